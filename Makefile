@@ -1,0 +1,42 @@
+# Two commands do everything, set-up included: make demo, make test.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test check nightly docs clean
+
+demo: $(VENV)/.run
+	$(BIN)/gossamer demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev            # style, types, floors: what CI runs beside the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tests/floors.py
+
+nightly: $(VENV)/.dev          # the figures of docs/results, one script each
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/first_step.py
+	$(BIN)/python benchmarks/lab_dense.py
+	$(BIN)/python benchmarks/smollm2.py
+
+docs: $(VENV)/.dev             # the generated part of the reference
+	$(BIN)/python docs/generate.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install -e '.[hf]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install -e '.[dev]'
+	touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Pure tensor functions: no state, no device choice, no communication (torch only)."""

@@ -1,0 +1,45 @@
+"""A method by name, with its parameters: how plans and configuration files speak of code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from gossamer.spec.errors import bad_input
+
+Written: TypeAlias = str | dict[str, Any]  # as people write it: "dense" or {"topk": {"fraction": 0.01}}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`name` is the file stem of a method in some room; `parameters` are the fields of its dataclass."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(written: Written | Choice, *, key: str = "") -> Choice:
+        """Read "name", {"name": {...}} or {"name": null}; raises BadInput for anything else."""
+        if isinstance(written, Choice):
+            return written
+        if isinstance(written, str):
+            return Choice(written)
+        if isinstance(written, Mapping) and len(written) == 1:
+            name, parameters = next(iter(written.items()))
+            if parameters is None:
+                parameters = {}
+            if isinstance(parameters, str):  # {error_feedback: dense}: the inner method, written short
+                parameters = {parameters: {}}
+            if isinstance(name, str) and isinstance(parameters, Mapping):
+                return Choice(name, dict(parameters))
+        raise bad_input(
+            wanted="a method: a name, or one name with its parameters such as {adamw: {lr: 3e-4}}",
+            got=repr(written),
+            do="write one of the two forms",
+            key=key,
+        )
+
+    def written(self) -> Written:
+        """The shortest form `parse` reads back."""
+        return {self.name: dict(self.parameters)} if self.parameters else self.name

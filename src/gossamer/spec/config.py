@@ -1,0 +1,129 @@
+"""The configuration of a run: one file, every key with its default, unknown keys are errors.
+
+These models are the reference for `run.yaml` (docs/reference/config.md is generated from them).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from gossamer.spec.choice import Written
+
+Auto = Literal["auto"]
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelSection(Section):
+    """Which model. Exactly one of `hf`, `gguf`, `factory`; never a rewritten model."""
+
+    hf: str | None = Field(None, description="local directory of a Hugging Face model, or a model type with `config`")
+    gguf: str | None = Field(None, description="path of a GGUF file")
+    factory: str | None = Field(None, description='"package.module:function" that returns an nn.Module')
+    config: dict[str, Any] = Field({}, description="keys of the model's own config, or arguments of the factory")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type the parameters are held in")
+    compile: bool = Field(False, description="run the forward through torch.compile")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelSection:
+        given = [k for k in ("hf", "gguf", "factory") if getattr(self, k) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of hf, gguf, factory; got {' and '.join(given)}")
+        return self
+
+
+class DataSection(Section):
+    """Which text, in which pieces."""
+
+    source: str = Field("stdlib", description="stdlib | sotu | text:GLOB | jsonl:GLOB | parquet:GLOB | hf:DIR")
+    tokenizer: str = Field("byte", description="byte | bpe:N | hf:DIR")
+    sequence: Annotated[int, Field(ge=2)] = Field(256, description="tokens per sequence")
+    pack: bool = Field(True, description="fill sequences from the stream of documents; false: one document piece each")
+    isolate: bool = Field(False, description="restart positions at document borders, so that none attends to another")
+    validation: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="fraction held out, by hash of the file")
+    cache: str | None = Field(None, description="folder of tokenised corpora; default: the user's cache directory")
+
+
+class TrainSection(Section):
+    """What is done to the model."""
+
+    steps: Positive = 1000
+    batch: Positive = Field(64, description="sequences per step, over all replicas")
+    optimizer: Written = Field({"adamw": {"lr": 3e-4}}, description="a method of `gossamer methods optim`")
+    schedule: Written = Field({"cosine": {"warmup": 0.02}}, description="a method of `gossamer methods optim/rate`")
+    clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    accumulate: Positive | Auto = Field("auto", description="micro-batches per replica and step")
+    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type the forward and backward compute in")
+    seed: Annotated[int, Field(ge=0)] = 0
+    evaluate_every: Annotated[int, Field(ge=0)] = Field(200, description="steps; 0: only at the end")
+    evaluate_sequences: Positive = Field(256, description="validation sequences per evaluation, at most")
+    checkpoint_every: Annotated[int, Field(ge=0)] = Field(500, description="steps; 0: only at the end")
+    keep_checkpoints: Positive = 2
+    on_nonfinite: Literal["retry_skip_stop", "skip", "stop"] = Field(
+        "retry_skip_stop", description="what a step whose loss or gradient is not finite leads to"
+    )
+
+
+class MachinesSection(Section):
+    """Where it runs."""
+
+    processes: Positive = Field(1, description="local processes, on every host")
+    hosts: list[str] = Field([], description="names ssh knows; empty: this machine")
+    cluster: str | None = Field(None, description="cluster.yaml of `gossamer probe`")
+    interface: str = Field("auto", description="network device for the exchange; auto: the fastest that reaches all")
+    threads: Positive | Auto = Field("auto", description="compute threads per process")
+    timeout_s: Annotated[float, Field(gt=0)] = Field(120.0, description="an exchange that takes longer has failed")
+    heartbeat_s: Annotated[float, Field(gt=0)] = Field(5.0, description="a rank silent for so long is named")
+
+
+class MeshSection(Section):
+    """Sizes of the named axes; their product is the number of processes."""
+
+    replica: Positive | Auto = "auto"
+    shard: Positive | Auto = 1
+    pipe: Positive | Auto = 1
+    tensor: Positive | Auto = 1
+    sequence: Positive | Auto = 1
+    expert: Positive | Auto = 1
+
+
+class PlanSection(Section):
+    """What the planner must keep; `auto` is filled in by it."""
+
+    mesh: MeshSection = MeshSection()
+    share: list[Annotated[float, Field(gt=0)]] | Auto = Field("auto", description="part of the batch per replica")
+    cuts: list[int] | Auto = "auto"
+    microbatches: Positive | Auto = "auto"
+    schedule: Written = "auto"
+    exchange: Written = Field("auto", description="a method of `gossamer methods compress`")
+    sync: Written = Field("every_step", description="a method of `gossamer methods sync`")
+    savers: list[Written] | Auto = "auto"
+    lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
+
+
+class RunSection(Section):
+    """Where a run is recorded and how it is shown."""
+
+    directory: str = "runs"
+    name: str | None = Field(None, description="name of the run's folder; default: date, time and model")
+    trackers: list[Written] = Field([], description="methods of `gossamer methods view/tracker`")
+    display: Literal["auto", "live", "plain", "quiet"] = "auto"
+
+
+class RunConfig(Section):
+    """All of run.yaml."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    machines: MachinesSection = MachinesSection()
+    plan: PlanSection = PlanSection()
+    run: RunSection = RunSection()

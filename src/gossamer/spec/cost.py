@@ -1,0 +1,20 @@
+"""One type for forecast and measurement, so that a forecast's error is a subtraction."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Cost(BaseModel):
+    """What a step costs. Lists are indexed by rank; `wire_bytes` by link, counted at the sender."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    compute_s: float = 0.0
+    wire_s: float = 0.0
+    exposed_s: float = 0.0  # the part of wire_s that compute does not hide
+    bubble_s: float = 0.0
+    step_s: float = 0.0
+    peak_bytes: tuple[int, ...] = ()
+    sent_bytes: tuple[int, ...] = ()
+    wire_bytes: dict[str, int] = {}

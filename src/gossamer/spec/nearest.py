@@ -1,0 +1,15 @@
+"""Did-you-mean for names and keys."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A closing clause for an error about an unknown name: the nearest known names, else all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "known: " + ", ".join(known) if known else "nothing is known here"

@@ -1,0 +1,69 @@
+"""A plan: who does what. Written by the planner, kept in plan.yaml, obeyed by the run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from gossamer.spec.choice import Written
+from gossamer.spec.cost import Cost
+
+PLAN_FORMAT = 1
+
+
+class Mesh(BaseModel):
+    """Sizes of the named axes. Ranks are numbered with the last axis fastest."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    replica: int = 1
+    shard: int = 1
+    pipe: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    expert: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.replica * self.shard * self.pipe * self.tensor * self.sequence * self.expert
+
+
+class Plan(BaseModel):
+    """Everything a run needs to know about the split of the work; nothing about the model's values.
+
+    `rows[r]` is the number of sequences of each step that replica r computes, `microbatches[r]` in how many pieces.
+    `reasons` says, per decision, why it was taken: what `--explain` prints.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Annotated[int, Field(ge=1, le=PLAN_FORMAT)] = PLAN_FORMAT
+    mesh: Mesh = Mesh()
+    share: tuple[float, ...] = (1.0,)
+    rows: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    schedule: Written = "one_stage"
+    exchange: Written = "dense"
+    sync: Written = "every_step"
+    bucket_bytes: int = 25 * 2**20
+    look_ahead: int = 4
+    backend: str = "gloo"
+    reasons: dict[str, str] = {}
+    forecast: Cost = Cost()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        replicas = self.mesh.replica
+        for name in ("share", "rows", "microbatches"):
+            if len(getattr(self, name)) != replicas:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries, the mesh has {replicas} replicas")
+        for replica, (rows, pieces) in enumerate(zip(self.rows, self.microbatches, strict=True)):
+            if not 1 <= pieces <= rows:
+                raise ValueError(f"replica {replica} has {rows} rows and {pieces} micro-batches: need 1 <= that <= rows")
+        return self
+
+    @property
+    def batch(self) -> int:
+        """Sequences per step over all replicas."""
+        return sum(self.rows)

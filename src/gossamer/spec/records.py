@@ -1,0 +1,132 @@
+"""The lines of a run's records.jsonl: the single source of truth that displays, reports and trackers read.
+
+Every line is one JSON object with `kind`, `time_s` (seconds since the epoch) and the fields of its class.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Base of all lines."""
+
+    kind: ClassVar[str] = "record"
+    time_s: float = field(default_factory=time.time)
+
+    def line(self) -> str:
+        return json.dumps({"kind": self.kind, **asdict(self)}, separators=(",", ":"), allow_nan=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start(Record):
+    """A process group began to work on the run; one per start or resume."""
+
+    kind: ClassVar[str] = "start"
+    ranks: int
+    step: int  # steps already committed
+    steps: int  # steps wanted
+    model: str
+    parameters: int
+    data: str
+    tokens_per_step: int
+    flop_per_token: float
+    peak_flop_per_s: float  # measured matmul rate of all ranks together; 0: not measured
+    exchange: str
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Record):
+    """A step that was committed (or rejected: then no parameter moved)."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    committed: bool
+    loss: float  # mean over valid labels, nats
+    weight: float  # valid labels of the step over all ranks
+    tokens: int
+    samples: tuple[int, int]  # global sample indices [from, to): the ledger
+    lr: float
+    grad_norm: float
+    step_s: float
+    compute_s: float
+    exposed_s: float  # waited for the wire after the backward pass
+    wire_bytes: dict[str, int]  # bytes this rank sent, by link
+    peak_bytes: int  # largest resident memory of this rank so far
+    data_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation(Record):
+    kind: ClassVar[str] = "evaluation"
+    step: int
+    loss: float
+    bits_per_byte: float | None
+    sequences: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Record):
+    """A checkpoint was committed, or failed to be (`error` says why; the run goes on)."""
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int
+    path: str
+    bytes: int
+    copy_s: float
+    write_s: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Record):
+    kind: ClassVar[str] = "sample"
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event(Record):
+    """Something a reader of the run should know: a rejected step, a fallback, a slow rank."""
+
+    kind: ClassVar[str] = "event"
+    level: str  # "info" | "warning" | "error"
+    message: str
+    step: int = -1
+    rank: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End(Record):
+    kind: ClassVar[str] = "end"
+    step: int
+    outcome: str  # "done" | "interrupted" | "failed"
+    message: str = ""
+    seconds: float = 0.0
+
+
+KINDS: dict[str, type[Record]] = {c.kind: c for c in (Start, Step, Evaluation, Saved, Sample, Event, End)}
+
+
+def read_record(line: str) -> Record | None:
+    """The record of one line; None for a line cut short by a crash or of a kind this version does not know."""
+    try:
+        data: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    cls = KINDS.get(data.pop("kind", ""))
+    if cls is None:
+        return None
+    known = {f.name for f in fields(cls)}
+    try:
+        record = cls(**{k: v for k, v in data.items() if k in known})
+    except TypeError:
+        return None
+    return record

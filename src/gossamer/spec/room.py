@@ -1,0 +1,129 @@
+"""Rooms of methods: one method, one file, one public class, found by its file name. No list to edit."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from gossamer.spec.choice import Choice, Written
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.nearest import nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Room(Generic[T]):
+    """The methods of one package. `package` is its `__name__`; every member is a subclass of `base`.
+
+    A module whose name does not start with an underscore is a method, and holds one public class named like the
+    file in CamelCase. `presets.toml` beside them holds methods that are another one with fields set:
+    `[nesterov]` / `is = {sgd = {momentum = 0.9, nesterov = true}}` / `paper = "..."`.
+    """
+
+    package: str
+    base: type[T]
+
+    def names(self) -> tuple[str, ...]:
+        """All methods and presets, sorted, without importing any of them."""
+        return tuple(sorted({*self._modules(), *_presets(self._folder())}))
+
+    def type(self, name: str, *, key: str = "") -> type[T]:
+        """The class of method `name`; raises BadInput with the nearest names."""
+        preset = _presets(self._folder()).get(name)
+        if preset is not None:
+            return self.type(Choice.parse(preset["is"]).name, key=key)
+        if name not in self._modules():
+            kind = self.base.__name__.lower()
+            raise BadInput(f"no {kind} is called {name!r}: {nearest(name, self.names())}", key=key)
+        module = importlib.import_module(f"{self.package}.{name}")
+        wanted = name.replace("_", "").lower()
+        for value in vars(module).values():
+            if isinstance(value, type) and value.__module__ == module.__name__ and value.__name__.lower() == wanted:
+                assert issubclass(value, self.base), f"{value} is no {self.base.__name__}"
+                return value
+        raise AssertionError(f"{module.__name__} holds no class named like its file")
+
+    def build(self, written: Written | Choice, *, key: str = "") -> T:
+        """Construct the method that `written` names; every wrong parameter is a BadInput that names the known ones."""
+        choice = Choice.parse(written, key=key)
+        preset = _presets(self._folder()).get(choice.name)
+        if preset is not None:
+            base = Choice.parse(preset["is"])
+            choice = Choice(base.name, {**base.parameters, **choice.parameters})
+        cls = self.type(choice.name, key=key)
+        return _construct(cls, choice.parameters, key=f"{key}.{choice.name}" if key else choice.name)
+
+    def _modules(self) -> tuple[str, ...]:
+        return tuple(m.name for m in pkgutil.iter_modules([str(self._folder())]) if self._is_method(m))
+
+    @staticmethod
+    def _is_method(module: pkgutil.ModuleInfo) -> bool:
+        return not module.name.startswith("_") and not module.ispkg
+
+    def _folder(self) -> Path:
+        where = sys.modules[self.package].__file__
+        assert where is not None
+        return Path(where).parent
+
+
+def room_of(base: type[Any]) -> Room[Any] | None:
+    """The room whose abstract class `base` is: it stands beside it as ROOM."""
+    found = getattr(sys.modules[base.__module__], "ROOM", None)
+    return found if isinstance(found, Room) and found.base is base else None
+
+
+def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
+    assert is_dataclass(cls), f"{cls} is no dataclass: a method's fields are its whole configuration"
+    known = {f.name: f for f in fields(cls) if f.init}
+    hints = get_type_hints(cls)
+    inner = {name: room for name in known if isinstance(hints[name], type) and (room := room_of(hints[name]))}
+    given = dict(parameters)
+    if len(inner) == 1 and len(given) == 1 and not set(given) & set(known):
+        given = {next(iter(inner)): given}  # {error_feedback: {topk: {...}}}: the only inner method needs no name
+    for name in given:
+        if name not in known:
+            raise BadInput(f"{cls.__name__} has no parameter {name!r}: {nearest(name, known)}", key=key)
+    values = {
+        name: inner[name].build(value, key=f"{key}.{name}")
+        if name in inner
+        else _coerce(value, hints[name], key=f"{key}.{name}")
+        for name, value in given.items()
+    }
+    try:
+        return cls(**values)
+    except BadInput as error:
+        raise BadInput(error.message, key=f"{key}.{error.key}" if error.key else key) from None
+    except TypeError as error:
+        raise BadInput(str(error), key=key) from None
+
+
+def _coerce(value: Any, hint: Any, *, key: str) -> Any:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(hint).validate_python(value)  # lax: YAML reads 1e-4 as a string
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise bad_input(wanted=_name(hint), got=repr(value), do=said, key=key) from None
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
+@lru_cache(maxsize=None)
+def _presets(folder: Path) -> dict[str, dict[str, Any]]:
+    file = folder / "presets.toml"
+    return tomllib.loads(file.read_text("utf-8")) if file.exists() else {}

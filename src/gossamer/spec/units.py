@@ -1,0 +1,55 @@
+"""Numbers as people read them: bytes, seconds, rates."""
+
+from __future__ import annotations
+
+import re
+
+from gossamer.spec.errors import bad_input
+
+
+def show_bytes(count: float) -> str:
+    """1536 -> "1.54 kB": powers of ten, as networks count."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def show_gib(count: float) -> str:
+    """Memory, in powers of two: 25769803776 -> "24.0 GiB"."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def show_seconds(seconds: float) -> str:
+    """0.0123 -> "12.3 ms"; 75 -> "1m15s"; 7500 -> "2h05m"."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def show_rate(bytes_per_s: float) -> str:
+    """Link rates, in bits: 12_500_000 -> "100 Mbit/s"."""
+    bits = bytes_per_s * 8
+    for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
+        if bits < 1000 or unit == "Gbit/s":
+            return f"{bits:.3g} {unit}"
+        bits /= 1000
+    raise AssertionError
+
+
+_RATE = re.compile(r"^\s*([0-9.]+)\s*([kmgt]?)bit(?:/s|ps)?\s*$", re.IGNORECASE)
+
+
+def read_rate(text: str, *, key: str = "") -> float:
+    """"100mbit" -> 12_500_000.0 bytes per second; raises BadInput."""
+    match = _RATE.match(text)
+    if match is None:
+        raise bad_input(wanted="a rate such as 100mbit or 1gbit", got=repr(text), do="write number and unit", key=key)
+    scale = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[match.group(2).lower()]
+    return float(match.group(1)) * scale / 8

@@ -1,0 +1,88 @@
+"""Buckets: many tensors in one flat buffer, so that one message carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One named tensor inside a flat buffer, at [start, start + numel)."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything in a bucket lies. Known before any data is."""
+
+    entries: tuple[Entry, ...]
+    dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def numel(self) -> int:
+        return sum(e.numel for e in self.entries)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> Layout:
+        """Lay out `tensors` (all of one type and device) one behind the other."""
+        entries, start = [], 0
+        for name, tensor in tensors.items():
+            entries.append(Entry(name, tuple(tensor.shape), start))
+            start += tensor.numel()
+        first = next(iter(tensors.values()))
+        return Layout(tuple(entries), first.dtype, first.device)
+
+    def allocate(self) -> Bucket:
+        """A bucket of zeros."""
+        return Bucket(self, torch.zeros(self.numel, dtype=self.dtype, device=self.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A flat buffer and its layout."""
+
+    layout: Layout
+    flat: Tensor  # (numel,)
+
+    def slices(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, view) of every tensor, in its own shape."""
+        for e in self.layout.entries:
+            yield e.name, self.flat[e.start : e.start + e.numel].view(e.shape)
+
+
+def partition(tensors: Mapping[str, Tensor], *, bucket_bytes: int, at_least: int = 4) -> tuple[Layout, ...]:
+    """Cut `tensors` into layouts of at most `bucket_bytes`, the last tensors first (backward produces them first).
+
+    Small models are still cut into about `at_least` buckets of 1 MiB or more, so that the wire starts before
+    backward ends. Tensors of different type or device never share a bucket; one larger than a bucket has its own.
+    """
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    cap = min(bucket_bytes, max(2**20, -(-total // at_least)))
+    open_buckets: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    done: list[Layout] = []
+    for name, tensor in reversed(tensors.items()):
+        kind = (tensor.dtype, tensor.device)
+        held = open_buckets.setdefault(kind, {})
+        size = sum(t.numel() for t in held.values()) + tensor.numel()
+        if held and size * tensor.element_size() > cap:
+            done.append(Layout.of(held))
+            held = open_buckets[kind] = {}
+        held[name] = tensor
+    return (*done, *(Layout.of(held) for held in open_buckets.values() if held))

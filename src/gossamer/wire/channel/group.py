@@ -1,0 +1,133 @@
+"""Group: the channel over torch's process groups (gloo on CPU, NCCL on CUDA), one set per generation.
+
+A generation is one set of groups under its own store prefix. When a collective fails or times out, its groups AND
+its buffers are poisoned: on gloo a stopped peer that wakes up later still writes into the buffers of the dropped
+step. So the channel refuses everything after the first failure, and keeps what was in flight alive until it is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossamer.spec.errors import PeerLost
+from gossamer.wire.channel import Channel, Pending
+from gossamer.wire.message import Combine, Levels, Message
+from gossamer.wire.meter import Meter
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How the ranks of a group find each other: a store, a generation, a backend, and how long is too long."""
+
+    store: dist.Store
+    rank: int
+    levels: Levels
+    backend: str = "gloo"
+    interface: str = ""  # network device of gloo; empty: the one of the host's name
+    timeout_s: float = 120.0
+    generation: int = 0
+
+
+class Group(Channel):
+    """One rank's end of the process groups of every level."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.rank, self.levels, self.meter = meeting.rank, meeting.levels, Meter(meeting.rank)
+        self._meeting = meeting
+        self._poison = ""
+        self._in_flight: dict[int, tuple[Tensor, ...]] = {}
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        for level in meeting.levels.groups:
+            self._groups[level] = self._connect(level)
+
+    def _connect(self, level: str) -> dist.ProcessGroup:
+        m = self._meeting
+        members = m.levels.group(level, m.rank)
+        store = dist.PrefixStore(f"{m.generation}/{level}/{members[0]}", m.store)
+        timeout = timedelta(seconds=m.timeout_s)
+        me = members.index(m.rank)
+        try:
+            if m.backend == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                return dist.ProcessGroupNCCL(store, me, len(members), options)
+            options = dist.ProcessGroupGloo._Options()
+            device = dist.ProcessGroupGloo.create_device
+            options._devices = [device(interface=m.interface) if m.interface else dist.ProcessGroupGloo.create_default_device()]
+            options._timeout = timeout
+            return dist.ProcessGroupGloo(store, me, len(members), options)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {m.rank} could not join the {len(members)} ranks of level {level!r} over {m.backend} "
+                f"within {m.timeout_s:g} s: {_first_line(error)}. Check that all ranks started and that the "
+                f"network device {m.interface or '(default)'} reaches them (machines.interface)"
+            ) from error
+
+    def start(self, message: Message) -> Pending:
+        if self._poison:
+            raise PeerLost(f"this wire was given up: {self._poison}")
+        group = self.levels.group(message.level, self.rank)
+        self.meter.count(message, group)
+        parts, begin = _prepared(message, len(group))
+        self._in_flight[id(parts)] = parts
+        try:
+            works = [begin(self._groups[message.level], i) for i in range(len(message.parts))]
+        except RuntimeError as error:
+            raise self._poisoned(message, error) from error
+        return _Under(self, message, parts, works)
+
+    def _arrived(self, parts: tuple[Tensor, ...]) -> None:
+        del self._in_flight[id(parts)]
+
+    def _poisoned(self, message: Message, error: RuntimeError) -> PeerLost:
+        group = self.levels.group(message.level, self.rank)
+        self._poison = (
+            f"rank {self.rank} lost a peer among ranks {list(group)} during {message.combine.value} of "
+            f"{message.nbytes} bytes: {_first_line(error)}"
+        )
+        return PeerLost(self._poison)
+
+    def close(self) -> None:
+        self._poison = self._poison or "it was closed"
+        self._groups.clear()
+
+
+class _Under(Pending):
+    def __init__(self, group: Group, message: Message, parts: tuple[Tensor, ...], works: list[dist.Work]) -> None:
+        self._group, self._message, self._parts, self._works = group, message, parts, works
+
+    def wait(self) -> tuple[Tensor, ...]:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._group._poisoned(self._message, error) from error
+        self._group._arrived(self._parts)
+        return self._parts
+
+
+_Begin = Callable[[dist.ProcessGroup, int], dist.Work]
+
+
+def _prepared(message: Message, ranks: int) -> tuple[tuple[Tensor, ...], _Begin]:
+    """The tensors the replies arrive in, and how to start part i."""
+    sent = tuple(p.contiguous() for p in message.parts)
+    if message.combine in (Combine.SUM, Combine.MAX):
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM if message.combine is Combine.SUM else dist.ReduceOp.MAX
+        return sent, lambda group, i: group.allreduce([sent[i]], options)
+    if message.combine is Combine.GATHER:
+        stacked = tuple(torch.empty((ranks, *p.shape), dtype=p.dtype, device=p.device) for p in sent)
+        return stacked, lambda group, i: group.allgather([list(stacked[i].unbind(0))], [sent[i]])
+    shuffled = tuple(torch.empty_like(p) for p in sent)
+    return shuffled, lambda group, i: group.alltoall_base(shuffled[i], sent[i], [], [], dist.AllToAllOptions())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,132 @@
+"""The pump: one communication thread, one order of messages, known before the step.
+
+Messages go out in the order of the key (job + L x round, round) with L the look-ahead; the end of a job counts as
+its last round. The order depends on the declared rounds alone, so it is the same on all ranks however jobs arrive.
+"Resume whatever is oldest" is not: with jobs arriving from hooks it paired wrong messages without any error.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gossamer.spec.errors import WireMismatch
+from gossamer.wire.channel import Channel, Pending
+from gossamer.wire.message import Combine, Message, Outcome, Rounds
+
+
+def order(rounds: Sequence[int], look_ahead: int) -> list[tuple[int, int]]:
+    """(job, round) in the order in which they go out; round == rounds[job] receives the last reply."""
+    keys = [(job + look_ahead * r, r, job) for job, n in enumerate(rounds) for r in range(n + 1)]
+    return [(job, r) for _, r, job in sorted(keys)]
+
+
+class _Dropped(Exception):
+    """The step was given up by the rank itself."""
+
+
+@dataclass(slots=True)
+class _Step:
+    rounds: tuple[int, ...]
+    arrivals: queue.SimpleQueue[tuple[int, Rounds] | None] = field(default_factory=queue.SimpleQueue)
+    futures: list[Future[Outcome]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Job:
+    method: Rounds
+    under_way: Pending | None = None
+    outcome: Outcome | None = None
+    wanted: Message | None = None
+
+    def advance(self, reply: tuple[Tensor, ...] | None) -> None:
+        try:
+            self.wanted = next(self.method) if reply is None else self.method.send(reply)
+        except StopIteration as end:
+            self.outcome, self.wanted = end.value, None
+
+
+class Pump:
+    """Runs the exchanges of one rank over one channel.
+
+    `begin` declares a step: job i sends rounds[i] messages. `submit` may be called from any thread (hooks), in any
+    order; `result` waits for one job. After an error every job of the step raises it, and the pump is of no more use.
+    """
+
+    def __init__(self, channel: Channel, *, look_ahead: int = 4) -> None:
+        self.channel = channel
+        self.busy_s = 0.0  # time with a message under way, of all steps
+        self._look_ahead = look_ahead
+        self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        self._step = _Step(())
+        self._thread = threading.Thread(target=self._work, name="gossamer-pump", daemon=True)
+        self._thread.start()
+
+    def begin(self, rounds: Sequence[int]) -> None:
+        """Open a step with one job per entry. The step before must have been finished or dropped."""
+        step = _Step(tuple(rounds))
+        step.futures = [Future() for _ in rounds]
+        self._step = step
+        self._steps.put(step)
+
+    def submit(self, job: int, method: Rounds) -> None:
+        """Give job `job` its method; its first message goes out when its turn comes."""
+        self._step.arrivals.put((job, method))
+
+    def result(self, job: int) -> Outcome:
+        """Wait for the end of a job. Raises what ended the step (PeerLost, WireMismatch, an error of a method)."""
+        return self._step.futures[job].result()
+
+    def drop(self) -> None:
+        """Give the step up: methods that run are closed, no state has moved. Peers will find this rank missing."""
+        self._step.arrivals.put(None)
+
+    def close(self) -> None:
+        """End the thread. What is under way is waited for as long as the channel's timeout."""
+        self.drop()
+        self._steps.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (step := self._steps.get()) is not None:
+            jobs: dict[int, _Job] = {}
+            try:
+                for job, r in order(step.rounds, self._look_ahead):
+                    self._turn(step, jobs, job, r)
+            except BaseException as error:  # every waiter must learn of it, whatever it is
+                for future in step.futures:
+                    if not future.done():
+                        future.set_exception(error)
+            finally:
+                for one in jobs.values():
+                    one.method.close()
+
+    def _turn(self, step: _Step, jobs: dict[int, _Job], job: int, r: int) -> None:
+        while job not in jobs:
+            arrived = step.arrivals.get()
+            if arrived is None:
+                raise _Dropped("this rank gave the step up")
+            jobs[arrived[0]] = _Job(arrived[1])
+        one = jobs[job]
+        began = time.perf_counter()
+        reply = one.under_way.wait() if one.under_way else None
+        if one.under_way:
+            self.busy_s += time.perf_counter() - began
+        if one.outcome is None:
+            one.advance(reply)
+        if r == step.rounds[job]:
+            if one.outcome is None:
+                raise WireMismatch(f"job {job} declared {r} messages and wants to send more")
+            step.futures[job].set_result(one.outcome)
+        else:
+            one.under_way = self.channel.start(one.wanted or _EMPTY)
+
+
+_EMPTY = Message((torch.empty(0, dtype=torch.uint8),), Combine.SUM)
