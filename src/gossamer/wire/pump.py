@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,11 +32,27 @@ class _Dropped(Exception):
     """The step was given up by the rank itself."""
 
 
-@dataclass(slots=True)
-class _Step:
-    rounds: tuple[int, ...]
-    arrivals: queue.SimpleQueue[tuple[int, Rounds] | None] = field(default_factory=queue.SimpleQueue)
-    futures: list[Future[Outcome]] = field(default_factory=list)
+class Step:
+    """Some jobs whose messages share one order. Job i sends rounds[i] messages; jobs must not wait for each other:
+    what depends on a job's result belongs in a later step. Steps are worked off in the order they were begun.
+    """
+
+    def __init__(self, rounds: Sequence[int]) -> None:
+        self.rounds = tuple(rounds)
+        self.arrivals: queue.SimpleQueue[tuple[int, Rounds] | None] = queue.SimpleQueue()
+        self.futures: list[Future[Outcome]] = [Future() for _ in rounds]
+
+    def submit(self, job: int, method: Rounds) -> None:
+        """Give job `job` its method, from any thread; its first message goes out when its turn comes."""
+        self.arrivals.put((job, method))
+
+    def result(self, job: int) -> Outcome:
+        """Wait for the end of a job. Raises what ended the step (PeerLost, WireMismatch, an error of a method)."""
+        return self.futures[job].result()
+
+    def drop(self) -> None:
+        """Give the step up: methods that run are closed, no state has moved. Peers will find this rank missing."""
+        self.arrivals.put(None)
 
 
 @dataclass(slots=True)
@@ -54,43 +70,28 @@ class _Job:
 
 
 class Pump:
-    """Runs the exchanges of one rank over one channel.
-
-    `begin` declares a step: job i sends rounds[i] messages. `submit` may be called from any thread (hooks), in any
-    order; `result` waits for one job. After an error every job of the step raises it, and the pump is of no more use.
-    """
+    """Runs the exchanges of one rank over one channel. After a lost peer it is of no more use: make a new one."""
 
     def __init__(self, channel: Channel, *, look_ahead: int = 4) -> None:
         self.channel = channel
-        self.busy_s = 0.0  # time with a message under way, of all steps
+        self.busy_s = 0.0  # time spent waiting for messages under way, of all steps
         self._look_ahead = look_ahead
-        self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
-        self._step = _Step(())
+        self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._unfinished: list[Step] = []
         self._thread = threading.Thread(target=self._work, name="gossamer-pump", daemon=True)
         self._thread.start()
 
-    def begin(self, rounds: Sequence[int]) -> None:
-        """Open a step with one job per entry. The step before must have been finished or dropped."""
-        step = _Step(tuple(rounds))
-        step.futures = [Future() for _ in rounds]
-        self._step = step
+    def begin(self, rounds: Sequence[int]) -> Step:
+        """Open a step with one job per entry, each sending that many messages. The same on all ranks."""
+        step = Step(rounds)
+        self._unfinished = [s for s in self._unfinished if not all(f.done() for f in s.futures)] + [step]
         self._steps.put(step)
-
-    def submit(self, job: int, method: Rounds) -> None:
-        """Give job `job` its method; its first message goes out when its turn comes."""
-        self._step.arrivals.put((job, method))
-
-    def result(self, job: int) -> Outcome:
-        """Wait for the end of a job. Raises what ended the step (PeerLost, WireMismatch, an error of a method)."""
-        return self._step.futures[job].result()
-
-    def drop(self) -> None:
-        """Give the step up: methods that run are closed, no state has moved. Peers will find this rank missing."""
-        self._step.arrivals.put(None)
+        return step
 
     def close(self) -> None:
         """End the thread. What is under way is waited for as long as the channel's timeout."""
-        self.drop()
+        for step in self._unfinished:
+            step.drop()
         self._steps.put(None)
         self._thread.join()
 
@@ -108,7 +109,7 @@ class Pump:
                 for one in jobs.values():
                     one.method.close()
 
-    def _turn(self, step: _Step, jobs: dict[int, _Job], job: int, r: int) -> None:
+    def _turn(self, step: Step, jobs: dict[int, _Job], job: int, r: int) -> None:
         while job not in jobs:
             arrived = step.arrivals.get()
             if arrived is None:

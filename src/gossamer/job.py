@@ -1,0 +1,212 @@
+"""A job: one rank's run from its parts to its end. The command line's workers and `gossamer.train` both end here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from gossamer import __version__
+from gossamer import plan as planning
+from gossamer.model.profile import Profile, profile
+from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, connect, fingerprint
+from gossamer.run.checkpoint import trainable
+from gossamer.run.record import RecordWriter
+from gossamer.run.saver import Saver
+from gossamer.run.trainer import Trainer, peak_bytes
+from gossamer.spec import records
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, Interrupted
+from gossamer.spec.paths import RunPaths
+from gossamer.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """This rank among all, and how they meet. `writer`/`writers`: among the ranks that see the same run directory."""
+
+    rank: int = 0
+    ranks: int = 1
+    writer: int = 0
+    writers: int = 1
+    store: dist.Store
+    interface: str = ""
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything one rank needs to run. `parts.plan` is agreed; `paths` None keeps nothing on disk."""
+
+    parts: Parts
+    where: Where
+    paths: RunPaths
+    described: str  # the model, for people
+    data: str  # fingerprint of the training data
+    resume: bool
+    at: Callable[[int, str], None]
+
+
+def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device: torch.device) -> Plan:
+    """Ask the planner; the same answer on every rank."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in trainable(module).items())
+    request = planning.Request(config=config, ranks=ranks, device=device.type, shapes=shapes)
+    return planning.build("data_parallel").plan(request)
+
+
+def read_plan(path: Path, *, ranks: int) -> Plan:
+    """A plan.yaml; raises BadInput when it cannot be read or is for another number of ranks."""
+    from pydantic import ValidationError
+
+    try:
+        plan = Plan.model_validate(yaml.safe_load(path.read_text("utf-8")))
+    except OSError as error:
+        raise BadInput(f"cannot read the plan {path}: {error.strerror}") from None
+    except (ValidationError, yaml.YAMLError) as error:
+        raise BadInput(f"{path} is no plan: {str(error).splitlines()[0]}. Make one with --dry") from None
+    if plan.mesh.size != ranks:
+        raise BadInput(f"{path} is a plan for {plan.mesh.size} ranks, there are {ranks}: start as many, or plan again")
+    return plan
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write plan.yaml whole or not at all."""
+    beside = path.with_suffix(".partial")
+    beside.write_text(yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False), "utf-8")
+    beside.replace(path)
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Train to the end of the configuration. Raises Interrupted, RunFailed and its children, BadInput."""
+    config, where = job.parts.config, job.where
+    check_before_start(job.parts)
+    began = time.perf_counter()
+    pump = connect(
+        where.store,
+        rank=where.rank,
+        plan=job.parts.plan,
+        interface=where.interface,
+        timeout_s=config.machines.timeout_s,
+        generation=where.generation,
+    )
+    try:
+        check_agreement(pump, _facts(job))
+        writer = RecordWriter(job.paths.records) if where.rank == 0 else None
+        sink: Callable[[records.Record], None] = writer if writer is not None else _forget
+        saver = _saver(job, sink)
+        with _stop_requests() as asked_to_stop:
+            around = Surroundings(sink=sink, at=job.at, asked_to_stop=asked_to_stop, saver=saver)
+            trainer = build(job.parts, pump, around)
+            if job.resume:
+                saver.resume()
+            sink(_start(job, trainer))
+            return _train(trainer, saver, sink, began)
+    finally:
+        pump.close()
+        pump.channel.close()
+
+
+def _train(
+    trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None], began: float
+) -> dict[str, Any]:
+    outcome, message = "failed", ""
+    try:
+        trainer.run()
+        outcome = "done"
+    except Interrupted as error:
+        outcome, message = "interrupted", str(error)
+        raise
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        saver.finish()
+        step, seconds = trainer.progress.step, time.perf_counter() - began
+        sink(records.End(step=step, outcome=outcome, message=message, seconds=seconds))
+    return {"outcome": outcome, "step": step, "seconds": seconds, "peak_bytes": peak_bytes()}
+
+
+def _saver(job: Job, sink: Callable[[records.Record], None]) -> Saver:
+    config, where = job.parts.config, job.where
+    return Saver(
+        directory=job.paths.checkpoints,
+        rank=where.rank,
+        ranks=where.ranks,
+        writer=where.writer,
+        writers=where.writers,
+        keep=config.train.keep_checkpoints,
+        sink=sink,
+        identity={
+            "seed": config.train.seed,
+            "batch": job.parts.plan.batch,
+            "data": job.data,
+            "model": job.described,
+            "gossamer": __version__,
+        },
+    )
+
+
+def _facts(job: Job) -> dict[str, str]:
+    config = job.parts.config.model_dump(mode="json", exclude={"run", "machines"})
+    return {
+        "version of Gossamer": __version__,
+        "configuration": json.dumps(config, sort_keys=True),
+        "plan": job.parts.plan.model_dump_json(),
+        "training data": job.data,
+        "model": hashlib.sha256(fingerprint(job.parts.module).encode()).hexdigest(),
+    }
+
+
+def _start(job: Job, trainer: Trainer) -> records.Start:
+    config, plan = job.parts.config, job.parts.plan
+    known: Profile = profile(job.parts.module)
+    return records.Start(
+        ranks=job.where.ranks,
+        step=trainer.progress.step,
+        steps=config.train.steps,
+        model=job.described,
+        parameters=known.parameters,
+        data=config.data.source,
+        tokens_per_step=plan.batch * config.data.sequence,
+        flop_per_token=known.flop_per_token,
+        peak_flop_per_s=0.0,
+        exchange=str(plan.exchange),
+        versions={"gossamer": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+    )
+
+
+def _forget(record: records.Record) -> None:
+    """Only rank 0 writes the run's records."""
+
+
+@contextmanager
+def _stop_requests() -> Iterator[Callable[[], bool]]:
+    """SIGTERM or SIGINT once: stop after this step and save. SIGINT again: now."""
+    asked: list[int] = []
+
+    def on_signal(number: int, frame: object) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    try:
+        before = {s: signal.signal(s, on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

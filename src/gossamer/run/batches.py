@@ -1,0 +1,121 @@
+"""Batches by global index: what a rank computes in a step is arithmetic, so a run resumes at the very sample."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from gossamer.data.order import Order
+from gossamer.spec.errors import bad_input
+from gossamer.spec.plan import Plan
+
+Batch = dict[str, Tensor]
+
+
+class Batches(ABC):
+    """Something with numbered sequences. `len` of them; `batch` stacks some into tensors with a leading dimension."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def batch(self, indices: np.ndarray[Any, Any]) -> Batch:
+        """The sequences `indices`, stacked."""
+
+    @abstractmethod
+    def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
+        """Bytes of text their labels stand for; None where the data is not text."""
+
+
+class DatasetBatches(Batches):
+    """A map-style torch dataset whose items are dictionaries of tensors (or of what default_collate stacks)."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def batch(self, indices: np.ndarray[Any, Any]) -> Batch:
+        items = [self._dataset[int(i)] for i in indices]
+        stacked = default_collate(items)
+        if not isinstance(stacked, dict):
+            raise bad_input(
+                wanted="a dataset whose items are dictionaries, such as {input_ids, labels}",
+                got=f"items of type {type(items[0]).__name__}",
+                do="return a dict from __getitem__",
+                key="data",
+            )
+        return stacked
+
+    def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some rows of a step, computed together. `key` is the global number of its first row in the step."""
+
+    key: int
+    rows: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The micro-batches of one rank, step by step."""
+
+    batches: Batches
+    plan: Plan
+    rank: int
+    seed: int
+
+    def samples(self, step: int) -> tuple[int, int]:
+        """Global sample numbers [from, to) of `step`, over all ranks: the ledger's entry."""
+        return step * self.plan.batch, (step + 1) * self.plan.batch
+
+    def fetch(self, step: int) -> list[MicroBatch]:
+        """What this rank computes in `step` (counted from 0)."""
+        first_row = sum(self.plan.rows[: self.rank])
+        start = step * self.plan.batch + first_row
+        order = Order(self.seed, len(self.batches))
+        pieces = cut(self.plan.rows[self.rank], self.plan.microbatches[self.rank])
+        borders = [0, *accumulate(pieces)]
+        found = order.at(np.arange(start, start + borders[-1]))
+        return [
+            MicroBatch(first_row + a, self.batches.batch(found[a:b]))
+            for a, b in zip(borders[:-1], borders[1:], strict=True)
+        ]
+
+
+def cut(rows: int, pieces: int) -> list[int]:
+    """`rows` in `pieces` parts that differ by one at most, larger ones first."""
+    return [rows // pieces + (i < rows % pieces) for i in range(pieces)]
+
+
+def part(total: int, rank: int, ranks: int) -> range:
+    """The share of `rank` when `total` things are divided evenly."""
+    borders = [0, *accumulate(cut(total, ranks))]
+    return range(borders[rank], borders[rank + 1])
+
+
+def moved(rows: Batch, device: torch.device) -> Batch:
+    """The same rows on `device`."""
+    return {name: value.to(device, non_blocking=True) for name, value in rows.items()}
+
+
+def row_count(rows: Batch) -> int:
+    """Leading dimension of a batch."""
+    return int(next(iter(rows.values())).shape[0])
+
+
+def row_slices(total: int, largest: int) -> Sequence[slice]:
+    """0..total in slices of at most `largest` rows."""
+    return [slice(a, min(a + largest, total)) for a in range(0, total, largest)]

@@ -1,0 +1,178 @@
+"""From values to a trainer: a module, a plan and a place among the ranks become something that runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossamer import compress, optim, sync
+from gossamer.loss import Objective
+from gossamer.model.call import Caller
+from gossamer.model.precision import Precision
+from gossamer.model.randomness import KeyedRandomness
+from gossamer.optim import rate
+from gossamer.pipeline import schedule
+from gossamer.pipeline.check import check
+from gossamer.run.batches import Batches, Feed
+from gossamer.run.checkpoint import Contents, trainable
+from gossamer.run.policy import NonFinite
+from gossamer.run.saver import Saver
+from gossamer.run.stage import Engine
+from gossamer.run.trainer import Goal, Sink, Trainer
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.plan import Plan
+from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.message import Combine, Levels, Message
+from gossamer.wire.pump import Pump
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a trainer is made of that the user brings."""
+
+    module: nn.Module
+    objective: Objective
+    train: Batches
+    validation: Batches | None
+    config: RunConfig
+    plan: Plan
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """How a trainer speaks to the world around it."""
+
+    sink: Sink
+    at: Callable[[int, str], None]
+    asked_to_stop: Callable[[], bool]
+    saver: Saver
+
+
+def check_before_start(parts: Parts) -> None:
+    """What can be known to be wrong before any process group exists. Raises BadInput."""
+    plan, config = parts.plan, parts.config
+    if len(parts.train) == 0:
+        raise BadInput("the training data holds no sequence: give more text or a shorter data.sequence", key="data")
+    if plan.batch > len(parts.train):
+        raise bad_input(
+            wanted=f"at least {plan.batch} training sequences (one step's batch)",
+            got=f"{len(parts.train)} of {config.data.sequence} tokens",
+            do="lower train.batch or data.sequence, or give more text",
+            key="train.batch",
+        )
+    if not trainable(parts.module):
+        raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
+    for name, param in parts.module.named_parameters():
+        if param.device.type == "meta":
+            raise BadInput(f"parameter {name} is on the meta device: materialise the model first", key="model")
+
+
+def build(parts: Parts, pump: Pump, around: Surroundings) -> Trainer:
+    """The trainer of one rank."""
+    config, plan, module = parts.config, parts.plan, parts.module
+    rank = pump.channel.rank
+    module.train()
+    params = trainable(module)
+    rule = optim.build(config.train.optimizer, key="train.optimizer")
+    replica = sync.Replica(
+        params, compress.build(plan.exchange, key="plan.exchange"), pump, bucket_bytes=plan.bucket_bytes
+    )
+    precision = Precision.of(config.train.precision, parts.device)
+    engine = Engine(
+        module=torch.compile(module) if config.model.compile else module,  # type: ignore[arg-type]
+        caller=Caller.of(module),
+        objective=parts.objective,
+        precision=precision,
+        randomness=KeyedRandomness.install(module, seed=config.train.seed, compiled=config.model.compile),
+        device=parts.device,
+    )
+    rule_state = rule.init(params)
+    around.saver.contents = Contents(module, rule, rule_state, replica, precision)
+    return Trainer(
+        engine=engine,
+        sync=sync.build(plan.sync, key="plan.sync"),
+        replica=replica,
+        schedule=_schedule(plan, rank),
+        rule=rule,
+        rule_state=rule_state,
+        rate=rate.build(config.train.schedule, key="train.schedule"),
+        feed=Feed(parts.train, plan, rank, config.train.seed),
+        validation=parts.validation,
+        params=params,
+        goal=Goal(
+            steps=config.train.steps,
+            clip=config.train.clip,
+            evaluate_every=config.train.evaluate_every,
+            evaluate_sequences=config.train.evaluate_sequences,
+            checkpoint_every=config.train.checkpoint_every,
+            seed=config.train.seed,
+        ),
+        policy=NonFinite(config.train.on_nonfinite),
+        sink=around.sink,
+        at=around.at,
+        save=around.saver.save,
+        asked_to_stop=around.asked_to_stop,
+        progress=around.saver.progress,
+    )
+
+
+def _schedule(plan: Plan, rank: int) -> schedule.Schedule:
+    maker = schedule.build(plan.schedule, key="plan.schedule")
+    made = maker.make(stages=1, ranks=1, microbatches=plan.microbatches[rank], costs=None, memory_cap=None)
+    check(made)
+    return made
+
+
+def connect(store: dist.Store, *, rank: int, plan: Plan, interface: str, timeout_s: float, generation: int) -> Pump:
+    """Join the other ranks of the plan; the pump over the channel to them."""
+    levels = Levels.flat(plan.mesh.replica)
+    meeting = Meeting(
+        store=store,
+        rank=rank,
+        levels=levels,
+        backend=plan.backend,
+        interface=interface,
+        timeout_s=timeout_s,
+        generation=generation,
+    )
+    return Pump(Group(meeting), look_ahead=plan.look_ahead)
+
+
+def check_agreement(pump: Pump, facts: dict[str, str]) -> None:
+    """All ranks must hold the same `facts` (configuration, plan, data, model); raises BadInput naming who differs."""
+    digests = [int.from_bytes(hashlib.sha256(v.encode()).digest()[:6], "big") for v in facts.values()]
+    row = torch.tensor(digests, dtype=torch.float64)  # 48 bits are exact in float64
+    (rows,) = pump.channel.start(Message((row,), Combine.GATHER)).wait()
+    for column, name in enumerate(facts):
+        values = rows[:, column]
+        if bool((values != values[0]).any()):
+            others = [r for r in range(len(values)) if values[r] != values[0]]
+            raise BadInput(
+                f"the ranks do not agree about the {name}: rank {others[0]} differs from rank 0 "
+                f"({len(others)} of {len(values)} ranks differ). Give every host the same {name}"
+            )
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Names, shapes and types of all parameters, and the values of a few: what replicas must share."""
+    said = [f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in module.named_parameters()]
+    first = [float(_sample(p)) for _, p in module.named_parameters()]
+    return "|".join(said) + "|" + ",".join(f"{v:.6e}" for v in first)
+
+
+def _sample(param: Tensor) -> Tensor:
+    return param.detach().flatten()[:64].double().sum()
+
+
+def set_threads(wanted: int | str, local_ranks: int) -> None:
+    """Compute threads of this process; auto: the cores shared evenly among the ranks of the host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    torch.set_num_threads(max(1, cores // local_ranks) if wanted == "auto" else int(wanted))

@@ -1,0 +1,106 @@
+"""What a checkpoint of a run holds, and how a trainer is filled from one.
+
+Names: "model/<parameter or buffer>", "optim/<slot>/<parameter>", "exchange/<path>@<parameter>" (one per rank),
+"precision/<field>", "rng/torch" (one per rank). Everything is keyed by canonical names, so another number of ranks or
+another cut reads the same file. Replicated tensors are written once: each rank of a host writes its part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.model.precision import Precision
+from gossamer.optim import Rule
+from gossamer.store.checkpoint import Checkpoint
+from gossamer.store.slices import Piece, Slice
+from gossamer.sync import Replica
+
+RunState = dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The tensors of one rank's run."""
+
+    module: nn.Module
+    rule: Rule
+    rule_state: RunState
+    replica: Replica
+    precision: Precision
+
+    def replicated(self) -> dict[str, Tensor]:
+        """The same on every rank."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in named_state(self.module):
+            found[f"model/{name}"] = tensor
+        for param, slots in self.rule_state.items():
+            found.update({f"optim/{slot}/{param}": tensor for slot, tensor in slots.items()})
+        found.update({f"precision/{name}": tensor for name, tensor in self.precision.state().items()})
+        return found
+
+    def private(self) -> dict[str, Tensor]:
+        """This rank's own."""
+        found = {f"exchange/{name}": tensor for name, tensor in self.replica.states().items()}
+        found["rng/torch"] = torch.get_rng_state()
+        return found
+
+    def pieces(self, writer: int, writers: int) -> list[Piece]:
+        """What writer number `writer` of `writers` on this host has to write."""
+        shared = list(self.replicated().items())
+        mine = [shared[i] for i in _balanced(shared, writer, writers)]
+        pieces = [(whole(name, tensor, -1), tensor) for name, tensor in mine]
+        return pieces + [(whole(n, t, self.replica.rank), t) for n, t in self.private().items()]
+
+    @torch.no_grad()
+    def fill(self, checkpoint: Checkpoint, *, same_ranks: bool) -> None:
+        """Read everything back, in place. Exchange state and RNG belong to a rank: with other ranks they start anew."""
+        expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
+        checkpoint.check_against(expected)
+        for name, tensor in self.replicated().items():
+            tensor.copy_(checkpoint.read(name))
+        self.precision.load({n: checkpoint.read(f"precision/{n}") for n in self.precision.state()})
+        if same_ranks:
+            rank = self.replica.rank
+            states = self.replica.states()
+            self.replica.restore({n: checkpoint.read(f"exchange/{n}", replica=rank) for n in states})
+            torch.set_rng_state(checkpoint.read("rng/torch", replica=rank))
+
+
+def whole(name: str, tensor: Tensor, replica: int) -> Slice:
+    """The slice that is all of a tensor."""
+    shape = tuple(tensor.shape)
+    return Slice(name, shape, (0,) * len(shape), shape, replica)
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters (tied ones once, under their first name) and persistent buffers."""
+    yield from module.named_parameters()
+    persistent = set(module.state_dict(keep_vars=True))
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            yield name, buffer
+
+
+def trainable(module: nn.Module) -> Mapping[str, Tensor]:
+    """The parameters that are trained, by canonical name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _balanced(shared: list[tuple[str, Tensor]], writer: int, writers: int) -> list[int]:
+    """Indices for `writer` so that all write about as many bytes; the same answer on every rank."""
+    loads = [0] * writers
+    mine = []
+    largest_first = sorted(range(len(shared)), key=lambda i: (-shared[i][1].nbytes, i))
+    for index in largest_first:
+        least = loads.index(min(loads))
+        loads[least] += shared[index][1].nbytes
+        if least == writer:
+            mine.append(index)
+    return sorted(mine)
+
+
+__all__ = ["Contents", "RunState", "named_state", "trainable", "whole"]

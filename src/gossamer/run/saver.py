@@ -1,0 +1,94 @@
+"""Saving and resuming: the trainer says when, the store does the writing, the records tell what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gossamer.run.checkpoint import Contents
+from gossamer.run.trainer import Progress
+from gossamer.spec import records
+from gossamer.spec.errors import CheckpointMismatch
+from gossamer.store.checkpoint import Checkpoint, CheckpointWriter, latest_good, list_checkpoints
+
+FORMAT = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Saver:
+    """One rank's side of the checkpoints of a run. `writer`/`writers` number the ranks that see this directory."""
+
+    directory: Path
+    rank: int
+    ranks: int
+    writer: int
+    writers: int
+    keep: int
+    sink: Callable[[records.Record], None]
+    identity: dict[str, Any]  # what the meta of a checkpoint says beside the progress
+    progress: Progress = field(default_factory=Progress)
+    contents: Contents | None = None
+    _store: CheckpointWriter | None = None
+
+    def save(self, progress: Progress) -> None:
+        """Copy the state aside and go on; the writing happens behind, its errors surface as records."""
+        assert self.contents is not None
+        if self._store is None:
+            self._store = CheckpointWriter(self.directory, rank=self.writer, ranks=self.writers, keep=self.keep)
+        meta = {
+            "format": FORMAT,
+            "step": progress.step,
+            "rejected": progress.rejected,
+            "ranks": self.ranks,
+            **self.identity,
+        }
+        self._store.save(progress.step, self.contents.pieces(self.writer, self.writers), meta)
+        self.report()
+
+    def report(self) -> None:
+        """Records of what has been written, or could not be, since the last call."""
+        if self._store is None:
+            return
+        for result in self._store.poll():
+            self.sink(
+                records.Saved(
+                    step=result.step,
+                    path=str(self.directory / f"step-{result.step:08d}"),
+                    bytes=result.bytes,
+                    copy_s=result.copy_s,
+                    write_s=result.write_s,
+                    error="" if result.ok else result.error,
+                )
+            )
+
+    def finish(self) -> None:
+        """Wait for what is being written; report it."""
+        if self._store is not None:
+            self._store.finish()
+            self.report()
+            self._store = None
+
+    def resume(self, step: int | None = None) -> bool:
+        """Fill the trainer from the newest good checkpoint (or from `step`). False when there is none at all."""
+        assert self.contents is not None
+        if not list_checkpoints(self.directory):
+            return False
+        checkpoint, problems = latest_good(self.directory)
+        for problem in problems:
+            self.sink(records.Event(level="warning", message=f"{problem}; fell back to the one before", rank=self.rank))
+        self._check(checkpoint)
+        self.contents.fill(checkpoint, same_ranks=checkpoint.meta["ranks"] == self.ranks)
+        self.progress.step = int(checkpoint.meta["step"])
+        self.progress.rejected = int(checkpoint.meta["rejected"])
+        return True
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        for name in ("seed", "batch", "data"):
+            saved, now = checkpoint.meta.get(name), self.identity.get(name)
+            if saved != now:
+                raise CheckpointMismatch(
+                    f"{self.directory}: the checkpoint was made with {name} {saved!r}, the run has {now!r}: the order "
+                    f"of the samples would change. Resume with {name} {saved!r}, or start a new run"
+                )

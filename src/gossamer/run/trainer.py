@@ -1,0 +1,235 @@
+"""The trainer: fetch, play, exchange, agree, update, record. No line asks which parallelism is on."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.ops.norm import scale_
+from gossamer.optim import Rule
+from gossamer.optim.rate import Rate
+from gossamer.pipeline.player import play
+from gossamer.pipeline.rank import RankWorld
+from gossamer.pipeline.schedule import Schedule
+from gossamer.run.batches import Batches, Feed, moved, part, row_slices
+from gossamer.run.policy import NonFinite, Verdict
+from gossamer.run.stage import Engine, StepWork
+from gossamer.spec import records
+from gossamer.spec.errors import Interrupted, StepRejected
+from gossamer.sync import Agreement, Replica, Sync, Vote, Window
+
+Sink = Callable[[records.Record], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What a run is to do."""
+
+    steps: int
+    clip: float
+    evaluate_every: int
+    evaluate_sequences: int
+    checkpoint_every: int
+    seed: int
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a checkpoint restores, beside tensors: the number of steps behind us, and the policies' counters."""
+
+    step: int = 0
+    rejected: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """One rank's trainer. All parts are built by run.build; this only lets them meet."""
+
+    engine: Engine
+    sync: Sync
+    replica: Replica
+    schedule: Schedule
+    rule: Rule
+    rule_state: dict[str, dict[str, Tensor]]
+    rate: Rate
+    feed: Feed
+    validation: Batches | None
+    params: Mapping[str, Tensor]
+    goal: Goal
+    policy: NonFinite
+    sink: Sink
+    at: Callable[[int, str], None]  # tells the supervisor where this rank is: (step, phase)
+    save: Callable[[Progress], None]
+    asked_to_stop: Callable[[], bool]
+    progress: Progress = field(default_factory=Progress)
+
+    def run(self) -> None:
+        """Train to the goal. Raises Interrupted after saving when asked to stop, StepRejected by policy."""
+        goal, progress = self.goal, self.progress
+        saved = progress.step
+        while progress.step < goal.steps:
+            stop = self.one_step()
+            step = progress.step
+            if goal.evaluate_every and step % goal.evaluate_every == 0 and step < goal.steps:
+                self.evaluate()
+            if stop or (goal.checkpoint_every and step % goal.checkpoint_every == 0) or step == goal.steps:
+                self.at(step, "save")
+                self.save(progress)
+                saved = step
+            if stop and step < goal.steps:
+                raise Interrupted(f"stopped as asked after step {step}, saved at step {saved}")
+        self.evaluate()
+
+    def one_step(self) -> bool:
+        """One step, committed or rejected by all ranks together. True when a rank was asked to stop."""
+        step, began = self.progress.step, time.perf_counter()
+        self.at(step, "fetch")
+        pieces = self.feed.fetch(step)
+        for piece in pieces:
+            piece.rows.update(moved(piece.rows, self.engine.device))
+        data_s = time.perf_counter() - began
+        while True:
+            work, agreement = self._attempt(step, pieces)
+            verdict = self.policy.judge(agreement, self.engine.precision)
+            if verdict is not Verdict.RETRY:
+                break
+            self._tell("warning", step, f"{self._why(agreement)}: the step is tried again", agreement)
+        lr = self.rate.factor(step, self.goal.steps)
+        if verdict is Verdict.COMMIT:
+            self._update(step, lr, agreement)
+        else:
+            self.replica.reject()
+            self.progress.rejected += 1
+            self._tell("error", step, f"{self._why(agreement)}: the step was rejected, no parameter moved", agreement)
+        self.progress.step += 1
+        self._record(step, agreement, verdict, lr, work, time.perf_counter() - began, data_s)
+        if verdict is Verdict.STOP:
+            raise StepRejected(
+                f"step {step}: {self._why(agreement)}, {self.policy.in_a_row} rejected steps in a row. "
+                "Lower the learning rate, look at the samples named in records.jsonl, or set train.on_nonfinite: skip"
+            )
+        return agreement.ask > 0
+
+    def _attempt(self, step: int, pieces: list) -> tuple[StepWork, Agreement]:  # type: ignore[type-arg]
+        scale = self.engine.precision.scale
+        work = StepWork(
+            engine=self.engine,
+            step=step,
+            microbatches=pieces,
+            scale=scale,
+            on_last_backward=self.replica.watch,
+            on_reduce=lambda: self._reduce(step),
+        )
+        lr = self.rate.factor(step, self.goal.steps)
+        self.replica.timing.exposed_s = 0.0
+        self.sync.open(self.replica, Window(step, self.goal.seed, lr, work.weight))
+        self.at(step, "compute")
+        play(self.schedule, RankWorld(self.replica.rank, work))
+        self.at(step, "agree")
+        return work, self.replica.agree(Vote(work.loss(), int(self.asked_to_stop())), scale=1.0 / scale)
+
+    def _reduce(self, step: int) -> None:
+        self.at(step, "exchange")
+        self.sync.reduce(self.replica)
+
+    def _update(self, step: int, lr: float, agreement: Agreement) -> None:
+        self.at(step, "update")
+        clip = self.goal.clip
+        factor = 1.0 / self.engine.precision.scale
+        if clip and agreement.norm > clip:
+            factor *= clip / (agreement.norm + 1e-6)
+        if factor != 1.0:
+            scale_(self.replica.flats(), factor)
+        self.replica.commit()
+        self.rule.update(self.params, self.replica.gradients(), self.rule_state, lr_scale=lr, step=step)
+        self.engine.precision.committed()
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean validation loss over the same sequences on any number of ranks; None without validation data."""
+        if self.validation is None or len(self.validation) == 0:
+            return None
+        began = time.perf_counter()
+        self.at(self.progress.step, "evaluate")
+        count = min(self.goal.evaluate_sequences, len(self.validation))
+        mine = np.asarray(part(count, self.replica.rank, self.replica.ranks), dtype=np.int64)
+        total = weight = 0.0
+        module = self.engine.module
+        training = module.training
+        module.eval()
+        largest = max(1, self.feed.plan.rows[self.replica.rank] // self.feed.plan.microbatches[self.replica.rank])
+        for rows in row_slices(len(mine), largest):
+            batch = moved(self.validation.batch(mine[rows]), self.engine.device)
+            labels = float(self.engine.objective.weight(batch))
+            if labels:
+                total += float(self.engine.loss(batch, step=0, key=0)) * labels
+                weight += labels
+        module.train(training)
+        sums = self.replica.gather((total, weight)).sum(0)
+        loss = float(sums[0] / sums[1]) if sums[1] else math.nan
+        text_bytes = self.validation.text_bytes(np.arange(count))
+        self.sink(
+            records.Evaluation(
+                step=self.progress.step,
+                loss=loss,
+                bits_per_byte=float(sums[0]) / math.log(2) / text_bytes if text_bytes else None,
+                sequences=count,
+                seconds=time.perf_counter() - began,
+            )
+        )
+        return loss
+
+    def _record(
+        self,
+        step: int,
+        agreement: Agreement,
+        verdict: Verdict,
+        lr: float,
+        work: StepWork,
+        step_s: float,
+        data_s: float,
+    ) -> None:
+        sequence_tokens = sum(next(iter(p.rows.values())).numel() for p in work.microbatches)
+        tokens = sequence_tokens * self.feed.plan.batch // max(1, self.feed.plan.rows[self.replica.rank])
+        self.sink(
+            records.Step(
+                step=step + 1,
+                committed=verdict is Verdict.COMMIT,
+                loss=agreement.loss,
+                weight=agreement.weight,
+                tokens=tokens,
+                samples=self.feed.samples(step),
+                lr=lr * self.rule.lr,
+                grad_norm=agreement.norm,
+                step_s=step_s,
+                compute_s=work.compute_s,
+                exposed_s=self.replica.timing.exposed_s,
+                wire_bytes=self.replica.sent_bytes(),
+                peak_bytes=peak_bytes(),
+                data_s=data_s,
+            )
+        )
+
+    @staticmethod
+    def _why(agreement: Agreement) -> str:
+        ranks = ", ".join(str(r) for r in agreement.bad_ranks)
+        return f"loss {agreement.loss:.4g} and gradient norm {agreement.norm:.4g} are not finite on rank {ranks}"
+
+    def _tell(self, level: str, step: int, message: str, agreement: Agreement) -> None:
+        rank = agreement.bad_ranks[0] if agreement.bad_ranks else -1
+        first, last = self.feed.samples(step)
+        self.sink(records.Event(level=level, message=f"{message} (samples {first}..{last - 1})", step=step, rank=rank))
+
+
+def peak_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

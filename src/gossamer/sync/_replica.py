@@ -1,0 +1,268 @@
+"""A replica's end of a step: buckets that fill while backward runs, the exchange, and the agreement before the update.
+
+A step is a transaction. Nothing that outlives it moves before `commit`: gradients lie in buckets that are rewritten
+next time, exchange states are handed back new. What crosses the wire, in the order all ranks know:
+    weights     every rank's share of the batch, gathered while the forward pass runs
+    buckets     as the exchange sends them, one job each, while backward runs
+    agreement   is it finite, complete and the same step everywhere?
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gossamer.compress import Exchange
+from gossamer.ops.norm import global_norm_squared
+from gossamer.spec.errors import WireMismatch
+from gossamer.wire.bucket import Bucket, Layout, partition
+from gossamer.wire.message import Combine, Message, Outcome, Round, State
+from gossamer.wire.pump import Pump, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One step as its rank sees it: which, with what random key and rate, and how much of the batch is mine."""
+
+    step: int
+    seed: int
+    lr: float
+    weight: float  # valid labels of this rank
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one rank says about a step before the update. `ask` is a small code for `stop` or `save` requests."""
+
+    loss: float  # mean over this rank's valid labels
+    ask: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks know after they voted; the same numbers on every rank."""
+
+    finite: bool
+    loss: float  # mean over all valid labels
+    weight: float  # valid labels of all ranks
+    norm: float  # of the mean gradient
+    ask: int  # the largest request
+    bad_ranks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One bucket: its buffer, the exchange's state, and how many gradients it still waits for."""
+
+    bucket: Bucket
+    state: State
+    waits: int = 0
+    sent: bool = False
+    outcome: Outcome | None = None
+
+
+@dataclass(slots=True)
+class Timing:
+    """Where the time of a step went, as far as the wire is concerned."""
+
+    exposed_s: float = 0.0
+
+
+class Replica:
+    """The gradients of one rank and their way to the mean of all.
+
+    `params` are the trainable parameters by canonical name (tied ones once). Their `.grad` become views of flat
+    buckets, so a gradient is written once and sent from where it lies.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], exchange: Exchange, pump: Pump, *, bucket_bytes: int) -> None:
+        self.rank = pump.channel.rank
+        self.levels = pump.channel.levels
+        self.ranks = sum(len(group) for group in self.levels.groups["all"])
+        self.timing = Timing()
+        self._exchange, self._pump = exchange, pump
+        layouts = partition(params, bucket_bytes=bucket_bytes)
+        self._slots = [_Slot(layout.allocate(), exchange.init(layout)) for layout in layouts]
+        self._rounds = [len(exchange.traffic(s.bucket.layout, self.levels)) for s in self._slots]
+        self._slot_of = {name: i for i, s in enumerate(self._slots) for name, _ in s.bucket.slices()}
+        self._params = dict(params)
+        self._watching = False
+        self._sent_before: dict[str, int] = {}
+        self._weights: Tensor | None = None
+        self._weighing = self._exchanging = Step(())
+        self._window = Window(0, 0, 0.0, 0.0)
+        self._adopt_views()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._filled(name)) for name, p in params.items()]
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        return tuple(s.bucket.layout for s in self._slots)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By parameter name, in the order of the parameters; after `reduce` the mean over all ranks."""
+        views = {name: view for s in self._slots for name, view in s.bucket.slices()}
+        return {name: views[name] for name in self._params}
+
+    def flats(self) -> list[Tensor]:
+        """The flat buffers of all buckets."""
+        return [s.bucket.flat for s in self._slots]
+
+    def open(self, window: Window) -> None:
+        """Zero the gradients, declare the step's jobs, and let every rank know the others' weights."""
+        self._window, self._weights, self._watching = window, None, False
+        self._sent_before = self._pump.channel.meter.snapshot()
+        torch._foreach_zero_(self.flats())
+        for slot in self._slots:
+            slot.waits, slot.sent, slot.outcome = len(slot.bucket.layout.entries), False, None
+        self._adopt_views()
+        self._weighing = self._pump.begin((1,))
+        self._weighing.submit(0, _gather(torch.tensor([window.weight], dtype=torch.float64)))
+        self._exchanging = self._pump.begin(self._rounds)
+
+    def watch(self) -> None:
+        """The next backward is the step's last: from now on a full bucket goes out."""
+        self._watching = True
+
+    def reduce(self) -> None:
+        """Send what has not gone out (unused parameters fill no bucket), wait for all means, and put them in place."""
+        for index, slot in enumerate(self._slots):
+            if not slot.sent:
+                self._send(index)
+        began = time.perf_counter()
+        for index, slot in enumerate(self._slots):
+            slot.outcome = self._exchanging.result(index)
+            if slot.outcome.mean.data_ptr() != slot.bucket.flat.data_ptr():
+                slot.bucket.flat.copy_(slot.outcome.mean)
+        self.timing.exposed_s += time.perf_counter() - began
+        self._watching = False
+
+    def agree(self, vote: Vote, *, scale: float = 1.0) -> Agreement:
+        """Exchange votes. `scale` is what the gradients are to be multiplied with before they are meant (fp16)."""
+        weights = self._all_weights()
+        norm = math.sqrt(global_norm_squared(self.flats()).item()) * scale
+        mine = [float(self._window.step), norm, vote.loss, float(vote.ask)]
+        began = time.perf_counter()
+        votes = self.gather(tuple(mine))  # (ranks, 4)
+        self.timing.exposed_s += time.perf_counter() - began
+        if not bool((votes[:, 0] == self._window.step).all()):
+            steps = [int(s) for s in votes[:, 0].tolist()]
+            raise WireMismatch(f"the ranks are at different steps, by rank: {steps}")
+        share = weights / weights.sum()
+        # A rank without labels has a share of zero, and 0 * nan would still poison the mean.
+        loss = float((torch.where(share > 0, votes[:, 2], torch.zeros(())) * share).sum())
+        sick = ~(torch.isfinite(votes[:, 1]) & (torch.isfinite(votes[:, 2]) | (share == 0)))
+        return Agreement(
+            finite=not bool(sick.any()),
+            loss=loss,
+            weight=float(weights.sum()),
+            norm=float(votes[0, 1]),
+            ask=int(votes[:, 3].max()),
+            bad_ranks=tuple(int(r) for r in torch.nonzero(sick).flatten()),
+        )
+
+    def gather(self, row: tuple[float, ...]) -> Tensor:
+        """Everybody's `row`, (ranks, len(row)) float64. All ranks must call it, and not between `open` and `reduce`."""
+        step = self._pump.begin((1,))
+        step.submit(0, _gather(torch.tensor(row, dtype=torch.float64)))
+        return step.result(0).mean
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Payload bytes this rank has sent since the step was opened, by link."""
+        now = self._pump.channel.meter.snapshot()
+        return {link: count - self._sent_before.get(link, 0) for link, count in now.items()}
+
+    def commit(self) -> None:
+        """The step took effect: the exchanges' new states are the states."""
+        for slot in self._slots:
+            if slot.outcome is not None:
+                slot.state, slot.outcome = slot.outcome.state, None
+
+    def reject(self) -> None:
+        """The step did not take effect: the exchanges' states are as they were."""
+        for slot in self._slots:
+            slot.outcome = None
+
+    def states(self) -> dict[str, Tensor]:
+        """All exchange state, keyed "path@parameter" where it is shaped like the bucket, else "path@first parameter"."""
+        found: dict[str, Tensor] = {}
+        for slot in self._slots:
+            for path, tensor in slot.state.flatten():
+                if tensor.shape == slot.bucket.flat.shape:
+                    views = Bucket(slot.bucket.layout, tensor).slices()
+                    found.update({f"{path}@{name}": view for name, view in views})
+                else:
+                    found[f"{path}@{slot.bucket.layout.entries[0].name}"] = tensor
+        return found
+
+    def restore(self, states: Mapping[str, Tensor]) -> None:
+        """Take back what `states` gave; buckets may be cut differently as long as all state is shaped by parameter."""
+        for slot in self._slots:
+            fresh: dict[str, Tensor] = {}
+            for path, tensor in slot.state.flatten():
+                if tensor.shape == slot.bucket.flat.shape:
+                    parts = [states[f"{path}@{e.name}"].reshape(-1) for e in slot.bucket.layout.entries]
+                    fresh[path] = torch.cat(parts).to(tensor)
+                else:
+                    fresh[path] = states[f"{path}@{slot.bucket.layout.entries[0].name}"].to(tensor)
+            slot.state = slot.state.replace(fresh)
+
+    def close(self) -> None:
+        """Let the parameters go: hooks off, gradients off."""
+        for hook in self._hooks:
+            hook.remove()
+        for param in self._params.values():
+            param.grad = None
+
+    def _adopt_views(self) -> None:
+        for slot in self._slots:
+            for name, view in slot.bucket.slices():
+                self._params[name].grad = view
+
+    def _filled(self, name: str) -> "_Hook":
+        return _Hook(self, self._slot_of[name], name)
+
+    def _count(self, index: int, name: str, param: Tensor) -> None:
+        if not self._watching:
+            return
+        slot = self._slots[index]
+        slot.waits -= 1
+        if slot.waits == 0:
+            self._send(index)
+
+    def _send(self, index: int) -> None:
+        slot, window = self._slots[index], self._window
+        weights = self._all_weights()
+        total = weights.sum()
+        share = weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
+        at = Round(self.rank, self.levels, share, (window.seed, window.step), window.lr)
+        slot.sent = True
+        self._exchanging.submit(index, self._exchange.run(slot.bucket, slot.state, at))
+
+    def _all_weights(self) -> Tensor:
+        if self._weights is None:
+            began = time.perf_counter()
+            self._weights = self._weighing.result(0).mean.flatten()  # (ranks,)
+            self.timing.exposed_s += time.perf_counter() - began
+        return self._weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    """Called by autograd when a parameter's gradient is complete."""
+
+    replica: Replica = field(repr=False)
+    index: int = 0
+    name: str = ""
+
+    def __call__(self, param: Tensor) -> None:
+        self.replica._count(self.index, self.name, param)
+
+
+def _gather(row: Tensor) -> Generator[Message, tuple[Tensor, ...], Outcome]:
+    (rows,) = yield Message((row,), Combine.GATHER)
+    return Outcome(rows, None, State())

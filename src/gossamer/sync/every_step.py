@@ -1,0 +1,25 @@
+"""EveryStep: all replicas exchange every step's gradients; the update is that of one process with the whole batch.
+
+Equations:
+    g = sum_r w_r g_r,   w_r = (valid labels of rank r) / (valid labels of all ranks)
+Symbols: g_r mean gradient of rank r over its own labels.
+Wire:    one gather of 8 bytes per rank, then per bucket what the exchange sends.   State: the exchange's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gossamer.sync import Sync
+from gossamer.sync._replica import Replica, Window
+
+
+@dataclass(frozen=True, slots=True)
+class EveryStep(Sync):
+    """Data parallelism as everybody knows it."""
+
+    def open(self, replica: Replica, window: Window) -> None:
+        replica.open(window)
+
+    def reduce(self, replica: Replica) -> None:
+        replica.reduce()

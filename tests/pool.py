@@ -1,0 +1,113 @@
+"""A pool of worker processes that have torch imported already, for tests over real process groups.
+
+A job is a function of an importable test module: `job(seat: Seat, **arguments) -> JSON-able`. It runs on ranks
+0..n-1 of the pool at once, each with the same store file, and the results come back in rank order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place in a job."""
+
+    rank: int
+    ranks: int
+    meeting: str  # path of a FileStore
+    folder: Path  # scratch space all ranks of the job share
+
+    def store(self):
+        import torch.distributed as dist
+
+        return dist.FileStore(self.meeting, self.ranks)
+
+
+class Pool:
+    """Workers are started as they are first needed and live until `close`."""
+
+    def __init__(self) -> None:
+        self._workers: list[subprocess.Popen[str]] = []
+
+    def run(self, job: str, ranks: int, /, **arguments: Any) -> list[Any]:
+        """Run "module:function" on `ranks` workers. A failing rank's traceback fails the test."""
+        answers = self.attempt(job, ranks, **arguments)
+        failed = [f"rank {i}:\n{a['error']}" for i, a in enumerate(answers) if "error" in a]
+        assert not failed, "\n".join(failed)
+        return [a["result"] for a in answers]
+
+    def attempt(self, job: str, ranks: int, /, **arguments: Any) -> list[dict[str, Any]]:
+        """As `run`, but failures are answers: {"error": traceback, "kind": class name}."""
+        while len(self._workers) < ranks:
+            self._workers.append(self._start())
+        with tempfile.TemporaryDirectory() as folder:
+            meeting = os.path.join(folder, "meeting")
+            for rank in range(ranks):
+                task = dict(job=job, rank=rank, ranks=ranks, meeting=meeting, folder=folder, arguments=arguments)
+                pipe = self._workers[rank].stdin
+                assert pipe is not None
+                pipe.write(json.dumps(task) + "\n")
+                pipe.flush()
+            return [self._answer(self._workers[rank]) for rank in range(ranks)]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            assert worker.stdin is not None
+            worker.stdin.close()
+        for worker in self._workers:
+            worker.wait(20)
+            assert worker.stdout is not None
+            worker.stdout.close()
+        self._workers.clear()
+
+    @staticmethod
+    def _start() -> subprocess.Popen[str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+        return subprocess.Popen(
+            [sys.executable, "-u", str(HERE / "pool.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=HERE.parent,
+        )
+
+    @staticmethod
+    def _answer(worker: subprocess.Popen[str]) -> dict[str, Any]:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            if line.startswith("@answer "):
+                return json.loads(line[len("@answer ") :])
+        raise AssertionError(f"a pool worker died with exit code {worker.wait()}")
+
+
+def serve() -> None:
+    """What a worker does: import torch once, then one job per line."""
+    import torch
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        task = json.loads(line)
+        seat = Seat(task["rank"], task["ranks"], task["meeting"], Path(task["folder"]))
+        module, _, function = task["job"].partition(":")
+        try:
+            answer = {"result": getattr(importlib.import_module(module), function)(seat, **task["arguments"])}
+        except BaseException as error:
+            answer = {"error": traceback.format_exc(), "kind": type(error).__name__}
+        print("@answer " + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,95 @@
+"""What pool workers run for the tests of this folder."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import torch
+from pool import Seat
+
+from gossamer.spec.errors import PeerLost
+from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.message import Combine, Levels, Message, Outcome, State
+from gossamer.wire.pump import Pump
+
+
+def group(seat: Seat, *, timeout_s: float = 20.0, generation: int = 0) -> Group:
+    levels = Levels.flat(seat.ranks)
+    return Group(Meeting(seat.store(), seat.rank, levels, interface="lo", timeout_s=timeout_s, generation=generation))
+
+
+def combine_all(seat: Seat) -> dict[str, list]:
+    """One message of every kind; replies and metered bytes."""
+    channel = group(seat)
+    mine = torch.arange(6.0).view(seat.ranks, -1) * 10**seat.rank if 6 % seat.ranks == 0 else torch.ones(seat.ranks, 2)
+    found = {}
+    for how in Combine:
+        (got,) = channel.start(Message((mine.clone(),), how)).wait()
+        found[how.value] = got.tolist()
+    found["bytes"] = channel.meter.snapshot()
+    channel.close()
+    return found
+
+
+def two_rounds(value: float):
+    """A job whose two rounds have one size, so that a wrong pairing would be silent."""
+    (a,) = yield Message((torch.full((1000,), value),), Combine.SUM)
+    (b,) = yield Message((torch.full((1000,), value * 100),), Combine.SUM)
+    return Outcome(a, b, State())
+
+
+def random_arrival(seat: Seat, *, jobs: int, look_ahead: int, threads: int = 3) -> list[int]:
+    """Jobs arrive in another order on every rank, from several threads; the numbers of those with wrong results."""
+    channel = group(seat)
+    pump = Pump(channel, look_ahead=look_ahead)
+    wrong = []
+    for turn in range(3):
+        step = pump.begin([2] * jobs)
+        arriving = list(range(jobs))
+        random.Random(seat.rank * 100 + turn).shuffle(arriving)
+        senders = [
+            threading.Thread(target=lambda some: [step.submit(j, two_rounds(j + 1.0)) for j in some], args=(part,))
+            for part in (arriving[i::threads] for i in range(threads))
+        ]
+        for sender in senders:
+            sender.start()
+        for job in range(jobs):
+            outcome = step.result(job)
+            total = seat.ranks * (job + 1.0)
+            if not bool((outcome.mean == total).all() and (outcome.kept == 100 * total).all()):
+                wrong.append(job)
+        for sender in senders:
+            sender.join()
+    pump.close()
+    channel.close()
+    return wrong
+
+
+def lost_peer(seat: Seat) -> dict[str, str]:
+    """Rank 1 never sends: the others' jobs fail, the channel is poisoned, nothing hangs."""
+    channel = group(seat, timeout_s=1.0)
+    pump = Pump(channel)
+    step = pump.begin([1, 1])
+    said = {}
+    if seat.rank != 1:
+        buffer = torch.ones(10)
+        step.submit(0, _one(buffer))
+        step.submit(1, _one(torch.ones(10)))
+        for job in (0, 1):
+            try:
+                step.result(job)
+            except PeerLost as error:
+                said[str(job)] = str(error)
+        try:
+            channel.start(Message((buffer,), Combine.SUM))
+        except PeerLost as error:
+            said["after"] = str(error)
+    pump.close()
+    channel.close()
+    return said
+
+
+def _one(buffer: torch.Tensor):
+    (a,) = yield Message((buffer,), Combine.SUM)
+    return Outcome(a, None, State())

@@ -1,0 +1,110 @@
+"""The pump: one order on all ranks, whatever arrives when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gossamer.spec.errors import WireMismatch
+from gossamer.wire.channel.lockstep import Lockstep
+from gossamer.wire.message import Combine, Message, Outcome, State
+from gossamer.wire.pump import Pump, order
+
+
+def test_order_is_a_function_of_the_declared_rounds() -> None:
+    assert order([1, 2], 1) == [(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)]
+    for rounds in ([], [1], [3, 1, 2], [1] * 64, [0, 2]):
+        for look_ahead in (1, 3, 100):
+            found = order(rounds, look_ahead)
+            assert sorted(found) == [(j, r) for j, n in enumerate(rounds) for r in range(n + 1)]
+            for job in range(len(rounds)):
+                mine = [r for j, r in found if j == job]
+                assert mine == sorted(mine)
+
+
+def test_look_ahead_keeps_that_many_jobs_in_flight() -> None:
+    under_way, most = set(), 0
+    for job, r in order([1] * 20, 4):
+        under_way.add(job) if r == 0 else under_way.discard(job)
+        most = max(most, len(under_way))
+    assert most == 5  # job 4 starts, then job 0 is waited for
+
+
+@pytest.mark.parametrize("look_ahead", [1, 4])
+def test_jobs_that_arrive_in_any_order_give_the_right_results(pool, look_ahead: int) -> None:
+    assert pool.run("wire.jobs:random_arrival", 2, jobs=40, look_ahead=look_ahead) == [[], []]
+
+
+def test_many_jobs_in_flight_do_not_lock_up(pool) -> None:
+    assert pool.run("wire.jobs:random_arrival", 4, jobs=64, look_ahead=64) == [[]] * 4
+
+
+def test_a_lost_peer_fails_every_job_and_poisons_the_channel(pool) -> None:
+    said = pool.run("wire.jobs:lost_peer", 2)[0]
+    assert "rank 0 lost a peer among ranks [0, 1]" in said["0"]
+    assert said["1"] == said["0"], "a job that waited behind must fail with the same cause"
+    assert "given up" in said["after"]
+
+
+def method(rounds: int):
+    for _ in range(rounds):
+        yield Message((torch.ones(2),), Combine.SUM)
+    return Outcome(torch.ones(2), None, State())
+
+
+def test_a_round_not_needed_sends_an_empty_message() -> None:
+    (channel,) = Lockstep.world(1)
+    pump = Pump(channel)
+    step = pump.begin([3])
+    step.submit(0, method(1))
+    step.result(0)
+    pump.close()
+    assert channel.meter.messages == 3
+
+
+def test_a_round_too_many_is_an_error_not_a_hang() -> None:
+    (channel,) = Lockstep.world(1)
+    pump = Pump(channel)
+    step = pump.begin([1])
+    step.submit(0, method(2))
+    with pytest.raises(WireMismatch, match="declared 1 messages"):
+        step.result(0)
+    pump.close()
+
+
+def test_an_error_inside_a_method_reaches_the_waiter() -> None:
+    def broken():
+        yield Message((torch.ones(1),), Combine.SUM)
+        raise ZeroDivisionError("inside the method")
+
+    (channel,) = Lockstep.world(1)
+    pump = Pump(channel)
+    step = pump.begin([1])
+    step.submit(0, broken())
+    with pytest.raises(ZeroDivisionError, match="inside the method"):
+        step.result(0)
+    pump.close()
+
+
+def test_dropping_a_step_closes_its_methods_and_the_next_step_works() -> None:
+    closed = []
+
+    def watched():
+        try:
+            yield Message((torch.ones(1),), Combine.SUM)
+        finally:
+            closed.append(True)
+        return Outcome(torch.ones(1), None, State())
+
+    (channel,) = Lockstep.world(1)
+    pump = Pump(channel)
+    step = pump.begin([1, 1])
+    step.submit(0, watched())
+    step.drop()
+    with pytest.raises(Exception, match="gave the step up"):
+        step.result(1)
+    assert closed == [True]
+    step = pump.begin([1])
+    step.submit(0, method(1))
+    assert step.result(0).kept is None
+    pump.close()
