@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
+import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,15 @@ from gossamer import plan as planning
 from gossamer.model.profile import Profile, profile
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, connect, fingerprint
 from gossamer.run.checkpoint import trainable
-from gossamer.run.record import RecordWriter
 from gossamer.run.saver import Saver
 from gossamer.run.trainer import Trainer, peak_bytes
 from gossamer.spec import records
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted
-from gossamer.spec.paths import RunPaths
+from gossamer.view.rundir import RunDirectory
 from gossamer.spec.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +47,17 @@ class Where:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything one rank needs to run. `parts.plan` is agreed; `paths` None keeps nothing on disk."""
+    """Everything one rank needs to run. `parts.plan` is agreed."""
 
     parts: Parts
     where: Where
-    paths: RunPaths
+    directory: RunDirectory
     described: str  # the model, for people
     data: str  # fingerprint of the training data
     resume: bool
     at: Callable[[int, str], None]
+    asked_to_stop: Callable[[], bool]
+    show: Callable[[records.Record], None] | None = None  # besides writing them down
 
 
 def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device: torch.device) -> Plan:
@@ -80,13 +82,6 @@ def read_plan(path: Path, *, ranks: int) -> Plan:
     return plan
 
 
-def write_plan(plan: Plan, path: Path) -> None:
-    """Write plan.yaml whole or not at all."""
-    beside = path.with_suffix(".partial")
-    beside.write_text(yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False), "utf-8")
-    beside.replace(path)
-
-
 def run_job(job: Job) -> dict[str, Any]:
     """Train to the end of the configuration. Raises Interrupted, RunFailed and its children, BadInput."""
     config, where = job.parts.config, job.where
@@ -102,16 +97,16 @@ def run_job(job: Job) -> dict[str, Any]:
     )
     try:
         check_agreement(pump, _facts(job))
-        writer = RecordWriter(job.paths.records) if where.rank == 0 else None
-        sink: Callable[[records.Record], None] = writer if writer is not None else _forget
+        sink = _Sink(job.directory, job.show) if where.rank == 0 else _forget
+        if where.rank == 0:
+            job.directory.keep_plan(job.parts.plan)
         saver = _saver(job, sink)
-        with _stop_requests() as asked_to_stop:
-            around = Surroundings(sink=sink, at=job.at, asked_to_stop=asked_to_stop, saver=saver)
-            trainer = build(job.parts, pump, around)
-            if job.resume:
-                saver.resume()
-            sink(_start(job, trainer))
-            return _train(trainer, saver, sink, began)
+        around = Surroundings(sink=sink, at=job.at, asked_to_stop=job.asked_to_stop, saver=saver)
+        trainer = build(job.parts, pump, around)
+        if job.resume:
+            saver.resume()
+        sink(_start(job, trainer))
+        return _train(trainer, saver, sink, began)
     finally:
         pump.close()
         pump.channel.close()
@@ -140,7 +135,7 @@ def _train(
 def _saver(job: Job, sink: Callable[[records.Record], None]) -> Saver:
     config, where = job.parts.config, job.where
     return Saver(
-        directory=job.paths.checkpoints,
+        directory=job.directory.checkpoints,
         rank=where.rank,
         ranks=where.ranks,
         writer=where.writer,
@@ -190,23 +185,19 @@ def _forget(record: records.Record) -> None:
     """Only rank 0 writes the run's records."""
 
 
-@contextmanager
-def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """SIGTERM or SIGINT once: stop after this step and save. SIGINT again: now."""
-    asked: list[int] = []
+class _Sink:
+    """Appends records to the run directory. A disk that does not take them is told once and does not stop the run."""
 
-    def on_signal(number: int, frame: object) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(number)
+    def __init__(self, directory: RunDirectory, show: Callable[[records.Record], None] | None) -> None:
+        self._directory, self._show = directory, show
+        self._told = False
 
-    try:
-        before = {s: signal.signal(s, on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: signals are somebody else's
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def __call__(self, record: records.Record) -> None:
+        try:
+            self._directory.append(record)
+        except OSError as error:
+            if not self._told:
+                _log.warning("%s cannot be written (%s): the run goes on", self._directory.records_file, error.strerror)
+            self._told = True
+        if self._show is not None:
+            self._show(record)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gossamer import compress
-from gossamer.data.order import share_rows
+from gossamer.data import share_rows
 from gossamer.plan import Planner, Request
 from gossamer.plan._price import gradient_layouts, step_bytes
 from gossamer.spec.config import MeshSection, RunConfig

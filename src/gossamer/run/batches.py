@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from gossamer.data.order import Order
+from gossamer.data import Order, Split
 from gossamer.spec.errors import bad_input
 from gossamer.spec.plan import Plan
 
@@ -33,6 +33,22 @@ class Batches(ABC):
     @abstractmethod
     def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
         """Bytes of text their labels stand for; None where the data is not text."""
+
+
+class TextBatches(Batches):
+    """One side of a corpus."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def batch(self, indices: np.ndarray[Any, Any]) -> Batch:
+        return self._split.batch(indices)
+
+    def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
+        return self._split.bytes_of(indices)
 
 
 class DatasetBatches(Batches):
@@ -88,7 +104,7 @@ class Feed:
         order = Order(self.seed, len(self.batches))
         pieces = cut(self.plan.rows[self.rank], self.plan.microbatches[self.rank])
         borders = [0, *accumulate(pieces)]
-        found = order.at(np.arange(start, start + borders[-1]))
+        found = order(np.arange(start, start + borders[-1]))
         return [
             MicroBatch(first_row + a, self.batches.batch(found[a:b]))
             for a, b in zip(borders[:-1], borders[1:], strict=True)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.model.precision import Precision
 from gossamer.optim import Rule
-from gossamer.store.checkpoint import Checkpoint
+from gossamer.spec.errors import BadInput
+from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
 from gossamer.store.slices import Piece, Slice
 from gossamer.sync import Replica
 
@@ -70,6 +72,19 @@ class Contents:
             torch.set_rng_state(checkpoint.read("rng/torch", replica=rank))
 
 
+@torch.no_grad()
+def read_model(module: nn.Module, directory: Path) -> int:
+    """Fill a module from the newest good checkpoint; returns its step. Raises CheckpointMismatch, or BadInput where
+    there is none yet.
+    """
+    if not list_checkpoints(directory):
+        raise BadInput(f"{directory} holds no checkpoint yet: let the run go on to its first one")
+    checkpoint, _ = latest_good(directory)
+    for name, tensor in named_state(module):
+        tensor.copy_(checkpoint.read(f"model/{name}"))
+    return int(checkpoint.meta["step"])
+
+
 def whole(name: str, tensor: Tensor, replica: int) -> Slice:
     """The slice that is all of a tensor."""
     shape = tuple(tensor.shape)
@@ -103,4 +118,4 @@ def _balanced(shared: list[tuple[str, Tensor]], writer: int, writers: int) -> li
     return sorted(mine)
 
 
-__all__ = ["Contents", "RunState", "named_state", "trainable", "whole"]
+__all__ = ["Contents", "RunState", "named_state", "read_model", "trainable", "whole"]

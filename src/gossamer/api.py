@@ -1,0 +1,232 @@
+"""The public verbs: what the command line and Python users call. The only room that sees all others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gossamer.run.launch.environment import launcher_of
+from gossamer.settings import Resolved
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, Interrupted, RunFailed, bad_input
+from gossamer.view.rundir import RunDirectory, open_run
+from gossamer.view.screen import open_display
+from gossamer.view.summary import summarise
+
+if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
+    from torch import nn
+
+    from gossamer.data import Corpus
+
+
+def train_command(
+    resolved: Resolved,
+    *,
+    plan: Path | None = None,
+    hosts: list[str] | None = None,
+    host: str | None = None,
+    meet: str | None = None,
+    resume: str | None = None,
+    dry: bool = False,
+    argv: list[str] | None = None,
+) -> dict[str, Any]:
+    """`gossamer train`: make the run's folder, start its processes, show what they record, sum up.
+
+    `resume="auto"` goes on with the newest run of the same configuration, if there is one. Raises BadInput,
+    RunFailed, Interrupted.
+    """
+    if dry:
+        from gossamer.dry import dry_run
+
+        return dry_run(resolved.config)
+    directory, resuming = _directory(resolved, resume)
+    if not resuming:
+        directory.keep(resolved.config, resolved.origin)
+    if plan is not None:
+        _adopt_plan(plan, directory)
+    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+        return _as_worker(directory, resolved.config, resume=resuming)
+    return _launch(directory, resolved.config, hosts=hosts or [], host=host, meet=meet, resume=resuming, argv=argv)
+
+
+def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[str, Any]:
+    """`gossamer resume`: go on from the newest good checkpoint, perhaps with other settings."""
+    from gossamer.settings import override
+
+    directory = open_run(run_dir)
+    config = override(directory.config(), overrides or [])
+    directory.keep(config, {**directory.provenance(), **{o.split("=", 1)[0]: "command line" for o in overrides or []}})
+    if config.machines.processes * max(1, len(config.machines.hosts)) != _planned_ranks(directory):
+        directory.plan_file.unlink(missing_ok=True)  # other machines: plan again
+    return _launch(directory, config, hosts=config.machines.hosts, host=None, meet=None, resume=True, argv=None)
+
+
+def _planned_ranks(directory: RunDirectory) -> int:
+    plan = directory.plan()
+    return plan.mesh.size if plan is not None else 0
+
+
+def _directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bool]:
+    """The run's folder, and whether it is one to go on with."""
+    config = resolved.config
+    runs = Path(config.run.directory)
+    if resume not in (None, "auto"):
+        raise bad_input(wanted="--resume auto", got=f"--resume {resume}", do="or use `gossamer resume RUN_DIR`")
+    if resume == "auto":
+        for folder in sorted(runs.glob("*/run.yaml"), key=lambda f: f.stat().st_mtime, reverse=True):
+            found = RunDirectory(folder.parent)
+            if found.config() == config:
+                return found, True
+    if config.run.name is not None and launcher_of(os.environ):
+        return RunDirectory(runs / config.run.name), False
+    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+        raise BadInput(
+            "started by a launcher, every rank must write to the same folder: give it a name", key="run.name"
+        )
+    return RunDirectory.create(runs, config.run.name or model_name(config)), False
+
+
+def model_name(config: RunConfig) -> str:
+    """A short name for the model of a configuration, for folders."""
+    model = config.model
+    written = model.factory or model.gguf or model.hf or "model"
+    return Path(written.rpartition(":")[2] or written).stem
+
+
+def _adopt_plan(file: Path, directory: RunDirectory) -> None:
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, directory.plan_file)
+    except OSError as error:
+        raise BadInput(f"cannot read the plan {file}: {error.strerror}. Make one with `gossamer train --dry`") from None
+
+
+def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> dict[str, Any]:
+    """This process was started by torchrun, srun or mpirun: it is a worker itself."""
+    from gossamer.run.launch.worker import run_worker
+    from gossamer.worker import work
+
+    code = run_worker(lambda ready: work(ready, directory, config, resume=resume))
+    if code:
+        sys.exit(code)
+    return summarise(directory)
+
+
+def _launch(
+    directory: RunDirectory,
+    config: RunConfig,
+    *,
+    hosts: list[str],
+    host: str | None,
+    meet: str | None,
+    resume: bool,
+    argv: list[str] | None,
+) -> dict[str, Any]:
+    from gossamer.run.launch.crew import Limits
+    from gossamer.run.launch.local import Start, launch_here
+
+    display = open_display(config.run.display, title=directory.name)
+    tail = directory.tail()
+    if resume:
+        tail.skip()
+
+    def tick() -> None:
+        for record in tail.read():
+            display.show(record)
+        display.tick()
+
+    start = Start(
+        argv=(sys.executable, "-m", "gossamer.worker", str(directory.path.absolute())),
+        processes=config.machines.processes,
+        rundir=directory.path,
+        limits=Limits(heartbeat_s=config.machines.heartbeat_s),
+        env={"GOSSAMER_RESUME": "1" if resume else "0"},
+        echo=False,
+        threads=0 if config.machines.threads == "auto" else config.machines.threads,
+        tick=tick,
+    )
+    try:
+        outcome = launch_here(start)
+        tick()
+    finally:
+        display.close()
+    _raise_for(outcome.exit_code, outcome.text, directory)
+    return summarise(directory)
+
+
+def _raise_for(code: int, text: str, directory: RunDirectory) -> None:
+    if code == 2:
+        raise BadInput(text)
+    if code == 4:
+        raise Interrupted(f"{text}\nGo on with: gossamer resume {directory.path}".strip())
+    if code:
+        raise RunFailed(text)
+
+
+def train(
+    model: nn.Module | str | Mapping[str, Any],
+    data: Any = "stdlib",
+    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+) -> dict[str, Any]:
+    """Train `model` on `data` in this process, or as one rank under torchrun; returns the run's summary.
+
+    model: an nn.Module nobody rewrote (or what the `model` section of a configuration says).
+    data: a source as in `data.source`, a Corpus, or a map-style dataset of dictionaries of tensors.
+    config: a RunConfig, a dictionary of its sections, or the path of a run.yaml.
+    """
+    from gossamer.inline import train_inline
+
+    return train_inline(model, data, config)
+
+
+def wrap(model: nn.Module, optimizer: Any, loader: Any, **settings: Any) -> tuple[Any, Any, Any]:
+    """For one's own loop: the same three things, with gradients exchanged and steps agreed. See `gossamer.wrapping`."""
+    from gossamer.wrapping import wrap as wrap_loop
+
+    return wrap_loop(model, optimizer, loader, **settings)
+
+
+def load(run_dir: Path) -> tuple[nn.Module, Corpus, RunConfig, Any]:
+    """The model of a run as its newest good checkpoint has it, its corpus, configuration and origin."""
+    from gossamer.model.origin import origin_of
+    from gossamer.run.checkpoint import read_model
+    from gossamer.worker import corpus_of
+
+    directory = open_run(run_dir)
+    config = directory.config()
+    origin = origin_of(config.model)
+    module = origin.build(config.train.seed)
+    read_model(module, directory.checkpoints)
+    return module.eval(), corpus_of(config.data), config, origin
+
+
+def sample(
+    run_dir: Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> str:
+    """`gossamer sample`: text the model of a run goes on with after `prompt`."""
+    from gossamer.model.sample import generate
+
+    module, corpus, _, _ = load(run_dir)
+    return generate(module, corpus.tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+
+
+def export(run_dir: Path, target: Path) -> dict[str, Any]:
+    """`gossamer export RUN_DIR --to hf DIR`: a folder that transformers loads. Refuses one that exists."""
+    from gossamer.model.hand_over import export_hf
+
+    if target.exists():
+        raise BadInput(f"{target} exists already: nothing was written. Name a new folder, or remove that one")
+    module, corpus, _, origin = load(run_dir)
+    export_hf(module, origin, corpus.tokenizer, target)
+    return {"exported": str(target)}
+
+
+def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
+    """`gossamer demo`: the main job on text every Python carries with it."""
+    from gossamer.demo import demo
+
+    return demo(seconds=seconds)

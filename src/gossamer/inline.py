@@ -1,0 +1,151 @@
+"""`gossamer.train(model, data, config)`: the same job in the caller's own process (or one rank of it under torchrun)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from gossamer import loss
+from gossamer.data import Corpus
+from gossamer.job import Job, Where, make_plan, run_job
+from gossamer.model.origin import origin_of
+from gossamer.run.batches import Batches, DatasetBatches, TextBatches
+from gossamer.run.build import Parts, set_threads
+from gossamer.run.launch.environment import Place, launcher_of, read_environment
+from gossamer.run.launch.worker import StopFlag
+from gossamer.settings import load as load_settings
+from gossamer.spec.config import ModelSection, RunConfig
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.view.rundir import RunDirectory
+from gossamer.view.screen import open_display
+from gossamer.view.summary import summarise
+from gossamer.worker import corpus_of, device_of, place_to_meet
+
+_ALONE = Place(
+    rank=0,
+    ranks=1,
+    local_rank=0,
+    local_ranks=1,
+    host=0,
+    hosts=1,
+    hostname="",
+    address="127.0.0.1",
+    port=0,
+    launcher="",
+)
+
+
+def train_inline(
+    model: nn.Module | str | Mapping[str, Any],
+    data: Any,
+    config: RunConfig | Mapping[str, Any] | str | Path | None,
+) -> dict[str, Any]:
+    """See `gossamer.train`. Raises BadInput, RunFailed, Interrupted."""
+    settings = _settings(config)
+    place = read_environment() if launcher_of(os.environ) else _ALONE
+    _one_rank_per_process(settings, place)
+    set_threads(settings.machines.threads, place.local_ranks)
+    corpus, train, validation, fingerprint = _data(data, settings)
+    module, described = _module(model, settings, corpus)
+    device = device_of(place)
+    module = module.to(device)
+    plan = make_plan(settings, module, ranks=place.ranks, device=device)
+    directory = _directory(settings, place)
+    if place.rank == 0:
+        directory.keep(settings, {})
+    stop = StopFlag()
+    display = open_display(settings.run.display, title=directory.name)
+    with stop.listening():
+        try:
+            run_job(
+                Job(
+                    parts=Parts(
+                        module=module,
+                        objective=loss.build("next_token"),
+                        train=train,
+                        validation=validation,
+                        config=settings,
+                        plan=plan,
+                        device=device,
+                    ),
+                    where=_where(place, settings),
+                    directory=directory,
+                    described=described,
+                    data=fingerprint,
+                    resume=False,
+                    at=lambda step, phase: None,
+                    asked_to_stop=lambda: stop.is_set,
+                    show=display.show if place.rank == 0 else None,
+                )
+            )
+        finally:
+            display.close()
+    return summarise(directory)
+
+
+def _settings(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
+    if isinstance(config, RunConfig):
+        return config
+    if config is None or isinstance(config, Mapping):
+        return load_settings(None, [], given=dict(config or {})).config
+    return load_settings(Path(config), []).config
+
+
+def _one_rank_per_process(config: RunConfig, place: Place) -> None:
+    if config.machines.processes > 1 and place.ranks == 1:
+        raise bad_input(
+            wanted=f"{config.machines.processes} processes",
+            got="one: a model that lives in this process cannot be in several",
+            do="start this script with `torchrun --nproc-per-node N`, or use `gossamer train` with model.factory",
+            key="machines.processes",
+        )
+
+
+def _data(data: Any, config: RunConfig) -> tuple[Corpus | None, Batches, Batches | None, str]:
+    """Corpus (for text), training and validation batches, and what identifies the data."""
+    if isinstance(data, str):
+        data = corpus_of(config.data.model_copy(update={"source": data}))
+    if isinstance(data, Corpus):
+        held_out = TextBatches(data.validation) if len(data.validation) else None
+        return data, TextBatches(data.train), held_out, data.fingerprint
+    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return None, DatasetBatches(data), None, f"{type(data).__qualname__}:{len(data)}"
+    raise bad_input(
+        wanted="a source as in data.source, a Corpus, or a map-style dataset of dictionaries",
+        got=type(data).__name__,
+        do="wrap what you have in a torch Dataset with __len__ and __getitem__",
+        key="data",
+    )
+
+
+def _module(model: nn.Module | str | Mapping[str, Any], config: RunConfig, corpus: Corpus | None) -> tuple[nn.Module, str]:
+    if isinstance(model, nn.Module):
+        return model, type(model).__name__
+    section = ModelSection.model_validate(model if isinstance(model, Mapping) else {"hf": model})
+    origin = origin_of(section)
+    if corpus is not None:
+        from gossamer.model.vocabulary import check_vocabulary
+
+        check_vocabulary(origin.vocabulary(), corpus.tokenizer.vocabulary, tokenizer=config.data.tokenizer)
+    return origin.build(config.train.seed), origin.describe()
+
+
+def _directory(config: RunConfig, place: Place) -> RunDirectory:
+    runs = Path(config.run.directory)
+    if place.ranks == 1:
+        return RunDirectory.create(runs, config.run.name or "run")
+    if config.run.name is None:
+        raise BadInput("several ranks write to one folder: give it a name", key="run.name")
+    return RunDirectory(runs / config.run.name)
+
+
+def _where(place: Place, config: RunConfig) -> Where:
+    if place.ranks == 1:
+        return Where(store=dist.HashStore(), interface=os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    return place_to_meet(place, config.machines.timeout_s)

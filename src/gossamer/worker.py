@@ -1,0 +1,128 @@
+"""What every process of a run does: `python -m gossamer.worker RUN_DIR`, started by our supervisor or by torchrun,
+srun or mpirun. Everything it needs stands in the run directory and in the launcher's environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gossamer import loss
+from gossamer.data import Corpus, open_corpus
+from gossamer.job import Job, Where, make_plan, read_plan, run_job
+from gossamer.model.origin import origin_of
+from gossamer.model.vocabulary import check_vocabulary
+from gossamer.run.batches import TextBatches
+from gossamer.run.build import Parts, set_threads
+from gossamer.run.launch.environment import Place
+from gossamer.run.launch.worker import Ready, run_worker
+from gossamer.spec.config import DataSection, RunConfig
+from gossamer.spec.errors import PeerLost
+from gossamer.view.rundir import RunDirectory
+
+
+def main() -> int:
+    """Exit code as `run_worker` says."""
+    directory = RunDirectory(Path(sys.argv[1]))
+    resume = os.environ.get("GOSSAMER_RESUME") == "1"
+    return run_worker(lambda ready: work(ready, directory, directory.config(), resume=resume))
+
+
+def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bool) -> None:
+    """Build what the configuration describes and train it, as one rank among all."""
+    place = ready.place
+    ready.heartbeat.at(phase="build")
+    set_threads(config.machines.threads, place.local_ranks)
+    origin = origin_of(config.model)
+    corpus = corpus_of(config.data)
+    check_vocabulary(origin.vocabulary(), corpus.tokenizer.vocabulary, tokenizer=config.data.tokenizer)
+    device = device_of(place)
+    module = origin.build(config.train.seed).to(device)
+    given = directory.plan_file.exists()
+    plan = (
+        read_plan(directory.plan_file, ranks=place.ranks)
+        if given
+        else make_plan(config, module, ranks=place.ranks, device=device)
+    )
+    parts = Parts(
+        module=module,
+        objective=loss.build("next_token"),
+        train=TextBatches(corpus.train),
+        validation=TextBatches(corpus.validation) if config.data.validation else None,
+        config=config,
+        plan=plan,
+        device=device,
+    )
+    ready.heartbeat.at(phase="connect")
+    run_job(
+        Job(
+            parts=parts,
+            where=place_to_meet(place, config.machines.timeout_s),
+            directory=directory,
+            described=origin.describe(),
+            data=corpus.fingerprint,
+            resume=resume or place.resume_step >= 0,
+            at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
+            asked_to_stop=lambda: ready.stop.is_set,
+        )
+    )
+
+
+def corpus_of(data: DataSection) -> Corpus:
+    """The corpus of a configuration."""
+    return open_corpus(
+        source=data.source,
+        tokenizer=data.tokenizer,
+        sequence=data.sequence,
+        pack=data.pack,
+        isolate=data.isolate,
+        validation=data.validation,
+        cache=data.cache,
+    )
+
+
+def device_of(place: Place) -> torch.device:
+    """One GPU per process where there are any, else the CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def place_to_meet(place: Place, timeout_s: float) -> Where:
+    """This rank among the others, with the store they all meet in. Raises PeerLost."""
+    try:
+        store = dist.TCPStore(
+            place.address,
+            place.port,
+            place.ranks,
+            is_master=place.rank == 0,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()[0]
+        raise PeerLost(
+            f"rank {place.rank} cannot reach the meeting point {place.address}:{place.port}: {said}. "
+            "If the port is in use, start again or set MASTER_PORT"
+        ) from None
+    first = place.local_rank if place.hosts > 1 and not place.shared else place.rank
+    writers = place.local_ranks if place.hosts > 1 and not place.shared else place.ranks
+    return Where(
+        rank=place.rank,
+        ranks=place.ranks,
+        writer=first,
+        writers=writers,
+        store=store,
+        interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        generation=place.generation,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""What pool workers run for the tests of this folder."""
+
+from __future__ import annotations
+
+import torch
+from pool import Seat
+from torch import nn
+from wire.jobs import group
+
+from gossamer import compress
+from gossamer.sync import Replica, Vote, Window
+from gossamer.wire.pump import Pump
+
+
+class Branchy(nn.Module):
+    """Tied weights, a parameter nobody uses, a frozen one, and one used in odd steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.mix = nn.Linear(6, 6)
+        self.sometimes = nn.Linear(6, 6)
+        self.never = nn.Linear(3, 3)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = self.frozen(self.mix(self.embed(ids)).tanh())
+        return self.head(self.sometimes(x).tanh() if odd else x)
+
+
+def params_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p for n, p in module.named_parameters() if p.requires_grad}
+
+
+def rows_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Six sequences of five tokens and their labels, some of them void."""
+    seed = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 11, (6, 5), generator=seed)
+    labels = torch.where(torch.rand(6, 5, generator=seed) < 0.4, -100, torch.roll(ids, -1, 1))
+    return ids, labels
+
+
+def mean_loss(module: Branchy, ids: torch.Tensor, labels: torch.Tensor, step: int) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(ids, step % 2 == 1).flatten(0, 1), labels.flatten())
+
+
+def gradients(seat: Seat, *, rows: list[int], steps: int, bucket_bytes: int) -> list[dict[str, list[float]]]:
+    """The mean gradients of several steps with `rows[rank]` of the six sequences on every rank."""
+    torch.manual_seed(0)
+    module = Branchy()
+    channel = group(seat)
+    pump = Pump(channel)
+    replica = Replica(params_of(module), compress.build("dense"), pump, bucket_bytes=bucket_bytes)
+    first = sum(rows[: seat.rank])
+    found = []
+    for step in range(steps):
+        ids, labels = (t[first : first + rows[seat.rank]] for t in rows_of(step))
+        replica.open(Window(step, 0, 1.0, float((labels != -100).sum())))
+        replica.watch()
+        loss = mean_loss(module, ids, labels, step)
+        loss.backward()
+        replica.reduce()
+        agreement = replica.agree(Vote(float(loss)))
+        assert agreement.finite
+        found.append(
+            {n: g.flatten().tolist() for n, g in replica.gradients().items()}
+            | {"loss": [agreement.loss], "norm": [agreement.norm]}
+        )
+        replica.commit()
+    replica.close()
+    pump.close()
+    channel.close()
+    return found
+
+
+def votes(seat: Seat, *, poison: int, where: str) -> list[dict]:
+    """Rank `poison` has a nan in its loss or gradient: what every rank then knows."""
+    torch.manual_seed(0)
+    module = Branchy()
+    channel = group(seat)
+    pump = Pump(channel)
+    replica = Replica(params_of(module), compress.build("dense"), pump, bucket_bytes=1 << 20)
+    found = []
+    for step in range(2):
+        ids, labels = rows_of(step)
+        replica.open(Window(step, 0, 1.0, float((labels != -100).sum())))
+        loss = mean_loss(module, ids, labels, step)
+        if step == 0 and seat.rank == poison:
+            if where == "loss":
+                loss = loss * float("nan")
+            else:
+                module.mix.weight.register_hook(lambda g: g * float("inf"))
+        replica.watch()
+        loss.backward()
+        replica.reduce()
+        verdict = replica.agree(Vote(float(loss), ask=seat.rank))
+        found.append({"finite": verdict.finite, "bad": list(verdict.bad_ranks), "ask": verdict.ask})
+        (replica.commit if verdict.finite else replica.reject)()
+        if step == 0:
+            module.mix.weight._backward_hooks = None
+    replica.close()
+    pump.close()
+    channel.close()
+    return found
+
+
+def out_of_step(seat: Seat) -> str:
+    """Rank 1 believes to be one step further."""
+    module = Branchy()
+    channel = group(seat)
+    pump = Pump(channel)
+    replica = Replica(params_of(module), compress.build("dense"), pump, bucket_bytes=1 << 20)
+    replica.open(Window(3 + seat.rank, 0, 1.0, 1.0))
+    replica.reduce()
+    try:
+        replica.agree(Vote(0.0))
+        said = ""
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    pump.close()
+    channel.close()
+    return said

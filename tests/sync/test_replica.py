@@ -1,0 +1,48 @@
+"""The replica: gradients of any split of the batch equal those of one process; nothing moves unless all agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sync.jobs import Branchy, mean_loss, params_of, rows_of
+
+
+def reference(steps: int) -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    module = Branchy()
+    found = []
+    for step in range(steps):
+        module.zero_grad()
+        loss = mean_loss(module, *rows_of(step), step)
+        loss.backward()
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in params_of(module).items()}
+        found.append(grads | {"loss": loss.detach()})
+    return found
+
+
+@pytest.mark.parametrize("rows", [[6], [3, 3], [5, 1], [1, 2, 3]])
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+def test_gradients_equal_one_process(pool, rows: list[int], bucket_bytes: int) -> None:
+    """Unequal rows, void labels, tied, frozen, unused and sometimes-used parameters; small and large buckets."""
+    found = pool.run("sync.jobs:gradients", len(rows), rows=rows, steps=4, bucket_bytes=bucket_bytes)
+    for mine in found[1:]:
+        assert mine == found[0], "ranks must agree bit for bit"
+    for step, expected in enumerate(reference(4)):
+        for name, value in expected.items():
+            got = torch.tensor(found[0][step][name]).view_as(value)
+            torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-7, msg=lambda m, n=name, s=step: f"{n} {s}: {m}")
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_on_one_rank_is_known_to_all(pool, where: str) -> None:
+    found = pool.run("sync.jobs:votes", 3, poison=1, where=where)
+    assert found[0] == found[1] == found[2]
+    first, second = found[0]
+    assert not first["finite"] and 1 in first["bad"]
+    assert second["finite"] and second["bad"] == []
+    assert first["ask"] == 2, "the largest request of all ranks"
+
+
+def test_ranks_at_different_steps_find_out(pool) -> None:
+    for said in pool.run("sync.jobs:out_of_step", 2):
+        assert said == "WireMismatch: the ranks are at different steps, by rank: [3, 4]"
