@@ -1,0 +1,29 @@
+"""Text on its way to the model: sources, tokenizers, packing into sequences, and the order of samples.
+
+Everything here is a pure function of its arguments and of files that do not change; there is no thread and no
+state, so a run resumes at any sample, on any number of ranks, by asking for that sample.
+"""
+
+from gossamer.data.corpus import Corpus, open_corpus
+from gossamer.data.entropy import TextStatistics, statistics
+from gossamer.data.ordering import Order, order
+from gossamer.data.packing import IGNORED, Split, valid_labels
+from gossamer.data.preview import Preview, decode_preview
+from gossamer.data.share import global_indices, rows_for, share_rows
+
+__all__ = [
+    "Corpus",
+    "IGNORED",
+    "Order",
+    "Preview",
+    "Split",
+    "TextStatistics",
+    "decode_preview",
+    "global_indices",
+    "open_corpus",
+    "order",
+    "rows_for",
+    "share_rows",
+    "statistics",
+    "valid_labels",
+]

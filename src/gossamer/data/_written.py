@@ -1,0 +1,36 @@
+"""The short form of a method that takes one thing: "text:corpus/*.txt" is {text: {files: corpus/*.txt}}."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields
+from typing import Any, TypeVar
+
+from gossamer.spec.choice import Written
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.nearest import nearest
+from gossamer.spec.room import Room
+
+T = TypeVar("T")
+
+
+def parse_written(room: Room[T], written: Written, *, key: str) -> T:
+    """Build what "name", "name:value" or {name: {...}} means; `value` is the first field of the method.
+
+    Raises BadInput for an unknown name, a value that is missing, or one that the method has no use for.
+    """
+    if not isinstance(written, str):
+        return room.build(written, key=key)
+    name, colon, value = written.partition(":")
+    if name not in room.names():
+        kind = room.package.rpartition(".")[2]
+        raise BadInput(f"no {kind} is called {name!r}: {nearest(name, room.names())}", key=key)
+    known: tuple[Field[Any], ...] = fields(room.type(name))  # type: ignore[arg-type]
+    first = known[0].name if known else None
+    if colon and first is None:
+        raise bad_input(wanted=name, got=repr(written), do=f"{name} takes nothing after it", key=key)
+    needs = bool(known) and known[0].default is MISSING
+    if needs and not value.strip():
+        raise bad_input(
+            wanted=f"{name}:{str(first).upper()}", got=repr(written), do="write it after the colon", key=key
+        )
+    return room.build({name: {first: value.strip()}} if value else name, key=key)

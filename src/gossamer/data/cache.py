@@ -1,0 +1,99 @@
+"""A folder of things that can be made again: written beside, renamed into place, made by one process at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gossamer.spec.errors import BadInput, bad_input
+
+try:
+    import fcntl
+except ImportError:  # not POSIX: two processes may then do the same work; the renames keep it correct
+    fcntl = None  # type: ignore[assignment]
+
+
+def default_cache() -> Path:
+    """$XDG_CACHE_HOME/gossamer, else ~/.cache/gossamer."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "gossamer"
+
+
+def open_cache(folder: str | Path | None) -> Path:
+    """The cache folder, made when it is not there; BadInput when it cannot be written."""
+    cache = default_cache() if folder is None else Path(folder).expanduser()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            return cache
+    except OSError as error:
+        raise bad_input(
+            wanted=f"to write in the cache folder {cache}",
+            got=error.strerror or str(error),
+            do="set data.cache (or XDG_CACHE_HOME) to a folder that can be written",
+            key="data.cache",
+        ) from None
+
+
+@contextmanager
+def held(lock: Path) -> Iterator[None]:
+    """One process at a time; the lock goes with its holder, however that ends. Waits without limit."""
+    with lock.open("w") as stream:
+        if fcntl is not None:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def write_file(target: Path, data: bytes) -> None:
+    """Put `data` at `target` whole or not at all; raises BadInput where that cannot be written."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as stream:
+            beside = Path(stream.name)
+            try:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+                os.replace(beside, target)
+            except BaseException:
+                beside.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise BadInput(f"cannot write {target}: {error.strerror or error}") from None
+
+
+def make_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Put the folder that `fill` writes at `target` whole or not at all; a folder already there wins."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    try:
+        fill(beside)
+        os.rename(beside, target)
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        if target.is_dir():  # another process was first
+            return
+        raise BadInput(f"cannot write the cache {target}: {error.strerror or error}", key="data.cache") from None
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The object in `file`; None where there is no such file or no object in it."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """The object as readable JSON, whole or not at all."""
+    write_file(file, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())

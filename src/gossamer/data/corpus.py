@@ -1,0 +1,142 @@
+"""A corpus ready to train on: tokenised once into the cache, held out by file, cut into sequences."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gossamer.data.cache import held, make_folder, open_cache, read_json, write_json
+from gossamer.data.manifest import SIDES, Holdout, Manifest, Side, cached_manifest
+from gossamer.data.packing import Split, split_of
+from gossamer.data.source import Source, parse_source
+from gossamer.data.stream import Stream, is_intact, read_stream, write_stream
+from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
+from gossamer.spec.choice import Written
+from gossamer.spec.errors import BadInput, bad_input
+
+_FORMAT = 1  # raise it when the same input would be stored otherwise
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """`manifest` tells all that determines the tokens; `fingerprint` is its hash, equal on machines that agree."""
+
+    train: Split
+    validation: Split
+    tokenizer: Tokenizer
+    manifest: dict[str, Any]
+    fingerprint: str
+
+    def text(self, side: Side, *, limit_bytes: int = 1 << 24) -> bytes:
+        """The first `limit_bytes` of text of one side, decoded from its tokens, documents joined without separators."""
+        stream = {"train": self.train, "validation": self.validation}[side].stream
+        some = stream.lengths[: 2 * limit_bytes]  # separators stand for no byte, hence the factor
+        kept = int(np.searchsorted(np.cumsum(some, dtype=np.int64), limit_bytes, side="right"))
+        return self.tokenizer.decode(stream.tokens[:kept]).encode("utf-8")
+
+
+def open_corpus(
+    *,
+    source: Written = "stdlib",
+    tokenizer: Written = "byte",
+    sequence: int = 256,
+    pack: bool = True,
+    isolate: bool = False,
+    validation: float = 0.05,
+    cache: str | Path | None = None,
+) -> Corpus:
+    """Read, tokenise (or find tokenised in the cache) and cut. Every process that calls it gets the same sequences.
+
+    `sequence` counts tokens; `validation` is the fraction held out; `cache` defaults to the user's cache folder.
+    Raises BadInput for what is wrong with any of them, and when a side is shorter than one sequence.
+    """
+    if sequence < 2:
+        raise bad_input(wanted="at least 2 tokens", got=str(sequence), do="raise it", key="data.sequence")
+    text, recipe = parse_source(source), parse_tokenizer(tokenizer)
+    where = open_cache(cache)
+    found = cached_manifest(text, cache=where)
+    holdout = Holdout.of(found, validation)
+    identity = _hash(found.sha256, asdict(holdout))
+    words = recipe.make(lambda: holdout.texts(text, "train"), identity=identity, cache=where)
+    fingerprint = _hash(_FORMAT, identity, words.fingerprint)
+    folder = where / "corpora" / fingerprint[:32]
+    known = _kept(folder) or _tokenised(text, found, holdout, words, folder)
+    streams = {side: read_stream(folder, side, known[side], separator=words.separator) for side in SIDES}
+    _check_long_enough(streams, sequence, pack=pack, validation=validation)
+    splits = {
+        side: split_of(
+            streams[side],
+            sequence=sequence,
+            pack=pack,
+            isolate=isolate,
+            fingerprint=_hash(fingerprint, side, sequence, pack, isolate),
+        )
+        for side in SIDES
+    }
+    settings = {"source": source, "tokenizer": tokenizer, "sequence": sequence, "pack": pack, "isolate": isolate}
+    return Corpus(splits["train"], splits["validation"], words, {**known, "settings": settings}, fingerprint)
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _kept(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a corpus in the cache, when all its files are there in full."""
+    known = read_json(folder / "manifest.json")
+    if known is None or not all(is_intact(folder, side, known[side]) for side in SIDES):
+        return None
+    return known
+
+
+def _tokenised(source: Source, found: Manifest, holdout: Holdout, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    """Fill the cache; several processes may ask at once, one does the work and the others find it done."""
+
+    def fill(beside: Path) -> None:
+        known: dict[str, Any] = {
+            "format": _FORMAT,
+            "source": asdict(found),
+            "holdout": asdict(holdout),
+            "tokenizer": {name: getattr(tokenizer, name) for name in ("fingerprint", "vocabulary", "separator")},
+        }
+        for side in SIDES:
+            known[side] = write_stream(holdout.texts(source, side), tokenizer, folder=beside, side=side)
+        told = sum(known[side]["bytes"] for side in SIDES)
+        if told != found.bytes:
+            raise BadInput(
+                f"the corpus changed while it was read ({found.bytes} bytes, then {told}): start again",
+                key="data.source",
+            )
+        write_json(beside / "manifest.json", known)
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with held(folder.with_suffix(".lock")):
+        if _kept(folder) is None:
+            shutil.rmtree(folder, ignore_errors=True)  # something cut it short: it can be made again
+            make_folder(folder, fill)
+    known = _kept(folder)
+    assert known is not None, f"{folder} was just written"
+    return known
+
+
+def _check_long_enough(streams: dict[Side, Stream], sequence: int, *, pack: bool, validation: float) -> None:
+    for side in SIDES:
+        stream = streams[side]
+        wanted = sequence if pack else 2
+        if stream.tokens.size >= wanted or (side == "validation" and validation == 0):
+            continue
+        do = "lower data.sequence or give more text"
+        if side == "validation":
+            do += ", or set data.validation higher (or to 0, for none)"
+        raise bad_input(
+            wanted=f"at least {wanted} tokens in the {side} text, one sequence",
+            got=f"{stream.tokens.size} ({stream.bytes} bytes in {stream.starts.size} documents)",
+            do=do,
+            key="data.sequence",
+        )

@@ -1,0 +1,101 @@
+"""What a corpus is made of, in one hash; and which part of it is held out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from gossamer.data.cache import read_json, write_json
+from gossamer.data.source import Document, Source
+from gossamer.spec.errors import BadInput
+
+Side = Literal["train", "validation"]
+SIDES: tuple[Side, Side] = ("train", "validation")
+
+_SETTLED_S = 2.0  # a file younger than this may change again without changing its time stamp
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`sha256` covers the path and text of every document in order. `lowest`, `highest`: extremes of `place`."""
+
+    documents: int
+    bytes: int
+    sha256: str
+    lowest: float
+    highest: float
+    licence: str
+
+
+def place(path: str) -> float:
+    """Where a document falls in [0, 1): a hash of its path, so the same on every machine and for ever."""
+    return int.from_bytes(hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest()[:7], "big") / 2**56
+
+
+def manifest(source: Source) -> Manifest:
+    """Read the whole source once. Raises BadInput when there is no text in it."""
+    whole, documents, bytes_, lowest, highest = hashlib.sha256(), 0, 0, 1.0, 0.0
+    for document in source.documents():
+        path, data = document.path.encode("utf-8", "surrogateescape"), document.data
+        for part in (path, data):
+            whole.update(len(part).to_bytes(8, "little"))
+            whole.update(part)
+        at = place(document.path)
+        documents, bytes_, lowest, highest = documents + 1, bytes_ + len(data), min(lowest, at), max(highest, at)
+    if not documents:
+        raise BadInput(f"the corpus is empty: {source} holds 0 bytes of text", key="data.source")
+    return Manifest(documents, bytes_, whole.hexdigest(), lowest, highest, source.licence)
+
+
+def cached_manifest(source: Source, *, cache: Path) -> Manifest:
+    """`manifest`, read back from the cache while no file of the source has changed its size or time."""
+    stamp = source.stamp()
+    name = hashlib.sha256(json.dumps([repr(source), stamp]).encode()).hexdigest()
+    file = cache / "manifests" / f"{name[:32]}.json"
+    kept = read_json(file) if stamp else None
+    if kept is not None and set(kept) == set(Manifest.__dataclass_fields__):
+        return Manifest(**kept)
+    found = manifest(source)
+    settled = stamp and time.time() - max(modified_ns for *_, modified_ns in stamp) / 1e9 > _SETTLED_S
+    if settled and source.stamp() == stamp:
+        write_json(file, asdict(found))
+    return found
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """Which text is for validation: `fraction` of the documents, by hash of their path (`by` = "hash").
+
+    Where the hash puts no document on one of the sides (one document, or few), the last `fraction` of every
+    document is held out instead (`by` = "tail"): contiguous text that training never sees.
+    """
+
+    fraction: float
+    by: Literal["hash", "tail", "none"]
+
+    @staticmethod
+    def of(found: Manifest, fraction: float) -> Holdout:
+        """The rule for a corpus; raises BadInput unless 0 <= fraction < 1."""
+        if not 0 <= fraction < 1:
+            raise BadInput(f"wanted a fraction from 0 up to, not including, 1; got {fraction}", key="data.validation")
+        if fraction == 0:
+            return Holdout(fraction, "none")
+        return Holdout(fraction, "hash" if found.lowest < fraction <= found.highest else "tail")
+
+    def texts(self, source: Source, side: Side) -> Iterator[str]:
+        """The texts of one side, in order; none is empty."""
+        for document in source.documents():
+            if text := self._part(document, side):
+                yield text
+
+    def _part(self, document: Document, side: Side) -> str:
+        text, held_out = document.text, side == "validation"
+        if self.by == "tail":
+            cut = len(text) - round(len(text) * self.fraction)
+            return text[cut:] if held_out else text[:cut]
+        return text if (self.by == "hash" and place(document.path) < self.fraction) == held_out else ""

@@ -1,0 +1,45 @@
+"""Which sequences of a step go to which rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gossamer.spec.errors import BadInput, bad_input
+
+
+def global_indices(step: int, batch: int) -> range:
+    """Global indices of the `batch` sequences of step `step` (from 0), however many ranks share them."""
+    return range(step * batch, (step + 1) * batch)
+
+
+def share_rows(batch: int, share: Sequence[float]) -> tuple[int, ...]:
+    """`batch` sequences dealt out in proportion to `share` (any positive scale), by largest remainder, one at least.
+
+    Equal remainders go to the lower rank. Raises BadInput when there are more ranks than sequences.
+    """
+    for part in share:
+        if not (math.isfinite(part) and part > 0):
+            raise BadInput(f"every rank needs a positive share of the batch, got {list(share)}", key="plan.share")
+    if batch < len(share):
+        raise bad_input(
+            wanted="at least one sequence per rank and step",
+            got=f"a batch of {batch} for {len(share)} ranks",
+            do=f"set train.batch to {len(share)} or more, or use {batch} ranks",
+            key="train.batch",
+        )
+    total = math.fsum(share)
+    exact = [batch * part / total for part in share]
+    rows = [max(1, math.floor(quota)) for quota in exact]
+    while sum(rows) != batch:
+        step = 1 if sum(rows) < batch else -1
+        able = [rank for rank, count in enumerate(rows) if step > 0 or count > 1]
+        rows[max(able, key=lambda rank: (step * (exact[rank] - rows[rank]), -rank))] += step
+    return tuple(rows)
+
+
+def rows_for(rank: int, share: Sequence[float], batch: int) -> range:
+    """The places within a step's batch that are rank `rank`'s: contiguous, in rank order."""
+    rows = share_rows(batch, share)
+    first = sum(rows[:rank])
+    return range(first, first + rows[rank])

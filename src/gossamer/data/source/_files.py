@@ -1,0 +1,88 @@
+"""Files by pattern, under names that are the same on every machine, and their text."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from gossamer.spec.errors import BadInput, bad_input
+
+KEY = "data.source"
+
+
+def find(pattern: str) -> list[tuple[str, Path]]:
+    """(name, file) of every file that matches, sorted by name: the path below the part without wildcards.
+
+    `**` crosses folders. Raises BadInput when nothing matches.
+    """
+    pattern = os.path.expanduser(pattern)
+    fixed = _fixed_part(pattern)
+    found = {Path(f) for f in glob.glob(pattern, recursive=True) if os.path.isfile(f)}
+    if not found:
+        _explain_nothing(pattern)
+    return sorted((file.relative_to(fixed).as_posix(), file) for file in found)
+
+
+def _fixed_part(pattern: str) -> Path:
+    parts = Path(pattern).parts
+    whole = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return Path(*parts[:whole])
+
+
+def _explain_nothing(pattern: str) -> None:
+    here = Path(pattern)
+    if here.is_dir():
+        raise bad_input(
+            wanted="files",
+            got=f"the folder {pattern}",
+            do=f"write a pattern such as {pattern.rstrip('/')}/**/*",
+            key=KEY,
+        )
+    if glob.has_magic(pattern):
+        raise BadInput(f"no file matches {pattern!r} (looked from {Path.cwd()})", key=KEY)
+    raise BadInput(f"no such file: {pattern} (looked from {Path.cwd()})", key=KEY)
+
+
+def stamps(files: list[tuple[str, Path]]) -> tuple[tuple[str, int, int], ...]:
+    """(path, bytes, modified_ns) of each file."""
+    return tuple((str(file.resolve()), s.st_size, s.st_mtime_ns) for _, file in files for s in (file.stat(),))
+
+
+def read_text(file: Path) -> str:
+    """The whole file as UTF-8, newlines untouched; BadInput names the file, and the byte that is no UTF-8."""
+    try:
+        return file.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise unreadable(file, error) from None
+    except UnicodeDecodeError as error:
+        raise bad_input(
+            wanted="UTF-8 text",
+            got=f"byte 0x{error.object[error.start]:02x} at offset {error.start} of {file}",
+            do="convert the file (iconv -f ENCODING -t utf-8) or leave it out of the pattern",
+            key=KEY,
+        ) from None
+
+
+def lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line) of a text file, gunzipped when its name ends in .gz; blank lines are left out."""
+    try:
+        with _open(file) as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError) as error:
+        raise unreadable(file, error) from None
+
+
+def _open(file: Path) -> BinaryIO:
+    return gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb")  # type: ignore[return-value]
+
+
+def unreadable(file: Path, error: Exception) -> BadInput:
+    """The complaint about a file that is there but cannot be read."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return BadInput(f"cannot read {file}: {said}", key=KEY)

@@ -1,0 +1,64 @@
+"""The byte tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gossamer.data.tokenizer import Spans, Tokenizer
+from gossamer.data.tokenizer._files import SEPARATOR, write_files
+
+_SEPARATOR_ID = 256
+
+
+@dataclass(frozen=True)
+class Bytes(Tokenizer):
+    """One token per byte of UTF-8."""
+
+    vocabulary: int = 257
+    separator: int = _SEPARATOR_ID
+    fingerprint: str = "byte-257-v1"
+    length_type: str = "uint8"
+
+    def spans(self, texts: Sequence[str]) -> list[Spans]:
+        raw = [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+        return [Spans(data, np.ones(data.size, np.uint8)) for data in raw]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        given = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+        return given[given < _SEPARATOR_ID].astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def save(self, directory: Path) -> tuple[Path, ...]:
+        """As a byte-level BPE without merges, whose ids are the bytes."""
+        return write_files(directory, json.dumps(_tokenizer_json(), ensure_ascii=False), separator=SEPARATOR)
+
+
+def _tokenizer_json() -> dict[str, Any]:
+    letters = _byte_letters()
+    separator = {"id": _SEPARATOR_ID, "content": SEPARATOR, "special": True, "normalized": False}
+    separator |= {"single_word": False, "lstrip": False, "rstrip": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocabulary = {letter: byte for byte, letter in enumerate(letters)} | {SEPARATOR: _SEPARATOR_ID}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [separator],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+
+
+def _byte_letters() -> list[str]:
+    """GPT-2's printable stand-ins for the 256 bytes: a byte that prints stands for itself, the others from 256 up."""
+    prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in prints else next(others)) for byte in range(256)]

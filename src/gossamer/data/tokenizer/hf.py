@@ -1,0 +1,108 @@
+"""The tokenizer of a Hugging Face model in a local folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossamer.data.tokenizer import Recipe, Tokenizer
+from gossamer.data.tokenizer._fast import load
+from gossamer.spec.errors import BadInput, bad_input
+
+_KEY = "data.tokenizer"
+_USUAL = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP]")
+
+
+@dataclass(frozen=True)
+class Hf(Recipe):
+    """`directory` holds a tokenizer.json, or what transformers can turn into one, or is a GGUF file.
+
+    Documents are separated by its end-of-text token (eos_token, else sep_token), no other special token is added.
+    """
+
+    directory: str
+
+    def make(self, texts: Callable[[], Iterable[str]], *, identity: str, cache: Path) -> Tokenizer:
+        where = Path(self.directory).expanduser()
+        if (where / "tokenizer.json").is_file():
+            text = _read(where / "tokenizer.json")
+            return load(text, separator=_separator(where, text), key=_KEY)
+        if where.is_dir():
+            return _converted(where)
+        if where.is_file() and where.suffix == ".gguf":
+            return _converted(where.parent, gguf_file=where.name)
+        raise bad_input(
+            wanted="the folder of a tokenizer (tokenizer.json) or a GGUF file",
+            got=str(where) if where.exists() else f"{where}, which does not exist",
+            do="give a local path",
+            key=_KEY,
+        )
+
+
+def _separator(where: Path, tokenizer_json: str) -> str:
+    """The end-of-text token by name: what the configuration says, else the one usual name the vocabulary has."""
+    known = _added(tokenizer_json, where)
+    named: list[str] = []
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        said = _object(_read(where / file), where / file) if (where / file).is_file() else {}
+        tokens = (said.get("eos_token"), said.get("sep_token"))
+        named += [t["content"] if isinstance(t, dict) else t for t in tokens if t]
+    for token in (*named, *_USUAL):
+        if token in known:
+            return token
+    raise bad_input(
+        wanted=f"a token that ends documents in {where}",
+        got=f"neither eos_token nor sep_token, and special tokens {sorted(known)[:8]}",
+        do='add {"eos_token": "..."} to tokenizer_config.json',
+        key=_KEY,
+    )
+
+
+def _added(tokenizer_json: str, where: Path) -> set[str]:
+    said = _object(tokenizer_json, where / "tokenizer.json")
+    vocabulary = said.get("model", {}).get("vocab", {})
+    plain = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
+    return {token["content"] for token in said.get("added_tokens", [])} | (plain & {*_USUAL})
+
+
+def _converted(where: Path, **options: str) -> Tokenizer:
+    """Through transformers, which converts older formats; from local files only."""
+    try:
+        auto: Any = importlib.import_module("transformers").AutoTokenizer
+    except ImportError:
+        raise bad_input(
+            wanted=f"transformers, to read the tokenizer in {where}",
+            got="no such package",
+            do='pip install "gossamer[hf]"',
+            key=_KEY,
+        ) from None
+    try:
+        found = auto.from_pretrained(str(where), local_files_only=True, **options)
+        text, separator = found.backend_tokenizer.to_str(), found.eos_token or found.sep_token
+    except Exception as error:  # transformers raises whatever its many readers raise
+        said = (str(error) or repr(error)).splitlines()[0]
+        raise BadInput(f"no tokenizer can be read from {where}: {said}", key=_KEY) from None
+    if not separator:
+        raise BadInput(f"the tokenizer in {where} has neither eos_token nor sep_token to end documents", key=_KEY)
+    return load(text, separator=separator, key=_KEY)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"cannot read {file}: {error}", key=_KEY) from None
+
+
+def _object(text: str, file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise BadInput(f"{file} is no JSON: {error}", key=_KEY) from None
+    if not isinstance(value, dict):
+        raise BadInput(f"{file} holds {type(value).__name__}, not an object", key=_KEY)
+    return value
