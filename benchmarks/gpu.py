@@ -1,0 +1,190 @@
+"""What needs a GPU: throughput and MFU on one against a hand-written loop, and NCCL with one process per GPU.
+
+    python benchmarks/gpu.py [--pairs 5] [--steps 30]
+
+Both sides train the same Llama under bf16 autocast with the same batch; they take turns, each round in a fresh
+process. MFU counts 6 x parameters flop per token against the measured rate of large bf16 matrix products. With
+several GPUs the same is run with one process on each over NCCL against DistributedDataParallel; with one GPU a single
+NCCL rank runs, which proves the path and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from result import publish, ratio
+
+MODEL = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 1024,
+}
+BATCH, SEQUENCE, WARM = 16, 1024, 8  # batch per GPU
+
+
+def main() -> None:
+    read = argparse.ArgumentParser()
+    read.add_argument("--pairs", type=int, default=5)
+    read.add_argument("--steps", type=int, default=30)
+    read.add_argument("--round", choices=["theirs", "ours"])
+    asked = read.parse_args()
+    if asked.round:
+        (theirs if asked.round == "theirs" else ours)(asked.steps)
+        return
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        sys.exit("no GPU here: this benchmark measures nothing without one")
+    peak = matmul_flop_per_s()
+    figures = {"gpus": gpus, "matmul_flop_per_s": peak}
+    for ranks in sorted({1, gpus}):
+        rounds: dict[str, list[dict[str, float]]] = {"theirs": [], "ours": []}
+        for pair in range(asked.pairs):
+            for name in sorted(rounds, reverse=pair % 2 == 1):
+                rounds[name].append(one_round(name, ranks, asked.steps))
+                print(ranks, name, rounds[name][-1], file=sys.stderr, flush=True)
+        speed = {name: [r["tokens_per_s"] for r in some] for name, some in rounds.items()}
+        compared = ratio(speed["ours"], speed["theirs"])
+        flop = 6 * rounds["ours"][0]["parameters"]
+        figures[f"gpus_{ranks}"] = {
+            "ratio": compared["median"],
+            "pairs": compared["pairs"],
+            "tokens_per_s": {name: round(median(some)) for name, some in speed.items()},
+            "mfu": {name: round(median(some) * flop / (peak * ranks), 4) for name, some in speed.items()},
+            "peak_bytes": {name: median(r["peak_bytes"] for r in some) for name, some in rounds.items()},
+        }
+    publish("gpu", figures)
+
+
+def matmul_flop_per_s() -> float:
+    """The best of several 8192-cubed bf16 products."""
+    import torch
+
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    best = 0.0
+    for _ in range(10):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        a @ a
+        torch.cuda.synchronize()
+        best = max(best, 2 * 8192**3 / (time.perf_counter() - began))
+    return best
+
+
+def one_round(name: str, ranks: int, steps: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(ranks):
+            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+            env = {**os.environ, **{k: str(v) for k, v in place.items()}, "FOLDER": folder}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 10000)}
+            argv = [sys.executable, __file__, "--round", name, "--steps", str(steps)]
+            processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True))
+        said = [p.communicate(timeout=900)[0] for p in processes]
+    assert all(p.returncode == 0 for p in processes), said
+    return json.loads(said[0].splitlines()[-1])
+
+
+class Tokens:
+    def __init__(self) -> None:
+        import torch
+
+        self.ids = torch.randint(0, 32000, (2048, SEQUENCE), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def llama():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**MODEL, use_cache=False))
+
+
+def report(times: list[float], ranks: int, parameters: int) -> None:
+    import torch
+
+    steady = times[WARM:]
+    tokens = BATCH * ranks * SEQUENCE * len(steady)
+    figures = {"tokens_per_s": tokens / sum(steady), "parameters": parameters}
+    print(json.dumps({**figures, "peak_bytes": torch.cuda.max_memory_allocated()}))
+
+
+def theirs(steps: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    module, data = llama().cuda(), Tokens()
+    model = module
+    if ranks > 1:
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True)
+    times = []
+    for step in range(steps):
+        began = time.perf_counter()
+        first = ((step * ranks + rank) * BATCH) % (len(data) - BATCH)
+        batch = torch.utils.data.default_collate([data[first + i] for i in range(BATCH)])
+        batch = {k: v.cuda(non_blocking=True) for k, v in batch.items()}
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        times.append(time.perf_counter() - began)
+    report(times, ranks, sum(p.numel() for p in module.parameters()))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def ours(steps: int) -> None:
+    import gossamer
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    module = llama()
+    config = {
+        "train": {
+            "steps": steps,
+            "batch": BATCH * ranks,
+            "accumulate": 1,
+            "precision": "bf16",
+            "optimizer": {"adamw": {"lr": 3e-4, "weight_decay": 0.01}},
+            "schedule": "constant",
+            "evaluate_every": 0,
+            "checkpoint_every": 0,
+        },
+        "data": {"sequence": SEQUENCE},
+        "run": {"directory": os.environ["FOLDER"], "name": "round", "display": "quiet"},
+    }
+    gossamer.train(module, Tokens(), config)
+    if os.environ["RANK"] == "0":
+        lines = [json.loads(x) for f in Path(os.environ["FOLDER"]).glob("*/records.jsonl") for x in f.open()]
+        times = [x["step_s"] for x in lines if x["kind"] == "step"]
+        report(times, ranks, sum(p.numel() for p in module.parameters()))
+
+
+if __name__ == "__main__":
+    main()

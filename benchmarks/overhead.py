@@ -1,0 +1,185 @@
+"""What Gossamer costs: tokens/s and peak memory against hand-written loops, same model, data, threads, in one run.
+
+    python benchmarks/overhead.py [--pairs 7] [--steps 12]
+
+Single process: a plain torch loop. Two processes: DistributedDataParallel over gloo. Ours runs through the same
+trainer as `gossamer train` (player, buckets, pump, agreement, records). Each round is a fresh process; ours and
+theirs take turns; the ratio is the median over pairs. Memory is the peak resident size of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from result import publish, ratio
+
+MODEL = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 256,
+}
+BATCH, SEQUENCE = 16, 128
+WARM = 3  # steps left out at the start
+
+
+def main() -> None:
+    read = argparse.ArgumentParser()
+    read.add_argument("--pairs", type=int, default=7)
+    read.add_argument("--steps", type=int, default=12)
+    read.add_argument("--round", choices=["plain", "ddp", "ours"])
+    asked = read.parse_args()
+    if asked.round:
+        {"plain": plain, "ddp": ddp, "ours": ours}[asked.round](asked.steps)
+        return
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in ("plain", "ours1", "ddp", "ours2")}
+    for pair in range(asked.pairs):
+        for name in sorted(figures, reverse=pair % 2 == 1):  # who goes first alternates
+            figures[name].append(one_round(name, asked.steps))
+            print(f"{pair} {name:6s} {figures[name][-1]}", file=sys.stderr, flush=True)
+    speed = {name: [r["tokens_per_s"] for r in rounds] for name, rounds in figures.items()}
+    peak = {name: median(r["peak_bytes"] for r in rounds) for name, rounds in figures.items()}
+    single, double = ratio(speed["ours1"], speed["plain"]), ratio(speed["ours2"], speed["ddp"])
+    publish(
+        "overhead",
+        {
+            "ratio_single": single["median"],
+            "ratio_ddp": double["median"],
+            "ratio_memory": round(peak["ours2"] / peak["ddp"], 4),
+            "ratio_memory_single": round(peak["ours1"] / peak["plain"], 4),
+            "pairs_single": single["pairs"],
+            "pairs_ddp": double["pairs"],
+            "tokens_per_s": {name: round(median(values), 1) for name, values in speed.items()},
+            "peak_bytes": peak,
+        },
+    )
+
+
+def one_round(name: str, steps: int) -> dict[str, float]:
+    """Run a round in fresh processes; rank 0's figures."""
+    ranks = 2 if name in ("ddp", "ours2") else 1
+    kind = {"ours1": "ours", "ours2": "ours"}.get(name, name)
+    port = str(20000 + os.getpid() % 10000)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(ranks):
+            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+            env = {
+                **os.environ,
+                **{k: str(v) for k, v in place.items()},
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)),
+                "FOLDER": folder,
+            }
+            argv = [sys.executable, __file__, "--round", kind, "--steps", str(steps)]
+            processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True))
+        said = [p.communicate(timeout=600)[0] for p in processes]
+    assert all(p.returncode == 0 for p in processes), said
+    return json.loads(said[0].splitlines()[-1])
+
+
+class Tokens:
+    """A fixed set of sequences; both sides read rows by index from it."""
+
+    def __init__(self) -> None:
+        import torch
+
+        seed = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(0, MODEL["vocab_size"], (4096, SEQUENCE), generator=seed)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def llama():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return LlamaForCausalLM(LlamaConfig(**MODEL, use_cache=False))
+
+
+def report(times: list[float]) -> None:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    steady = times[WARM:]
+    print(json.dumps({"tokens_per_s": BATCH * SEQUENCE * len(steady) / sum(steady), "peak_bytes": peak}))
+
+
+def hand_written(steps: int, wrap) -> None:
+    """The loop one would write: AdamW, clipping, one loss.item() a step for the log."""
+    import torch
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    module, data, mine = llama(), Tokens(), BATCH // ranks
+    model = wrap(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4)
+    times = []
+    for step in range(steps):
+        began = time.perf_counter()
+        rows = [data[step * BATCH + rank * mine + i] for i in range(mine)]
+        batch = torch.utils.data.default_collate(rows)
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        times.append(time.perf_counter() - began)
+    report(times)
+
+
+def plain(steps: int) -> None:
+    hand_written(steps, lambda module: module)
+
+
+def ddp(steps: int) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    hand_written(steps, DistributedDataParallel)
+    dist.destroy_process_group()
+
+
+def ours(steps: int) -> None:
+    import gossamer
+
+    config = {
+        "train": {
+            "steps": steps,
+            "batch": BATCH,
+            "optimizer": {"adamw": {"lr": 3e-4, "weight_decay": 0.01}},
+            "schedule": "constant",
+            "evaluate_every": 0,
+            "checkpoint_every": 0,
+        },
+        "data": {"sequence": SEQUENCE},
+        "run": {"directory": os.environ["FOLDER"], "name": "round", "display": "quiet"},
+    }
+    gossamer.train(llama(), Tokens(), config)
+    if os.environ["RANK"] == "0":
+        folder = Path(os.environ["FOLDER"])
+        lines = [json.loads(x) for f in folder.glob("*/records.jsonl") for x in f.read_text().splitlines()]
+        report([x["step_s"] for x in lines if x["kind"] == "step"])
+
+
+if __name__ == "__main__":
+    main()
