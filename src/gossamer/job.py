@@ -172,7 +172,7 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
         steps=config.train.steps,
         model=job.described,
         parameters=known.parameters,
-        data=config.data.source,
+        data=str(config.data.source),
         tokens_per_step=plan.batch * config.data.sequence,
         flop_per_token=known.flop_per_token,
         peak_flop_per_s=0.0,

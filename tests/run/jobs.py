@@ -1,0 +1,127 @@
+"""What pool workers run for the tests of this folder: whole small runs through the real job."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from pool import Seat
+from torch import nn
+from torch.utils.data import Dataset
+
+from gossamer import loss
+from gossamer.job import Job, Where, make_plan, run_job
+from gossamer.run.batches import DatasetBatches
+from gossamer.run.build import Parts
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import Interrupted, StepRejected
+from gossamer.view.rundir import RunDirectory
+
+
+class Tokens(Dataset):
+    """Sequences with a learnable pattern; every third has void labels. Item `poison` is not finite when embedded."""
+
+    def __init__(self, count: int = 64, *, bad: int = -1) -> None:
+        seed = torch.Generator().manual_seed(1)
+        start = torch.randint(0, 16, (count, 1), generator=seed)
+        self.ids = (start + torch.arange(9) * 3) % 16
+        self.labels = self.ids.clone()
+        self.labels[::3, :5] = -100
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        scale = torch.tensor(float("nan") if index == self.bad else 1.0)
+        return {"ids": self.ids[index], "labels": self.labels[index], "scale": scale}
+
+
+class Small(nn.Module):
+    """A plain module with dropout and tied weights that returns logits."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 12)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Dropout(dropout), nn.Linear(24, 12)) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(12)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        x = self.embed(ids) * scale[:, None, None]
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.norm(x) @ self.embed.weight.T
+
+
+def train(
+    seat: Seat,
+    *,
+    folder: str = "",
+    steps: int = 6,
+    until: int = 0,
+    resume: bool = False,
+    dropout: float = 0.0,
+    bad: int = -1,
+    sections: dict[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """One run; `until` asks to stop after so many steps. What its records say, and a digest of the parameters."""
+    given = {"train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "clip": 0.5}}
+    for name, section in (sections or {}).items():
+        given[name] = {**given.get(name, {}), **section}
+    config = RunConfig.model_validate(given)
+    torch.manual_seed(0)
+    module = Small(dropout)
+    plan = make_plan(config, module, ranks=seat.ranks, device=torch.device("cpu"))
+    directory = RunDirectory(Path(folder or seat.folder) / "run")
+    ended, done = "", [0]
+
+    def at(step: int, phase: str) -> None:
+        done[0] = step
+
+    data = Tokens(bad=bad)
+    parts = Parts(
+        module=module,
+        objective=loss.build("next_token"),
+        train=DatasetBatches(data),
+        validation=DatasetBatches(Tokens(20)),
+        config=config,
+        plan=plan,
+        device=torch.device("cpu"),
+    )
+    job = Job(
+        parts=parts,
+        where=Where(
+            rank=seat.rank,
+            ranks=seat.ranks,
+            writer=seat.rank,
+            writers=seat.ranks,
+            store=seat.store(),
+            interface="lo",
+        ),
+        directory=directory,
+        described="Small",
+        data="tokens",
+        resume=resume,
+        at=at,
+        asked_to_stop=lambda: bool(until) and done[0] + 1 >= until,
+    )
+    try:
+        run_job(job)
+    except (Interrupted, StepRejected) as error:
+        ended = f"{type(error).__name__}: {error}"
+    return {"digest": digest(module), "ended": ended, "seen": float(module.seen)}
+
+
+def digest(module: nn.Module) -> str:
+    """Of all parameters, bit for bit."""
+    found = hashlib.sha256()
+    for _, param in sorted(module.named_parameters()):
+        found.update(param.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
