@@ -1,0 +1,144 @@
+"""The directory protocol: names, who may see what when, and how a checkpoint becomes one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gossamer.spec.errors import RunFailed, bad_input
+
+_COMMITTED = re.compile(r"step-(\d{8,})(\.replaced)?")
+_PARTIAL = re.compile(r"step-(\d{8,})(\..+)?\.partial")
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    """Where step `step` lies once committed."""
+    return directory / f"step-{step:08d}"
+
+
+def partial_folder(directory: Path, step: int, token: str) -> Path:
+    """Where its parts are gathered before that."""
+    return directory / (f"step-{step:08d}.{token}.partial" if token else f"step-{step:08d}.partial")
+
+
+def list_checkpoints(directory: Path | str) -> tuple[int, ...]:
+    """Steps of the committed checkpoints, newest first; none where the directory is missing."""
+    return tuple(sorted({step for step, _ in _committed(Path(directory))}, reverse=True))
+
+
+def latest_step(directory: Path | str) -> int | None:
+    """The newest committed step, not verified."""
+    return next(iter(list_checkpoints(directory)), None)
+
+
+def locate(directory: Path, step: int) -> Path | None:
+    """The folder of a committed step; while a new save of the same step replaces one, the old one counts."""
+    folder = step_folder(directory, step)
+    old = folder.with_name(folder.name + ".replaced")
+    return folder if folder.is_dir() else old if old.is_dir() else None
+
+
+def _committed(directory: Path) -> Iterator[tuple[int, Path]]:
+    for path in _entries(directory):
+        if (match := _COMMITTED.fullmatch(path.name)) and path.is_dir():
+            yield int(match.group(1)), path
+
+
+def _entries(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir()) if directory.is_dir() else []
+
+
+def prepare(directory: Path) -> None:
+    """Make the checkpoint directory; raises BadInput where that cannot be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise bad_input(
+            wanted="a directory for checkpoints", got=f"{directory} ({error.strerror})", do="name another one"
+        ) from None
+
+
+def sweep(directory: Path, token: str, below: int | None = None) -> None:
+    """Remove what dead runs left behind (the leader, at start) or what this one gave up (steps under `below`)."""
+    for path in _entries(directory):
+        match = _PARTIAL.fullmatch(path.name)
+        if match is None:
+            continue
+        mine = token != "" and path.name == partial_folder(directory, int(match.group(1)), token).name
+        if (int(match.group(1)) < below) if below is not None else not mine:
+            discard(path)
+    for _, path in list(_committed(directory)):
+        if path.suffix == ".replaced":
+            whole = path.with_suffix("")
+            discard(path) if whole.is_dir() else path.rename(whole)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that others may still write into: renamed first, so that they fail instead of refilling it."""
+    doomed = folder.with_name(f"{folder.name.split('.')[0]}.{os.getpid()}-{time.monotonic_ns()}.partial")
+    try:
+        folder.rename(doomed)
+    except OSError:
+        doomed = folder
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def commit(partial: Path, target: Path) -> None:
+    """Make the complete and durable `partial` visible under its final name, in one step, durably."""
+    sync_folder(partial)
+    old = target.with_name(target.name + ".replaced")
+    if target.is_dir():
+        target.rename(old)
+    partial.rename(target)
+    sync_folder(target.parent)
+    if old.is_dir():
+        discard(old)
+
+
+def prune(directory: Path, newest: int, keep: int) -> None:
+    """Remove all but the `keep` newest steps up to `newest`. Later steps are of another history: left alone."""
+    steps = [step for step in list_checkpoints(directory) if step <= newest]
+    for step in steps[keep:]:
+        folder = locate(directory, step)
+        if folder is not None:
+            discard(folder)
+
+
+def set_aside(directory: Path | str, step: int) -> Path:
+    """Take a committed checkpoint out of the list without removing it (a bad one); returns where it lies now."""
+    folder = locate(Path(directory), step)
+    if folder is None:
+        raise bad_input(wanted=f"a checkpoint of step {step} in {directory}", got="none", do="list what is there")
+    count = 0
+    while (aside := folder.with_name(f"step-{step:08d}.aside-{count}")).exists():
+        count += 1
+    folder.rename(aside)
+    sync_folder(aside.parent)
+    return aside
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new files in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def wait_until(
+    done: Callable[[], bool], *, deadline_s: float, abort: Callable[[], bool], what: Callable[[], str]
+) -> None:
+    """Poll until `done`; raises RunFailed with `what()` after `deadline_s`, or at once when `abort` says so."""
+    end, pause_s = time.monotonic() + deadline_s, 0.002
+    while not done():
+        if abort():
+            raise RunFailed(f"the save was called off while waiting for {what()}")
+        if time.monotonic() > end:
+            raise RunFailed(f"waited {deadline_s:.0f} s for {what()}")
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.1)

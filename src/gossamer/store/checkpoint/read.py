@@ -1,0 +1,204 @@
+"""Reading: any region of any tensor from any stored layout, every byte checked before it is used."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.spec.errors import CheckpointMismatch, bad_input
+from gossamer.spec.nearest import nearest
+from gossamer.store.checkpoint.checksum import dtype_name, dtype_of
+from gossamer.store.checkpoint.commit import list_checkpoints, locate
+from gossamer.store.checkpoint.manifest import read_manifest
+from gossamer.store.checkpoint.shard import Placed, Shard, ShardReader
+from gossamer.store.slices import REPLICATED, Extent, Slice
+
+
+class Checkpoint:
+    """One committed checkpoint. Opening reads the manifest alone; files are mapped and checked when first touched."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """Raises CheckpointMismatch where the manifest is missing, damaged, or of another step."""
+        self.folder = folder
+        self.step = step
+        manifest = read_manifest(folder, step)
+        self.ranks = len(manifest.parts)
+        self._meta = tuple(part.meta for part in manifest.parts)
+        self._shards = {part.shard.file: part.shard for part in manifest.parts}
+        self._held: dict[tuple[str, int], dict[Slice, tuple[Shard, Placed]]] = defaultdict(dict)
+        for shard in self._shards.values():
+            for placed in shard.placed:
+                self._held[placed.where.name, placed.where.replica].setdefault(placed.where, (shard, placed))
+        self._open: dict[str, ShardReader] = {}
+        self._checked: set[Slice] = set()
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """What the leader gave to `save`."""
+        return self._meta[0]
+
+    def rank_meta(self, rank: int) -> Mapping[str, Any]:
+        """What rank `rank` of the saving run gave to `save`."""
+        return self._meta[rank]
+
+    def names(self) -> tuple[str, ...]:
+        """All tensors, sorted."""
+        return tuple(sorted({name for name, _ in self._held}))
+
+    def replicas(self, name: str) -> tuple[int, ...]:
+        """Whose versions of a tensor are stored: -1 for the one that all share, else ranks."""
+        return tuple(sorted(replica for held, replica in self._held if held == name))
+
+    def slices(self) -> tuple[Slice, ...]:
+        """All stored slices."""
+        return tuple(where for held in self._held.values() for where in held)
+
+    def shape(self, name: str, replica: int = REPLICATED) -> Extent:
+        """Global shape."""
+        return next(iter(self._find(name, replica))).shape
+
+    def dtype(self, name: str, replica: int = REPLICATED) -> torch.dtype:
+        """Stored dtype."""
+        _, placed = next(iter(self._find(name, replica).values()))
+        return dtype_of(placed.dtype)
+
+    def read(
+        self,
+        name: str,
+        start: Extent | None = None,
+        size: Extent | None = None,
+        replica: int = REPLICATED,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The box `start .. start + size` of a tensor (default: all of it), put together from whatever slices hold it.
+
+        `out` of shape `size` receives it, on its own device and in its own dtype; else a CPU tensor of the stored
+        dtype. Only the slices that the box touches are read; the first touch of each checks all of that slice.
+        Raises CheckpointMismatch where one is damaged, BadInput where the tensor or the box is not there.
+        """
+        held = self._find(name, replica)
+        shape = next(iter(held)).shape
+        start = (0,) * len(shape) if start is None else tuple(start)
+        size = tuple(n - at for n, at in zip(shape, start, strict=False)) if size is None else tuple(size)
+        _check_box(Slice.whole(name, shape, replica), start, size)
+        if out is None:
+            out = torch.empty(size, dtype=self.dtype(name, replica))
+        elif tuple(out.shape) != size:
+            raise bad_input(wanted=f"a tensor of shape {size} for {name}", got=f"{tuple(out.shape)}", do="resize it")
+        for where, (shard, placed) in held.items():
+            shared = where.overlap(start, size)
+            if shared is not None:
+                source = self._checked_data(shard, placed)
+                _box(out, start, *shared).copy_(_box(source, where.start, *shared))
+        return out
+
+    def verify(self) -> None:
+        """Read everything; raises CheckpointMismatch naming the first file, tensor and slice that is not as written."""
+        for shard in self._shards.values():
+            self._reader(shard).check_all()
+
+    def check_against(self, expected: Mapping[str, tuple[Extent, torch.dtype | str]], *, prefix: str = "") -> None:
+        """Raises CheckpointMismatch where the replicated tensors under `prefix` are not `expected`: full name -> shape
+        and dtype. What differs per rank belongs to ranks, not to a model, and is left out.
+        """
+        wanted = {name: (tuple(shape), dtype_name(dtype)) for name, (shape, dtype) in expected.items()}
+        stored = {
+            name: (self.shape(name), dtype_name(self.dtype(name)))
+            for name, replica in self._held
+            if replica == REPLICATED and name.startswith(prefix)
+        }
+        other = [name for name in wanted if name in stored and stored[name] != wanted[name]]
+        said = [
+            _first("missing", [name for name in wanted if name not in stored]),
+            _first("not wanted", [name for name in stored if name not in wanted]),
+            _first("of another shape or dtype", [f"{n}: {_show(stored[n])}, wanted {_show(wanted[n])}" for n in other]),
+        ]
+        if any(said):
+            raise CheckpointMismatch(
+                f"{self.folder} is a checkpoint of another model: of {len(wanted)} tensors wanted and {len(stored)} "
+                f"stored, {', '.join(text for text in said if text)}: give the model it was saved from"
+            )
+
+    def _find(self, name: str, replica: int) -> dict[Slice, tuple[Shard, Placed]]:
+        held = self._held.get((name, replica))
+        if held is not None:
+            return held
+        there = self.replicas(name)
+        if there:
+            raise bad_input(
+                wanted=f"{name} of replica {replica}",
+                got=f"replicas {there} in {self.folder}",
+                do="ask for one of these",
+            )
+        raise bad_input(wanted=f"tensor {name!r}", got=f"none in {self.folder}", do=nearest(name, self.names()))
+
+    def _checked_data(self, shard: Shard, placed: Placed) -> Tensor:
+        reader = self._reader(shard)
+        if placed.where not in self._checked:
+            reader.check(placed)
+            self._checked.add(placed.where)
+        return reader.data(placed)
+
+    def _reader(self, shard: Shard) -> ShardReader:
+        if shard.file not in self._open:
+            self._open[shard.file] = ShardReader(self.folder, shard)
+        return self._open[shard.file]
+
+
+def open_checkpoint(directory: Path | str, step: int) -> Checkpoint:
+    """A committed checkpoint; raises BadInput where there is none, CheckpointMismatch where its manifest is damaged."""
+    folder = locate(Path(directory), step)
+    if folder is None:
+        steps = list_checkpoints(directory)
+        there = "steps " + ", ".join(map(str, steps)) if steps else "no checkpoint"
+        raise bad_input(
+            wanted=f"a checkpoint of step {step}", got=f"{there} in {directory}", do="name one that is there"
+        )
+    return Checkpoint(folder, step)
+
+
+def latest_good(directory: Path | str) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The newest checkpoint that verifies, and what was wrong with each newer one.
+
+    Reads all of it: in a run of several ranks one calls this and tells the others the step.
+    Raises CheckpointMismatch where there are checkpoints but none is good, BadInput where there are none.
+    """
+    problems: list[str] = []
+    for step in list_checkpoints(directory):
+        try:
+            found = open_checkpoint(directory, step)
+            found.verify()
+        except CheckpointMismatch as error:
+            problems.append(f"step {step} is bad: {error}")
+        else:
+            return found, tuple(problems)
+    if problems:
+        raise CheckpointMismatch(f"no checkpoint in {directory} is good: {'; '.join(problems)}: start anew elsewhere")
+    raise bad_input(wanted="a checkpoint", got=f"none in {directory}", do="let the run go on to its first one")
+
+
+def _check_box(whole: Slice, start: Extent, size: Extent) -> None:
+    try:
+        Slice(whole.name, whole.shape, start, size, whole.replica)
+    except ValueError as error:
+        raise bad_input(wanted="a part of a stored tensor", got=str(error), do="stay inside its shape") from None
+
+
+def _box(tensor: Tensor, origin: Extent, start: Extent, size: Extent) -> Tensor:
+    """The box of a tensor whose first element lies at `origin` of the global one."""
+    for dim, (zero, at, count) in enumerate(zip(origin, start, size, strict=True)):
+        tensor = tensor.narrow(dim, at - zero, count)
+    return tensor
+
+
+def _show(kind: tuple[Extent, str]) -> str:
+    return f"{kind[1]} {kind[0]}"
+
+
+def _first(kind: str, names: list[str]) -> str:
+    return f"{len(names)} {kind} (first: {names[0]})" if names else ""

@@ -1,0 +1,108 @@
+"""What a GGUF file holds, told without loading the model: for messages, checks and forecasts.
+
+Loading is transformers' work (it knows some twenty architectures and each one's layout of the weights). What it lacks
+is here: a file that is cut, of another byte order or no GGUF at all is said to be so, in a second or two, before a
+model is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossamer.spec.errors import bad_input
+from gossamer.spec.units import show_bytes
+
+_VERSIONS = (2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSummary:
+    """Counts in elements and tokens; 0 or "" where the file does not say."""
+
+    path: Path
+    architecture: str
+    name: str
+    licence: str
+    parameters: int
+    context: int
+    vocabulary: int
+    layers: int
+    width: int
+    tokenizer: str  # its kind, and how it cuts text before it merges: "gpt2/smollm"
+    tensors: Mapping[str, int]  # storage type -> how many tensors are held in it
+    file_bytes: int
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{count} {kind}" for kind, count in self.tensors.items())
+        return (
+            f"{self.path.name}: {self.name or self.architecture}, {self.architecture}, "
+            f"{self.parameters / 1e6:.1f} M parameters in {self.layers} layers of width {self.width}, "
+            f"context {self.context}, vocabulary {self.vocabulary}, {show_bytes(self.file_bytes)} ({held})"
+        )
+
+
+def read_summary(path: Path | str) -> GgufSummary:
+    """Read the header and check that every tensor lies within the file; raises BadInput."""
+    path = Path(path)
+    size = _check_start(path)
+    reader = _reader(path, size)
+    fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) < 2}
+    lengths = {name: len(field.data) for name, field in reader.fields.items()}
+    architecture = fields.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise bad_input(wanted=f"a model in {path}", got="no general.architecture", do="give a file that holds a model")
+    pre = fields.get("tokenizer.ggml.pre")
+    return GgufSummary(
+        path=path,
+        architecture=architecture,
+        name=str(fields.get("general.name", "")),
+        licence=str(fields.get("general.license", "")),
+        parameters=sum(int(tensor.n_elements) for tensor in reader.tensors),
+        context=int(fields.get(f"{architecture}.context_length", 0)),
+        vocabulary=int(fields.get(f"{architecture}.vocab_size", lengths.get("tokenizer.ggml.tokens", 0))),
+        layers=int(fields.get(f"{architecture}.block_count", 0)),
+        width=int(fields.get(f"{architecture}.embedding_length", 0)),
+        tokenizer=str(fields.get("tokenizer.ggml.model", "")) + (f"/{pre}" if pre else ""),
+        tensors=dict(Counter(tensor.tensor_type.name for tensor in reader.tensors).most_common()),
+        file_bytes=size,
+    )
+
+
+def _check_start(path: Path) -> int:
+    """Size in bytes, of what begins like a GGUF file that we can read."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            size = file.seek(0, 2)
+    except OSError as error:
+        raise bad_input(
+            wanted=f"a GGUF file at {path}", got=error.strerror or "", do="give one that is there"
+        ) from None
+    if start[:4] != b"GGUF":
+        raise bad_input(wanted=f"a GGUF file at {path}", got=f"one that begins {start[:4]!r}", do="give another file")
+    version = int.from_bytes(start[4:], "little")
+    if version not in _VERSIONS:
+        raise bad_input(
+            wanted=f"GGUF version 2 or 3, little-endian, in {path}", got=f"version {version}", do="convert it again"
+        )
+    return size
+
+
+def _reader(path: Path, size: int) -> Any:
+    try:
+        gguf = importlib.import_module("gguf")
+    except ImportError:
+        raise bad_input(wanted="the package gguf", got="none", do='pip install "gossamer[hf]"') from None
+    try:
+        return gguf.GGUFReader(str(path))
+    except Exception as error:  # the package has no errors of its own: a cut file fails wherever it is cut
+        raise bad_input(
+            wanted=f"a whole GGUF file at {path}",
+            got=f"{size} bytes that end early or are damaged ({type(error).__name__}: {error})",
+            do="fetch it again",
+        ) from None
