@@ -1,0 +1,74 @@
+"""What a forward may return, read in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from gossamer.loss import IGNORE
+from gossamer.spec.errors import BadInput, bad_input
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss that the model itself computed, () float32, if it did."""
+    found = _named(output, "loss")
+    if found is None:
+        first = _first(output)
+        found = first if isinstance(first, Tensor) and first.numel() == 1 and first.ndim <= 1 else None
+    return None if found is None else found.float().reshape(())
+
+
+def logits_of(output: Any, *, dims: int, shape: str) -> Tensor:
+    """The logits, which must have `dims` dimensions; raises BadInput that says what came instead of `shape`."""
+    found = _named(output, "logits")
+    if found is None:
+        found = _first(output)
+    if isinstance(found, Tensor) and found.ndim == dims:
+        return found
+    raise bad_input(
+        wanted=f"a model whose forward returns a loss (a scalar) or logits {shape}, alone, first in a tuple, or "
+        "under these names",
+        got=describe(output),
+        do="return one of these from forward, or train with a factory that wraps the model",
+        key="model",
+    )
+
+
+def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over labels other than -100, () float32, of logits (N, C) and labels (N,); 0 when there are none."""
+    total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+    return total / (labels != IGNORE).sum().clamp(min=1)
+
+
+def labels_of(batch: Mapping[str, Tensor], key: str) -> Tensor:
+    """The labels of a batch; raises BadInput that lists what the batch has."""
+    if key in batch:
+        return batch[key]
+    raise BadInput(f"wanted labels under {key!r} in a batch, got {', '.join(sorted(batch)) or 'nothing'}", key="data")
+
+
+def describe(output: Any) -> str:
+    """What came, in the words of whoever wrote the forward: types, names and shapes."""
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    if isinstance(output, Mapping):
+        inside = ", ".join(f"{k}: {describe(v)}" for k, v in output.items())
+        return f"{type(output).__name__}({inside})"
+    if isinstance(output, tuple | list):
+        return f"{type(output).__name__} of ({', '.join(describe(v) for v in output)})"
+    return f"an object of type {type(output).__name__}"
+
+
+def _named(output: Any, name: str) -> Tensor | None:
+    """`output[name]`, or `output.name` of the user's own output classes; also of a tuple's first element."""
+    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        return _named(output[0], name) if output else None
+    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return found if isinstance(found, Tensor) else None
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple | list) and output else output

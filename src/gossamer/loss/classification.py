@@ -1,0 +1,43 @@
+"""Classification: mean cross entropy of one class per row.
+
+Equation: loss = - (1/n) sum over b with labels[b] != -100 of log softmax(logits[b])[labels[b]]
+Symbols: logits (B, C); labels (B,) of class numbers; n number of valid labels.
+A model that returns its own loss is believed; otherwise the logits are read as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gossamer.loss import IGNORE, Objective
+from gossamer.loss._output import labels_of, logits_of, loss_of, mean_cross_entropy
+from gossamer.spec.errors import bad_input
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classification(Objective):
+    """`labels`: the batch's key of the labels, shape (B,), int64, -100 where none counts."""
+
+    labels: str = "labels"
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        own = loss_of(output)
+        if own is not None:
+            return own
+        logits = logits_of(output, dims=2, shape="(batch, classes)")  # (B, C)
+        labels = labels_of(batch, self.labels)
+        if logits.shape[:1] != labels.shape:
+            raise bad_input(
+                wanted=f"one row of logits for each of the labels {tuple(labels.shape)}",
+                got=f"logits {tuple(logits.shape)}",
+                do="return one row of logits per input row",
+                key="model",
+            )
+        return mean_cross_entropy(logits, labels)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return (labels_of(batch, self.labels) != IGNORE).sum()

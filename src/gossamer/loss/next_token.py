@@ -1,0 +1,46 @@
+"""NextToken: mean cross entropy of every next token, given those before it.
+
+Equation: loss = - (1/n) sum over (b, t) with labels[b, t+1] != -100 of log softmax(logits[b, t])[labels[b, t+1]]
+Symbols: logits (B, T, V); labels (B, T), aligned with the input, not shifted; n number of valid labels after the shift.
+A model that returns its own loss is believed (transformers' causal models return this very mean, some with terms of
+their own added); otherwise the logits are shifted here, and read as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from gossamer.loss import IGNORE, Objective
+from gossamer.loss._output import labels_of, logits_of, loss_of, mean_cross_entropy
+from gossamer.spec.errors import bad_input
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextToken(Objective):
+    """`labels`: the batch's key of the labels, shape (B, T), int64, -100 where none counts."""
+
+    labels: str = "labels"
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        own = loss_of(output)
+        if own is not None:
+            return own
+        logits = logits_of(output, dims=3, shape="(batch, sequence, vocabulary)")  # (B, T, V)
+        labels = labels_of(batch, self.labels)
+        if logits.shape[:2] != labels.shape:
+            raise bad_input(
+                wanted=f"logits (batch, sequence, vocabulary) for labels {tuple(labels.shape)}",
+                got=f"{tuple(logits.shape)}",
+                do="return one row of logits per input token",
+                key="model",
+            )
+        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # labels move, not the far larger logits
+        return mean_cross_entropy(logits.flatten(0, 1), shifted.flatten())
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return (labels_of(batch, self.labels)[:, 1:] != IGNORE).sum()

@@ -1,0 +1,40 @@
+"""Sums of squares over many tensors, and scaling many tensors at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# On the CPU the norm kernel adds one square after another: over 16e6 float32 elements it is off by 1e-3 of the sum,
+# which would make clipping depend on how gradients lie in buckets. Row by row it is off by 4e-8, at the same speed.
+_ROW = 2048  # elements
+
+
+def global_norm_squared(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of all elements, () float32 on the first tensor's device; 0 for no tensor.
+
+    Half types are read as float32, so 1e4 squared does not overflow; inf and nan come through.
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float32)
+    device = tensors[0].device
+    short: list[Tensor] = []
+    norms: list[Tensor] = []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        whole = flat.numel() // _ROW * _ROW
+        if whole:
+            rows = flat[:whole].view(-1, _ROW)
+            norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).to(device))
+        short.append(flat[whole:])
+    norms += [n.to(device).view(1) for n in torch._foreach_norm(short, 2, dtype=torch.float32)]
+    return torch.cat(norms).square().sum()  # pairwise, in float32
+
+
+@torch.no_grad()
+def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply all tensors by `factor` (a number, or () on their device) in place."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)

@@ -1,0 +1,47 @@
+"""Update rules: how a parameter moves, given its gradient. One rule per file, state passed in and updated in place.
+
+State is keyed by parameter name and slot, and a slot has its parameter's shape and type (or is 0-dim), so that a
+checkpoint can store it by slice. Learning rates over time are in `optim.rate`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from torch import Tensor
+
+from gossamer.spec.room import Room
+
+State: TypeAlias = dict[str, dict[str, Tensor]]  # parameter name -> slot -> tensor
+
+
+class Rule(ABC):
+    """A frozen dataclass: its fields are its whole configuration, `lr` (the largest rate) among them."""
+
+    lr: float
+
+    @property
+    @abstractmethod
+    def slots(self) -> tuple[str, ...]:
+        """Names of the tensors kept per parameter: each costs as many bytes as the parameters."""
+
+    @abstractmethod
+    def init(self, params: Mapping[str, Tensor]) -> State:
+        """The state before the first update, for every parameter, on its device."""
+
+    @abstractmethod
+    def update(
+        self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
+    ) -> None:
+        """Move the parameters that have a gradient, in place, and their state with them.
+
+        params, grads: by name, in the parameter's own shape (a slice keeps its number of dimensions);
+        lr_scale: factor on `lr`, from a Rate; step: number of updates made before this one.
+        """
+
+
+ROOM: Room[Rule] = Room(__name__, Rule)  # type: ignore[type-abstract]
+names = ROOM.names
+build = ROOM.build

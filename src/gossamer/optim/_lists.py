@@ -1,0 +1,63 @@
+"""Mappings by name become the lists that torch's fused kernels take: one group per device, type and extra key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """Tensors of one kernel call; `slots[i]` lists slot i of every parameter. All contiguous and of one type."""
+
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    slots: tuple[list[Tensor], ...] = ()
+
+
+def zeros(params: Mapping[str, Tensor], slots: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    """Zeros of each parameter's shape, type and device, per slot."""
+    return {
+        name: {slot: torch.zeros_like(p, memory_format=torch.contiguous_format).detach() for slot in slots}
+        for name, p in params.items()
+    }
+
+
+def lists(
+    params: Mapping[str, Tensor],
+    grads: Mapping[str, Tensor],
+    state: Mapping[str, Mapping[str, Tensor]],
+    slots: Sequence[str],
+    *,
+    apart: Callable[[Tensor], bool] = lambda _: False,
+) -> Iterator[tuple[bool, Lists]]:
+    """(apart(param), tensors) per group of parameters that have a gradient.
+
+    The kernels walk memory and ignore strides, so a tensor that is not contiguous is worked on as a copy, written
+    back when the group has been consumed; parameters and slots that are contiguous are changed in place.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, bool], Lists] = {}
+    copies: list[tuple[Tensor, Tensor]] = []
+    for name, grad in grads.items():
+        param = params[name].detach()
+        key = (param.device, param.dtype, apart(param))
+        group = groups.setdefault(key, Lists(slots=tuple([] for _ in slots)))
+        group.params.append(_dense(param, copies))
+        group.grads.append(grad.detach().to(param.dtype).contiguous())
+        for column, slot in zip(group.slots, slots, strict=True):
+            column.append(_dense(state[name][slot], copies))
+    for (_, _, is_apart), group in groups.items():
+        yield is_apart, group
+    for original, copy in copies:
+        original.copy_(copy)
+
+
+def _dense(tensor: Tensor, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
+    if tensor.is_contiguous():
+        return tensor
+    copy = tensor.contiguous()
+    copies.append((tensor, copy))
+    return copy

@@ -1,0 +1,139 @@
+"""What every update rule must do; the rules are found by the room."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from gossamer import optim
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(params=optim.names())
+def rule(request: pytest.FixtureRequest) -> optim.Rule:
+    return optim.build(request.param)
+
+
+def some(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"matrix": (17, 9), "vector": (9,), "scalar": (), "one": (1, 1), "none": (0, 3), "cube": (2, 3, 4)}
+    return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+
+
+def run(rule: optim.Rule, params: Tensors, state: optim.State, steps: range) -> None:
+    for step in steps:
+        rule.update(params, some(100 + step), state, lr_scale=0.5, step=step)
+
+
+def clone(state: optim.State) -> optim.State:
+    return {n: {s: t.clone() for s, t in slots.items()} for n, slots in state.items()}
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    return all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_is_a_frozen_value(rule: optim.Rule) -> None:
+    assert dataclasses.is_dataclass(rule) and rule.lr > 0
+    assert rule == dataclasses.replace(rule) and hash(rule) == hash(dataclasses.replace(rule))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.lr = 1.0
+
+
+def test_slots_have_the_parameters_shape_or_none(rule: optim.Rule) -> None:
+    params = some()
+    state = rule.init(params)
+    assert state.keys() == params.keys()
+    for name, slots in state.items():
+        assert tuple(slots) == rule.slots
+        for slot in slots.values():
+            assert slot.shape in (params[name].shape, torch.Size(())) and slot.device == params[name].device
+            assert slot.is_floating_point() and not slot.requires_grad
+
+
+def test_works_in_place_on_leaves_that_require_a_gradient(rule: optim.Rule) -> None:
+    params = {n: torch.nn.Parameter(p) for n, p in some().items()}
+    before = {n: p.detach().clone() for n, p in params.items()}
+    held = {n: p.data_ptr() for n, p in params.items()}
+    state = rule.init(params)
+    run(rule, params, state, range(2))
+    assert held == {n: p.data_ptr() for n, p in params.items()}
+    assert all(p.is_leaf and p.requires_grad and p.dtype == torch.float32 for p in params.values())
+    assert all(not torch.equal(p, before[n]) for n, p in params.items() if p.numel())
+
+
+def test_gradients_are_only_read(rule: optim.Rule) -> None:
+    params, grads = some(), some(1)
+    kept = {n: g.clone() for n, g in grads.items()}
+    rule.update(params, grads, rule.init(params), lr_scale=1.0, step=0)
+    assert same(grads, kept)
+
+
+def test_what_has_no_gradient_stays_as_it_is(rule: optim.Rule) -> None:
+    params, grads = some(), some(1)
+    del grads["matrix"]
+    before, state = params["matrix"].clone(), rule.init(params)
+    kept = clone(state)["matrix"]
+    rule.update(params, grads, state, lr_scale=1.0, step=0)
+    assert torch.equal(params["matrix"], before) and same(state["matrix"], kept)
+    rule.update(params, {}, state, lr_scale=1.0, step=1)
+
+
+def test_a_saved_state_goes_on_bit_for_bit(rule: optim.Rule) -> None:
+    straight, state = some(), rule.init(some())
+    run(rule, straight, state, range(6))
+    broken, state = some(), rule.init(some())
+    run(rule, broken, state, range(3))
+    restored = rule.init(broken)
+    for name, slots in clone(state).items():
+        for slot, value in slots.items():
+            restored[name][slot].copy_(value)
+    run(rule, broken, restored, range(3, 6))
+    assert same(straight, broken)
+
+
+def test_a_rate_of_zero_moves_nothing(rule: optim.Rule) -> None:
+    params = some()
+    rule.update(params, some(1), rule.init(params), lr_scale=0.0, step=0)
+    assert same(params, some())
+
+
+def test_strides_do_not_matter(rule: optim.Rule) -> None:
+    """Transposed, gapped and channels-last tensors move like contiguous ones, and their neighbours stay."""
+    plain = {"t": torch.arange(12.0).view(3, 4), "gap": torch.ones(4, 3), "image": torch.ones(2, 3, 4, 5)}
+    around = torch.full((4, 6), 7.0)
+    around[:, ::2] = 1.0
+    odd = {
+        "t": plain["t"].t().contiguous().t(),
+        "gap": around[:, ::2],
+        "image": plain["image"].to(memory_format=torch.channels_last),
+    }
+    generator = torch.Generator().manual_seed(3)
+    states = rule.init(plain), rule.init(odd)
+    for step in range(3):
+        grads = {n: torch.randn(p.shape, generator=generator) for n, p in plain.items()}
+        rule.update(plain, grads, states[0], lr_scale=1.0, step=step)
+        mixed = {"t": grads["t"], "gap": grads["gap"].t().contiguous().t(), "image": grads["image"]}
+        rule.update(odd, mixed, states[1], lr_scale=1.0, step=step)
+    assert same(plain, odd) and bool((around[:, 1::2] == 7.0).all())
+
+
+def test_half_types_keep_their_type(rule: optim.Rule) -> None:
+    params = some(dtype=torch.bfloat16)
+    state = rule.init(params)
+    rule.update(params, some(1), state, lr_scale=1.0, step=0)  # float32 gradients, as reduced
+    assert all(p.dtype == torch.bfloat16 for p in params.values())
+    assert not same(params, some(dtype=torch.bfloat16))
+
+
+def test_goes_down_a_bowl(rule: optim.Rule) -> None:
+    rule = dataclasses.replace(rule, lr=0.05)
+    params = {"w": torch.tensor([[3.0, -2.0], [1.0, 0.5]])}
+    first = params["w"].square().sum()
+    state = rule.init(params)
+    for step in range(100):
+        rule.update(params, {"w": 2 * params["w"]}, state, lr_scale=1.0, step=step)
+    assert params["w"].square().sum() < 0.05 * first
