@@ -226,7 +226,20 @@ def export(run_dir: Path, target: Path) -> dict[str, Any]:
 
 
 def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
-    """`gossamer demo`: the main job on text every Python carries with it."""
-    from gossamer.demo import demo
+    """`gossamer demo`: the main job on text every Python carries with it: train, reload, sample, compare."""
+    from rich.console import Console
 
-    return demo(seconds=seconds)
+    from gossamer.demo import PROMPT, USUAL_S, Demo, closing
+    from gossamer.view.closing import demo_panel
+
+    config = Demo(seconds or USUAL_S).config()
+    summary = train_command(Resolved(config=config, origin={}))
+    run_dir = Path(summary["directory"])
+    from gossamer.model.sample import generate
+
+    module, corpus, _, _ = load(run_dir)
+    text = generate(module, corpus.tokenizer, PROMPT, tokens=240, temperature=0.7, top_k=40, seed=0)
+    result = closing(summary, text=text, train=corpus.text("train"), validation=corpus.text("validation"))
+    console = Console()
+    console.print(demo_panel(result, width=min(100, console.width)))
+    return {**summary, "sample": PROMPT + text}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from gossamer.settings import Resolved
 from gossamer.spec.config import RunConfig
-from gossamer.view.picture import Comparison, demo_panel
+from gossamer.spec.units import show_seconds
+from gossamer.view.closing import DemoResult, Reference
 
 PROMPT = "def "
 
@@ -37,29 +37,56 @@ CONFIG: dict[str, Any] = {
         "checkpoint_every": 250,
     },
     "machines": {"processes": 2},
-    "run": {"name": "demo"},
 }
+USUAL_S = 100.0  # what these steps take on two cores
 
 
-def demo(*, seconds: float | None = None) -> dict[str, Any]:
-    """Train, reload, sample, compare. `seconds` shortens or lengthens the run from its usual 100 s."""
-    from gossamer import api
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """The configuration of the demo, and what its end is made of."""
 
-    config = RunConfig.model_validate(CONFIG)
-    if seconds is not None:
-        steps = max(10, round(config.train.steps * seconds / 100))
-        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-    summary = api.train_command(Resolved(config=config, origin={}))
-    run_dir = Path(summary["run"])
-    text = api.sample(run_dir, PROMPT, tokens=240, temperature=0.7, top_k=40)
+    seconds: float = USUAL_S
+
+    def config(self) -> RunConfig:
+        """`seconds` shortens or lengthens the run from its usual length."""
+        steps = max(10, round(CONFIG["train"]["steps"] * self.seconds / USUAL_S))
+        return RunConfig.model_validate({**CONFIG, "train": {**CONFIG["train"], "steps": steps}})
+
+
+def closing(summary: Mapping[str, Any], *, text: str, train: bytes, validation: bytes) -> DemoResult:
+    """The last panel: the validation figure beside what simple statistics of the same text reach."""
     from gossamer.data import statistics
-    from gossamer.worker import corpus_of
 
-    corpus = corpus_of(config.data)
-    found = statistics(corpus.text("train"), corpus.text("validation"))
-    comparison = Comparison(
-        model=summary["bits_per_byte"], order0=found.order0, order2=found.order2, zlib=found.zlib, xz=found.xz
+    found = statistics(train, validation)
+    run_dir = summary["directory"]
+    return DemoResult(
+        bits_per_byte=summary["validation_bits_per_byte"],
+        references=(
+            Reference(name="order 0", bits_per_byte=found.order0, note="how often each byte occurs"),
+            Reference(name="order 2", bits_per_byte=found.order2, note="given the two bytes before"),
+            Reference(name="zlib -9", bits_per_byte=found.zlib, note="for a longer run"),
+            Reference(name="xz", bits_per_byte=found.xz, note="for a longer run"),
+        ),
+        prompt=PROMPT,
+        sample=text,
+        checkpoint=summary["checkpoint"],
+        seconds=summary["seconds"],
+        outlook=outlook(summary, {"zlib": found.zlib, "xz": found.xz}),
+        try_next=(
+            (f'gossamer sample {run_dir} "class "', "more text from this model"),
+            (f"gossamer export {run_dir} --to hf my-model", "a folder that transformers loads"),
+            (f"gossamer resume {run_dir} train.steps={4 * summary['steps']}", "train on, four times as long"),
+            ("gossamer train run.yaml", "your model, your data (docs/tutorial.md)"),
+        ),
     )
-    panel = demo_panel(comparison, sample=PROMPT + text, run_dir=run_dir, summary=summary)
-    sys.stdout.write(panel)
-    return {**summary, "validation_bits_per_byte": summary["bits_per_byte"], "sample": text}
+
+
+def outlook(summary: Mapping[str, Any], marks: Mapping[str, float]) -> str:
+    """How long runs of this configuration take, at this run's pace, until they pass each mark."""
+    pace_s = summary["seconds"] / max(1, summary["steps"])
+    said = []
+    for name, bits in marks.items():
+        steps = next((steps for steps, reached in sorted(LONGER.items()) if reached < bits), None)
+        if steps is not None:
+            said.append(f"{name} after {steps:,} steps, about {show_seconds(pace_s * steps)} here")
+    return f"A longer run passes {' and '.join(said)}." if said else ""

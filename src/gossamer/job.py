@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import yaml
 
 from gossamer import __version__
 from gossamer import plan as planning
-from gossamer.model.profile import Profile, profile
+from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
+from gossamer.run.batches import moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, connect, fingerprint
 from gossamer.run.checkpoint import trainable
 from gossamer.run.saver import Saver
@@ -164,18 +166,23 @@ def _facts(job: Job) -> dict[str, str]:
 
 
 def _start(job: Job, trainer: Trainer) -> records.Start:
+    """All ranks call it: they measure their peak rates at the same time, as they will share what they share."""
     config, plan = job.parts.config, job.parts.plan
-    known: Profile = profile(job.parts.module)
+    job.at(trainer.progress.step, "measure")
+    one = moved(job.parts.train.batch(np.zeros(1, np.int64)), job.parts.device)
+    counted = forward_flop_per_token(job.parts.module, trainer.engine.caller, one) if "input_ids" in one else 0.0
+    peak = measure_peak_flop_per_s(trainer.engine.precision.compute, job.parts.device)
+    tokens = next(iter(one.values())).numel()
     return records.Start(
         ranks=job.where.ranks,
         step=trainer.progress.step,
         steps=config.train.steps,
         model=job.described,
-        parameters=known.parameters,
+        parameters=facts_of(job.parts.module).parameters,
         data=str(config.data.source),
-        tokens_per_step=plan.batch * config.data.sequence,
-        flop_per_token=known.flop_per_token,
-        peak_flop_per_s=0.0,
+        tokens_per_step=plan.batch * tokens,
+        flop_per_token=training_flop_per_token(counted),
+        peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
         exchange=str(plan.exchange),
         versions={"gossamer": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )

@@ -36,7 +36,7 @@ class Tokens(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         scale = torch.tensor(float("nan") if index == self.bad else 1.0)
-        return {"ids": self.ids[index], "labels": self.labels[index], "scale": scale}
+        return {"input_ids": self.ids[index], "labels": self.labels[index], "scale": scale}
 
 
 class Small(nn.Module):
@@ -51,10 +51,10 @@ class Small(nn.Module):
         self.norm = nn.LayerNorm(12)
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, ids: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         if self.training:
             self.seen += 1
-        x = self.embed(ids) * scale[:, None, None]
+        x = self.embed(input_ids) * scale[:, None, None]
         for layer in self.layers:
             x = x + layer(x)
         return self.norm(x) @ self.embed.weight.T
@@ -72,7 +72,7 @@ def train(
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One run; `until` asks to stop after so many steps. What its records say, and a digest of the parameters."""
-    given = {"train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "clip": 0.5}}
+    given = {"train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "clip": 0.5}, "machines": {"timeout_s": 15}}
     for name, section in (sections or {}).items():
         given[name] = {**given.get(name, {}), **section}
     config = RunConfig.model_validate(given)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from gossamer import compress, optim, sync
 from gossamer.loss import Objective
-from gossamer.model.call import Caller
-from gossamer.model.precision import Precision
-from gossamer.model.randomness import KeyedRandomness
+from gossamer.model.call import caller_of
+from gossamer.model.compiled import compile_units
+from gossamer.model.precision import precision_of
+from gossamer.model.randomness import unit_seeds
 from gossamer.optim import rate
 from gossamer.pipeline import schedule
 from gossamer.pipeline.check import check
@@ -23,6 +24,7 @@ from gossamer.run.batches import Batches, Feed
 from gossamer.run.checkpoint import Contents, trainable
 from gossamer.run.policy import NonFinite
 from gossamer.run.saver import Saver
+from gossamer.run.scaling import Scaling
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Goal, Sink, Trainer
 from gossamer.spec.config import RunConfig
@@ -70,7 +72,10 @@ def check_before_start(parts: Parts) -> None:
         )
     if not trainable(parts.module):
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
+    precision = precision_of(config.train.precision)
     for name, param in parts.module.named_parameters():
+        if param.is_floating_point():
+            precision.check(param.dtype)
         if param.device.type == "meta":
             raise BadInput(f"parameter {name} is on the meta device: materialise the model first", key="model")
 
@@ -85,17 +90,20 @@ def build(parts: Parts, pump: Pump, around: Surroundings) -> Trainer:
     replica = sync.Replica(
         params, compress.build(plan.exchange, key="plan.exchange"), pump, bucket_bytes=plan.bucket_bytes
     )
-    precision = Precision.of(config.train.precision, parts.device)
+    precision = precision_of(config.train.precision)
+    scaling = Scaling.of(precision)
+    if config.model.compile:
+        compile_units(module)
     engine = Engine(
-        module=torch.compile(module) if config.model.compile else module,  # type: ignore[arg-type]
-        caller=Caller.of(module),
+        module=module,
+        caller=caller_of(module),
         objective=parts.objective,
         precision=precision,
-        randomness=KeyedRandomness.install(module, seed=config.train.seed, compiled=config.model.compile),
+        randomness=unit_seeds(module, seed=config.train.seed),
         device=parts.device,
     )
     rule_state = rule.init(params)
-    around.saver.contents = Contents(module, rule, rule_state, replica, precision)
+    around.saver.contents = Contents(module, rule, rule_state, replica, scaling)
     return Trainer(
         engine=engine,
         sync=sync.build(plan.sync, key="plan.sync"),
@@ -116,6 +124,7 @@ def build(parts: Parts, pump: Pump, around: Surroundings) -> Trainer:
             seed=config.train.seed,
         ),
         policy=NonFinite(config.train.on_nonfinite),
+        scaling=scaling,
         sink=around.sink,
         at=around.at,
         save=around.saver.save,

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.precision import Precision
 from gossamer.optim import Rule
+from gossamer.run.scaling import Scaling
 from gossamer.spec.errors import BadInput
 from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
 from gossamer.store.slices import Piece, Slice
@@ -32,7 +32,7 @@ class Contents:
     rule: Rule
     rule_state: RunState
     replica: Replica
-    precision: Precision
+    scaling: Scaling
 
     def replicated(self) -> dict[str, Tensor]:
         """The same on every rank."""
@@ -41,7 +41,7 @@ class Contents:
             found[f"model/{name}"] = tensor
         for param, slots in self.rule_state.items():
             found.update({f"optim/{slot}/{param}": tensor for slot, tensor in slots.items()})
-        found.update({f"precision/{name}": tensor for name, tensor in self.precision.state().items()})
+        found.update({f"precision/{name}": tensor for name, tensor in self.scaling.state().items()})
         return found
 
     def private(self) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ class Contents:
         checkpoint.check_against(expected)
         for name, tensor in self.replicated().items():
             tensor.copy_(checkpoint.read(name))
-        self.precision.load({n: checkpoint.read(f"precision/{n}") for n in self.precision.state()})
+        self.scaling.load({n: checkpoint.read(f"precision/{n}") for n in self.scaling.state()})
         if same_ranks:
             rank = self.replica.rank
             states = self.replica.states()

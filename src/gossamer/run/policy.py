@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from gossamer.model.precision import Precision
+from gossamer.run.scaling import Scaling
 from gossamer.sync import Agreement
 
 
@@ -29,12 +29,12 @@ class NonFinite:
     in_a_row: int = 0
     _retried: bool = False
 
-    def judge(self, agreement: Agreement, precision: Precision) -> Verdict:
+    def judge(self, agreement: Agreement, scaling: Scaling) -> Verdict:
         """The verdict on one attempt."""
         if agreement.finite:
             self.in_a_row, self._retried = 0, False
             return Verdict.COMMIT
-        if precision.overflowed():
+        if scaling.overflowed():
             return Verdict.RETRY
         if self.policy == "retry_skip_stop" and not self._retried:
             self._retried = True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gossamer.loss import Objective
 from gossamer.model.call import Caller
 from gossamer.model.precision import Precision
-from gossamer.model.randomness import KeyedRandomness
+from gossamer.model.randomness import UnitSeeds
 from gossamer.run.batches import Batch, MicroBatch
 
 
@@ -24,12 +24,12 @@ class Engine:
     caller: Caller
     objective: Objective
     precision: Precision
-    randomness: KeyedRandomness
+    randomness: UnitSeeds
     device: torch.device
 
     def loss(self, rows: Batch, *, step: int, key: int) -> Tensor:
         """Mean loss over the valid labels of `rows`, float32; randomness depends on (seed, step, key) alone."""
-        with self.randomness.at(step=step, microbatch=key), self.precision.context(self.device):
+        with self.randomness.at(step, key), self.precision.forward(self.device):
             return self.objective(self.caller(self.module, rows), rows).float()
 
 
@@ -77,7 +77,9 @@ class StepWork:
         self._backwards += 1
         if self._backwards == len(self.microbatches):
             self.on_last_backward()
-        self._live.pop(batch).backward()  # type: ignore[no-untyped-call]
+        # A saver may recompute a unit in here: under the forward's key it draws the forward's numbers.
+        with self.engine.randomness.at(self.step, self.microbatches[batch].key):
+            self._live.pop(batch).backward()  # type: ignore[no-untyped-call]
         self.compute_s += time.perf_counter() - began
 
     def reduce(self, stage: int) -> None:

@@ -21,6 +21,7 @@ from gossamer.pipeline.rank import RankWorld
 from gossamer.pipeline.schedule import Schedule
 from gossamer.run.batches import Batches, Feed, moved, part, row_slices
 from gossamer.run.policy import NonFinite, Verdict
+from gossamer.run.scaling import Scaling
 from gossamer.run.stage import Engine, StepWork
 from gossamer.spec import records
 from gossamer.spec.errors import Interrupted, StepRejected
@@ -65,6 +66,7 @@ class Trainer:
     params: Mapping[str, Tensor]
     goal: Goal
     policy: NonFinite
+    scaling: Scaling
     sink: Sink
     at: Callable[[int, str], None]  # tells the supervisor where this rank is: (step, phase)
     save: Callable[[Progress], None]
@@ -98,7 +100,7 @@ class Trainer:
         data_s = time.perf_counter() - began
         while True:
             work, agreement = self._attempt(step, pieces)
-            verdict = self.policy.judge(agreement, self.engine.precision)
+            verdict = self.policy.judge(agreement, self.scaling)
             if verdict is not Verdict.RETRY:
                 break
             self._tell("warning", step, f"{self._why(agreement)}: the step is tried again", agreement)
@@ -119,7 +121,7 @@ class Trainer:
         return agreement.ask > 0
 
     def _attempt(self, step: int, pieces: list) -> tuple[StepWork, Agreement]:  # type: ignore[type-arg]
-        scale = self.engine.precision.scale
+        scale = self.scaling.factor
         work = StepWork(
             engine=self.engine,
             step=step,
@@ -143,14 +145,14 @@ class Trainer:
     def _update(self, step: int, lr: float, agreement: Agreement) -> None:
         self.at(step, "update")
         clip = self.goal.clip
-        factor = 1.0 / self.engine.precision.scale
+        factor = 1.0 / self.scaling.factor
         if clip and agreement.norm > clip:
             factor *= clip / (agreement.norm + 1e-6)
         if factor != 1.0:
             scale_(self.replica.flats(), factor)
         self.replica.commit()
         self.rule.update(self.params, self.replica.gradients(), self.rule_state, lr_scale=lr, step=step)
-        self.engine.precision.committed()
+        self.scaling.committed()
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
