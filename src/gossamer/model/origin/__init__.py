@@ -1,0 +1,78 @@
+"""Where a model comes from: one kind of place per file."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TypeAlias
+
+from torch import nn
+
+from gossamer.spec.config import ModelSection
+from gossamer.spec.errors import bad_input
+from gossamer.spec.room import Room
+
+Files: TypeAlias = dict[str, bytes | Path]  # name in a directory -> its content, or the file that holds it
+
+
+class Origin(ABC):
+    """A model that can be built, known well enough before that to compare it with the data.
+
+    Frozen; two processes with equal `fingerprint` and seed build equal weights.
+    """
+
+    @classmethod
+    @abstractmethod
+    def read(cls, section: ModelSection) -> Origin:
+        """The origin that the configuration writes; raises BadInput."""
+
+    @abstractmethod
+    def suited_to(self, vocabulary: int, separator: int) -> Origin:
+        """This model for a tokenizer of `vocabulary` ids whose documents end with the id `separator`.
+
+        Only what the user left open is filled in; a model with weights, or with a written vocabulary, stays itself.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for people."""
+
+    @abstractmethod
+    def vocabulary(self) -> int | None:
+        """Number of token ids the model takes, without building it; None where that cannot be known."""
+
+    @abstractmethod
+    def positions(self) -> int | None:
+        """Longest sequence in tokens the model takes, without building it; None: no limit is known."""
+
+    @abstractmethod
+    def build(self, seed: int) -> nn.Module:
+        """The module on the CPU in training mode. Random weights are a function of `seed` alone.
+
+        The generators of torch, numpy and `random` are left as they were. Raises BadInput.
+        """
+
+    @abstractmethod
+    def files(self) -> Files:
+        """What belongs beside the weights in an export: tokenizer files and the like."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Hash of everything that `build` depends on, but the seed; large files enter by size and samples."""
+
+
+ROOM = Room(__name__, Origin)  # type: ignore[type-abstract]
+names, build = ROOM.names, ROOM.build
+
+
+def origin_of(section: ModelSection) -> Origin:
+    """The origin a configuration writes; raises BadInput, also where none is written."""
+    given = [name for name in ROOM.names() if getattr(section, name) is not None]
+    if len(given) != 1:
+        raise bad_input(
+            wanted="a model: one of model.hf, model.gguf, model.factory",
+            got=" and ".join(given) or "none",
+            do="for a start write model: {hf: llama, config: {hidden_size: 256, num_hidden_layers: 4}}",
+            key="model",
+        )
+    return ROOM.type(given[0], key="model").read(section)

@@ -1,0 +1,49 @@
+"""Units: the repeated blocks of a model, and every other child that owns parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_SHARE = 0.03  # a list that holds less of the parameters than this is a detail of something larger
+
+
+def unit_names(module: nn.Module) -> tuple[str, ...]:
+    """Paths of the units, in order of registration, each module once.
+
+    Blocks are the children of a ModuleList of two or more that holds over 3% of the parameters; the outermost list
+    counts. A model without any has its children that own parameters, and where it has no children, itself ("").
+    """
+    total = sum(p.numel() for p in module.parameters())
+    lists = set(_lists(module, "", _SHARE * total))
+    found: dict[int, str] = {}
+    for path in _frontier(module, "", lists):
+        found.setdefault(id(module.get_submodule(path)), path)  # a shared module is one unit
+    return tuple(found.values()) or ("",)
+
+
+def block_names(module: nn.Module) -> tuple[str, ...]:
+    """The units that are repeated blocks: those inside a ModuleList."""
+    names = unit_names(module)
+    return tuple(n for n in names if n and isinstance(module.get_submodule(n.rpartition(".")[0]), nn.ModuleList))
+
+
+def _lists(module: nn.Module, path: str, least: float) -> Iterator[str]:
+    for name, child in module.named_children():
+        at = f"{path}.{name}" if path else name
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and sum(p.numel() for p in child.parameters()) > least:
+            yield at
+        else:
+            yield from _lists(child, at, least)
+
+
+def _frontier(module: nn.Module, path: str, lists: set[str]) -> Iterator[str]:
+    for name, child in module.named_children():
+        at = f"{path}.{name}" if path else name
+        if at in lists:
+            yield from (f"{at}.{i}" for i in range(len(child)))  # type: ignore[arg-type]
+        elif any(inner.startswith(at + ".") for inner in lists):
+            yield from _frontier(child, at, lists)
+        elif any(True for _ in child.parameters()):
+            yield at

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossamer.model.call import caller_of
+from gossamer.model.origin.hf import Hf
+from gossamer.spec.errors import BadInput
+from model.tiny import CONFIGS, Plain, batch
+
+
+class Records(nn.Module):
+    """Remembers how it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {}
+
+
+class Named(Records):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> None:
+        self.seen = {"input_ids": input_ids, "labels": labels}
+
+
+class Everything(Records):
+    def forward(self, **batch: Tensor) -> None:
+        self.seen = batch
+
+
+class OtherName(Records):
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> None:
+        self.seen = {"idx": idx, "targets": targets}
+
+
+class Starred(Records):
+    def forward(self, *args: Tensor, labels: Tensor | None = None) -> None:
+        self.seen = {"args": args, "labels": labels}
+
+
+class Needy(nn.Module):
+    def forward(self, input_ids: Tensor, style: Tensor) -> None: ...
+
+
+class Blind(nn.Module):
+    def forward(self, *, labels: Tensor) -> None: ...
+
+
+def called(module: Records, **more: Tensor) -> dict[str, Any]:
+    caller_of(module)(module, batch() | more)
+    return module.seen
+
+
+def test_each_forward_gets_what_it_takes() -> None:
+    ids, extra = batch()["input_ids"], torch.ones(2, 16)
+    assert set(called(Named(), attention_mask=extra)) == {"input_ids", "labels"}
+    assert set(called(Everything(), attention_mask=extra)) == {"input_ids", "labels", "attention_mask"}
+    other = called(OtherName(), attention_mask=extra)
+    assert torch.equal(other["idx"], ids) and other["targets"] is None
+    starred = called(Starred())
+    assert torch.equal(starred["args"][0], ids) and torch.equal(starred["labels"], ids)
+
+
+def test_a_plain_module_is_called_with_the_tokens() -> None:
+    module = Plain()
+    caller = caller_of(module)
+    assert caller(module, batch()).shape == (2, 16, 257) and not caller.gives_loss
+
+
+def test_models_of_transformers_keep_no_cache() -> None:
+    module = Hf("llama", CONFIGS["llama"]).suited_to(257, 256).build(0)
+    caller = caller_of(module)
+    output = caller(module, batch())
+    assert caller.gives_loss and output.loss is not None and output.past_key_values is None
+    assert caller_of(torch.compile(module, backend="eager")) == caller  # type: ignore[arg-type]
+
+
+def test_forwards_that_cannot_be_called() -> None:
+    with pytest.raises(BadInput, match="style"):
+        caller_of(Needy())
+    with pytest.raises(BadInput, match="takes tokens"):
+        caller_of(Blind())

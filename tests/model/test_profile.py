@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gossamer.model.call import caller_of
+from gossamer.model.origin.hf import Hf
+from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
+from model.tiny import CONFIGS, SIZES, Plain, batch
+
+
+def test_facts_count_tied_parameters_once() -> None:
+    facts = facts_of(Plain(width=16, layers=3))
+    assert facts.parameters == facts.trainable == 257 * 16 + 3 * (16 * 16 + 16)
+    assert facts.parameter_bytes == 4 * facts.parameters and facts.dtype is torch.float32
+    assert facts.tied == (("embed.weight", "head.weight"),)
+
+
+def test_flop_of_a_linear_chain() -> None:
+    module = Plain(width=16, layers=3)
+    counted = forward_flop_per_token(module, caller_of(module), batch(1, 16))
+    assert counted == 2 * (3 * 16 * 16 + 16 * 257)
+    assert training_flop_per_token(counted) == 3 * counted and module.training and module.blocks[0].drop.training
+
+
+def test_flop_of_a_transformer_counts_attention() -> None:
+    module = Hf("llama", SIZES).suited_to(257, 256).build(0)
+    width, ffn, heads, kv, head = 32, 64, 4, 2, 8
+    linear = 2 * (width * head * (heads + 2 * kv) + heads * head * width + 3 * width * ffn) + width * 257
+    for sequence in (16, 48):
+        attention = 2 * 2 * heads * head * sequence
+        counted = forward_flop_per_token(module, caller_of(module), batch(1, sequence))
+        assert counted == pytest.approx(2 * linear + 2 * attention, rel=0.01)  # the rest: rotary frequencies
+
+
+def test_uncountable_models_fall_back_to_their_parameters() -> None:
+    module = nn.Embedding(257, 8)
+    assert forward_flop_per_token(module, caller_of(module), batch(1, 16)) == 2 * 257 * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_is_a_rate_some_machine_could_have(dtype: torch.dtype) -> None:
+    assert 1e8 < measure_peak_flop_per_s(dtype) < 1e16
+
+
+def test_no_kind_of_model_resists_counting() -> None:
+    for kind, config in CONFIGS.items():
+        module = Hf(kind, config).suited_to(257, 256).build(0)
+        facts = facts_of(module)
+        assert forward_flop_per_token(module, caller_of(module), batch(1, 16)) > facts.parameters / 2
+        assert len([u for u in facts.units if u.rpartition(".")[2].isdigit()]) == 2

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossamer.model.origin.hf import Hf
+from gossamer.model.sample import generate
+from gossamer.spec.errors import BadInput
+from model.tiny import CONFIGS, Plain
+
+
+class Bytes:
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("latin-1")
+
+
+class Counts(nn.Module):
+    """Continues by the next byte, and remembers the longest input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest = 0
+
+    def forward(self, x: Tensor) -> tuple[None, Tensor]:
+        self.longest = max(self.longest, x.shape[1])
+        return None, nn.functional.one_hot((x + 1) % 256, 257).float() * 50
+
+
+class OnlyLoss(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float().mean()
+
+
+def test_text_goes_on_and_the_window_slides() -> None:
+    module = Counts()
+    assert generate(module, Bytes(), "ab", tokens=6, window=3) == "cdefgh" and module.longest == 3
+    assert generate(module, Bytes(), "ab", tokens=99, stop=ord("e")) == "cd"
+    assert generate(module, Bytes(), "", tokens=2, temperature=0, stop=ord("`")) == "ab"
+
+
+@pytest.mark.parametrize("kind", ["plain", "llama"])
+def test_equal_seeds_give_equal_text(kind: str) -> None:
+    module = Plain() if kind == "plain" else Hf("llama", CONFIGS["llama"]).suited_to(257, 256).build(0)
+    state = torch.get_rng_state()
+    texts = [generate(module, Bytes(), "x", tokens=12, temperature=20.0, seed=s) for s in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2] and module.training
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_one_candidate_is_the_likeliest() -> None:
+    module = Plain()
+    greedy = generate(module, Bytes(), "x", tokens=8, temperature=0)
+    assert generate(module, Bytes(), "x", tokens=8, temperature=5.0, top_k=1, seed=3) == greedy
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(BadInput, match="logits"):
+        generate(OnlyLoss(), Bytes(), "x", tokens=1)
+    with pytest.raises(BadInput, match="temperature"):
+        generate(Plain(), Bytes(), "x", tokens=1, temperature=-1)
