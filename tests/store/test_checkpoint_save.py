@@ -124,6 +124,34 @@ def test_a_follower_that_gives_up_never_takes_back_what_it_published(tmp_path: P
     open_checkpoint(tmp_path / "other", 3).verify()
 
 
+@pytest.mark.usefixtures("settled")
+def test_a_step_that_could_not_be_saved_again_is_not_taken_for_saved(tmp_path: Path) -> None:
+    first, second = halves(model(1))
+    good(save(tmp_path, 1, [first, second]))
+    assert [result.ok for result in save(tmp_path, 1, [halves(model(2))[0], second[1:]])] == [False, False]
+    assert torch.equal(open_checkpoint(tmp_path, 1).read("cube"), model(1)["cube"])
+
+
+def test_the_one_being_replaced_stays_until_the_new_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [[whole(name, tensor) for name, tensor in model(seed).items()] for seed in (1, 2)]
+    good(save(tmp_path, 1, pieces[:1], keep=1))
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if target.name == "step-00000001":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        (result,) = save(tmp_path, 1, pieces[1:], keep=1)
+        assert not result.ok and "Input/output error" in result.error
+    found, problems = latest_good(tmp_path)
+    assert problems == () and torch.equal(found.read("cube"), model(1)["cube"])
+    good(save(tmp_path, 1, pieces[1:], keep=1))
+    assert torch.equal(open_checkpoint(tmp_path, 1).read("cube"), model(2)["cube"]) and left_over(tmp_path) == []
+
+
 @pytest.mark.parametrize("token", ["", "generation-2"])
 def test_what_a_dead_run_left_is_swept_by_the_leader_alone(tmp_path: Path, token: str) -> None:
     dead = tmp_path / "step-00000009.generation-1.partial"
