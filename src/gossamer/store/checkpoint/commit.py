@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from gossamer.spec.errors import RunFailed, bad_input
@@ -74,7 +75,10 @@ def sweep(directory: Path, token: str, below: int | None = None) -> None:
     for _, path in list(_committed(directory)):
         if path.suffix == ".replaced":
             whole = path.with_suffix("")
-            discard(path) if whole.is_dir() else path.rename(whole)
+            with suppress(
+                OSError
+            ):  # tidying never fails a save: it is tried again at the next, and `locate` knows both
+                discard(path) if whole.is_dir() else path.rename(whole)
 
 
 def discard(folder: Path) -> None:
