@@ -55,11 +55,12 @@ def train_command(
 
 def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[str, Any]:
     """`gossamer resume`: go on from the newest good checkpoint, perhaps with other settings."""
-    from gossamer.settings import override
+    from gossamer.settings import reload
 
     directory = open_run(run_dir)
-    config = override(directory.config(), overrides or [])
-    directory.keep(config, {**directory.provenance(), **{o.split("=", 1)[0]: "command line" for o in overrides or []}})
+    resolved = reload(run_dir, overrides or [])
+    config = resolved.config
+    directory.keep(config, resolved.origin)
     if config.machines.processes * max(1, len(config.machines.hosts)) != _planned_ranks(directory):
         directory.plan_file.unlink(missing_ok=True)  # other machines: plan again
     return _launch(directory, config, hosts=config.machines.hosts, host=None, meet=None, resume=True, argv=None)
@@ -192,16 +193,16 @@ def wrap(model: nn.Module, optimizer: Any, loader: Any, **settings: Any) -> tupl
 
 def load(run_dir: Path) -> tuple[nn.Module, Corpus, RunConfig, Any]:
     """The model of a run as its newest good checkpoint has it, its corpus, configuration and origin."""
-    from gossamer.model.origin import origin_of
     from gossamer.run.checkpoint import read_model
-    from gossamer.worker import corpus_of
+    from gossamer.worker import corpus_of, origin_for
 
     directory = open_run(run_dir)
     config = directory.config()
-    origin = origin_of(config.model)
+    corpus = corpus_of(config.data)
+    origin = origin_for(config, corpus)
     module = origin.build(config.train.seed)
     read_model(module, directory.checkpoints)
-    return module.eval(), corpus_of(config.data), config, origin
+    return module.eval(), corpus, config, origin
 
 
 def sample(
@@ -233,7 +234,7 @@ def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
     from gossamer.view.closing import demo_panel
 
     config = Demo(seconds or USUAL_S).config()
-    summary = train_command(Resolved(config=config, origin={}))
+    summary = train_command(Resolved.of(config, origin="gossamer demo"))
     run_dir = Path(summary["directory"])
     from gossamer.model.sample import generate
 

@@ -53,6 +53,10 @@ class Demo:
         return RunConfig.model_validate({**CONFIG, "train": {**CONFIG["train"], "steps": steps}})
 
 
+# Validation bits per byte of longer runs of this configuration (docs/results/longer.json): steps -> figure.
+LONGER: dict[int, float] = {}
+
+
 def closing(summary: Mapping[str, Any], *, text: str, train: bytes, validation: bytes) -> DemoResult:
     """The last panel: the validation figure beside what simple statistics of the same text reach."""
     from gossamer.data import statistics

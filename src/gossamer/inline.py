@@ -19,13 +19,14 @@ from gossamer.run.batches import Batches, DatasetBatches, TextBatches
 from gossamer.run.build import Parts, set_threads
 from gossamer.run.launch.environment import Place, launcher_of, read_environment
 from gossamer.run.launch.worker import StopFlag
+from gossamer.settings import Resolved
 from gossamer.settings import load as load_settings
 from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.view.rundir import RunDirectory
 from gossamer.view.screen import open_display
 from gossamer.view.summary import summarise
-from gossamer.worker import corpus_of, device_of, place_to_meet
+from gossamer.worker import corpus_of, device_of, origin_for, place_to_meet
 
 _ALONE = Place(
     rank=0,
@@ -58,7 +59,7 @@ def train_inline(
     plan = make_plan(settings, module, ranks=place.ranks, device=device)
     directory = _directory(settings, place)
     if place.rank == 0:
-        directory.keep(settings, {})
+        directory.keep(settings, Resolved.of(settings).origin)
     stop = StopFlag()
     display = open_display(settings.run.display, title=directory.name)
     with stop.listening():
@@ -93,8 +94,8 @@ def _settings(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunC
     if isinstance(config, RunConfig):
         return config
     if config is None or isinstance(config, Mapping):
-        return load_settings(None, [], given=dict(config or {})).config
-    return load_settings(Path(config), []).config
+        return load_settings(None, given=config).config
+    return load_settings(Path(config)).config
 
 
 def _one_rank_per_process(config: RunConfig, place: Place) -> None:
@@ -128,11 +129,8 @@ def _module(model: nn.Module | str | Mapping[str, Any], config: RunConfig, corpu
     if isinstance(model, nn.Module):
         return model, type(model).__name__
     section = ModelSection.model_validate(model if isinstance(model, Mapping) else {"hf": model})
-    origin = origin_of(section)
-    if corpus is not None:
-        from gossamer.model.vocabulary import check_vocabulary
-
-        check_vocabulary(origin.vocabulary(), corpus.tokenizer.vocabulary, tokenizer=config.data.tokenizer)
+    settings = config.model_copy(update={"model": section})
+    origin = origin_for(settings, corpus) if corpus is not None else origin_of(section)
     return origin.build(config.train.seed), origin.describe()
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from gossamer import loss
 from gossamer.data import Corpus, open_corpus
 from gossamer.job import Job, Where, make_plan, read_plan, run_job
-from gossamer.model.origin import origin_of
-from gossamer.model.vocabulary import check_vocabulary
+from gossamer.model.origin import Origin, origin_of
+from gossamer.model.vocabulary import check_sequence, check_vocabulary
 from gossamer.run.batches import TextBatches
 from gossamer.run.build import Parts, set_threads
 from gossamer.run.launch.environment import Place
@@ -38,9 +38,8 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
     place = ready.place
     ready.heartbeat.at(phase="build")
     set_threads(config.machines.threads, place.local_ranks)
-    origin = origin_of(config.model)
     corpus = corpus_of(config.data)
-    check_vocabulary(origin.vocabulary(), corpus.tokenizer.vocabulary, tokenizer=config.data.tokenizer)
+    origin = origin_for(config, corpus)
     device = device_of(place)
     module = origin.build(config.train.seed).to(device)
     given = directory.plan_file.exists()
@@ -71,6 +70,15 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
             asked_to_stop=lambda: ready.stop.is_set,
         )
     )
+
+
+def origin_for(config: RunConfig, corpus: Corpus) -> Origin:
+    """The configured model, fitted to the corpus; raises BadInput where the two do not go together."""
+    words = corpus.tokenizer
+    origin = origin_of(config.model).suited_to(words.vocabulary, words.separator)
+    check_vocabulary(origin.vocabulary(), words.vocabulary, tokenizer=str(config.data.tokenizer))
+    check_sequence(origin.positions(), config.data.sequence)
+    return origin
 
 
 def corpus_of(data: DataSection) -> Corpus:

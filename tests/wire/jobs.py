@@ -6,12 +6,12 @@ import random
 import threading
 
 import torch
-from pool import Seat
 
 from gossamer.spec.errors import PeerLost
 from gossamer.wire.channel.group import Group, Meeting
 from gossamer.wire.message import Combine, Levels, Message, Outcome, State
 from gossamer.wire.pump import Pump
+from pool import Seat
 
 
 def group(seat: Seat, *, timeout_s: float = 20.0, generation: int = 0) -> Group:

@@ -1,0 +1,61 @@
+"""Gossamer trains one model on the machines and links you have.
+
+    gossamer.train(model, data, config)          # train, from Python
+    gossamer.wrap(model, optimizer, loader)      # the same inside one's own loop
+    gossamer.plan(config, ...)                   # how the work would be split
+
+Nothing is imported before it is used: `import gossamer` alone does not even import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gossamer.api import train, wrap
+    from gossamer.spec.config import RunConfig
+    from gossamer.spec.plan import Plan
+
+    __version__: str
+
+__all__ = ["Plan", "RunConfig", "__version__", "plan", "train", "wrap"]
+
+_HOME = {"train": "api", "wrap": "api", "RunConfig": "spec.config", "Plan": "spec.plan"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"gossamer.{_HOME[name]}"), name)
+    if name == "plan":
+        return importlib.import_module("gossamer.plan")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("gossamer")
+    raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _PlanVerb(ModuleType):
+    """`gossamer.plan` is a room of the house and a verb of the public API: the module, which can also be called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return importlib.import_module("gossamer.api").plan(*args, **kwargs)
+
+
+class _Package(ModuleType):
+    """This package. Whoever imports the plan room makes Python set it here as an attribute: that is where it learns."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "plan" and type(value) is ModuleType:
+            value.__class__ = _PlanVerb
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

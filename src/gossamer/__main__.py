@@ -1,0 +1,10 @@
+"""`python -m gossamer` is the command `gossamer`."""
+
+from __future__ import annotations
+
+import sys
+
+from gossamer.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
