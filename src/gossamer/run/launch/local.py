@@ -1,0 +1,185 @@
+"""Start workers on this machine and see them through."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gossamer.run.launch.control import Line
+from gossamer.run.launch.crew import Crew, Limits
+from gossamer.run.launch.files import errors_folder, log_file
+from gossamer.run.launch.supervise import Outcome, Site, Supervision
+from gossamer.spec.errors import BadInput
+from gossamer.wire.process import HeartbeatServer, Job, Loop
+
+
+def to_stderr(text: str) -> None:
+    """Say something to whoever started us."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What to start on this host. `env` is added to this process's environment, and wins over it.
+
+    echo: rank 0's output goes to the terminal as well as to its log. threads: compute threads per worker; 0: the
+    processors this process may use, divided by `processes`. say: told what the user should know; tick: called some
+    twenty times a second (a live display draws there).
+    """
+
+    argv: tuple[str, ...]
+    processes: int
+    rundir: Path
+    limits: Limits = field(default_factory=Limits)
+    env: Mapping[str, str] = field(default_factory=dict)
+    echo: bool = True
+    threads: int = 0
+    generation: int = 0
+    say: Callable[[str], None] = to_stderr
+    tick: Callable[[], None] = _nothing
+
+    def __post_init__(self) -> None:
+        if self.processes < 1:
+            raise BadInput(f"wanted at least 1 process, got {self.processes}", key="machines.processes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Among:
+    """This host among all. `offset`: its first rank; `address`:`port`: where rank 0's process listens;
+    `interface`: the network device for the exchange, "" to leave the choice to the backend."""
+
+    host: int
+    hostnames: tuple[str, ...]
+    offset: int
+    ranks: int
+    address: str
+    port: int
+    interface: str = ""
+    resume_step: int = -1
+    shared: bool = True
+
+
+def launch_local(
+    argv: Sequence[str],
+    processes: int,
+    *,
+    rundir: Path,
+    heartbeat_s: float = 5.0,
+    env: Mapping[str, str] | None = None,
+    echo: bool = True,
+    tick: Callable[[], None] = _nothing,
+) -> int:
+    """Start `processes` workers of `argv` on this machine and wait for them; returns exit code 0, 2, 3 or 4.
+
+    Says on stderr why it ended. Logs go to rundir/logs, notes of failing ranks to rundir/errors. `Start` and
+    `launch_here` have all the settings. Call it from the main thread: elsewhere no signal is heard.
+    """
+    limits = Limits(heartbeat_s=heartbeat_s)
+    start = Start(
+        argv=tuple(argv), processes=processes, rundir=rundir, limits=limits, env=env or {}, echo=echo, tick=tick
+    )
+    outcome = launch_here(start)
+    if outcome.text:
+        start.say(outcome.text)
+    return outcome.exit_code
+
+
+def launch_here(start: Start) -> Outcome:
+    """The same, on this machine alone, with all settings, and handing back who failed and why."""
+    among = Among(
+        host=0,
+        hostnames=(socket.gethostname(),),
+        offset=0,
+        ranks=start.processes,
+        address="127.0.0.1",
+        port=free_port("127.0.0.1"),
+        interface=loopback(),
+    )
+    return launch_among(start, among)
+
+
+def launch_among(start: Start, among: Among, others: Mapping[int, socket.socket] | None = None) -> Outcome:
+    """This host's part of a run over several. `others`: open connections to the other hosts' supervisors."""
+    for stale in errors_folder(start.rundir).glob("rank-*.json"):
+        stale.unlink(missing_ok=True)
+    loop = Loop()
+    ranks = range(among.offset, among.offset + start.processes)
+    server = HeartbeatServer(loop, ranks, generation=start.generation)
+    line = Line(loop, host=among.host, others=others)
+    site = Site(rundir=start.rundir, host=among.host, hostnames=among.hostnames, say=start.say, tick=start.tick)
+    hostname = among.hostnames[among.host]
+    try:
+        with Crew(loop, server, host=among.host, hostname=hostname, rundir=start.rundir, limits=start.limits) as crew:
+            supervision = Supervision(site, crew, line, loop=loop, limits=start.limits)
+            return supervision.run([_job(start, among, server, local_rank) for local_rank in range(start.processes)])
+    finally:
+        line.close()
+        server.close()
+        loop.close()
+
+
+def free_port(address: str) -> int:
+    """A port on `address` that nobody uses at this moment."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def loopback() -> str:
+    """The name of this machine's loopback device."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "")
+
+
+def _job(start: Start, among: Among, server: HeartbeatServer, local_rank: int) -> Job:
+    rank = among.offset + local_rank
+    ours = {
+        "RANK": rank,
+        "WORLD_SIZE": among.ranks,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": start.processes,
+        "MASTER_ADDR": among.address,
+        "MASTER_PORT": among.port,
+        "OMP_NUM_THREADS": start.threads or max(1, _processors() // start.processes),
+        "PYTHONUNBUFFERED": 1,  # what a killed rank wrote is in its log
+        "PYTHONFAULTHANDLER": 1,  # so is the stack of a crash
+        "GOSSAMER_HOST": among.host,
+        "GOSSAMER_HOSTS": len(among.hostnames),
+        "GOSSAMER_GENERATION": start.generation,
+        "GOSSAMER_HEARTBEAT": server.address,
+        "GOSSAMER_TOKEN": server.token,
+        "GOSSAMER_HEARTBEAT_S": start.limits.heartbeat_s,
+        "GOSSAMER_ERRORS": errors_folder(start.rundir).absolute(),
+        "GOSSAMER_SHARED": int(among.shared),
+    }
+    if among.resume_step >= 0:
+        ours["GOSSAMER_RESUME_STEP"] = among.resume_step
+    if among.interface:
+        ours |= {
+            "GLOO_SOCKET_IFNAME": among.interface,
+            "NCCL_SOCKET_IFNAME": f"={among.interface}",
+        }  # = : this very one
+    return Job(
+        rank=rank,
+        argv=start.argv,
+        env={**os.environ, **{name: str(value) for name, value in ours.items()}, **start.env},
+        log=log_file(start.rundir, rank),
+        echo=start.echo and rank == 0,
+    )
+
+
+def _processors() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1

@@ -1,0 +1,195 @@
+"""See a run through on one host: hear, judge, forward what was asked, end what must end, say why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gossamer.run.launch.control import Alive, Done, Ended, Failed, How, Line, Stop
+from gossamer.run.launch.crew import Crew, Limits
+from gossamer.run.launch.failure import Blame, Dated, Failure, blame, page
+from gossamer.run.launch.signals import StopRequests
+from gossamer.run.launch.verdicts import Verdicts, standing
+from gossamer.spec.units import show_seconds
+from gossamer.wire.process import BAD_INPUT, DONE, FAILED, INTERRUPTED, Job, Loop
+
+_TURN_S = 0.05
+_PAUSE_S = 1.0  # a turn that took so much longer means that this process itself was held up
+_LOST_PERIODS = 3  # a host unheard for so many heartbeat periods is lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended. `exit_code`: 0, 2, 3 or 4; `text`: what to tell the user; `blame`: None unless it failed."""
+
+    exit_code: int
+    text: str = ""
+    blame: Blame | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Which host this is, what all are called, and whom to tell. `tick` is called some twenty times a second."""
+
+    rundir: Path
+    host: int
+    hostnames: tuple[str, ...]
+    say: Callable[[str], None]
+    tick: Callable[[], None]
+
+
+class Supervision:
+    """One run on one host. Construct, then `run` once."""
+
+    def __init__(self, site: Site, crew: Crew, line: Line, *, loop: Loop, limits: Limits) -> None:
+        self._site, self._crew, self._line, self._loop, self._limits = site, crew, line, loop, limits
+        self._verdicts = Verdicts(site.rundir, site.hostnames, limits)
+        self._failures: list[Dated] = []
+        self._stop: How | None = None
+        self._ended: Ended | None = None
+        self._done: dict[int, tuple[int, ...]] = {}  # exit codes of other hosts' workers
+        self._lost: set[int] = set()
+        self._turned_s = self._judged_s = self._stop_s = self._failed_s = time.monotonic()
+        self._is_ending = self._is_reported = False
+
+    def run(self, jobs: Sequence[Job]) -> Outcome:
+        with StopRequests(self._loop) as requests:
+            self._crew.start(jobs)
+            while not self._is_over():
+                self._loop.turn(_TURN_S)
+                self._mind_pauses()
+                self._obey(requests.count)
+                self._note(self._crew.reap(stop=self._stop))
+                self._hear()
+                if time.monotonic() - self._judged_s > self._limits.heartbeat_s / 5:
+                    self._judge()
+                self._act()
+                self._site.tick()
+        outcome = self._outcome()
+        self._line.send(Ended(exit_code=outcome.exit_code, text=outcome.text))
+        return outcome
+
+    def _mind_pauses(self) -> None:
+        now_s = time.monotonic()
+        pause_s = now_s - self._turned_s - _TURN_S
+        if pause_s > _PAUSE_S:
+            self._crew.forgive(pause_s)
+            self._line.forgive(pause_s)
+        self._turned_s = now_s
+
+    def _obey(self, requests: int) -> None:
+        if requests:
+            self._asked("save" if requests == 1 else "now")
+
+    def _asked(self, how: How, *, by: int = -1) -> None:
+        """Take up a wish to stop, and pass it on, unless it is nothing new."""
+        if self._stop in (how, "now"):
+            return
+        self._stop, self._stop_s = how, time.monotonic()
+        self._line.send(Stop(how=how), besides=by)
+        if how == "save":
+            grace = show_seconds(self._limits.grace_s)
+            self._site.say(f"stopping: saving a checkpoint first, within {grace}; ask once more to stop at once")
+            self._crew.ask_to_stop()
+
+    def _note(self, failures: Sequence[Failure], *, by: int = -1) -> None:
+        """Remember failures, and tell the other hosts."""
+        for failure in failures:
+            if not self._failures:
+                self._failed_s = time.monotonic()
+            self._failures.append(Dated(failure=failure, at_s=time.monotonic() - failure.age_s))
+            self._line.send(Failed(failure=failure), besides=by)
+            if failure.what == "hung" and self._crew.owns(failure.rank):
+                self._crew.accuse(failure.rank)
+
+    def _hear(self) -> None:
+        for host, message in self._line.received():
+            if isinstance(message, Failed):
+                self._note([message.failure], by=host)
+            elif isinstance(message, Stop):
+                self._asked(message.how, by=host)
+            elif isinstance(message, Alive):
+                self._verdicts.hear(host, message)
+            elif isinstance(message, Done):
+                self._done[host] = message.exit_codes
+            else:
+                self._ended = message
+
+    def _judge(self) -> None:
+        self._judged_s = time.monotonic()
+        failures, warnings = self._crew.judge()
+        self._line.send(Alive(standings=tuple(standing(pulse) for pulse in self._crew.pulses)))
+        if self._site.host == 0 and not self._failures and not failures:
+            hung, slow = self._verdicts.judge(self._crew.pulses)
+            failures, warnings = failures + hung, warnings + slow
+        for warning in warnings:
+            self._site.say(warning)
+        self._note([*failures, *self._lost_hosts()])
+
+    def _lost_hosts(self) -> list[Failure]:
+        """Hosts whose supervisor is gone or unheard, each named once."""
+        others = range(1, len(self._site.hostnames)) if self._site.host == 0 else range(1)
+        limit_s = _LOST_PERIODS * self._limits.heartbeat_s
+        failures: list[Failure] = []
+        for host in others:
+            is_open = host in self._line.others and time.monotonic() - self._line.heard_s[host] < limit_s
+            if is_open or host in self._lost or host in self._done or self._ended is not None:
+                continue
+            self._lost.add(host)
+            name = self._site.hostnames[host]
+            cause = f"the supervisor on host {name} is gone, or the network to it is cut"
+            failures.append(Failure(rank=-1, host=host, hostname=name, pid=0, what="host lost", cause=cause))
+        return failures
+
+    def _act(self) -> None:
+        """End what must end: step by step, harder with time."""
+        now_s = time.monotonic()
+        if self._stop == "now":
+            self._crew.kill()
+        elif self._failures:
+            since_s = now_s - self._failed_s
+            # when only collateral ranks have spoken, the one to blame may take longer to die
+            is_certain = any(not dated.failure.is_collateral for dated in self._failures)
+            settle_s = self._limits.settle_s * (1 if is_certain else 2)
+            if since_s > settle_s + self._limits.kill_s:
+                self._crew.kill()
+            elif since_s > settle_s and not self._is_ending:
+                self._is_ending = True
+                self._crew.end()
+        elif self._stop == "save" and now_s - self._stop_s > self._limits.grace_s:
+            self._site.say(f"not saved within {show_seconds(self._limits.grace_s)}: stopping at once")
+            self._asked("now")
+
+    def _is_over(self) -> bool:
+        """All workers of this host have ended, and the other hosts have said what they had to say."""
+        if not self._crew.is_over:
+            return False
+        if self._site.host > 0:
+            if not self._is_reported:
+                self._is_reported = True
+                self._line.send(Done(exit_codes=self._crew.exit_codes))
+            is_complete = self._ended is not None or 0 in self._lost
+        else:
+            is_complete = len(self._lost | set(self._done)) == len(self._site.hostnames) - 1
+        limit_s = 2 * (self._limits.settle_s + self._limits.kill_s) + self._site.host + 2
+        is_late = bool(self._failures) and time.monotonic() - self._failed_s > limit_s
+        return is_complete or is_late
+
+    def _outcome(self) -> Outcome:
+        if self._ended is not None:  # host 0 has heard all hosts: its word stands
+            return Outcome(exit_code=self._ended.exit_code, text=self._ended.text)
+        resume = f"go on with: gossamer resume {self._site.rundir}"
+        is_own_fault = any(not dated.failure.is_collateral for dated in self._failures)
+        if self._failures and self._stop != "now" and (is_own_fault or self._stop is None):
+            found = blame(self._failures)
+            if found.first.exit_code == BAD_INPUT:
+                return Outcome(exit_code=BAD_INPUT, text=found.first.message, blame=found)
+            return Outcome(exit_code=FAILED, text=page(found, rundir=self._site.rundir), blame=found)
+        codes = {*self._crew.exit_codes, *(code for codes in self._done.values() for code in codes)}
+        if codes <= {DONE}:
+            return Outcome(exit_code=DONE)
+        if codes <= {DONE, INTERRUPTED}:
+            return Outcome(exit_code=INTERRUPTED, text=f"stopped, with a checkpoint; {resume}")
+        return Outcome(exit_code=FAILED, text=f"stopped before a new checkpoint was saved; {resume}")

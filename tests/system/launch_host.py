@@ -1,0 +1,70 @@
+"""One host of a meeting, for tests: python launch_host.py JSON. Prints what it was told; exits as a command would."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from gossamer.run.launch import Facts, Invitation, Limits, Meeting, Start, launch_met
+from gossamer.spec.errors import BadInput, RunFailed
+
+DEFAULTS = {
+    "interface": "auto",
+    "processes": 2,
+    "versions": {"gossamer": "0.1.0"},
+    "config": "c",
+    "data": "d",
+    "checkpoints": [],
+    "within_s": 30.0,
+    "worker": ["0.05", "6", "none"],
+    "run": "r",
+    "hosts": 2,
+}
+
+
+def main() -> int:
+    given = {**DEFAULTS, **json.loads(sys.argv[1])}
+    call = Invitation(
+        host=given["host"],
+        hosts=given["hosts"],
+        address=given["address"],
+        port=given["port"],
+        facts=Facts(
+            processes=given["processes"],
+            versions=given["versions"],
+            config=given["config"],
+            data=given["data"],
+            checkpoints=tuple(given["checkpoints"]),
+        ),
+        runs=Path(given["runs"]),
+        run=given["run"],
+        interface=given["interface"],
+        within_s=given["within_s"],
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+
+    def start(meeting: Meeting) -> Start:
+        print("MEETING", meeting.among, flush=True)
+        worker = str(Path(__file__).with_name("launch_worker.py"))
+        return Start(
+            argv=(sys.executable, worker, *given["worker"]),
+            processes=given["processes"],
+            rundir=meeting.rundir,
+            limits=Limits(heartbeat_s=1.0, progress_timeout_s=1.5, settle_s=1.0, kill_s=0.5),
+        )
+
+    try:
+        outcome = launch_met(call, start)
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(error, file=sys.stderr)
+        return 3
+    print("OUTCOME", outcome.text, flush=True)
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
