@@ -1,0 +1,83 @@
+"""Passes: a schedule becomes a schedule with more actions in it. Order among the old ones never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gossamer.pipeline.needs import Needs
+from gossamer.pipeline.schedule import Schedule
+from gossamer.spec.action import Action, Op
+
+
+def with_reduce(schedule: Schedule) -> Schedule:
+    """REDUCE_GRADS of each stage right after its last backward."""
+    return replace(schedule, ranks=tuple(tuple(_reduced(row)) for row in schedule.ranks))
+
+
+def _reduced(row: tuple[Action, ...]) -> Iterator[Action]:
+    last = {action.stage: place for place, action in enumerate(row) if action.op in (Op.B, Op.B_WEIGHT)}
+    for place, action in enumerate(row):
+        yield action
+        if last.get(action.stage) == place:
+            yield Action(Op.REDUCE_GRADS, action.stage)
+
+
+def with_transfers(schedule: Schedule) -> Schedule:
+    """A send right after what makes a tensor another rank needs, a receive right before what needs it.
+
+    Between two ranks, receives keep the order of the sends: a receive takes those before it along, which cost no more
+    waiting since they were sent earlier. Stages that follow each other on one rank hand over without a transfer.
+    """
+    sent = tuple(tuple(_with_sends(schedule, row)) for row in schedule.ranks)
+    orders: dict[tuple[int, int], list[Action]] = {}  # (from, to) -> receives, in the order of the sends
+    for rank, row in enumerate(sent):
+        for receive in (received for action in row if (received := matching_receive(action)) is not None):
+            orders.setdefault((rank, schedule.placement[receive.stage]), []).append(receive)
+    rows = tuple(tuple(_with_receives(schedule, row, orders)) for row in sent)
+    return replace(schedule, ranks=rows)
+
+
+def matching_receive(action: Action) -> Action | None:
+    """The receive that takes what `action` sends; None where it sends nothing."""
+    match action.op:
+        case Op.SEND_F:
+            return Action(Op.RECV_F, action.stage + 1, action.batch)
+        case Op.SEND_B:
+            return Action(Op.RECV_B, action.stage - 1, action.batch)
+        case _:
+            return None
+
+
+def _with_sends(schedule: Schedule, row: tuple[Action, ...]) -> Iterator[Action]:
+    needs, placement = Needs.of(schedule), schedule.placement
+    for action in row:
+        yield action
+        stage, batch = action.stage, action.batch
+        here = placement[stage]
+        if action.op is Op.F and stage + 1 < schedule.stages and placement[stage + 1] != here:
+            yield Action(Op.SEND_F, stage, batch)
+        if stage > 0 and action == needs.gradient(stage, batch) and placement[stage - 1] != here:
+            yield Action(Op.SEND_B, stage, batch)
+
+
+def _with_receives(
+    schedule: Schedule, row: tuple[Action, ...], orders: dict[tuple[int, int], list[Action]]
+) -> Iterator[Action]:
+    for action in row:
+        for receive in _inputs(schedule, action):
+            source = schedule.placement[receive.stage + (-1 if receive.op is Op.RECV_F else 1)]
+            queue = orders[source, schedule.placement[action.stage]]
+            while receive in queue:
+                yield queue.pop(0)
+        yield action
+
+
+def _inputs(schedule: Schedule, action: Action) -> Iterator[Action]:
+    """The receive that `action` needs, if its input is made on another rank."""
+    stage, placement = action.stage, schedule.placement
+    if action.op is Op.F and stage > 0 and placement[stage - 1] != placement[stage]:
+        yield Action(Op.RECV_F, stage, action.batch)
+    last = stage + 1 == schedule.stages
+    if action.op in (Op.B, Op.B_INPUT) and not last and placement[stage + 1] != placement[stage]:
+        yield Action(Op.RECV_B, stage, action.batch)

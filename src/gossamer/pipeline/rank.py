@@ -1,0 +1,49 @@
+"""One rank of a real run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gossamer.pipeline.player import World
+from gossamer.spec.action import Action, Op
+
+
+class StageWork(Protocol):
+    """What the actions of a schedule do to a model: whoever owns the modules provides it."""
+
+    def forward(self, stage: int, batch: int) -> None:
+        """Run the stage on micro-batch `batch`, and keep what its backward needs."""
+
+    def backward(self, stage: int, batch: int) -> None:
+        """Add the micro-batch's gradients, and free what was kept."""
+
+    def reduce(self, stage: int) -> None:
+        """All backwards of the stage are done: its gradients become those of all replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankWorld(World):
+    """`rank` counts within the schedule (0 where one stage is all there is), not within the run."""
+
+    rank: int
+    work: StageWork
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return (self.rank,)
+
+    def ready_s(self, rank: int, action: Action) -> float | None:
+        return 0.0  # what an action needs from elsewhere it waits for itself
+
+    def do(self, rank: int, action: Action) -> None:
+        match action.op:
+            case Op.F:
+                self.work.forward(action.stage, action.batch)
+            case Op.B:
+                self.work.backward(action.stage, action.batch)
+            case Op.REDUCE_GRADS:
+                self.work.reduce(action.stage)
+            case _:
+                raise AssertionError(f"{action}: this world knows forward, backward and reduce only")

@@ -1,0 +1,22 @@
+"""What the actions of one stage take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gossamer.spec.action import Op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """`seconds` per action (0 where an op is not named) and bytes per micro-batch.
+
+    live_bytes: kept from F to the end of backward; kept_bytes: the same where the schedule recomputes the stage, until
+    RECOMPUTE brings it up to live_bytes; boundary_bytes: what the stage hands on, and gets a gradient for.
+    """
+
+    seconds: Mapping[Op, float] = field(default_factory=dict)
+    live_bytes: int = 0
+    kept_bytes: int = 0
+    boundary_bytes: int = 0

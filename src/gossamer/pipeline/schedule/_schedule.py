@@ -1,0 +1,57 @@
+"""The value all of this is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gossamer.spec.action import Action
+
+WIDTH = 110  # columns of print
+MARGIN = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One list of actions per rank, in the order they are done, and the rank of each stage.
+
+    `trains`: every F has its backward, and every stage its REDUCE_GRADS; else there are forwards only.
+    """
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]  # placement[stage] = rank
+    microbatches: int
+    trains: bool = True
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    def actions(self) -> Iterator[tuple[int, int, Action]]:
+        """(rank, place in its list, action), rank by rank."""
+        for rank, row in enumerate(self.ranks):
+            for place, action in enumerate(row):
+                yield rank, place, action
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.name}: {self.stages} stages, {self.microbatches} micro-batches", *grid(self.ranks)])
+
+
+def grid(rows: Sequence[Sequence[Action]], *, at: tuple[int, int] | None = None) -> list[str]:
+    """Lines of print: a row per rank, a column per place in its list, wrapped to blocks.
+
+    With `at` = (rank, place): the one block that holds it, and an arrow below it.
+    """
+    cell = 1 + max((len(str(a)) for row in rows for a in row), default=2)
+    per_block = (WIDTH - MARGIN) // cell
+    longest = max((len(row) for row in rows), default=0)
+    starts = range(0, longest, per_block) if at is None else [at[1] // per_block * per_block]
+    lines: list[str] = []
+    for start in starts:
+        for rank, row in enumerate(rows):
+            cells = "".join(f"{action!s:<{cell}}" for action in row[start : start + per_block])
+            lines.append(f"rank {rank:<{MARGIN - 5}}{cells}".rstrip())
+            if at is not None and at[0] == rank:
+                lines.append(" " * (MARGIN + (at[1] - start) * cell) + f"^ place {at[1]}")
+    return lines

@@ -1,0 +1,50 @@
+"""ForwardOnly: every micro-batch through every stage, without a backward: validation and sampling.
+
+Order: on each rank by stage + batch, the wave in which micro-batches reach its stages; so no rank waits for one that
+waits for it, wherever the stages lie.   Live: 1 micro-batch per rank.   Bubble: (p - 1) / (m + p - 1) for p ranks
+of one stage and m micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gossamer.pipeline.schedule import Schedule, ScheduleMaker, StageCosts
+from gossamer.pipeline.schedule._demand import at_least_one
+from gossamer.spec.action import Action, Op
+from gossamer.spec.errors import bad_input
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOnly(ScheduleMaker):
+    """`placement[stage]` = rank, as in the schedule that trains the same stages; empty: round and round the ranks."""
+
+    placement: tuple[int, ...] = ()
+
+    def make(
+        self,
+        *,
+        stages: int,
+        ranks: int,
+        microbatches: int,
+        costs: Sequence[StageCosts] | None = None,
+        memory_cap: Sequence[int] | None = None,
+    ) -> Schedule:
+        at_least_one(stages=stages, ranks=ranks, microbatches=microbatches)
+        placement = self.placement or tuple(stage % ranks for stage in range(stages))
+        if len(placement) != stages or set(placement) != set(range(ranks)):
+            raise bad_input(
+                wanted=f"a placement of {stages} stages on ranks 0 to {ranks - 1}, each with a stage",
+                got=f"{list(placement)}",
+                do="name one rank per stage",
+                key="placement",
+            )
+        wave = sorted((stage + batch, stage, batch) for stage in range(stages) for batch in range(microbatches))
+        return Schedule(
+            name="forward_only",
+            ranks=tuple(tuple(Action(Op.F, s, b) for _, s, b in wave if placement[s] == r) for r in range(ranks)),
+            placement=placement,
+            microbatches=microbatches,
+            trains=False,
+        )

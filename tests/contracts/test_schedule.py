@@ -1,0 +1,106 @@
+"""What every schedule maker must do; the makers are found by the room."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from gossamer.pipeline import schedule
+from gossamer.pipeline.check import check
+from gossamer.pipeline.clock import forecast
+from gossamer.pipeline.needs import Needs
+from gossamer.pipeline.passes import with_transfers
+from gossamer.pipeline.schedule import Schedule, ScheduleMaker, StageCosts
+from gossamer.spec.action import Action, Op
+from gossamer.spec.errors import BadInput
+
+SHAPES = [(s, r, m) for s, r in [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (6, 3)] for m in (1, 2, 3, 4, 8)]
+SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.B_INPUT: 1.0, Op.B_WEIGHT: 1.0}
+
+
+@pytest.fixture(params=schedule.names())
+def maker(request: pytest.FixtureRequest) -> ScheduleMaker:
+    return schedule.build(request.param)
+
+
+def made(maker: ScheduleMaker) -> Iterator[tuple[tuple[int, int, int], Schedule]]:
+    """Every shape the maker accepts; the others it must refuse as the user's error."""
+    accepted = 0
+    for stages, ranks, microbatches in SHAPES:
+        try:
+            yield (stages, ranks, microbatches), maker.make(stages=stages, ranks=ranks, microbatches=microbatches)
+            accepted += 1
+        except BadInput:
+            continue
+    assert accepted, "the maker accepts no shape at all"
+
+
+def test_is_a_frozen_value(maker: ScheduleMaker) -> None:
+    assert maker == dataclasses.replace(maker) and hash(maker) == hash(dataclasses.replace(maker))
+
+
+def test_is_legal_with_and_without_transfers(maker: ScheduleMaker) -> None:
+    for (stages, ranks, microbatches), one in made(maker):
+        assert (one.stages, len(one.ranks), one.microbatches) == (stages, ranks, microbatches)
+        check(one)
+        check(with_transfers(one))
+
+
+def test_the_same_question_gets_the_same_answer(maker: ScheduleMaker) -> None:
+    for (stages, ranks, microbatches), one in made(maker):
+        assert one == maker.make(stages=stages, ranks=ranks, microbatches=microbatches)
+
+
+def test_prints_every_action_once(maker: ScheduleMaker) -> None:
+    for _, one in made(maker):
+        words = str(one).split()
+        for _, _, action in one.actions():
+            assert words.count(str(action)) == 1
+
+
+def test_the_clock_agrees_with_the_work(maker: ScheduleMaker) -> None:
+    """Busy time is the work there is, the makespan at least that of the fullest rank; nothing stays in memory."""
+    costs = StageCosts(seconds=SECONDS, live_bytes=3, boundary_bytes=5)
+    for (stages, _, microbatches), one in made(maker):
+        trace = forecast(with_transfers(one), [costs] * stages)
+        per_chunk = 3.0 if one.trains else 1.0
+        assert sum(trace.busy_s) == pytest.approx(stages * microbatches * per_chunk)
+        assert max(trace.busy_s) <= trace.makespan_s + 1e-9 and -1e-9 <= trace.bubble < 1
+        assert all(b == 3 * c >= 3 for b, c in zip(trace.peak_bytes, trace.peak_chunks, strict=True))
+        crossings = sum(a != b for a, b in zip(one.placement, one.placement[1:], strict=False))
+        assert sum(trace.link_bytes.values()) == crossings * microbatches * 5 * (2 if one.trains else 1)
+
+
+def test_memory_cap_is_kept_or_refused(maker: ScheduleMaker) -> None:
+    """What is made under a cap stays below it on the clock; with room for everything there is no reason to refuse."""
+    for (stages, ranks, microbatches), _ in made(maker):
+        costs = [StageCosts(seconds=SECONDS, live_bytes=1)] * stages
+        for cap in (stages * microbatches, 1):
+            asked = {"costs": costs, "memory_cap": [cap] * ranks}
+            try:
+                capped = maker.make(stages=stages, ranks=ranks, microbatches=microbatches, **asked)
+            except BadInput:
+                assert cap < stages * microbatches
+                continue
+            check(capped)
+            assert max(forecast(capped, costs).peak_bytes) <= cap
+
+
+@pytest.mark.parametrize("wrong", [{"stages": 0}, {"ranks": 0}, {"microbatches": 0}])
+def test_nothing_to_do_is_the_users_error(maker: ScheduleMaker, wrong: dict[str, int]) -> None:
+    with pytest.raises(BadInput):
+        maker.make(**{"stages": 1, "ranks": 1, "microbatches": 1, **wrong})
+
+
+def test_every_action_is_needed_or_ends_something(maker: ScheduleMaker) -> None:
+    """No action is done for nothing: another needs it, or it is the last of its micro-batch or stage."""
+    for _, one in made(maker):
+        needs = Needs.of(one)
+        needed = {n for _, _, a in one.actions() for n in needs(a)}
+        for _, _, action in one.actions():
+            ends = action.op is Op.REDUCE_GRADS or (
+                not one.trains and action == Action(Op.F, one.stages - 1, action.batch)
+            )
+            assert action in needed or ends, action
