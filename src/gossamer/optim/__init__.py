@@ -1,7 +1,7 @@
 """Update rules: how a parameter moves, given its gradient. One rule per file, state passed in and updated in place.
 
-State is keyed by parameter name and slot, and a slot has its parameter's shape and type (or is 0-dim), so that a
-checkpoint can store it by slice. Learning rates over time are in `optim.rate`.
+State is keyed by parameter name and slot, and a slot has its parameter's shape (or is 0-dim), so that a checkpoint can
+store it by slice. Learning rates over time are in `optim.rate`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ State: TypeAlias = dict[str, dict[str, Tensor]]  # parameter name -> slot -> ten
 
 
 class Rule(ABC):
-    """A frozen dataclass: its fields are its whole configuration, `lr` (the largest rate) among them."""
+    """A frozen dataclass: its fields are its whole configuration."""
 
-    lr: float
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """The largest rate: what a Rate's factors multiply."""
 
     @property
     @abstractmethod
     def slots(self) -> tuple[str, ...]:
-        """Names of the tensors kept per parameter: each costs as many bytes as the parameters."""
+        """Names of the tensors that are kept per parameter."""
 
     @abstractmethod
     def init(self, params: Mapping[str, Tensor]) -> State:
