@@ -1,0 +1,76 @@
+"""The command line. Every command is loaded when it is called: `gossamer --help` imports no torch.
+
+A command is a function that returns an `Answer` or raises; `main` alone writes, and turns exceptions into exit codes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App
+
+from gossamer.cli.endings import failure_of
+from gossamer.cli.output import Answer, Output
+
+COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
+    "demo": ("train:demo", "Train a small model on text this machine has, sample it, and say what to try next.", ""),
+    "train": ("train:train", "Train what a run.yaml says, on the machines it says.", "train run.yaml train.batch=32"),
+    "resume": (
+        "train:resume",
+        "Go on with a run from its newest good checkpoint.",
+        "resume runs/NAME train.steps=2000",
+    ),
+    "sample": ("use:sample", "Let the model of a run go on with a text.", 'sample runs/NAME "def " --tokens 100'),
+    "export": ("use:export", "Hand the model of a run over to another library.", "export runs/NAME --to hf DIR"),
+    "methods": ("methods:methods", "List the rooms of methods, or explain one method.", "methods compress dense"),
+    "config": ("config:app", "Show, check or describe configuration files.", ""),
+    "doctor": ("doctor:doctor", "Look at this machine: what works, what is missing, how to get it.", ""),
+    "lab": ("lab:app", "Real hosts and shaped links on this machine (Linux, root).", ""),
+}
+EPILOGUE = (
+    "Every command takes --json: its last line is then one JSON object. "
+    "Exit codes: 0 done, 2 your input, 3 the run failed, 4 interrupted with a checkpoint."
+)
+
+
+def _version() -> str:
+    from gossamer import __version__
+
+    return __version__
+
+
+def make_app() -> App:
+    """The command line as a value; nothing behind a command is imported yet."""
+    app = App(
+        name="gossamer",
+        help="Gossamer trains one model on the machines and links you have.",
+        help_epilogue=EPILOGUE,
+        help_format="plaintext",
+        version=_version,
+        suppress_keyboard_interrupt=False,
+    )
+    for name, (where, said, example) in COMMANDS.items():
+        more = f"\n\nExample: gossamer {example}" if example else ""
+        app.command(f"gossamer.cli.{where}", name=name, help=said + more)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. Never raises, and writes at most one block about an error."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own = given[: given.index("--")] if "--" in given else given
+    output = Output(json="--json" in own)
+    try:
+        result = make_app()(given, exit_on_error=False, print_error=False, result_action="return_value")
+        if isinstance(result, Answer):
+            return output.answer(result)
+        return result if isinstance(result, int) else 0  # a command that wrote by itself; help
+    except BrokenPipeError:  # `gossamer methods | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else 1 if left.code else 0
+    except BaseException as error:
+        return output.failure(failure_of(error))

@@ -1,0 +1,57 @@
+"""`gossamer config show | check | schema`: configuration files."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+
+from cyclopts import App
+
+from gossamer.cli.output import Answer, Json
+from gossamer.settings import load, schema, show
+from gossamer.settings.methods import check_methods, check_names
+
+app = App(name="config")
+
+
+@app.command(name="show")
+def show_config(run: Path | None = None, /, *override: str, json: Json = False) -> Answer:
+    """The merged configuration, with where each value came from.
+
+    Parameters
+    ----------
+    run
+        The configuration file; without one: all defaults.
+    override
+        key=value, wins over the file.
+    """
+    if run is not None and "=" in run.name and not run.exists():  # no file, overrides of the defaults only
+        run, override = None, (str(run), *override)
+    resolved = load(run, override)
+    check_names(resolved)
+    data = {"config": resolved.config.model_dump(mode="json"), "origin": dict(resolved.origin)}
+    return Answer(data, show(resolved))
+
+
+@app.command(name="check")
+def check_config(run: Path, /, *override: str, json: Json = False) -> Answer:
+    """Read a configuration file and build every method it names; nothing is trained.
+
+    Parameters
+    ----------
+    run
+        The configuration file.
+    override
+        key=value, wins over the file.
+    """
+    resolved = load(run, override)
+    check_methods(resolved)
+    changed = sum(where != "default" for where in resolved.origin.values())
+    text = f"{run} is in order: {changed} of {len(resolved.origin)} values are set, the others are defaults"
+    return Answer({"ok": True, "set": changed, "values": len(resolved.origin)}, text)
+
+
+@app.command(name="schema")
+def show_schema(*, json: Json = False) -> Answer:
+    """The JSON Schema of configuration files, for editors that complete and check."""
+    return Answer(schema(), jsonlib.dumps(schema(), indent=2))

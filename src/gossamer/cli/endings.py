@@ -1,0 +1,80 @@
+"""Exceptions as people and programs should see them: a headline, what was said, an exit code.
+
+0 done, 2 the user's input, 3 the run failed, 4 interrupted with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import traceback
+
+from cyclopts import CycloptsError, UnknownCommandError
+
+from gossamer.cli.extras import extra_with, install
+from gossamer.cli.output import Failure
+from gossamer.spec.errors import BadInput, Interrupted, RunFailed
+from gossamer.spec.nearest import nearest
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 3, 4
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What to tell about an exception that ended a command."""
+    if isinstance(error, BadInput):
+        return Failure(BAD_INPUT, "This cannot work:", str(error))
+    if isinstance(error, CycloptsError):
+        return Failure(BAD_INPUT, "The command line cannot be understood:", _usage(error))
+    if isinstance(error, Interrupted):
+        return Failure(INTERRUPTED, "Interrupted, with a checkpoint saved:", str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(FAILED, "Stopped at once:", "nothing after the last checkpoint was saved")
+    if isinstance(error, RunFailed):
+        kind = re.sub(r"(?<!^)(?=[A-Z])", " ", type(error).__name__).lower()
+        return Failure(FAILED, f"The run failed ({kind}):" if kind != "run failed" else "The run failed:", str(error))
+    missing = _missing(error)
+    if missing and (extra := extra_with(missing)):
+        said = f"this needs the package {missing}, which is not installed: {install(extra)}"
+        return Failure(BAD_INPUT, "This cannot work:", said)
+    return _unexpected(error)
+
+
+def _missing(error: BaseException | None) -> str | None:
+    """The module whose absence is behind an error (loading a command wraps it)."""
+    while error is not None and not isinstance(error, ModuleNotFoundError):
+        error = error.__cause__
+    return error.name if error is not None else None
+
+
+def _usage(error: CycloptsError) -> str:
+    chain = " ".join(("gossamer", *(error.command_chain or ())))
+    said = _unknown_command(error) if isinstance(error, UnknownCommandError) else str(error).strip()
+    return f"{said}\nSee: {chain} --help"
+
+
+def _unknown_command(error: UnknownCommandError) -> str:
+    """In our words: theirs import every command to see which are there."""
+    known = [name for name in error.app or () if not name.startswith("-")]
+    given = (error.unused_tokens or ["(nothing)"])[0]
+    return f"there is no command {given!r}: {nearest(given, known)}"
+
+
+def _unexpected(error: BaseException) -> Failure:
+    lines = traceback.format_exception_only(type(error), error)
+    where = _keep_traceback(error)
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    at = f"in {last[0].name}, {last[0].filename}:{last[0].lineno}\n" if last else ""
+    said = f"{''.join(lines).strip()}\n{at}The traceback is in {where}"
+    return Failure(FAILED, "Something failed that should not have:", said, {"traceback": where})
+
+
+def _keep_traceback(error: BaseException) -> str:
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="gossamer-traceback-", suffix=".txt")
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError:
+        return f"no file (nothing can be written in {tempfile.gettempdir()}), so here:\n{text}"
+    return path

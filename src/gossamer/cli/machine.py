@@ -1,0 +1,58 @@
+"""How much of this machine is ours: cores and memory, under the limits of a container where there are any."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def cores() -> tuple[float, str]:
+    """Cores this process may use, and what holds it to fewer than there are ("" if nothing does)."""
+    present = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
+    quota = _quota()
+    if quota is not None and quota < allowed:
+        return round(quota, 2), f" of {present}, by the container's quota"
+    return float(allowed), f" of {present}, by affinity" if allowed < present else ""
+
+
+def memory() -> tuple[int, int]:
+    """Bytes of memory there are, and bytes that are free, both under the container's limit."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    free = _meminfo("MemAvailable") or total
+    limit = _number(_CGROUP / "memory.max") or _number(_CGROUP / "memory/memory.limit_in_bytes")
+    used = _number(_CGROUP / "memory.current") or _number(_CGROUP / "memory/memory.usage_in_bytes") or 0
+    if limit is None or limit >= total:
+        return total, free
+    return limit, min(free, max(0, limit - used))
+
+
+def _quota() -> float | None:
+    """Cores by cgroup v2's cpu.max, else v1's quota / period; None where there is no limit."""
+    text = _text(_CGROUP / "cpu.max").split()
+    if len(text) == 2 and text[0].isdigit():
+        return int(text[0]) / int(text[1])
+    quota, period = _number(_CGROUP / "cpu/cpu.cfs_quota_us"), _number(_CGROUP / "cpu/cpu.cfs_period_us")
+    return quota / period if quota and period else None
+
+
+def _meminfo(name: str) -> int | None:
+    for line in _text(Path("/proc/meminfo")).splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("ascii")
+    except OSError:
+        return ""

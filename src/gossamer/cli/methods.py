@@ -1,0 +1,64 @@
+"""`gossamer methods`: what can be chosen, room by room. Read from the source, so that it answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from gossamer.cli.output import Answer, Json, table
+from gossamer.settings.rooms import Method, RoomPage, rooms
+from gossamer.settings.rooms import room as find_room
+
+
+def methods(room: str | None = None, method: str | None = None, /, *, json: Json = False) -> Answer:
+    """List all rooms, the methods of one room, or one method whole, e.g. `gossamer methods compress dense`.
+
+    Parameters
+    ----------
+    room
+        A room such as compress, optim or optim/rate.
+    method
+        A method of that room: its equations, symbols, cost and paper.
+    """
+    if room is None:
+        found = rooms().values()
+        text = "\n\n".join(_summary(page) for page in found)
+        return Answer({page.name: [_data(m) for m in page.methods.values()] for page in found}, text)
+    page = find_room(room)
+    if method is None:
+        return Answer(_room_data(page), _room_text(page))
+    chosen = page.method(method)
+    return Answer({**_data(chosen), "doc": chosen.doc}, _method_text(page, chosen))
+
+
+def _summary(page: RoomPage) -> str:
+    return "\n".join([f"{page.name}: {page.summary}", table([(m.name, m.summary) for m in page.methods.values()])])
+
+
+def _room_text(page: RoomPage) -> str:
+    about = [f"  {m.name}: {m.summary}\n    {_signature(m)}".rstrip() for m in page.methods.values()]
+    return "\n".join([page.doc, "", *about, "", f"Explained: gossamer methods {page.name} NAME"])
+
+
+def _method_text(page: RoomPage, method: Method) -> str:
+    rows = [
+        (p.name, p.annotation, f"default {p.default}" if p.default is not None else "required")
+        for p in method.parameters
+    ]
+    parameters = ["", "Parameters:", table(rows)] if rows else []
+    written = "{" + method.name + ": {" + ", ".join(f"{p.name}: ..." for p in method.parameters) + "}}"
+    return "\n".join([method.doc, *parameters, "", f"In a configuration: {method.name if not rows else written}"])
+
+
+def _signature(method: Method) -> str:
+    return ", ".join(p.name if p.default is None else f"{p.name}={p.default}" for p in method.parameters)
+
+
+def _room_data(page: RoomPage) -> dict[str, Any]:
+    return {"room": page.name, "doc": page.doc, "methods": [_data(m) for m in page.methods.values()]}
+
+
+def _data(method: Method) -> dict[str, Any]:
+    preset = {"is": method.is_} if method.is_ else {}
+    parameters = [asdict(p) for p in method.parameters]
+    return {"name": method.name, "summary": method.summary, **preset, "parameters": parameters}

@@ -1,0 +1,105 @@
+"""What commands write: answers on stdout, errors as one block on stderr, and with --json one object as the last line.
+
+The only place in the package that prints; commands return values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+Json = Annotated[
+    bool,
+    Parameter(name="--json", negative="", show_default=False, help="end with one JSON object, as the last line"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command came to: `data` for --json, `text` for people, and the exit code."""
+
+    data: Mapping[str, Any]
+    text: str = ""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a command failed: its exit code, a headline, and what was said (one or more lines)."""
+
+    exit_code: int
+    title: str
+    said: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Standard output and error; `json`: for machines."""
+
+    json: bool
+
+    def answer(self, answer: Answer) -> int:
+        """Write an answer; its exit code."""
+        if self.json:
+            self._line(dict(answer.data))
+        elif answer.text:
+            _write(answer.text.rstrip("\n") + "\n")
+        return answer.exit_code
+
+    def failure(self, failure: Failure) -> int:
+        """Write an error; its exit code."""
+        from rich.console import Console
+        from rich.text import Text
+
+        colour = "yellow" if failure.exit_code == 4 else "red"
+        block = Text(f"{failure.title}\n", style=f"bold {colour}")
+        body = "\n".join(f"  {line}".rstrip() for line in failure.said.strip().splitlines())
+        sys.stdout.flush()
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(block.append(_printable(body, sys.stderr.encoding), style="not bold default"))
+        if self.json:
+            self._line({"error": failure.said.strip(), **failure.extra, "exit": failure.exit_code})
+        return failure.exit_code
+
+    def _line(self, data: dict[str, Any]) -> None:
+        _write(json.dumps(_plain(data), allow_nan=False, default=str) + "\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(_printable(text, sys.stdout.encoding))
+    sys.stdout.flush()
+
+
+def _printable(text: str, encoding: str | None) -> str:
+    """Text a terminal of that encoding can take: a model may write anything, control sequences included."""
+    encoding = encoding or "utf-8"
+    text = "".join(c if c in "\n\t" or (ord(c) >= 32 and ord(c) != 127) else f"\\x{ord(c):02x}" for c in text)
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def table(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> str:
+    """Rows as aligned columns; the last one is not padded."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)] if rows else []
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append((indent + "  ".join([*cells, row[-1]])).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,31 @@
+"""One of the two processes of the doctor's wire check: `python -m gossamer.cli.smoke RANK FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gossamer.cli.doctor import RANKS, TIMEOUT_S
+from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.message import Combine, Levels, Message
+
+
+def smoke(rank: int, folder: Path) -> bool:
+    """Whether the two ranks, meeting in `folder`, got the right sum out of one exchange."""
+    store = dist.FileStore(str(folder / "meeting"), RANKS)  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=TIMEOUT_S))
+    group = Group(Meeting(store=store, rank=rank, levels=Levels.flat(RANKS), timeout_s=TIMEOUT_S))
+    (total,) = group.start(Message((torch.full((4,), float(rank + 1)),), Combine.SUM)).wait()
+    right = bool((total == 3.0).all())
+    store.set(f"done{rank}", "1")  # whoever leaves first takes its sockets along
+    store.wait([f"done{other}" for other in range(RANKS)])
+    group.close()
+    return right
+
+
+if __name__ == "__main__":
+    sys.exit(0 if smoke(int(sys.argv[1]), Path(sys.argv[2])) else 1)

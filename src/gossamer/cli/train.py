@@ -1,0 +1,134 @@
+"""`gossamer demo`, `train`, `resume`: the commands that start processes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from cyclopts import Parameter
+
+from gossamer import api
+from gossamer.cli.output import Answer, Json
+from gossamer.settings import load, located
+from gossamer.settings.methods import check_names
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.units import show_seconds
+
+
+def demo(*, seconds: float | None = None, json: Json = False) -> Answer:
+    """Train a small model on the source of Python's own library: no download, no account, no GPU.
+
+    Parameters
+    ----------
+    seconds
+        Train for about so long; default: what the figures in the documentation were made with.
+    """
+    if seconds is not None and not seconds > 0:
+        raise bad_input(wanted="seconds > 0", got=f"{seconds:g}", do="write how long to train", key="--seconds")
+    return Answer(api.demo_command(seconds=seconds))
+
+
+def train(
+    run: Path,
+    /,
+    *override: str,
+    plan: Path | None = None,
+    hosts: str = "",
+    host: str | None = None,
+    meet: str | None = None,
+    resume: Literal["auto"] | None = None,
+    dry: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: Json = False,
+) -> Answer:
+    """Train what a configuration file says, e.g. `gossamer train run.yaml train.batch=32`.
+
+    Parameters
+    ----------
+    run
+        The configuration file (YAML or TOML). Paths in it are relative to the current directory.
+    override
+        key=value, wins over the file; `gossamer config schema` lists the keys.
+    plan
+        A plan.yaml to obey instead of planning.
+    hosts
+        Names that ssh knows, separated by commas: start on each of them.
+    host
+        Of a run that is started by hand on every host, which one this is: 0/2 is the first of two.
+    meet
+        ADDRESS:PORT of the first host, with --host.
+    resume
+        auto: go on with the newest run of this configuration, if there is one.
+    dry
+        Build everything and take no step: what would run where, and whether it fits.
+    """
+    names = _host_names(hosts)
+    _check_meeting(names, host, meet)
+    if plan is not None and not plan.is_file():
+        raise bad_input(wanted="a plan.yaml", got=f"{plan}, which is no file", do="name the file", key="--plan")
+    resolved = load(run, override)
+    check_names(resolved)
+    try:
+        data = api.train_command(
+            resolved, plan=plan, hosts=names, host=host, meet=meet, resume=resume, dry=dry, argv=sys.argv[1:]
+        )
+    except BadInput as error:
+        raise located(error, resolved.origin) from error
+    return Answer(data, yaml.safe_dump(data, sort_keys=False) if dry else ending(data))
+
+
+def resume(run_dir: Path, /, *override: str, json: Json = False) -> Answer:
+    """Go on with a run from its newest good checkpoint, e.g. `gossamer resume runs/NAME train.steps=2000`.
+
+    Parameters
+    ----------
+    run_dir
+        The folder that `gossamer train` named.
+    override
+        key=value, wins over what the run began with.
+    """
+    data = api.resume_command(run_dir, list(override))
+    return Answer(data, ending(data))
+
+
+def ending(data: Mapping[str, Any]) -> str:
+    """The last lines of a run for people: what it came to, and what can be done with it."""
+    directory = data.get("directory")
+    if directory is None:
+        return ""
+    figures = [f"{data.get('outcome')} at step {data.get('steps')}"]
+    if data.get("seconds"):
+        figures.append(f"in {show_seconds(data['seconds'])}")
+    if data.get("validation_bits_per_byte") is not None:
+        figures.append(f"validation {data['validation_bits_per_byte']:.3f} bits/byte")
+    elif data.get("validation_loss") is not None:
+        figures.append(f"validation loss {data['validation_loss']:.4f}")
+    return f"{directory}: {', '.join(figures)}\nnext: gossamer sample {directory} TEXT"
+
+
+def _host_names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")] if text else []
+    if not all(names) or len(set(names)) != len(names):
+        raise bad_input(
+            wanted="names of different hosts such as a,b", got=repr(text), do="separate by commas", key="--hosts"
+        )
+    return names
+
+
+def _check_meeting(hosts: list[str], host: str | None, meet: str | None) -> None:
+    if (host is None) != (meet is None):
+        raise BadInput("--host and --meet go together: --host 0/2 --meet ADDRESS:PORT, with the same --meet everywhere")
+    if host is None or meet is None:
+        return
+    if hosts:
+        raise BadInput("--hosts starts every host from here, --host is for starting each by hand: give one of them")
+    place = re.fullmatch(r"(\d+)/(\d+)", host)
+    if place is None or not int(place.group(1)) < int(place.group(2)):
+        raise bad_input(wanted="i/n with i < n, such as 0/2", got=repr(host), do="count from 0", key="--host")
+    address, _, port = meet.rpartition(":")
+    if not address or not port.isdigit() or not 0 < int(port) < 65536:
+        wanted = "ADDRESS:PORT with a port from 1 to 65535"
+        raise bad_input(wanted=wanted, got=repr(meet), do="name the first host", key="--meet")

@@ -1,0 +1,13 @@
+"""Settings: what a run is configured to do, and where each value came from.
+
+A file (`read`), the command line (`overrides`) and the defaults become one `RunConfig` (`resolve`). Every mistake is
+told with its file and line (`complain`) in plain words (`words`); `record` shows the result, and reads an earlier one.
+"""
+
+from __future__ import annotations
+
+from gossamer.settings.complain import check, located
+from gossamer.settings.record import reload, show
+from gossamer.settings.resolve import Resolved, load, override, schema
+
+__all__ = ["Resolved", "check", "load", "located", "override", "reload", "schema", "show"]

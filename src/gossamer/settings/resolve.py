@@ -1,0 +1,98 @@
+"""One configuration out of defaults, a file and the command line, with the origin of every value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossamer.settings.complain import DEFAULT, check
+from gossamer.settings.overrides import COMMAND_LINE, put, put_written
+from gossamer.settings.read import Written, read
+from gossamer.settings.words import leaves
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput
+
+PYTHON = "python"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration; `origin` says for each dotted key where its value came from.
+
+    That is "default", "run.yaml:12", "command line", "python", "environment" or "planner: <reason>".
+    """
+
+    config: RunConfig
+    origin: Mapping[str, str]
+
+    @staticmethod
+    def of(config: RunConfig, *, origin: str = PYTHON) -> Resolved:
+        """A configuration made in Python: what differs from the defaults came from `origin`."""
+        default = RunConfig()
+        where = {k: DEFAULT if value_at(config, k) == value_at(default, k) else origin for k, _ in leaves()}
+        return Resolved(config, where)
+
+    def replace(self, key: str, value: Any, *, origin: str) -> Resolved:
+        """The same with one value changed, by `origin`; raises BadInput if it does not fit."""
+        written = put(Written(self.config.model_dump(), {}), key, value, origin)
+        return Resolved(check(written.values, written.lines), {**self.origin, key: origin})
+
+
+def load(path: Path | None, overrides: Iterable[str] = (), *, given: Mapping[str, Any] | None = None) -> Resolved:
+    """The configuration in `path`, or `given` in Python (neither: all defaults), under key=value `overrides`.
+
+    Raises one BadInput that lists every mistake, each with file:line, key, what was wanted and got.
+    """
+    assert path is None or given is None, "one or the other"
+    values = given or {}
+    written = read(path) if path is not None else Written(values, dict(_said_in_python(values)))
+    return resolve(written, overrides)
+
+
+def _said_in_python(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        yield f"{above}{name}", PYTHON
+        if isinstance(value, Mapping):
+            yield from _said_in_python(value, f"{above}{name}.")
+
+
+def override(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
+    """`config` under key=value overrides; raises BadInput."""
+    return resolve(Written(config.model_dump(), {}), overrides).config
+
+
+def resolve(written: Written, overrides: Iterable[str]) -> Resolved:
+    """`written` under `overrides`, checked."""
+    values = {k: {} if v is None and k in RunConfig.model_fields else v for k, v in written.values.items()}
+    written = Written(values, written.lines)  # a section with nothing below it is a section of defaults
+    mistakes = []
+    for given in overrides:
+        try:
+            written = put_written(written, given)
+        except BadInput as error:
+            mistakes.append(error)
+    config = check(written.values, written.lines, mistakes)
+    return Resolved(config, {key: _origin(key, written.lines) for key, _ in leaves()})
+
+
+def value_at(config: RunConfig, key: str) -> Any:
+    """The value of a dotted key of the schema."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a configuration file, for editors that complete and check."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+
+
+def _origin(key: str, lines: Mapping[str, str]) -> str:
+    below = [where for k, where in lines.items() if k.startswith(f"{key}.")]
+    own = lines.get(key) or next((where for where in below if where != COMMAND_LINE), DEFAULT)
+    if COMMAND_LINE in below and own != COMMAND_LINE:  # only a part of the value was changed
+        return f"{own}, {COMMAND_LINE}"
+    return own

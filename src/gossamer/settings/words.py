@@ -1,0 +1,91 @@
+"""Types and values of the configuration in plain words: for error messages and for the reference."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from gossamer.spec.config import RunConfig
+
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def wanted(field: FieldInfo) -> str:
+    """What a field takes: "a whole number >= 1 or auto"."""
+    return _words(field.annotation, tuple(field.metadata))
+
+
+def section(annotation: Any) -> type[BaseModel] | None:
+    """The model class if the annotation is a section of the configuration."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def leaves(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every dotted key that holds a value (and no further keys of the schema), in order."""
+    for name, field in model.model_fields.items():
+        inner = section(field.annotation)
+        if inner is None:
+            yield prefix + name, field
+        else:
+            yield from leaves(inner, f"{prefix}{name}.")
+
+
+def is_text(field: FieldInfo) -> bool:
+    """Whether nothing but text (or nothing at all) can stand there."""
+    return set(_members(field.annotation)) <= {str, type(None)}
+
+
+def takes_text(field: FieldInfo) -> bool:
+    """Whether text is among what can stand there."""
+    return str in _members(field.annotation)
+
+
+def is_method(annotation: Any) -> bool:
+    """Whether it is `spec.choice.Written`: a name, or a name with parameters."""
+    found = set(map(str, _members(annotation)))
+    return {str(str), str(dict[str, Any])} <= found
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _words(args[0], args[1:])
+    if is_method(annotation):
+        return "a method: a name or {name: {parameter: value}}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_words(a) for a in args if a is not type(None))
+    if origin is Literal:
+        return " or ".join(map(str, args)) if len(args) < 3 else f"one of {', '.join(map(str, args))}"
+    if origin is list:
+        return f"a list [...] of {_plural(_words(args[0]))}"
+    if origin is dict or annotation is dict:
+        return "keys with values {...}"
+    inner = section(annotation)
+    if inner is not None:
+        return f"keys ({', '.join(inner.model_fields)})"
+    return " ".join([_PLAIN.get(annotation, str(annotation)), " and ".join(_bounds(metadata))]).strip()
+
+
+def _plural(words: str) -> str:
+    for one, many in (("a whole number", "whole numbers"), ("a number", "numbers"), ("a method:", "methods:")):
+        words = words.replace(one, many)
+    return words
+
+
+def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            yield from _bounds(item.metadata)
+        for name, sign in _BOUNDS.items():
+            bound = getattr(item, name, None) if type(item).__name__.lower() == name else None
+            if bound is not None:
+                yield f"{sign} {bound}"

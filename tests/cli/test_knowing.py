@@ -1,0 +1,127 @@
+"""`methods`, `config`, `doctor`, and the reference pages: what the code says about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossamer.cli import doctor, main
+from gossamer.cli.extras import extra_with, extras, version_of
+from gossamer.cli.machine import cores, memory
+from gossamer.settings import load
+from gossamer.settings.rooms import rooms
+from gossamer.spec.config import RunConfig
+
+ROOMS = rooms()
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_read_from_its_source_is_the_room_itself(name: str) -> None:
+    room = importlib.import_module(f"gossamer.{name.replace('/', '.')}").ROOM
+    page = ROOMS[name]
+    assert tuple(page.methods) == room.names()
+    assert page.base == room.base.__name__
+    for method in page.methods.values():
+        fields = dataclasses.fields(room.type(method.name))
+        assert [p.name for p in method.parameters] == [f.name for f in fields if f.init]
+        required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+        assert [p.name for p in method.parameters if p.default is None] == required or method.is_
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_every_room_and_method_says_what_it_is(name: str) -> None:
+    assert ROOMS[name].summary and ROOMS[name].methods
+    assert all(method.summary for method in ROOMS[name].methods.values())
+
+
+def test_methods_lists_explains_and_answers_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{name}: " in out for name in ROOMS)
+    assert main(["methods", "optim.rate"]) == 0
+    assert "cosine" in capsys.readouterr().out
+    assert main(["methods", "compress", "dense"]) == 0
+    assert "mean = sum_i w_i x_i" in capsys.readouterr().out
+    assert main(["methods", "optim", "adamw", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["name"] == "adamw" and "lr" in [p["name"] for p in data["parameters"]] and "Equations" in data["doc"]
+
+
+def test_config_show_prints_a_configuration_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "train.batch=8"]) == 0
+    (tmp_path / "shown.yaml").write_text(capsys.readouterr().out)
+    assert load(tmp_path / "shown.yaml").config == load(None, ["train.batch=8"]).config
+    assert main(["config", "show", str(tmp_path / "shown.yaml"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["config"]["train"]["batch"] == 8 and data["origin"]["train.batch"].endswith("shown.yaml:18")
+
+
+def test_config_check_builds_the_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {optimizer: {adamw: {lr: 1e-3}}}\n")
+    assert main(["config", "check", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["set"] == 1
+    file.write_text("train: {optimizer: {adamw: {lr: fast}}}\n")
+    assert main(["config", "check", str(file)]) == 2
+    assert f"{file}:1: train.optimizer.adamw.lr: wanted float, got 'fast'" in capsys.readouterr().err
+
+
+def test_config_schema_is_one_json_object_either_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["properties"].keys() == RunConfig.model_fields.keys()
+    assert main(["config", "schema", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == schema
+
+
+@pytest.mark.slow
+def test_the_doctor_tries_the_wire(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["wire (gloo)"]["level"] == "ok"
+    assert found["torch"]["said"] == version_of("torch")
+    assert {"python", "cores", "memory", "threads", "cache", "runs", "GPU", "laboratory", "[hf]"} <= set(found)
+
+
+def test_a_doctor_that_finds_something_bad_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_wire", lambda: doctor.Finding("wire (gloo)", doctor.BAD, "no network"))
+    monkeypatch.setattr(doctor, "version_of", lambda name: None)
+    assert main(["doctor"]) == 3
+    out = capsys.readouterr().out
+    assert "RED     wire (gloo)" in out and "pip install 'gossamer[hf]'" in out and "must be put right" in out
+
+
+def test_a_wire_that_does_not_work_is_named_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert doctor._wire().level == doctor.BAD
+    monkeypatch.setattr("sys.executable", "/bin/cat")  # waits for what never comes... or refuses its arguments
+    assert doctor._wire().level == doctor.BAD
+
+
+def test_this_machine_has_cores_and_memory() -> None:
+    count, _ = cores()
+    total, free = memory()
+    assert count > 0 and 0 < free <= total
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    assert {"hf", "parquet", "tensorboard", "wandb", "mlflow", "trackio"} <= set(extras())
+    assert (extra_with("transformers"), extra_with("pyarrow.lib"), extra_with("torch")) == ("hf", "parquet", None)
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None and spec.loader is not None
+    generate: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    for name, text in generate.pages().items():
+        assert (DOCS / "reference" / name).read_text("utf-8") == text, f"docs/reference/{name} is stale: make docs"

@@ -1,0 +1,279 @@
+"""The command line as its users meet it: answers, errors, exit codes, --json, and nothing imported for help."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gossamer
+from gossamer import api
+from gossamer.cli import COMMANDS, main
+from gossamer.spec.errors import BadInput, Interrupted, PeerLost, RunFailed
+
+DONE = {"directory": "runs/a", "outcome": "done", "steps": 5, "seconds": 2.0, "validation_bits_per_byte": 2.5}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "run.yaml").write_text("train: {batch: 16}\n")
+    return tmp_path / "run.yaml"
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `gossamer train` would have been called with; nothing is trained."""
+    calls: list[dict[str, Any]] = []
+
+    def train_command(resolved: Any, **rest: Any) -> dict[str, Any]:
+        calls.append({"config": resolved.config, "origin": resolved.origin, **rest})
+        return DONE
+
+    monkeypatch.setattr(api, "train_command", train_command)
+    return calls
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def command(*args: Any, **rest: Any) -> Any:
+        raise error
+
+    return command
+
+
+def test_help_and_the_library_itself_import_no_torch() -> None:
+    program = (
+        "import sys, io, contextlib, gossamer\n"
+        "from gossamer.cli import COMMANDS, main\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "    codes = [main(['--help']), *(main([name, '--help']) for name in COMMANDS if name != 'lab')]\n"
+        "    codes += [main(['methods', 'optim']), main(['config', 'show', '--json']), main(['--version'])]\n"
+        "assert not any(codes), codes\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'scipy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_every_command_and_loads_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f" {name} " in out for name in COMMANDS)
+    assert "Exit codes: 0" in out
+    program = "import sys; from gossamer.cli import main; main(['--help']); assert 'gossamer.api' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+
+
+def test_python_m_gossamer_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "gossamer", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, gossamer.__version__)
+    done = subprocess.run([sys.executable, "-m", "gossamer", "trian"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "did you mean 'train'?" in done.stderr and not done.stdout
+
+
+def test_the_public_names_are_there() -> None:
+    import gossamer.plan
+
+    assert callable(gossamer.train) and callable(gossamer.wrap) and callable(gossamer.plan)
+    assert gossamer.plan.names is sys.modules["gossamer.plan"].names
+    assert gossamer.RunConfig().train.batch == 64 and gossamer.Plan.__name__ == "Plan"
+    assert set(gossamer.__all__) <= set(dir(gossamer))
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        gossamer.trian  # noqa: B018
+
+
+USAGE = {
+    ("trian",): "there is no command 'trian': did you mean 'train'?",
+    ("config", "shw"): "there is no command 'shw': did you mean 'show'?",
+    ("train",): "RUN",
+    ("train", "run.yaml", "--hots", "a"): "--hots",
+    ("train", "run.yaml", "--resume", "now"): "auto",
+    ("train", "nowhere.yaml"): "there is no file nowhere.yaml",
+    ("sample", "runs/none"): "TEXT",
+    ("sample", "runs/none", "a", "--tokens", "many"): "many",
+    ("sample", "runs/none", "a", "--tokens", "0"): "--tokens: wanted a number >= 1, got 0",
+    ("sample", "runs/none", "a", "--temperature", "-1"): "--temperature",
+    ("sample", "runs/none", "a"): "runs/none",
+    ("resume", "runs/none"): "runs/none",
+    ("export", "runs/none", "out", "--to", "gguf"): "hf",
+    ("export", "runs/none", "out"): "--to",
+    ("demo", "--seconds", "-1"): "wanted seconds > 0, got -1",
+    ("methods", "optm"): "there is no room 'optm': did you mean 'optim'",
+    ("methods", "optim", "adamv"): "did you mean 'adamw'?",
+    ("config", "check", "nowhere.yaml"): "nowhere.yaml",
+}
+
+
+@pytest.mark.parametrize("argv", USAGE, ids=" ".join)
+def test_what_the_user_gave_wrong_is_exit_2_and_one_block(
+    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").touch()
+    assert main([*argv, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert USAGE[argv] in err and "Traceback" not in err
+    last = json.loads(out.splitlines()[-1])
+    assert last["exit"] == 2 and USAGE[argv] in last["error"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.yaml"]
+
+
+MEETING = {
+    ("--host", "0/2"): "--host and --meet go together",
+    ("--meet", "a:1"): "--host and --meet go together",
+    ("--host", "2/2", "--meet", "a:1"): "wanted i/n with i < n, such as 0/2, got '2/2'",
+    ("--host", "one", "--meet", "a:1"): "wanted i/n",
+    ("--host", "0/2", "--meet", "a"): "wanted ADDRESS:PORT",
+    ("--host", "0/2", "--meet", "a:99999"): "wanted ADDRESS:PORT with a port from 1 to 65535",
+    ("--host", "0/2", "--meet", "a:1", "--hosts", "a,b"): "give one of them",
+    ("--hosts", "a,,b"): "wanted names of different hosts",
+    ("--hosts", "a,a"): "wanted names of different hosts",
+    ("--plan", "none.yaml"): "none.yaml, which is no file",
+    ("train.batch=0",): "train.batch: wanted a whole number >= 1",
+    ("train.optimizer=adamv",): "did you mean 'adamw'?",
+}
+
+
+@pytest.mark.parametrize("rest", MEETING, ids=" ".join)
+def test_train_refuses_before_anything_is_started(
+    rest: tuple[str, ...], file: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(file), *rest]) == 2
+    assert MEETING[rest] in capsys.readouterr().err
+    assert not trained
+
+
+def test_train_hands_everything_over(file: Path, trained: list[dict[str, Any]], tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.touch()
+    argv = ["train", str(file), "train.steps=5", "--plan", str(plan), "--hosts", "a, b", "--resume", "auto"]
+    assert main([*argv, "data.source=text:*.txt", "--dry"]) == 0
+    (call,) = trained
+    config = call["config"]
+    assert (config.train.batch, config.train.steps, config.data.source) == (16, 5, "text:*.txt")
+    assert call["origin"]["train.batch"] == f"{file}:1" and call["origin"]["train.steps"] == "command line"
+    assert (call["plan"], call["hosts"], call["resume"], call["dry"]) == (plan, ["a", "b"], "auto", True)
+    assert main(["train", str(file), "--host", "1/2", "--meet", "[::1]:29500"]) == 0
+    assert (trained[1]["host"], trained[1]["meet"], trained[1]["hosts"]) == ("1/2", "[::1]:29500", [])
+
+
+def test_a_run_that_is_done_says_what_it_came_to(
+    file: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "runs/a: done at step 5, in 2 s, validation 2.500 bits/byte" in out and "gossamer sample runs/a" in out
+    assert main(["train", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == DONE
+
+
+ENDINGS = [
+    (BadInput("too many ranks", key="machines.processes"), 2, "machines.processes: too many ranks"),
+    (RunFailed("rank 1 ran out of memory"), 3, "The run failed:\n  rank 1 ran out of memory"),
+    (PeerLost("rank 1 is gone"), 3, "The run failed (peer lost):"),
+    (Interrupted("saved at step 7"), 4, "Interrupted, with a checkpoint saved:\n  saved at step 7"),
+    (KeyboardInterrupt(), 3, "Stopped at once:"),
+    (ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow"), 2, "pip install 'gossamer[parquet]'"),
+    (ModuleNotFoundError("No module named 'mlflow.x'", name="mlflow.x"), 2, "pip install 'gossamer[mlflow]'"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "said"), ENDINGS, ids=lambda x: type(x).__name__)
+def test_each_ending_has_its_exit_code_and_its_block(
+    error: BaseException,
+    code: int,
+    said: str,
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api, "train_command", raising(error))
+    assert main(["train", str(file), "--json"]) == code
+    out, err = capsys.readouterr()
+    assert said in err and "Traceback" not in err
+    assert json.loads(out.splitlines()[-1])["exit"] == code
+
+
+def test_a_complaint_of_the_run_about_a_key_is_told_with_its_place(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error in (BadInput("more ranks than rows", key="train.batch"), BadInput("train.batch: more ranks than rows")):
+        monkeypatch.setattr(api, "train_command", raising(error))
+        assert main(["train", str(file)]) == 2
+        assert f"{file}:1: train.batch: more ranks than rows" in capsys.readouterr().err
+    monkeypatch.setattr(api, "train_command", raising(BadInput("data.source: nothing there")))
+    assert main(["train", str(file), "data.source=text:x", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"] == "command line: data.source: nothing there"
+    assert main(["train", str(file), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"] == "data.source: nothing there"
+
+
+def test_what_nobody_expected_keeps_its_traceback_in_a_file(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(api, "train_command", raising(ZeroDivisionError("by nought")))
+    assert main(["train", str(file), "--json"]) == 3
+    out, err = capsys.readouterr()
+    assert "ZeroDivisionError: by nought" in err and "Traceback (most" not in err
+    kept = Path(json.loads(out)["traceback"])
+    assert kept.parent == tmp_path and "Traceback (most recent call last)" in kept.read_text()
+
+
+def test_an_exit_of_a_worker_is_passed_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "train_command", raising(SystemExit(4)))
+    assert main(["train", str(file)]) == 4
+
+
+def test_sample_writes_what_the_model_says_whatever_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def sample(run_dir: Path, prompt: str, **rest: Any) -> str:
+        asked.update(rest, run_dir=run_dir)
+        return "\ufffd\x1b nan"
+
+    monkeypatch.setattr(api, "sample", sample)
+    assert main(["sample", "runs/a", "def ", "--tokens", "3", "--seed", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"prompt": "def ", "text": "\ufffd\x1b nan"}
+    assert main(["sample", "runs/a", "def ", "--tokens", "3", "--seed", "1"]) == 0
+    assert capsys.readouterr().out == "def \ufffd\\x1b nan\n"
+    assert asked == {"run_dir": Path("runs/a"), "tokens": 3, "temperature": 0.8, "top_k": 50, "seed": 1}
+
+
+def test_resume_and_export_hand_over(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "resume_command", lambda run_dir, overrides: {**DONE, "got": [run_dir, overrides]})
+    assert main(["resume", "runs/a", "train.steps=9", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["got"] == ["runs/a", ["train.steps=9"]]
+    monkeypatch.setattr(api, "export", lambda run_dir, target: {"exported": str(target)})
+    assert main(["export", "runs/a", "out", "--to", "hf", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"exported": "out"}
+
+
+def test_json_has_no_nan(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"loss": float("nan"), "rates": [1.0, float("inf")], "path": Path("a")}
+    monkeypatch.setattr(api, "train_command", lambda *args, **rest: figures)
+    assert main(["train", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "rates": [1.0, None], "path": "a"}
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m gossamer config schema | head -1", shell=True, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "{" and not done.stderr
+
+
+def test_nothing_but_the_output_module_prints() -> None:
+    package = Path(gossamer.__file__).parent
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            assert not is_print, f"{path}:{getattr(node, 'lineno', 0)} prints"
