@@ -9,9 +9,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +38,22 @@ class Seat:
         return dist.FileStore(self.meeting, self.ranks)
 
 
+DEADLINE_S = 60.0  # a hang is a failure that shows where: every thread's stack goes to stderr
+
+
+def hung(worker: subprocess.Popen[str]) -> None:
+    """Let a worker show its stacks, and end it."""
+    worker.send_signal(signal.SIGUSR1)
+    time.sleep(1)
+    worker.kill()
+
+
 class Pool:
     """Workers are started as they are first needed and live until `close`."""
 
     def __init__(self) -> None:
         self._workers: list[subprocess.Popen[str]] = []
+        self.broken = False
 
     def run(self, job: str, ranks: int, /, **arguments: Any) -> list[Any]:
         """Run "module:function" on `ranks` workers. A failing rank's traceback fails the test."""
@@ -60,14 +74,18 @@ class Pool:
                 assert pipe is not None
                 pipe.write(json.dumps(task) + "\n")
                 pipe.flush()
-            return [self._answer(self._workers[rank]) for rank in range(ranks)]
+            answers = [self._answer(self._workers[rank]) for rank in range(ranks)]
+        if self.broken:  # the next job begins with fresh workers
+            self.broken = False
+            self.close()
+        return answers
 
     def close(self) -> None:
         for worker in self._workers:
             assert worker.stdin is not None
             worker.stdin.close()
         for worker in self._workers:
-            worker.wait(20)
+            worker.wait()
             assert worker.stdout is not None
             worker.stdout.close()
         self._workers.clear()
@@ -84,19 +102,28 @@ class Pool:
             cwd=HERE.parent,
         )
 
-    @staticmethod
-    def _answer(worker: subprocess.Popen[str]) -> dict[str, Any]:
+    def _answer(self, worker: subprocess.Popen[str]) -> dict[str, Any]:
         assert worker.stdout is not None
-        for line in worker.stdout:
-            if line.startswith("@answer "):
-                return json.loads(line[len("@answer ") :])
-        raise AssertionError(f"a pool worker died with exit code {worker.wait()}")
+        deadline = threading.Timer(DEADLINE_S, hung, [worker])
+        deadline.start()
+        try:
+            for line in worker.stdout:
+                if line.startswith("@answer "):
+                    return json.loads(line[len("@answer ") :])
+        finally:
+            deadline.cancel()
+            deadline.join()
+        self.broken = True
+        return {"error": f"the pool worker died with exit code {worker.wait()}", "kind": "died"}
 
 
 def serve() -> None:
     """What a worker does: import torch once, then one job per line."""
+    import faulthandler
+
     import torch
 
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     for line in sys.stdin:
         task = json.loads(line)

@@ -98,11 +98,12 @@ def run_job(job: Job) -> dict[str, Any]:
         generation=where.generation,
     )
     try:
-        check_agreement(pump, _facts(job))
         sink = _Sink(job.directory, job.show) if where.rank == 0 else _forget
+        saver = _saver(job, sink)
+        saver.open()
+        check_agreement(pump, _facts(job))
         if where.rank == 0:
             job.directory.keep_plan(job.parts.plan)
-        saver = _saver(job, sink)
         around = Surroundings(sink=sink, at=job.at, asked_to_stop=job.asked_to_stop, saver=saver)
         trainer = build(job.parts, pump, around)
         if job.resume:
@@ -143,6 +144,7 @@ def _saver(job: Job, sink: Callable[[records.Record], None]) -> Saver:
         writer=where.writer,
         writers=where.writers,
         keep=config.train.keep_checkpoints,
+        generation=where.generation,
         sink=sink,
         identity={
             "seed": config.train.seed,

@@ -127,7 +127,7 @@ def build(parts: Parts, pump: Pump, around: Surroundings) -> Trainer:
         scaling=scaling,
         sink=around.sink,
         at=around.at,
-        save=around.saver.save,
+        save=lambda progress, last: around.saver.save(progress, last=last),
         asked_to_stop=around.asked_to_stop,
         progress=around.saver.progress,
     )

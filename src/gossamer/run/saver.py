@@ -11,7 +11,7 @@ from gossamer.run.checkpoint import Contents
 from gossamer.run.trainer import Progress
 from gossamer.spec import records
 from gossamer.spec.errors import CheckpointMismatch
-from gossamer.store.checkpoint import Checkpoint, CheckpointWriter, latest_good, list_checkpoints
+from gossamer.store.checkpoint import Checkpoint, CheckpointWriter, SaveStatus, latest_good, list_checkpoints
 
 FORMAT = 1
 
@@ -26,17 +26,25 @@ class Saver:
     writer: int
     writers: int
     keep: int
+    generation: int
     sink: Callable[[records.Record], None]
     identity: dict[str, Any]  # what the meta of a checkpoint says beside the progress
     progress: Progress = field(default_factory=Progress)
     contents: Contents | None = None
     _store: CheckpointWriter | None = None
 
-    def save(self, progress: Progress) -> None:
-        """Copy the state aside and go on; the writing happens behind, its errors surface as records."""
-        assert self.contents is not None
-        if self._store is None:
-            self._store = CheckpointWriter(self.directory, rank=self.writer, ranks=self.writers, keep=self.keep)
+    def open(self) -> None:
+        """Before any rank can save: the leader sweeps what an earlier run left half-written."""
+        self._store = CheckpointWriter(
+            self.directory, rank=self.writer, ranks=self.writers, keep=self.keep, token=f"g{self.generation}"
+        )
+
+    def save(self, progress: Progress, *, last: bool = False) -> None:
+        """Copy the state aside and go on; the writing happens behind, its errors surface as records.
+
+        While the one before is still being written, this one is skipped, with a notice; `last` waits instead.
+        """
+        assert self.contents is not None and self._store is not None
         meta = {
             "format": FORMAT,
             "step": progress.step,
@@ -44,7 +52,11 @@ class Saver:
             "ranks": self.ranks,
             **self.identity,
         }
-        self._store.save(progress.step, self.contents.pieces(self.writer, self.writers), meta)
+        pieces = self.contents.pieces(self.writer, self.writers)
+        status = self._store.save(progress.step, pieces, meta, **({"patience_s": None} if last else {}))
+        if status is SaveStatus.SKIPPED:
+            said = "the checkpoint before this one is still being written: this one was skipped"
+            self.sink(records.Event(level="warning", message=said, step=progress.step, rank=self.rank))
         self.report()
 
     def report(self) -> None:
@@ -70,8 +82,8 @@ class Saver:
             self.report()
             self._store = None
 
-    def resume(self, step: int | None = None) -> bool:
-        """Fill the trainer from the newest good checkpoint (or from `step`). False when there is none at all."""
+    def resume(self) -> bool:
+        """Fill the trainer from the newest good checkpoint. False when there is none at all."""
         assert self.contents is not None
         if not list_checkpoints(self.directory):
             return False

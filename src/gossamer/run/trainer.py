@@ -69,7 +69,7 @@ class Trainer:
     scaling: Scaling
     sink: Sink
     at: Callable[[int, str], None]  # tells the supervisor where this rank is: (step, phase)
-    save: Callable[[Progress], None]
+    save: Callable[[Progress, bool], None]  # the flag: nothing comes after it
     asked_to_stop: Callable[[], bool]
     progress: Progress = field(default_factory=Progress)
 
@@ -84,7 +84,7 @@ class Trainer:
                 self.evaluate()
             if stop or (goal.checkpoint_every and step % goal.checkpoint_every == 0) or step == goal.steps:
                 self.at(step, "save")
-                self.save(progress)
+                self.save(progress, stop or step == goal.steps)
                 saved = step
             if stop and step < goal.steps:
                 raise Interrupted(f"stopped as asked after step {step}, saved at step {saved}")
@@ -134,7 +134,7 @@ class Trainer:
         self.replica.timing.exposed_s = 0.0
         self.sync.open(self.replica, Window(step, self.goal.seed, lr, work.weight))
         self.at(step, "compute")
-        play(self.schedule, RankWorld(self.replica.rank, work))
+        play(self.schedule, RankWorld(0, work))
         self.at(step, "agree")
         return work, self.replica.agree(Vote(work.loss(), int(self.asked_to_stop())), scale=1.0 / scale)
 
@@ -151,7 +151,8 @@ class Trainer:
         if factor != 1.0:
             scale_(self.replica.flats(), factor)
         self.replica.commit()
-        self.rule.update(self.params, self.replica.gradients(), self.rule_state, lr_scale=lr, step=step)
+        updates = step - self.progress.rejected  # rejected steps moved nothing, and count for no bias correction
+        self.rule.update(self.params, self.replica.gradients(), self.rule_state, lr_scale=lr, step=updates)
         self.scaling.committed()
 
     @torch.no_grad()

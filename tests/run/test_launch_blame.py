@@ -1,0 +1,107 @@
+"""Who is to blame: pure functions over what supervisors know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gossamer.run.launch.failure import Dated, Failure, blame, cause_of_exit, page
+from gossamer.wire.process import PEER_LOST, Pulse, stalled
+
+
+def failure(rank: int, **given: object) -> Failure:
+    fields = {"rank": rank, "host": 0, "hostname": "a", "pid": 10 + rank, "what": "exited", "cause": "it died"}
+    return Failure.model_validate(fields | given)
+
+
+def dated(at_s: float, rank: int, **given: object) -> Dated:
+    return Dated(failure=failure(rank, **given), at_s=at_s)
+
+
+def test_the_cause_is_the_first_that_is_nobody_elses_fault() -> None:
+    found = blame(
+        [
+            dated(1.0, 0, exit_code=PEER_LOST),
+            dated(1.2, 2, exit_code=3, kind="RuntimeError", message="[gloo] Connection closed by peer [10.0.0.2]:9"),
+            dated(1.3, 1, exit_code=-9),
+            dated(1.4, 3, exit_code=3, kind="ValueError", message="out of range"),
+            dated(1.5, 4, exit_code=-15, by_us=True),
+        ]
+    )
+    assert found.first.rank == 1
+    assert [f.rank for f in found.others] == [3]
+    assert [f.rank for f in found.collateral] == [0, 2, 4]
+
+
+def test_with_nothing_but_collateral_ranks_the_first_one_stands_for_the_cause() -> None:
+    found = blame([dated(2.0, 1, exit_code=PEER_LOST), dated(1.0, 0, exit_code=PEER_LOST)])
+    assert (found.first.rank, [f.rank for f in found.collateral]) == (0, [1])
+
+
+def test_the_page_has_it_all_and_is_a_box_of_ascii() -> None:
+    first = failure(1, exit_code=3, cause="ValueError: " + "long words " * 30, step=7, phase="exchange", op="bucket 3")
+    found = blame(
+        [Dated(failure=first, at_s=0), dated(1, 2, exit_code=PEER_LOST), dated(1, 0, by_us=True, hostname="b")]
+    )
+    text = page(found, rundir=Path("runs/x"))
+    lines = text.splitlines()
+    assert text.isascii()
+    assert len({len(line) for line in lines}) == 1
+    assert all(line[0] in "+|" and line[-1] in "+|" for line in lines)
+    for piece in (
+        "1 on host a (process 11)",
+        "step 7, exchange, last operation bucket 3",
+        "rank 2 on a",
+        "rank 0 on b",
+    ):
+        assert piece in text
+    assert "gossamer resume runs/x" in text
+
+
+def test_commands_and_paths_are_never_wrapped() -> None:
+    rundir = Path("/" + "very-long-folder/" * 12 + "with a blank/x")
+    assert f"gossamer resume {rundir} " in page(blame([dated(0, 0)]), rundir=rundir)
+
+
+def test_a_kill_is_told_from_a_lack_of_memory() -> None:
+    short = cause_of_exit(-9, said="", out_of_memory="control group /g with a limit of 64 MiB", peak="60 MiB")
+    assert short == (
+        "killed by the kernel for lack of memory: control group /g with a limit of 64 MiB; the rank held 60 MiB at most"
+    )
+    assert "kill -9" in cause_of_exit(-9, said="", out_of_memory="", peak="60 MiB")
+    assert cause_of_exit(3, said="KeyError: 'a'", out_of_memory="", peak="") == "KeyError: 'a'"
+    assert cause_of_exit(-31, said="", out_of_memory="", peak="") == "ended with signal SIGSYS and said nothing"
+
+
+def pulse(rank: int, *, step: int = 5, sequence: int = -1, still_s: float = 0.0, **given: object) -> Pulse:
+    return Pulse(
+        rank=rank, step=step, sequence=sequence, first_step=0, heard_s=100.0, progress_s=100.0 - still_s, **given
+    )  # type: ignore[arg-type]
+
+
+def names(*pulses: Pulse, **given: float) -> list[int]:
+    return [p.rank for p in stalled(pulses, 100.0, after_s=10.0, **given)]
+
+
+def test_the_one_furthest_behind_is_blamed() -> None:
+    waits = {"still_s": 20.0, "phase": "exchange"}
+    assert names(pulse(0, sequence=8, **waits), pulse(1, sequence=6, still_s=15.0, phase="compute")) == [1]
+    assert names(pulse(0, **waits), pulse(1, still_s=15.0, phase="compute")) == [1], "among equals who does not wait"
+    assert names(pulse(0, step=4, **waits), pulse(1, step=5, still_s=30.0, phase="save")) == [0]
+
+
+def test_when_all_wait_for_each_other_all_are_named() -> None:
+    assert names(*(pulse(rank, still_s=20.0, phase="exchange") for rank in range(3))) == [0, 1, 2]
+
+
+def test_no_alarm() -> None:
+    waits = {"still_s": 20.0, "phase": "exchange"}
+    assert names(pulse(0, **waits), pulse(1, still_s=1.0, phase="compute")) == [], "it is slow, but it moves"
+    assert names(pulse(0, **waits), pulse(1, still_s=15.0, longest_s=5.0, phase="compute"), patience=4.0) == []
+    assert names(pulse(0, **waits), Pulse(rank=1, heard_s=0, progress_s=0)) == [], "it has not stepped yet: it compiles"
+    assert names(pulse(0, still_s=20.0, finished=True)) == []
+    assert names() == []
+
+
+def test_a_pause_of_the_supervisor_is_nobodys_silence() -> None:
+    later = pulse(0, still_s=20.0).later(15.0, 100.0)
+    assert (later.progress_s, later.heard_s) == (95.0, 100.0)
