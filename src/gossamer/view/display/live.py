@@ -1,0 +1,86 @@
+"""Live: one panel on a terminal, redrawn in place at most four times a second."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live as Region
+
+from gossamer.spec.records import End, Record
+from gossamer.view.display import Display
+from gossamer.view.panel import panel
+from gossamer.view.progress import Progress
+
+EVERY_S = 1 / 4  # a drawing takes about 3 ms of a core
+
+
+class _Terminal(Console):
+    """rich answers a terminal that went away with SystemExit; here it is an error like any other."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("the terminal went away")
+
+
+class Live(Display):
+    """Draws when fed or ticked, in the caller's thread. `close`, at exit at the latest, gives the terminal back."""
+
+    def __init__(
+        self,
+        out: TextIO,
+        *,
+        title: str = "",
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._console = console if console is not None else _Terminal(file=out, highlight=False)
+        self._title = title
+        self._clock = clock
+        self._now = now
+        self._progress = Progress()
+        self._drawn_s: float | None = None
+        self._region: Region | None = None
+        self._closed = False
+
+    def recall(self, record: Record) -> None:
+        self._progress.add(record)
+
+    def show(self, record: Record) -> None:
+        self._progress.add(record)
+        self._draw_when_due(now=isinstance(record, End))
+
+    def tick(self) -> None:
+        self._draw_when_due(now=False)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._region is None:
+            return
+        try:
+            self._draw()
+        finally:
+            self._region.stop()
+
+    def _draw_when_due(self, *, now: bool) -> None:
+        time_s = self._clock()
+        if self._closed or not (now or self._drawn_s is None or time_s - self._drawn_s >= EVERY_S):
+            return
+        self._drawn_s = time_s
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._region is None:
+            atexit.register(self.close)
+            self._region = Region(console=self._console, auto_refresh=False, vertical_overflow="crop")
+            self._region.start()
+        width, height = self._console.size
+        self._region.update(
+            panel(self._progress, width=width, height=height, now_s=self._now(), title=self._title), refresh=True
+        )

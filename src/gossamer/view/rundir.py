@@ -1,0 +1,221 @@
+"""A run directory: where a run keeps what it did, in files that people and other programs can read.
+
+records.jsonl     what happened, a line each (spec/records.py); append-only, one writer: the source of truth
+run.yaml          the resolved configuration      provenance.json   where each value of it came from
+plan.yaml         who does what                   checkpoints/      saved states
+logs/             what each rank wrote
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import bad_input
+from gossamer.spec.plan import Plan
+from gossamer.spec.records import End, Record, Saved, read_record
+from gossamer.view.tail import Tail
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The files of one run. Constructing it touches no disk."""
+
+    path: Path
+
+    @staticmethod
+    def create(runs: Path, name: str, *, now: float | None = None) -> RunDirectory:
+        """Make `runs/YYYYMMDD-HHMMSS-name`; a run of the same second and name gets "-2", "-3", ... appended.
+
+        `now` is seconds since the epoch. `mkdir` decides who has the name, so two commands never share one.
+        """
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+        stem = f"{stamp}-{_NOT_IN_NAMES.sub('-', name).strip('-.') or 'run'}"
+        try:
+            runs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _not_writable(runs, error) from None
+        count = 1
+        while True:
+            path = runs / (stem if count == 1 else f"{stem}-{count}")
+            try:
+                path.mkdir()
+            except FileExistsError:
+                count += 1
+            except OSError as error:
+                raise _not_writable(runs, error) from None
+            else:
+                return RunDirectory(path)
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def records_file(self) -> Path:
+        return self.path / "records.jsonl"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "run.yaml"
+
+    @property
+    def provenance_file(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def log_file(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank-{rank:05d}.log"
+
+    def append(self, record: Record) -> None:
+        """Write one line, whole or (in a crash) torn, never mixed with another; raises OSError, e.g. on a full disk.
+
+        A line that an earlier crash cut short is closed first, so that it spoils itself alone. A checkpoint and
+        the end of the run are forced to the disk; other lines survive the process, but not a power cut.
+        """
+        line = record.line().encode("ascii") + b"\n"
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.records_file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line
+            while line:
+                line = line[os.write(descriptor, line) :]
+            if isinstance(record, (Saved, End)):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def records(self) -> Iterator[Record]:
+        """All readable records in order; torn lines, and kinds of a newer version, are passed over."""
+        if not self.records_file.exists():
+            return
+        with self.records_file.open("r", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("{") and (record := read_record(line)) is not None:
+                    yield record
+
+    def tail(self) -> Tail:
+        """A reader that hands over what is new each time it is asked."""
+        return Tail(self.records_file)
+
+    def follow(
+        self,
+        *,
+        poll_s: float = 0.25,
+        stop: Callable[[], bool] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> Iterator[Record]:
+        """All records, then each new one as it is written, until `End` is the last line or `stop()` says so.
+
+        The file need not exist yet. A record written before `stop` turned true is still handed over.
+        """
+        tail, ended = self.tail(), False
+        while True:
+            last_look = ended or (stop is not None and stop())
+            for record in tail.read():
+                ended = isinstance(record, End)
+                yield record
+            if last_look or ended:
+                return
+            sleep(poll_s)
+
+    def keep(self, config: RunConfig, provenance: Mapping[str, str]) -> None:
+        """Write run.yaml and provenance.json; each appears whole or not at all."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write(self.config_file, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100))
+        _write(self.provenance_file, json.dumps(dict(provenance), indent=1) + "\n")
+
+    def keep_plan(self, plan: Plan) -> None:
+        """Write plan.yaml; it appears whole or not at all."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write(self.plan_file, yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=100))
+
+    def config(self) -> RunConfig:
+        """run.yaml; raises BadInput where it is missing or damaged."""
+        return RunConfig.model_validate(self._yaml(self.config_file))
+
+    def plan(self) -> Plan | None:
+        """plan.yaml; None where the run has none. Raises BadInput for one that cannot be read."""
+        return Plan.model_validate(self._yaml(self.plan_file)) if self.plan_file.exists() else None
+
+    def provenance(self) -> dict[str, str]:
+        """Dotted key -> where its value came from; empty where it was not kept."""
+        if not self.provenance_file.exists():
+            return {}
+        return {str(key): str(value) for key, value in json.loads(self.provenance_file.read_text("utf-8")).items()}
+
+    def _yaml(self, file: Path) -> Any:
+        try:
+            return yaml.safe_load(file.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            said = str(error).splitlines()[0]
+            raise bad_input(
+                wanted=f"a readable {file.name} in {self.path}", got=said, do="name a run directory"
+            ) from None
+
+
+def latest(runs: Path) -> RunDirectory:
+    """The run under `runs` that was written to last; raises BadInput where there is none."""
+    found = [(newest, path.name, path) for path in _folders(runs) if (newest := _written_at(path)) is not None]
+    if not found:
+        raise bad_input(
+            wanted=f"a run under {runs}", got="none", do="start one with `gossamer train`, or name its folder"
+        )
+    return RunDirectory(max(found)[2])
+
+
+def open_run(path: Path) -> RunDirectory:
+    """The run directory at `path`; raises BadInput where it is none."""
+    if _written_at(path) is None:
+        got = "a folder without records.jsonl and run.yaml" if path.is_dir() else "no such folder"
+        raise bad_input(
+            wanted=f"a run directory at {path}", got=got, do="name the folder that `gossamer train` printed"
+        )
+    return RunDirectory(path)
+
+
+def _folders(runs: Path) -> list[Path]:
+    return [path for path in runs.iterdir() if path.is_dir()] if runs.is_dir() else []
+
+
+def _written_at(path: Path) -> float | None:
+    times = [file.stat().st_mtime for file in (path / "records.jsonl", path / "run.yaml") if file.exists()]
+    return max(times, default=None)
+
+
+def _write(file: Path, text: str) -> None:
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(beside, file)
+
+
+def _not_writable(runs: Path, error: OSError) -> Exception:
+    return bad_input(
+        wanted=f"a folder for runs at {runs}",
+        got=error.strerror or str(error),
+        do="set run.directory to a folder you can write to",
+        key="run.directory",
+    )

@@ -1,0 +1,81 @@
+"""Choose a display, and keep it from ever hurting the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Literal, TextIO
+
+from gossamer.spec.records import Record
+from gossamer.view.display import Display
+from gossamer.view.display.live import Live
+from gossamer.view.display.plain import Plain
+from gossamer.view.display.quiet import Quiet
+
+DisplayName = Literal["auto", "live", "plain", "quiet"]
+_log = logging.getLogger(__name__)
+
+
+def open_display(
+    name: DisplayName = "auto",
+    *,
+    out: TextIO | None = None,
+    title: str = "",
+    environ: Mapping[str, str] = os.environ,
+) -> Display:
+    """The display called `name`, on `out` (default: standard output). It never raises from any of its methods.
+
+    `auto` is `live` on a terminal and `plain` elsewhere, under a CI service included. `live` needs a terminal that
+    can move its cursor and show UTF-8; without one it is `plain`, too. NO_COLOR is honoured.
+    """
+    out = out if out is not None else sys.stdout
+    if name == "quiet":
+        return Guarded(Quiet(out))
+    wanted = name == "live" or (name == "auto" and not environ.get("CI"))
+    if wanted and _can_draw(out, environ):
+        return Guarded(Live(out, title=title))
+    return Guarded(Plain(out))
+
+
+def _can_draw(out: TextIO, environ: Mapping[str, str]) -> bool:
+    try:
+        is_terminal = out.isatty()
+    except (ValueError, OSError):  # closed
+        return False
+    encoding = (out.encoding or "").lower().replace("-", "")
+    return is_terminal and environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and encoding == "utf8"
+
+
+class Guarded(Display):
+    """A display that may fail: at its first failure it is closed, the cause is logged, and the run goes on without."""
+
+    def __init__(self, inner: Display) -> None:
+        self.inner: Display | None = inner
+
+    def show(self, record: Record) -> None:
+        if self.inner is not None:
+            self._guard(self.inner, lambda inner: inner.show(record))
+
+    def recall(self, record: Record) -> None:
+        if self.inner is not None:
+            self._guard(self.inner, lambda inner: inner.recall(record))
+
+    def tick(self) -> None:
+        if self.inner is not None:
+            self._guard(self.inner, lambda inner: inner.tick())
+
+    def close(self) -> None:
+        if self.inner is not None:
+            self._guard(self.inner, lambda inner: inner.close())
+
+    def _guard(self, inner: Display, act: Callable[[Display], None]) -> None:
+        try:
+            act(inner)
+        except Exception as error:  # whatever a terminal does, training is worth more
+            self.inner = None
+            with suppress(Exception):
+                inner.close()
+            _log.warning("the display failed and is off: %s: %s", type(error).__name__, error)

@@ -1,0 +1,141 @@
+"""What a run came to, in one dictionary: for the end of a command, for `--json`, and for comparing runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from gossamer.spec.cost import Cost
+from gossamer.spec.records import End, Evaluation, Record, Saved, Start, Step
+from gossamer.view.rundir import RunDirectory
+
+_TIMES = ("compute_s", "exposed_s", "step_s")  # of Cost; wire_s and bubble_s are not in the records
+
+
+def summarise(run: RunDirectory) -> dict[str, Any]:
+    """The run's figures, JSON-ready; a figure that is not known is None. Times in seconds, rates over all ranks.
+
+    Steps that a resume repeated count once, as they were in the end; bytes and seconds count all that was spent.
+    `wire_bytes`, `peak_bytes` and the times are those of the rank that wrote the records. `forecast_error` is
+    measured / forecast - 1 for every figure of the plan's forecast that the records can answer.
+    """
+    told = _Told.of(run)
+    start, end, steps = told.start, told.end, list(told.steps.values())
+    plan = run.plan()
+    forecast = plan.forecast if plan is not None and plan.forecast != Cost() else None
+    measured = _measured(told, steps)
+    rate = median(step.tokens / step.step_s for step in steps if step.step_s > 0) if measured.step_s > 0 else None
+    evaluation = told.evaluations[max(told.evaluations)] if told.evaluations else None
+    stepping_s = sum(step.step_s for step in steps)
+    return {
+        "run": run.name,
+        "directory": str(run.path),
+        "outcome": end.outcome if end is not None else "unfinished",
+        "message": end.message if end is not None else "",
+        "model": start.model if start is not None else None,
+        "parameters": start.parameters if start is not None else None,
+        "ranks": start.ranks if start is not None else None,
+        "exchange": start.exchange if start is not None else None,
+        "steps": max(told.steps, default=0),
+        "steps_wanted": start.steps if start is not None else None,
+        "rejected_steps": told.rejected,
+        "tokens": sum(step.tokens for step in steps),
+        "seconds": told.seconds,
+        "final_loss": told.steps[max(told.steps)].loss if told.steps else None,
+        "validation_step": evaluation.step if evaluation is not None else None,
+        "validation_loss": evaluation.loss if evaluation is not None else None,
+        "validation_bits_per_byte": evaluation.bits_per_byte if evaluation is not None else None,
+        "tokens_per_s": rate,
+        "of_peak": _of_peak(start, rate),
+        "exposed_share": sum(step.exposed_s for step in steps) / stepping_s if stepping_s > 0 else None,
+        "wire_bytes_per_step": measured.wire_bytes,
+        "wire_bytes": told.sent_bytes,
+        "peak_bytes": told.peak_bytes or None,
+        "checkpoint": told.saved.path if told.saved is not None else None,
+        "measured": measured.model_dump(mode="json"),
+        "forecast": forecast.model_dump(mode="json") if forecast is not None else None,
+        "forecast_error": forecast_error(forecast, measured) if forecast is not None else {},
+    }
+
+
+def forecast_error(forecast: Cost, measured: Cost) -> dict[str, float]:
+    """measured / forecast - 1 for what both know: 0.1 is a run 10% dearer than its forecast."""
+    pairs = {name: (getattr(forecast, name), getattr(measured, name)) for name in _TIMES}
+    if forecast.peak_bytes and measured.peak_bytes:
+        pairs["peak_bytes"] = (forecast.peak_bytes[0], measured.peak_bytes[0])
+    for link, sent in measured.wire_bytes.items():
+        if link in forecast.wire_bytes:
+            pairs[f"wire_bytes {link}"] = (forecast.wire_bytes[link], sent)
+    return {name: was / said - 1 for name, (said, was) in pairs.items() if said > 0 and was > 0}
+
+
+@dataclass(slots=True)
+class _Told:
+    """The records sorted by what they are; what a resume repeats is replaced."""
+
+    start: Start | None = None
+    end: End | None = None
+    saved: Saved | None = None
+    steps: dict[int, Step] = field(default_factory=dict)  # committed
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    rejected: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
+    _last_s: float = 0.0
+
+    @staticmethod
+    def of(run: RunDirectory) -> _Told:
+        told = _Told()
+        for record in run.records():
+            told.add(record)
+        return told
+
+    def add(self, record: Record) -> None:
+        if isinstance(record, Start):
+            self.start, self.end = record, None
+            self.steps = {number: step for number, step in self.steps.items() if number <= record.step}
+            self.evaluations = {at: found for at, found in self.evaluations.items() if at <= record.step}
+        elif self.start is not None:
+            self.seconds += max(0.0, record.time_s - self._last_s)
+        self._last_s = record.time_s
+        if isinstance(record, Step):
+            self._add_step(record)
+        elif isinstance(record, Evaluation):
+            self.evaluations[record.step] = record
+        elif isinstance(record, Saved) and not record.error:
+            self.saved = record
+        elif isinstance(record, End):
+            self.end = record
+
+    def _add_step(self, step: Step) -> None:
+        self.peak_bytes = max(self.peak_bytes, step.peak_bytes)
+        for link, count in step.wire_bytes.items():
+            self.sent_bytes[link] = self.sent_bytes.get(link, 0) + count
+        if step.committed:
+            self.steps[step.step] = step
+        else:
+            self.rejected += 1
+
+
+def _measured(told: _Told, steps: list[Step]) -> Cost:
+    """Medians over the steps: the first ones, with caches cold, do not count for much."""
+    if not steps:
+        return Cost()
+    links = sorted({link for step in steps for link in step.wire_bytes})
+    sent = {link: round(median(step.wire_bytes.get(link, 0) for step in steps)) for link in links}
+    return Cost(
+        compute_s=median(step.compute_s for step in steps),
+        exposed_s=median(step.exposed_s for step in steps),
+        step_s=median(step.step_s for step in steps),
+        peak_bytes=(told.peak_bytes,),
+        sent_bytes=(sum(sent.values()),),
+        wire_bytes=sent,
+    )
+
+
+def _of_peak(start: Start | None, tokens_per_s: float | None) -> float | None:
+    if start is None or tokens_per_s is None or start.peak_flop_per_s <= 0 or start.flop_per_token <= 0:
+        return None
+    return tokens_per_s * start.flop_per_token / start.peak_flop_per_s

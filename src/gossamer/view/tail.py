@@ -1,0 +1,40 @@
+"""Read a growing file of records, a whole line at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gossamer.spec.records import Record, read_record
+
+
+class Tail:
+    """Hands over the records that were added since it was last asked; holds no open file in between.
+
+    A line without its end is left for the next time: its writer may be in the middle of it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._offset = 0
+
+    def read(self) -> list[Record]:
+        """The new records, possibly none; the file need not exist yet. A file that shrank is read from its start."""
+        try:
+            size = self._file.stat().st_size
+        except FileNotFoundError:
+            return []
+        if size < self._offset:
+            self._offset = 0
+        if size == self._offset:
+            return []
+        with self._file.open("rb") as source:
+            source.seek(self._offset)
+            block = source.read()
+        whole = block[: block.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        lines = (line for line in whole.decode("utf-8", "replace").splitlines() if line.startswith("{"))
+        return [record for line in lines if (record := read_record(line)) is not None]
+
+    def skip(self) -> None:
+        """Pass over what is there now: only what comes later is news."""
+        self.read()

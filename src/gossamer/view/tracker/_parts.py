@@ -1,0 +1,67 @@
+"""What the trackers share: finding their package, and flattening records and configurations."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from gossamer.spec.errors import bad_input
+from gossamer.spec.records import Evaluation, Record, Step
+
+
+def need(module: str, *, extra: str) -> Any:
+    """Import `module`; raises BadInput that names the extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise bad_input(
+            wanted=f"the package {module.partition('.')[0]} for the tracker {extra}",
+            got=str(error),
+            do=f"pip install 'gossamer[{extra}]', or take {extra} out of run.trackers",
+            key="run.trackers",
+        ) from None
+
+
+def hush(*variables: tuple[str, str]) -> None:
+    """Turn off what a package would tell its makers, unless the user has said otherwise. Before it is imported."""
+    for name, value in variables:
+        os.environ.setdefault(name, value)
+
+
+def scalars(record: Record) -> tuple[int, dict[str, float]]:
+    """(step, figures by name): empty for records without figures. What is not finite is left out."""
+    if isinstance(record, Step):
+        values = {
+            "train/learning_rate": record.lr,
+            "train/gradient_norm": record.grad_norm,
+            "train/rejected": float(not record.committed),
+            "speed/tokens_per_s": record.tokens / record.step_s if record.step_s > 0 else math.nan,
+            "speed/step_s": record.step_s,
+            "speed/exposed_share": record.exposed_s / record.step_s if record.step_s > 0 else math.nan,
+            "speed/sent_bytes": float(sum(record.wire_bytes.values())),
+            "memory/peak_bytes": float(record.peak_bytes),
+            "train/loss": record.loss if record.committed else math.nan,
+        }
+        return record.step, _finite(values)
+    if isinstance(record, Evaluation):
+        bits = record.bits_per_byte if record.bits_per_byte is not None else math.nan
+        return record.step, _finite({"validation/loss": record.loss, "validation/bits_per_byte": bits})
+    return 0, {}
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"train": {"steps": 5}} -> {"train.steps": "5"}."""
+    out: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            out |= flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = str(value)
+    return out
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -1,0 +1,37 @@
+"""Trackio: a local database, looked at with `trackio show`. TRACKIO_DIR says where; nothing leaves the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossamer.spec.records import Record
+from gossamer.view.tracker import Session, Tracker
+from gossamer.view.tracker._parts import flat, hush, need, scalars
+
+
+@dataclass(frozen=True)
+class Trackio(Tracker):
+    """All runs of a `project` are compared on one page."""
+
+    project: str = "gossamer"
+
+    def start(self, run_name: str, config: Mapping[str, Any], directory: Path) -> Session:
+        hush(("HF_HUB_DISABLE_TELEMETRY", "1"), ("GRADIO_ANALYTICS_ENABLED", "False"))
+        trackio = need("trackio", extra="trackio")
+        return _Session(trackio.init(project=self.project, name=run_name, config=flat(config), resume="allow"))
+
+
+@dataclass(frozen=True)
+class _Session(Session):
+    run: Any
+
+    def log(self, record: Record) -> None:
+        step, values = scalars(record)
+        if values:
+            self.run.log(values, step=step)
+
+    def close(self) -> None:
+        self.run.finish()

@@ -1,0 +1,66 @@
+"""Feed a run's trackers, and keep them from ever hurting the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gossamer.spec.choice import Choice, Written
+from gossamer.spec.errors import BadInput
+from gossamer.spec.records import Record
+from gossamer.view.tracker import Session, build
+
+
+class Trackers:
+    """The trackers of one run. Whatever one of them raises is reported once, to `warn`; that tracker is dropped."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._sessions: dict[str, Session] = {}
+
+    @staticmethod
+    def start(
+        written: Sequence[Written],
+        *,
+        run_name: str,
+        config: Mapping[str, Any],
+        directory: Path,
+        warn: Callable[[str], None],
+    ) -> Trackers:
+        """Start all of `run.trackers`; raises BadInput for an unknown one and for one whose package is missing."""
+        trackers = Trackers(warn)
+        built = [
+            (f"{at}: {Choice.parse(one).name}", build(one, key="run.trackers")) for at, one in enumerate(written, 1)
+        ]
+        try:
+            for name, tracker in built:
+                try:
+                    trackers._sessions[name] = tracker.start(run_name, config, directory)
+                except BadInput:
+                    raise
+                except Exception as error:
+                    trackers._drop(name, error)
+        except BadInput:
+            trackers.close()
+            raise
+        return trackers
+
+    def log(self, record: Record) -> None:
+        self._each(lambda session: session.log(record))
+
+    def close(self) -> None:
+        self._each(lambda session: session.close())
+        self._sessions.clear()
+
+    def _each(self, act: Callable[[Session], None]) -> None:
+        for name, session in list(self._sessions.items()):
+            try:
+                act(session)
+            except Exception as error:  # other people's code, other people's servers
+                self._drop(name, error)
+
+    def _drop(self, name: str, error: Exception) -> None:
+        self._sessions.pop(name, None)
+        said = (str(error).splitlines() or [""])[0]
+        self._warn(f"tracker {name} failed and is off for the rest of the run: {type(error).__name__}: {said}")

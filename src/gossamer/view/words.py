@@ -1,0 +1,61 @@
+"""Figures as displays write them, and the colours they are written in."""
+
+from __future__ import annotations
+
+from gossamer.spec.records import Evaluation, Event, Sample, Saved, Start
+from gossamer.spec.units import show_bytes
+
+# Of the 256 terminal colours, those of middle lightness: readable on a white and on a black ground alike.
+ACCENT = "color(31)"  # blue-green
+SECOND = "color(98)"  # purple
+GOOD = "color(64)"
+WARN = "color(166)"
+BAD = "color(160)"
+LEVELS = {"info": ACCENT, "warning": WARN, "error": BAD}
+
+
+def show_count(count: float) -> str:
+    """12345 -> "12.3k"; below 1000 as it is."""
+    for unit in ("", "k", "M", "G"):
+        if abs(count) < 999.5:
+            return f"{count:.0f}" if not unit else f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T"
+
+
+def show_share(share: float) -> str:
+    """0.0312 -> "3.1%"; above a tenth without decimals."""
+    return f"{100 * share:.0f}%" if share >= 0.0995 else f"{100 * share:.1f}%"
+
+
+def model_words(start: Start) -> str:
+    return f"{start.model}, {show_count(start.parameters)} parameters"
+
+
+def setting_words(start: Start) -> str:
+    ranks = f"{start.ranks} rank" + ("s" if start.ranks != 1 else "")
+    return f"{start.data} on {ranks}, {start.exchange} exchange"
+
+
+def evaluation_words(evaluation: Evaluation) -> str:
+    if evaluation.bits_per_byte is not None:
+        return f"{evaluation.bits_per_byte:.3f} bits/byte"
+    return f"loss {evaluation.loss:.4f}"
+
+
+def saved_words(saved: Saved) -> str:
+    if saved.error:
+        return f"not saved at step {saved.step}: {saved.error}"
+    return f"step {saved.step}, {show_bytes(saved.bytes)}"
+
+
+def event_words(event: Event) -> str:
+    where = [f"step {event.step}"] * (event.step >= 0) + [f"rank {event.rank}"] * (event.rank >= 0)
+    return f"{', '.join(where)}: {event.message}" if where else event.message
+
+
+def sample_words(sample: Sample, width: int) -> str:
+    """On one line, so that it fits a log: line ends are shown as a slash."""
+    text = " / ".join((sample.prompt + sample.text).split("\n"))
+    printable = "".join(c if c.isprintable() else " " for c in text)
+    return printable if len(printable) <= width else printable[: width - 3] + "..."

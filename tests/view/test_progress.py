@@ -1,0 +1,91 @@
+"""Folding records into figures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gossamer.spec.records import Saved
+from gossamer.view.curve import POINTS, Curve, Frame, draw
+from gossamer.view.progress import Progress
+from view.streams import STEP_S, run, start, step
+
+
+def fold(*records: object) -> Progress:
+    progress = Progress()
+    for record in records:
+        progress.add(record)  # type: ignore[arg-type]
+    return progress
+
+
+def test_figures_of_a_run_under_way() -> None:
+    progress = fold(*run(200, until=150, ends=False))
+    assert (progress.steps_done, progress.steps, progress.fraction) == (150, 200, 0.75)
+    assert progress.tokens_per_s == pytest.approx(4096 / STEP_S)
+    assert progress.of_peak == pytest.approx(4096 / STEP_S * 1.9e6 / 5e10)
+    assert progress.exposed_share == pytest.approx(0.04 / STEP_S)
+    assert progress.link_bytes["0>1"] == (pytest.approx(12_600_000), pytest.approx(12_600_000 / STEP_S))
+    assert progress.remaining_s == pytest.approx(50 * STEP_S)
+    assert progress.evaluation is not None and progress.evaluation.step == 150
+
+
+def test_nothing_is_known_of_a_run_that_has_not_begun() -> None:
+    progress = Progress()
+    assert progress.steps_done == progress.steps == progress.fraction == 0
+    unknown = (progress.loss, progress.tokens_per_s, progress.of_peak, progress.exposed_share, progress.remaining_s)
+    assert unknown == (None,) * 5
+    assert progress.link_bytes == {}
+
+
+def test_share_of_peak_is_hidden_where_the_peak_was_not_measured() -> None:
+    assert fold(start(peak=0.0), step(1)).of_peak is None
+
+
+def test_a_rejected_step_counts_and_moves_nothing() -> None:
+    progress = fold(start(), step(1, loss=3.0), step(2, loss=math.nan, committed=False))
+    assert (progress.rejected, progress.steps_done, progress.loss) == (1, 1, 3.0)
+
+
+def test_a_resume_replaces_what_it_repeats() -> None:
+    before = run(200, until=180, ends=False)
+    progress = fold(*before, start(100, time_s=1000.0))
+    assert progress.steps_done == 100
+    assert progress.losses.xs[-1] == 100
+    assert [e.step for e in progress.evaluations] == [50, 100]
+    progress.add(step(101, time_s=1001.0))
+    progress.add(step(102, time_s=1003.0))
+    assert progress.remaining_s == pytest.approx(98 * 2.0)  # the pause between the starts is no pace
+
+
+def test_a_failed_save_is_remembered_until_one_succeeds() -> None:
+    bad = Saved(step=10, path="x", bytes=0, copy_s=0.0, write_s=0.0, error="disk full")
+    good = Saved(step=20, path="y", bytes=5, copy_s=0.0, write_s=0.0)
+    assert fold(bad).save_failed == bad
+    progress = fold(bad, good)
+    assert (progress.saved, progress.save_failed) == (good, None)
+
+
+def test_a_long_curve_stays_small_and_true() -> None:
+    curve = Curve()
+    for x in range(100_000):
+        curve.add(x, 2.0 * x)
+    assert len(curve.xs) < POINTS
+    assert curve.xs == sorted(curve.xs)
+    every = curve.xs[1] - curve.xs[0]
+    assert all(abs(y - 2.0 * x) <= 2 * every for x, y in zip(curve.xs, curve.ys, strict=True))
+
+
+def test_a_falling_line_is_drawn_from_corner_to_corner_without_gaps() -> None:
+    lines = draw(Curve([0.0, 10.0], [1.0, 0.0]), Frame(4, 2, 0.0, 10.0, 0.0, 1.0))
+    dots = [[ord(c) - 0x2800 for c in line] for line in lines]
+    assert [len(line) for line in lines] == [4, 4]
+    assert dots[0][0] & 0x01 and dots[1][3] & 0x80  # top left, bottom right
+    assert all(dots[0][column] or dots[1][column] for column in range(4))
+    assert not dots[0][3] and not dots[1][0]
+
+
+def test_a_flat_curve_and_a_single_point_can_be_drawn() -> None:
+    frame = Frame(3, 1, 5.0, 5.0, 2.0, 2.0)
+    assert len(draw(Curve([5.0], [2.0]), frame)[0]) == 3
+    assert draw(Curve(), frame) == [chr(0x2800) * 3]
