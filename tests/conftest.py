@@ -29,14 +29,19 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     children = _children()
     environment = dict(os.environ)
     yield
-    left = [t.name for t in threading.enumerate() if t not in threads and t.is_alive() and t.name.startswith("gossamer")]
+    left = [
+        t.name for t in threading.enumerate() if t not in threads and t.is_alive() and t.name.startswith("gossamer")
+    ]
     assert not left, f"threads left running: {left}"
     assert _namespaces() <= spaces, f"network namespaces left: {_namespaces() - spaces}"
     if "pool" not in request.fixturenames:  # the pool's own workers start inside the first test that needs them
         more = _children() - children
         assert not more, f"child processes left: {sorted(more)}"
     # transformers sets torch's cache folder when its models are imported
-    changed = {k for k in os.environ if os.environ[k] != environment.get(k)} - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    changed = {k for k in os.environ if os.environ[k] != environment.get(k)} - {
+        "PYTEST_CURRENT_TEST",
+        "TORCHINDUCTOR_CACHE_DIR",
+    }
     assert not changed, f"environment left changed: {sorted(changed)}"
 
 

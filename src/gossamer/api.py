@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gossamer.launching import Launch
 from gossamer.run.launch.environment import launcher_of
 from gossamer.settings import Resolved
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput, Interrupted, RunFailed, bad_input
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.plan import Plan
 from gossamer.view.rundir import RunDirectory, open_run
-from gossamer.view.screen import open_display
 from gossamer.view.summary import summarise
 
 if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
@@ -42,15 +43,29 @@ def train_command(
     if dry:
         from gossamer.dry import dry_run
 
-        return dry_run(resolved.config)
+        return dry_run(resolved.config, plan)
     directory, resuming = _directory(resolved, resume)
-    if not resuming:
-        directory.keep(resolved.config, resolved.origin)
-    if plan is not None:
-        _adopt_plan(plan, directory)
+
+    def prepare(folder: RunDirectory) -> None:
+        if not resuming:
+            folder.keep(resolved.config, resolved.origin)
+        if plan is not None:
+            _adopt_plan(plan, folder)
+
+    launch = Launch(directory=directory, config=resolved.config, resume=resuming)
+    names = hosts or resolved.config.machines.hosts
+    if host is not None and meet is not None:
+        return summarise(launch.met(host, meet, prepare))
+    if names:
+        launch.over_ssh(names)
+        return summarise(directory)
     if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+        if os.environ.get("RANK", "0") == "0":
+            prepare(directory)
         return _as_worker(directory, resolved.config, resume=resuming)
-    return _launch(directory, resolved.config, hosts=hosts or [], host=host, meet=meet, resume=resuming, argv=argv)
+    prepare(directory)
+    launch.here()
+    return summarise(directory)
 
 
 def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[str, Any]:
@@ -63,7 +78,12 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
     directory.keep(config, resolved.origin)
     if config.machines.processes * max(1, len(config.machines.hosts)) != _planned_ranks(directory):
         directory.plan_file.unlink(missing_ok=True)  # other machines: plan again
-    return _launch(directory, config, hosts=config.machines.hosts, host=None, meet=None, resume=True, argv=None)
+    launch = Launch(directory=directory, config=config, resume=True)
+    if config.machines.hosts:
+        launch.over_ssh(config.machines.hosts)
+    else:
+        launch.here()
+    return summarise(directory)
 
 
 def _planned_ranks(directory: RunDirectory) -> int:
@@ -117,57 +137,6 @@ def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> d
     return summarise(directory)
 
 
-def _launch(
-    directory: RunDirectory,
-    config: RunConfig,
-    *,
-    hosts: list[str],
-    host: str | None,
-    meet: str | None,
-    resume: bool,
-    argv: list[str] | None,
-) -> dict[str, Any]:
-    from gossamer.run.launch.crew import Limits
-    from gossamer.run.launch.local import Start, launch_here
-
-    display = open_display(config.run.display, title=directory.name)
-    tail = directory.tail()
-    if resume:
-        tail.skip()
-
-    def tick() -> None:
-        for record in tail.read():
-            display.show(record)
-        display.tick()
-
-    start = Start(
-        argv=(sys.executable, "-m", "gossamer.worker", str(directory.path.absolute())),
-        processes=config.machines.processes,
-        rundir=directory.path,
-        limits=Limits(heartbeat_s=config.machines.heartbeat_s),
-        env={"GOSSAMER_RESUME": "1" if resume else "0"},
-        echo=False,
-        threads=0 if config.machines.threads == "auto" else config.machines.threads,
-        tick=tick,
-    )
-    try:
-        outcome = launch_here(start)
-        tick()
-    finally:
-        display.close()
-    _raise_for(outcome.exit_code, outcome.text, directory)
-    return summarise(directory)
-
-
-def _raise_for(code: int, text: str, directory: RunDirectory) -> None:
-    if code == 2:
-        raise BadInput(text)
-    if code == 4:
-        raise Interrupted(f"{text}\nGo on with: gossamer resume {directory.path}".strip())
-    if code:
-        raise RunFailed(text)
-
-
 def train(
     model: nn.Module | str | Mapping[str, Any],
     data: Any = "stdlib",
@@ -182,6 +151,17 @@ def train(
     from gossamer.inline import train_inline
 
     return train_inline(model, data, config)
+
+
+def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | None = None, *, ranks: int = 1) -> Plan:
+    """The plan for training `model` on `ranks` processes: a value to read, change, save, and pass to `--plan`."""
+    import torch
+
+    from gossamer.inline import settings_of
+    from gossamer.job import make_plan
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return make_plan(settings_of(config), model, ranks=ranks, device=device)
 
 
 def wrap(model: nn.Module, optimizer: Any, loader: Any, **settings: Any) -> tuple[Any, Any, Any]:

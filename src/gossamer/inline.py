@@ -1,4 +1,4 @@
-"""`gossamer.train(model, data, config)`: the same job in the caller's own process (or one rank of it under torchrun)."""
+"""`gossamer.train(model, data, config)`: the same job in the caller's own process, or one rank of it under torchrun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from gossamer import loss
 from gossamer.data import Corpus
 from gossamer.job import Job, Where, make_plan, run_job
 from gossamer.model.origin import origin_of
@@ -26,7 +25,7 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.view.rundir import RunDirectory
 from gossamer.view.screen import open_display
 from gossamer.view.summary import summarise
-from gossamer.worker import corpus_of, device_of, origin_for, place_to_meet
+from gossamer.worker import corpus_of, device_of, objective_of, origin_for, place_to_meet
 
 _ALONE = Place(
     rank=0,
@@ -48,7 +47,7 @@ def train_inline(
     config: RunConfig | Mapping[str, Any] | str | Path | None,
 ) -> dict[str, Any]:
     """See `gossamer.train`. Raises BadInput, RunFailed, Interrupted."""
-    settings = _settings(config)
+    settings = settings_of(config)
     place = read_environment() if launcher_of(os.environ) else _ALONE
     _one_rank_per_process(settings, place)
     set_threads(settings.machines.threads, place.local_ranks)
@@ -68,7 +67,7 @@ def train_inline(
                 Job(
                     parts=Parts(
                         module=module,
-                        objective=loss.build("next_token"),
+                        objective=objective_of(settings),
                         train=train,
                         validation=validation,
                         config=settings,
@@ -90,7 +89,8 @@ def train_inline(
     return summarise(directory)
 
 
-def _settings(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
+def settings_of(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
+    """A configuration however it was given; raises BadInput."""
     if isinstance(config, RunConfig):
         return config
     if config is None or isinstance(config, Mapping):
@@ -125,7 +125,9 @@ def _data(data: Any, config: RunConfig) -> tuple[Corpus | None, Batches, Batches
     )
 
 
-def _module(model: nn.Module | str | Mapping[str, Any], config: RunConfig, corpus: Corpus | None) -> tuple[nn.Module, str]:
+def _module(
+    model: nn.Module | str | Mapping[str, Any], config: RunConfig, corpus: Corpus | None
+) -> tuple[nn.Module, str]:
     if isinstance(model, nn.Module):
         return model, type(model).__name__
     section = ModelSection.model_validate(model if isinstance(model, Mapping) else {"hf": model})

@@ -28,8 +28,8 @@ from gossamer.run.trainer import Trainer, peak_bytes
 from gossamer.spec import records
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted
-from gossamer.view.rundir import RunDirectory
 from gossamer.spec.plan import Plan
+from gossamer.view.rundir import RunDirectory
 
 _log = logging.getLogger(__name__)
 
@@ -115,9 +115,7 @@ def run_job(job: Job) -> dict[str, Any]:
         pump.channel.close()
 
 
-def _train(
-    trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None], began: float
-) -> dict[str, Any]:
+def _train(trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None], began: float) -> dict[str, Any]:
     outcome, message = "failed", ""
     try:
         trainer.run()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gossamer import loss
 from gossamer.data import Corpus, open_corpus
 from gossamer.job import Job, Where, make_plan, read_plan, run_job
+from gossamer.loss import Objective
 from gossamer.model.origin import Origin, origin_of
 from gossamer.model.vocabulary import check_sequence, check_vocabulary
 from gossamer.run.batches import TextBatches
@@ -50,7 +51,7 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
     )
     parts = Parts(
         module=module,
-        objective=loss.build("next_token"),
+        objective=objective_of(config),
         train=TextBatches(corpus.train),
         validation=TextBatches(corpus.validation) if config.data.validation else None,
         config=config,
@@ -79,6 +80,11 @@ def origin_for(config: RunConfig, corpus: Corpus) -> Origin:
     check_vocabulary(origin.vocabulary(), words.vocabulary, tokenizer=str(config.data.tokenizer))
     check_sequence(origin.positions(), config.data.sequence)
     return origin
+
+
+def objective_of(config: RunConfig) -> Objective:
+    """What is minimised."""
+    return loss.build(config.train.objective, key="train.objective")
 
 
 def corpus_of(data: DataSection) -> Corpus:

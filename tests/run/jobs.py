@@ -72,7 +72,10 @@ def train(
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One run; `until` asks to stop after so many steps. What its records say, and a digest of the parameters."""
-    given = {"train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "clip": 0.5}, "machines": {"timeout_s": 15}}
+    given = {
+        "train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "clip": 0.5},
+        "machines": {"timeout_s": 15},
+    }
     for name, section in (sections or {}).items():
         given[name] = {**given.get(name, {}), **section}
     config = RunConfig.model_validate(given)

@@ -1,4 +1,7 @@
-"""One host of a meeting, for tests: python launch_host.py JSON. Prints what it was told; exits as a command would."""
+"""One host of a meeting, for tests: python launch_host.py JSON [--host I/N --meet ADDRESS:PORT].
+
+Prints what it was told; exits as a command would. JSON may be the name of a file that holds it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,12 @@ DEFAULTS = {
 
 
 def main() -> int:
-    given = {**DEFAULTS, **json.loads(sys.argv[1])}
+    text = sys.argv[1] if sys.argv[1].startswith("{") else Path(sys.argv[1]).read_text()
+    given = {**DEFAULTS, **json.loads(text)}
+    if "--host" in sys.argv:
+        given["host"], given["hosts"] = Invitation.parse_host(sys.argv[sys.argv.index("--host") + 1])
+        given["address"], given["port"] = Invitation.parse_meet(sys.argv[sys.argv.index("--meet") + 1])
+        given["runs"] = given["runs"].replace("{host}", str(given["host"]))
     call = Invitation(
         host=given["host"],
         hosts=given["hosts"],

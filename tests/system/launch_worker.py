@@ -1,7 +1,7 @@
 """A small real worker for launching tests: steps with its peers over sockets, and misbehaves as told.
 
 Arguments: seconds per step, number of steps, then what rank 1 does at step 2: none | raise | bad | exit | segv | kill
-| stop | sleep | child | stubborn (never stops when asked).
+| stop | oom | sleep | child | stubborn (never stops when asked).
 More arguments are ignored: a test marks its processes with them.
 The exchange is a star over TCP on MASTER_PORT: one byte a step, by which the ranks agree to stop.
 """
@@ -40,7 +40,7 @@ class Star:
         """Whether any rank has the wish: rank 0 collects, then answers."""
         try:
             if self.is_hub:
-                wish = any([self.hear(peer) for peer in self.peers]) or wish
+                wish = sum(self.hear(peer) for peer in self.peers) > 0 or wish  # hears all of them
             for peer in self.peers:
                 peer.sendall(b"1" if wish else b"0")
             return wish if self.is_hub else self.hear(self.peers[0])
@@ -67,10 +67,13 @@ def misbehave(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "oom":
+        hoard = [b"x" * (1 << 20) for _ in range(4000)]
+        raise RuntimeError(f"had {len(hoard)} MiB")
     if how == "sleep":
         time.sleep(600)
     if how == "child":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *sys.argv[4:]])
 
 
 def main(ready: Ready) -> None:

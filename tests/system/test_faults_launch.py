@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from gossamer.run.launch import Limits, Outcome, Start, launch_here
+from gossamer.wire.lab import Lab, Topology, lab_unavailable
+from gossamer.wire.lab.names import DEVICE
 from gossamer.wire.process.reports import error_path
 from gossamer.wire.process.spawn import process_state
 
@@ -26,7 +28,7 @@ def launch(
     rundir: Path, how: str, *, processes: int = 3, step_s: float = 0.02, say: list[str] | None = None
 ) -> Outcome:
     heard = [] if say is None else say
-    argv = (sys.executable, str(HERE / "launch_worker.py"), str(step_s), "6", how)
+    argv = (sys.executable, str(HERE / "launch_worker.py"), str(step_s), "6", how, f"at={rundir}")
     start = Start(argv=argv, processes=processes, rundir=rundir, limits=LIMITS, say=heard.append, threads=1)
     return launch_here(start)
 
@@ -115,7 +117,7 @@ def test_a_hung_rank_is_blamed_not_the_ones_that_wait_for_it(tmp_path: Path) -> 
 
 def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
     launch(tmp_path, "child")
-    assert not marked("import time; time.sleep(600)")
+    eventually(lambda: not marked(f"at={tmp_path}"))
 
 
 @pytest.fixture
@@ -175,12 +177,10 @@ def test_asked_twice_it_stops_at_once(command: Command, tmp_path: Path) -> None:
 
 def test_a_killed_supervisor_leaves_nobody(command: Command, tmp_path: Path) -> None:
     process = command("child")
-    eventually(lambda: len(marked("import time; time.sleep(600)")) == 1)
-    workers = marked(f"at={tmp_path}") - {process.pid}
-    assert len(workers) == 2
+    eventually(lambda: len(marked(f"at={tmp_path}") - {process.pid}) == 3)  # two workers, and a child of one
     process.kill()
     process.wait()
-    eventually(lambda: not marked(f"at={tmp_path}") and not marked("import time; time.sleep(600)"))
+    eventually(lambda: not marked(f"at={tmp_path}"))
 
 
 def test_a_stopped_supervisor_is_no_alarm(command: Command) -> None:
@@ -382,3 +382,94 @@ def test_strangers_at_the_meeting_place_are_ignored(hosts: Hosts, tmp_path: Path
     eventually(knock)
     hosts.start(1, processes=1)
     assert [code for code, _, _ in hosts.ends()] == [0, 0]
+
+
+# Over gloo, out of memory, and in the laboratory
+
+
+@pytest.mark.parametrize("how", ["none", "kill"])
+def test_what_gloo_says_of_a_dead_peer_is_no_cause(tmp_path: Path, how: str) -> None:
+    argv = (sys.executable, str(HERE / "launch_gloo_worker.py"), how)
+    outcome = launch_here(Start(argv=argv, processes=2, rundir=tmp_path, limits=LIMITS, threads=1))
+    if how == "none":
+        assert outcome == Outcome(exit_code=0)
+        return
+    assert outcome.blame is not None
+    first, collateral = outcome.blame.first, outcome.blame.collateral
+    assert (first.rank, first.exit_code, first.op, first.sequence) == (1, -9, "all_reduce", 2)
+    assert [(f.rank, f.kind, f.by_us) for f in collateral] == [(0, "RuntimeError", False)]
+
+
+MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def little_memory() -> Iterator[Path]:
+    """A control group with 150 MiB."""
+    v1 = (MEMORY / "memory.limit_in_bytes").exists()
+    group = (MEMORY if v1 else Path("/sys/fs/cgroup")) / f"gossamer-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs a memory control group: {error}")
+    try:
+        (group / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(str(150 << 20))
+    except OSError as error:
+        group.rmdir()
+        pytest.skip(f"needs the memory controller: {error}")
+    yield group
+    eventually(lambda: _removed(group))
+
+
+def _removed(group: Path) -> bool:
+    try:
+        group.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_lack_of_memory_is_told_from_a_kill(tmp_path: Path, little_memory: Path) -> None:
+    command = [sys.executable, str(HERE / "launch_local_run.py"), str(tmp_path), "0.02", "6", "oom"]
+    inside = ["sh", "-c", f'echo $$ >{little_memory}/cgroup.procs && exec "$@"', "sh", *command]
+    ended = subprocess.run(inside, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3
+    said = " ".join(ended.stderr.replace("|", " ").split())
+    assert "first failing rank 1 on host" in said
+    assert "killed by the kernel for lack of memory" in said
+    assert "with a limit of 150 MiB" in said
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))
+def test_hosts_in_the_laboratory_find_the_device_between_them(tmp_path: Path) -> None:
+    with Lab(Topology(2, rate_bytes_per_s=12.5e6)) as lab:
+        processes = []
+        for host in (0, 1):
+            given = {"host": host, "address": lab.address(0), "port": 29400, "runs": str(tmp_path / str(host))}
+            argv = [sys.executable, str(HERE / "launch_host.py"), json.dumps(given)]
+            processes.append(lab.spawn(host, argv, stdout=subprocess.PIPE))
+        outs = [process.communicate(timeout=40)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outs
+    for host, out in enumerate(outs):
+        assert f"offset={2 * host}, ranks=4, address='{lab.address(0)}'" in out
+        assert f"interface='{DEVICE}'" in out
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))
+def test_a_cut_link_ends_both_sides(tmp_path: Path) -> None:
+    with Lab(Topology(2, rate_bytes_per_s=12.5e6)) as lab:
+        processes = []
+        for host in (0, 1):
+            given = {"host": host, "address": lab.address(0), "port": 29400, "runs": str(tmp_path / str(host))}
+            worker = {"worker": ["0.05", "100000", "none"], "processes": 1}
+            argv = [sys.executable, str(HERE / "launch_host.py"), json.dumps({**given, **worker})]
+            processes.append(lab.spawn(host, argv, stdout=subprocess.PIPE))
+        assert processes[0].stdout is not None
+        while processes[0].stdout.readline() != b"step 0\n":
+            assert processes[0].poll() is None
+        lab.cut(1)
+        outs = [process.communicate(timeout=40)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [3, 3]
+    assert all("the network to it is cut" in " ".join(out.replace("|", " ").split()) for out in outs)

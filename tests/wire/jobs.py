@@ -10,7 +10,7 @@ import torch
 from gossamer.spec.errors import PeerLost
 from gossamer.wire.channel.group import Group, Meeting
 from gossamer.wire.message import Combine, Levels, Message, Outcome, State
-from gossamer.wire.pump import Pump
+from gossamer.wire.pump import Pump, Step
 from pool import Seat
 
 
@@ -39,6 +39,11 @@ def two_rounds(value: float):
     return Outcome(a, b, State())
 
 
+def submit_all(step: Step, jobs: list[int]) -> None:
+    for job in jobs:
+        step.submit(job, two_rounds(job + 1.0))
+
+
 def random_arrival(seat: Seat, *, jobs: int, look_ahead: int, threads: int = 3) -> list[int]:
     """Jobs arrive in another order on every rank, from several threads; the numbers of those with wrong results."""
     channel = group(seat)
@@ -49,7 +54,7 @@ def random_arrival(seat: Seat, *, jobs: int, look_ahead: int, threads: int = 3) 
         arriving = list(range(jobs))
         random.Random(seat.rank * 100 + turn).shuffle(arriving)
         senders = [
-            threading.Thread(target=lambda some: [step.submit(j, two_rounds(j + 1.0)) for j in some], args=(part,))
+            threading.Thread(target=submit_all, args=(step, part))
             for part in (arriving[i::threads] for i in range(threads))
         ]
         for sender in senders:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -105,10 +105,7 @@ class Feed:
         pieces = cut(self.plan.rows[self.rank], self.plan.microbatches[self.rank])
         borders = [0, *accumulate(pieces)]
         found = order(np.arange(start, start + borders[-1]))
-        return [
-            MicroBatch(first_row + a, self.batches.batch(found[a:b]))
-            for a, b in zip(borders[:-1], borders[1:], strict=True)
-        ]
+        return [MicroBatch(first_row + a, self.batches.batch(found[a:b])) for a, b in pairwise(borders)]
 
 
 def cut(rows: int, pieces: int) -> list[int]:

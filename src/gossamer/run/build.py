@@ -18,6 +18,7 @@ from gossamer.model.compiled import compile_units
 from gossamer.model.precision import precision_of
 from gossamer.model.randomness import unit_seeds
 from gossamer.optim import rate
+from gossamer.optim.master import Master
 from gossamer.pipeline import schedule
 from gossamer.pipeline.check import check
 from gossamer.run.batches import Batches, Feed
@@ -70,6 +71,7 @@ def check_before_start(parts: Parts) -> None:
             do="lower train.batch or data.sequence, or give more text",
             key="train.batch",
         )
+    rate.build(config.train.schedule, key="train.schedule").factor(0, config.train.steps)  # a warm-up that fits
     if not trainable(parts.module):
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
     precision = precision_of(config.train.precision)
@@ -86,7 +88,7 @@ def build(parts: Parts, pump: Pump, around: Surroundings) -> Trainer:
     rank = pump.channel.rank
     module.train()
     params = trainable(module)
-    rule = optim.build(config.train.optimizer, key="train.optimizer")
+    rule = Master(inner=optim.build(config.train.optimizer, key="train.optimizer"))  # copies half types alone
     replica = sync.Replica(
         params, compress.build(plan.exchange, key="plan.exchange"), pump, bucket_bytes=plan.bucket_bytes
     )

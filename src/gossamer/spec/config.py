@@ -59,6 +59,7 @@ class TrainSection(Section):
     batch: Positive = Field(64, description="sequences per step, over all replicas")
     optimizer: Written = Field({"adamw": {"lr": 3e-4}}, description="a method of `gossamer methods optim`")
     schedule: Written = Field({"cosine": {"warmup": 0.02}}, description="a method of `gossamer methods optim/rate`")
+    objective: Written = Field("next_token", description="a method of `gossamer methods loss`")
     clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
     accumulate: Positive | Auto = Field("auto", description="micro-batches per replica and step")
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type the forward and backward compute in")

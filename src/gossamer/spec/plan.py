@@ -60,7 +60,9 @@ class Plan(BaseModel):
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries, the mesh has {replicas} replicas")
         for replica, (rows, pieces) in enumerate(zip(self.rows, self.microbatches, strict=True)):
             if not 1 <= pieces <= rows:
-                raise ValueError(f"replica {replica} has {rows} rows and {pieces} micro-batches: need 1 <= that <= rows")
+                raise ValueError(
+                    f"replica {replica} has {rows} rows and {pieces} micro-batches: need 1 <= that <= rows"
+                )
         return self
 
     @property

@@ -7,7 +7,7 @@ import pkgutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -123,7 +123,7 @@ def _name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _presets(folder: Path) -> dict[str, dict[str, Any]]:
     file = folder / "presets.toml"
     return tomllib.loads(file.read_text("utf-8")) if file.exists() else {}

@@ -47,7 +47,7 @@ _RATE = re.compile(r"^\s*([0-9.]+)\s*([kmgt]?)bit(?:/s|ps)?\s*$", re.IGNORECASE)
 
 
 def read_rate(text: str, *, key: str = "") -> float:
-    """"100mbit" -> 12_500_000.0 bytes per second; raises BadInput."""
+    """ "100mbit" -> 12_500_000.0 bytes per second; raises BadInput."""
     match = _RATE.match(text)
     if match is None:
         raise bad_input(wanted="a rate such as 100mbit or 1gbit", got=repr(text), do="write number and unit", key=key)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from gossamer.compress import Exchange
 from gossamer.ops.norm import global_norm_squared
@@ -97,7 +98,7 @@ class Replica:
         self._weighing = self._exchanging = Step(())
         self._window = Window(0, 0, 0.0, 0.0)
         self._adopt_views()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._filled(name)) for name, p in params.items()]
+        self._hooks = [_watch(p, self._filled(name)) for name, p in params.items()]
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -188,7 +189,7 @@ class Replica:
             slot.outcome = None
 
     def states(self) -> dict[str, Tensor]:
-        """All exchange state, keyed "path@parameter" where it is shaped like the bucket, else "path@first parameter"."""
+        """All exchange state: "path@parameter" where it is shaped like the bucket, else "path@first parameter"."""
         found: dict[str, Tensor] = {}
         for slot in self._slots:
             for path, tensor in slot.state.flatten():
@@ -223,7 +224,7 @@ class Replica:
             for name, view in slot.bucket.slices():
                 self._params[name].grad = view
 
-    def _filled(self, name: str) -> "_Hook":
+    def _filled(self, name: str) -> _Hook:
         return _Hook(self, self._slot_of[name], name)
 
     def _count(self, index: int, name: str, param: Tensor) -> None:
@@ -266,3 +267,7 @@ class _Hook:
 def _gather(row: Tensor) -> Generator[Message, tuple[Tensor, ...], Outcome]:
     (rows,) = yield Message((row,), Combine.GATHER)
     return Outcome(rows, None, State())
+
+
+def _watch(param: Tensor, hook: _Hook) -> RemovableHandle:
+    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return, no-untyped-call]

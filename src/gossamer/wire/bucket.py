@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -29,7 +29,7 @@ class Layout:
 
     entries: tuple[Entry, ...]
     dtype: torch.dtype
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def numel(self) -> int:
@@ -77,7 +77,7 @@ def partition(tensors: Mapping[str, Tensor], *, bucket_bytes: int, at_least: int
     cap = min(bucket_bytes, max(2**20, -(-total // at_least)))
     open_buckets: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     done: list[Layout] = []
-    for name, tensor in reversed(tensors.items()):
+    for name, tensor in reversed(list(tensors.items())):
         kind = (tensor.dtype, tensor.device)
         held = open_buckets.setdefault(kind, {})
         size = sum(t.numel() for t in held.values()) + tensor.numel()

@@ -8,6 +8,7 @@ SHUFFLE      direct, 1/n of the bytes to every other rank.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from gossamer.wire.message import Combine, Message
@@ -32,8 +33,8 @@ def sent_bytes(combine: Combine, part_bytes: int, itemsize: int, group: tuple[in
 
 def ring_chunks(part_bytes: int, itemsize: int, ranks: int) -> tuple[int, ...]:
     """How a ring all-reduce cuts `part_bytes` into one chunk per rank; the sizes sum to `part_bytes`."""
-    per_rank = max(-(-part_bytes // (_SEGMENT_BYTES * ranks)), 2)
-    segment = -(-(-(-part_bytes // (per_rank * ranks))) // itemsize) * itemsize
+    per_rank = max(math.ceil(part_bytes / (_SEGMENT_BYTES * ranks)), 2)
+    segment = math.ceil(math.ceil(part_bytes / (per_rank * ranks)) / itemsize) * itemsize
     chunk = per_rank * segment
     return tuple(max(0, min(chunk, part_bytes - i * chunk)) for i in range(ranks))
 

@@ -11,6 +11,7 @@ from gossamer.run.launch.greetings import Facts
 from gossamer.run.launch.invitation import Invitation, Meeting
 from gossamer.run.launch.local import Start, launch_here, launch_local
 from gossamer.run.launch.met import launch_met
+from gossamer.run.launch.ssh import launch_hosts
 from gossamer.run.launch.supervise import Outcome
 from gossamer.run.launch.worker import Ready, run_worker
 
@@ -24,6 +25,7 @@ __all__ = [
     "Ready",
     "Start",
     "launch_here",
+    "launch_hosts",
     "launch_local",
     "launch_met",
     "launcher_of",

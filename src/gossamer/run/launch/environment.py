@@ -98,6 +98,13 @@ class _Variables:
     def number_or(self, name: str, default: int) -> int:
         return self.number(name) if self.all.get(name) else default
 
+    def part(self, name: str) -> tuple[int, int]:
+        """ "1/2" -> (1, 2)."""
+        match = re.fullmatch(r"(\d+)/(\d+)", self.text(name))
+        if match is None:
+            raise BadInput(f"environment variable {name}: wanted NUMBER/HOSTS, got {self.all[name]!r}")
+        return int(match.group(1)), int(match.group(2))
+
     def seconds(self, name: str, default: float) -> float:
         try:
             return float(self.all.get(name, default))
@@ -114,13 +121,18 @@ class _Variables:
 def _torchrun(env: _Variables) -> Place:
     rank, ranks = env.number("RANK"), env.number("WORLD_SIZE")
     local_rank, local_ranks = env.number("LOCAL_RANK"), env.number("LOCAL_WORLD_SIZE")
+    if "GOSSAMER_HOST" in env.all:
+        host, hosts = env.part("GOSSAMER_HOST")
+    else:
+        host = env.number_or("GROUP_RANK", rank // max(1, local_ranks))
+        hosts = env.number_or("GROUP_WORLD_SIZE", -(-ranks // max(1, local_ranks)))
     return Place(
         rank=rank,
         ranks=ranks,
         local_rank=local_rank,
         local_ranks=local_ranks,
-        host=env.number_or("GOSSAMER_HOST", env.number_or("GROUP_RANK", rank // max(1, local_ranks))),
-        hosts=env.number_or("GOSSAMER_HOSTS", env.number_or("GROUP_WORLD_SIZE", -(-ranks // max(1, local_ranks)))),
+        host=host,
+        hosts=hosts,
         hostname=socket.gethostname(),
         address=env.text("MASTER_ADDR"),
         port=env.number("MASTER_PORT"),

@@ -30,7 +30,7 @@ class Failure(Said):
     what: What
     exit_code: int = 0  # meaningful for "exited"; minus the signal's number
     kind: str = ""  # class of the exception, from the rank's own note
-    message: str = ""
+    message: str = ""  # from the note, else the last line it wrote
     cause: str  # likely cause, in words
     step: int = -1
     phase: str = ""
@@ -45,7 +45,8 @@ class Failure(Said):
         """It failed only because another rank was lost, or because it was told to end."""
         if self.by_us or self.exit_code == PEER_LOST or self.kind == "PeerLost":
             return True
-        return self.kind != "" and self.exit_code != BAD_INPUT and bool(_PEER_LOST_TEXT.search(self.message))
+        is_exit = self.exit_code > 0 and self.exit_code != BAD_INPUT
+        return is_exit and bool(_PEER_LOST_TEXT.search(self.message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +113,10 @@ def _brief(failure: Failure) -> str:
 def _ranks(failures: Sequence[Failure]) -> str:
     """ "ranks 0, 1 on a; rank 5 on b"."""
     by_host: dict[str, list[int]] = {}
-    for failure in failures:
+    for failure in sorted(failures, key=lambda f: f.rank):
         by_host.setdefault(failure.hostname, []).append(failure.rank)
     return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(r) for r in sorted(ranks))} on {host}"
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(r) for r in ranks)} on {host}"
         for host, ranks in by_host.items()
     )
 

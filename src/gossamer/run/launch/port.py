@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from gossamer.run.launch.interface import interfaces
@@ -42,15 +43,22 @@ def owner(port: int) -> str:
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listening(Path("/proc/net") / table, port)}
     if not inodes:
         return ""
+    sockets = {f"socket:[{inode}]" for inode in inodes}
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            links = {os.readlink(link) for link in (process / "fd").iterdir()}
-            if links & {f"socket:[{inode}]" for inode in inodes}:
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
-                return f" by process {process.name} ({command[:120]})"
-        except OSError:
-            continue  # another user's process, or one that has just ended
+        if sockets & _open_files(process):
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+            return f" by process {process.name} ({command[:120]})"
     return " by a process of another user"
+
+
+def _open_files(process: Path) -> set[str]:
+    """What its descriptors stand for; nothing for another user's process, or one that has ended."""
+    found: set[str] = set()
+    with suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):  # closed since it was listed
+                found.add(os.readlink(link))
+    return found
 
 
 def _listening(table: Path, port: int) -> list[str]:

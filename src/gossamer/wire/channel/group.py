@@ -58,8 +58,9 @@ class Group(Channel):
                 options._timeout = timeout
                 return dist.ProcessGroupNCCL(store, me, len(members), options)
             options = dist.ProcessGroupGloo._Options()
-            device = dist.ProcessGroupGloo.create_device
-            options._devices = [device(interface=m.interface) if m.interface else dist.ProcessGroupGloo.create_default_device()]
+            gloo = dist.ProcessGroupGloo
+            device = gloo.create_device(interface=m.interface) if m.interface else gloo.create_default_device()
+            options._devices = [device]
             options._timeout = timeout
             return dist.ProcessGroupGloo(store, me, len(members), options)
         except RuntimeError as error:

@@ -94,7 +94,7 @@ def _signature(message: Message) -> tuple[object, ...]:
 def run_lockstep(channels: Sequence[Channel], methods: Sequence[Rounds]) -> list[Outcome]:
     """Drive one exchange per rank to its end, in turns. All ranks must want the same number of rounds."""
     outcomes: dict[int, Outcome] = {}
-    wanted = {}
+    wanted: dict[int, Message] = {}
     for rank, method in enumerate(methods):
         _advance(rank, method, None, wanted, outcomes)
     while wanted:

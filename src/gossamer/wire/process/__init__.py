@@ -11,7 +11,7 @@ from gossamer.wire.process.listen import HeartbeatServer
 from gossamer.wire.process.loop import Loop
 from gossamer.wire.process.pulse import Pulse, stalled
 from gossamer.wire.process.reports import ErrorReport, read_error, write_error
-from gossamer.wire.process.spawn import Job, Worker
+from gossamer.wire.process.spawn import Job, Worker, tied
 from gossamer.wire.process.warden import Warden
 
 __all__ = [
@@ -32,5 +32,6 @@ __all__ = [
     "exit_text",
     "read_error",
     "stalled",
+    "tied",
     "write_error",
 ]

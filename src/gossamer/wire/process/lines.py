@@ -36,7 +36,7 @@ class Lines:
 
 def write_line(message: Said) -> bytes:
     """The bytes that `read_line` reads back."""
-    return message.model_dump_json().encode("ascii", "backslashreplace") + b"\n"
+    return message.model_dump_json().encode() + b"\n"
 
 
 def read_line(line: bytes, kind: TypeAdapter[T]) -> T:

@@ -41,8 +41,8 @@ def write_error(folder: Path, rank: int, error: BaseException) -> Path:
         rank=rank,
         pid=os.getpid(),
         kind=type(error).__name__[:200],
-        message=str(error)[:_MESSAGE_CHARACTERS],
-        trace=trace[-_TRACE_CHARACTERS:],
+        message=_clean(str(error))[:_MESSAGE_CHARACTERS],
+        trace=_clean(trace)[-_TRACE_CHARACTERS:],
     )
     path = error_path(folder, rank)
     beside = path.with_suffix(f".{os.getpid()}.part")
@@ -59,3 +59,8 @@ def read_error(folder: Path, rank: int, *, pid: int) -> ErrorReport | None:
     except (OSError, WireMismatch):
         return None
     return report if report.pid == pid else None
+
+
+def _clean(text: str) -> str:
+    """Names of files may hold what is no Unicode; JSON may not."""
+    return text.encode("utf-8", "replace").decode()

@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, Signals
@@ -48,7 +48,7 @@ class Worker:
         self._box = BlackBox()
         self._position = Position()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_ENTER), str(os.getpid()), *job.argv],
+            tied(job.argv),
             env={**job.env, "GOSSAMER_BOX": str(self._box.descriptor)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if job.echo else self._file,
@@ -111,6 +111,11 @@ class Worker:
     def _signal_group(self, number: Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
+
+
+def tied(argv: Sequence[str]) -> list[str]:
+    """The command that runs `argv` as a child that is killed (on Linux) when this process dies."""
+    return [sys.executable, "-I", "-S", str(_ENTER), str(os.getpid()), *argv]
 
 
 def process_state(pid: int) -> str:

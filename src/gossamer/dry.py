@@ -1,0 +1,58 @@
+"""`gossamer train --dry`: everything up to the first step, and no step. What would run where, on which samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gossamer.data import decode_preview
+from gossamer.job import make_plan, read_plan
+from gossamer.model.profile import facts_of
+from gossamer.run.batches import TextBatches
+from gossamer.run.build import Parts, check_before_start
+from gossamer.spec.config import RunConfig
+from gossamer.spec.units import show_bytes, show_gib
+from gossamer.worker import corpus_of, objective_of, origin_for
+
+
+def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
+    """The plan, its forecast, the model, and three samples as the model will see them. Raises BadInput."""
+    corpus = corpus_of(config.data)
+    origin = origin_for(config, corpus)
+    module = origin.build(config.train.seed)
+    hosts = max(1, len(config.machines.hosts))
+    ranks, cpu = config.machines.processes * hosts, torch.device("cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan = read_plan(plan_file, ranks=ranks) if plan_file else make_plan(config, module, ranks=ranks, device=device)
+    check_before_start(
+        Parts(
+            module=module,
+            objective=objective_of(config),
+            train=TextBatches(corpus.train),
+            validation=None,
+            config=config,
+            plan=plan,
+            device=cpu,
+        )
+    )
+    facts = facts_of(module)
+    state_bytes = 4 * facts.parameter_bytes  # parameters, gradients and the two slots of AdamW
+    return {
+        "model": f"{origin.describe()}, {facts.parameters:,} parameters",
+        "data": {
+            "training": f"{len(corpus.train):,} sequences of {config.data.sequence} tokens",
+            "validation": f"{len(corpus.validation):,} sequences",
+        },
+        "plan": plan.model_dump(mode="json", exclude={"forecast"}),
+        "forecast": {
+            "sent_per_step": {f"rank {r}": show_bytes(n) for r, n in enumerate(plan.forecast.sent_bytes)},
+            "model_state_per_process": show_gib(state_bytes),
+            "wire_bytes": plan.forecast.wire_bytes,
+        },
+        "samples": [
+            {"text": p.text[:400], "tokens": p.tokens, "labels": p.labels}
+            for p in decode_preview(corpus.train, corpus.tokenizer, seed=config.train.seed)
+        ],
+    }

@@ -1,0 +1,168 @@
+"""Start the processes of a run, here or on several hosts, and show what they record while they work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import yaml
+
+from gossamer.run.launch import (
+    Facts,
+    Invitation,
+    Limits,
+    Meeting,
+    Outcome,
+    Start,
+    launch_here,
+    launch_hosts,
+    launch_met,
+)
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, Interrupted, RunFailed
+from gossamer.spec.records import Event
+from gossamer.view.display import Display
+from gossamer.view.rundir import RunDirectory
+from gossamer.view.screen import open_display
+from gossamer.view.tracking import Trackers
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What to start, and whether it goes on from a checkpoint. Every way to start raises what the run ended with."""
+
+    directory: RunDirectory
+    config: RunConfig
+    resume: bool
+
+    def here(self) -> None:
+        """All processes on this machine."""
+        with _Watch(self) as watch:
+            outcome = launch_here(self._start(self.directory.path, watch.tick))
+        _raise_for(outcome, self.directory)
+
+    def met(self, host: str, meet: str, prepare: Callable[[RunDirectory], None]) -> RunDirectory:
+        """This host's processes of a run over several, each started by hand; returns the run's directory here.
+
+        `prepare` fills the directory, whose name is host 0's.
+        """
+        number, hosts = Invitation.parse_host(host)
+        address, port = Invitation.parse_meet(meet)
+        runs = self.directory.path.parent
+        invitation = Invitation(
+            host=number,
+            hosts=hosts,
+            address=address,
+            port=port,
+            facts=self._facts(),
+            runs=runs,
+            run=self.directory.name,
+            say=lambda text: _log.info("%s", text),
+            interface=self.config.machines.interface,
+        )
+        found: list[RunDirectory] = []
+        watches: list[_Watch] = []
+
+        def start(meeting: Meeting) -> Start:
+            directory = RunDirectory(meeting.rundir)
+            prepare(directory)
+            found.append(directory)
+            watches.append(_Watch(Launch(directory=directory, config=self.config, resume=self.resume)).__enter__())
+            return self._start(directory.path, watches[0].tick)
+
+        try:
+            outcome = launch_met(invitation, start)
+        finally:
+            for watch in watches:
+                watch.__exit__()
+        _raise_for(outcome, found[0])
+        return found[0]
+
+    def over_ssh(self, hosts: list[str]) -> None:
+        """Start the same command on every host."""
+        config = self.config.model_dump(mode="json")
+        config["machines"]["hosts"] = []
+        config["run"]["name"] = self.directory.name
+        arguments = ["train", "{files}/run.yaml", *(["--resume", "auto"] if self.resume else [])]
+        code = launch_hosts(hosts, arguments, files={"run.yaml": yaml.safe_dump(config, sort_keys=False)})
+        _raise_for(Outcome(exit_code=code, text="see above" if code else ""), self.directory)
+
+    def _start(self, rundir: Path, tick: Callable[[], None]) -> Start:
+        machines = self.config.machines
+        return Start(
+            argv=(sys.executable, "-m", "gossamer.worker", str(rundir.absolute())),
+            processes=machines.processes,
+            rundir=rundir,
+            limits=Limits(heartbeat_s=machines.heartbeat_s),
+            env={"GOSSAMER_RESUME": "1" if self.resume else "0"},
+            echo=False,
+            threads=0 if machines.threads == "auto" else machines.threads,
+            tick=tick,
+        )
+
+    def _facts(self) -> Facts:
+        from gossamer.store.checkpoint import list_checkpoints  # brings torch
+
+        shared = self.config.model_dump(mode="json", exclude={"run", "machines"})
+        return Facts(
+            processes=self.config.machines.processes,
+            versions={
+                "gossamer": version("gossamer"),
+                "torch": version("torch"),
+                "python": platform.python_version(),
+            },
+            config=hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest(),
+            checkpoints=list_checkpoints(self.directory.checkpoints) if self.resume else (),
+        )
+
+
+class _Watch:
+    """The display and the trackers of a run, fed with what its first rank writes down."""
+
+    def __init__(self, launch: Launch) -> None:
+        config, self._directory = launch.config, launch.directory
+        self._tail = launch.directory.tail()
+        self._display: Display = open_display(config.run.display, title=launch.directory.name)
+        if launch.resume:
+            for record in self._tail.read():
+                self._display.recall(record)
+        self._trackers = Trackers.start(
+            config.run.trackers,
+            run_name=launch.directory.name,
+            config=config.model_dump(mode="json"),
+            directory=launch.directory.path,
+            warn=lambda text: self._display.show(Event(level="warning", message=text)),
+        )
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tick()
+        self._trackers.close()
+        self._display.close()
+
+    def tick(self) -> None:
+        """Show what is new."""
+        for record in self._tail.read():
+            self._display.show(record)
+            self._trackers.log(record)
+        self._display.tick()
+
+
+def _raise_for(outcome: Outcome, directory: RunDirectory) -> None:
+    if outcome.exit_code == 2:
+        raise BadInput(outcome.text)
+    if outcome.exit_code == 4:
+        raise Interrupted(f"{outcome.text}\ngo on with: gossamer resume {directory.path}".strip())
+    if outcome.exit_code:
+        raise RunFailed(outcome.text)

@@ -1,0 +1,43 @@
+"""Looks at one host and prints what it found as one line of JSON. Sent to `python -` over ssh, hence stdlib only.
+
+Its argument: {"folder": "...", "paths": [...], "packages": [...]} as JSON.
+"""
+
+import glob
+import importlib.metadata
+import json
+import os
+import socket
+import sys
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    if os.path.isdir(asked["folder"]):
+        os.chdir(asked["folder"])
+    reached = os.environ.get("SSH_CONNECTION", "").split()
+    found = {
+        "hostname": socket.gethostname(),
+        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in asked["packages"]}},
+        "missing": [path for path in asked["paths"] if not glob.glob(os.path.expanduser(path), recursive=True)],
+        "address": reached[2] if len(reached) == 4 else "",
+        "port": free_port(),
+    }
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
