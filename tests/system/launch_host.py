@@ -23,6 +23,7 @@ DEFAULTS = {
     "worker": ["0.05", "6", "none"],
     "run": "r",
     "hosts": 2,
+    "settle_s": 20.0,
 }
 
 
@@ -59,7 +60,7 @@ def main() -> int:
             argv=(sys.executable, worker, *given["worker"]),
             processes=given["processes"],
             rundir=meeting.rundir,
-            limits=Limits(heartbeat_s=1.0, progress_timeout_s=1.5, settle_s=1.0, kill_s=0.5),
+            limits=Limits(heartbeat_s=1.0, progress_timeout_s=1.5, settle_s=given["settle_s"], kill_s=0.5),
         )
 
     try:

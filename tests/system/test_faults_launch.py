@@ -21,7 +21,7 @@ from gossamer.wire.process.reports import error_path
 from gossamer.wire.process.spawn import process_state
 
 HERE = Path(__file__).parent
-LIMITS = Limits(heartbeat_s=0.8, progress_timeout_s=1.5, settle_s=1.0, kill_s=0.5)
+LIMITS = Limits(heartbeat_s=0.8, progress_timeout_s=1.5, settle_s=20.0, kill_s=0.5)  # peers may say their own
 
 
 def launch(
@@ -463,7 +463,7 @@ def test_a_cut_link_ends_both_sides(tmp_path: Path) -> None:
         processes = []
         for host in (0, 1):
             given = {"host": host, "address": lab.address(0), "port": 29400, "runs": str(tmp_path / str(host))}
-            worker = {"worker": ["0.05", "100000", "none"], "processes": 1}
+            worker = {"worker": ["0.05", "100000", "none"], "processes": 1, "settle_s": 0.5}
             argv = [sys.executable, str(HERE / "launch_host.py"), json.dumps({**given, **worker})]
             processes.append(lab.spawn(host, argv, stdout=subprocess.PIPE))
         assert processes[0].stdout is not None

@@ -160,7 +160,7 @@ class Crew:
                 "exit_code": worker.exit_code,
                 "kind": report.kind if report else "",
                 "message": report.message if report else said,
-                "by_us": self._ended_by_us,
+                "by_us": self._ended_by_us and (worker.exit_code < 0 or report is None),
             }
         )
 

@@ -17,6 +17,7 @@ from gossamer.wire.process import BAD_INPUT, DONE, FAILED, INTERRUPTED, Job, Loo
 
 _TURN_S = 0.05
 _PAUSE_S = 1.0  # a turn that took so much longer means that this process itself was held up
+_STACKS_S = 0.5  # for a hung rank to write its stacks
 _LOST_PERIODS = 3  # a host unheard for so many heartbeat periods is lost
 
 
@@ -150,9 +151,7 @@ class Supervision:
             self._crew.kill()
         elif self._failures:
             since_s = now_s - self._failed_s
-            # when only collateral ranks have spoken, the one to blame may take longer to die
-            is_certain = any(not dated.failure.is_collateral for dated in self._failures)
-            settle_s = self._limits.settle_s * (1 if is_certain else 2)
+            settle_s = self._settle_s()
             if since_s > settle_s + self._limits.kill_s:
                 self._crew.kill()
             elif since_s > settle_s and not self._is_ending:
@@ -161,6 +160,15 @@ class Supervision:
         elif self._stop == "save" and now_s - self._stop_s > self._limits.grace_s:
             self._site.say(f"not saved within {show_seconds(self._limits.grace_s)}: stopping at once")
             self._asked("now")
+
+    def _settle_s(self) -> float:
+        """How long other ranks may take to say their own."""
+        causes = [dated.failure for dated in self._failures if not dated.failure.is_collateral]
+        if not causes:
+            return 2 * self._limits.settle_s  # the one to blame may take longer to die
+        if causes[0].what in ("hung", "silent"):
+            return min(_STACKS_S, self._limits.settle_s)  # the others wait for it, and have nothing to say
+        return self._limits.settle_s
 
     def _is_over(self) -> bool:
         """All workers of this host have ended, and the other hosts have said what they had to say."""
