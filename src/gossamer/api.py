@@ -16,6 +16,7 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.view.rundir import RunDirectory, open_run
+from gossamer.view.screen import open_display
 from gossamer.view.summary import summarise
 
 if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
@@ -40,6 +41,7 @@ def train_command(
     `resume="auto"` goes on with the newest run of the same configuration, if there is one. Raises BadInput,
     RunFailed, Interrupted.
     """
+    _check_ranks(resolved.config, hosts)
     if dry:
         from gossamer.dry import dry_run
 
@@ -66,6 +68,18 @@ def train_command(
     prepare(directory)
     launch.here()
     return summarise(directory)
+
+
+def _check_ranks(config: RunConfig, hosts: list[str] | None) -> None:
+    """What needs no torch to be refused at once."""
+    ranks = config.machines.processes * max(1, len(hosts or config.machines.hosts))
+    if config.train.batch < ranks:
+        raise bad_input(
+            wanted="at least one sequence per process and step",
+            got=f"a batch of {config.train.batch} for {ranks} processes",
+            do=f"set train.batch to {ranks} or more, or machines.processes to at most {config.train.batch}",
+            key="train.batch",
+        )
 
 
 def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[str, Any]:
@@ -131,10 +145,15 @@ def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> d
     from gossamer.run.launch.worker import run_worker
     from gossamer.worker import work
 
-    code = run_worker(lambda ready: work(ready, directory, config, resume=resume))
+    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", os.environ.get("OMPI_COMM_WORLD_RANK"))) == "0"
+    display = open_display(config.run.display if first else "quiet", title=directory.name)
+    try:
+        code = run_worker(lambda ready: work(ready, directory, config, resume=resume, show=display.show))
+    finally:
+        display.close()
     if code:
         sys.exit(code)
-    return summarise(directory)
+    return summarise(directory) if first else {}
 
 
 def train(

@@ -28,13 +28,13 @@ CONFIG: dict[str, Any] = {
     },
     "data": {"source": "stdlib", "tokenizer": "byte", "sequence": 128},
     "train": {
-        "steps": 500,
-        "batch": 32,
+        "steps": 800,
+        "batch": 8,
         "optimizer": {"adamw": {"lr": 2e-3, "weight_decay": 0.1}},
         "schedule": {"cosine": {"warmup": 0.05, "floor": 0.05}},
         "precision": "bf16",
-        "evaluate_every": 100,
-        "checkpoint_every": 250,
+        "evaluate_every": 200,
+        "checkpoint_every": 400,
     },
     "machines": {"processes": 2},
 }

@@ -78,6 +78,7 @@ def train_inline(
                     directory=directory,
                     described=described,
                     data=fingerprint,
+                    text=data if isinstance(data, str) else type(data).__name__,
                     resume=False,
                     at=lambda step, phase: None,
                     asked_to_stop=lambda: stop.is_set,

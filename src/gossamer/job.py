@@ -56,6 +56,7 @@ class Job:
     directory: RunDirectory
     described: str  # the model, for people
     data: str  # fingerprint of the training data
+    text: str  # what the data is, for people
     resume: bool
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
@@ -179,7 +180,7 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
         steps=config.train.steps,
         model=job.described,
         parameters=facts_of(job.parts.module).parameters,
-        data=str(config.data.source),
+        data=job.text,
         tokens_per_step=plan.batch * tokens,
         flop_per_token=training_flop_per_token(counted),
         peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),

@@ -163,6 +163,6 @@ def _raise_for(outcome: Outcome, directory: RunDirectory) -> None:
     if outcome.exit_code == 2:
         raise BadInput(outcome.text)
     if outcome.exit_code == 4:
-        raise Interrupted(f"{outcome.text}\ngo on with: gossamer resume {directory.path}".strip())
+        raise Interrupted(outcome.text or f"stopped, with a checkpoint; go on with: gossamer resume {directory.path}")
     if outcome.exit_code:
         raise RunFailed(outcome.text)

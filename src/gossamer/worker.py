@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,7 +25,13 @@ from gossamer.run.launch.environment import Place
 from gossamer.run.launch.worker import Ready, run_worker
 from gossamer.spec.config import DataSection, RunConfig
 from gossamer.spec.errors import PeerLost
+from gossamer.spec.records import Record
 from gossamer.view.rundir import RunDirectory
+
+
+Show = Callable[[Record], None]
+# torchrun keeps the store itself, and tells so.
+_AGENT_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def main() -> int:
@@ -34,7 +41,7 @@ def main() -> int:
     return run_worker(lambda ready: work(ready, directory, directory.config(), resume=resume))
 
 
-def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bool) -> None:
+def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bool, show: Show | None = None) -> None:
     """Build what the configuration describes and train it, as one rank among all."""
     place = ready.place
     ready.heartbeat.at(phase="build")
@@ -66,6 +73,8 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
             directory=directory,
             described=origin.describe(),
             data=corpus.fingerprint,
+            text=str(config.data.source),
+            show=show if place.rank == 0 else None,
             resume=resume or place.resume_step >= 0,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
@@ -115,7 +124,7 @@ def place_to_meet(place: Place, timeout_s: float) -> Where:
             place.address,
             place.port,
             place.ranks,
-            is_master=place.rank == 0,
+            is_master=place.rank == 0 and not _AGENT_STORE,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )

@@ -111,6 +111,7 @@ def train(
         directory=directory,
         described="Small",
         data="tokens",
+        text="tokens",
         resume=resume,
         at=at,
         asked_to_stop=lambda: bool(until) and done[0] + 1 >= until,

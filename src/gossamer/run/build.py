@@ -130,6 +130,7 @@ def build(parts: Parts, pump: Pump, around: Surroundings) -> Trainer:
         sink=around.sink,
         at=around.at,
         save=lambda progress, last: around.saver.save(progress, last=last),
+        settle=around.saver.report,
         asked_to_stop=around.asked_to_stop,
         progress=around.saver.progress,
     )

@@ -89,3 +89,26 @@ class StepWork:
         """Mean over this rank's valid labels; 0 where there are none."""
         parts = [loss for batch, loss in self.losses.items() if self._weights[batch]]
         return float(torch.stack(parts).sum()) if parts else 0.0
+
+
+@dataclass(slots=True)
+class EvaluationWork:
+    """Forward only: sums of losses and labels over some pieces, without a graph."""
+
+    engine: Engine
+    pieces: list[Batch]
+    total: float = 0.0  # sum of the losses of all valid labels, nats
+    weight: float = 0.0  # how many there are
+
+    def forward(self, stage: int, batch: int) -> None:
+        rows = self.pieces[batch]
+        labels = float(self.engine.objective.weight(rows))
+        if labels:
+            self.total += float(self.engine.loss(rows, step=0, key=0)) * labels
+            self.weight += labels
+
+    def backward(self, stage: int, batch: int) -> None:
+        raise AssertionError("an evaluation has no backward")
+
+    def reduce(self, stage: int) -> None:
+        raise AssertionError("an evaluation has no gradients")

@@ -19,10 +19,11 @@ from gossamer.optim.rate import Rate
 from gossamer.pipeline.player import play
 from gossamer.pipeline.rank import RankWorld
 from gossamer.pipeline.schedule import Schedule
-from gossamer.run.batches import Batches, Feed, moved, part, row_slices
+from gossamer.pipeline.schedule.forward_only import ForwardOnly
+from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
 from gossamer.run.policy import NonFinite, Verdict
 from gossamer.run.scaling import Scaling
-from gossamer.run.stage import Engine, StepWork
+from gossamer.run.stage import Engine, EvaluationWork, StepWork
 from gossamer.spec import records
 from gossamer.spec.errors import Interrupted, StepRejected
 from gossamer.sync import Agreement, Replica, Sync, Vote, Window
@@ -70,6 +71,7 @@ class Trainer:
     sink: Sink
     at: Callable[[int, str], None]  # tells the supervisor where this rank is: (step, phase)
     save: Callable[[Progress, bool], None]  # the flag: nothing comes after it
+    settle: Callable[[], None]  # tells what became of earlier saves
     asked_to_stop: Callable[[], bool]
     progress: Progress = field(default_factory=Progress)
 
@@ -113,14 +115,15 @@ class Trainer:
             self._tell("error", step, f"{self._why(agreement)}: the step was rejected, no parameter moved", agreement)
         self.progress.step += 1
         self._record(step, agreement, verdict, lr, work, time.perf_counter() - began, data_s)
+        self.settle()
         if verdict is Verdict.STOP:
             raise StepRejected(
-                f"step {step}: {self._why(agreement)}, {self.policy.in_a_row} rejected steps in a row. "
+                f"step {step + 1}: {self._why(agreement)}, {self.policy.in_a_row} rejected steps in a row. "
                 "Lower the learning rate, look at the samples named in records.jsonl, or set train.on_nonfinite: skip"
             )
         return agreement.ask > 0
 
-    def _attempt(self, step: int, pieces: list) -> tuple[StepWork, Agreement]:  # type: ignore[type-arg]
+    def _attempt(self, step: int, pieces: list[MicroBatch]) -> tuple[StepWork, Agreement]:
         scale = self.scaling.factor
         work = StepWork(
             engine=self.engine,
@@ -164,19 +167,16 @@ class Trainer:
         self.at(self.progress.step, "evaluate")
         count = min(self.goal.evaluate_sequences, len(self.validation))
         mine = np.asarray(part(count, self.replica.rank, self.replica.ranks), dtype=np.int64)
-        total = weight = 0.0
         module = self.engine.module
         training = module.training
         module.eval()
         largest = max(1, self.feed.plan.rows[self.replica.rank] // self.feed.plan.microbatches[self.replica.rank])
-        for rows in row_slices(len(mine), largest):
-            batch = moved(self.validation.batch(mine[rows]), self.engine.device)
-            labels = float(self.engine.objective.weight(batch))
-            if labels:
-                total += float(self.engine.loss(batch, step=0, key=0)) * labels
-                weight += labels
+        pieces = [moved(self.validation.batch(mine[r]), self.engine.device) for r in row_slices(len(mine), largest)]
+        work = EvaluationWork(self.engine, pieces)
+        if pieces:
+            play(ForwardOnly().make(stages=1, ranks=1, microbatches=len(pieces)), RankWorld(0, work))
         module.train(training)
-        sums = self.replica.gather((total, weight)).sum(0)
+        sums = self.replica.gather((work.total, work.weight)).sum(0)
         loss = float(sums[0] / sums[1]) if sums[1] else math.nan
         text_bytes = self.validation.text_bytes(np.arange(count))
         self.sink(
@@ -229,7 +229,9 @@ class Trainer:
     def _tell(self, level: str, step: int, message: str, agreement: Agreement) -> None:
         rank = agreement.bad_ranks[0] if agreement.bad_ranks else -1
         first, last = self.feed.samples(step)
-        self.sink(records.Event(level=level, message=f"{message} (samples {first}..{last - 1})", step=step, rank=rank))
+        self.sink(
+            records.Event(level=level, message=f"{message} (samples {first}..{last - 1})", step=step + 1, rank=rank)
+        )
 
 
 def peak_bytes() -> int:
