@@ -126,6 +126,17 @@ def test_live_draws_at_most_so_often() -> None:
     assert len(out.getvalue()) == drawn_at_close
 
 
+def test_live_leaves_nothing_behind_where_nothing_began() -> None:
+    out = Terminal()
+    live = Live(out, console=Console(file=out, force_terminal=True, width=80, height=24))
+    live.tick()
+    shown = out.getvalue()
+    assert shown.count("\n") == 2  # three lines
+    live.close()
+    assert out.getvalue()[len(shown) :].count("\x1b[2K") >= 3  # and three cleared
+    assert out.getvalue().endswith("\x1b[2K")
+
+
 @pytest.mark.parametrize(
     ("name", "environ", "kind"),
     [

@@ -134,6 +134,8 @@ def _commands(pairs: tuple[tuple[str, str], ...], width: int) -> list[Renderable
 def run_panel(summary: Mapping[str, Any], *, width: int = 80) -> RenderableType:
     """The summary of a run (`summarise`) as a table; with a forecast in the plan, said and measured side by side."""
     table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a path can be copied whole
     for label, value in _closing_rows(summary):
         table.add_row(Text(label, style="dim"), Text(value))
     parts: list[RenderableType] = [table]

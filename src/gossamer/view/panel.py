@@ -55,7 +55,7 @@ def panel(progress: Progress, *, width: int, height: int, now_s: float, title: s
         table.add_column(width=beside)
         cells.append(_plot(progress, columns=beside, rows=len(rows)))
     table.add_row(*cells)
-    parts += [Text(), table, *events]
+    parts += [Text(), table, *events] if rows else events
     return Panel(
         Group(*parts),
         title=Text(model_words(progress.start) if progress.start else "gossamer", style="bold", overflow="ellipsis"),
@@ -78,7 +78,7 @@ def _border(progress: Progress) -> str:
 def _header(progress: Progress, width: int, *, now_s: float) -> list[RenderableType]:
     start = progress.start
     if start is None:
-        return [Text("waiting for the first record", style="dim")]
+        return [Text("starting: processes, data, model", style="dim")]
     tokens = f"{show_count(start.tokens_per_step)} tokens a step"
     about = Text(f"{setting_words(start)}, {tokens}", style="dim", no_wrap=True, overflow="ellipsis")
     count = f"step {progress.steps_done:,} / {progress.steps:,}"

@@ -63,6 +63,7 @@ class Live(Display):
         atexit.unregister(self.close)
         if self._region is None:
             return
+        self._region.transient = self._progress.start is None  # nothing happened: leave nothing behind
         try:
             self._draw()
         finally:
