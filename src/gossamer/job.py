@@ -21,7 +21,7 @@ from gossamer import __version__
 from gossamer import plan as planning
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
 from gossamer.run.batches import moved
-from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, connect, fingerprint
+from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, fingerprint
 from gossamer.run.checkpoint import trainable
 from gossamer.run.saver import Saver
 from gossamer.run.trainer import Trainer, peak_bytes
@@ -30,6 +30,9 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted
 from gossamer.spec.plan import Plan
 from gossamer.view.rundir import RunDirectory
+from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.message import Levels
+from gossamer.wire.pump import Observer, Pump
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ class Job:
     resume: bool
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
+    observe: Observer | None = None  # told of every message that goes out
     show: Callable[[records.Record], None] | None = None  # besides writing them down
 
 
@@ -90,14 +94,17 @@ def run_job(job: Job) -> dict[str, Any]:
     config, where = job.parts.config, job.where
     check_before_start(job.parts)
     began = time.perf_counter()
-    pump = connect(
-        where.store,
+    plan = job.parts.plan
+    meeting = Meeting(
+        store=where.store,
         rank=where.rank,
-        plan=job.parts.plan,
+        levels=Levels.flat(where.ranks),
+        backend=plan.backend,
         interface=where.interface,
         timeout_s=config.machines.timeout_s,
         generation=where.generation,
     )
+    pump = Pump(Group(meeting), look_ahead=plan.look_ahead, observe=job.observe)
     try:
         sink = _Sink(job.directory, job.show) if where.rank == 0 else _forget
         saver = _saver(job, sink)

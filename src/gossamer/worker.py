@@ -28,7 +28,6 @@ from gossamer.spec.errors import PeerLost
 from gossamer.spec.records import Record
 from gossamer.view.rundir import RunDirectory
 
-
 Show = Callable[[Record], None]
 # torchrun keeps the store itself, and tells so.
 _AGENT_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -78,6 +77,7 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
             resume=resume or place.resume_step >= 0,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
+            observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
         )
     )
 

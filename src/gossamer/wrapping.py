@@ -28,14 +28,14 @@ from gossamer.data import share_rows, valid_labels
 from gossamer.job import Where
 from gossamer.ops.norm import scale_
 from gossamer.run.batches import Batch, row_count
-from gossamer.run.build import connect
 from gossamer.run.checkpoint import trainable
 from gossamer.run.launch.environment import launcher_of, read_environment
 from gossamer.spec.choice import Written
 from gossamer.spec.errors import BadInput
-from gossamer.spec.plan import Mesh, Plan
+from gossamer.spec.plan import BUCKET_BYTES
 from gossamer.sync import Vote, Window
-from gossamer.wire.message import Combine, Message
+from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.message import Combine, Levels, Message
 from gossamer.wire.pump import Pump
 from gossamer.worker import place_to_meet
 
@@ -67,18 +67,19 @@ def wrap(
     parts = tuple(share) if share else (1.0 / ranks,) * ranks
     if len(parts) != ranks:
         raise BadInput(f"share: wanted {ranks} parts, one per rank, got {len(parts)}")
-    plan = Plan(mesh=Mesh(replica=ranks), share=parts, rows=(1,) * ranks, microbatches=(1,) * ranks)
-    pump = connect(
-        where.store,
+    meeting = Meeting(
+        store=where.store,
         rank=where.rank,
-        plan=plan,
+        levels=Levels.flat(ranks),
         interface=where.interface,
         timeout_s=timeout_s,
+        backend="nccl" if next(model.parameters()).is_cuda else "gloo",
         generation=where.generation,
     )
+    pump = Pump(Group(meeting))
     params = trainable(model)
     _share_first(params, pump)  # as users of DDP expect
-    replica = sync.Replica(params, compress.build(exchange, key="exchange"), pump, bucket_bytes=plan.bucket_bytes)
+    replica = sync.Replica(params, compress.build(exchange, key="exchange"), pump, bucket_bytes=BUCKET_BYTES)
     weigh = weight or _weight
     wrapped_loader = WrappedLoader(loader, replica, parts, weigh, accumulate)
     wrapped_optimizer = WrappedOptimizer(optimizer, replica, clip)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossamer import compress, optim, sync
@@ -31,8 +30,7 @@ from gossamer.run.trainer import Goal, Sink, Trainer
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.message import Combine, Levels, Message
+from gossamer.wire.message import Combine, Message
 from gossamer.wire.pump import Pump
 
 
@@ -141,21 +139,6 @@ def _schedule(plan: Plan, rank: int) -> schedule.Schedule:
     made = maker.make(stages=1, ranks=1, microbatches=plan.microbatches[rank], costs=None, memory_cap=None)
     check(made)
     return made
-
-
-def connect(store: dist.Store, *, rank: int, plan: Plan, interface: str, timeout_s: float, generation: int) -> Pump:
-    """Join the other ranks of the plan; the pump over the channel to them."""
-    levels = Levels.flat(plan.mesh.replica)
-    meeting = Meeting(
-        store=store,
-        rank=rank,
-        levels=levels,
-        backend=plan.backend,
-        interface=interface,
-        timeout_s=timeout_s,
-        generation=generation,
-    )
-    return Pump(Group(meeting), look_ahead=plan.look_ahead)
 
 
 def check_agreement(pump: Pump, facts: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ from gossamer.spec.choice import Written
 from gossamer.spec.cost import Cost
 
 PLAN_FORMAT = 1
+BUCKET_BYTES = 25 * 2**20
 
 
 class Mesh(BaseModel):
@@ -46,7 +47,7 @@ class Plan(BaseModel):
     schedule: Written = "one_stage"
     exchange: Written = "dense"
     sync: Written = "every_step"
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = BUCKET_BYTES
     look_ahead: int = 4
     backend: str = "gloo"
     reasons: dict[str, str] = {}

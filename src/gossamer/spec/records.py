@@ -118,9 +118,13 @@ KINDS: dict[str, type[Record]] = {c.kind: c for c in (Start, Step, Evaluation, S
 def read_record(line: str) -> Record | None:
     """The record of one line; None for a line cut short by a crash or of a kind this version does not know."""
     try:
-        data: dict[str, Any] = json.loads(line)
+        data: Any = json.loads(line)
     except ValueError:
         return None
+    if not isinstance(data, dict):
+        return None
+    if "samples" in data:
+        data["samples"] = tuple(data["samples"])
     cls = KINDS.get(data.pop("kind", ""))
     if cls is None:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -26,6 +26,9 @@ def order(rounds: Sequence[int], look_ahead: int) -> list[tuple[int, int]]:
     """(job, round) in the order in which they go out; round == rounds[job] receives the last reply."""
     keys = [(job + look_ahead * r, r, job) for job, n in enumerate(rounds) for r in range(n + 1)]
     return [(job, r) for _, r, job in sorted(keys)]
+
+
+Observer = Callable[[str, int], None]
 
 
 class _Dropped(Exception):
@@ -72,8 +75,11 @@ class _Job:
 class Pump:
     """Runs the exchanges of one rank over one channel. After a lost peer it is of no more use: make a new one."""
 
-    def __init__(self, channel: Channel, *, look_ahead: int = 4) -> None:
+    def __init__(self, channel: Channel, *, look_ahead: int = 4, observe: Observer | None = None) -> None:
+        """`observe` is told of every message as it goes out: what it is, and its number in the order of all ranks."""
         self.channel = channel
+        self._observe = observe
+        self._sent = 0
         self.busy_s = 0.0  # time spent waiting for messages under way, of all steps
         self._look_ahead = look_ahead
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
@@ -127,7 +133,11 @@ class Pump:
                 raise WireMismatch(f"job {job} declared {r} messages and wants to send more")
             step.futures[job].set_result(one.outcome)
         else:
-            one.under_way = self.channel.start(one.wanted or _EMPTY)
+            message = one.wanted or _EMPTY
+            self._sent += 1
+            if self._observe is not None:
+                self._observe(f"{message.combine.value} of {message.nbytes} bytes, job {job} round {r}", self._sent)
+            one.under_way = self.channel.start(message)
 
 
 _EMPTY = Message((torch.empty(0, dtype=torch.uint8),), Combine.SUM)
