@@ -1,4 +1,4 @@
-"""What every benchmark ends with: a table for people, docs/results/<name>.json for the record, one JSON line at last."""
+"""What every benchmark ends with: docs/results/<name>.json for the record, and one JSON line at last."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
 from pool import Pool
 
 
@@ -24,7 +25,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """No thread of ours, no child process and no network namespace survives a test."""
     if "pool" in request.fixturenames:
         request.getfixturevalue("pool")
-    threads = {t for t in threading.enumerate()}
+    threads = set(threading.enumerate())
     spaces = _namespaces()
     children = _children()
     environment = dict(os.environ)

@@ -69,7 +69,14 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             meeting = os.path.join(folder, "meeting")
             for rank in range(ranks):
-                task = dict(job=job, rank=rank, ranks=ranks, meeting=meeting, folder=folder, arguments=arguments)
+                task = {
+                    "job": job,
+                    "rank": rank,
+                    "ranks": ranks,
+                    "meeting": meeting,
+                    "folder": folder,
+                    "arguments": arguments,
+                }
                 pipe = self._workers[rank].stdin
                 assert pipe is not None
                 pipe.write(json.dumps(task) + "\n")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pool import Seat
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -18,6 +17,7 @@ from gossamer.run.build import Parts
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import Interrupted, StepRejected
 from gossamer.view.rundir import RunDirectory
+from pool import Seat
 
 
 class Tokens(Dataset):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from pool import Seat
 from torch import nn
-from wire.jobs import group
 
 from gossamer import compress
 from gossamer.sync import Replica, Vote, Window
 from gossamer.wire.pump import Pump
+from pool import Seat
+from wire.jobs import group
 
 
 class Branchy(nn.Module):

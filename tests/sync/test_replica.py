@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from sync.jobs import Branchy, mean_loss, params_of, rows_of
 
 
