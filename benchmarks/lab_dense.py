@@ -78,7 +78,7 @@ def compare(alone: dict, together: dict, hosts: int) -> dict:
     mine = {link: n for link, n in forecast.items() if link.startswith("0>")}
     exact = all(step["wire_bytes"] == mine for step in steps)
     payload = sum(forecast.values()) * len(steps)
-    counted = sum(link["tx_bytes"] for link in together["said"]["links"].values())
+    counted = sum(link["tx"] for link in together["said"]["bytes_per_link"].values())
     return {
         "steps": len(steps),
         "worst_relative_loss_difference": worst,

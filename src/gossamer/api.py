@@ -6,14 +6,16 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gossamer.beginning import nothing_half_made
 from gossamer.launching import Launch
-from gossamer.run.launch.environment import launcher_of
+from gossamer.run.launch.environment import launcher_of, read_environment
 from gossamer.settings import Resolved
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import BadInput, Interrupted, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.view.rundir import RunDirectory, open_run
 from gossamer.view.screen import open_display
@@ -62,11 +64,13 @@ def train_command(
         launch.over_ssh(names)
         return summarise(directory)
     if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
-        if os.environ.get("RANK", "0") == "0":
-            prepare(directory)
-        return _as_worker(directory, resolved.config, resume=resuming)
-    prepare(directory)
-    launch.here()
+        with nothing_half_made(directory) if _is_first() else nullcontext():
+            if _is_first():
+                prepare(directory)
+            return _as_worker(directory, resolved.config, resume=resuming)
+    with nothing_half_made(directory):
+        prepare(directory)
+        launch.here()
     return summarise(directory)
 
 
@@ -89,14 +93,15 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
     directory = open_run(run_dir)
     resolved = reload(run_dir, overrides or [])
     config = resolved.config
-    directory.keep(config, resolved.origin)
-    if config.machines.processes * max(1, len(config.machines.hosts)) != _planned_ranks(directory):
-        directory.plan_file.unlink(missing_ok=True)  # other machines: plan again
-    launch = Launch(directory=directory, config=config, resume=True)
-    if config.machines.hosts:
-        launch.over_ssh(config.machines.hosts)
-    else:
-        launch.here()
+    with nothing_half_made(directory):
+        directory.keep(config, resolved.origin)
+        if config.machines.processes * max(1, len(config.machines.hosts)) != _planned_ranks(directory):
+            directory.plan_file.unlink(missing_ok=True)  # other machines: plan again
+        launch = Launch(directory=directory, config=config, resume=True)
+        if config.machines.hosts:
+            launch.over_ssh(config.machines.hosts)
+        else:
+            launch.here()
     return summarise(directory)
 
 
@@ -140,19 +145,34 @@ def _adopt_plan(file: Path, directory: RunDirectory) -> None:
         raise BadInput(f"cannot read the plan {file}: {error.strerror}. Make one with `gossamer train --dry`") from None
 
 
+def _is_first() -> bool:
+    return read_environment().rank == 0
+
+
 def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> dict[str, Any]:
     """This process was started by torchrun, srun or mpirun: it is a worker itself."""
-    from gossamer.run.launch.worker import run_worker
+    from gossamer.run.launch.worker import Ready, run_worker
     from gossamer.worker import work
 
-    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", os.environ.get("OMPI_COMM_WORLD_RANK"))) == "0"
+    first = _is_first()
     display = open_display(config.run.display if first else "quiet", title=directory.name)
+    ended: list[BaseException] = []  # how it did, for the command line to say: no supervisor reads our note
+
+    def body(ready: Ready) -> None:
+        try:
+            work(ready, directory, config, resume=resume, show=display.show)
+        except (BadInput, Interrupted) as error:
+            ended.append(error)
+            raise
+
     try:
-        code = run_worker(lambda ready: work(ready, directory, config, resume=resume, show=display.show))
+        code = run_worker(body)
     finally:
         display.close()
+    if ended:
+        raise ended[0]
     if code:
-        sys.exit(code)
+        sys.exit(3)
     return summarise(directory) if first else {}
 
 
