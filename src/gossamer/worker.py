@@ -22,9 +22,10 @@ from gossamer.model.vocabulary import check_sequence, check_vocabulary
 from gossamer.run.batches import TextBatches
 from gossamer.run.build import Parts, set_threads
 from gossamer.run.launch.environment import Place
+from gossamer.run.launch.port import owner
 from gossamer.run.launch.worker import Ready, run_worker
 from gossamer.spec.config import DataSection, RunConfig
-from gossamer.spec.errors import PeerLost
+from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.spec.records import Record
 from gossamer.view.rundir import RunDirectory
 
@@ -118,7 +119,7 @@ def device_of(place: Place) -> torch.device:
 
 
 def place_to_meet(place: Place, timeout_s: float) -> Where:
-    """This rank among the others, with the store they all meet in. Raises PeerLost."""
+    """This rank among the others, with the store they all meet in. Raises PeerLost, BadInput."""
     try:
         store = dist.TCPStore(
             place.address,
@@ -130,6 +131,11 @@ def place_to_meet(place: Place, timeout_s: float) -> Where:
         )
     except RuntimeError as error:
         said = str(error).strip().splitlines()[0]
+        if "address already in use" in said and place.launcher != "gossamer":  # ours tries ports itself
+            raise BadInput(
+                f"port {place.port}, where rank 0 is to listen, is in use{owner(place.port)}: "
+                "end that, or set MASTER_PORT to another port on all ranks"
+            ) from None
         raise PeerLost(
             f"rank {place.rank} cannot reach the meeting point {place.address}:{place.port}: {said}. "
             "If the port is in use, start again or set MASTER_PORT"

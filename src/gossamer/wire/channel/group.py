@@ -42,18 +42,21 @@ class Group(Channel):
         self._meeting = meeting
         self._poison = ""
         self._in_flight: dict[int, tuple[Tensor, ...]] = {}
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        # Small facts (weights, votes) live on the CPU whatever the gradients do, so gloo is always there.
+        self._groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         for level in meeting.levels.groups:
-            self._groups[level] = self._connect(level)
+            self._groups[level, "cpu"] = self._connect(level, "gloo")
+            if meeting.backend == "nccl":
+                self._groups[level, "cuda"] = self._connect(level, "nccl")
 
-    def _connect(self, level: str) -> dist.ProcessGroup:
+    def _connect(self, level: str, backend: str) -> dist.ProcessGroup:
         m = self._meeting
         members = m.levels.group(level, m.rank)
-        store = dist.PrefixStore(f"{m.generation}/{level}/{members[0]}", m.store)
+        store = dist.PrefixStore(f"{m.generation}/{backend}/{level}/{members[0]}", m.store)
         timeout = timedelta(seconds=m.timeout_s)
         me = members.index(m.rank)
         try:
-            if m.backend == "nccl":
+            if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 return dist.ProcessGroupNCCL(store, me, len(members), options)
@@ -65,7 +68,7 @@ class Group(Channel):
             return dist.ProcessGroupGloo(store, me, len(members), options)
         except RuntimeError as error:
             raise PeerLost(
-                f"rank {m.rank} could not join the {len(members)} ranks of level {level!r} over {m.backend} "
+                f"rank {m.rank} could not join the {len(members)} ranks of level {level!r} over {backend} "
                 f"within {m.timeout_s:g} s: {_first_line(error)}. Check that all ranks started and that the "
                 f"network device {m.interface or '(default)'} reaches them (machines.interface)"
             ) from error
@@ -78,7 +81,7 @@ class Group(Channel):
         parts, begin = _prepared(message, len(group))
         self._in_flight[id(parts)] = parts
         try:
-            works = [begin(self._groups[message.level], i) for i in range(len(message.parts))]
+            works = [begin(self._groups[message.level, part.device.type], i) for i, part in enumerate(message.parts)]
         except RuntimeError as error:
             raise self._poisoned(message, error) from error
         return _Under(self, message, parts, works)
