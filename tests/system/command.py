@@ -24,7 +24,22 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
-WORDS = "stone river lamp seven green under walks slowly because light house paper winter bread".split()
+WORDS = [
+    "stone",
+    "river",
+    "lamp",
+    "seven",
+    "green",
+    "under",
+    "walks",
+    "slowly",
+    "because",
+    "light",
+    "house",
+    "paper",
+    "winter",
+    "bread",
+]
 
 # A model that the test can watch and hold by files in the working directory. `hold`: wait after so many training
 # forwards while the file is there; `nan`: from then on give logits that are not finite.
@@ -120,7 +135,7 @@ class Place:
             "run": {"display": "plain"},
         }
         for section, values in changes.items():
-            sections[section] = {**({} if section == "model" else sections[section]), **values}
+            sections[section] = {**({} if section == "model" else sections.get(section, {})), **values}
         file = self.folder / f"{name}.yaml"
         file.write_text(json.dumps(sections))
         return file

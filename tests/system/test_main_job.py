@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from system.command import SIZES, Done, Place, ended, eventually, losses, records
-from system.conftest import Trained
 from torch.utils.data import Dataset
 
 import gossamer
 from gossamer import api
+from system.command import SIZES, Done, Place, ended, eventually, losses, records
+from system.conftest import Trained
 
 
 def test_a_run_leaves_its_files_and_one_json_line(trained: Trained) -> None:

@@ -48,7 +48,7 @@ def manifest(source: Source) -> Manifest:
         at = place(document.path)
         documents, bytes_, lowest, highest = documents + 1, bytes_ + len(data), min(lowest, at), max(highest, at)
     if not documents:
-        raise BadInput(f"the corpus is empty: {source} holds 0 bytes of text", key="data.source")
+        raise BadInput(f"the corpus is empty: {source} holds 0 bytes of text: name files with text", key="data.source")
     return Manifest(documents, bytes_, whole.hexdigest(), lowest, highest, source.licence)
 
 

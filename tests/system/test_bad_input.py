@@ -1,0 +1,300 @@
+"""What cannot work: one clear message with the numbers and what to do, the right exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from system.command import GOSSAMER, SIZES, Done, Place, ended, losses, records
+from system.conftest import Trained
+
+
+def one_message(done: Done, *, code: int = 2) -> str:
+    """What was said, as one line; nothing else was."""
+    assert done.code == code, done.out[-2000:] + done.err[-2000:]
+    assert "Traceback" not in done.err + done.out
+    lines = done.err.splitlines()
+    assert lines[0].endswith(":") and not lines[0].startswith(" "), done.err
+    assert all(line.startswith("  ") for line in lines[1:]), "one block, indented under its headline:\n" + done.err
+    return " ".join(" ".join(lines[1:]).split())
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: what is wrong, and what must be said about it."""
+
+    name: str
+    says: tuple[str, ...]
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    before: Callable[[Place], object] = lambda place: None
+    argv: tuple[str, ...] = ()
+
+
+def binary(place: Place) -> None:
+    (place.folder / "run.yaml").write_bytes(b"\xff\xfe\x00\x01" * 20)
+
+
+def broken_module(place: Place) -> None:
+    (place.folder / "broken.py").write_text("import nothing_of_that_name\n\ndef make():\n    pass\n")
+
+
+def empty_files(place: Place) -> None:
+    for file in (place.folder / "corpus").iterdir():
+        file.write_text("")
+
+
+TABLE = [
+    Case(
+        "unknown key",
+        ("run.yaml:1", "model.config", "hiden_size", "did you mean 'hidden_size'"),
+        {"model": {"hf": "llama", "config": {"hiden_size": 32}}},
+    ),
+    Case("unknown key of a section", ("run.yaml:1", "train.bach", "'batch'"), {"train": {"bach": 3}}),
+    Case(
+        "unknown key of a method",
+        ("run.yaml:1", "train.optimizer", "learning", "lr"),
+        {"train": {"optimizer": {"adamw": {"learning": 3}}}},
+    ),
+    Case("wrong type", ("run.yaml:1", "train.steps", "whole number >= 1", "'many'"), {"train": {"steps": "many"}}),
+    Case("impossible value", ("run.yaml:1", "train.steps", ">= 1", "got 0"), {"train": {"steps": 0}}),
+    Case("impossible value by override", ("command line", "data.validation", "1.5"), argv=("data.validation=1.5",)),
+    Case("missing configuration", ("there is no file", "rum.yaml", "run.yaml"), argv=("rum.yaml",)),
+    Case(
+        "unreadable configuration", ("run.yaml is not UTF-8 text (byte 0)", "give a YAML or TOML file"), before=binary
+    ),
+    Case("folder for a configuration", ("corpus is a folder",), argv=("corpus",)),
+    Case("missing corpus", ("data.source", "no file matches", "none/*.txt"), {"data": {"source": "text:none/*.txt"}}),
+    Case(
+        "empty corpus",
+        ("data.source", "the corpus is empty", "corpus/*.txt", "0 bytes", "name files with text"),
+        before=empty_files,
+    ),
+    Case(
+        "corpus shorter than a sequence",
+        ("data.sequence", "at least 1000000 tokens", "lower data.sequence"),
+        {"data": {"sequence": 1_000_000}},
+    ),
+    Case(
+        "corpus shorter than a batch",
+        ("train.batch", "at least 4000 training sequences", "lower train.batch"),
+        {"train": {"batch": 4000}},
+    ),
+    Case(
+        "vocabularies that disagree",
+        ("100 token ids", "257", "vocab_size"),
+        {"model": {"hf": "llama", "config": {**SIZES, "vocab_size": 100}}},
+    ),
+    Case(
+        "factory that fails to import",
+        ("model.factory", "nothing_of_that_name", "broken.py:1", "correct the file"),
+        {"model": {"factory": "broken:make"}},
+        before=broken_module,
+    ),
+    Case(
+        "factory that is not there",
+        ("model.factory", "watched has no function 'mke'", "'make'"),
+        {"model": {"factory": "watched:mke"}},
+    ),
+    Case(
+        "more ranks than sequences",
+        ("train.batch", "a batch of 1 for 2 processes", "set train.batch to 2"),
+        {"train": {"batch": 1}, "machines": {"processes": 2}},
+    ),
+    Case("unknown exchange", ("plan.exchange", "dens", "'dense'"), {"plan": {"exchange": "dens"}}),
+    Case("plan that is not there", ("--plan", "no.yaml"), argv=("--plan", "no.yaml")),
+]
+
+
+@pytest.mark.parametrize("case", TABLE, ids=[case.name.replace(" ", "-") for case in TABLE])
+def test_what_the_user_gave_is_refused_in_one_message(place: Place, case: Case) -> None:
+    config = place.config(**case.changes)
+    case.before(place)
+    files = [] if case.argv and not ("=" in case.argv[0] or case.argv[0].startswith("--")) else [config]
+    said = one_message(place.run("train", *files, *case.argv))
+    for piece in case.says:
+        assert piece in said
+    assert not place.runs(), "a run that never began leaves no folder"
+
+
+def test_a_disagreement_found_by_two_ranks_is_said_once(place: Place) -> None:
+    config = place.config(model={"factory": "broken:make"}, machines={"processes": 2})
+    broken_module(place)
+    done = place.run("train", config, "--json")
+    assert one_message(done).count("nothing_of_that_name") == 1
+    assert done.last()["exit"] == 2
+    assert not place.runs()
+
+
+ORDINARY = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-dac_override,-dac_read_search")
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root may read every file")
+def test_a_corpus_that_may_not_be_read(place: Place) -> None:
+    config = place.config()
+    place.text("corpus/secret.txt", words=100).chmod(0)
+    as_others = ORDINARY if os.geteuid() == 0 else ()
+    said = one_message(place.run("train", config, program=(*as_others, *GOSSAMER)))
+    assert "corpus/secret.txt" in said
+    assert "ermission denied" in said
+    assert not place.runs()
+
+
+# Ranks started by another launcher
+
+
+def rank_of_two(rank: int, port: int, ranks: int = 2) -> dict[str, object]:
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_ranks_with_different_configurations(place: Place) -> None:
+    config = place.config(run={"name": "both"})
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    started = [place.start("train", config, f"train.seed={rank}", **rank_of_two(rank, port)) for rank in (0, 1)]
+    for process in started:
+        said = one_message(ended(process))
+        assert "do not agree about the configuration: rank 1 differs from rank 0 (1 of 2 ranks differ)" in said
+        assert "Give every host the same configuration" in said
+    assert not place.runs()
+
+
+def test_a_port_in_use(place: Place, taken: int) -> None:
+    config = place.config(run={"name": "alone"})
+    said = one_message(place.run("train", config, **rank_of_two(0, taken, ranks=1)))
+    assert f"port {taken}" in said
+    assert f"in use by process {os.getpid()}" in said
+    assert "MASTER_PORT" in said
+    assert not place.runs()
+
+
+def test_a_meeting_place_in_use(place: Place, taken: int) -> None:
+    done = place.run("train", place.config(), "--host", "0/2", "--meet", f"127.0.0.1:{taken}")
+    assert f"port {taken} on 127.0.0.1 is in use by process {os.getpid()}" in one_message(done)
+
+
+# Checkpoints
+
+
+def shard(run: Path, step: int, rank: int = 0) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors"
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 100)
+
+
+@pytest.mark.parametrize(("harm", "what"), [(flip, "has checksum"), (cut, "bytes long, written were")])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    trained: Trained, place: Place, harm: Callable[[Path], None], what: str
+) -> None:
+    run = trained.copy(place.folder / "runs" / "copy")
+    harm(shard(run, 6))
+    trained.place.good("resume", run, "train.steps=7", "machines.processes=1")
+    (event,) = records(run, "event")
+    for piece in ("step 6 is bad", "rank-00000.safetensors", "slice", what, "fell back to the one before"):
+        assert piece in event["message"]
+    assert [start["step"] for start in records(run, "start")] == [0, 4]
+    assert losses(run).keys() == set(range(1, 8))
+
+
+def test_a_run_without_a_good_checkpoint_is_left_as_it_was(trained: Trained, place: Place) -> None:
+    run = trained.copy(place.folder / "runs" / "copy")
+    for step in (2, 4, 6):
+        flip(shard(run, step))
+    before = (run / "run.yaml").read_text(), (run / "plan.yaml").read_text()
+    done = trained.place.run("resume", run, "train.steps=7", "machines.processes=1")
+    said = " ".join(done.err.replace("|", " ").split())
+    assert done.code == 3
+    for step in (2, 4, 6):
+        assert f"step {step} is bad" in said
+    assert "start anew" in said
+    assert "Traceback" not in done.err
+    assert ((run / "run.yaml").read_text(), (run / "plan.yaml").read_text()) == before
+
+
+def test_a_foreign_checkpoint_does_not_spoil_the_run(trained: Trained, place: Place) -> None:
+    run = trained.copy(place.folder / "runs" / "copy")
+    before = (run / "run.yaml").read_text()
+    done = trained.place.run("resume", run, "model.config.hidden_size=48", "machines.processes=1")
+    said = " ".join(done.err.replace("|", " ").split())
+    assert done.code == 3
+    for piece in ("a checkpoint of another model", "float32 (257, 32), wanted float32 (257, 48)", "saved from"):
+        assert piece in said
+    assert "Traceback" not in done.err
+    assert (run / "run.yaml").read_text() == before
+    trained.place.good("resume", run, "train.steps=7", "machines.processes=1")
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(place: Place) -> Iterator[Path]:
+    """Where the run `full` keeps its checkpoints: a file system that holds one of them, and not two."""
+    folder = place.folder / "runs" / "full" / "checkpoints"
+    folder.mkdir(parents=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1100k", "gossamer-test", str(folder)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_while_saving_costs_no_training(place: Place, small_disk: Path) -> None:
+    # one process under a launcher: its run's folder has the name it was given
+    config = place.config(run={"name": "full"}, train={"steps": 8, "keep_checkpoints": 1})
+    place.good("train", config, "train.steps=2", **rank_of_two(0, free_port(), ranks=1))
+    run = place.folder / "runs" / "full"
+    (small_disk / "ballast").write_bytes(b"x" * (_free(small_disk) - 100_000))
+    place.good("resume", run, "train.steps=8")
+    assert losses(run).keys() == set(range(1, 9))
+    saved = records(run, "checkpoint")
+    assert [(s["step"], bool(s["error"])) for s in saved] == [(2, False), (4, True), (6, True), (8, True)]
+    for piece in ("the disk is full", "needs", "are free", "free space"):
+        assert piece in saved[1]["error"]
+    assert sorted(p.name for p in small_disk.iterdir()) == ["ballast", "step-00000002"]
+    (small_disk / "ballast").unlink()
+    place.good("resume", run, "train.steps=10")
+    assert [start["step"] for start in records(run, "start")] == [0, 2, 2]
+
+
+def _free(folder: Path) -> int:
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
