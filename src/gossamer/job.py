@@ -61,6 +61,7 @@ class Job:
     data: str  # fingerprint of the training data
     text: str  # what the data is, for people
     resume: bool
+    resume_step: int = -1  # the one all hosts hold; -1: the newest good one here
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
     observe: Observer | None = None  # told of every message that goes out
@@ -115,7 +116,7 @@ def run_job(job: Job) -> dict[str, Any]:
         around = Surroundings(sink=sink, at=job.at, asked_to_stop=job.asked_to_stop, saver=saver)
         trainer = build(job.parts, pump, around)
         if job.resume:
-            saver.resume()
+            saver.resume(job.resume_step)
         sink(_start(job, trainer))
         return _train(trainer, saver, sink, began)
     finally:

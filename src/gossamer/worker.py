@@ -76,6 +76,7 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
             text=str(config.data.source),
             show=show if place.rank == 0 else None,
             resume=resume or place.resume_step >= 0,
+            resume_step=place.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
             observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),

@@ -11,7 +11,14 @@ from gossamer.run.checkpoint import Contents
 from gossamer.run.trainer import Progress
 from gossamer.spec import records
 from gossamer.spec.errors import CheckpointMismatch
-from gossamer.store.checkpoint import Checkpoint, CheckpointWriter, SaveStatus, latest_good, list_checkpoints
+from gossamer.store.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    SaveStatus,
+    latest_good,
+    list_checkpoints,
+    open_checkpoint,
+)
 
 FORMAT = 1
 
@@ -82,12 +89,15 @@ class Saver:
             self.report()
             self._store = None
 
-    def resume(self) -> bool:
-        """Fill the trainer from the newest good checkpoint. False when there is none at all."""
+    def resume(self, step: int = -1) -> bool:
+        """Fill the trainer from the newest good checkpoint, or from `step` where the hosts agreed on one.
+
+        False when there is none at all. Raises CheckpointMismatch.
+        """
         assert self.contents is not None
         if not list_checkpoints(self.directory):
             return False
-        checkpoint, problems = latest_good(self.directory)
+        checkpoint, problems = self._agreed(step) if step >= 0 else latest_good(self.directory)
         for problem in problems:
             self.sink(records.Event(level="warning", message=f"{problem}; fell back to the one before", rank=self.rank))
         self._check(checkpoint)
@@ -95,6 +105,11 @@ class Saver:
         self.progress.step = int(checkpoint.meta["step"])
         self.progress.rejected = int(checkpoint.meta["rejected"])
         return True
+
+    def _agreed(self, step: int) -> tuple[Checkpoint, tuple[str, ...]]:
+        checkpoint = open_checkpoint(self.directory, step)
+        checkpoint.verify()
+        return checkpoint, ()
 
     def _check(self, checkpoint: Checkpoint) -> None:
         for name in ("seed", "batch", "data"):
