@@ -36,7 +36,6 @@ def train_command(
     meet: str | None = None,
     resume: str | None = None,
     dry: bool = False,
-    argv: list[str] | None = None,
 ) -> dict[str, Any]:
     """`gossamer train`: make the run's folder, start its processes, show what they record, sum up.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -72,9 +71,7 @@ def train(
     resolved = load(run, override)
     check_names(resolved)
     try:
-        data = api.train_command(
-            resolved, plan=plan, hosts=names, host=host, meet=meet, resume=resume, dry=dry, argv=sys.argv[1:]
-        )
+        data = api.train_command(resolved, plan=plan, hosts=names, host=host, meet=meet, resume=resume, dry=dry)
     except BadInput as error:
         raise located(error, resolved.origin) from error
     return Answer(data, yaml.safe_dump(data, sort_keys=False) if dry else ending(data))
