@@ -2,34 +2,67 @@
 
 A method is a coroutine: it yields the messages it wants on the wire and is sent back what arrived. Several rounds,
 error feedback and wrappers are then ordinary Python, and the same method runs in lockstep, priced, and for real.
+Methods nest: feedback around a compressor, a codec inside an exchange, one exchange inside islands and one between.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from gossamer.spec.room import Room
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Levels, Round, Rounds, State, Traffic
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What whoever uses an exchange may rely on; contract tests check every field.
+
+    lossless:   the mean is the weighted mean, up to the order of summing.
+    fixed_size: `traffic` is what will be sent, to the byte; otherwise it is a cap.
+    remembers:  what was not sent is kept and sent later (feedback); a lossy exchange without it loses it.
+    """
+
+    lossless: bool = False
+    fixed_size: bool = True
+    remembers: bool = False
+
+
 class Exchange(ABC):
     """A frozen dataclass: its fields are its whole configuration; state is passed in and handed back, never mutated.
 
     The bucket belongs to the exchange while it runs. Only a loss-free exchange (`Outcome.kept` None) may overwrite it.
+    Everything is computed in float32; the mean has the bucket's type.
     """
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits:
+        """What may be relied on."""
 
     @abstractmethod
     def init(self, layout: Layout) -> State:
-        """The state before the first exchange of a bucket laid out so."""
+        """The state before the first exchange of a bucket laid out so; the same on every rank."""
 
     @abstractmethod
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
         """One exchange: yields messages, is sent replies, returns the Outcome."""
 
     @abstractmethod
-    def traffic(self, layout: Layout, levels: Levels) -> tuple[Traffic, ...]:
-        """The messages `run` will send, one after the other, before anything is encoded. Pure."""
+    def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
+        """The messages `run` will send on `rank`, one after the other, before anything is encoded. Pure.
+
+        As many on every rank; where `traits.fixed_size` does not hold, none of them is larger than said here.
+        """
+
+    def contraction(self, layout: Layout) -> float | None:
+        """delta, where E|x - kept|^2 <= (1 - delta)|x|^2 holds for every x; None where no delta > 0 does."""
+        return 1.0 if self.traits.lossless else None
+
+    def check(self, layout: Layout, levels: Levels) -> None:
+        """Raises BadInput where this method cannot serve such a bucket or such a wire: asked when a plan is built."""
+        return None
 
 
 ROOM: Room[Exchange] = Room(__name__, Exchange)

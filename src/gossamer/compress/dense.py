@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.compress import Exchange
+from gossamer.compress import Exchange, Traits
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
 
@@ -20,15 +20,19 @@ from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Roun
 class Dense(Exchange):
     """All-reduce in place: the mean takes the bucket's own storage."""
 
+    @property
+    def traits(self) -> Traits:
+        return Traits(lossless=True)
+
     def init(self, layout: Layout) -> State:
         return State()
 
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
-        weight = at.weights[at.rank].item()
+        weight = at.share
         if weight != 1.0:  # a factor of one is a pass over memory for nothing
             x.flat.mul_(weight)
         (mean,) = yield Message((x.flat,), Combine.SUM)
         return Outcome(mean, None, state)
 
-    def traffic(self, layout: Layout, levels: Levels) -> tuple[Traffic, ...]:
+    def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return (Traffic(Combine.SUM, layout.numel, layout.dtype.itemsize),)

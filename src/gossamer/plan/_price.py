@@ -24,6 +24,6 @@ def step_bytes(exchange: Exchange, layouts: tuple[Layout, ...], levels: Levels) 
         channel = Priced(rank, levels)
         channel.charge(AGREEMENT)
         for layout in layouts:
-            channel.charge(exchange.traffic(layout, levels))
+            channel.charge(exchange.traffic(layout, levels, rank))
         links.update(channel.meter.snapshot())
     return links

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from gossamer.spec.choice import Choice, Written
 from gossamer.spec.errors import BadInput, bad_input
@@ -84,11 +84,17 @@ def room_of(base: type[Any]) -> Room[Any] | None:
     return found if isinstance(found, Room) and found.base is base else None
 
 
+def _room_in(hint: Any) -> Room[Any] | None:
+    """The room of an annotation such as `Codec` or `Codec | None`."""
+    kinds = [h for h in (hint, *get_args(hint)) if isinstance(h, type) and h is not type(None)]
+    return next((room for kind in kinds if (room := room_of(kind))), None)
+
+
 def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
     assert is_dataclass(cls), f"{cls} is no dataclass: a method's fields are its whole configuration"
     known = {f.name: f for f in fields(cls) if f.init}
     hints = get_type_hints(cls)
-    inner = {name: room for name in known if isinstance(hints[name], type) and (room := room_of(hints[name]))}
+    inner = {name: room for name in known if (room := _room_in(hints[name]))}
     given = dict(parameters)
     if len(inner) == 1 and len(given) == 1 and not set(given) & set(known):
         given = {next(iter(inner)): given}  # {error_feedback: {topk: {...}}}: the only inner method needs no name
@@ -97,7 +103,7 @@ def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
             raise BadInput(f"{cls.__name__} has no parameter {name!r}: {nearest(name, known)}", key=key)
     values = {
         name: inner[name].build(value, key=f"{key}.{name}")
-        if name in inner
+        if name in inner and value is not None
         else _coerce(value, hints[name], key=f"{key}.{name}")
         for name, value in given.items()
     }

@@ -89,7 +89,7 @@ class Replica:
         self._exchange, self._pump = exchange, pump
         layouts = partition(params, bucket_bytes=bucket_bytes)
         self._slots = [_Slot(layout.allocate(), exchange.init(layout)) for layout in layouts]
-        self._rounds = [len(exchange.traffic(s.bucket.layout, self.levels)) for s in self._slots]
+        self._rounds = [len(exchange.traffic(s.bucket.layout, self.levels, self.rank)) for s in self._slots]
         self._slot_of = {name: i for i, s in enumerate(self._slots) for name, _ in s.bucket.slices()}
         self._params = dict(params)
         self._watching = False

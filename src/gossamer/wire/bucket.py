@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -65,6 +65,11 @@ class Bucket:
         """(name, view) of every tensor, in its own shape."""
         for e in self.layout.entries:
             yield e.name, self.flat[e.start : e.start + e.numel].view(e.shape)
+
+
+def as_float(layout: Layout) -> Layout:
+    """The same places, in float32: what methods that lose something compute in."""
+    return replace(layout, dtype=torch.float32)
 
 
 def partition(tensors: Mapping[str, Tensor], *, bucket_bytes: int, at_least: int = 4) -> tuple[Layout, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
@@ -16,7 +16,8 @@ class Combine(Enum):
 
     SUM, MAX: every rank gets the elementwise result, each part shaped as sent (summed in the part's own storage).
     GATHER:   every rank gets each part stacked over ranks, (ranks, *shape).
-    SHUFFLE:  part[i] goes to rank i; every rank gets (ranks, *shape[1:]), row i from rank i.
+    SHUFFLE:  part[i] goes to rank i; every rank gets (ranks, *shape[1:]), row i from rank i. With `splits`, uneven:
+              splits[i] rows go to rank i and arriving[i] rows come from it, one behind the other, in rank order.
     """
 
     SUM = "sum"
@@ -27,11 +28,17 @@ class Combine(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Parts to be combined over the group of this rank at `level`. All ranks of the group send the same shapes."""
+    """Parts to be combined over the group of this rank at `level`. All ranks of the group send the same shapes.
+
+    Only an uneven shuffle may differ from rank to rank: what one rank's `splits` say to a peer, the peer's `arriving`
+    says of it. Nothing travels between two ranks that have nothing for each other.
+    """
 
     parts: tuple[Tensor, ...]
     combine: Combine
     level: str = "all"
+    splits: tuple[int, ...] | None = None
+    arriving: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +56,24 @@ class Levels:
         """One level, `all`, with every rank in one group."""
         return Levels({"all": (tuple(range(ranks)),)})
 
+    @staticmethod
+    def islands(islands: Sequence[Sequence[int]]) -> Levels:
+        """Three levels: `all`; `island`, the ranks behind one fast link; `between`, one rank of every island.
+
+        The k-th ranks of all islands are a group between them. Where islands are unequal, the ranks that have no
+        counterpart everywhere are alone there: they own nothing that is exchanged between islands.
+        """
+        inside = tuple(tuple(sorted(i)) for i in islands)
+        owners = min(len(i) for i in inside)
+        across = tuple(tuple(sorted(i[k] for i in inside)) for k in range(owners))
+        alone = tuple((r,) for i in inside for r in i[owners:])
+        everyone = tuple(sorted(r for i in inside for r in i))
+        return Levels({"all": (everyone,), "island": inside, "between": across + alone})
+
+    def only(self, level: str) -> Levels:
+        """What a method sees that runs at `level` alone: that level's groups, called `all`."""
+        return Levels({"all": self.groups[level]})
+
     def group(self, level: str, rank: int) -> tuple[int, ...]:
         """The ranks that `rank` exchanges with at `level`, itself included."""
         for group in self.groups[level]:
@@ -61,7 +86,8 @@ class Levels:
 class Round:
     """The circumstances of one exchange: who I am, with whom, whose share counts how much.
 
-    `weights` (ranks,) float64, sums to 1: the share of every rank's input in the mean. `key` is (seed, step).
+    `weights` (ranks,) float64, sums to 1 over each group of level `all`: the share of every rank's input in the mean.
+    `key` is (seed, step).
     """
 
     rank: int
@@ -69,6 +95,26 @@ class Round:
     weights: Tensor
     key: tuple[int, int]
     lr: float
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks whose mean this is, ascending."""
+        return self.levels.group("all", self.rank)
+
+    @property
+    def place(self) -> int:
+        """My index among the members."""
+        return self.members.index(self.rank)
+
+    @property
+    def shares(self) -> list[float]:
+        """The members' weights, in their order."""
+        return [float(self.weights[r]) for r in self.members]
+
+    @property
+    def share(self) -> float:
+        """My own weight."""
+        return float(self.weights[self.rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +145,9 @@ class State:
 class Outcome:
     """The end of an exchange.
 
-    `mean`: weighted mean over ranks, flat like the bucket. `kept`: the part of MY input that the mean accounts for;
-    None says all of it (a loss-free exchange, which may then have used its input's storage). `state`: the NEW state.
+    `mean`: weighted mean over ranks, flat like the bucket. `kept`: the part of MY input that the mean accounts for, so
+    that mean = sum_i w_i kept_i; None says all of it, now (a loss-free exchange, which may then have used its input's
+    storage) or in time (feedback, which remembers the rest itself). `state`: the NEW state.
     """
 
     mean: Tensor
@@ -113,12 +160,16 @@ Rounds: TypeAlias = Generator[Message, tuple[Tensor, ...], Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One message before it exists: `elements` of `itemsize` bytes, combined at `level`."""
+    """One message before it exists: `elements` of `itemsize` bytes, combined at `level`. `splits` and `arriving` are
+    those of an uneven shuffle, in elements.
+    """
 
     combine: Combine
     elements: int
     itemsize: int
     level: str = "all"
+    splits: tuple[int, ...] | None = None
+    arriving: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -127,4 +178,15 @@ class Traffic:
     def message(self) -> Message:
         """A message of that size without storage."""
         dtype = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}[self.itemsize]
-        return Message((torch.empty(self.elements, dtype=dtype, device="meta"),), self.combine, self.level)
+        part = torch.empty(self.elements, dtype=dtype, device="meta")
+        return Message((part,), self.combine, self.level, self.splits, self.arriving)
+
+    @staticmethod
+    def of(message: Message) -> Traffic:
+        """The traffic of a message of one part."""
+        (part,) = message.parts
+        rows = max(1, part.shape[0] if part.dim() else 1)
+        row = part.numel() // rows
+        splits = None if message.splits is None else tuple(n * row for n in message.splits)
+        arriving = None if message.arriving is None else tuple(n * row for n in message.arriving)
+        return Traffic(message.combine, part.numel(), part.element_size(), message.level, splits, arriving)

@@ -3,13 +3,15 @@
 The model is what the backends do, checked against the interface counters of the laboratory (docs/results):
 SUM and MAX  ring all-reduce (reduce-scatter, then all-gather), everything to the next rank; 2 (n-1)/n of the bytes.
 GATHER       ring all-gather, everything to the next rank; (n-1) times the bytes.
-SHUFFLE      direct, 1/n of the bytes to every other rank.
+SHUFFLE      direct, 1/n of the bytes to every other rank, or as its `splits` say.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+
+from torch import Tensor
 
 from gossamer.wire.message import Combine, Message
 
@@ -52,8 +54,14 @@ class Meter:
         self.messages += 1
         for part in message.parts:
             size = part.numel() * part.element_size()
-            for peer, sent in sent_bytes(message.combine, size, part.element_size(), group, self.rank).items():
+            for peer, sent in self._sent(message, part, size, group).items():
                 self.links[f"{self.rank}>{peer}"] += sent
+
+    def _sent(self, message: Message, part: Tensor, size: int, group: tuple[int, ...]) -> dict[int, int]:
+        if message.splits is None:
+            return sent_bytes(message.combine, size, part.element_size(), group, self.rank)
+        row = size // max(1, sum(message.splits))
+        return {peer: n * row for peer, n in zip(group, message.splits, strict=True) if peer != self.rank and n}
 
     @property
     def total_bytes(self) -> int:

@@ -78,10 +78,12 @@ class Group(Channel):
             raise PeerLost(f"this wire was given up: {self._poison}")
         group = self.levels.group(message.level, self.rank)
         self.meter.count(message, group)
-        parts, begin = _prepared(message, len(group))
-        self._in_flight[id(parts)] = parts
+        parts, begin = _prepared(message, group, self.rank)
+        self._in_flight[id(parts)] = (*parts, *message.parts)
         try:
-            works = [begin(self._groups[message.level, part.device.type], i) for i, part in enumerate(message.parts)]
+            works = [
+                w for i, p in enumerate(message.parts) for w in begin(self._groups[message.level, p.device.type], i)
+            ]
         except RuntimeError as error:
             raise self._poisoned(message, error) from error
         return _Under(self, message, parts, works)
@@ -116,21 +118,39 @@ class _Under(Pending):
         return self._parts
 
 
-_Begin = Callable[[dist.ProcessGroup, int], dist.Work]
+_Begin = Callable[[dist.ProcessGroup, int], list[dist.Work]]
 
 
-def _prepared(message: Message, ranks: int) -> tuple[tuple[Tensor, ...], _Begin]:
+def _prepared(message: Message, group: tuple[int, ...], rank: int) -> tuple[tuple[Tensor, ...], _Begin]:
     """The tensors the replies arrive in, and how to start part i."""
     sent = tuple(p.contiguous() for p in message.parts)
+    if message.splits is not None:
+        return _uneven(message, sent, group.index(rank))
     if message.combine in (Combine.SUM, Combine.MAX):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if message.combine is Combine.SUM else dist.ReduceOp.MAX
-        return sent, lambda group, i: group.allreduce([sent[i]], options)
+        return sent, lambda group, i: [group.allreduce([sent[i]], options)]
     if message.combine is Combine.GATHER:
-        stacked = tuple(torch.empty((ranks, *p.shape), dtype=p.dtype, device=p.device) for p in sent)
-        return stacked, lambda group, i: group.allgather([list(stacked[i].unbind(0))], [sent[i]])
+        stacked = tuple(torch.empty((len(group), *p.shape), dtype=p.dtype, device=p.device) for p in sent)
+        return stacked, lambda group, i: [group.allgather([list(stacked[i].unbind(0))], [sent[i]])]
     shuffled = tuple(torch.empty_like(p) for p in sent)
-    return shuffled, lambda group, i: group.alltoall_base(shuffled[i], sent[i], [], [], dist.AllToAllOptions())
+    return shuffled, lambda group, i: [group.alltoall_base(shuffled[i], sent[i], [], [], dist.AllToAllOptions())]
+
+
+def _uneven(message: Message, sent: tuple[Tensor, ...], me: int) -> tuple[tuple[Tensor, ...], _Begin]:
+    """Point to point, and only between ranks that have something for each other."""
+    splits, arriving = message.splits or (), message.arriving or ()
+    got = tuple(torch.empty((sum(arriving), *p.shape[1:]), dtype=p.dtype, device=p.device) for p in sent)
+
+    def begin(group: dist.ProcessGroup, i: int) -> list[dist.Work]:
+        if sent[i].is_cuda:  # NCCL pairs sends with receives only inside one call
+            return [group.alltoall_base(got[i], sent[i], list(arriving), list(splits), dist.AllToAllOptions())]
+        theirs, mine = got[i].split(list(arriving)), sent[i].split(list(splits))
+        theirs[me].copy_(mine[me])
+        works = [group.recv([part], peer, 0) for peer, part in enumerate(theirs) if peer != me and part.numel()]
+        return works + [group.send([part], peer, 0) for peer, part in enumerate(mine) if peer != me and part.numel()]
+
+    return got, begin
 
 
 def _first_line(error: BaseException) -> str:

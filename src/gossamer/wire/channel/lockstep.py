@@ -67,6 +67,8 @@ class Lockstep(Channel):
 def combine(messages: dict[int, Message], group: Sequence[int]) -> dict[int, tuple[Tensor, ...]]:
     """The replies to every rank of `group`; raises WireMismatch when shapes, types or ways of combining differ."""
     first = messages[group[0]]
+    if any(m.splits is not None for m in messages.values()):
+        return _shuffled_unevenly(messages, group)
     for rank in group[1:]:
         other = messages[rank]
         if _signature(other) != _signature(first):
@@ -76,6 +78,23 @@ def combine(messages: dict[int, Message], group: Sequence[int]) -> dict[int, tup
         return {r: tuple(torch.stack([part[me] for part in c]) for c in columns) for me, r in enumerate(group)}
     shared = tuple(_reduce(column, first.combine) for column in columns)
     return {r: tuple(t.clone() for t in shared) for r in group}
+
+
+def _shuffled_unevenly(messages: dict[int, Message], group: Sequence[int]) -> dict[int, tuple[Tensor, ...]]:
+    for me, rank in enumerate(group):
+        for i, peer in enumerate(group):
+            sent, awaited = _rows(messages[peer].splits, me), _rows(messages[rank].arriving, i)
+            if sent != awaited:
+                raise WireMismatch(f"rank {peer} sends {sent} rows to rank {rank}, which awaits {awaited}")
+    parts = len(messages[group[0]].parts)
+    pieces = {r: [p.split(list(messages[r].splits or ())) for p in messages[r].parts] for r in group}
+    return {r: tuple(torch.cat([pieces[s][i][me] for s in group]) for i in range(parts)) for me, r in enumerate(group)}
+
+
+def _rows(splits: tuple[int, ...] | None, index: int) -> int:
+    if splits is None:
+        raise WireMismatch("some ranks sent an even shuffle and some an uneven one")
+    return splits[index]
 
 
 def _reduce(column: list[Tensor], how: Combine) -> Tensor:

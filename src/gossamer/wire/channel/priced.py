@@ -32,6 +32,9 @@ class Priced(Channel):
         parts = tuple(p.to("meta") for p in message.parts)
         if message.combine is Combine.GATHER:
             parts = tuple(torch.empty((len(group), *p.shape), dtype=p.dtype, device="meta") for p in parts)
+        if message.arriving is not None:
+            rows = sum(message.arriving)
+            parts = tuple(torch.empty((rows, *p.shape[1:]), dtype=p.dtype, device="meta") for p in parts)
         return _Nothing(parts)
 
     def charge(self, traffic: Iterable[Traffic]) -> None:

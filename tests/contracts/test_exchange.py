@@ -1,0 +1,204 @@
+"""What every exchange must do, in lockstep and over gloo: agree, count, lose nothing silently, never touch its state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compress import crew
+from gossamer import compress
+from gossamer.spec.errors import BadInput
+from gossamer.wire.bucket import Bucket, Layout
+from gossamer.wire.channel.echo import Echo
+from gossamer.wire.channel.lockstep import run_lockstep
+from gossamer.wire.channel.priced import Priced
+from gossamer.wire.message import Combine, State
+
+NAMES = compress.names()
+each = pytest.mark.parametrize("name", NAMES)
+SIZES = {
+    "empty": {"e": (0,)},
+    "scalar": {"s": ()},
+    "one": {"o": (1,)},
+    "odd": {"a": (7,), "b": (3, 5), "c": (1, 1)},
+    "mixed": crew.SHAPES,
+}
+
+
+def flat_state(state: State) -> dict[str, torch.Tensor]:
+    return {path: tensor.clone() for path, tensor in state.flatten()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@each
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("shapes", SIZES)
+def test_all_ranks_get_one_mean_and_the_bytes_are_those_of_the_price(name: str, ranks: int, shapes: str) -> None:
+    one, where = crew.example(name), crew.layout(SIZES[shapes])
+    states = [one.init(where) for _ in range(ranks)]
+    for step in range(3):
+        outcomes, channels = crew.world(one, ranks, [crew.bucket(where, r, step) for r in range(ranks)], states, step)
+        states = [o.state for o in outcomes]
+        for outcome in outcomes:
+            assert outcome.mean.shape == (where.numel,) and outcome.mean.dtype == where.dtype
+            assert torch.equal(outcome.mean, outcomes[0].mean), "the ranks hold different means"
+        for rank, channel in enumerate(channels):
+            priced = Priced(rank, channel.levels)
+            priced.charge(one.traffic(where, channel.levels, rank))
+            assert channel.meter.messages == priced.meter.messages
+            counted, price = channel.meter.snapshot(), priced.meter.snapshot()
+            if one.traits.fixed_size:
+                assert counted == price
+            else:
+                assert all(counted[link] <= price.get(link, 0) for link in counted)
+
+
+@each
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_mean_is_what_was_kept(name: str, ranks: int) -> None:
+    """mean = sum_i w_i kept_i; with nothing lost, the weighted mean itself."""
+    one, where = crew.example(name), crew.layout()
+    inputs = [crew.bucket(where, r) for r in range(ranks)]
+    given = [x.flat.clone().double() for x in inputs]
+    outcomes, _ = crew.world(one, ranks, inputs, [one.init(where) for _ in range(ranks)])
+    shares = crew.weights(ranks)
+    if outcomes[0].kept is None and not one.traits.lossless:
+        pytest.skip("remembers what it did not send")
+    kept = [g if o.kept is None else o.kept.double() for g, o in zip(given, outcomes, strict=True)]
+    assert all(k.shape == (where.numel,) for k in kept)
+    wanted = sum(shares[r] * kept[r] for r in range(ranks))
+    torch.testing.assert_close(outcomes[0].mean.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@each
+def test_a_lossy_exchange_leaves_its_input_alone(name: str) -> None:
+    one, where = crew.example(name), crew.layout()
+    inputs = [crew.bucket(where, r) for r in range(2)]
+    before = [x.flat.clone() for x in inputs]
+    crew.world(one, 2, inputs, [one.init(where)] * 2)
+    if not one.traits.lossless:
+        assert all(torch.equal(x.flat, b) for x, b in zip(inputs, before, strict=True))
+
+
+@each
+def test_state_is_handed_back_and_never_changed(name: str) -> None:
+    """Also when the exchange is closed in the middle, at every one of its rounds."""
+    one, where, ranks = crew.example(name), crew.layout(), 2
+    states = [crew.steps_in_lockstep(one, ranks, 2, where)[-1][r].state for r in range(ranks)]
+    before = [flat_state(s) for s in states]
+    outcomes, channels = crew.world(one, ranks, [crew.bucket(where, r, 9) for r in range(ranks)], states, 9)
+    assert [same(flat_state(s), b) for s, b in zip(states, before, strict=True)] == [True] * ranks
+    rounds = len(one.traffic(where, channels[0].levels, 0))
+    for stop in range(rounds):
+        channel = Echo(0, channels[0].levels)
+        method = one.run(crew.bucket(where, 0, 9), states[0], crew.at(0, ranks, 9))
+        message = next(method)
+        for _ in range(stop):
+            message = method.send(channel.start(message).wait())
+        method.close()
+        assert same(flat_state(states[0]), before[0])
+
+
+@each
+def test_saved_and_restored_goes_on_the_same(name: str) -> None:
+    one, where, ranks = crew.example(name), crew.layout(), 2
+    whole = crew.steps_in_lockstep(one, ranks, 4, where)
+    saved = [flat_state(o.state) for o in whole[1]]
+    states = [one.init(where).replace(s) for s in saved]
+    for step in (2, 3):
+        outcomes, _ = crew.world(one, ranks, [crew.bucket(where, r, step) for r in range(ranks)], states, step)
+        states = [o.state for o in outcomes]
+        assert torch.equal(outcomes[0].mean, whole[step][0].mean)
+    assert all(same(flat_state(s), flat_state(o.state)) for s, o in zip(states, whole[3], strict=True))
+
+
+@each
+def test_the_first_state_is_the_same_on_every_rank(name: str) -> None:
+    one, where = crew.example(name), crew.layout()
+    assert same(flat_state(one.init(where)), flat_state(one.init(where)))
+
+
+@each
+def test_half_precision_buckets_are_served(name: str) -> None:
+    one, where = crew.example(name), crew.layout(dtype=torch.bfloat16)
+    outcomes, channels = crew.world(one, 2, [crew.bucket(where, r) for r in range(2)], [one.init(where)] * 2)
+    assert outcomes[0].mean.dtype == torch.bfloat16 and bool(torch.isfinite(outcomes[0].mean).all())
+    priced = Priced(0, channels[0].levels)
+    priced.charge(one.traffic(where, channels[0].levels, 0))
+    if one.traits.fixed_size:
+        assert priced.meter.snapshot() == channels[0].meter.snapshot()
+
+
+@each
+def test_a_rank_without_weight_does_not_count(name: str) -> None:
+    """A rank whose sequences hold no label has a share of zero, and zero gradients."""
+    one, where, levels = crew.example(name), crew.layout(), crew.levels_of(2)
+    inputs = [crew.bucket(where, 0), Bucket(where, torch.zeros(where.numel))]
+    from dataclasses import replace
+
+    alone = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    rounds = [replace(crew.at(r, 2, levels=levels), weights=alone) for r in range(2)]
+    from gossamer.wire.channel.lockstep import Lockstep
+
+    given = inputs[0].flat.clone()
+    methods = [one.run(x, one.init(where), r) for x, r in zip(inputs, rounds, strict=True)]
+    outcomes = run_lockstep(Lockstep.world(2, levels), methods)
+    assert bool(torch.isfinite(outcomes[0].mean).all())
+    if one.traits.lossless:
+        torch.testing.assert_close(outcomes[0].mean, given)
+
+
+@each
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gloo_gives_what_lockstep_gives(pool, name: str, ranks: int) -> None:
+    """Bit for bit, with buckets arriving in random order; where the backend sums three ranks, to 1e-6."""
+    steps, buckets = 2, 3
+    one, where = crew.example(name), crew.layout()
+    answers = pool.run("compress.crew:over_gloo", ranks, name=name, steps=steps, buckets=buckets)
+    states = [[one.init(where) for _ in range(ranks)] for _ in range(buckets)]
+    means, sent = [], [dict[str, int]() for _ in range(ranks)]
+    for step in range(steps):
+        for b in range(buckets):
+            inputs = [crew.bucket(where, r, step * buckets + b) for r in range(ranks)]
+            outcomes, channels = crew.world(one, ranks, inputs, states[b], step)
+            states[b] = [o.state for o in outcomes]
+            means.append(outcomes[0].mean)
+            for rank, channel in enumerate(channels):
+                for link, count in channel.meter.snapshot().items():
+                    sent[rank][link] = sent[rank].get(link, 0) + count
+    backend_sums = any(t.combine is Combine.SUM for t in one.traffic(where, crew.levels_of(ranks), 0))
+    exact = ranks == 2 or not backend_sums
+    for rank, answer in enumerate(answers):
+        for mine, wanted in zip(answer["means"], means, strict=True):
+            got = torch.tensor(mine, dtype=wanted.dtype)
+            if exact:
+                assert torch.equal(got, wanted)
+            else:
+                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+        assert answer["sent"] == sent[rank]
+        if exact:
+            for b in range(buckets):
+                wanted_state = {k: t.flatten().tolist() for k, t in states[b][rank].flatten()}
+                assert answer["states"][b] == wanted_state
+
+
+@each
+def test_a_wire_it_cannot_serve_is_refused_with_a_reason(name: str) -> None:
+    """Either it serves one flat level without islands, or it says why not before anything is sent."""
+    from gossamer.wire.message import Levels
+
+    one, where, levels = crew.example(name), crew.layout(), Levels.flat(2)
+    try:
+        one.check(where, levels)
+    except BadInput as error:
+        assert len(error.message) > 20
+        return
+    assert one.traffic(where, levels, 0)
+
+
+def test_a_layout_of_nothing_is_a_layout() -> None:
+    where = Layout((), torch.float32)
+    assert where.numel == 0 and where.allocate().flat.numel() == 0
