@@ -1,4 +1,4 @@
-"""Making buckets and running exchanges, for the tests of compress: in lockstep here, over gloo in the pool's workers."""
+"""Making buckets and running exchanges, for the tests of compress: in lockstep, or over gloo in the pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = {"w": (24, 16), "bias": (24,), "scalar": (), "none": (0,), "conv": (4, 
 
 
 def example(name: str) -> Exchange:
-    """A method with its defaults, made small enough for small buckets; one that wraps another gets a cheap inner one."""
+    """A method with its defaults; one that wraps another gets a cheap inner one."""
     given: dict[str, Any] = {}
     for f in fields(compress.ROOM.type(name)):
         if f.default is MISSING and f.default_factory is MISSING:

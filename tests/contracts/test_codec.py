@@ -16,7 +16,7 @@ SIZES = [0, 1, 2, 7, 63, 64, 65, 255, 256, 257, 1000, 4096 + 3]
 def build(name: str) -> Codec:
     """A codec with its defaults; one that wraps another gets int8."""
     needs = [f.name for f in fields(codec.ROOM.type(name)) if f.default is MISSING and f.default_factory is MISSING]
-    return codec.build({name: {field: "int8" for field in needs}})
+    return codec.build({name: dict.fromkeys(needs, "int8")})
 
 
 CODECS = {name: build(name) for name in codec.names()}

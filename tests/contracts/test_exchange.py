@@ -1,4 +1,4 @@
-"""What every exchange must do, in lockstep and over gloo: agree, count, lose nothing silently, never touch its state."""
+"""What every exchange must do, in lockstep and over gloo: agree, count, lose nothing unsaid, never touch its state."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_state_is_handed_back_and_never_changed(name: str) -> None:
     one, where, ranks = crew.example(name), crew.layout(), 2
     states = [crew.steps_in_lockstep(one, ranks, 2, where)[-1][r].state for r in range(ranks)]
     before = [flat_state(s) for s in states]
-    outcomes, channels = crew.world(one, ranks, [crew.bucket(where, r, 9) for r in range(ranks)], states, 9)
+    _, channels = crew.world(one, ranks, [crew.bucket(where, r, 9) for r in range(ranks)], states, 9)
     assert [same(flat_state(s), b) for s, b in zip(states, before, strict=True)] == [True] * ranks
     rounds = len(one.traffic(where, channels[0].levels, 0))
     for stop in range(rounds):

@@ -73,7 +73,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
-        """(..., nbytes(numel)) uint8 to a new (..., numel) float32. Uses `key.shared` alone: senders differ in `own`."""
+        """(..., nbytes(numel)) uint8 to a new (..., numel) float32. Uses `key.shared` alone: `own` differs."""
 
     def mean(self, messages: Tensor, numel: int, shares: Sequence[float], key: Key) -> Tensor:
         """sum_i shares[i] decode(messages[i]), (n, nbytes) to (numel,), summed in row order: the same on every rank."""

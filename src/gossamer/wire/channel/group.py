@@ -145,7 +145,7 @@ def _uneven(message: Message, sent: tuple[Tensor, ...], me: int) -> tuple[tuple[
     def begin(group: dist.ProcessGroup, i: int) -> list[dist.Work]:
         if sent[i].is_cuda:  # NCCL pairs sends with receives only inside one call
             return [group.alltoall_base(got[i], sent[i], list(arriving), list(splits), dist.AllToAllOptions())]
-        theirs, mine = got[i].split(list(arriving)), sent[i].split(list(splits))
+        theirs, mine = torch.split(got[i], list(arriving)), torch.split(sent[i], list(splits))
         theirs[me].copy_(mine[me])
         works = [group.recv([part], peer, 0) for peer, part in enumerate(theirs) if peer != me and part.numel()]
         return works + [group.send([part], peer, 0) for peer, part in enumerate(mine) if peer != me and part.numel()]

@@ -87,7 +87,7 @@ def _shuffled_unevenly(messages: dict[int, Message], group: Sequence[int]) -> di
             if sent != awaited:
                 raise WireMismatch(f"rank {peer} sends {sent} rows to rank {rank}, which awaits {awaited}")
     parts = len(messages[group[0]].parts)
-    pieces = {r: [p.split(list(messages[r].splits or ())) for p in messages[r].parts] for r in group}
+    pieces = {r: [torch.split(p, list(messages[r].splits or ())) for p in messages[r].parts] for r in group}
     return {r: tuple(torch.cat([pieces[s][i][me] for s in group]) for i in range(parts)) for me, r in enumerate(group)}
 
 
