@@ -4,20 +4,20 @@ Equations:
     S_i    = places of the k largest |x_i|,   k = max(1, round(fraction numel))
     kept_i = x_i on S_i, 0 elsewhere;   mean = sum_i w_i kept_i
 Symbols: x_i (numel,) input of rank i; w_i its weight.
-Wire:    GATHER of 8 k bytes (float32 value, int32 place).   State: none.   Work: a selection over numel.
+Wire:    GATHER of 8 k bytes (float32 value, int32 place).   State: none.   Work: one pass and a selection of ~1.2 k.
 Paper:   Aji & Heafield, arXiv 1704.05021; Stich et al., arXiv 1809.07599.   Contraction: delta = k / numel.
-Good when: few entries carry the gradient, two ranks or a tiny k.   Not for: many ranks (gathering grows with n), or
-links above about 3 Gbit/s (exact selection costs 11 ns per element: see sampled_topk).
+The selection is exact, among the candidates above a sampled threshold (ops.places): 1.5 ns per element at 1%.
+Good when: few entries carry the gradient, two ranks or a tiny k.   Not for: many ranks (gathering grows with n).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from gossamer.compress import Exchange, Traits
-from gossamer.ops.pack import pack, unpack
+from gossamer.compress._key import key_of
+from gossamer.compress._sparse import count_of, mean_of, only, packed
+from gossamer.ops.places import largest
 from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
@@ -41,21 +41,13 @@ class TopK(Exchange):
         return State()
 
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
-        k, flat = self._count(x.layout), x.flat.float()
-        places = flat.abs().topk(k, sorted=False).indices
-        (messages,) = yield Message((pack(flat[places], places.int()),), Combine.GATHER)
-        mean, kept = torch.zeros_like(flat), torch.zeros_like(flat)
-        for message, share in zip(messages, at.shares, strict=True):
-            values, where = unpack(message, ((k, torch.float32), (k, torch.int32)))
-            mean.index_add_(0, where, values, alpha=share)
-        kept[places] = flat[places]
-        return Outcome(mean.to(x.layout.dtype), kept, state)
+        flat, k = x.flat.float(), count_of(self.fraction, x.layout.numel)
+        places = largest(flat, k, key_of(at, x.layout).generator(flat.device))
+        (messages,) = yield Message((packed(flat, places, k),), Combine.GATHER)
+        return Outcome(mean_of(messages, k, at.shares, x.layout), only(flat, places), state)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
-        return (Traffic(Combine.GATHER, 8 * self._count(layout), 1),)
+        return (Traffic(Combine.GATHER, 8 * count_of(self.fraction, layout.numel), 1),)
 
     def contraction(self, layout: Layout) -> float | None:
-        return self._count(layout) / max(1, layout.numel)
-
-    def _count(self, layout: Layout) -> int:
-        return min(layout.numel, max(1, round(self.fraction * layout.numel)))
+        return count_of(self.fraction, layout.numel) / max(1, layout.numel)

@@ -1,0 +1,92 @@
+"""RandomBlocks: contiguous blocks that all ranks draw alike; values alone are sent and can be summed (GRBS of CSER).
+
+Equations:
+    kept_i = x_i on m of the B blocks, 0 elsewhere;   mean = sum_i w_i kept_i
+Symbols: x_i (numel,) input of rank i; w_i its weight; B = ceil(numel / b) blocks of b = `block_numel` numbers (the
+last one may be shorter; small buckets have smaller blocks); m = max(1, round(fraction B)), drawn from the shared key.
+Wire:    SUM of m b float32.   State: none.   Work: copies of m b numbers.
+Paper:   Xie et al., CSER, arXiv 2007.13221 (globally-randomized blockwise sparsifier).   Contraction: delta = m / B.
+Good when: the link is very slow and compute scarce: nothing is cheaper.   Not for: use without feedback or reset.
+Unlike the paper: blocks are drawn within a bucket, not among all parameters, so that every bucket has its share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossamer.compress import Exchange, Traits
+from gossamer.compress._key import key_of
+from gossamer.spec.errors import bad_input
+from gossamer.wire.bucket import Bucket, Layout
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class RandomBlocks(Exchange):
+    """`fraction` (1 / R in the paper) of a bucket's blocks is sent."""
+
+    fraction: float = 1 / 32
+    block_numel: int = 1024
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise bad_input(wanted="0 < fraction <= 1", got=repr(self.fraction), do="give 0.03", key="fraction")
+        if self.block_numel < 1:
+            raise bad_input(wanted="1 or more", got=repr(self.block_numel), do="give 1024", key="block_numel")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits()
+
+    def init(self, layout: Layout) -> State:
+        return State()
+
+    def run(self, x: Bucket, state: State, at: Round) -> Rounds:
+        flat, block = x.flat.float(), self._block(x.layout)
+        rng = key_of(at, x.layout).agreed(flat.device)
+        blocks = torch.randperm(self._blocks(x.layout), generator=rng, device=flat.device)
+        chosen = blocks[: self._count(x.layout)].sort().values
+        sent = _taken(flat, chosen, block)
+        kept = _placed(sent, chosen, flat.numel())
+        (total,) = yield Message((sent.mul_(at.share),), Combine.SUM)
+        return Outcome(_placed(total, chosen, flat.numel()).to(x.layout.dtype), kept, state)
+
+    def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
+        return (Traffic(Combine.SUM, self._count(layout) * self._block(layout), 4),)
+
+    def contraction(self, layout: Layout) -> float | None:
+        return self._count(layout) / max(1, self._blocks(layout))
+
+    def _block(self, layout: Layout) -> int:
+        """At most what is to be sent, so that a small bucket is not sent whole."""
+        return max(1, min(self.block_numel, round(self.fraction * layout.numel)))
+
+    def _blocks(self, layout: Layout) -> int:
+        return -(-layout.numel // self._block(layout))
+
+    def _count(self, layout: Layout) -> int:
+        blocks = self._blocks(layout)
+        return min(blocks, max(1, round(self.fraction * blocks)))
+
+
+def _taken(flat: Tensor, chosen: Tensor, block: int) -> Tensor:
+    """(m, block): the rows `chosen` of `flat` in rows of `block`, zeros behind its end."""
+    whole = flat.numel() // block
+    rows = flat[: whole * block].view(whole, block)
+    ends = flat.numel() % block and chosen.numel() and int(chosen[-1]) == whole
+    if not ends:
+        return rows.index_select(0, chosen)
+    sent = flat.new_zeros(chosen.numel(), block)
+    torch.index_select(rows, 0, chosen[:-1], out=sent[:-1])
+    sent[-1, : flat.numel() - whole * block] = flat[whole * block :]
+    return sent
+
+
+def _placed(rows: Tensor, chosen: Tensor, numel: int) -> Tensor:
+    """(numel,): `rows` (m, block) at the places they were taken from, zeros elsewhere."""
+    block = rows.shape[1]
+    padded = rows.new_zeros(-(-numel // block), block)
+    return padded.index_copy_(0, chosen, rows).view(-1)[:numel]

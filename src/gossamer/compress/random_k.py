@@ -1,0 +1,77 @@
+"""RandomK: entries at random places that all ranks draw alike, so that values alone are sent and can be summed.
+
+Equations:
+    S    = {(r + u_j) mod numel : u_j uniform in the j-th of k equal parts of [0, numel)},   r uniform
+    kept_i = a x_i on S, 0 elsewhere;   mean = sum_i w_i kept_i;   a = numel / k with `unbiased`, else 1
+Symbols: x_i (numel,) input of rank i; w_i its weight; k = max(1, round(fraction numel)); r, u_j from the shared key.
+Wire:    SUM of k float32.   State: none.   Work: k random reads.
+Paper:   Stich et al., arXiv 1809.07599; Wangni et al., arXiv 1710.09854.   Contraction: delta = k / numel (a = 1).
+Good when: compute is scarce, or the gradient has no few large entries.   Not for: gradients that have them (see topk).
+Unlike the paper: one place in each of k equal parts, turned by a random amount. Every place is as likely as in the
+uniform choice, k / numel, so is its bias; places are distinct without a permutation, and mostly in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossamer.compress import Exchange, Traits
+from gossamer.compress._key import key_of
+from gossamer.compress._sparse import count_of
+from gossamer.compress.codec import Key
+from gossamer.spec.errors import bad_input
+from gossamer.wire.bucket import Bucket, Layout
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class RandomK(Exchange):
+    """`fraction` of a bucket's entries is sent; scaled so that the mean is right on average with `unbiased`."""
+
+    fraction: float = 0.01
+    unbiased: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise bad_input(wanted="0 < fraction <= 1", got=repr(self.fraction), do="give 0.01", key="fraction")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits()
+
+    def init(self, layout: Layout) -> State:
+        return State()
+
+    def run(self, x: Bucket, state: State, at: Round) -> Rounds:
+        flat, k = x.flat.float(), count_of(self.fraction, x.layout.numel)
+        places = drawn(x.layout.numel, k, key_of(at, x.layout), flat.device)
+        values = flat[places].mul_(flat.numel() / k if self.unbiased and k else 1.0)
+        kept = torch.zeros_like(flat).index_copy_(0, places, values)
+        (total,) = yield Message((values * at.share,), Combine.SUM)
+        mean = torch.zeros_like(flat).index_copy_(0, places, total)
+        return Outcome(mean.to(x.layout.dtype), kept, state)
+
+    def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
+        return (Traffic(Combine.SUM, count_of(self.fraction, layout.numel), 4),)
+
+    def contraction(self, layout: Layout) -> float | None:
+        part = count_of(self.fraction, layout.numel) / max(1, layout.numel)
+        if not self.unbiased or part == 0:
+            return part
+        left = 2 - 1 / part  # E|x - kept|^2 = (1 / part - 1) |x|^2
+        return left if left > 0 else None
+
+
+def drawn(numel: int, k: int, key: Key, device: torch.device) -> Tensor:
+    """k distinct places of `numel`, the same on every rank, each as likely as any other."""
+    if k == numel:
+        return torch.arange(numel, device=device)
+    rng = key.agreed(device)
+    starts = torch.arange(k + 1, device=device).mul_(numel).div_(k, rounding_mode="floor")
+    parts = starts.diff()
+    inside = torch.rand(k, generator=rng, dtype=torch.float64, device=device).mul_(parts).long()
+    turn = torch.randint(numel, (1,), generator=rng, device=device)
+    return starts[:-1].add_(inside).add_(turn).remainder_(numel)

@@ -1,0 +1,70 @@
+"""Finding few entries among many: those above a threshold, and the largest ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 18  # numbers worked on at a time: their mask stays in the cache
+_MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 without its sign; as integers they are ordered like magnitudes
+_FEWEST = 1 << 14  # numbers of a sample
+_HITS = 64  # numbers of a sample that should lie above the threshold
+
+
+def magnitudes(x: Tensor) -> Tensor:
+    """The bits of |x| as int32: ordered like |x|, with infinity and then not-a-number at the top."""
+    return x.view(torch.int32).bitwise_and(_MAGNITUDE)
+
+
+def at_least(x: Tensor, threshold: int) -> Tensor:
+    """Places, int64 and ascending, where magnitudes(x) >= threshold; x (numel,) float32. One reading of x."""
+    bits, found = x.view(torch.int32), []
+    buffer = torch.empty(min(_CHUNK, x.numel()), dtype=torch.int32, device=x.device)
+    mask = torch.empty(buffer.shape, dtype=torch.bool, device=x.device)
+    for start in range(0, x.numel(), _CHUNK):
+        here = bits[start : start + _CHUNK]
+        size = torch.bitwise_and(here, _MAGNITUDE, out=buffer[: here.numel()])
+        found.append(places_of(torch.ge(size, threshold, out=mask[: here.numel()])).add_(start))
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
+
+
+def places_of(mask: Tensor) -> Tensor:
+    """Places of a sparse mask (numel,) bool, int64 and ascending: by words of eight, most of which are empty."""
+    whole = mask.numel() // 8 * 8
+    words = mask[:whole].view(torch.int64)
+    hit = words.nonzero().view(-1)
+    inside = words[hit].view(torch.bool).nonzero().view(-1)
+    places = hit[inside >> 3].mul_(8).add_(inside & 7)
+    rest = mask[whole:].nonzero().view(-1).add_(whole)
+    return torch.cat((places, rest)) if rest.numel() else places
+
+
+def sampled_threshold(x: Tensor, k: int, rng: torch.Generator, *, margin: float) -> int:
+    """Bits of a magnitude that about k of x reach: a little more than k, by `margin` standard errors of the sample.
+
+    At least 1, so that zeros are never above it. 0 < k <= numel.
+    """
+    size = max(_FEWEST, _HITS * x.numel() // k)
+    picked = torch.randint(x.numel(), (size,), generator=rng, device=x.device)
+    hits = size * k / x.numel()
+    rank = min(size, int(hits + margin * hits**0.5) + 1)
+    return max(1, int(magnitudes(x[picked]).topk(rank, sorted=False).values.min()))
+
+
+def is_small(numel: int, k: int) -> bool:
+    """Whether a sample would be no smaller than what it stands for."""
+    return k == 0 or numel <= 2 * max(_FEWEST, _HITS * numel // k) or 2 * k > numel
+
+
+def largest(x: Tensor, k: int, rng: torch.Generator) -> Tensor:
+    """Places of the k largest magnitudes of x (numel,) float32, exactly and in no order; not-a-number is largest.
+
+    A sampled threshold leaves a few more than k candidates to select from: 10 times faster than selecting from all.
+    """
+    numel = x.numel()
+    if is_small(numel, k):
+        return x.abs().topk(k, sorted=False).indices
+    candidates = at_least(x, sampled_threshold(x, k, rng, margin=4.0))
+    if candidates.numel() < k:  # fewer than k numbers are not zero, or one sample in 30 000
+        return x.abs().topk(k, sorted=False).indices
+    return candidates[magnitudes(x[candidates]).topk(k, sorted=False).indices]
