@@ -18,7 +18,8 @@ def lockstep_replies(ranks: int) -> list[dict]:
     sent = [torch.arange(6.0).view(ranks, -1) * 10**r if rows else torch.ones(ranks, 2) for r in range(ranks)]
     found: list[dict] = [{} for _ in range(ranks)]
     for how in Combine:
-        pending = [c.start(Message((x.clone(),), how)) for c, x in zip(channels, sent, strict=True)]
+        parts = [x.int() if how is Combine.OR else x.clone() for x in sent]
+        pending = [c.start(Message((x,), how)) for c, x in zip(channels, parts, strict=True)]
         for rank, one in enumerate(pending):
             found[rank][how.value] = one.wait()[0].tolist()
     for rank, channel in enumerate(channels):
@@ -38,7 +39,7 @@ def test_priced_counts_what_lockstep_counts(ranks: int, how: Combine) -> None:
     traffic = Traffic(how, ranks * 7, 4)
     channels = Lockstep.world(ranks)
     for channel in channels:
-        channel.start(Message((torch.zeros(ranks, 7),), how))
+        channel.start(Message((torch.zeros(ranks, 7, dtype=torch.int32 if how is Combine.OR else torch.float32),), how))
     for channel in channels:
         priced = Priced(channel.rank, channel.levels)
         priced.charge([traffic])
@@ -53,6 +54,12 @@ def test_a_ring_moves_twice_n_minus_one_times_the_bytes(ranks: int, elements: in
     assert total == 2 * (ranks - 1) * 4 * elements
     if elements:
         assert sum(ring_chunks(4 * elements, 4, ranks)) == 4 * elements
+
+
+def test_bits_are_combined_and_not_added() -> None:
+    channels = Lockstep.world(3)
+    pending = [c.start(Message((torch.tensor([1 << c.rank, 6, 128], dtype=torch.uint8),), Combine.OR)) for c in channels]
+    assert [p.wait()[0].tolist() for p in pending] == [[7, 6, 128]] * 3
 
 
 def test_levels_keep_groups_apart() -> None:

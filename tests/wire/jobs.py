@@ -25,7 +25,8 @@ def combine_all(seat: Seat) -> dict[str, list]:
     mine = torch.arange(6.0).view(seat.ranks, -1) * 10**seat.rank if 6 % seat.ranks == 0 else torch.ones(seat.ranks, 2)
     found = {}
     for how in Combine:
-        (got,) = channel.start(Message((mine.clone(),), how)).wait()
+        part = mine.int() if how is Combine.OR else mine.clone()
+        (got,) = channel.start(Message((part,), how)).wait()
         found[how.value] = got.tolist()
     found["bytes"] = channel.meter.snapshot()
     channel.close()

@@ -15,6 +15,7 @@ class Combine(Enum):
     """What the wire does with the messages of the ranks of one group.
 
     SUM, MAX: every rank gets the elementwise result, each part shaped as sent (summed in the part's own storage).
+    OR:       the same, bit by bit, of integer parts on the CPU (NCCL has no such reduction; gloo is always there).
     GATHER:   every rank gets each part stacked over ranks, (ranks, *shape).
     SHUFFLE:  part[i] goes to rank i; every rank gets (ranks, *shape[1:]), row i from rank i. With `splits`, uneven:
               splits[i] rows go to rank i and arriving[i] rows come from it, one behind the other, in rank order.
@@ -22,6 +23,7 @@ class Combine(Enum):
 
     SUM = "sum"
     MAX = "max"
+    OR = "or"
     GATHER = "gather"
     SHUFFLE = "shuffle"
 

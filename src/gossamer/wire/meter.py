@@ -1,7 +1,7 @@
 """How many bytes a message puts on which link: one model for prices and for meters.
 
 The model is what the backends do, checked against the interface counters of the laboratory (docs/results):
-SUM and MAX  ring all-reduce (reduce-scatter, then all-gather), everything to the next rank; 2 (n-1)/n of the bytes.
+SUM, MAX, OR ring all-reduce (reduce-scatter, then all-gather), everything to the next rank; 2 (n-1)/n of the bytes.
 GATHER       ring all-gather, everything to the next rank; (n-1) times the bytes.
 SHUFFLE      direct, 1/n of the bytes to every other rank, or as its `splits` say.
 """

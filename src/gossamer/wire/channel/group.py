@@ -118,6 +118,7 @@ class _Under(Pending):
         return self._parts
 
 
+_REDUCTIONS = {Combine.SUM: dist.ReduceOp.SUM, Combine.MAX: dist.ReduceOp.MAX, Combine.OR: dist.ReduceOp.BOR}
 _Begin = Callable[[dist.ProcessGroup, int], list[dist.Work]]
 
 
@@ -126,9 +127,9 @@ def _prepared(message: Message, group: tuple[int, ...], rank: int) -> tuple[tupl
     sent = tuple(p.contiguous() for p in message.parts)
     if message.splits is not None:
         return _uneven(message, sent, group.index(rank))
-    if message.combine in (Combine.SUM, Combine.MAX):
+    if message.combine in _REDUCTIONS:
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM if message.combine is Combine.SUM else dist.ReduceOp.MAX
+        options.reduceOp = _REDUCTIONS[message.combine]
         return sent, lambda group, i: [group.allreduce([sent[i]], options)]
     if message.combine is Combine.GATHER:
         stacked = tuple(torch.empty((len(group), *p.shape), dtype=p.dtype, device=p.device) for p in sent)

@@ -102,8 +102,14 @@ def _reduce(column: list[Tensor], how: Combine) -> Tensor:
         return torch.stack(column)
     total = column[0].clone()
     for part in column[1:]:
-        total = total + part if how is Combine.SUM else torch.maximum(total, part)
+        total = _both(total, part, how)
     return total
+
+
+def _both(a: Tensor, b: Tensor, how: Combine) -> Tensor:
+    if how is Combine.SUM:
+        return a + b
+    return torch.maximum(a, b) if how is Combine.MAX else a | b
 
 
 def _signature(message: Message) -> tuple[object, ...]:
