@@ -152,10 +152,12 @@ def _saver(job: Job, sink: Callable[[records.Record], None]) -> Saver:
         writers=where.writers,
         keep=config.train.keep_checkpoints,
         generation=where.generation,
+        residuals=config.plan.residuals,
         sink=sink,
         identity={
             "seed": config.train.seed,
             "batch": job.parts.plan.batch,
+            "share": list(job.parts.plan.share),
             "data": job.data,
             "model": job.described,
             "gossamer": __version__,

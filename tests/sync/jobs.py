@@ -75,6 +75,73 @@ def gradients(seat: Seat, *, rows: list[int], steps: int, bucket_bytes: int) -> 
     return found
 
 
+def mixed(seat: Seat, *, scale: float) -> dict[str, list]:
+    """Two steps with two exchanges, one of them with feedback; gradients multiplied with `scale` before backward."""
+    torch.manual_seed(0)
+    module = Branchy()
+    channel = group(seat)
+    pump = Pump(channel)
+    params = params_of(module)
+    lossy = compress.build({"error_feedback": {"topk": {"fraction": 0.2}}})
+    exchanges = {n: lossy if p.dim() > 1 else compress.build("dense") for n, p in params.items()}
+    replica = Replica(params, exchanges, pump, bucket_bytes=1 << 20)
+    found: dict[str, list] = {}
+    for step in range(2):
+        ids, labels = rows_of(step)
+        replica.open(Window(step, 0, 1.0, float((labels != -100).sum()), scale))
+        replica.watch()
+        (mean_loss(module, ids, labels, step) * scale).backward()
+        replica.reduce()
+        agreement = replica.agree(Vote(0.0))
+        found |= {f"{step}/{n}": g.flatten().tolist() for n, g in replica.gradients().items()}
+        found[f"{step}/norm"] = [agreement.norm]
+        (replica.commit if agreement.finite else replica.reject)()
+    saved = {n: t.clone() for n, t in replica.states().items()}
+    found["states"] = sorted(saved)
+    found["residual"] = [float(sum(t.abs().sum() for t in saved.values()))]
+    replica.restore({n: t + 1 for n, t in saved.items()})
+    found["restored"] = [bool(all(torch.equal(t, saved[n] + 1) for n, t in replica.states().items()))]
+    replica.close()
+    pump.close()
+    channel.close()
+    return found
+
+
+def poisoned(gradient: torch.Tensor) -> torch.Tensor:
+    """One entry is not a number."""
+    gradient = gradient.clone()
+    gradient.view(-1)[0] = float("nan")
+    return gradient
+
+
+def hidden(seat: Seat) -> list[bool]:
+    """A gradient of rank 1 with one entry that is not a number, through random_k; then a sound step."""
+    torch.manual_seed(0)
+    module = Branchy()
+    channel = group(seat)
+    pump = Pump(channel)
+    sparse = compress.build({"error_feedback": {"random_k": {"fraction": 0.02}}})
+    replica = Replica(params_of(module), sparse, pump, bucket_bytes=1 << 20)
+    verdicts = []
+    for step in range(2):
+        ids, labels = rows_of(step)
+        replica.open(Window(step, 0, 1.0, float((labels != -100).sum())))
+        replica.watch()
+        bad = module.mix.weight.register_hook(lambda g, s=step: poisoned(g) if s == 0 and seat.rank == 1 else g)
+        mean_loss(module, ids, labels, step).backward()
+        bad.remove()
+        replica.reduce()
+        agreement = replica.agree(Vote(0.0))
+        verdicts.append(agreement.finite)
+        (replica.commit if agreement.finite else replica.reject)()
+        if not agreement.finite:
+            verdicts.append(all(not bool(t.any()) for t in replica.states().values()))
+    replica.close()
+    pump.close()
+    channel.close()
+    return verdicts
+
+
 def votes(seat: Seat, *, poison: int, where: str) -> list[dict]:
     """Rank `poison` has a nan in its loss or gradient: what every rank then knows."""
     torch.manual_seed(0)

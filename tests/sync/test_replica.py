@@ -47,3 +47,21 @@ def test_what_is_not_finite_on_one_rank_is_known_to_all(pool, where: str) -> Non
 def test_ranks_at_different_steps_find_out(pool) -> None:
     for said in pool.run("sync.jobs:out_of_step", 2):
         assert said == "WireMismatch: the ranks are at different steps, by rank: [3, 4]"
+
+
+def test_two_exchanges_in_one_model_and_loss_scaling_leave_the_same_traces(pool) -> None:
+    """Matrices by top-k with feedback, vectors densely; residuals are kept by parameter; a loss scale is divided out."""
+    plain = pool.run("sync.jobs:mixed", 2, scale=1.0)
+    scaled = pool.run("sync.jobs:mixed", 2, scale=1024.0)
+    assert plain == scaled, "a power of two changes nothing, neither in gradients nor in residuals"
+    first, second = plain
+    assert {k: v for k, v in first.items() if k != "residual"} == {k: v for k, v in second.items() if k != "residual"}
+    names = {n for n, p in params_of(Branchy()).items() if p.dim() > 1}
+    assert set(first["states"]) == {f"e@{n}" for n in names}
+    assert first["residual"][0] > 0 and first["restored"] == [True]
+
+
+def test_a_lossy_exchange_cannot_hide_what_is_not_finite(pool) -> None:
+    """The step is rejected on all ranks, and no residual keeps the bad number."""
+    for verdicts in pool.run("sync.jobs:hidden", 2):
+        assert verdicts == [False, True, True]

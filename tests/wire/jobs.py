@@ -99,3 +99,13 @@ def lost_peer(seat: Seat) -> dict[str, str]:
 def _one(buffer: torch.Tensor):
     (a,) = yield Message((buffer,), Combine.SUM)
     return Outcome(a, None, State())
+
+
+def probe_links(seat: Seat) -> dict:
+    """What the probe finds between the pool's workers."""
+    from gossamer.wire.probe import probe
+
+    channel = group(seat)
+    links = probe(channel)
+    channel.close()
+    return links.model_dump(mode="json")

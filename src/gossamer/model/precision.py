@@ -4,7 +4,7 @@
             (master)                                                  for backward          ranks, optimizer
     fp32    fp32         fp32                  fp32                   fp32                  fp32
     bf16    fp32         bf16 (torch.autocast) fp32                   mostly bf16           fp32
-    fp16    fp32         fp16 (torch.autocast) fp32                   mostly fp16           fp32, scaled till update
+    fp16    fp32         fp16 (torch.autocast) fp32                   mostly fp16           fp32, scaled in backward
 
 Autocast casts a parameter to the compute type at its first use in a forward and keeps the copy until the forward ends;
 its backward returns the gradient in the parameter's own type, so gradients are fp32 from the moment they are
@@ -12,7 +12,7 @@ accumulated, reduced in fp32, and applied to fp32 master weights. model.dtype: b
 (and half the memory): then parameters, gradients and what is reduced are bf16, whatever the precision says.
 
 fp16 has too few exponents for small gradients: the loss is multiplied by `Scale.factor` before backward and the
-gradients divided by it after the sum over ranks. A gradient that is not finite rejects the step and halves the scale.
+gradients divided by it before they are exchanged. A gradient that is not finite rejects the step and halves the scale.
 """
 
 from __future__ import annotations

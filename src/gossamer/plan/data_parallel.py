@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gossamer import compress
 from gossamer.data import share_rows
 from gossamer.plan import Planner, Request
-from gossamer.plan._price import gradient_layouts, step_bytes
+from gossamer.plan._price import gradient_buckets, step_bytes
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput, bad_input
@@ -98,7 +98,7 @@ def _share(config: RunConfig, replicas: int) -> tuple[float, ...]:
 
 def _forecast(plan: Plan, request: Request) -> Cost:
     levels = Levels.flat(plan.mesh.replica)
-    layouts = gradient_layouts(request.shapes, bucket_bytes=plan.bucket_bytes)
-    links = step_bytes(compress.build(plan.exchange), layouts, levels)
+    exchange = dict.fromkeys((name for name, _ in request.shapes), compress.build(plan.exchange))
+    links = step_bytes(gradient_buckets(request.shapes, exchange, bucket_bytes=plan.bucket_bytes), levels)
     sent = [sum(n for link, n in links.items() if link.startswith(f"{r}>")) for r in range(request.ranks)]
     return Cost(wire_bytes=links, sent_bytes=tuple(sent))

@@ -7,7 +7,7 @@ another cut reads the same file. Replicated tensors are written once: each rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,18 +58,33 @@ class Contents:
         return pieces + [(whole(n, t, self.replica.rank), t) for n, t in self.private().items()]
 
     @torch.no_grad()
-    def fill(self, checkpoint: Checkpoint, *, same_ranks: bool) -> None:
-        """Read everything back, in place. Exchange state and RNG belong to a rank: with other ranks they start anew."""
+    def fill(self, checkpoint: Checkpoint, *, residuals: str = "merge") -> str:
+        """Read everything back, in place; what to tell the user about it, if anything.
+
+        Exchange state and RNG belong to a rank. On another number of ranks the RNG starts anew, and `residuals` says
+        what becomes of exchange state: `merge` gives every rank the weighted mean of what the former ranks held, so
+        that their mean still holds all that was not sent; `drop` starts anew.
+        """
         expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
         checkpoint.check_against(expected)
         for name, tensor in self.replicated().items():
             tensor.copy_(checkpoint.read(name))
         self.scaling.load({n: checkpoint.read(f"precision/{n}") for n in self.scaling.state()})
-        if same_ranks:
-            rank = self.replica.rank
-            states = self.replica.states()
-            self.replica.restore({n: checkpoint.read(f"exchange/{n}", replica=rank) for n in states})
+        former, rank = int(checkpoint.meta["ranks"]), self.replica.rank
+        if former == self.replica.ranks:
             torch.set_rng_state(checkpoint.read("rng/torch", replica=rank))
+        names = list(self.replica.states())
+        held = {n: checkpoint.replicas(f"exchange/{n}") for n in names}
+        if former == self.replica.ranks and all(rank in replicas for replicas in held.values()):
+            self.replica.restore({n: checkpoint.read(f"exchange/{n}", replica=rank) for n in names})
+            return ""
+        there = all(replicas == tuple(range(former)) for replicas in held.values())
+        if there and residuals == "merge":
+            share = checkpoint.meta.get("share") or [1 / former] * former
+            self.replica.restore({n: _merged(checkpoint, f"exchange/{n}", share) for n in names})
+            return f"resumed on {self.replica.ranks} ranks what {former} saved: exchange residuals were merged"
+        why = "residuals: drop" if there else "not every rank's is stored here, or the exchange is another one"
+        return f"exchange residuals start anew ({why})" if names else ""
 
 
 @torch.no_grad()
@@ -103,6 +118,17 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def trainable(module: nn.Module) -> Mapping[str, Tensor]:
     """The parameters that are trained, by canonical name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _merged(checkpoint: Checkpoint, name: str, share: Sequence[float]) -> Tensor:
+    """The mean over the ranks of the run that saved; what is no quantity (a counter) is the first rank's."""
+    first = checkpoint.read(name, replica=0)
+    if not first.is_floating_point():
+        return first
+    total = first * share[0]
+    for replica in range(1, len(share)):
+        total += checkpoint.read(name, replica=replica) * share[replica]
+    return total
 
 
 def _balanced(shared: list[tuple[str, Tensor]], writer: int, writers: int) -> list[int]:

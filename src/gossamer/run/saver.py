@@ -35,6 +35,7 @@ class Saver:
     keep: int
     generation: int
     sink: Callable[[records.Record], None]
+    residuals: str = "merge"  # of exchanges, when the number of ranks is another: merge | drop
     identity: dict[str, Any]  # what the meta of a checkpoint says beside the progress
     progress: Progress = field(default_factory=Progress)
     contents: Contents | None = None
@@ -101,7 +102,9 @@ class Saver:
         for problem in problems:
             self.sink(records.Event(level="warning", message=f"{problem}; fell back to the one before", rank=self.rank))
         self._check(checkpoint)
-        self.contents.fill(checkpoint, same_ranks=checkpoint.meta["ranks"] == self.ranks)
+        told = self.contents.fill(checkpoint, residuals=self.residuals)
+        if told:
+            self.sink(records.Event(level="info", message=told, step=int(checkpoint.meta["step"]), rank=self.rank))
         self.progress.step = int(checkpoint.meta["step"])
         self.progress.rejected = int(checkpoint.meta["rejected"])
         return True

@@ -135,11 +135,11 @@ class Trainer:
         )
         lr = self.rate.factor(step, self.goal.steps)
         self.replica.timing.exposed_s = 0.0
-        self.sync.open(self.replica, Window(step, self.goal.seed, lr, work.weight))
+        self.sync.open(self.replica, Window(step, self.goal.seed, lr, work.weight, scale))
         self.at(step, "compute")
         play(self.schedule, RankWorld(0, work))
         self.at(step, "agree")
-        return work, self.replica.agree(Vote(work.loss(), int(self.asked_to_stop())), scale=1.0 / scale)
+        return work, self.replica.agree(Vote(work.loss(), int(self.asked_to_stop())))
 
     def _reduce(self, step: int) -> None:
         self.at(step, "exchange")
@@ -148,11 +148,8 @@ class Trainer:
     def _update(self, step: int, lr: float, agreement: Agreement) -> None:
         self.at(step, "update")
         clip = self.goal.clip
-        factor = 1.0 / self.scaling.factor
         if clip and agreement.norm > clip:
-            factor *= clip / (agreement.norm + 1e-6)
-        if factor != 1.0:
-            scale_(self.replica.flats(), factor)
+            scale_(self.replica.flats(), clip / (agreement.norm + 1e-6))
         self.replica.commit()
         updates = step - self.progress.rejected  # rejected steps moved nothing, and count for no bias correction
         self.rule.update(self.params, self.replica.gradients(), self.rule_state, lr_scale=lr, step=updates)

@@ -108,6 +108,9 @@ class PlanSection(Section):
     sync: Written = Field("every_step", description="a method of `gossamer methods sync`")
     savers: list[Written] | Auto = "auto"
     lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
+    residuals: Literal["merge", "drop"] = Field(
+        "merge", description="of lossy exchanges, when a run resumes on another number of processes"
+    )
 
 
 class RunSection(Section):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from gossamer.spec.room import Room
-from gossamer.sync._replica import Agreement, Replica, Vote, Window
+from gossamer.sync._replica import Agreement, Replica, Vote, Window, buckets_of
 
-__all__ = ["ROOM", "Agreement", "Replica", "Sync", "Vote", "Window", "build", "names"]
+__all__ = ["ROOM", "Agreement", "Replica", "Sync", "Vote", "Window", "build", "buckets_of", "names"]
 
 
 class Sync(ABC):

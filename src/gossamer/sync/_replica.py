@@ -34,6 +34,7 @@ class Window:
     seed: int
     lr: float
     weight: float  # valid labels of this rank
+    scale: float = 1.0  # what the loss was multiplied with (fp16): divided out before anything is encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,14 @@ class Agreement:
 
 @dataclass(slots=True)
 class _Slot:
-    """One bucket: its buffer, the exchange's state, and how many gradients it still waits for."""
+    """One bucket: its buffer, its exchange with the state, and how many gradients it still waits for."""
 
     bucket: Bucket
+    exchange: Exchange
     state: State
     waits: int = 0
     sent: bool = False
+    finite: bool = True  # what this rank sent; looked at where a lossy exchange could hide it
     outcome: Outcome | None = None
 
 
@@ -77,19 +80,32 @@ class Timing:
 class Replica:
     """The gradients of one rank and their way to the mean of all.
 
-    `params` are the trainable parameters by canonical name (tied ones once). Their `.grad` become views of flat
-    buckets, so a gradient is written once and sent from where it lies.
+    `params` are the trainable parameters by canonical name (tied ones once), `exchange` how their gradients meet: one
+    for all, or one by parameter name. Their `.grad` become views of flat buckets, so a gradient is written once and
+    sent from where it lies. Raises BadInput where an exchange cannot serve its buckets or this wire.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], exchange: Exchange, pump: Pump, *, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        exchange: Exchange | Mapping[str, Exchange],
+        pump: Pump,
+        *,
+        bucket_bytes: int,
+    ) -> None:
         self.rank = pump.channel.rank
         self.levels = pump.channel.levels
         self.ranks = sum(len(group) for group in self.levels.groups["all"])
         self.timing = Timing()
-        self._exchange, self._pump = exchange, pump
-        layouts = partition(params, bucket_bytes=bucket_bytes)
-        self._slots = [_Slot(layout.allocate(), exchange.init(layout)) for layout in layouts]
-        self._rounds = [len(exchange.traffic(s.bucket.layout, self.levels, self.rank)) for s in self._slots]
+        self._pump = pump
+        exchanges = dict.fromkeys(params, exchange) if isinstance(exchange, Exchange) else exchange
+        self._slots = [
+            _Slot(layout.allocate(), one, one.init(layout))
+            for layout, one in buckets_of(params, exchanges, bucket_bytes=bucket_bytes)
+        ]
+        for slot in self._slots:
+            slot.exchange.check(slot.bucket.layout, self.levels)
+        self._rounds = [len(s.exchange.traffic(s.bucket.layout, self.levels, self.rank)) for s in self._slots]
         self._slot_of = {name: i for i, s in enumerate(self._slots) for name, _ in s.bucket.slices()}
         self._params = dict(params)
         self._watching = False
@@ -142,10 +158,12 @@ class Replica:
         self.timing.exposed_s += time.perf_counter() - began
         self._watching = False
 
-    def agree(self, vote: Vote, *, scale: float = 1.0) -> Agreement:
-        """Exchange votes. `scale` is what the gradients are to be multiplied with before they are meant (fp16)."""
+    def agree(self, vote: Vote) -> Agreement:
+        """Exchange votes."""
         weights = self._all_weights()
-        norm = math.sqrt(global_norm_squared(self.flats()).item()) * scale
+        norm = math.sqrt(global_norm_squared(self.flats()).item())
+        if not all(slot.finite for slot in self._slots):
+            norm = math.nan
         mine = [float(self._window.step), norm, vote.loss, float(vote.ask)]
         began = time.perf_counter()
         votes = self.gather(tuple(mine))  # (ranks, 4)
@@ -161,7 +179,7 @@ class Replica:
             finite=not bool(sick.any()),
             loss=loss,
             weight=float(weights.sum()),
-            norm=float(votes[0, 1]),
+            norm=float(votes[:, 1].max()) if bool(sick.any()) else float(votes[0, 1]),
             ask=int(votes[:, 3].max()),
             bad_ranks=tuple(int(r) for r in torch.nonzero(sick).flatten()),
         )
@@ -189,11 +207,15 @@ class Replica:
             slot.outcome = None
 
     def states(self) -> dict[str, Tensor]:
-        """All exchange state: "path@parameter" where it is shaped like the bucket, else "path@first parameter"."""
+        """All exchange state, by "path@parameter": a method's own name for it, or cut up where it is shaped like the
+        bucket, or else under the bucket's first parameter.
+        """
         found: dict[str, Tensor] = {}
         for slot in self._slots:
             for path, tensor in slot.state.flatten():
-                if tensor.shape == slot.bucket.flat.shape:
+                if "@" in path:
+                    found[path] = tensor
+                elif tensor.shape == slot.bucket.flat.shape:
                     views = Bucket(slot.bucket.layout, tensor).slices()
                     found.update({f"{path}@{name}": view for name, view in views})
                 else:
@@ -205,7 +227,9 @@ class Replica:
         for slot in self._slots:
             fresh: dict[str, Tensor] = {}
             for path, tensor in slot.state.flatten():
-                if tensor.shape == slot.bucket.flat.shape:
+                if "@" in path:
+                    fresh[path] = states[path].to(tensor)
+                elif tensor.shape == slot.bucket.flat.shape:
                     parts = [states[f"{path}@{e.name}"].reshape(-1) for e in slot.bucket.layout.entries]
                     fresh[path] = torch.cat(parts).to(tensor)
                 else:
@@ -242,7 +266,11 @@ class Replica:
         share = weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
         at = Round(self.rank, self.levels, share, (window.seed, window.step), window.lr)
         slot.sent = True
-        self._exchanging.submit(index, self._exchange.run(slot.bucket, slot.state, at))
+        if window.scale != 1.0:
+            slot.bucket.flat.mul_(1.0 / window.scale)
+        # A sum is the cheapest look at all numbers; a lossy method might not send the one that is not finite.
+        slot.finite = slot.exchange.traits.lossless or math.isfinite(slot.bucket.flat.sum().item())
+        self._exchanging.submit(index, slot.exchange.run(slot.bucket, slot.state, at))
 
     def _all_weights(self) -> Tensor:
         if self._weights is None:
@@ -250,6 +278,18 @@ class Replica:
             self._weights = self._weighing.result(0).mean.flatten()  # (ranks,)
             self.timing.exposed_s += time.perf_counter() - began
         return self._weights
+
+
+def buckets_of(
+    params: Mapping[str, Tensor], exchanges: Mapping[str, Exchange], *, bucket_bytes: int
+) -> list[tuple[Layout, Exchange]]:
+    """The buckets of all exchanges, in the order in which a backward pass fills them: one never mixes two exchanges."""
+    groups: dict[Exchange, dict[str, Tensor]] = {}
+    for name, param in params.items():
+        groups.setdefault(exchanges[name], {})[name] = param
+    found = [(layout, one) for one, held in groups.items() for layout in partition(held, bucket_bytes=bucket_bytes)]
+    position = {name: i for i, name in enumerate(params)}
+    return sorted(found, key=lambda item: -min(position[e.name] for e in item[0].entries))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,162 @@
+"""Probe: what the links between the ranks can do, measured over the channel the run itself will use.
+
+All ranks call it together, before the first step. Everything is measured while all ranks send, because that is how a
+step uses the links. Sizes grow until a message takes long enough for shaping and start-up to average out; every
+decision is taken from times that all ranks have exchanged, so that all of them measure the same things.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from gossamer.spec.links import Link, Links
+from gossamer.wire.channel import Channel
+from gossamer.wire.message import Combine, Message
+
+_LONG_ENOUGH_S = 0.25  # a message that takes so long has outlived the bursts that shapers let through
+_FIRST_BYTES = 1 << 14
+_LARGEST_BYTES = 1 << 24  # to every peer: beyond, a link is fast enough not to matter
+_SMALL_REPEATS = 9
+_PAIR_REPEATS = 2
+_PAIRS_RANKS = 16  # beyond, pairs are not measured one by one
+_GAP = 2.5  # links that differ by less are one kind of link
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """Who sends to whom at once: `splits[i]` shares go to member i of the group at `level`."""
+
+    level: str
+    splits: tuple[int, ...]
+    arriving: tuple[int, ...]
+
+
+def probe(channel: Channel, *, pairs: bool = True) -> Links:
+    """Measure; a few seconds on slow links, less on fast ones. Raises PeerLost. The same answer on every rank."""
+    everyone = channel.levels.group("all", channel.rank)
+    if len(everyone) == 1:
+        return Links(islands=(everyone,), levels={"all": Link(latency_s=0.0, bytes_per_s=1e12)})
+    latency = _latency(channel)
+    overall = _rate(channel, _to_all(channel))
+    levels = {"all": Link(latency_s=latency, bytes_per_s=overall)}
+    if not pairs or not 2 < len(everyone) <= _PAIRS_RANKS:
+        return Links(islands=(everyone,), levels=levels)
+    rates = _pair_rates(channel)
+    islands = islands_of(rates)
+    if len(islands) == 1 or len(islands) == len(everyone):
+        return Links(islands=(everyone,), levels=levels)
+    slow, fast = _sides(rates, islands)
+    levels["island"] = Link(latency_s=latency, bytes_per_s=fast)
+    levels["between"] = Link(latency_s=latency, bytes_per_s=slow)
+    return Links(islands=islands, levels=levels)
+
+
+def islands_of(rates: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks that reach each other fast, from rates[i][j] (bytes/s from i to j).
+
+    The rates are cut at their widest gap, if that is wide enough; islands are what hangs together above it. Where some
+    pair inside such a group is slow all the same, the ranks are no islands, and one group is returned.
+    """
+    ranks = range(len(rates))
+    everyone = (tuple(ranks),)
+    both = {(i, j): min(rates[i][j], rates[j][i]) for i in ranks for j in ranks if i < j}
+    ordered = sorted(both.values())
+    gaps = [(high / max(low, 1e-9), low, high) for low, high in pairwise(ordered)]
+    if not gaps or max(gaps)[0] < _GAP:
+        return everyone
+    _, low, high = max(gaps)
+    limit = (low * high) ** 0.5
+    near = {i: {j for j in ranks if j != i and both[min(i, j), max(i, j)] > limit} | {i} for i in ranks}
+    groups = {tuple(sorted(members)) for members in near.values()}
+    return tuple(sorted(groups)) if sum(len(g) for g in groups) == len(ranks) else everyone
+
+
+def _sides(rates: Sequence[Sequence[float]], islands: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """(between, inside): the slowest link of each kind."""
+    home = {rank: number for number, island in enumerate(islands) for rank in island}
+    inside = [r for i, row in enumerate(rates) for j, r in enumerate(row) if i != j and home[i] == home[j]]
+    across = [r for i, row in enumerate(rates) for j, r in enumerate(row) if home[i] != home[j]]
+    return min(across), min(inside) if inside else max(across)
+
+
+def _latency(channel: Channel) -> float:
+    """One small message to everybody, there and at once back: its median."""
+    pattern = _to_all(channel)
+    return median(_agreed(channel, _seconds(channel, pattern, 4)) for _ in range(_SMALL_REPEATS))
+
+
+def _rate(channel: Channel, pattern: _Pattern) -> float:
+    """Bytes per second that the slowest rank sends in this pattern."""
+    nbytes = _FIRST_BYTES
+    while True:
+        seconds = _agreed(channel, _seconds(channel, pattern, nbytes))
+        if seconds >= _LONG_ENOUGH_S or nbytes >= _LARGEST_BYTES:
+            return nbytes * max(1, sum(pattern.splits)) / seconds
+        nbytes = min(_LARGEST_BYTES, nbytes * (4 if seconds < _LONG_ENOUGH_S / 4 else 2))
+
+
+def _pair_rates(channel: Channel) -> list[list[float]]:
+    """rates[i][j], every rank sending to one other at a time."""
+    ranks = len(channel.levels.group("all", channel.rank))
+    rates = [[float("inf")] * ranks for _ in range(ranks)]
+    for shift in range(1, ranks):
+        for sender, rate in enumerate(_shifted_rates(channel, shift)):
+            rates[sender][(sender + shift) % ranks] = rate
+    return rates
+
+
+def _shifted_rates(channel: Channel, shift: int) -> list[float]:
+    """Bytes per second from every member i to member i + shift, all at once.
+
+    Pairs whose message took long enough have been measured and send no more; the others send twice as much. The best
+    of some repeats counts: other work on a machine can only slow a link down.
+    """
+    group = channel.levels.group("all", channel.rank)
+    ranks, me, nbytes = len(group), group.index(channel.rank), _FIRST_BYTES
+    places, rates = range(ranks), [0.0] * ranks
+    while not all(rates):
+        sends = [not rate for rate in rates]
+        to = tuple(int(i == (me + shift) % ranks and sends[me]) for i in places)
+        source = tuple(int(i == (me - shift) % ranks and sends[i]) for i in places)
+        pattern = _Pattern("all", to, source)
+        times = [_everybodys(channel, _seconds(channel, pattern, nbytes)) for _ in range(_PAIR_REPEATS)]
+        for sender in places:
+            seconds = min(taken[(sender + shift) % ranks] for taken in times)  # timed where it arrived
+            if sends[sender] and (seconds >= _LONG_ENOUGH_S / 3 or nbytes >= _LARGEST_BYTES):
+                rates[sender] = nbytes / seconds
+        nbytes = min(2 * nbytes, _LARGEST_BYTES)
+    return rates
+
+
+def _seconds(channel: Channel, pattern: _Pattern, nbytes: int) -> float:
+    """How long this rank needs to send and receive `nbytes` for every share of the pattern, all starting together."""
+    _everybodys(channel, 0.0)  # nobody starts before all are here
+    part = torch.zeros(nbytes * max(1, sum(pattern.splits)), dtype=torch.uint8)
+    splits, arriving = (tuple(nbytes * n for n in side) for side in (pattern.splits, pattern.arriving))
+    began = time.perf_counter()
+    channel.start(Message((part[: sum(splits)],), Combine.SHUFFLE, pattern.level, splits, arriving)).wait()
+    return max(time.perf_counter() - began, 1e-6)
+
+
+def _to_all(channel: Channel) -> _Pattern:
+    group = channel.levels.group("all", channel.rank)
+    others = tuple(int(r != channel.rank) for r in group)
+    return _Pattern("all", others, others)
+
+
+def _everybodys(channel: Channel, value: float) -> list[float]:
+    row: Tensor = torch.tensor([value], dtype=torch.float64)
+    (rows,) = channel.start(Message((row,), Combine.GATHER)).wait()
+    return [float(v) for v in rows.flatten()]
+
+
+def _agreed(channel: Channel, value: float) -> float:
+    """One number for all ranks: the slowest's."""
+    return max(_everybodys(channel, value))
