@@ -1,0 +1,38 @@
+"""Adaptive policies: from what a run has measured to the settings it goes on with, one policy per file. Pure.
+
+A policy is asked at a step border, on every rank with the same numbers or on one rank for all; what it answers goes
+into a plan, and a run obeys it from the next step on. Nothing here touches a tensor of the run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from gossamer.spec.choice import Written
+from gossamer.spec.room import Room
+from gossamer.spec.statistics import Paths, Statistics
+
+Rule: TypeAlias = tuple[str, str, Written]  # pattern of parameter names, link level or link ("0>1"), method
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """`rules`: for a parameter and level the first rule that matches holds. `reason`: one line for whoever asks."""
+
+    rules: tuple[Rule, ...]
+    reason: str
+
+
+class Policy(ABC):
+    """A frozen dataclass; its fields are what the user may set."""
+
+    @abstractmethod
+    def choose(self, statistics: Statistics, paths: Paths) -> Choices:
+        """The settings to go on with. Never raises for odd measurements: what cannot be judged stays as it is."""
+
+
+ROOM: Room[Policy] = Room(__name__, Policy)
+names = ROOM.names
+build = ROOM.build
