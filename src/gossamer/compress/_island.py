@@ -1,0 +1,117 @@
+"""A rank's place in its island: who owns which entries of a bucket, and the part of a state that goes with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gossamer.wire.bucket import Layout
+from gossamer.wire.message import Levels, State
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Whole entries one behind the other: [start, stop) of a bucket, and their layout as a bucket of its own."""
+
+    start: int
+    stop: int
+    layout: Layout
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`island`: my fellow ranks, ascending; `me`: my index among them; `runs`: what the first ones own, one each."""
+
+    whole: Layout
+    levels: Levels
+    island: tuple[int, ...]
+    me: int
+    runs: tuple[Run, ...]
+
+    @staticmethod
+    def of(layout: Layout, levels: Levels, rank: int) -> Place:
+        """Of every island as many ranks own something as the smallest has: those with a counterpart everywhere."""
+        everyone, island = levels.group("all", rank), levels.group("island", rank)
+        owners = min(len(g) for g in levels.groups["island"] if g[0] in everyone)
+        return Place(layout, levels, island, island.index(rank), cut(layout, owners))
+
+    @property
+    def mine(self) -> Run:
+        return self.runs[self.me] if self.me < len(self.runs) else self.nobody
+
+    @property
+    def nobody(self) -> Run:
+        """What ranks without a counterpart own."""
+        return Run(self.whole.numel, self.whole.numel, replace(self.whole, entries=()))
+
+    def shares(self, weights: Tensor) -> list[float]:
+        """The weights of my fellows in the mean of the island; alike where the island has none."""
+        mine = weights[list(self.island)]
+        total = float(mine.sum())
+        return [float(w) / total for w in mine] if total > 0 else [1 / len(mine)] * len(mine)
+
+    def totals(self, weights: Tensor) -> Tensor:
+        """The weights between islands: an owner speaks for its whole island, a rank without counterpart for itself."""
+        found = torch.ones_like(weights)
+        for island in self.levels.groups["island"]:
+            found[list(island[: len(self.runs)])] = weights[list(island)].sum()
+        return found
+
+    def runs_between(self) -> list[tuple[int, Layout]]:
+        """(rank, what it owns) of one rank of every kind: all that can be asked of the exchange between islands."""
+        group = self.levels.group("all", self.island[0])
+        islands = [g for g in self.levels.groups["island"] if g[0] in group]
+        alone = [(g[-1], self.nobody.layout) for g in islands if len(g) > len(self.runs)]
+        return [*((islands[0][k], run.layout) for k, run in enumerate(self.runs)), *alone[:1]]
+
+
+def cut(layout: Layout, owners: int) -> tuple[Run, ...]:
+    """`owners` runs that cover the layout, cut at those entry borders that come closest to equal parts."""
+    borders = [0, *(e.start + e.numel for e in layout.entries)]
+    wanted = [layout.numel * k / owners for k in range(1, owners)]
+    inner = (min(range(len(borders)), key=lambda i: abs(borders[i] - w)) for w in wanted)
+    cuts = [0, *inner, len(layout.entries)]
+    return tuple(_run(layout, first, last, borders) for first, last in pairwise(cuts))
+
+
+def _run(layout: Layout, first: int, last: int, borders: list[int]) -> Run:
+    entries = tuple(replace(e, start=e.start - borders[first]) for e in layout.entries[first:last])
+    return Run(borders[first], borders[last], replace(layout, entries=entries))
+
+
+def part_of(state: State, place: Place) -> State:
+    """What of a bucket's state belongs to my run: slices of tensors shaped like the bucket, "field@parameter" of its
+    own parameters, everything else as it is.
+    """
+    names = {e.name for e in place.mine.layout.entries}
+    tensors = {
+        name: tensor[place.mine.slice] if _by_entry(name, tensor, place) else tensor
+        for name, tensor in state.tensors.items()
+        if "@" not in name or name.partition("@")[2] in names
+    }
+    return State(tensors, tuple(part_of(inner, place) for inner in state.inner))
+
+
+def put_back(state: State, place: Place, part: State) -> State:
+    """`state` with the part of my run replaced: a new one."""
+    tensors = dict(state.tensors)
+    for name, tensor in part.tensors.items():
+        old = state.tensors[name]
+        around = (old[: place.mine.start], tensor, old[place.mine.stop :])
+        tensors[name] = torch.cat(around) if _by_entry(name, old, place) else tensor
+    return State(tensors, tuple(put_back(a, place, b) for a, b in zip(state.inner, part.inner, strict=True)))
+
+
+def _by_entry(name: str, tensor: Tensor, place: Place) -> bool:
+    return "@" not in name and tensor.shape == (place.whole.numel,)

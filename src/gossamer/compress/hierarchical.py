@@ -1,0 +1,171 @@
+"""Hierarchical: exact inside an island, another exchange between islands, where the links are slow.
+
+Equations (island I of rank i; W_I = sum of w_i over I; every owner o of an island for its own entries of the bucket):
+    m_I    = sum_{i in I} (w_i / W_I) D(C(x_i))       summed by the owner, in rank order
+    M      = sum_I W_I kept_I                         by `between`, among the owners of the same entries in all islands
+    mean   = D(C(M))                                  sent by the owners to the ranks of their islands
+    kept_i = D(C(x_i)), and at the owner  + (W_I / w_o) (kept_I - m_I + mean - M)
+Symbols: x_i (numel,) input of rank i; w_i its weight; C `inside`, D its inverse (the identity where none is given).
+Levels:  `island` and `between` (see wire.message.Levels.islands). Of every island as many ranks own entries as the
+smallest has; the others run `between` on nothing and in a group of one, so that all ranks send as many messages.
+Wire:    SHUFFLE inside (1 - 1/n of a bucket on every rank), `between` on 1/owners of a bucket, SHUFFLE inside.
+State:   that of `between` for the whole bucket, of which owned entries are used.   Work: 2 numel flop and between's.
+Paper:   the hierarchical all-reduce of NCCL and Horovod; lossy between nodes alone: ZeRO++, arXiv 2306.10209.
+Good when: links inside islands are fast.   Not for: one giant entry (an entry has one owner).   Feedback belongs into
+`between`; around all of it, an owner's residual carries the losses of its whole island.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gossamer.compress import Exchange, Traits
+from gossamer.compress._island import Place, Run, part_of, put_back
+from gossamer.compress._key import key_of
+from gossamer.compress.codec import Codec, Key
+from gossamer.spec.errors import bad_input
+from gossamer.wire.bucket import Bucket, Layout
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
+
+_Turns = Generator[Message, tuple[Tensor, ...], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchical(Exchange):
+    """`between` islands; inside one, numbers travel in the bucket's own type unless a codec is given."""
+
+    between: Exchange
+    inside: Codec | None = None
+
+    def __post_init__(self) -> None:
+        if self.inside is not None and not self.inside.traits.fixed_size:
+            raise bad_input(
+                wanted="a codec whose messages have a fixed size",
+                got=repr(self.inside),
+                do="give a cast, or leave it out",
+                key="inside",
+            )
+
+    @property
+    def traits(self) -> Traits:
+        return replace(self.between.traits, lossless=self._exact and self.between.traits.lossless)
+
+    @property
+    def _exact(self) -> bool:
+        return self.inside is None or self.inside.traits.lossless
+
+    def init(self, layout: Layout) -> State:
+        return State(inner=(self.between.init(layout),))
+
+    def run(self, x: Bucket, state: State, at: Round) -> Rounds:
+        here, (inner,) = Place.of(x.layout, at.levels, at.rank), state.inner
+        keys = [key_of(at, x.layout, turn=-1 - k) for k in range(2 * len(here.runs))]  # there, then back
+        sent = x.flat if self.inside is None else torch.cat(self._encoded(x.flat, here, keys))
+        island = yield from self._reduce(sent, here, at, keys)
+        sub = Bucket(here.mine.layout, island.to(x.layout.dtype))
+        out = yield from self._across(sub, part_of(inner, here), here, at)
+        mean = yield from self._spread(out.mean, here, keys)
+        kept = None
+        if out.kept is not None or not self._exact:
+            kept = self._decoded(sent, here, keys).to(torch.float32, copy=True)
+            lost = mean[here.mine.slice].float() - out.mean.float()
+            lost += 0.0 if out.kept is None else out.kept - island
+            if at.share > 0:
+                kept[here.mine.slice].add_(lost, alpha=float(here.totals(at.weights)[at.rank]) / at.share)
+        return Outcome(mean, kept, State(inner=(put_back(inner, here, out.state),)))
+
+    def _reduce(self, sent: Tensor, here: Place, at: Round, keys: list[Key]) -> _Turns:
+        """The mean of my island, of the entries I own, in float32."""
+        there, _ = self._inside(here)
+        (arrived,) = yield Message((sent,), Combine.SHUFFLE, "island", there.splits, there.arriving)
+        rows, shares = arrived.view(len(here.island), self._size(here.mine)), here.shares(at.weights)
+        if self.inside is not None and here.mine.numel:
+            return self.inside.mean(rows, here.mine.numel, shares, keys[here.me])
+        total = torch.zeros(here.mine.numel, device=sent.device)
+        for row, share in zip(rows, shares, strict=True):
+            total.add_(row, alpha=share)
+        return total
+
+    def _across(self, x: Bucket, state: State, here: Place, at: Round) -> Rounds:
+        """Run `between` at its level, then send nothing as often as owners of other entries still send something."""
+        weights = here.totals(at.weights)
+        method = self.between.run(x, state, replace(at, levels=at.levels.only("between"), weights=weights))
+        left, reply = self._rounds(here), None
+        try:
+            while True:
+                message = next(method) if reply is None else method.send(reply)
+                left -= 1
+                reply = yield replace(message, level="between")
+        except StopIteration as end:
+            out: Outcome = end.value
+        finally:
+            method.close()
+        for _ in range(left):
+            yield Message((x.flat.new_empty(0, dtype=torch.uint8),), Combine.SUM, "between")
+        return out
+
+    def _spread(self, mine: Tensor, here: Place, keys: list[Key]) -> _Turns:
+        """The whole mean, out of what the owners of my island have."""
+        _, back = self._inside(here)
+        agreed = [Key(k.shared, k.shared) for k in keys[len(here.runs) :]]  # all islands must decode the same bits
+        answer = mine
+        if self.inside is not None:
+            answer = self.inside.encode(mine.float(), agreed[here.me]) if mine.numel() else mine.new_empty(0).byte()
+        part = answer.repeat(len(here.island))
+        (arrived,) = yield Message((part,), Combine.SHUFFLE, "island", back.splits, back.arriving)
+        return self._decoded(arrived, here, agreed).to(here.whole.dtype)
+
+    def _encoded(self, flat: Tensor, here: Place, keys: list[Key]) -> list[Tensor]:
+        assert self.inside is not None
+        parts = [flat.new_empty(0, dtype=torch.uint8)]
+        for run, key in zip(here.runs, keys, strict=False):
+            parts += [self.inside.encode(flat[run.slice].float(), key)] if run.numel else []
+        return parts
+
+    def _decoded(self, message: Tensor, here: Place, keys: list[Key]) -> Tensor:
+        """All runs out of one message: the bucket."""
+        if self.inside is None:
+            return message
+        pieces = torch.split(message, [self._size(run) for run in here.runs])
+        found = [torch.empty(0, device=message.device)]
+        for piece, run, key in zip(pieces, here.runs, keys, strict=False):
+            found += [self.inside.decode(piece, run.numel, key)] if run.numel else []
+        return torch.cat(found)
+
+    def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
+        here = Place.of(layout, levels, rank)
+        there, back = self._inside(here)
+        inner = self.between.traffic(here.mine.layout, levels.only("between"), rank)
+        nothing = (Traffic(Combine.SUM, 0, 1),) * (self._rounds(here) - len(inner))
+        return (there, *(replace(t, level="between") for t in (*inner, *nothing)), back)
+
+    def check(self, layout: Layout, levels: Levels) -> None:
+        if not {"island", "between"} <= set(levels.groups):
+            do = "say which ranks share a fast link, or name the exchange for `between` alone"
+            raise bad_input(wanted="islands of ranks", got=f"the levels {', '.join(levels.groups)}", do=do)
+        rank = levels.groups["all"][0][0]
+        for _, owned in Place.of(layout, levels, rank).runs_between():
+            self.between.check(owned, levels.only("between"))
+
+    def _rounds(self, here: Place) -> int:
+        """Messages that `between` sends for the entries that need most of them."""
+        only = here.levels.only("between")
+        return max(len(self.between.traffic(owned, only, rank)) for rank, owned in here.runs_between())
+
+    def _size(self, run: Run) -> int:
+        """Elements of the message about a run: numbers, or encoded bytes."""
+        return run.numel if self.inside is None or not run.numel else self.inside.nbytes(run.numel)
+
+    def _inside(self, here: Place) -> tuple[Traffic, Traffic]:
+        """The messages inside the island: to the owners, and from them."""
+        everyone = (self._size(here.mine),) * len(here.island)
+        owners = tuple(map(self._size, here.runs)) + (0,) * (len(here.island) - len(here.runs))
+        size = here.whole.dtype.itemsize if self.inside is None else 1
+        return (
+            Traffic(Combine.SHUFFLE, sum(owners), size, "island", owners, everyone),
+            Traffic(Combine.SHUFFLE, sum(everyone), size, "island", everyone, owners),
+        )
