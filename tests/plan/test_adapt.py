@@ -12,6 +12,9 @@ import torch
 
 from gossamer import compress
 from gossamer.compress._error import error_of, measure
+from gossamer.compress.transfer import crossing
+from gossamer.compress.transfer.crossing.plain import Plain
+from gossamer.compress.transfer.crossing.top_k import TopK
 from gossamer.plan import adapt
 from gossamer.plan.adapt.ada_topk import AdaTopK, ratios
 from gossamer.plan.adapt.bcrs import BCRS, fractions, sent
@@ -258,12 +261,13 @@ def test_rules_by_link() -> None:
     measured = Statistics(names=(), crossing={"0>1": 10**6, "1>2": 10**6})
     choices = AdaTopK(ratio=10).choose(measured, paths)
     assert choices.rules == (
-        (".*", "0>1", {"topk": {"fraction": 0.05}}),
-        (".*", "1>2", "dense"),
-        (".*", "all", "dense"),
+        (".*", "0>1", {"top_k": {"fraction": 0.05}}),
+        (".*", "1>2", "plain"),
+        (".*", "all", "plain"),
     )
     assert choices.reason.startswith("1 of 2 links compressed, the slowest by 10")
-    assert AdaTopK().choose(Statistics(names=()), Paths()).rules == ((".*", "all", "dense"),)
+    assert AdaTopK().choose(Statistics(names=()), Paths()).rules == ((".*", "all", "plain"),)
+    assert [crossing.build(written) for _, _, written in choices.rules[:2]] == [TopK(fraction=0.05), Plain()]
 
 
 @pytest.mark.parametrize("written", [{"topk": {"fraction": 0.1}}, {"error_feedback": {"topk": {"fraction": 0.1}}}])

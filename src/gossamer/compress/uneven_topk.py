@@ -26,8 +26,11 @@ import torch
 from torch import Tensor
 
 from gossamer.compress import Exchange, Traits
+from gossamer.compress._key import key_of
 from gossamer.compress._sparse import count_of, packed
+from gossamer.compress.codec import Key
 from gossamer.ops.pack import pack, unpack
+from gossamer.ops.places import largest
 from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
@@ -66,7 +69,7 @@ class UnevenTopK(Exchange):
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
         flat, numel = x.flat.float(), x.layout.numel
         splits, arriving = self._splits(numel, at.members, at.rank)
-        mine = self._encoded(flat, self._count(numel, at.rank))
+        mine = self._encoded(flat, at, key_of(at, x.layout))
         sent = mine.repeat(len(at.members) - 1)
         (arrived,) = yield Message((sent,), Combine.SHUFFLE, splits=splits, arriving=arriving)
         messages = list(torch.split(arrived, list(arriving)))  # type: ignore[no-untyped-call]
@@ -124,10 +127,9 @@ class UnevenTopK(Exchange):
         tilted = [w * self._fraction(r) ** self.tilt for w, r in zip(at.shares, at.members, strict=True)]
         return [t / sum(tilted) for t in tilted]
 
-    def _encoded(self, flat: Tensor, k: int) -> Tensor:
-        if k == flat.numel():
-            return pack(flat)
-        return packed(flat, flat.abs().topk(k, sorted=False).indices, k)
+    def _encoded(self, flat: Tensor, at: Round, key: Key) -> Tensor:
+        k = self._count(flat.numel(), at.rank)
+        return pack(flat) if k == flat.numel() else packed(flat, largest(flat, k, key.generator(flat.device)), k)
 
     def _decoded(self, message: Tensor, k: int) -> _Piece:
         if message.numel() == 4 * k:

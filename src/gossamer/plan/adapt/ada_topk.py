@@ -3,8 +3,8 @@
 Equations (link p>q, ratio r):
     T_pq = L_pq + bytes_pq / B_pq                            the uncompressed tensor
     r_pq = overhead r T_pq / max T,   the fraction sent is 1 / r_pq;   dense where r_pq <= overhead
-Symbols: L, B measured latency and rate; overhead: bytes of an entry sent by those of an entry of a dense tensor (value
-and place: 2), so the slowest link sends 1/r of its bytes, and one whose r_pq is no larger than it would send no fewer.
+Symbols: L, B measured latency and rate; overhead: bytes of an entry sent (value and place) by those of a dense one, at
+most 2: so the slowest link sends 1/r of its bytes, and one whose r_pq is no larger would send no fewer.
 Paper:   Tang et al., FusionLLM, arXiv 2410.12707 (there overhead 3: places of 8 bytes).
 Good when: few links of a pipeline are slow.   Not for: ratios above about 50: activations do not bear it.
 Unlike the paper: dense is not "ratio 1" but every ratio that saves nothing; hence r = 1 is dense everywhere.
@@ -23,12 +23,14 @@ from gossamer.spec.statistics import Paths, Statistics
 
 @dataclass(frozen=True, slots=True)
 class AdaTopK(Policy):
-    """`ratio` is that of the slowest link, in bytes. `method` takes a `fraction`; `dense` is for the links left."""
+    """`ratio` is that of the slowest link, in bytes. `method` takes a `fraction`, `dense` is for all other links; both
+    are of the room compress/transfer/crossing.
+    """
 
     ratio: float = 8.0
     overhead: float = 2.0
-    method: str = "topk"
-    dense: str = "dense"
+    method: str = "top_k"
+    dense: str = "plain"
 
     def __post_init__(self) -> None:
         for name, value in (("ratio", self.ratio), ("overhead", self.overhead)):
