@@ -10,9 +10,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from gossamer.compress._error import bytes_of, error_of, measure
+from gossamer.compress._rate import seconds_of
+from gossamer.compress._rules import Rules
+from gossamer.spec.choice import Exchanges
 from gossamer.spec.room import Room
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Levels, Round, Rounds, State, Traffic
+
+__all__ = [
+    "ROOM",
+    "Exchange",
+    "Rules",
+    "Traits",
+    "build",
+    "bytes_of",
+    "error_of",
+    "measure",
+    "names",
+    "rules",
+    "seconds_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +86,8 @@ class Exchange(ABC):
 ROOM: Room[Exchange] = Room(__name__, Exchange)
 names = ROOM.names
 build = ROOM.build
+
+
+def rules(written: Exchanges, *, key: str = "plan.exchange") -> Rules[Exchange]:
+    """The exchange of every parameter, as `plan.exchange` says: one for all, or [pattern, level, exchange] by line."""
+    return Rules.read(ROOM, written, key=key)

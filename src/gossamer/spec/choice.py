@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from gossamer.spec.errors import bad_input
 
 Written: TypeAlias = str | dict[str, Any]  # as people write it: "dense" or {"topk": {"fraction": 0.01}}
+Exchanges: TypeAlias = Written | list[tuple[str, str, Written]]  # or lines of [parameter pattern, link level, method]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +44,24 @@ class Choice:
     def written(self) -> Written:
         """The shortest form `parse` reads back."""
         return {self.name: dict(self.parameters)} if self.parameters else self.name
+
+
+def told(written: Exchanges) -> str:
+    """On one line, for people: error_feedback(topk(fraction=0.01)), or "embed: dense; .* between: topk"."""
+    if not isinstance(written, list):
+        return _told(written)
+    levels = {"all": ""}
+    return "; ".join(f"{pattern}{levels.get(level, f' {level}')}: {_told(each)}" for pattern, level, each in written)
+
+
+def _told(written: Any) -> str:
+    if not isinstance(written, Mapping):
+        return str(written)
+    parts = (
+        f"{k}={v}" if v is not None and not isinstance(v, Mapping) else _told_one(k, v) for k, v in written.items()
+    )
+    return ", ".join(parts)
+
+
+def _told_one(name: str, inside: Mapping[str, Any] | None) -> str:
+    return f"{name}({_told(inside)})" if inside else name
