@@ -1,14 +1,19 @@
 """ErrorFeedback: what was not sent is added to the next input (EF-SGD; "1-bit SGD" before it had a theory).
 
-Equations (rank i, step t):
-    s_t     = x_t + e_t / g_t
+Equations (rank i, step t; u_t = w_i g_t):
+    s_t     = x_t + e_t / u_t
     mean_t  = exchange(s_t),   of which kept_t is my part
-    e_{t+1} = g_t (s_t - kept_t)
-Symbols: x_t input; e_t residual, e_0 = 0; g_t the learning rate with `track_lr`, else 1. So the residual is
-what the parameters are still owed, and a changing rate does not stretch it; a step at rate 0 moves and owes nothing.
+    e_{t+1} = u_t (s_t - kept_t)
+    so that sum_t g_t mean_t + sum_i e_{i,T} = sum_t g_t sum_i w_i x_{i,t}
+Symbols: x_t input; e_t residual, e_0 = 0; w_i my weight; g_t the learning rate with `track_lr`, else 1. So the
+residual is what the parameters are still owed by this rank: neither a changing rate nor changing weights stretch
+it, and the residuals of ranks that leave can be added to those of others. A step at rate 0 moves and owes nothing;
+a rank without weight sends nothing of its residual. What the bucket's own type rounds off the mean is owed as well.
 Wire:    that of the inner exchange.   State: numel float32, by parameter.   Work: 4 numel flop.
 Paper:   Seide et al. 2014; Karimireddy et al., arXiv 1901.09847; the rate as in Zheng et al., arXiv 1905.10936.
-Good when: the compressor contracts.   Not for: strong heterogeneity between ranks (see econtrol).
+Good when: the compressor contracts.   Not for: strong heterogeneity between ranks (see econtrol), or rates that fall
+by orders of magnitude from one step to the next (the residual of a large step is large beside a small one).
+Unlike the papers: weights.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gossamer.compress import Exchange, Traits
+from gossamer.compress._feedback import rate_of, rounded_off
 from gossamer.wire.bucket import Bucket, Layout, as_float
 from gossamer.wire.message import Levels, Outcome, Round, Rounds, State, Traffic
 
@@ -39,15 +45,20 @@ class ErrorFeedback(Exchange):
 
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
         (inner,), e = state.inner, state.tensors["e"]
-        unit = at.lr if self.track_lr else 1.0
+        unit = at.share * rate_of(at, self.track_lr)
         flat = x.flat.float()
         sent = torch.add(flat, e, alpha=1 / unit) if unit else flat.clone()
         out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, at)
-        owed = e.clone() if not unit else torch.zeros_like(e) if out.kept is None else sent.sub_(out.kept).mul_(unit)
-        return Outcome(out.mean.to(x.layout.dtype), None, State({"e": owed}, (out.state,)))
+        if out.kept is None:
+            owed = torch.zeros_like(e) if unit else e.clone()
+        else:
+            owed = sent.sub_(out.kept).mul_(unit) if unit else e.clone()
+        mean = out.mean.to(x.layout.dtype)
+        rounded_off(owed, out.mean, mean, unit)
+        return Outcome(mean, None, State({"e": owed}, (out.state,)))
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return self.inner.traffic(as_float(layout), levels, rank)
 
     def check(self, layout: Layout, levels: Levels) -> None:
-        self.inner.check(layout, levels)
+        self.inner.check(as_float(layout), levels)

@@ -1,0 +1,70 @@
+"""EF21-SGDM: EF21 of each rank's momentum instead of its gradient.
+
+Equations (rank i, step t):
+    m_i  <- (1 - a) m_i + a w_i x_i
+    d_i   = (m_i - h_i) / w_i
+    h_i  <- h_i + w_i kept(d_i)
+    agg  <- agg + sum_j w_j kept(d_j) = sum_j h_j,   which is the mean
+Symbols: x_i input; w_i its weight; m_i running mean of my weighted inputs, h_i what all ranks know of it, both zero
+at first; a in (0, 1]; kept(d) what the inner exchange keeps of d; agg (numel,) the same on every rank, bit for bit.
+Weights that change are treated as in ef21; a rank without weight forgets, and is heard when it has weight again.
+Wire:    that of the inner exchange.   State: 3 numel float32, by parameter.   Work: 6 numel flop.
+Paper:   Fatkhullin, Tyurin, Richtarik, arXiv 2305.15155.
+Good when: ranks differ and gradients are noisy.   Not for: optimizers whose own momentum is to stay as it was tuned:
+this one comes on top of it (with SGD, set that one to 0).
+Unlike the paper: m_i and h_i start at zero, not at a first gradient sent in full, so the first 1 / a means are small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gossamer.compress import Exchange, Traits
+from gossamer.compress._feedback import without_memory
+from gossamer.spec.errors import bad_input
+from gossamer.wire.bucket import Bucket, Layout, as_float
+from gossamer.wire.message import Levels, Outcome, Round, Rounds, State, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class EF21SGDM(Exchange):
+    """Around any exchange that says what it kept; `a` is the part of a new gradient in the momentum."""
+
+    inner: Exchange
+    a: float = 0.1
+
+    def __post_init__(self) -> None:
+        without_memory(self.inner)
+        if not 0 < self.a <= 1:
+            raise bad_input(wanted="0 < a <= 1", got=repr(self.a), do="give 0.1 (momentum 0.9)", key="a")
+
+    @property
+    def traits(self) -> Traits:
+        return replace(self.inner.traits, lossless=False, remembers=True)
+
+    def init(self, layout: Layout) -> State:
+        zero = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
+        return State({"m": zero, "h": zero.clone(), "agg": zero.clone()}, (self.inner.init(as_float(layout)),))
+
+    def run(self, x: Bucket, state: State, at: Round) -> Rounds:
+        (inner,), h, share = state.inner, state.tensors["h"], at.share
+        m = (state.tensors["m"] * (1 - self.a)).add_(x.flat.float(), alpha=self.a * share)
+        out = yield from self.inner.run(Bucket(as_float(x.layout), _news(m, h, share)), inner, at)
+        kept = _news(m, h, share) if out.kept is None else out.kept  # a loss-free one may use the storage
+        agg = state.tensors["agg"] + out.mean
+        known = {"m": m, "h": h.add(kept, alpha=share), "agg": agg}
+        mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
+        return Outcome(mean, None, State(known, (out.state,)))
+
+    def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
+        return self.inner.traffic(as_float(layout), levels, rank)
+
+    def check(self, layout: Layout, levels: Levels) -> None:
+        self.inner.check(as_float(layout), levels)
+
+
+def _news(m: Tensor, h: Tensor, share: float) -> Tensor:
+    return torch.sub(m, h).div_(share) if share else torch.zeros_like(m)
