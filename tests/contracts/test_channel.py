@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from gossamer.spec.errors import WireMismatch
+from gossamer.spec.errors import PeerLost, WireMismatch
+from gossamer.wire.channel import carry
+from gossamer.wire.channel.echo import Echo
 from gossamer.wire.channel.lockstep import Lockstep
 from gossamer.wire.channel.priced import Priced
-from gossamer.wire.message import Combine, Levels, Message, Traffic
+from gossamer.wire.message import Combine, Levels, Message, Outcome, State, Traffic
 from gossamer.wire.meter import ring_chunks, sent_bytes
+from wire.letter_jobs import write
 
 
 def lockstep_replies(ranks: int) -> list[dict]:
@@ -58,7 +63,8 @@ def test_a_ring_moves_twice_n_minus_one_times_the_bytes(ranks: int, elements: in
 
 def test_bits_are_combined_and_not_added() -> None:
     channels = Lockstep.world(3)
-    pending = [c.start(Message((torch.tensor([1 << c.rank, 6, 128], dtype=torch.uint8),), Combine.OR)) for c in channels]
+    sent = [torch.tensor([1 << rank, 6, 128], dtype=torch.uint8) for rank in range(3)]
+    pending = [c.start(Message((x,), Combine.OR)) for c, x in zip(channels, sent, strict=True)]
     assert [p.wait()[0].tolist() for p in pending] == [[7, 6, 128]] * 3
 
 
@@ -74,3 +80,58 @@ def test_ranks_that_disagree_are_named() -> None:
     pending = [c.start(Message((torch.zeros(c.rank + 1),), Combine.SUM)) for c in channels]
     with pytest.raises(WireMismatch, match="rank 1 sent"):
         pending[0].wait()
+
+
+def test_two_ranks_write_to_each_other_without_the_third(pool) -> None:
+    """In the order of sending, whatever is waited for first; over a process group as in lockstep."""
+    threads = ThreadPoolExecutor(3)
+    wanted = list(threads.map(write, range(3), Lockstep.world(3, patience_s=10.0)))
+    threads.shutdown()
+    assert wanted[0]["got"] == [[[21.0] * 3] * 2, [[20.0] * 3] * 2]
+    assert wanted[0]["bytes"] == {"0>2": 48} and wanted[1]["bytes"] == {}
+    found = pool.run("wire.letter_jobs:letters", 3)
+    assert [one.pop("sum") for one in found] == [3.0] * 3
+    assert [one["got"] for one in found] == [one["got"] for one in wanted]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4])
+@pytest.mark.parametrize("kind", [Lockstep, Priced, Echo])
+def test_a_message_to_one_rank_is_counted_alike(kind: type, rows: int) -> None:
+    """Empty ones included; the reply of whoever awaits nothing is empty."""
+    levels = Levels.flat(3)
+    channel = Lockstep.world(3)[1] if kind is Lockstep else kind(1, levels)
+    message = Message((torch.zeros(rows, 5),), Combine.SHUFFLE, "all", (rows, 0, 0), (0, 0, 0))
+    (reply,) = channel.start(message).wait()
+    assert reply.shape == (0, 5)
+    assert channel.meter.snapshot() == ({"1>0": 20 * rows} if rows else {})
+
+
+def test_a_rank_that_awaits_other_rows_is_told_who_sent_what() -> None:
+    first, second = Lockstep.world(2)
+    first.start(Message((torch.zeros(3, 2),), Combine.SHUFFLE, "all", (0, 3), (0, 0)))
+    awaited = second.start(Message((torch.zeros(0, 2),), Combine.SHUFFLE, "all", (0, 0), (2, 0)))
+    with pytest.raises(WireMismatch, match=r"rank 0 sends .*3, 2.* to rank 1, which awaits .*2, 2"):
+        awaited.wait()
+
+
+def test_a_silent_rank_is_lost_when_patience_is_over() -> None:
+    channels = Lockstep.world(2, patience_s=0.05)
+    alone = channels[0].start(Message((torch.ones(1),), Combine.SUM))
+    letter = channels[0].start(Message((torch.zeros(0, 2),), Combine.SHUFFLE, "all", (0, 0), (0, 1)))
+    for pending in (alone, letter):
+        with pytest.raises(PeerLost, match=r"ranks \[1\] sent nothing"):
+            pending.wait()
+
+
+def test_carry_runs_a_job_to_its_end() -> None:
+    def method():
+        (a,) = yield Message((torch.ones(2),), Combine.SUM)
+        (b,) = yield Message((a + 1,), Combine.GATHER)
+        return Outcome(b, None, State())
+
+    def silent():
+        yield from ()
+        return Outcome(torch.zeros(1), None, State())
+
+    assert carry(Lockstep.world(1)[0], method()).mean.tolist() == [[2.0, 2.0]]
+    assert carry(Lockstep.world(1)[0], silent()).mean.tolist() == [0.0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -108,3 +110,61 @@ def test_dropping_a_step_closes_its_methods_and_the_next_step_works() -> None:
     step.submit(0, method(1))
     assert step.result(0).kept is None
     pump.close()
+
+
+def hand(value: float, to: int, ranks: int = 2):
+    """A transfer: sends where `value` is given, else receives."""
+    ends, nothing = tuple(int(r == to) for r in range(ranks)), (0,) * ranks
+    if value:
+        yield Message((torch.full((1, 4), value),), Combine.SHUFFLE, "all", ends, nothing)
+        return Outcome(torch.empty(0), None, State())
+    (got,) = yield Message((torch.empty(0, 4),), Combine.SHUFFLE, "all", nothing, ends)
+    return Outcome(got, None, State())
+
+
+def ping_pong(rank: int, channel: Lockstep) -> list[float]:
+    """Every message is made of the one before; both ranks send first and receive later whatever comes meanwhile."""
+    pump, found = Pump(channel), []
+    step = pump.transfers(8)
+    for job in (1, 3, 5, 7):
+        step.submit(job, hand(0, 1 - rank))
+    value = 1.0 + rank
+    for job in (0, 2, 4, 6):
+        step.submit(job, hand(value, 1 - rank))
+        value = 2 * step.result(job + 1).mean[0, 0].item()
+        found.append(value)
+    step.finish()
+    pump.close()
+    return found
+
+
+def test_transfers_may_wait_for_each_other() -> None:
+    """As jobs of an ordinary step these would lock up: job 2 is not there before job 1 has ended."""
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(ping_pong, range(2), Lockstep.world(2, patience_s=10.0)))
+    assert found == [[4.0, 4.0, 16.0, 16.0], [2.0, 8.0, 8.0, 32.0]]
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_transfer_is_one_message(rounds: int) -> None:
+    (channel,) = Lockstep.world(1)
+    pump = Pump(channel)
+    step = pump.transfers(2)
+    step.submit(0, method(rounds))
+    with pytest.raises(WireMismatch, match="no message to send" if rounds == 0 else "wants to send more"):
+        step.result(0)
+    step.drop()
+    with pytest.raises(Exception, match="no message to send" if rounds == 0 else "gave the step up"):
+        step.result(1)
+    pump.close()
+
+
+def test_closing_gives_up_transfers_that_never_came_and_closes_the_methods() -> None:
+    (channel,) = Lockstep.world(1)
+    pump = Pump(channel)
+    step, late = pump.transfers(2), method(1)
+    step.submit(1, late)
+    pump.close()
+    with pytest.raises(Exception, match="gave the step up"):
+        step.finish()
+    assert late.gi_frame is None

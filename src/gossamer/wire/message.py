@@ -33,7 +33,9 @@ class Message:
     """Parts to be combined over the group of this rank at `level`. All ranks of the group send the same shapes.
 
     Only an uneven shuffle may differ from rank to rank: what one rank's `splits` say to a peer, the peer's `arriving`
-    says of it. Nothing travels between two ranks that have nothing for each other.
+    says of it. Nothing travels between two ranks that have nothing for each other, and a rank that has nothing for
+    anybody and awaits nothing need not take part: what one rank sends to one other is a shuffle of those two alone.
+    Between two ranks, one direction, what is sent first arrives first.
     """
 
     parts: tuple[Tensor, ...]

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from gossamer.wire.message import Levels, Message
+from gossamer.wire.message import Levels, Message, Outcome, Rounds
 from gossamer.wire.meter import Meter
 
 
@@ -23,11 +23,17 @@ class Pending(ABC):
 
 
 class Channel(ABC):
-    """One rank's end of the wire. Messages of a group must be started in the same order on all its ranks."""
+    """One rank's end of the wire. Messages of a group must be started in the same order on all its ranks; those of
+    uneven shuffles in the same order on both sides of every pair of ranks that have something for each other.
+    """
 
     rank: int
     levels: Levels
     meter: Meter
+
+    def widen(self, levels: Levels) -> None:
+        """Learn of more levels; all ranks do so between the same two messages."""
+        self.levels = levels
 
     @abstractmethod
     def start(self, message: Message) -> Pending:
@@ -36,3 +42,14 @@ class Channel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what it holds. Starting a message on a closed channel is an error."""
+
+
+def carry(channel: Channel, method: Rounds) -> Outcome:
+    """Run one job to its end, here and now: for whoever needs the result before anything else can go on."""
+    try:
+        message = next(method)
+        while True:
+            message = method.send(channel.start(message).wait())
+    except StopIteration as end:
+        outcome: Outcome = end.value
+        return outcome
