@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,16 @@ import yaml
 
 from gossamer import __version__
 from gossamer import plan as planning
+from gossamer.exchanging import settle_exchange
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
-from gossamer.run.batches import moved
-from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, fingerprint
+from gossamer.run.batches import Feed, moved
+from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
 from gossamer.run.checkpoint import trainable
 from gossamer.run.saver import Saver
+from gossamer.run.stage import Engine
 from gossamer.run.trainer import Trainer, peak_bytes
 from gossamer.spec import records
+from gossamer.spec.choice import told
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted
 from gossamer.spec.plan import Plan
@@ -45,6 +48,7 @@ class Where:
     ranks: int = 1
     writer: int = 0
     writers: int = 1
+    hosts: int = 1
     store: dist.Store
     interface: str = ""
     generation: int = 0
@@ -111,10 +115,12 @@ def run_job(job: Job) -> dict[str, Any]:
         saver = _saver(job, sink)
         saver.open()
         check_agreement(pump, _facts(job))
+        engine = engine_of(job.parts)
+        parts = replace(job.parts, plan=_settled(job, engine, pump, sink))
         if where.rank == 0:
-            job.directory.keep_plan(job.parts.plan)
+            job.directory.keep_plan(parts.plan)
         around = Surroundings(sink=sink, at=job.at, asked_to_stop=job.asked_to_stop, saver=saver)
-        trainer = build(job.parts, pump, around)
+        trainer = build(parts, engine, pump, around)
         if job.resume:
             saver.resume(job.resume_step)
         sink(_start(job, trainer))
@@ -122,6 +128,24 @@ def run_job(job: Job) -> dict[str, Any]:
     finally:
         pump.close()
         pump.channel.close()
+
+
+def _settled(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Record], None]) -> Plan:
+    """The plan, with the exchange chosen from measured links where it was left to us."""
+    plan = job.parts.plan
+    if plan.exchange != "auto":
+        return plan
+    job.at(0, "probe")
+    plan = settle_exchange(
+        plan,
+        engine,
+        Feed(job.parts.train, plan, job.where.rank, job.parts.config.train.seed),
+        pump,
+        lossy=job.parts.config.plan.lossy,
+        hosts=job.where.hosts,
+    )
+    sink(records.Event(level="info", message=f"exchange: {plan.reasons['exchange']}", step=0))
+    return plan
 
 
 def _train(trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None], began: float) -> dict[str, Any]:
@@ -178,7 +202,7 @@ def _facts(job: Job) -> dict[str, str]:
 
 def _start(job: Job, trainer: Trainer) -> records.Start:
     """All ranks call it: they measure their peak rates at the same time, as they will share what they share."""
-    config, plan = job.parts.config, job.parts.plan
+    config, plan = job.parts.config, trainer.feed.plan
     job.at(trainer.progress.step, "measure")
     one = moved(job.parts.train.batch(np.zeros(1, np.int64)), job.parts.device)
     counted = forward_flop_per_token(job.parts.module, trainer.engine.caller, one) if "input_ids" in one else 0.0
@@ -194,9 +218,16 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
         tokens_per_step=plan.batch * tokens,
         flop_per_token=training_flop_per_token(counted),
         peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
-        exchange=str(plan.exchange),
+        exchange=_in_words(plan),
         versions={"gossamer": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
+
+
+def _in_words(plan: Plan) -> str:
+    """The exchanges of a plan, without the parameters they are for."""
+    if not isinstance(plan.exchange, list):
+        return told(plan.exchange)
+    return " and ".join(dict.fromkeys(told(written) for _, _, written in plan.exchange))
 
 
 def _forget(record: records.Record) -> None:

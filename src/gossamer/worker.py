@@ -146,6 +146,7 @@ def place_to_meet(place: Place, timeout_s: float) -> Where:
     return Where(
         rank=place.rank,
         ranks=place.ranks,
+        hosts=place.hosts,
         writer=first,
         writers=writers,
         store=store,

@@ -8,9 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from gossamer import compress
+from gossamer.plan._price import Shapes, gradient_buckets, step_bytes
+from gossamer.spec.choice import Exchanges
 from gossamer.spec.config import RunConfig
+from gossamer.spec.cost import Cost
 from gossamer.spec.plan import Plan
 from gossamer.spec.room import Room
+from gossamer.wire.message import Levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,15 @@ class Planner(ABC):
     @abstractmethod
     def plan(self, request: Request) -> Plan:
         """The plan; raises BadInput for what cannot be planned, NoPlan where nothing fits."""
+
+
+def price_of(written: Exchanges, shapes: Shapes, levels: Levels, *, bucket_bytes: int) -> Cost:
+    """The bytes of a step with this exchange: per link, and per rank that sends them."""
+    exchange = compress.rules(written).by_name(name for name, _ in shapes)
+    links = step_bytes(gradient_buckets(shapes, exchange, bucket_bytes=bucket_bytes), levels)
+    ranks = sorted(r for group in levels.groups["all"] for r in group)
+    sent = tuple(sum(n for link, n in links.items() if link.startswith(f"{r}>")) for r in ranks)
+    return Cost(wire_bytes=links, sent_bytes=sent)
 
 
 ROOM: Room[Planner] = Room(__name__, Planner)

@@ -4,17 +4,15 @@ The trivial planner, and the control every later plan is judged against. It reso
     share         equal parts, unless given
     rows          the batch cut by share, largest remainders first
     microbatches  the fewest whose tokens stay below `microbatch_tokens`, unless `train.accumulate` says
-    exchange      dense (exact): all-reduce in float32
+    exchange      auto stays: it is chosen from measured links when all ranks are there (gossamer.exchanging)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer import compress
 from gossamer.data import share_rows
-from gossamer.plan import Planner, Request
-from gossamer.plan._price import gradient_buckets, step_bytes
+from gossamer.plan import Planner, Request, price_of
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput, bad_input
@@ -38,15 +36,14 @@ class DataParallel(Planner):
         reasons["microbatches"] = (
             "given" if config.train.accumulate != "auto" else f"at most {self.microbatch_tokens} tokens each"
         )
-        written = "dense" if config.plan.exchange == "auto" else config.plan.exchange
-        reasons["exchange"] = "given" if config.plan.exchange != "auto" else "exact; no measurement of the links yet"
+        reasons["exchange"] = "given" if config.plan.exchange != "auto" else "chosen before step 1, as the links are"
         plan = Plan(
             mesh=mesh,
             share=share,
             rows=rows,
             microbatches=pieces,
             schedule="one_stage" if config.plan.schedule == "auto" else config.plan.schedule,
-            exchange=written,
+            exchange=config.plan.exchange,
             sync="every_step" if config.plan.sync == "auto" else config.plan.sync,
             backend="nccl" if request.device == "cuda" else "gloo",
             reasons=reasons,
@@ -97,8 +94,5 @@ def _share(config: RunConfig, replicas: int) -> tuple[float, ...]:
 
 
 def _forecast(plan: Plan, request: Request) -> Cost:
-    levels = Levels.flat(plan.mesh.replica)
-    exchange = dict.fromkeys((name for name, _ in request.shapes), compress.build(plan.exchange))
-    links = step_bytes(gradient_buckets(request.shapes, exchange, bucket_bytes=plan.bucket_bytes), levels)
-    sent = [sum(n for link, n in links.items() if link.startswith(f"{r}>")) for r in range(request.ranks)]
-    return Cost(wire_bytes=links, sent_bytes=tuple(sent))
+    written = "dense" if plan.exchange == "auto" else plan.exchange  # a choice to come sends no more
+    return price_of(written, request.shapes, Levels.flat(plan.mesh.replica), bucket_bytes=plan.bucket_bytes)

@@ -80,28 +80,31 @@ def check_before_start(parts: Parts) -> None:
             raise BadInput(f"parameter {name} is on the meta device: materialise the model first", key="model")
 
 
-def build(parts: Parts, pump: Pump, around: Surroundings) -> Trainer:
-    """The trainer of one rank."""
-    config, plan, module = parts.config, parts.plan, parts.module
-    rank = pump.channel.rank
+def engine_of(parts: Parts) -> Engine:
+    """The model as it will be called. Once per run: compiling is part of it."""
+    config, module = parts.config, parts.module
     module.train()
-    params = trainable(module)
-    rule = Master(inner=optim.build(config.train.optimizer, key="train.optimizer"))  # copies half types alone
-    replica = sync.Replica(
-        params, compress.build(plan.exchange, key="plan.exchange"), pump, bucket_bytes=plan.bucket_bytes
-    )
-    precision = precision_of(config.train.precision)
-    scaling = Scaling.of(precision)
     if config.model.compile:
         compile_units(module)
-    engine = Engine(
+    return Engine(
         module=module,
         caller=caller_of(module),
         objective=parts.objective,
-        precision=precision,
+        precision=precision_of(config.train.precision),
         randomness=unit_seeds(module, seed=config.train.seed),
         device=parts.device,
     )
+
+
+def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Trainer:
+    """The trainer of one rank. Raises BadInput where an exchange cannot serve its parameters or the wire."""
+    config, plan, module = parts.config, parts.plan, parts.module
+    rank = pump.channel.rank
+    params = trainable(module)
+    rule = Master(inner=optim.build(config.train.optimizer, key="train.optimizer"))  # copies half types alone
+    exchange = compress.rules(plan.exchange).by_name(params)
+    replica = sync.Replica(params, exchange, pump, bucket_bytes=plan.bucket_bytes)
+    scaling = Scaling.of(engine.precision)
     rule_state = rule.init(params)
     around.saver.contents = Contents(module, rule, rule_state, replica, scaling)
     return Trainer(

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
@@ -96,8 +96,9 @@ def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
     hints = get_type_hints(cls)
     inner = {name: room for name in known if (room := _room_in(hints[name]))}
     given = dict(parameters)
-    if len(inner) == 1 and len(given) == 1 and not set(given) & set(known):
-        given = {next(iter(inner)): given}  # {error_feedback: {topk: {...}}}: the only inner method needs no name
+    needed = [name for name in inner if known[name].default is MISSING and known[name].default_factory is MISSING]
+    if len(needed) == 1 and len(given) == 1 and not set(given) & set(known):
+        given = {needed[0]: given}  # {error_feedback: {topk: {...}}}: the only method that is needed needs no name
     for name in given:
         if name not in known:
             raise BadInput(f"{cls.__name__} has no parameter {name!r}: {nearest(name, known)}", key=key)

@@ -8,7 +8,7 @@ step. So the channel refuses everything after the first failure, and keeps what 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -45,9 +45,12 @@ class Group(Channel):
         # Small facts (weights, votes) live on the CPU whatever the gradients do, so gloo is always there.
         self._groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         for level in meeting.levels.groups:
-            self._groups[level, "cpu"] = self._connect(level, "gloo")
-            if meeting.backend == "nccl":
-                self._groups[level, "cuda"] = self._connect(level, "nccl")
+            self._join(level)
+
+    def _join(self, level: str) -> None:
+        self._groups[level, "cpu"] = self._connect(level, "gloo")
+        if self._meeting.backend == "nccl":
+            self._groups[level, "cuda"] = self._connect(level, "nccl")
 
     def _connect(self, level: str, backend: str) -> dist.ProcessGroup:
         m = self._meeting
@@ -72,6 +75,14 @@ class Group(Channel):
                 f"within {m.timeout_s:g} s: {_first_line(error)}. Check that all ranks started and that the "
                 f"network device {m.interface or '(default)'} reaches them (machines.interface)"
             ) from error
+
+    def widen(self, levels: Levels) -> None:
+        """Join the groups of levels that were not known when the ranks met; all ranks call it between messages."""
+        self._meeting = replace(self._meeting, levels=levels)
+        for level in levels.groups:
+            if level not in self.levels.groups:
+                self._join(level)
+        self.levels = levels
 
     def start(self, message: Message) -> Pending:
         if self._poison:

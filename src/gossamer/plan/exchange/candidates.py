@@ -1,0 +1,43 @@
+"""What `auto` may choose from: methods whose claims are shown by tests in this repository, lossy ones with feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gossamer.spec.choice import Written
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """`said`: what people call it. `lossy`: whether the user must have allowed it. `least_numel`: buckets below it are
+    not worth its calls.
+    """
+
+    written: Written
+    said: str
+    lossy: bool = True
+    least_numel: int = 0
+
+
+def _fed_back(inner: Written) -> Written:
+    return {"error_feedback": {"inner": inner}}
+
+
+def across_islands(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """For ranks on islands: the plain all-reduce over all of them, then every candidate between islands alone."""
+    between = (
+        Candidate({"hierarchical": {"between": c.written}}, f"{c.said} between islands", c.lossy, c.least_numel)
+        for c in candidates
+    )
+    return (candidates[0], *between)
+
+
+CANDIDATES: tuple[Candidate, ...] = (
+    Candidate("dense", "all-reduce", lossy=False),
+    Candidate({"two_shot": {"codec": {"cast": {"dtype": "bfloat16"}}}}, "bf16 two-shot", lossy=False),
+    Candidate(_fed_back({"two_shot": {"codec": "int8"}}), "int8 two-shot"),
+    Candidate(_fed_back({"two_shot": {"codec": "int4"}}), "int4 two-shot"),
+    Candidate(_fed_back({"two_shot": {"codec": "sign"}}), "sign two-shot", least_numel=1 << 14),
+    Candidate(_fed_back({"powersgd": {"rank": 16}}), "PowerSGD rank 16", least_numel=1 << 14),
+)

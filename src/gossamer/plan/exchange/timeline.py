@@ -1,0 +1,49 @@
+"""When everything of a step's exchange happens: buckets fill, are encoded, wait for the wire, and are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gossamer.plan.exchange.facts import Facts, Option
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Forecast of one step."""
+
+    step_s: float
+    exposed_s: float  # waited for after the backward pass
+    wire_s: float
+    cpu_s: float
+    sent_bytes: int
+
+
+def timeline(facts: Facts, chosen: Sequence[Option]) -> Timeline:
+    """One wire and one thread that encodes, both first come, first served; buckets come as backward fills them.
+
+    What encoding steals from the backward pass (`facts.stolen`) makes everything after it later.
+    """
+    thread = wire = late = 0.0
+    sent = []
+    for bucket, option in zip(facts.buckets, chosen, strict=True):
+        ready = bucket.ready_s + late
+        encoded = max(ready, thread) + option.cpu_s / 2
+        if ready < facts.backward_s + late:
+            late += facts.stolen * option.cpu_s / 2
+        thread = encoded
+        wire = max(encoded, wire) + option.wire_s
+        sent.append(wire)
+    for arrived, option in zip(sent, chosen, strict=True):
+        thread = max(arrived, thread) + option.cpu_s / 2
+        if thread < facts.backward_s + late:
+            late += facts.stolen * option.cpu_s / 2
+    ends = facts.backward_s + late
+    exposed = max(0.0, thread - ends)
+    return Timeline(
+        step_s=facts.compute_s + late + exposed,
+        exposed_s=exposed,
+        wire_s=sum(o.wire_s for o in chosen),
+        cpu_s=sum(o.cpu_s for o in chosen),
+        sent_bytes=sum(o.sent_bytes for o in chosen),
+    )

@@ -1,0 +1,137 @@
+"""The choice of exchanges: a pure function, checked against brute force and on cases whose answer is known."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from gossamer import compress
+from gossamer.plan.exchange import (
+    CANDIDATES,
+    BucketFacts,
+    Candidate,
+    Facts,
+    Option,
+    across_islands,
+    choose,
+    timeline,
+    wire_seconds,
+)
+from gossamer.spec.links import Link, Links
+from gossamer.wire.message import Combine, Levels, Traffic
+
+EXACT, HALF, LOSSY, HARSH = (
+    Candidate("dense", "all-reduce", lossy=False),
+    Candidate({"two_shot": {"codec": "bfloat16"}}, "bf16", lossy=False),
+    Candidate({"error_feedback": {"two_shot": "int8"}}, "int8"),
+    Candidate({"error_feedback": {"two_shot": "sign"}}, "sign"),
+)
+KINDS = (EXACT, HALF, LOSSY, HARSH)
+RATIO = (1.0, 0.5, 0.26, 0.04)
+LOSS = (0.0, 1e-5, 1e-4, 0.36)
+
+
+def facts(
+    bytes_per_s: float, *, buckets: int = 4, numel: int = 1 << 20, cpu_s: float = 0.0, stolen: float = 0.0
+) -> Facts:
+    """Equal buckets that fill one after the other in a backward pass of one second; compute takes 1.5 s."""
+    made = []
+    for b in range(buckets):
+        options = tuple(
+            Option(cpu_s * (c > 0), 4 * numel * r / bytes_per_s, int(4 * numel * r), LOSS[c])
+            for c, r in enumerate(RATIO)
+        )
+        made.append(BucketFacts((f"block.{b}.w",), numel, (b + 1) / buckets, 1 / buckets, options))
+    return Facts(tuple(made), compute_s=1.5, backward_s=1.0, stolen=stolen)
+
+
+def test_a_fast_link_keeps_the_plain_all_reduce() -> None:
+    decision = choose(facts(10e9), lossy=True, candidates=KINDS)
+    assert decision.written == "dense"
+    assert decision.forecast == decision.plain and "all-reduce" in decision.reason
+
+
+def test_what_hides_under_backward_stays_exact() -> None:
+    """The wire keeps up with the backward pass; only the last bucket is waited for, and only it is compressed."""
+    decision = choose(facts(20e6, buckets=4), lossy=True, candidates=KINDS)
+    assert isinstance(decision.written, list)
+    patterns = {str(written): pattern for pattern, _, written in decision.written}
+    assert decision.forecast.exposed_s < 0.5 * decision.plain.exposed_s
+    assert "dense" in patterns, "nothing was left exact"
+    compressed = [p for w, p in patterns.items() if w != "dense"]
+    assert any("block\\.3" in p or p == ".*" for p in compressed)
+
+
+def test_without_lossy_nothing_lossy_is_chosen_and_the_gain_is_told() -> None:
+    decision = choose(facts(2e6), lossy=False, candidates=KINDS)
+    assert decision.written == {"two_shot": {"codec": "bfloat16"}}
+    assert "plan.lossy: true" in decision.reason and "sign" in decision.reason
+
+
+def test_a_very_slow_link_takes_the_harshest() -> None:
+    decision = choose(facts(1e5), lossy=True, candidates=KINDS)
+    assert decision.forecast.step_s < 0.1 * decision.plain.step_s
+    chosen = str(decision.written)
+    assert "sign" in chosen
+
+
+def test_encoding_that_costs_more_than_it_saves_is_left() -> None:
+    """No core to spare, and encoding takes longer than the bytes it removes."""
+    cheap = choose(facts(40e6, cpu_s=0.001, stolen=1.0), lossy=True, candidates=KINDS)
+    dear = choose(facts(40e6, cpu_s=0.5, stolen=1.0), lossy=True, candidates=KINDS)
+    assert cheap.written != "dense" and dear.written == "dense"
+
+
+@pytest.mark.parametrize("bytes_per_s", [5e5, 2e6, 8e6, 2e7, 6e7, 2e8])
+@pytest.mark.parametrize("stolen", [0.0, 1.0])
+def test_never_slower_than_plain_and_close_to_the_fastest_of_all(bytes_per_s: float, stolen: float) -> None:
+    """The forecast is within what loss may cost of the best of all 4^4 combinations."""
+    known = facts(bytes_per_s, cpu_s=0.01, stolen=stolen)
+    decision = choose(known, lossy=True, candidates=KINDS)
+    assert decision.forecast.step_s <= decision.plain.step_s
+    fastest = min(
+        timeline(known, [b.options[c] for b, c in zip(known.buckets, picks, strict=True)]).step_s  # type: ignore[misc]
+        for picks in product(range(4), repeat=4)
+    )
+    assert decision.forecast.step_s <= 1.06 * fastest + 0.02 * decision.plain.step_s
+
+
+def test_a_rule_for_every_parameter() -> None:
+    """What is written can be read back, and serves every name."""
+    decision = choose(facts(20e6), lossy=True, candidates=KINDS)
+    rules = compress.rules(decision.written)
+    names = [n for b in facts(20e6).buckets for n in b.names]
+    assert set(rules.by_name(names)) == set(names)
+
+
+def test_islands_are_compressed_between_only() -> None:
+    wide = across_islands(KINDS)
+    assert wide[0] == EXACT and len(wide) == 1 + len(KINDS)
+    for candidate in wide[1:]:
+        assert compress.build(candidate.written).check(_layout(), Levels.islands([[0, 1], [2, 3]])) is None
+
+
+def _layout():
+    import torch
+
+    from gossamer.wire.bucket import Layout
+
+    return Layout.of({"w": torch.empty(64, 64)})
+
+
+def test_messages_follow_one_another_and_ranks_send_at_once() -> None:
+    links = Links(islands=((0, 1),), levels={"all": Link(latency_s=0.01, bytes_per_s=1e6)})
+    traffic = (Traffic(Combine.SHUFFLE, 2_000_000, 1), Traffic(Combine.GATHER, 1_000_000, 1))
+    seconds, sent = wire_seconds(dict.fromkeys((0, 1), traffic), Levels.flat(2), links)
+    assert seconds == pytest.approx(0.01 + 1.0 + 0.01 + 1.0) and sent == 2_000_000
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.said)
+def test_candidates_can_be_built_and_lossy_ones_remember(candidate: Candidate) -> None:
+    exchange = compress.build(candidate.written)
+    assert candidate.lossy == exchange.traits.remembers
+    if candidate.lossy:
+        shown = (Path(__file__).parent.parent / "contracts" / "test_convergence.py").exists()
+        assert shown, "a lossy candidate without a test that it converges"
