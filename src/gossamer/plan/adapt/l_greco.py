@@ -57,7 +57,8 @@ class LGreco(Policy):
         error = np.array(statistics.error, dtype=np.float64).reshape(len(statistics.names), -1)
         weight = np.array(statistics.exposed or (1.0,) * len(statistics.names))
         size = np.array(statistics.nbytes, dtype=np.float64).reshape(error.shape) * weight[:, None]
-        found = cheapest(error, size, default, budget=self.alpha * float(error[:, default].sum()), bins=self.bins)
+        total = math.fsum(error[:, default])  # in the same way on every machine, as all that follows: ranks must agree
+        found = cheapest(error, size, default, budget=self.alpha * total, bins=self.bins)
         if found is None:
             return Choices(((".*", self.level, self.default),), "one setting for all: the errors cannot be judged")
         return self._choices(statistics, found, default, error)
