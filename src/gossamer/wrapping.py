@@ -30,7 +30,7 @@ from gossamer.ops.norm import scale_
 from gossamer.run.batches import Batch, row_count
 from gossamer.run.checkpoint import trainable
 from gossamer.run.launch.environment import launcher_of, read_environment
-from gossamer.spec.choice import Written
+from gossamer.spec.choice import Exchanges
 from gossamer.spec.errors import BadInput
 from gossamer.spec.plan import BUCKET_BYTES
 from gossamer.sync import Vote, Window
@@ -48,7 +48,7 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     loader: Iterable[Batch],
     *,
-    exchange: Written = "dense",
+    exchange: Exchanges = "dense",
     share: list[float] | None = None,
     clip: float = 0.0,
     accumulate: int = 1,
@@ -61,6 +61,8 @@ def wrap(
     a batch counts (default: its valid labels after the shift, or its rows where it has no labels). accumulate: batches
     whose gradients add up before each `optimizer.step()`; it says which backward is a step's last.
     """
+    params = trainable(model)
+    exchanges = compress.rules(exchange, key="exchange").by_name(params)
     alone = not launcher_of(os.environ)
     where = Where(store=dist.HashStore()) if alone else place_to_meet(read_environment(), timeout_s)
     ranks = where.ranks
@@ -77,9 +79,8 @@ def wrap(
         generation=where.generation,
     )
     pump = Pump(Group(meeting))
-    params = trainable(model)
     _share_first(params, pump)  # as users of DDP expect
-    replica = sync.Replica(params, compress.build(exchange, key="exchange"), pump, bucket_bytes=BUCKET_BYTES)
+    replica = sync.Replica(params, exchanges, pump, bucket_bytes=BUCKET_BYTES)
     weigh = weight or _weight
     wrapped_loader = WrappedLoader(loader, replica, parts, weigh, accumulate)
     wrapped_optimizer = WrappedOptimizer(optimizer, replica, clip)

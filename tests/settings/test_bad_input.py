@@ -150,6 +150,13 @@ METHODS = {
     "data.source=stdlb": "did you mean 'stdlib'?",
     "data.tokenizer=bite": "did you mean 'byte' or",
     "plan={exchange: {dense: {x: 1}, topk: {}}}": "plan.exchange: wanted a method",
+    "plan.exchange.two_shot.codec=int9": "command line: plan.exchange.two_shot.codec",
+    "plan.exchange.hierarchical={between: dense, inside: int9}": "inside: ",
+    "plan.exchange=[[bias, all, dens]]": "plan.exchange.0.2: ",
+    "plan.exchange=[[bias, al, dense]]": "plan.exchange.0.1: there is no link level 'al': did you mean 'all'?",
+    "plan.exchange=[['(', all, dense]]": "plan.exchange.0.0: wanted a regular expression, got '('",
+    "plan.exchange=[[bias, island, dense]]": "plan.exchange.0.1: wanted lines for both island and between",
+    "plan.exchange=[[a, island, int9], [a, between, dense]]": "did you mean 'int8'",
 }
 
 
@@ -167,6 +174,22 @@ def test_a_wrong_value_of_a_parameter_is_told_when_it_is_built(tmp_path: Path) -
     resolved = load(tmp_path / "run.yaml")
     with pytest.raises(BadInput, match=r"run\.yaml:2: train\.optimizer\.adamw\.lr: wanted float, got 'fast'"):
         check_methods(resolved)
+
+
+def test_a_wrong_line_of_exchanges_is_told_with_the_line_it_stands_on(tmp_path: Path) -> None:
+    lines = "    - [bias, all, dense]\n    - [embed, al, dense]\n    - ['.*', all, {two_shot: {codec: in8}}]\n"
+    (tmp_path / "run.yaml").write_text(f"plan:\n  exchange:\n{lines}")
+    resolved = load(tmp_path / "run.yaml")
+    for look in (check_names, check_methods):
+        with pytest.raises(BadInput, match=r"run\.yaml:4: plan\.exchange\.1\.1: there is no link level 'al'"):
+            look(resolved)
+    (tmp_path / "run.yaml").write_text(f"plan:\n  exchange:\n{lines.replace('al,', 'all,')}")
+    resolved = load(tmp_path / "run.yaml")
+    for look in (check_names, check_methods):
+        with pytest.raises(BadInput, match=r"run\.yaml:5: plan\.exchange\.2\.2\.two_shot\.codec: .*'int8'"):
+            look(resolved)
+    wrong = said(tmp_path, "plan: {exchange: [[bias, dense]]}")
+    assert "plan.exchange: wanted a method" in wrong and "[parameter pattern, link level, method]" in wrong
 
 
 def test_the_defaults_name_methods_that_exist() -> None:

@@ -67,6 +67,10 @@ VALUES = {
     "model.config={initializer_range: 2e-2, layers: [1, 2]}": {"initializer_range": 0.02, "layers": [1, 2]},
     "model.config.a.b=3": {"a": {"b": 3}},
     "plan.exchange.error_feedback.topk.fraction=0.01": {"error_feedback": {"topk": {"fraction": 0.01}}},
+    "plan.exchange=[[bias, all, dense], ['.*', all, {topk: {fraction: 1e-2}}]]": [
+        ("bias", "all", "dense"),
+        (".*", "all", {"topk": {"fraction": 0.01}}),
+    ],
     "train.optimizer.sgd.lr=0.1": {"sgd": {"lr": 0.1}},
     "train.optimizer.adamw.eps=1e-6": {"adamw": {"lr": 3e-4, "eps": 1e-6}},
     "--train.steps=5": 5,

@@ -19,7 +19,7 @@ PYTHON = "python"
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration; `origin` says for each dotted key where its value came from.
+    """A configuration; `origin` says for each dotted key, and each place in a list, where its value came from.
 
     That is "default", "run.yaml:12", "command line", "python", "environment" or "planner: <reason>".
     """
@@ -37,7 +37,8 @@ class Resolved:
     def replace(self, key: str, value: Any, *, origin: str) -> Resolved:
         """The same with one value changed, by `origin`; raises BadInput if it does not fit."""
         written = put(Written(self.config.model_dump(), {}), key, value, origin)
-        return Resolved(check(written.values, written.lines), {**self.origin, key: origin})
+        kept = {k: where for k, where in self.origin.items() if not k.startswith(f"{key}.")}
+        return Resolved(check(written.values, written.lines), {**kept, key: origin})
 
 
 def load(path: Path | None, overrides: Iterable[str] = (), *, given: Mapping[str, Any] | None = None) -> Resolved:
@@ -74,7 +75,8 @@ def resolve(written: Written, overrides: Iterable[str]) -> Resolved:
         except BadInput as error:
             mistakes.append(error)
     config = check(written.values, written.lines, mistakes)
-    return Resolved(config, {key: _origin(key, written.lines) for key, _ in leaves()})
+    items = {k: where for k, where in written.lines.items() if _inside_list(k, config)}
+    return Resolved(config, {**{key: _origin(key, written.lines) for key, _ in leaves()}, **items})
 
 
 def value_at(config: RunConfig, key: str) -> Any:
@@ -88,6 +90,12 @@ def value_at(config: RunConfig, key: str) -> Any:
 def schema() -> dict[str, Any]:
     """The JSON Schema of a configuration file, for editors that complete and check."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+
+
+def _inside_list(key: str, config: RunConfig) -> bool:
+    """Whether `key` is a place in a list that is a value: its lines are far apart in a file."""
+    around = next((leaf for leaf, _ in leaves() if key.startswith(f"{leaf}.")), "")
+    return bool(around) and isinstance(value_at(config, around), list)
 
 
 def _origin(key: str, lines: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from gossamer.spec.config import RunConfig
 
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_LINES = ", or a list [...] of [parameter pattern, link level, method]"
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -51,6 +52,11 @@ def is_method(annotation: Any) -> bool:
     return {str(str), str(dict[str, Any])} <= found
 
 
+def _has_lines(annotation: Any) -> bool:
+    """Whether it is `spec.choice.Exchanges`, and not one method alone."""
+    return any(get_origin(member) is list for member in _members(annotation))
+
+
 def _members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
@@ -60,7 +66,7 @@ def _words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is Annotated:
         return _words(args[0], args[1:])
     if is_method(annotation):
-        return "a method: a name or {name: {parameter: value}}"
+        return "a method: a name or {name: {parameter: value}}" + (_LINES if _has_lines(annotation) else "")
     if origin in (Union, types.UnionType):
         return " or ".join(_words(a) for a in args if a is not type(None))
     if origin is Literal:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gossamer.spec.choice import Written
+from gossamer.spec.choice import Exchanges, Written
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]
@@ -79,6 +79,7 @@ class MachinesSection(Section):
     processes: Positive = Field(1, description="local processes, on every host")
     hosts: list[str] = Field([], description="names ssh knows; empty: this machine")
     cluster: str | None = Field(None, description="cluster.yaml of `gossamer probe`")
+    islands: list[list[int]] | Auto = Field("auto", description="ranks behind one fast link; auto: measured if needed")
     interface: str = Field("auto", description="network device for the exchange; auto: the fastest that reaches all")
     threads: Positive | Auto = Field("auto", description="compute threads per process")
     timeout_s: Annotated[float, Field(gt=0)] = Field(120.0, description="an exchange that takes longer has failed")
@@ -104,7 +105,11 @@ class PlanSection(Section):
     cuts: list[int] | Auto = "auto"
     microbatches: Positive | Auto = "auto"
     schedule: Written = "auto"
-    exchange: Written = Field("auto", description="a method of `gossamer methods compress`")
+    exchange: Exchanges = Field(
+        "auto",
+        description="a method of `gossamer methods compress`; or lines, of which the first whose pattern (a regular "
+        "expression) is found in a parameter's name holds; level: all, or lines for both island and between",
+    )
     sync: Written = Field("every_step", description="a method of `gossamer methods sync`")
     savers: list[Written] | Auto = "auto"
     lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")

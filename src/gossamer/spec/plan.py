@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gossamer.spec.choice import Written
+from gossamer.spec.choice import Exchanges, Written
 from gossamer.spec.cost import Cost
 
 PLAN_FORMAT = 1
@@ -45,8 +45,9 @@ class Plan(BaseModel):
     rows: tuple[int, ...]
     microbatches: tuple[int, ...]
     schedule: Written = "one_stage"
-    exchange: Written = "dense"
+    exchange: Exchanges = "dense"
     sync: Written = "every_step"
+    islands: tuple[tuple[int, ...], ...] = ()  # ranks behind one fast link each; empty: not known, or no islands
     bucket_bytes: int = BUCKET_BYTES
     look_ahead: int = 4
     backend: str = "gloo"
