@@ -6,7 +6,8 @@ Equations (n ranks, chunk c belongs to rank c):
     kept_i = D(C(x_i)), and on its own chunk  + (D(C'(m_i)) - m_i) / w_i
 Symbols: x_i (numel,) input of rank i; w_i its weight; C `codec`, C' `back` (the same codec where none is given).
 The owner takes the loss of the second encoding on itself, so mean = sum_i w_i kept_i and feedback around it sees both.
-Wire:    SHUFFLE of n messages of ceil(numel / n) numbers, then GATHER of one: 2 (n-1)/n of an encoded bucket.
+Wire:    SHUFFLE of n messages of ceil(numel / n) numbers, then GATHER of one: 2 (n-1)/n of an encoded bucket. Where
+messages are as long as they need to be, a MAX of 4 bytes goes before each, and all are padded to the longest.
 State:   none.   Work: one encoding, one decoding and 1/n of another of each, per element.
 Paper:   the scatter-reduce-all-gather of Markov et al., CGX, arXiv 2111.08617; in LoongForge and DeepSpeed for 8 bits.
 Good when: the link is slower than encoding.   Exact where the codec is lossless, in a fixed order of summing.
@@ -14,8 +15,10 @@ Good when: the link is slower than encoding.   Exact where the codec is lossless
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -46,10 +49,10 @@ class TwoShot(Exchange):
         chunk = self._chunk(x.layout.numel, ranks)
         rows = _rows(x.flat.float(), ranks, chunk)
         key, key_back = key_of(at, x.layout), key_of(at, x.layout, turn=1)
-        sent = self.codec.encode(rows, key)  # (ranks, nbytes)
+        sent = yield from _even(self.codec, self.codec.encode(rows, key))  # (ranks, nbytes)
         (arrived,) = yield Message((sent,), Combine.SHUFFLE)
         mine = self.codec.mean(arrived, chunk, at.shares, key)
-        answer = self._back.encode(mine, key_back)
+        answer = yield from _even(self._back, self._back.encode(mine, key_back))
         (answers,) = yield Message((answer,), Combine.GATHER)
         mean = self._back.decode(answers, chunk, key_back)  # (ranks, chunk)
         kept = None if self.traits.lossless else self._kept(sent, mine, mean[me], at, key)
@@ -65,8 +68,9 @@ class TwoShot(Exchange):
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         ranks = len(levels.group("all", rank))
         chunk = self._chunk(layout.numel, ranks)
-        there, back = self.codec.nbytes(chunk), self._back.nbytes(chunk)
-        return Traffic(Combine.SHUFFLE, ranks * there, 1), Traffic(Combine.GATHER, back, 1)
+        there = Traffic(Combine.SHUFFLE, ranks * self.codec.nbytes(chunk), 1)
+        back = Traffic(Combine.GATHER, self._back.nbytes(chunk), 1)
+        return (*_agreeing(self.codec), there, *_agreeing(self._back), back)
 
     @property
     def _back(self) -> Codec:
@@ -77,6 +81,19 @@ class TwoShot(Exchange):
         each = max(1, -(-numel // ranks))
         block = self.codec.block
         return -(-each // block) * block if each > 64 * block else each
+
+
+def _agreeing(codec: Codec) -> tuple[Traffic, ...]:
+    return () if codec.traits.fixed_size else (Traffic(Combine.MAX, 1, 4),)
+
+
+def _even(codec: Codec, message: Tensor) -> Generator[Message, tuple[Tensor, ...], Tensor]:
+    """`message`, padded to the longest of all ranks."""
+    if codec.traits.fixed_size:
+        return message
+    mine = torch.tensor([message.shape[-1]], dtype=torch.int32, device=message.device)
+    (longest,) = yield Message((mine,), Combine.MAX)
+    return pad(message, (0, int(longest) - message.shape[-1]))
 
 
 def _rows(flat: Tensor, ranks: int, chunk: int) -> Tensor:

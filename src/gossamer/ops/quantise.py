@@ -2,64 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
+from gossamer.ops import bits as small
+from gossamer.ops.blocks import Span, as_rows, scratch, spans
+from gossamer.ops.noise import Noise
+
 SMALLEST = 1e-36  # a block whose largest magnitude is below it is sent as zeros: its scale would lose its precision
-_CHUNK = 1 << 18  # numbers worked on at a time: they stay in the cache between passes, and calls stay rare
 
 
 def quantise(
-    x: Tensor, block: int, levels: int, scales: Tensor, out: Tensor, generator: torch.Generator | None = None
+    x: Tensor,
+    block: int,
+    levels: int,
+    scales: Tensor,
+    out: Tensor,
+    generator: torch.Generator | None = None,
+    bits: int = 8,
 ) -> None:
-    """Write x (..., numel) float32 as integers in [-levels, levels] to `out` (..., numel) int8, and the size of one
-    integer step to `scales` (..., ceil(numel / block)). Rounds to nearest, or up or down at random so that the mean is
-    right. A block with a number that is not finite gets a scale that is not finite.
+    """Write x (..., numel) float32 as integers in [-levels, levels] to `out`, and the size of one integer step to
+    `scales` (..., ceil(numel / block)). `out` is (..., numel) int8; with fewer bits (..., ceil(numel bits / 8)) uint8,
+    and the block a multiple of 8. Rounds to nearest, or up or down at random so that the mean is right. A block with a
+    number that is not finite gets a scale that is not finite.
     """
-    for values, scale, target in _blocks(x, block, scales, out):
-        largest = values.abs().amax(-1)  # five times faster than the vector norm, and as careful about NaN
-        torch.div(largest, levels, out=scale)
-        inverse = torch.where(largest < SMALLEST, torch.zeros_like(largest), levels / largest)
-        steps = values * inverse.unsqueeze(-1)
-        if generator is None:
-            target.copy_(steps.round_())
+    rows, room = as_rows(x), scratch(x, block)
+    scales, out = as_rows(scales), as_rows(out)
+    noise = None if generator is None else _Shake(room, generator)
+    codes = scratch(x, block, torch.int8) if bits < 8 else None
+    for span in spans(rows, block):
+        steps = _steps(span.numbers(rows), span.scratch(room), levels, span.blocks(scales), noise)
+        if codes is None:
+            span.numbers(out).copy_(steps)
         else:
-            target.copy_(steps.add_(_noise(steps, generator)).floor_().clamp_(-levels, levels))
+            span.packed(out, bits).copy_(_packed(span.scratch(codes).copy_(steps), bits))
 
 
-def dequantise(levels: Tensor, scales: Tensor, block: int) -> Tensor:
-    """levels (..., numel) int8 times the scale of its block, as a new (..., numel) float32."""
-    out = torch.empty(levels.shape, dtype=torch.float32, device=levels.device)
-    for values, scale, target in _blocks(levels, block, scales, out):
-        torch.mul(values, scale.unsqueeze(-1), out=target)
+def dequantise(levels: Tensor, scales: Tensor, block: int, bits: int = 8, numel: int | None = None) -> Tensor:
+    """The integers `quantise` wrote times the scale of their block, as a new (..., numel) float32."""
+    numel = levels.shape[-1] if numel is None else numel
+    out = torch.empty((*levels.shape[:-1], numel), dtype=torch.float32, device=levels.device)
+    levels, scales, rows = as_rows(levels), as_rows(scales), as_rows(out)
+    codes = scratch(out, block, torch.int8) if bits < 8 else None
+    for span in spans(rows, block):
+        target = span.numbers(rows)
+        if codes is None:
+            target.copy_(span.numbers(levels))
+        else:
+            target.copy_(_unpacked(span.packed(levels, bits), bits, span, codes))
+        target.mul_(span.blocks(scales).unsqueeze(-1))
     return out
 
 
-def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform in [0, 1) with 16 random bits each: four times cheaper than float32 random numbers."""
-    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-    words.random_(-(2**63), None, generator=generator)
-    bits = words.view(torch.int16)[: like.numel()].view(like.shape)
-    return bits.float().add_(32768.5).mul_(2.0**-16)
+def largest(values: Tensor, room: Tensor) -> Tensor:
+    """(..., blocks): the largest magnitude of each block of values (..., blocks, width), NaN where one is."""
+    return torch.abs(values, out=room).amax(-1)  # five times faster than the vector norm, and as careful about NaN
 
 
-def _blocks(x: Tensor, block: int, scales: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(blocks, their scales, where their results go), some blocks at a time: whole ones of a row, then its rest."""
-    numel = x.shape[-1]
-    whole, step = numel // block * block, max(block, _CHUNK // block * block)
-    for row, scale, target in zip(_rows(x), _rows(scales), _rows(out), strict=True):
-        for start in range(0, whole, step):
-            here = slice(start, min(whole, start + step))
-            yield (
-                row[here].view(-1, block),
-                scale[here.start // block : here.stop // block],
-                target[here].view(-1, block),
-            )
-        if whole < numel:
-            yield row[whole:].view(1, -1), scale[-1:], target[whole:].view(1, -1)
+class _Shake:
+    """Adds odd multiples of 2^-16 in (-1/2, 1/2), whose mean is zero: rounding to nearest then is right in the mean."""
+
+    def __init__(self, room: Tensor, generator: torch.Generator) -> None:
+        self._noise = Noise(-(-room.numel() // 2), generator, room.device)
+        self._room = torch.empty_like(room)
+
+    def add_to(self, steps: Tensor) -> None:
+        words = self._noise.words(-(-steps.numel() // 2))
+        words |= 0x00010001
+        here = self._room[: steps.numel()].copy_(words.view(torch.int16)[: steps.numel()])
+        steps.add_(here.view(steps.shape), alpha=2.0**-16)
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+def _steps(values: Tensor, room: Tensor, levels: int, scale: Tensor, noise: _Shake | None) -> Tensor:
+    top = largest(values, room)
+    if noise is not None:
+        top *= 1 + 2.0**-22  # so that no noise can round the largest number beyond the last level
+    torch.div(top, levels, out=scale)
+    inverse = torch.where(top < SMALLEST, torch.zeros_like(top), levels / top)
+    steps = torch.mul(values, inverse.unsqueeze(-1), out=room)
+    if noise is not None:
+        noise.add_to(steps)
+    return steps.round_()
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    rows, numel = codes.shape[0], codes.shape[1] * codes.shape[2]
+    odd = -numel % 8
+    flat = codes.view(rows, numel)
+    return small.pack(torch.nn.functional.pad(flat, (0, odd)) if odd else flat, bits)[:, : -(-numel * bits // 8)]
+
+
+def _unpacked(packed: Tensor, bits: int, span: Span, codes: Tensor) -> Tensor:
+    rows, numel, size = packed.shape[0], span.stop - span.start, 8 // bits
+    padded = packed.shape[1] * size
+    here = codes[: rows * padded] if rows * padded <= codes.numel() else codes.new_empty(rows * padded)
+    small.unpack(packed, bits, here)
+    return here.view(rows, padded)[:, :numel].reshape(rows, -1, span.width)

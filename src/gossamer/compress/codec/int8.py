@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gossamer.compress.codec import Codec, Key, Traits
+from gossamer.ops.blocks import empty_message, part
 from gossamer.ops.quantise import dequantise, quantise
 from gossamer.spec.errors import bad_input
 
@@ -47,7 +48,7 @@ class Int8(Codec):
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
         numel = x.shape[-1]
-        out = torch.empty((*x.shape[:-1], self.nbytes(numel)), dtype=torch.uint8, device=x.device)
+        out = empty_message(x, self.nbytes(numel))
         scales, levels = self._parts(out, numel)
         rng = key.generator(x.device) if self.stochastic else None
         quantise(x, self.block_numel, 127, scales, levels, rng)
@@ -58,5 +59,5 @@ class Int8(Codec):
         return dequantise(levels, scales, self.block_numel)
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        head = 4 * -(-numel // self.block_numel)
-        return message[..., :head].view(torch.float32), message[..., head : head + numel].view(torch.int8)
+        blocks = -(-numel // self.block_numel)
+        return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, numel, torch.int8)

@@ -1,0 +1,29 @@
+"""Random bits for rounding, cheaply: a pool of words drawn once, and a fresh affine map of it for every use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Noise:
+    """Uniform random 32-bit words, any two of them independent.
+
+    The pool is r, and what is handed out a r + b (mod 2^32) with an odd a and any b drawn each time: every word stays
+    uniform and any two stay independent, which is all that the mean and the variance of a sum depend on. Drawing every
+    word afresh would take longer than the rest of an encoding.
+    """
+
+    def __init__(self, most: int, generator: torch.Generator, device: torch.device) -> None:
+        self._generator = generator
+        self._pool = self._drawn(most, device)
+        self._moved = torch.empty_like(self._pool)
+
+    def words(self, count: int) -> Tensor:
+        """(count,) int32, `most` at most; good until the next call, and free to be changed."""
+        pair = self._drawn(2, self._pool.device)
+        return torch.add(pair[1], self._pool[:count], alpha=int(pair[0]) | 1, out=self._moved[:count])
+
+    def _drawn(self, count: int, device: torch.device) -> Tensor:
+        words = torch.empty(-(-count // 2), dtype=torch.int64, device=device)
+        return words.random_(-(2**63), None, generator=self._generator).view(torch.int32)
