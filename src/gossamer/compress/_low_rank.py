@@ -107,7 +107,7 @@ class Split:
     def unpack(self, message: Tensor, shapes: Sequence[tuple[int, int, int]], mean: Tensor) -> list[Tensor]:
         """The factors of a message, as views; its dense ranges are copied to their places in `mean`."""
         numels = [stop - start for start, stop in self.dense]
-        parts = message.split([*numels, *(b * r * n for b, r, n in shapes)])
+        parts = torch.split(message, [*numels, *(b * r * n for b, r, n in shapes)])
         for (start, stop), part in zip(self.dense, parts, strict=False):
             mean[start:stop].copy_(part)
         return [part.view(shape) for part, shape in zip(parts[len(numels) :], shapes, strict=True)]

@@ -8,7 +8,7 @@ Symbols: M_i (n1, n2) a tensor of rank i, first dimension against the rest; w_i 
 Tensors for which r (n1 + n2) >= n1 n2, r = min(rank, n1, n2), and vectors go along in the first message as they are.
 Wire:    2 rounds SUM over the whole bucket, r n1 and r n2 float32 per matrix; 1 round without any matrix.
 State:   r n2 float32 per matrix, "q@name", the same on all ranks.   Work: 8 r n1 n2 flop and 2 r^2 n1 for orth.
-Paper:   Vogels, Karimireddy, Jaggi, arXiv 1905.13727.   Contraction: none, M may be orthogonal to Q; 1 without matrices.
+Paper:   Vogels, Karimireddy, Jaggi, arXiv 1905.13727.   Contraction: none, M may be orthogonal to Q.
 Good when: links of 1 Gbit/s and less, matrices much larger than r.   Not for: vectors, embeddings at low rank, the
 first steps (see warm_up), machines of several kinds (every rank computes P from the same bytes).   Wants feedback.
 Unlike the paper: orth by Householder reflections, not Gram-Schmidt; what rank i keeps is its own part of the mean,
@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gossamer.compress import Exchange, Traits
 from gossamer.compress._low_rank import Split, split
@@ -63,7 +64,7 @@ class PowerSgd(Exchange):
         second = Split((), cut.batches)
         (reply,) = yield Message((second.pack(flat, mine, at.share),), Combine.SUM)
         agreed = second.unpack(reply, [b.right for b in cut.batches], mean)
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for batch, left, own, right, old in zip(cut.batches, lefts, mine, agreed, before, strict=True):
             batch.put(mean, left, right)
             batch.put(kept, left, own)
