@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from gossamer.spec.errors import bad_input
 from gossamer.wire.message import Round
 
 _NO_RATE = 1e-30  # dividing by less than this leaves float32
+_IN_CACHE = 1 << 18  # numbers: several operations on so many read main memory once
 
 
 def rate_of(at: Round, track_lr: bool) -> float:
@@ -25,9 +28,14 @@ def rounded_off(owed: Tensor, exact: Tensor, mean: Tensor, unit: float) -> None:
         owed.add_(exact - mean, alpha=unit)
 
 
+def in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same pieces of all tensors, small enough to stay in the cache between two operations."""
+    return zip(*(torch.split(t, _IN_CACHE) for t in tensors), strict=True)
+
+
 def difference(target: Tensor, known: Tensor, share: float) -> Tensor:
     """A new target - known / share; where the share is zero nothing can be said: zeros."""
-    return torch.sub(target, known, alpha=1 / share) if share else target * 0.0
+    return torch.sub(target, known, alpha=1 / share) if share else torch.zeros_like(target)
 
 
 def without_memory(inner: Exchange) -> None:

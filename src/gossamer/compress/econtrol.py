@@ -26,9 +26,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from gossamer.compress import Exchange, Traits
-from gossamer.compress._feedback import difference, rate_of, rounded_off, without_memory
+from gossamer.compress._feedback import in_cache, rate_of, rounded_off, without_memory
 from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Bucket, Layout, as_float
 from gossamer.wire.message import Levels, Outcome, Round, Rounds, State, Traffic
@@ -62,17 +63,17 @@ class EControl(Exchange):
         (inner,), e, h = state.inner, state.tensors["e"], state.tensors["h"]
         flat, share, rate = x.flat.float(), at.share, rate_of(at, self.track_lr)
         push = self.eta_of(x.layout) / (rate * share) if rate * share else 0.0
-        sent = difference(flat, h, share).add_(e, alpha=push)
+        sent = _news(flat, h, e, share=share, push=push)
         out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, at)
-        kept = out.kept
-        if kept is None:  # a loss-free one may have used the storage
-            kept = difference(flat, h, share).add_(e, alpha=push)
-        after, agg = h.add(kept, alpha=share), state.tensors["agg"] + out.mean
+        agg = state.tensors["agg"] + out.mean
+        kept = _news(flat, h, e, share=share, push=push) if out.kept is None else out.kept  # its storage may be used
+        known = torch.add(h, kept, alpha=share, out=sent)
         mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
-        owed = torch.add(e, (flat * share).sub_(after), alpha=rate)
+        owed = torch.empty_like(e)
+        for one, old, new, heard in in_cache(owed, e, flat, known):
+            torch.add(old, new, alpha=rate * share, out=one).sub_(heard, alpha=rate)
         rounded_off(owed, agg, mean, rate * share)
-        known = {"e": owed, "h": after, "agg": agg}
-        return Outcome(mean, None, State(known, (out.state,)))
+        return Outcome(mean, None, State({"e": owed, "h": known, "agg": agg}, (out.state,)))
 
     def eta_of(self, layout: Layout) -> float:
         """The eta in force for such a bucket."""
@@ -97,3 +98,12 @@ class EControl(Exchange):
                 do="leave eta out: it is computed",
                 key="eta",
             )
+
+
+def _news(flat: Tensor, h: Tensor, e: Tensor, *, share: float, push: float) -> Tensor:
+    if not share:
+        return torch.zeros_like(flat)
+    found = torch.empty_like(flat)
+    for one, new, old, owed in in_cache(found, flat, h, e):
+        torch.sub(new, old, alpha=1 / share, out=one).add_(owed, alpha=push)
+    return found

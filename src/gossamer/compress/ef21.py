@@ -51,9 +51,9 @@ class EF21(Exchange):
         flat = x.flat.float()
         sent = difference(flat, h, share)
         out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, at)
-        kept = difference(flat, h, share) if out.kept is None else out.kept  # a loss-free one may use the storage
         agg = state.tensors["agg"] + out.mean
-        known = {"h": h.add(kept, alpha=share), "agg": agg}
+        kept = difference(flat, h, share) if out.kept is None else out.kept  # a loss-free one may use the storage
+        known = {"h": torch.add(h, kept, alpha=share, out=sent), "agg": agg}
         mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
         return Outcome(mean, None, State(known, (out.state,)))
 

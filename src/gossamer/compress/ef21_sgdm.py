@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gossamer.compress import Exchange, Traits
-from gossamer.compress._feedback import without_memory
+from gossamer.compress._feedback import in_cache, without_memory
 from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Bucket, Layout, as_float
 from gossamer.wire.message import Levels, Outcome, Round, Rounds, State, Traffic
@@ -52,10 +52,11 @@ class EF21SGDM(Exchange):
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
         (inner,), h, share = state.inner, state.tensors["h"], at.share
         m = (state.tensors["m"] * (1 - self.a)).add_(x.flat.float(), alpha=self.a * share)
-        out = yield from self.inner.run(Bucket(as_float(x.layout), _news(m, h, share)), inner, at)
-        kept = _news(m, h, share) if out.kept is None else out.kept  # a loss-free one may use the storage
+        sent = _news(m, h, share)
+        out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, at)
         agg = state.tensors["agg"] + out.mean
-        known = {"m": m, "h": h.add(kept, alpha=share), "agg": agg}
+        kept = _news(m, h, share) if out.kept is None else out.kept  # a loss-free one may use the storage
+        known = {"m": m, "h": torch.add(h, kept, alpha=share, out=sent), "agg": agg}
         mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
         return Outcome(mean, None, State(known, (out.state,)))
 
@@ -67,4 +68,9 @@ class EF21SGDM(Exchange):
 
 
 def _news(m: Tensor, h: Tensor, share: float) -> Tensor:
-    return torch.sub(m, h).div_(share) if share else torch.zeros_like(m)
+    if not share:
+        return torch.zeros_like(m)
+    found = torch.empty_like(m)
+    for one, new, old in in_cache(found, m, h):
+        torch.sub(new, old, out=one).div_(share)
+    return found

@@ -21,9 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from gossamer.compress import Exchange, Traits
-from gossamer.compress._feedback import rate_of, rounded_off
+from gossamer.compress._feedback import in_cache, rate_of, rounded_off
 from gossamer.wire.bucket import Bucket, Layout, as_float
 from gossamer.wire.message import Levels, Outcome, Round, Rounds, State, Traffic
 
@@ -49,13 +50,18 @@ class ErrorFeedback(Exchange):
         flat = x.flat.float()
         sent = torch.add(flat, e, alpha=1 / unit) if unit else flat.clone()
         out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, at)
-        if out.kept is None:
-            owed = torch.zeros_like(e) if unit else e.clone()
-        else:
-            owed = sent.sub_(out.kept).mul_(unit) if unit else e.clone()
+        owed = self._owed(sent, out.kept, unit) if unit else e.clone()
         mean = out.mean.to(x.layout.dtype)
         rounded_off(owed, out.mean, mean, unit)
         return Outcome(mean, None, State({"e": owed}, (out.state,)))
+
+    @staticmethod
+    def _owed(sent: Tensor, kept: Tensor | None, unit: float) -> Tensor:
+        if kept is None:
+            return torch.zeros_like(sent)
+        for s, k in in_cache(sent, kept):
+            s.sub_(k).mul_(unit)
+        return sent
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return self.inner.traffic(as_float(layout), levels, rank)
