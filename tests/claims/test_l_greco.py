@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 
 from gossamer import compress
-from gossamer.compress._error import measure
+from gossamer.compress._error import error_of, measure
 from gossamer.plan.adapt import Choices
 from gossamer.plan.adapt.l_greco import LGreco
 from gossamer.spec.statistics import Paths, Statistics
@@ -140,8 +140,8 @@ def train(adaptive: bool, steps: int, every: int, seen: int = 10) -> tuple[float
 
 
 @functools.cache
-def after_some_steps() -> tuple[Statistics, list[int]]:
-    """The gradient of ten steps of training, what the candidates do to it, and what was chosen for every layer."""
+def ten_steps() -> dict[str, Tensor]:
+    """The gradient of ten steps of training."""
     one, begun, seen = model(), 10, 10
     optimizer = torch.optim.AdamW(one.parameters(), lr=3e-3)
     sums = {n: torch.zeros_like(p) for n, p in one.named_parameters()}
@@ -151,7 +151,13 @@ def after_some_steps() -> tuple[Statistics, list[int]]:
             for name, total in sums.items():
                 total += given[name]
         optimizer.step()
-    measured, choices = decided(sums)
+    return sums
+
+
+@functools.cache
+def after_some_steps() -> tuple[Statistics, list[int]]:
+    """What the candidates do to that, and what was chosen for every layer."""
+    measured, choices = decided(ten_steps())
     found = by_name(choices, measured.names)
     return measured, [measured.candidates.index(found[n]) for n in measured.names]
 
@@ -173,6 +179,20 @@ def test_less_error_than_any_rank_for_all_of_as_many_bytes() -> None:
     as_small = size.sum(0) <= size[layers, found].sum() * 1.02
     assert bool(as_small.any()), "some rank for all must be that small"
     assert error.sum(0)[as_small].min() > 1.1 * error[layers, found].sum()
+
+
+def test_topk_over_a_whole_bucket_needs_no_choices() -> None:
+    """By layer, choosing sends less; but the largest entries of all layers together are a better choice still."""
+    candidates = [{"topk": {"fraction": f}} for f in (0.0025, 0.005, 0.01, 0.02, 0.04)]
+    measured = measure([(w, compress.build(w)) for w in candidates], ten_steps(), Levels.flat(WORKERS))
+    choices = by_name(LGreco(candidates[2]).choose(measured, Paths()), measured.names)
+    found = [candidates.index(choices[n]) for n in measured.names]
+    error, size, layers = torch.tensor(measured.error), torch.tensor(measured.nbytes), torch.arange(len(found))
+    sent = int(size[layers, found].sum())
+    assert sent < 0.6 * size[:, 2].sum()
+    flat = torch.cat([g.reshape(-1) for g in ten_steps().values()])
+    together = compress.build({"topk": {"fraction": sent / 8 / len(flat)}})
+    assert error_of(together, flat) < 0.9 * error[layers, found].norm()
 
 
 def test_training_loses_nothing_and_sends_less() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from compress import crew
 from gossamer import compress
 from gossamer.compress._error import error_of, measure
 from gossamer.compress.transfer import crossing
@@ -22,6 +23,7 @@ from gossamer.plan.adapt.l_greco import LGreco, cheapest
 from gossamer.spec.errors import BadInput
 from gossamer.spec.links import Link
 from gossamer.spec.statistics import Paths, Statistics
+from gossamer.wire.bucket import Layout
 from gossamer.wire.message import Levels
 
 CANDIDATES = tuple({"topk": {"fraction": f}} for f in (0.005, 0.01, 0.02, 0.04))
@@ -214,7 +216,7 @@ def test_what_it_writes_is_an_exchange_that_sends_as_said() -> None:
     choices = BCRS().choose(measured, Paths(up=UNEQUAL))
     ((_, level, written),) = choices.rules
     assert level == "all" and "all there when" in choices.reason
-    one, where = compress.build(written), compress_layout(10_000)
+    one, where = compress.build(written), Layout.of({"w": torch.empty(10_000)})
     sizes = [one.traffic(where, Levels.flat(4), r)[0].nbytes for r in range(4)]
     times = [link.seconds(n) for link, n in zip(UNEQUAL[:3], sizes, strict=False)]
     assert max(times) / min(times) < 1.05
@@ -232,12 +234,6 @@ def test_what_feedback_would_take_back_is_refused() -> None:
     bare = BCRS(gamma=2.0, overlap=2, feedback="").choose(Statistics(names=("w",), numel=(100,)), Paths(up=UNEQUAL))
     one = compress.build(bare.rules[0][2])
     assert (one.gamma, one.overlap) == (2.0, 2)
-
-
-def compress_layout(numel: int):
-    from gossamer.wire.bucket import Layout
-
-    return Layout.of({"w": torch.empty(numel)})
 
 
 def test_slower_links_send_less_and_the_slowest_the_least() -> None:
@@ -277,6 +273,21 @@ def test_the_error_measured_is_what_the_exchange_loses(written: dict[str, object
     lost = torch.sort(x.abs().flatten()).values[:900]
     assert error_of(compress.build(written), x) == pytest.approx(float(lost.norm()), rel=1e-5)
     assert torch.equal(x, given)
+
+
+@pytest.mark.parametrize("name", compress.names())
+def test_every_exchange_can_be_measured(name: str) -> None:
+    """Also those with memory, with islands, with several rounds: alone, each is what it does to the gradient."""
+    x = torch.randn(48, 40, generator=torch.Generator().manual_seed(5))
+    given, one = x.clone(), crew.example(name)
+    error = error_of(one, x)
+    assert torch.equal(x, given) and math.isfinite(error)
+    assert error == error_of(one, x), "the same on every rank"
+    if one.traits.lossless:
+        assert error <= 1e-6 * float(x.norm())
+    delta = one.contraction(Layout.of({"x": x}))
+    if delta is not None and not one.traits.remembers:
+        assert error**2 <= (1 - delta) * float(x.norm()) ** 2 * (1 + 1e-4) + 1e-9
 
 
 def test_the_error_of_what_loses_nothing_is_nothing() -> None:

@@ -10,7 +10,8 @@ The L spare bins are the most that rounding up adds, so the default is always fe
 never sends more than it. And the true error of what is chosen is at most budget (1 + L / bins).
 Work:    L candidates bins additions, in rows of `bins`.
 Paper:   Markov, Alim, Frantar, Alistarh, L-GreCo, arXiv 2210.17357.
-Good when: parameters differ in how well they compress.   Not for: measurements of a single early step.
+Good when: layers differ in how well they compress (ranks, bits).   Not for: measurements of a single early step; top-k,
+whose largest entries of a whole bucket are already where they are worth most (less error at fewer bytes, measured).
 Unlike the paper's code: errors of the mean gradient (that of one rank depends on its data); bytes may be weighted by
 how much of them is waited for; the spare bins.
 """
