@@ -19,7 +19,7 @@ import yaml
 
 from gossamer import __version__
 from gossamer import plan as planning
-from gossamer.exchanging import settle_exchange
+from gossamer.exchanging import Exchanger, levels_of
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
 from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
@@ -34,7 +34,6 @@ from gossamer.spec.errors import BadInput, Interrupted
 from gossamer.spec.plan import Plan
 from gossamer.view.rundir import RunDirectory
 from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.message import Levels
 from gossamer.wire.pump import Observer, Pump
 
 _log = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ def run_job(job: Job) -> dict[str, Any]:
     meeting = Meeting(
         store=where.store,
         rank=where.rank,
-        levels=Levels.flat(where.ranks),
+        levels=levels_of(plan, where.ranks),
         backend=plan.backend,
         interface=where.interface,
         timeout_s=config.machines.timeout_s,
@@ -116,10 +115,14 @@ def run_job(job: Job) -> dict[str, Any]:
         saver.open()
         check_agreement(pump, _facts(job))
         engine = engine_of(job.parts)
-        parts = replace(job.parts, plan=_settled(job, engine, pump, sink))
-        if where.rank == 0:
-            job.directory.keep_plan(parts.plan)
-        around = Surroundings(sink=sink, at=job.at, asked_to_stop=job.asked_to_stop, saver=saver)
+        job.at(0, "probe")
+        exchanger = _exchanger(job, engine, pump, sink)
+        parts = replace(job.parts, plan=exchanger.settle(automatic=config.plan.exchange == "auto", hosts=where.hosts))
+        check_agreement(pump, {"exchange": parts.plan.model_dump_json()})
+        exchanger.keep(parts.plan)
+        around = Surroundings(
+            sink=sink, at=job.at, asked_to_stop=job.asked_to_stop, saver=saver, replan=exchanger.replan
+        )
         trainer = build(parts, engine, pump, around)
         if job.resume:
             saver.resume(job.resume_step)
@@ -130,22 +133,17 @@ def run_job(job: Job) -> dict[str, Any]:
         pump.channel.close()
 
 
-def _settled(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Record], None]) -> Plan:
-    """The plan, with the exchange chosen from measured links where it was left to us."""
-    plan = job.parts.plan
-    if plan.exchange != "auto":
-        return plan
-    job.at(0, "probe")
-    plan = settle_exchange(
-        plan,
-        engine,
-        Feed(job.parts.train, plan, job.where.rank, job.parts.config.train.seed),
-        pump,
-        lossy=job.parts.config.plan.lossy,
-        hosts=job.where.hosts,
+def _exchanger(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Record], None]) -> Exchanger:
+    config, where, plan = job.parts.config, job.where, job.parts.plan
+    return Exchanger(
+        engine=engine,
+        feed=Feed(job.parts.train, plan, where.rank, config.train.seed),
+        pump=pump,
+        lossy=config.plan.lossy,
+        plan=plan,
+        tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),
+        keep=job.directory.keep_plan if where.rank == 0 else lambda plan: None,
     )
-    sink(records.Event(level="info", message=f"exchange: {plan.reasons['exchange']}", step=0))
-    return plan
 
 
 def _train(trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None], began: float) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class DataParallel(Planner):
             microbatches=pieces,
             schedule="one_stage" if config.plan.schedule == "auto" else config.plan.schedule,
             exchange=config.plan.exchange,
+            islands=_islands(config, mesh.replica),
             sync="every_step" if config.plan.sync == "auto" else config.plan.sync,
             backend="nccl" if request.device == "cuda" else "gloo",
             reasons=reasons,
@@ -77,6 +78,20 @@ def _mesh(asked: MeshSection, ranks: int) -> Mesh:
             key="plan.mesh.replica",
         )
     return Mesh(replica=ranks)
+
+
+def _islands(config: RunConfig, replicas: int) -> tuple[tuple[int, ...], ...]:
+    asked = config.machines.islands
+    if asked == "auto":
+        return ()
+    if sorted(r for island in asked for r in island) != list(range(replicas)) or not all(asked):
+        raise bad_input(
+            wanted=f"every rank from 0 to {replicas - 1} on exactly one island",
+            got=str(asked),
+            do="list the ranks of every island, or write auto",
+            key="machines.islands",
+        )
+    return tuple(tuple(sorted(island)) for island in asked)
 
 
 def _share(config: RunConfig, replicas: int) -> tuple[float, ...]:

@@ -26,7 +26,7 @@ from gossamer.run.policy import NonFinite
 from gossamer.run.saver import Saver
 from gossamer.run.scaling import Scaling
 from gossamer.run.stage import Engine
-from gossamer.run.trainer import Goal, Sink, Trainer
+from gossamer.run.trainer import Goal, Replan, Sink, Trainer
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
@@ -55,6 +55,7 @@ class Surroundings:
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
     saver: Saver
+    replan: Callable[[int], Replan | None] = lambda step: None
 
 
 def check_before_start(parts: Parts) -> None:
@@ -133,6 +134,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         save=lambda progress, last: around.saver.save(progress, last=last),
         settle=around.saver.report,
         asked_to_stop=around.asked_to_stop,
+        replan=around.replan,
         progress=around.saver.progress,
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.compress import Exchange
 from gossamer.ops.norm import scale_
 from gossamer.optim import Rule
 from gossamer.optim.rate import Rate
@@ -51,6 +52,14 @@ class Progress:
     rejected: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """What changes at a step's border: how every parameter's gradient is exchanged from now on."""
+
+    exchange: Mapping[str, Exchange]
+    bucket_bytes: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Trainer:
     """One rank's trainer. All parts are built by run.build; this only lets them meet."""
@@ -73,6 +82,7 @@ class Trainer:
     save: Callable[[Progress, bool], None]  # the flag: nothing comes after it
     settle: Callable[[], None]  # tells what became of earlier saves
     asked_to_stop: Callable[[], bool]
+    replan: Callable[[int], Replan | None]  # asked at every step's border; the same answer on all ranks
     progress: Progress = field(default_factory=Progress)
 
     def run(self) -> None:
@@ -116,6 +126,8 @@ class Trainer:
         self.progress.step += 1
         self._record(step, agreement, verdict, lr, work, time.perf_counter() - began, data_s)
         self.settle()
+        if verdict is Verdict.COMMIT and (changed := self.replan(self.progress.step)) is not None:
+            self.replica.adopt(changed.exchange, bucket_bytes=changed.bucket_bytes)
         if verdict is Verdict.STOP:
             raise StepRejected(
                 f"step {step + 1}: {self._why(agreement)}, {self.policy.in_a_row} rejected steps in a row. "

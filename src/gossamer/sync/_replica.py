@@ -98,23 +98,39 @@ class Replica:
         self.ranks = sum(len(group) for group in self.levels.groups["all"])
         self.timing = Timing()
         self._pump = pump
-        exchanges = dict.fromkeys(params, exchange) if isinstance(exchange, Exchange) else exchange
-        self._slots = [
-            _Slot(layout.allocate(), one, one.init(layout))
-            for layout, one in buckets_of(params, exchanges, bucket_bytes=bucket_bytes)
-        ]
-        for slot in self._slots:
-            slot.exchange.check(slot.bucket.layout, self.levels)
-        self._rounds = [len(s.exchange.traffic(s.bucket.layout, self.levels, self.rank)) for s in self._slots]
-        self._slot_of = {name: i for i, s in enumerate(self._slots) for name, _ in s.bucket.slices()}
         self._params = dict(params)
+        self._slots: list[_Slot] = []
+        self._lay_out(
+            dict.fromkeys(params, exchange) if isinstance(exchange, Exchange) else exchange, bucket_bytes=bucket_bytes
+        )
         self._watching = False
         self._sent_before: dict[str, int] = {}
         self._weights: Tensor | None = None
         self._weighing = self._exchanging = Step(())
         self._window = Window(0, 0, 0.0, 0.0)
         self._adopt_views()
-        self._hooks = [_watch(p, self._filled(name)) for name, p in params.items()]
+        self._hooks = [_watch(p, _Hook(self, name)) for name, p in params.items()]
+
+    def _lay_out(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
+        cut = buckets_of(self._params, exchanges, bucket_bytes=bucket_bytes)
+        for layout, one in cut:
+            one.check(layout, self.levels)
+        self._slots.clear()  # the old buffers go before the new ones come
+        self._slots.extend(_Slot(layout.allocate(), one, one.init(layout)) for layout, one in cut)
+        self._rounds = [len(s.exchange.traffic(s.bucket.layout, self.levels, self.rank)) for s in self._slots]
+        self._slot_of = {name: i for i, s in enumerate(self._slots) for name, _ in s.bucket.slices()}
+
+    def adopt(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
+        """Go on with other exchanges, between two steps. State of the same name and size is carried over, by parameter
+        (so residuals are not lost where feedback stays feedback); all else starts anew. Raises BadInput, changing
+        nothing, where an exchange cannot serve.
+        """
+        held = self.states()
+        self.levels = self._pump.channel.levels
+        self._lay_out(exchanges, bucket_bytes=bucket_bytes)
+        fresh = self.states()
+        self.restore({n: held[n] if n in held and held[n].shape == t.shape else t for n, t in fresh.items()})
+        self._adopt_views()
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -248,12 +264,10 @@ class Replica:
             for name, view in slot.bucket.slices():
                 self._params[name].grad = view
 
-    def _filled(self, name: str) -> _Hook:
-        return _Hook(self, self._slot_of[name], name)
-
-    def _count(self, index: int, name: str, param: Tensor) -> None:
+    def _count(self, name: str) -> None:
         if not self._watching:
             return
+        index = self._slot_of[name]
         slot = self._slots[index]
         slot.waits -= 1
         if slot.waits == 0:
@@ -297,11 +311,10 @@ class _Hook:
     """Called by autograd when a parameter's gradient is complete."""
 
     replica: Replica = field(repr=False)
-    index: int = 0
     name: str = ""
 
     def __call__(self, param: Tensor) -> None:
-        self.replica._count(self.index, self.name, param)
+        self.replica._count(self.name)
 
 
 def _gather(row: Tensor) -> Generator[Message, tuple[Tensor, ...], Outcome]:
