@@ -37,3 +37,22 @@ def only(flat: Tensor, places: Tensor) -> Tensor:
     kept = torch.zeros_like(flat)
     kept[places] = flat[places]
     return kept
+
+
+def taken(flat: Tensor, chosen: Tensor, block: int) -> Tensor:
+    """(m, block): the rows `chosen`, ascending, of `flat` in rows of `block`; zeros behind its end."""
+    whole = flat.numel() // block
+    rows = flat[: whole * block].view(whole, block)
+    if flat.numel() % block == 0 or not chosen.numel() or int(chosen[-1]) < whole:
+        return rows.index_select(0, chosen)
+    sent = flat.new_zeros(chosen.numel(), block)
+    torch.index_select(rows, 0, chosen[:-1], out=sent[:-1])
+    sent[-1, : flat.numel() - whole * block] = flat[whole * block :]
+    return sent
+
+
+def placed(rows: Tensor, chosen: Tensor, numel: int) -> Tensor:
+    """(numel,): `rows` (m, block) at the places they were taken from, zeros elsewhere."""
+    block = rows.shape[1]
+    padded = rows.new_zeros(-(-numel // block), block)
+    return padded.index_copy_(0, chosen, rows).view(-1)[:numel]

@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from gossamer.compress import Exchange, Traits
 from gossamer.compress._key import key_of
+from gossamer.compress._sparse import placed, taken
 from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
@@ -49,10 +49,10 @@ class RandomBlocks(Exchange):
         rng = key_of(at, x.layout).agreed(flat.device)
         blocks = torch.randperm(self._blocks(x.layout), generator=rng, device=flat.device)
         chosen = blocks[: self._count(x.layout)].sort().values
-        sent = _taken(flat, chosen, block)
-        kept = _placed(sent, chosen, flat.numel())
+        sent = taken(flat, chosen, block)
+        kept = placed(sent, chosen, flat.numel())
         (total,) = yield Message((sent.mul_(at.share),), Combine.SUM)
-        return Outcome(_placed(total, chosen, flat.numel()).to(x.layout.dtype), kept, state)
+        return Outcome(placed(total, chosen, flat.numel()).to(x.layout.dtype), kept, state)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return (Traffic(Combine.SUM, self._count(layout) * self._block(layout), 4),)
@@ -70,23 +70,3 @@ class RandomBlocks(Exchange):
     def _count(self, layout: Layout) -> int:
         blocks = self._blocks(layout)
         return min(blocks, max(1, round(self.fraction * blocks)))
-
-
-def _taken(flat: Tensor, chosen: Tensor, block: int) -> Tensor:
-    """(m, block): the rows `chosen` of `flat` in rows of `block`, zeros behind its end."""
-    whole = flat.numel() // block
-    rows = flat[: whole * block].view(whole, block)
-    ends = flat.numel() % block and chosen.numel() and int(chosen[-1]) == whole
-    if not ends:
-        return rows.index_select(0, chosen)
-    sent = flat.new_zeros(chosen.numel(), block)
-    torch.index_select(rows, 0, chosen[:-1], out=sent[:-1])
-    sent[-1, : flat.numel() - whole * block] = flat[whole * block :]
-    return sent
-
-
-def _placed(rows: Tensor, chosen: Tensor, numel: int) -> Tensor:
-    """(numel,): `rows` (m, block) at the places they were taken from, zeros elsewhere."""
-    block = rows.shape[1]
-    padded = rows.new_zeros(-(-numel // block), block)
-    return padded.index_copy_(0, chosen, rows).view(-1)[:numel]

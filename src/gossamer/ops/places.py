@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gossamer.ops import bits
+
 _CHUNK = 1 << 18  # numbers worked on at a time: their mask stays in the cache
 _MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 without its sign; as integers they are ordered like magnitudes
 _FEWEST = 1 << 14  # numbers of a sample
@@ -18,11 +20,11 @@ def magnitudes(x: Tensor) -> Tensor:
 
 def at_least(x: Tensor, threshold: int) -> Tensor:
     """Places, int64 and ascending, where magnitudes(x) >= threshold; x (numel,) float32. One reading of x."""
-    bits, found = x.view(torch.int32), []
+    words, found = x.view(torch.int32), []
     buffer = torch.empty(min(_CHUNK, x.numel()), dtype=torch.int32, device=x.device)
     mask = torch.empty(buffer.shape, dtype=torch.bool, device=x.device)
     for start in range(0, x.numel(), _CHUNK):
-        here = bits[start : start + _CHUNK]
+        here = words[start : start + _CHUNK]
         size = torch.bitwise_and(here, _MAGNITUDE, out=buffer[: here.numel()])
         found.append(places_of(torch.ge(size, threshold, out=mask[: here.numel()])).add_(start))
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
@@ -37,6 +39,29 @@ def places_of(mask: Tensor) -> Tensor:
     places = hit[inside >> 3].mul_(8).add_(inside & 7)
     rest = mask[whole:].nonzero().view(-1).add_(whole)
     return torch.cat((places, rest)) if rest.numel() else places
+
+
+def to_bits(mask: Tensor) -> Tensor:
+    """A mask (numel,) bool as (ceil(numel / 8),) uint8. May be written over."""
+    missing = -mask.numel() % 8
+    return bits.pack(
+        torch.cat((mask, mask.new_zeros(missing))).view(torch.int8) if missing else mask.view(torch.int8), 1
+    )
+
+
+def places_of_bits(packed: Tensor) -> Tensor:
+    """Places of the bits that are set in what `to_bits` gave, int64 and ascending."""
+    hit = packed.nonzero().view(-1)
+    signs = torch.empty(8 * hit.numel(), dtype=torch.int8, device=packed.device)
+    bits.unpack(packed[hit], 1, signs)
+    inside = (signs < 0).nonzero().view(-1)
+    return hit[inside >> 3].mul_(8).add_(inside & 7)
+
+
+def count_bits(packed: Tensor) -> int:
+    """How many bits are set: much cheaper than finding them where they are many."""
+    ones = torch.tensor([byte.bit_count() for byte in range(256)], device=packed.device)
+    return int(torch.bincount(packed.int(), minlength=256).mul_(ones).sum())
 
 
 def sampled_threshold(x: Tensor, k: int, rng: torch.Generator, *, margin: float) -> int:
