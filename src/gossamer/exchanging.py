@@ -46,9 +46,7 @@ from gossamer.wire.pump import Pump
 
 _SAMPLED_RANKS = 16  # beyond, prices are asked of the first and the last ranks only
 _LEAST_BUCKET_BYTES = 1 << 20
-_LATENCIES_PER_BUCKET = (
-    40  # what a bucket takes on the wire: small enough to overlap, large enough that waiting is little
-)
+_LATENCIES_PER_BUCKET = 40  # of wire time: small enough to overlap, large enough that latency is little of it
 _WATCH_STEPS = 20  # how often the rate of the wire is looked at
 _DRIFT = 2.0  # by what factor it must have changed
 

@@ -179,7 +179,6 @@ def _saver(job: Job, sink: Callable[[records.Record], None]) -> Saver:
         identity={
             "seed": config.train.seed,
             "batch": job.parts.plan.batch,
-            "share": list(job.parts.plan.share),
             "data": job.data,
             "model": job.described,
             "gossamer": __version__,

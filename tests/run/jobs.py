@@ -69,12 +69,13 @@ def train(
     resume: bool = False,
     dropout: float = 0.0,
     bad: int = -1,
+    hosts: int = 1,
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One run; `until` asks to stop after so many steps. What its records say, and a digest of the parameters."""
     given = {
         "train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "clip": 0.5},
-        "machines": {"timeout_s": 15},
+        "machines": {"timeout_s": 40},
     }
     for name, section in (sections or {}).items():
         given[name] = {**given.get(name, {}), **section}
@@ -103,6 +104,7 @@ def train(
         where=Where(
             rank=seat.rank,
             ranks=seat.ranks,
+            hosts=hosts,
             writer=seat.rank,
             writers=seat.ranks,
             store=seat.store(),
@@ -129,3 +131,40 @@ def digest(module: nn.Module) -> str:
     for _, param in sorted(module.named_parameters()):
         found.update(param.detach().contiguous().numpy().tobytes())
     return found.hexdigest()
+
+
+def changing(seat: Seat, *, exchanges: list[Any]) -> dict[str, Any]:
+    """Three steps with each exchange, changed at the border between two steps; states and means on the way."""
+    from gossamer import compress
+    from gossamer.sync import Replica, Vote, Window
+    from gossamer.wire.channel.group import Group, Meeting
+    from gossamer.wire.message import Levels
+    from gossamer.wire.pump import Pump
+
+    torch.manual_seed(0)
+    module = Small(0.0)
+    params = dict(module.named_parameters())
+    channel = Group(Meeting(seat.store(), seat.rank, Levels.flat(seat.ranks), interface="lo", timeout_s=15.0))
+    pump = Pump(channel)
+    replica = Replica(params, compress.rules(exchanges[0]).by_name(params), pump, bucket_bytes=1 << 20)
+    data, kept = Tokens(), []
+    for turn, written in enumerate(exchanges):
+        if turn:
+            before = {n: t.clone() for n, t in replica.states().items()}
+            replica.adopt(compress.rules(written).by_name(params), bucket_bytes=1 << (20 - turn))
+            after = replica.states()
+            kept.append(sorted(n for n in after if n in before and torch.equal(after[n], before[n])))
+        for step in range(3 * turn, 3 * turn + 3):
+            rows = torch.utils.data.default_collate([data[4 * step + 2 * seat.rank + i] for i in range(2)])
+            replica.open(Window(step, 0, 1.0, float((rows["labels"] != -100).sum())))
+            replica.watch()
+            logits = module(rows["input_ids"], rows["scale"])
+            nn.functional.cross_entropy(logits.flatten(0, 1), rows["labels"].flatten()).backward()
+            replica.reduce()
+            assert replica.agree(Vote(0.0)).finite
+            replica.commit()
+    mean = {n: float(g.square().sum()) for n, g in replica.gradients().items()}
+    replica.close()
+    pump.close()
+    channel.close()
+    return {"kept": kept, "mean": mean}

@@ -7,7 +7,7 @@ another cut reads the same file. Replicated tensors are written once: each rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +62,8 @@ class Contents:
         """Read everything back, in place; what to tell the user about it, if anything.
 
         Exchange state and RNG belong to a rank. On another number of ranks the RNG starts anew, and `residuals` says
-        what becomes of exchange state: `merge` gives every rank the weighted mean of what the former ranks held, so
-        that their mean still holds all that was not sent; `drop` starts anew.
+        what becomes of exchange state: `merge` shares out among the ranks what the former ones held together, so that
+        all that was not sent will be; `drop` starts anew.
         """
         expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
         checkpoint.check_against(expected)
@@ -78,10 +78,10 @@ class Contents:
         if former == self.replica.ranks and all(rank in replicas for replicas in held.values()):
             self.replica.restore({n: checkpoint.read(f"exchange/{n}", replica=rank) for n in names})
             return ""
-        there = all(replicas == tuple(range(former)) for replicas in held.values())
+        there = former > 1 and all(replicas == tuple(range(former)) for replicas in held.values())
         if there and residuals == "merge":
-            share = checkpoint.meta.get("share") or [1 / former] * former
-            self.replica.restore({n: _merged(checkpoint, f"exchange/{n}", share) for n in names})
+            merged = {n: _merged(checkpoint, f"exchange/{n}", former, self.replica.ranks) for n in names}
+            self.replica.restore(merged)
             return f"resumed on {self.replica.ranks} ranks what {former} saved: exchange residuals were merged"
         why = "residuals: drop" if there else "not every rank's is stored here, or the exchange is another one"
         return f"exchange residuals start anew ({why})" if names else ""
@@ -120,15 +120,14 @@ def trainable(module: nn.Module) -> Mapping[str, Tensor]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def _merged(checkpoint: Checkpoint, name: str, share: Sequence[float]) -> Tensor:
-    """The mean over the ranks of the run that saved; what is no quantity (a counter) is the first rank's."""
-    first = checkpoint.read(name, replica=0)
-    if not first.is_floating_point():
-        return first
-    total = first * share[0]
-    for replica in range(1, len(share)):
-        total += checkpoint.read(name, replica=replica) * share[replica]
-    return total
+def _merged(checkpoint: Checkpoint, name: str, former: int, ranks: int) -> Tensor:
+    """What each of `ranks` gets of what `former` ranks held: residuals are parts of one sum and are shared out evenly;
+    what was the same on all of them (a factor, an estimate of the mean, a counter) stays what it is.
+    """
+    held = [checkpoint.read(name, replica=r) for r in range(former)]
+    if all(torch.equal(one, held[0]) for one in held):
+        return held[0]
+    return torch.stack(held).sum(0) / ranks if held[0].is_floating_point() else held[0]
 
 
 def _balanced(shared: list[tuple[str, Tensor]], writer: int, writers: int) -> list[int]:
