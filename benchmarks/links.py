@@ -1,0 +1,144 @@
+"""Training over slow links: Gossamer's exchanges beside what else there is, on real hosts in the laboratory.
+
+    python benchmarks/links.py [--rates 10mbit,100mbit,1gbit] [--hosts 2,4] [--methods all] [--seeds 3] [--json]
+    python benchmarks/links.py --quick          # a few minutes: two hosts, 100 Mbit/s, few methods, hardly any loss
+
+Needs root and iproute2 (see `gossamer doctor`). A GPT-2 of 17.4 million parameters trains on 4 x 256 tokens per host
+and step, one thread per host. Speed: 20 steps per method and link (fewer where a step takes many seconds). The
+denominator, dense of ours on links that are not shaped, takes turns with the methods. Loss: after --tokens, in
+lockstep, once per exchange, hosts and seed; every exchange's learning rate is tuned by the same budget. Seconds to a
+target loss are the product. What was measured is kept in the user's cache, and a sweep that was ended goes on there.
+
+    --islands 2x2 --between 10mbit   islands instead of one switch (sets the hosts)
+    --delay 10                       besides, every method at --delay-rate with so many ms one way (0: not)
+    --exchange NAME=YAML             an exchange of one's own as a row: --exchange 'mine={two_shot: int8}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from links import setting, venvs
+from links.keep import Kept
+from links.method import chosen
+from links.rounds import UNSHAPED, Link
+from links.rows import denominators, rows_of, subject, with_losses
+from links.studies import Budget, Subject, losses
+from links.sweep import Pace, run, turns
+from links.table import show
+from result import commit, publish
+
+QUICK = {"rates": "100mbit", "hosts": "2", "methods": "ddp,ddp_fp16,dense,ef_int8,auto", "delay": 0.0, "seeds": 1}
+QUICK |= {"steps": 3, "warm": 1, "alternations": 2, "tokens": 40 * 2048, "tune_tokens": 0, "lrs": "1e-3"}
+
+
+def main() -> None:
+    asked = arguments()
+    methods = chosen(asked.methods, asked.exchange)
+    rounds: list[Any] = []
+    kept = Kept(asked.cache / ("rounds_quick.json" if asked.quick else "rounds.json"))
+    pace = Pace(asked.steps, asked.warm, asked.budget, asked.alternations, len(os.sched_getaffinity(0)))
+    for group in link_groups(asked):
+        rounds += run(turns(methods, group, pace), kept, commit(), say)
+    free = denominators(rounds)
+    rows = rows_of(rounds, free)
+    found = measured_losses(asked, rows)
+    rows, targets = with_losses(rows, found, asked.margin)
+    figures = {"quick": asked.quick, "unthrottled": free, "target_loss": targets, "setting": described(asked)}
+    finish(asked, {**figures, "rows": rows})
+
+
+def arguments() -> argparse.Namespace:
+    read = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    read.add_argument("--rates", default="10mbit,100mbit,1gbit")
+    read.add_argument("--hosts", default="2,4")
+    read.add_argument("--islands", help="2x2 or 3,1, as in gossamer lab")
+    read.add_argument("--between", default="", help="rate of an island's uplink")
+    read.add_argument("--methods", default="all")
+    read.add_argument("--exchange", action="append", default=[], metavar="NAME=YAML")
+    read.add_argument("--delay", type=float, default=10.0, help="ms one way")
+    read.add_argument("--delay-rate", default="100mbit")
+    read.add_argument("--seeds", type=int, default=3, help="0: no losses")
+    read.add_argument("--tokens", type=int, default=2_000_000)
+    read.add_argument("--tune-tokens", type=int, default=125_000)
+    read.add_argument("--lrs", default="5e-4,1e-3,2e-3", help="rates to choose from")
+    read.add_argument(
+        "--precision", choices=["fp32", "bf16"], default="fp32", help="of the losses' forward and backward"
+    )
+    read.add_argument("--margin", type=float, default=0.01, help="the target loss is that of dense and so much more")
+    read.add_argument("--steps", type=int, default=20)
+    read.add_argument("--warm", type=int, default=2)
+    read.add_argument("--budget", type=float, default=40.0, help="seconds of timed steps a round may take")
+    read.add_argument("--alternations", type=int, default=5)
+    read.add_argument("--cache", type=Path, default=venvs.folder())
+    read.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="losses at a time")
+    read.add_argument("--quick", action="store_true")
+    read.add_argument("--json", action="store_true", help="no table")
+    given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")}
+    if "--quick" in sys.argv[1:]:
+        read.set_defaults(**{k: v for k, v in QUICK.items() if k not in given})
+    return read.parse_args()
+
+
+def link_groups(asked: argparse.Namespace) -> list[list[Link]]:
+    """The links to measure on, by number of hosts."""
+    sizes = islands_of(asked.islands)
+    groups = []
+    for hosts in [sum(sizes)] if sizes else [int(n) for n in asked.hosts.split(",")]:
+        common = {"hosts": hosts, "islands": sizes, "between": asked.between if sizes else ""}
+        group = [Link(rate=rate, **common) for rate in asked.rates.split(",")]
+        groups.append(group + [Link(rate=asked.delay_rate, delay_ms=asked.delay, **common)] * bool(asked.delay))
+    return groups
+
+
+def islands_of(text: str | None) -> tuple[int, ...]:
+    if not text:
+        return ()
+    if match := re.fullmatch(r"(\d+)x(\d+)", text):
+        return (int(match[2]),) * int(match[1])
+    return tuple(int(size) for size in text.split(","))
+
+
+def measured_losses(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    if not asked.seeds:
+        return {}
+    wanted = [s for row in rows if (s := subject(row)) is not None]
+    wanted += [Subject("dense", hosts) for hosts in {row["hosts"] for row in rows}]
+    rates = tuple(float(r) for r in asked.lrs.split(","))
+    budget = Budget(asked.tokens, asked.seeds, rates, asked.tune_tokens, asked.precision, asked.jobs)
+    return losses(wanted, budget, Kept(asked.cache / "losses.json"), say)
+
+
+def described(asked: argparse.Namespace) -> dict[str, Any]:
+    told = ("seeds", "tokens", "tune_tokens", "lrs", "precision", "margin", "steps", "alternations")
+    model = {"parameters": setting.PARAMETERS, "tokens_per_host_and_step": setting.ROWS * setting.SEQUENCE}
+    definitions = {
+        "wire_bytes": "sent by rank 0 per step; ours: payload as metered, peers: as its interface counts",
+        "exposed_share": "ours: waiting for the wire after backward; peers: beyond a step that sends nothing",
+        "loss of peers": "that of the exchange of ours with the same mathematics; null where there is none",
+        "unshaped": f"rows at rate {UNSHAPED!r} are on links that are not shaped",
+    }
+    return {**model, "data": setting.DATA, **{k: getattr(asked, k) for k in told}, "definitions": definitions}
+
+
+def finish(asked: argparse.Namespace, figures: dict[str, Any]) -> None:
+    if not asked.json:
+        print(show(figures["rows"]))
+    if asked.quick:  # no record: too short to be one
+        print(json.dumps({**figures, "command": " ".join(["python", "benchmarks/links.py", *sys.argv[1:]])}))
+    else:
+        publish("links", figures)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The rows of the table by name: ours are exchanges, peers are other people's programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """`plan` is the plan section of ours; `venv` the environment of a peer ("": this one's)."""
+
+    name: str
+    peer: bool
+    plan: Any = None
+    venv: str = ""
+    like: str = ""  # a peer whose mathematics is that of one of our exchanges has that one's loss
+
+    def exchange(self) -> Any:
+        """The exchange as written, for what has one before a plan is made."""
+        return None if self.peer else self.plan["exchange"]
+
+
+def _ours(name: str, exchange: Any, **plan: Any) -> Method:
+    return Method(name, False, {"exchange": exchange, **plan})
+
+
+def _feedback(inner: Any) -> Any:
+    return {"error_feedback": inner}
+
+
+OURS = [
+    _ours("auto", "auto", lossy=True),
+    _ours("auto_exact", "auto"),
+    _ours("dense", "dense"),
+    _ours("two_shot_bf16", {"two_shot": "bfloat16"}),
+    _ours("ef_int8", _feedback({"two_shot": "int8"})),
+    _ours("ef_int4", _feedback({"two_shot": "int4"})),
+    _ours("ef_sign", _feedback({"two_shot": "sign"})),
+    _ours("ef_topk", _feedback({"topk": {"fraction": 0.01}})),
+    _ours("ef_powersgd", _feedback({"powersgd": {"rank": 4}})),
+]
+PEERS = [
+    Method("ddp", True, like="dense"),
+    Method("ddp_fp16", True, like="fp16_hook"),
+    Method("ddp_powersgd", True),
+    Method("ddp_powersgd_one_bucket", True),
+    *(Method(f"zero{stage}", True, venv="deepspeed", like="dense") for stage in range(4)),
+    Method("torchft", True, venv="torchft", like="dense"),
+]
+KNOWN = {m.name: m for m in [*OURS, *PEERS]}
+ALONE = Method("no_exchange", True)  # what a host computes when it exchanges nothing
+UNTHROTTLED = "dense"  # of ours, on links that are not shaped: the denominator
+
+
+def chosen(names: str, extra: list[str]) -> list[Method]:
+    """Methods by their names ("all": all), and `extra` ones written NAME=EXCHANGE in YAML."""
+    import yaml
+
+    known = dict(KNOWN)
+    for written in extra:
+        name, _, exchange = written.partition("=")
+        known[name] = _ours(name, yaml.safe_load(exchange))
+    wanted = list(known) if names == "all" else [*names.split(","), *(w.partition("=")[0] for w in extra)]
+    wrong = [name for name in wanted if name not in known]
+    if wrong:
+        raise SystemExit(f"no method is called {', '.join(wrong)}; known: {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(wanted)]

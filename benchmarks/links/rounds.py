@@ -1,0 +1,163 @@
+"""One round: a laboratory of some hosts and links, one method on it, some steps, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gossamer.spec.units import read_rate
+from gossamer.wire.lab import Lab, Topology
+from links import setting, venvs
+from links.method import Method
+
+UNSHAPED = "unshaped"
+_HERE = Path(__file__).parent.parent
+_GRACE_S = 20.0  # for the others to end after one has failed
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What lies between the hosts. `delay_ms` is one way."""
+
+    hosts: int
+    rate: str = UNSHAPED
+    delay_ms: float = 0.0
+    islands: tuple[int, ...] = ()
+    between: str = ""
+
+    def topology(self) -> Topology:
+        rates = {"rate_bytes_per_s": self.rate, "between_bytes_per_s": self.between}
+        given = {name: read_rate(rate) for name, rate in rates.items() if rate not in ("", UNSHAPED)}
+        return Topology(self.hosts, delay_s=self.delay_ms / 1000, islands=self.islands, **given)
+
+    def named(self) -> dict[str, Any]:
+        """As it stands in a row."""
+        return {**asdict(self), "islands": list(self.islands)}
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long a round is: timed steps, steps before them, and seconds after which it is ended."""
+
+    steps: int
+    warm: int
+    limit_s: float
+
+
+def measure(method: Method, link: Link, length: Length) -> dict[str, Any]:
+    """The figures of a round; with `error` and `command` where it did not come to its end."""
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        try:
+            argv = _argv(method, link, length, folder)
+        except OSError as error:
+            return {"error": f"its environment cannot be made: {error}", "command": f"pip install {method.venv}"}
+        said, codes, seconds = _run(argv, link, length)
+        try:
+            if any(codes):
+                raise ValueError(_why(codes, said, seconds, length))
+            found = _peer(said) if method.peer else _ours(folder, length)
+        except (ValueError, KeyError, StopIteration, FileNotFoundError) as error:
+            return {"error": str(error), "command": shlex.join(_shown(argv)), "seconds": round(seconds, 1)}
+        return {**found, "seconds": round(seconds, 1), "tokens_per_s": setting.tokens(link.hosts) / found["step_s"]}
+
+
+def _argv(method: Method, link: Link, length: Length, folder: Path) -> list[str]:
+    if method.peer:
+        return [venvs.interpreter(method.venv), "-m", "links.host", method.name, str(length.steps), str(length.warm)]
+    config = {
+        "model": {"hf": "gpt2", "config": setting.MODEL},
+        "data": setting.DATA,
+        "train": {
+            "steps": length.steps + length.warm,
+            "batch": link.hosts * setting.ROWS,
+            "optimizer": {"adamw": {"lr": setting.LR, "betas": setting.BETAS, "weight_decay": setting.WEIGHT_DECAY}},
+            "schedule": "constant",
+            "clip": setting.CLIP,
+            "seed": setting.SEED,
+            "evaluate_every": 0,
+            "evaluate_sequences": 1,
+            "checkpoint_every": 0,
+        },
+        "machines": {"threads": 1, "timeout_s": 600.0},
+        "plan": method.plan,
+        "run": {"directory": str(folder), "name": "round", "display": "quiet"},
+    }
+    (folder / "run.yaml").write_text(json.dumps(config))
+    return [sys.executable, "-m", "gossamer", "train", str(folder / "run.yaml")]
+
+
+def _run(argv: list[str], link: Link, length: Length) -> tuple[list[list[str]], tuple[int, ...], float]:
+    """What every host said, how each ended, and how long it took."""
+    said: list[list[str]] = [[] for _ in range(link.hosts)]
+    path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TRANSFORMERS_VERBOSITY": "error"}
+    began = time.monotonic()
+    with Lab(link.topology()) as lab:
+        timers = [threading.Timer(length.limit_s, lab.signal, (signal.SIGKILL,))]
+        timers[0].start()
+
+        def exited(host: int, code: int) -> None:
+            if code and len(timers) == 1:
+                timers.append(threading.Timer(_GRACE_S, lab.signal, (signal.SIGKILL,)))
+                timers[1].start()
+
+        try:
+            codes = lab.run(argv, env=lambda host: env, output=lambda h, line: said[h].append(line), exited=exited)
+        finally:
+            for timer in timers:
+                timer.cancel()
+    return said, codes, time.monotonic() - began
+
+
+def _why(codes: tuple[int, ...], said: list[list[str]], seconds: float, length: Length) -> str:
+    if seconds >= length.limit_s and all(code == -signal.SIGKILL for code in codes if code):
+        return f"no end after {length.limit_s:.0f} s: killed"
+    host = next(h for h, code in enumerate(codes) if code)
+    telling = [line for line in said[host] if "Error" in line] or [line for line in said[host] if line.strip()]
+    return f"host {host} ended with {codes[host]}: {telling[-1][:300] if telling else 'it said nothing'}"
+
+
+def _shown(argv: list[str]) -> list[str]:
+    """Without the folders of this machine."""
+    return ["python", *(Path(word).name if word.startswith("/") else word for word in argv[1:])]
+
+
+def _peer(said: list[list[str]]) -> dict[str, Any]:
+    """Rank 0's figures; the memory is that of the host that took most."""
+    hosts = [json.loads(next(line for line in reversed(lines) if line.startswith("{"))) for lines in said]
+    return {**hosts[0], "peak_bytes": max(h["peak_bytes"] for h in hosts)}
+
+
+def _ours(folder: Path, length: Length) -> dict[str, Any]:
+    """Rank 0's figures out of the run's own records; a step lasts until the next one's record."""
+    import yaml
+
+    run = folder / "round"
+    lines = [json.loads(x) for x in (run / "records.jsonl").read_text().splitlines()]
+    steps = [x for x in lines if x["kind"] == "step"]
+    times = [b["time_s"] - a["time_s"] for a, b in pairwise(steps)][length.warm - 1 :]
+    timed = steps[length.warm :]
+    plan = yaml.safe_load((run / "plan.yaml").read_text())
+    return {
+        "step_s": median(times),
+        "steps_s": [round(t, 4) for t in times],
+        "exposed_s": median(x["exposed_s"] for x in timed),
+        "compute_s": median(x["compute_s"] for x in timed),
+        "wire_bytes": sum(sum(x["wire_bytes"].values()) for x in timed) / len(timed),
+        "peak_bytes": max(x["peak_bytes"] for x in timed),
+        "loss": timed[-1]["loss"],
+        "exchange": plan["exchange"],
+        "because": plan.get("reasons", {}).get("exchange", ""),
+    }
