@@ -50,9 +50,9 @@ class RandomBlocks(Exchange):
         blocks = torch.randperm(self._blocks(x.layout), generator=rng, device=flat.device)
         chosen = blocks[: self._count(x.layout)].sort().values
         sent = taken(flat, chosen, block)
-        kept = placed(sent, chosen, flat.numel())
-        (total,) = yield Message((sent.mul_(at.share),), Combine.SUM)
-        return Outcome(placed(total, chosen, flat.numel()).to(x.layout.dtype), kept, state)
+        (total,) = yield Message((sent * at.share,), Combine.SUM)
+        mean, kept = (placed(rows, chosen, flat.numel()) for rows in (total, sent))
+        return Outcome(mean.to(x.layout.dtype), kept, state)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return (Traffic(Combine.SUM, self._count(layout) * self._block(layout), 4),)

@@ -49,8 +49,8 @@ class RandomK(Exchange):
         flat, k = x.flat.float(), count_of(self.fraction, x.layout.numel)
         places = drawn(x.layout.numel, k, key_of(at, x.layout), flat.device)
         values = flat[places].mul_(flat.numel() / k if self.unbiased and k else 1.0)
-        kept = torch.zeros_like(flat).index_copy_(0, places, values)
         (total,) = yield Message((values * at.share,), Combine.SUM)
+        kept = torch.zeros_like(flat).index_copy_(0, places, values)
         mean = torch.zeros_like(flat).index_copy_(0, places, total)
         return Outcome(mean.to(x.layout.dtype), kept, state)
 
