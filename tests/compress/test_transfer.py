@@ -198,6 +198,22 @@ def test_masked_top_k_passes_gradcheck_through_encode_and_decode() -> None:
     assert not torch.autograd.gradcheck(straight.through, (x,), raise_exception=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("fraction", [0.1, 0.5])
+def test_of_equal_entries_the_first_cross(fraction: float, dtype: torch.dtype) -> None:
+    """A row of nothing but zeros, one with fewer others than may cross, one of equals, one with what is not finite."""
+    x = torch.zeros(4, 40, dtype=dtype)
+    x[1, 30], x[2] = -2.0, 0.5
+    x[3] = torch.arange(40)
+    x[3, :2] = torch.tensor([float("nan"), -float("inf")])
+    k = int(40 * fraction)
+    arrived, gradient, _ = cross(TopK(fraction=fraction), x, torch.ones_like(x))
+    assert torch.equal(gradient.count_nonzero(-1), torch.full((4,), k))
+    assert gradient[0, :k].all() and gradient[2, :k].all() and gradient[1, : k - 1].all()
+    assert arrived[1, 30] == -2 and arrived[3, 0].isnan() and arrived[3, 1] == -float("inf")
+    assert torch.equal(arrived[3, 42 - k :], x[3, 42 - k :])
+
+
 def test_wide_rows_have_wide_places() -> None:
     x = gaussian(2, (1 << 15) + 9)
     x[1, -1] = 100.0

@@ -31,9 +31,13 @@ def group(seat: Seat, *, timeout_s: float = 20.0) -> Group:
 
 
 def stage(index: int, dtype: torch.dtype) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(100 + index)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)).to(dtype)
+    """The same on every call; its own generator, since ranks may be threads of one process."""
+    rng = torch.Generator().manual_seed(100 + index)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=rng) * WIDTH**-0.5 + (p.dim() == 1))
+    return module.to(dtype)
 
 
 def batch_of(index: int, dtype: torch.dtype) -> Tensor:

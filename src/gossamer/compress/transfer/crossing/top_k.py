@@ -61,7 +61,7 @@ class TopK(Crossing):
         rows = x.reshape(where.rows, where.width)
         if where.is_all:
             return self._to_bytes(rows, key), State()
-        places = rows.abs().topk(where.count, sorted=False).indices.sort().values  # (rows, k); not-a-number is largest
+        places = where.largest(rows)  # (rows, k)
         message = torch.cat((self._to_bytes(rows.gather(-1, places), key), where.to_bytes(places)))
         return message, self._memory(where, places)
 
