@@ -50,7 +50,7 @@ def test_ranks_at_different_steps_find_out(pool) -> None:
 
 
 def test_two_exchanges_in_one_model_and_loss_scaling_leave_the_same_traces(pool) -> None:
-    """Matrices by top-k with feedback, vectors densely; residuals are kept by parameter; a loss scale is divided out."""
+    """Matrices by top-k with feedback, vectors densely; residuals lie by parameter; a loss scale is divided out."""
     plain = pool.run("sync.jobs:mixed", 2, scale=1.0)
     scaled = pool.run("sync.jobs:mixed", 2, scale=1024.0)
     assert plain == scaled, "a power of two changes nothing, neither in gradients nor in residuals"
