@@ -18,13 +18,23 @@ def test_a_rate_survives_the_round_trip(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "bytes_per_s"),
-    [("100mbit", 12_500_000.0), ("1Gbit/s", 125_000_000.0), (" 8 bit ", 1.0), ("0.5kbit/s", 62.5), ("1tbit", 1.25e11)],
+    [
+        ("100mbit", 12_500_000.0),
+        ("1Gbit/s", 125_000_000.0),
+        (" 8 bit ", 1.0),
+        ("0.5kbit/s", 62.5),
+        ("1tbit", 1.25e11),
+        ("1Gbps", 125_000_000.0),
+        ("100 Mbps", 12_500_000.0),
+        (".5kbps", 62.5),
+        ("10mbitps", 1_250_000.0),
+    ],
 )
 def test_rates_are_read_in_every_usual_form(text: str, bytes_per_s: float) -> None:
     assert read_rate(text) == bytes_per_s
 
 
-@pytest.mark.parametrize("text", ["", "100", "fast", "100mb", "-3mbit", "mbit", "1 mbit x"])
+@pytest.mark.parametrize("text", ["", "100", "fast", "100mb", "-3mbit", "mbit", "1 mbit x", "100 MBps", "1.2.3mbit", ".mbit"])
 def test_what_is_no_rate_is_told(text: str) -> None:
     with pytest.raises(
         BadInput, match=r"between: wanted a rate such as 100mbit or 1gbit, got " + re.escape(repr(text))

@@ -43,12 +43,13 @@ def show_rate(bytes_per_s: float) -> str:
     raise AssertionError
 
 
-_RATE = re.compile(r"^\s*([0-9.]+)\s*([kmgt]?)bit(?:/s|ps)?\s*$", re.IGNORECASE)
+# "Mbps" is megabits; "MBps" and "mb" may mean megabytes, so they are refused.
+_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kKmMgGtT]?)(?:(?i:bit(?:/s|ps)?)|bps)\s*")
 
 
 def read_rate(text: str, *, key: str = "") -> float:
-    """ "100mbit" -> 12_500_000.0 bytes per second; raises BadInput."""
-    match = _RATE.match(text)
+    """ "100mbit", "100 Mbps" -> 12_500_000.0 bytes per second; raises BadInput."""
+    match = _RATE.fullmatch(text)
     if match is None:
         raise bad_input(wanted="a rate such as 100mbit or 1gbit", got=repr(text), do="write number and unit", key=key)
     scale = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[match.group(2).lower()]
