@@ -10,7 +10,7 @@ lockstep, once per exchange, hosts and seed; every exchange's learning rate is t
 target loss are the product. What was measured is kept in the user's cache, and a sweep that was ended goes on there.
 
     --islands 2x2 --between 10mbit   islands instead of one switch (sets the hosts)
-    --delay 10                       besides, every method at --delay-rate with so many ms one way (0: not)
+    --delay 10                       besides, every method at --delay-rate with so many ms one way (first of --hosts)
     --exchange NAME=YAML             an exchange of one's own as a row: --exchange 'mine={two_shot: int8}'
 """
 
@@ -65,6 +65,7 @@ def arguments() -> argparse.Namespace:
     read.add_argument("--delay", type=float, default=10.0, help="ms one way")
     read.add_argument("--delay-rate", default="100mbit")
     read.add_argument("--seeds", type=int, default=3, help="0: no losses")
+    read.add_argument("--losses", default="all", help="the methods whose loss is measured, besides dense's")
     read.add_argument("--tokens", type=int, default=2_000_000)
     read.add_argument("--tune-tokens", type=int, default=125_000)
     read.add_argument("--lrs", default="5e-4,1e-3,2e-3", help="rates to choose from")
@@ -74,7 +75,7 @@ def arguments() -> argparse.Namespace:
     read.add_argument("--margin", type=float, default=0.01, help="the target loss is that of dense and so much more")
     read.add_argument("--steps", type=int, default=20)
     read.add_argument("--warm", type=int, default=2)
-    read.add_argument("--budget", type=float, default=40.0, help="seconds of timed steps a round may take")
+    read.add_argument("--budget", type=float, default=20.0, help="seconds of timed steps a round may take")
     read.add_argument("--alternations", type=int, default=5)
     read.add_argument("--cache", type=Path, default=venvs.folder())
     read.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="losses at a time")
@@ -93,7 +94,9 @@ def link_groups(asked: argparse.Namespace) -> list[list[Link]]:
     for hosts in [sum(sizes)] if sizes else [int(n) for n in asked.hosts.split(",")]:
         common = {"hosts": hosts, "islands": sizes, "between": asked.between if sizes else ""}
         group = [Link(rate=rate, **common) for rate in asked.rates.split(",")]
-        groups.append(group + [Link(rate=asked.delay_rate, delay_ms=asked.delay, **common)] * bool(asked.delay))
+        if asked.delay and not groups:  # one row per method: with the fewest hosts
+            group.append(Link(rate=asked.delay_rate, delay_ms=asked.delay, **common))
+        groups.append(group)
     return groups
 
 
@@ -108,8 +111,9 @@ def islands_of(text: str | None) -> tuple[int, ...]:
 def measured_losses(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     if not asked.seeds:
         return {}
-    wanted = [s for row in rows if (s := subject(row)) is not None]
-    wanted += [Subject("dense", hosts) for hosts in {row["hosts"] for row in rows}]
+    some = [r for r in rows if asked.losses in ("all", r["method"]) or r["method"] in asked.losses.split(",")]
+    wanted = [s for row in some if (s := subject(row)) is not None]
+    wanted += [Subject("dense", hosts) for hosts in {row["hosts"] for row in some}]
     rates = tuple(float(r) for r in asked.lrs.split(","))
     budget = Budget(asked.tokens, asked.seeds, rates, asked.tune_tokens, asked.precision, asked.jobs)
     return losses(wanted, budget, Kept(asked.cache / "losses.json"), say)

@@ -25,20 +25,20 @@ def _ours(name: str, exchange: Any, **plan: Any) -> Method:
     return Method(name, False, {"exchange": exchange, **plan})
 
 
-def _feedback(inner: Any) -> Any:
-    return {"error_feedback": inner}
+def _two_shot(codec: str) -> Any:
+    return {"error_feedback": {"inner": {"two_shot": {"codec": codec}}}}
 
 
 OURS = [
     _ours("auto", "auto", lossy=True),
     _ours("auto_exact", "auto"),
     _ours("dense", "dense"),
-    _ours("two_shot_bf16", {"two_shot": "bfloat16"}),
-    _ours("ef_int8", _feedback({"two_shot": "int8"})),
-    _ours("ef_int4", _feedback({"two_shot": "int4"})),
-    _ours("ef_sign", _feedback({"two_shot": "sign"})),
-    _ours("ef_topk", _feedback({"topk": {"fraction": 0.01}})),
-    _ours("ef_powersgd", _feedback({"powersgd": {"rank": 4}})),
+    _ours("two_shot_bf16", {"two_shot": {"codec": "bfloat16"}}),
+    _ours("ef_int8", _two_shot("int8")),
+    _ours("ef_int4", _two_shot("int4")),
+    _ours("ef_sign", _two_shot("sign")),
+    _ours("ef_topk", {"error_feedback": {"topk": {"fraction": 0.01}}}),
+    _ours("ef_powersgd", {"error_feedback": {"powersgd": {"rank": 4}}}),
 ]
 PEERS = [
     Method("ddp", True, like="dense"),

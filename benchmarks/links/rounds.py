@@ -22,6 +22,7 @@ from links import setting, venvs
 from links.method import Method
 
 UNSHAPED = "unshaped"
+HUNG = "no end after"
 _HERE = Path(__file__).parent.parent
 _GRACE_S = 20.0  # for the others to end after one has failed
 
@@ -123,7 +124,7 @@ def _run(argv: list[str], link: Link, length: Length) -> tuple[list[list[str]], 
 
 def _why(codes: tuple[int, ...], said: list[list[str]], seconds: float, length: Length) -> str:
     if seconds >= length.limit_s and all(code == -signal.SIGKILL for code in codes if code):
-        return f"no end after {length.limit_s:.0f} s: killed"
+        return f"{HUNG} {length.limit_s:.0f} s: killed"
     host = next(h for h, code in enumerate(codes) if code)
     telling = [line for line in said[host] if "Error" in line] or [line for line in said[host] if line.strip()]
     return f"host {host} ended with {codes[host]}: {telling[-1][:300] if telling else 'it said nothing'}"

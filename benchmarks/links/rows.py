@@ -26,11 +26,12 @@ def denominators(rounds: Rounds) -> dict[int, dict[str, Any]]:
         alone = [r["step_s"] for t, r in here if t.method.name == ALONE.name]
         if not free:
             raise SystemExit(f"dense on unshaped links of {hosts} hosts has no figure: nothing can be held against it")
+        steps = [s for t, r in here if t.method.name == UNTHROTTLED for s in r["steps_s"]]
         found[hosts] = {
-            "step_s": median(free),
+            "step_s": median(steps),
             "rounds": [round(s, 4) for s in free],
             "spread": round((max(free) - min(free)) / median(free), 4),
-            "tokens_per_s": round(setting.tokens(hosts) / median(free), 1),
+            "tokens_per_s": round(setting.tokens(hosts) / median(steps), 1),
             "no_exchange_step_s": median(alone) if alone else None,
         }
     return found

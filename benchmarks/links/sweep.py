@@ -20,7 +20,7 @@ from gossamer.wire.message import Levels
 from links import setting
 from links.keep import Kept
 from links.method import ALONE, KNOWN, UNTHROTTLED, Method
-from links.rounds import UNSHAPED, Length, Link, measure
+from links.rounds import HUNG, UNSHAPED, Length, Link, measure
 
 _COMPUTE_S, _START_S = 1.5, 90.0  # of a step on a core; to begin a round, generously
 _OF_DENSE = {"ddp_fp16": 0.5, "ddp_powersgd": 0.05, "ddp_powersgd_one_bucket": 0.05, "zero1": 1.5, "zero2": 1.5}
@@ -71,12 +71,16 @@ def turns(methods: list[Method], links: list[Link], pace: Pace) -> Iterator[Turn
 
 def run(todo: Iterator[Turn], kept: Kept, commit: str, say: Callable[[str], None]) -> list[tuple[Turn, dict[str, Any]]]:
     """Measure what has not been measured."""
-    found = []
+    found: list[tuple[Turn, dict[str, Any]]] = []
+    hung: dict[tuple[str, int], dict[str, Any]] = {}  # a hang costs its whole limit, and is the same on every link
     for turn in todo:
-        result = kept.get(turn.key(commit))
+        who = (turn.method.name, turn.link.hosts)
+        result = kept.get(turn.key(commit)) or hung.get(who)
         if result is None or ("error" in result and not turn.method.peer):
             result = measure(turn.method, turn.link, turn.length)
             kept.put(turn.key(commit), result)
+        if turn.method.peer and HUNG in result.get("error", ""):
+            hung.setdefault(who, {**result, "error": f"{result['error']} (at {turn.link.rate})"})
         told = result.get("error") or f"{result['step_s']:.3f} s per step, {result['wire_bytes'] / 1e6:.2f} MB"
         say(f"{turn.method.name} on {turn.link.hosts} hosts, {turn.link.rate}: {told} ({result.get('seconds')} s)")
         found.append((turn, result))

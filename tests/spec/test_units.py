@@ -34,7 +34,9 @@ def test_rates_are_read_in_every_usual_form(text: str, bytes_per_s: float) -> No
     assert read_rate(text) == bytes_per_s
 
 
-@pytest.mark.parametrize("text", ["", "100", "fast", "100mb", "-3mbit", "mbit", "1 mbit x", "100 MBps", "1.2.3mbit", ".mbit"])
+@pytest.mark.parametrize(
+    "text", ["", "100", "fast", "100mb", "-3mbit", "mbit", "1 mbit x", "100 MBps", "1.2.3mbit", ".mbit"]
+)
 def test_what_is_no_rate_is_told(text: str) -> None:
     with pytest.raises(
         BadInput, match=r"between: wanted a rate such as 100mbit or 1gbit, got " + re.escape(repr(text))
