@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -163,6 +165,51 @@ def test_one_that_fails_is_reported_once_and_dropped(
     trackers.close()
     assert len(said) == 1
     assert name in said[0] and "server" in said[0] and "gone" not in said[0]
+
+
+class Loud(Fake):
+    """A package that prints at every call."""
+
+    def __call__(self, *args: Any, **named: Any) -> Fake:
+        print("* something about", self._path)
+        return super().__call__(*args, **named)
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_a_package_prints_leaves_stdout_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for package in (*PACKAGES, *TENSORBOARD):
+        module = FakeModule(package, [])
+        module._fake = Loud([], package)
+        monkeypatch.setitem(sys.modules, package, module)
+    monkeypatch.setattr(Fake, "__getattr__", lambda self, inner: Loud(self._calls, f"{self._path}.{inner}"))
+    trackers = Trackers.start([name], run_name="r", config=CONFIG, directory=tmp_path, warn=pytest.fail)
+    for record in run(20):
+        trackers.log(record)
+    trackers.close()
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("* something about") > 3
+
+
+def test_trackio_is_told_itself_that_the_run_is_over(calls: list[Any], tmp_path: Path) -> None:
+    """Else it ends the run again, and prints so, as Python exits: after the last line of --json."""
+    build("trackio").start("r", CONFIG, tmp_path).close()
+    assert calls[-1][0] == "trackio.finish"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="needs the extra trackio")
+def test_real_trackio_says_nothing_on_stdout_even_as_python_exits(tmp_path: Path) -> None:
+    script = (
+        "from pathlib import Path; from gossamer.view.tracking import Trackers; from view.streams import run\n"
+        "trackers = Trackers.start(['trackio'], run_name='r', config={}, directory=Path(), warn=print)\n"
+        "for record in run(20): trackers.log(record)\n"
+        "trackers.close(); print('last')"
+    )
+    path = os.pathsep.join(sys.path)
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "last\n"), done.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the extra tensorboard")

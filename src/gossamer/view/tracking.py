@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from gossamer.view.tracker import Session, build
 
 
 class Trackers:
-    """The trackers of one run. Whatever one of them raises is reported once, to `warn`; that tracker is dropped."""
+    """The trackers of one run. Whatever one of them raises is reported once, to `warn`; that tracker is dropped.
+
+    What their packages print goes to stderr: stdout is ours, and may end with one JSON object.
+    """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -36,7 +41,8 @@ class Trackers:
         try:
             for name, tracker in built:
                 try:
-                    trackers._sessions[name] = tracker.start(run_name, config, directory)
+                    with redirect_stdout(sys.stderr):
+                        trackers._sessions[name] = tracker.start(run_name, config, directory)
                 except BadInput:
                     raise
                 except Exception as error:
@@ -56,7 +62,8 @@ class Trackers:
     def _each(self, act: Callable[[Session], None]) -> None:
         for name, session in list(self._sessions.items()):
             try:
-                act(session)
+                with redirect_stdout(sys.stderr):
+                    act(session)
             except Exception as error:  # other people's code, other people's servers
                 self._drop(name, error)
 

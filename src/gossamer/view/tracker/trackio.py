@@ -21,11 +21,13 @@ class Trackio(Tracker):
     def start(self, run_name: str, config: Mapping[str, Any], directory: Path) -> Session:
         hush(("HF_HUB_DISABLE_TELEMETRY", "1"), ("GRADIO_ANALYTICS_ENABLED", "False"))
         trackio = need("trackio", extra="trackio")
-        return _Session(trackio.init(project=self.project, name=run_name, config=flat(config), resume="allow"))
+        run = trackio.init(project=self.project, name=run_name, config=flat(config), resume="allow")
+        return _Session(trackio, run)
 
 
 @dataclass(frozen=True)
 class _Session(Session):
+    trackio: Any
     run: Any
 
     def log(self, record: Record) -> None:
@@ -34,4 +36,4 @@ class _Session(Session):
             self.run.log(values, step=step)
 
     def close(self) -> None:
-        self.run.finish()
+        self.trackio.finish()  # the run's own finish leaves it to be finished, and told, again as Python exits
