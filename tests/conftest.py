@@ -11,6 +11,9 @@ import pytest
 
 from pool import Pool
 
+# One thread here as in the pool's workers: matrix products of other numbers of threads differ in their last bits.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
