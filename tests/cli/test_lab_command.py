@@ -90,3 +90,17 @@ class TestStanding:
         assert process.returncode == 0 and prefix not in standing()
         with pytest.raises(BadInput, match="wanted a standing laboratory, got 'gsm0x0'"):
             app(["down", "gsm0x0"], result_action="return_value")
+
+    def test_up_and_down_end_with_one_json_object(self):
+        with subprocess.Popen([*PROGRAM, "up", "--hosts", "2", "--json"], stdout=subprocess.PIPE, text=True) as process:
+            lines = [process.stdout.readline() for _ in range(5)]
+            about = json.loads(lines[4])  # while it stands: scripts read on from here
+            prefix = about["laboratory"]
+            assert prefix in lines[0] and prefix in standing() and about["cpu_shares"] is None
+            assert [host["enter"] in line for host, line in zip(about["hosts"], lines[1:3], strict=True)] == [True] * 2
+            left = json.loads(lab("down", "--json").stdout.splitlines()[-1])
+            assert prefix in left["standing"] and prefix not in left["removed"]
+            gone = json.loads(lab("down", prefix, "--json").stdout.splitlines()[-1])
+            assert prefix in gone["removed"] and prefix not in gone["standing"]
+            assert process.stdout.read() == "", "nothing after the object"
+        assert process.returncode == 0

@@ -21,6 +21,7 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.units import read_rate, show_bytes, show_gib, show_rate
 from gossamer.wire.lab import Change, Lab, Topology, end, lab_unavailable, standing, sweep
 
+AsJson = Annotated[bool, Parameter(name="--json", negative="")]
 app = App(name="lab", help="Real hosts and shaped links on this machine (Linux, root).")
 
 
@@ -62,7 +63,7 @@ def run(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
     wanted: Wanted | None = None,
     change: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Run a command on every host, e.g. `gossamer lab run --hosts 4 --rate 100mbit -- python train.py`.
 
@@ -101,34 +102,46 @@ def run(
         }
     _report(about)
     if as_json:
-        sys.stdout.write(json.dumps(about) + "\n")
+        _write_json(about)
     return _exit_code(codes[first]) if first is not None else 0
 
 
 @app.command(name="up")
-def up(*, wanted: Wanted | None = None) -> int:
-    """Keep a laboratory standing until Ctrl-C; prints how to enter its hosts."""
+def up(*, wanted: Wanted | None = None, as_json: AsJson = False) -> int:
+    """Keep a laboratory standing until Ctrl-C; prints how to enter its hosts.
+
+    Parameters
+    ----------
+    as_json
+        End with one JSON object, written as soon as the hosts stand: name, hosts, real shares of the processor.
+    """
     with _asked_to_stop(), Lab((wanted or Wanted()).topology()) as lab:
-        _say(f"{lab.prefix}: {_described(lab, lab.calibrate())}")
-        for host in range(lab.topology.hosts):
-            _say(f"{lab.address(host)}: {lab.entry(host)}", tag=f"h{host}")
+        shares = lab.calibrate()
+        hosts = [{"address": lab.address(host), "enter": lab.entry(host)} for host in range(lab.topology.hosts)]
+        _say(f"{lab.prefix}: {_described(lab, shares)}")
+        for number, host in enumerate(hosts):
+            _say(f"{host['address']}: {host['enter']}", tag=f"h{number}")
         _say("standing until Ctrl-C")
+        if as_json:
+            _write_json({"laboratory": lab.prefix, "hosts": hosts, "cpu_shares": list(shares) or None})
         try:
             while True:
                 signal.pause()
         except KeyboardInterrupt:
-            _say("taking it down")
+            sys.stderr.write("[lab] taking it down\n")
     return 0
 
 
 @app.command(name="down")
-def down(prefix: str | None = None) -> int:
+def down(prefix: str | None = None, *, as_json: AsJson = False) -> int:
     """Remove laboratories whose owner is gone, or one that stands, by its name.
 
     Parameters
     ----------
     prefix
         A standing laboratory, as `lab up` calls it: its owner is asked to end, then it is removed.
+    as_json
+        End with one JSON object: the names of what was removed, and of what still stands.
     """
     reason = lab_unavailable()
     if reason is not None:
@@ -141,8 +154,11 @@ def down(prefix: str | None = None) -> int:
         end(prefix)
         gone = (*gone, prefix)
     _say(f"removed: {', '.join(gone) or 'nothing was left over'}")
-    for name in standing():
+    left = standing()
+    for name in left:
         _say(f"still standing, in use: {name} (gossamer lab down {name} ends it)")
+    if as_json:
+        _write_json({"removed": list(gone), "standing": list(left)})
     return 0
 
 
@@ -208,6 +224,11 @@ def _exit_code(code: int) -> int:
 
 def _say(line: str, *, tag: str = "lab") -> None:
     sys.stdout.write(f"[{tag}] {line}\n")
+    sys.stdout.flush()
+
+
+def _write_json(about: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(about) + "\n")
     sys.stdout.flush()
 
 
