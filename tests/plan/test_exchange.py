@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 
 import pytest
@@ -86,16 +86,24 @@ def test_encoding_that_costs_more_than_it_saves_is_left() -> None:
 
 @pytest.mark.parametrize("bytes_per_s", [5e5, 2e6, 8e6, 2e7, 6e7, 2e8])
 @pytest.mark.parametrize("stolen", [0.0, 1.0])
-def test_never_slower_than_plain_and_close_to_the_fastest_of_all(bytes_per_s: float, stolen: float) -> None:
-    """The forecast is within what loss may cost of the best of all 4^4 combinations."""
-    known = facts(bytes_per_s, cpu_s=0.01, stolen=stolen)
+def test_never_slower_than_plain_and_as_good_as_trying_everything(bytes_per_s: float, stolen: float) -> None:
+    """Of all ways to let candidates begin one after the other; and within 5% of the fastest of all 3^6 mixtures."""
+    known = facts(bytes_per_s, buckets=6, cpu_s=0.01, stolen=stolen)
     decision = choose(known, lossy=True, candidates=KINDS)
     assert decision.forecast.step_s <= decision.plain.step_s
-    fastest = min(
-        timeline(known, [b.options[c] for b, c in zip(known.buckets, picks, strict=True)]).step_s  # type: ignore[misc]
-        for picks in product(range(4), repeat=4)
-    )
-    assert decision.forecast.step_s <= 1.06 * fastest + 0.02 * decision.plain.step_s
+
+    def steps(picks) -> float:
+        return timeline(known, [b.options[c] for b, c in zip(known.buckets, picks, strict=True)]).step_s  # type: ignore[misc]
+
+    def value(picks) -> float:
+        return steps(picks) * (1 + 0.1 * sum(LOSS[c] for c in picks) / 6)
+
+    ordered = combinations_with_replacement((0, 2, 3), 6)
+    best = min(ordered, key=value)
+    if decision.written != "dense":
+        assert decision.forecast.step_s == pytest.approx(steps(best), rel=1e-9)
+    fastest = min(steps(picks) for picks in product((0, 2, 3), repeat=6))
+    assert decision.forecast.step_s <= 1.05 * fastest + 0.02 * decision.plain.step_s
 
 
 def test_a_rule_for_every_parameter() -> None:

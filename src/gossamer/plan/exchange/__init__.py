@@ -1,8 +1,8 @@
 """Which exchange for which parameters, on which link: what `plan.exchange: auto` means.
 
-A pure function of measured numbers (`Facts`). Every bucket starts with the plain all-reduce; the bucket whose change
-to another candidate saves the most exposed time per information lost is changed, again and again, until what is left
-to save is not worth it. So what hides under the backward pass stays exact, and only what is waited for is compressed.
+A pure function of measured numbers (`Facts`). Buckets that are ready early hide under the backward pass and stay exact;
+the later one is ready, the harsher the candidate it may get. Where each candidate begins is chosen so that a step's
+seconds, made dearer by the part of the gradient that it leaves for later, are fewest.
 """
 
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_islands

@@ -1,4 +1,4 @@
-"""The choice itself: greedy, from exact to lossy, as long as exposed time is saved that is worth it."""
+"""The choice itself: where in the order of readiness each candidate begins, so that steps are short and lose little."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from gossamer.plan.exchange.timeline import Timeline, timeline
 from gossamer.spec.choice import Exchanges
 from gossamer.spec.units import show_bytes, show_seconds
 
-WORTH = 0.02  # of a step: what all changes together must save, or nothing is changed
-_LITTLE = 0.002  # of a step: what a single change must save
-_PRICE = 0.1  # of a step: what a change that loses all of the gradient would have to save
-_LEAST_LOSS = 1e-6  # an exact method loses nothing, and still a change must have a price
+WORTH = 0.02  # of a step: what must be saved, or nothing is changed
+_PRICE = 0.1  # of a step: what a step that loses all of its gradient must save to be as good
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +31,10 @@ def choose(facts: Facts, *, lossy: bool, candidates: Sequence[Candidate] = CANDI
     exchanges would gain.
     """
     plain = timeline(facts, _options(facts, [0] * len(facts.buckets)))
-    picked, forecast = _greedy(facts, candidates, lossy=lossy)
+    picked, forecast = _best(facts, candidates, lossy=lossy)
     said = _said(facts, picked, forecast, plain, candidates)
     if not lossy:
-        other, better = _greedy(facts, candidates, lossy=True)
+        other, better = _best(facts, candidates, lossy=True)
         if better.step_s < forecast.step_s * (1 - WORTH):
             gain = show_seconds(forecast.step_s - better.step_s)
             said += (
@@ -46,57 +44,52 @@ def choose(facts: Facts, *, lossy: bool, candidates: Sequence[Candidate] = CANDI
     return Decision(_written(facts, picked, candidates), said, forecast, plain)
 
 
-def _greedy(facts: Facts, candidates: Sequence[Candidate], *, lossy: bool) -> tuple[list[int], Timeline]:
-    picked = [0] * len(facts.buckets)
-    plain = best = timeline(facts, _options(facts, picked))
-    while change := _best_change(facts, picked, best, candidates, lossy=lossy):
-        bucket, option, best = change
-        picked[bucket] = option
-    picked, best = _undone(facts, picked, best)
+def _best(facts: Facts, candidates: Sequence[Candidate], *, lossy: bool) -> tuple[list[int], Timeline]:
+    """(candidate of every bucket, forecast). The later a bucket is ready the more of it is waited for: so candidates
+    come in their order, from exact to harsh, and what is looked for is where each begins. One border after the other is
+    moved to its best place until none moves any more, from every choice of one candidate for all.
+    """
+    usable = [c for c, one in enumerate(candidates) if c == 0 or one.lossy == lossy]
+    plain = timeline(facts, _options(facts, [0] * len(facts.buckets)))
+    ends = len(facts.buckets)
+    starts = [tuple(0 if level < harsh else ends for level in range(len(usable) - 1)) for harsh in range(len(usable))]
+    borders = min((_settled(facts, usable, one) for one in starts), key=lambda b: _value(facts, usable, b))
+    picked = _picked(facts, usable, borders)
+    best = timeline(facts, _options(facts, picked))
     if plain.step_s - best.step_s < WORTH * plain.step_s:
-        return [0] * len(facts.buckets), plain
+        return [0] * ends, plain
     return picked, best
 
 
-def _best_change(
-    facts: Facts, picked: list[int], now: Timeline, candidates: Sequence[Candidate], *, lossy: bool
-) -> tuple[int, int, Timeline] | None:
-    """(bucket, candidate, forecast) that saves most per loss, among those that save enough; None: there is none."""
-    found: list[tuple[float, int, int, Timeline]] = []
+def _settled(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> tuple[int, ...]:
+    best = _value(facts, usable, borders)
+    while True:
+        before = best
+        for level in range(len(borders)):
+            low = borders[level - 1] if level else 0
+            high = borders[level + 1] if level + 1 < len(borders) else len(facts.buckets)
+            tried = [(*borders[:level], place, *borders[level + 1 :]) for place in range(low, high + 1)]
+            value, place = min((_value(facts, usable, one), i) for i, one in enumerate(tried))
+            if value < best:
+                best, borders = value, tried[place]
+        if best >= before:
+            return borders
+
+
+def _value(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> float:
+    """Seconds of a step, made dearer by what it loses."""
+    picked = _picked(facts, usable, borders)
+    loss = sum(b.weight * o.loss for b, o in zip(facts.buckets, _options(facts, picked), strict=True))
+    return timeline(facts, _options(facts, picked)).step_s * (1 + _PRICE * loss)
+
+
+def _picked(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> list[int]:
+    """Bucket b has the candidate whose border is the last at or before b, or the next milder one that serves it."""
+    found = []
     for b, bucket in enumerate(facts.buckets):
-        for c, option in enumerate(bucket.options):
-            if option is None or c == picked[b] or (candidates[c].lossy and not lossy):
-                continue
-            after = timeline(facts, _options(facts, [*picked[:b], c, *picked[b + 1 :]]))
-            saved = now.step_s - after.step_s
-            harm = max(_LEAST_LOSS, _loss(facts, b, c) - _loss(facts, b, picked[b]))
-            if saved > (_LITTLE + _PRICE * harm) * now.step_s:
-                found.append((saved / harm, b, c, after))
-    if not found:
-        return None
-    _, b, c, after = max(found, key=lambda f: f[0])
-    return b, c, after
-
-
-def _undone(facts: Facts, picked: list[int], best: Timeline) -> tuple[list[int], Timeline]:
-    """Take back to a less lossy candidate what a later change has made needless; the bucket with most to win first."""
-    order = sorted(range(len(picked)), key=lambda b: -_loss(facts, b, picked[b]))
-    for b in order:
-        milder = [
-            c for c, o in enumerate(facts.buckets[b].options) if o and _loss(facts, b, c) < _loss(facts, b, picked[b])
-        ]
-        for c in sorted(milder, key=lambda c, b=b: _loss(facts, b, c)):  # type: ignore[misc]
-            tried = [*picked[:b], c, *picked[b + 1 :]]
-            after = timeline(facts, _options(facts, tried))
-            if after.step_s <= best.step_s * (1 + _LITTLE / 4):
-                picked, best = tried, after
-                break
-    return picked, best
-
-
-def _loss(facts: Facts, bucket: int, candidate: int) -> float:
-    option = facts.buckets[bucket].options[candidate]
-    return 0.0 if option is None else facts.buckets[bucket].weight * option.loss
+        level = sum(border <= b for border in borders)
+        found.append(next(c for c in reversed(usable[: level + 1]) if bucket.options[c] is not None))
+    return found
 
 
 def _options(facts: Facts, picked: Sequence[int]) -> list[Option]:
