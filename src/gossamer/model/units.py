@@ -13,10 +13,15 @@ def unit_names(module: nn.Module) -> tuple[str, ...]:
     """Paths of the units, in order of registration, each module once.
 
     Blocks are the children of a ModuleList of two or more that holds over 3% of the parameters; the outermost list
-    counts. A model without any has its children that own parameters, and where it has no children, itself ("").
+    counts, and a list in a list is not a unit but its children are. Where no list is large enough, containers that
+    run their children one after the other (nn.Sequential) stand in for it. A model without any has its children that
+    own parameters, and where it has no children, itself ("").
     """
     total = sum(p.numel() for p in module.parameters())
-    lists = set(_lists(module, "", _SHARE * total))
+    for kind in (nn.ModuleList, nn.Sequential):
+        lists = set(_lists(module, "", _SHARE * total, kind))
+        if lists:
+            break
     found: dict[int, str] = {}
     for path in _frontier(module, "", lists):
         found.setdefault(id(module.get_submodule(path)), path)  # a shared module is one unit
@@ -29,21 +34,35 @@ def block_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(n for n in names if n and isinstance(module.get_submodule(n.rpartition(".")[0]), nn.ModuleList))
 
 
-def _lists(module: nn.Module, path: str, least: float) -> Iterator[str]:
+def _lists(module: nn.Module, path: str, least: float, kind: type[nn.Module]) -> Iterator[str]:
     for name, child in module.named_children():
         at = f"{path}.{name}" if path else name
-        if isinstance(child, nn.ModuleList) and len(child) > 1 and sum(p.numel() for p in child.parameters()) > least:
+        if isinstance(child, kind) and len(list(child.children())) > 1 and _size(child) > least:
             yield at
         else:
-            yield from _lists(child, at, least)
+            yield from _lists(child, at, least, kind)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def _frontier(module: nn.Module, path: str, lists: set[str]) -> Iterator[str]:
     for name, child in module.named_children():
         at = f"{path}.{name}" if path else name
         if at in lists:
-            yield from (f"{at}.{i}" for i in range(len(child)))  # type: ignore[arg-type]
+            yield from _elements(child, at)
         elif any(inner.startswith(at + ".") for inner in lists):
             yield from _frontier(child, at, lists)
         elif any(True for _ in child.parameters()):
+            yield at
+
+
+def _elements(container: nn.Module, path: str) -> Iterator[str]:
+    """Children of a list; those that nobody can call are lists themselves."""
+    for name, child in container.named_children():
+        at = f"{path}.{name}"
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _elements(child, at)
+        elif isinstance(container, nn.ModuleList) or any(True for _ in child.parameters()):
             yield at

@@ -1,0 +1,8 @@
+"""Cutting an unmodified model: every stage runs the user's forward, and what it does not own are ghosts.
+
+flow       what a forward was seen to do: calls of units, and which value reaches whom
+trace      seeing it: one run under watch
+cuts       the first unit of every stage; what a stage then owns, receives and sends
+stage      a module in which the others' units are ghosts
+lockstep   all stages in one process: the reference
+"""

@@ -1,0 +1,226 @@
+"""Where a model is cut, and what every stage then owns, receives and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from gossamer.model.cut.flow import HIDDEN, Flow, Value
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.nearest import nearest
+
+_KEY = "plan.mesh.pipe"
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The first unit of every stage, in the order of the forward: `("embed", "blocks.2", "head")` are three stages.
+
+    A unit that is called again is named with @ and how often it was called before: "shared@2".
+    """
+
+    first: tuple[str, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One stage of a cut model, for one kind of batch. Values are in the order in which they go over the wire."""
+
+    stage: int
+    stages: int
+    low: int  # first call
+    high: int  # one past the last
+    receives: tuple[Value, ...]
+    sends: tuple[Value, ...]
+    holds: frozenset[str]  # parameters and buffers, canonical names
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage + 1 == self.stages
+
+    def owns(self, call: int) -> bool:
+        return self.low <= call < self.high
+
+
+def even_cuts(flow: Flow, stages: int, *, costs: Mapping[str, float] | None = None) -> Cuts:
+    """`stages` contiguous runs of calls, the dearest as cheap as possible; `costs` per unit, default: equal.
+
+    Raises BadInput where there are fewer units than stages.
+    """
+    _check_count(flow, stages)
+    price = [1.0 if costs is None else costs.get(call.unit, 0.0) for call in flow.calls]
+    return Cuts(tuple(flow.calls[i].name for i in _balanced(price, stages)))
+
+
+def parts_of(module: nn.Module, flow: Flow, cuts: Cuts) -> tuple[Part, ...]:
+    """What every stage is; raises BadInput where the model cannot be cut there, and says which tensor is in the way."""
+    starts = _starts(module, flow, cuts)
+    bounds = [*starts, flow.end]
+    edges = [_edges(flow, low) for low in bounds]
+    parts = tuple(
+        Part(
+            stage=stage,
+            stages=len(starts),
+            low=low,
+            high=high,
+            receives=edges[stage],
+            sends=edges[stage + 1] if high < flow.end else (),
+            holds=_holds(module, flow, low, high),
+        )
+        for stage, (low, high) in enumerate(pairwise(bounds))
+    )
+    for part in parts:
+        _check(flow, part)
+    return parts
+
+
+def shared_names(parts: Sequence[Part], module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Parameters held by several stages, whose gradients are to be added, and these stages."""
+    found = {name: tuple(p.stage for p in parts if name in p.holds) for name, _ in module.named_parameters()}
+    return {name: stages for name, stages in found.items() if len(stages) > 1}
+
+
+def canonical_names(module: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer -> the first name of the same one."""
+    first: dict[int, str] = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _edges(flow: Flow, at: int) -> tuple[Value, ...]:
+    """Values made before call `at` that it or later ones depend on."""
+    return tuple(sorted(v for v in flow.readers if v.call < at <= flow.last_reader(v)))
+
+
+def _holds(module: nn.Module, flow: Flow, low: int, high: int) -> frozenset[str]:
+    canonical = canonical_names(module)
+    used = {call.unit for call in flow.calls}
+    mine = {call.unit for call in flow.calls[low:high]}
+    is_last = high == flow.end
+    if is_last:
+        mine |= set(flow.units) - used  # nobody calls them, somebody must keep them
+    inside = {name for name in canonical if any(_is_in(name, unit) for unit in flow.units)}
+    names = {canonical[name] for name in canonical if any(_is_in(name, unit) for unit in mine)}
+    loose = {name for name, at in flow.loose.items() if is_last or min(at) < high}
+    lent = {name for name, at in flow.lent.items() if any(low <= call < high for call in at)}
+    parameters = {name for name, _ in module.named_parameters()}
+    others = {canonical[n] for n in canonical if n not in inside}
+    kept = {n for n in others if n not in parameters or (is_last and n not in flow.loose)}
+    return frozenset(names | loose | lent | kept)
+
+
+def _is_in(name: str, unit: str) -> bool:
+    return not unit or name.startswith(unit + ".")
+
+
+def _starts(module: nn.Module, flow: Flow, cuts: Cuts) -> list[int]:
+    _check_count(flow, cuts.stages)
+    starts = [_number(module, flow, name) for name in cuts.first]
+    if starts[:1] != [0]:
+        raise bad_input(
+            wanted=f"the first stage to begin with {flow.calls[0].name}, which runs first",
+            got=", ".join(cuts.first[:1]) or "no stage",
+            do="begin there",
+            key=_KEY,
+        )
+    if sorted(set(starts)) != starts:
+        raise bad_input(
+            wanted="stages in the order of the forward", got=", ".join(cuts.first), do="sort them", key=_KEY
+        )
+    return starts
+
+
+def _number(module: nn.Module, flow: Flow, name: str) -> int:
+    if name in flow.names:
+        return flow.names[name]
+    outer = next((unit for unit in flow.units if name.startswith(unit + ".")), None)
+    if outer is not None and any(path == name for path, _ in module.named_modules()):
+        times = sum(call.unit == outer for call in flow.calls)
+        why = f", which is one module called {times} times" if times > 1 else ""
+        raise bad_input(
+            wanted="a cut between units", got=f"{name}, inside {outer}{why}", do=f"cut before {outer}", key=_KEY
+        )
+    if name in flow.units:
+        raise bad_input(
+            wanted="a unit that the forward calls", got=f"{name}, which it never does", do="cut elsewhere", key=_KEY
+        )
+    raise BadInput(f"there is no unit {name!r}: {nearest(name, flow.names)}", key=_KEY)
+
+
+def _check_count(flow: Flow, stages: int) -> None:
+    if stages <= len(flow.calls) and (stages == 1 or flow.units != ("",)):
+        return
+    if len(flow.calls) <= 1:
+        raise bad_input(
+            wanted=f"a model of units that can be {stages} stages",
+            got="one without repeated blocks, lists of modules or children that own parameters",
+            do="name the modules to cut between, or use fewer stages",
+            key=_KEY,
+        )
+    raise bad_input(
+        wanted=f"at least {stages} units for {stages} stages",
+        got=f"{len(flow.calls)}: {', '.join(call.name for call in flow.calls[:6])}",
+        do=f"use {len(flow.calls)} stages at most",
+        key=_KEY,
+    )
+
+
+def _check(flow: Flow, part: Part) -> None:
+    """Nothing that this stage computes with may be a placeholder."""
+    for value in part.receives:
+        if value.place == HIDDEN:
+            readers = sorted(flow.readers[value])
+            raise bad_input(
+                wanted=f"{flow.calls[value.call].name} to return, or keep as an attribute, all that others read of it",
+                got=f"a tensor made in it and read by {_reader(flow, readers[-1])}",
+                do=f"return it, or keep both in one stage (no cut between them; this one is before "
+                f"{flow.calls[part.low].name})",
+                key=_KEY,
+            )
+    for value, positions in flow.branches.items():
+        late = [p for p in positions if p < part.high or part.is_last]
+        if late and value.call < part.low and value not in part.receives:
+            raise bad_input(
+                wanted=f"no branch on what {flow.calls[value.call].name} gives in code that every stage runs",
+                got=f"one before {_reader(flow, late[0])}, which stage {part.stage} cannot take",
+                do="cut before that unit, or move the branch into a unit",
+                key=_KEY,
+            )
+    for number, call in enumerate(flow.calls[: part.low]):
+        strange = next((leaf.opaque for leaf in call.leaves if leaf.opaque), "")
+        if strange:
+            raise bad_input(
+                wanted=f"{call.name} to return tensors, in tuples, lists or dicts",
+                got=f"a {strange}",
+                do=f"return its tensors, or cut before it ({part.stage} stages later begin after call {number})",
+                key=_KEY,
+            )
+
+
+def _reader(flow: Flow, position: int) -> str:
+    return flow.calls[position].name if position < flow.end else "the end of the forward"
+
+
+def _balanced(price: Sequence[float], stages: int) -> list[int]:
+    """Where each of `stages` non-empty runs begins, their largest sum minimal; ties: earlier stages get more."""
+    count = len(price)
+    total = [0.0]
+    for p in price:
+        total.append(total[-1] + p)
+    best = {(1, i): (total[i], 0) for i in range(1, count + 1)}
+    for k in range(2, stages + 1):
+        for i in range(k, count + 1):
+            best[k, i] = min(((max(best[k - 1, j][0], total[i] - total[j])), -j) for j in range(k - 1, i))
+            best[k, i] = (best[k, i][0], -best[k, i][1])
+    starts, at = [], count
+    for k in range(stages, 0, -1):
+        at = best[k, at][1] if k > 1 else 0
+        starts.append(at)
+    return starts[::-1]

@@ -1,0 +1,118 @@
+"""Flow: what a forward was seen to do, in units: who is called when, what each call gives, and who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+HIDDEN = -1  # the place of a tensor that was made inside a call and that nothing outside is known to hold
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Value:
+    """A tensor that call number `call` makes: `place` counts the leaves of its output, then those of its insides."""
+
+    call: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of what a call returns. At most one of `source`, `made` is set; else it is `constant`."""
+
+    constant: Any = None
+    source: int | None = None  # number of the argument leaf that is passed through
+    made: Made | None = None
+    opaque: str = ""  # type of a constant that nobody can repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that a call makes. `written`: somebody changes it in place later."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+    written: bool = False
+
+    def placeholder(self) -> Tensor:
+        """Stands where nothing real is needed. Takes no memory, and poisons what is computed from it by mistake."""
+        return hollow(self.shape, self.dtype, self.device, own=self.written)
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What a call leaves behind besides its output, and others read: the output of a module within the unit, taken by
+    a hook, or an attribute of one. `places[i]` is the Value.place of leaf i."""
+
+    module: str  # path from the root
+    turn: int  # which call of that module within the unit's call
+    attribute: str  # "" for an output
+    leaves: tuple[Leaf, ...]
+    places: tuple[int, ...]
+    spec: TreeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a unit."""
+
+    unit: str
+    turn: int  # how often the unit was called before
+    leaves: tuple[Leaf, ...]
+    spec: TreeSpec
+    insides: tuple[Inside, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As a cut names it: the unit, and where it is called again, @ and which time it is."""
+        return f"{self.unit}@{self.turn}" if self.turn else self.unit
+
+    def made(self, place: int) -> Made:
+        """What the value at `place` looks like."""
+        leaves = [*self.leaves] if place < len(self.leaves) else []
+        at = place
+        if not leaves:
+            inside = next(i for i in self.insides if place in i.places)
+            leaves, at = [*inside.leaves], inside.places.index(place)
+        made = leaves[at].made
+        assert made is not None
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """One forward of one kind of batch. Position p is the code between call p - 1 and call p; `len(calls)` the end."""
+
+    calls: tuple[Call, ...]
+    readers: Mapping[Value, frozenset[int]]  # -> calls, and the end, that depend on it
+    branches: Mapping[Value, frozenset[int]]  # -> positions where Python looks at a number computed from it
+    loose: Mapping[str, frozenset[int]]  # parameter or buffer read outside of its units -> positions
+    lent: Mapping[str, frozenset[int]]  # the same, read inside other units' calls -> those calls
+    units: tuple[str, ...]
+    names: Mapping[str, int] = field(default_factory=dict)  # call name -> number
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", {call.name: i for i, call in enumerate(self.calls)})
+
+    @property
+    def end(self) -> int:
+        return len(self.calls)
+
+    def last_reader(self, value: Value) -> int:
+        """The last call that depends on `value`; -1 where nothing does."""
+        return max(self.readers.get(value, frozenset()), default=-1)
+
+
+def hollow(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, own: bool = False) -> Tensor:
+    """A tensor of one repeated element, nan where the type has one; with memory of its `own` where it is written."""
+    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    if own:
+        return torch.full(shape, fill, dtype=dtype, device=device)
+    return torch.full((), fill, dtype=dtype, device=device).expand(shape)

@@ -1,0 +1,207 @@
+"""A stage: the user's whole forward, in which what other stages own are ghosts.
+
+A ghost holds no storage and returns what the real unit would have: the tensor received from an earlier stage, the
+argument that the unit passed through, or a placeholder where nothing of this stage depends on it. The module objects
+stay, with their attributes and hooks; only their parameters are hollow and their `forward` is another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gossamer.model.cut.cuts import Part, canonical_names
+from gossamer.model.cut.flow import Call, Flow, Inside, Leaf, Value, hollow
+from gossamer.spec.errors import RunFailed
+
+
+class _Done(BaseException):
+    """The last call of the stage is over. Not an Exception: a forward that catches those must not see it."""
+
+
+@dataclass(slots=True)
+class Live:
+    """A micro-batch between its forward and its backward on one stage."""
+
+    received: dict[Value, Tensor]  # leaves; those of `needs_grad` gather gradients
+    sent: dict[Value, Tensor]
+    result: Any = None  # what `run` returned, on the last stage
+
+    def backward(self, gradients: Mapping[Value, Tensor], *, loss: Tensor | None = None) -> dict[Value, Tensor]:
+        """Add the parameters' gradients, given those of what was sent (or the loss, on the last stage).
+
+        Returns the gradients of what was received; a value that nothing depended on has none.
+        """
+        roots = [(self.sent[v], g) for v, g in gradients.items() if self.sent[v].requires_grad]
+        tensors, grads = [t for t, _ in roots], [g for _, g in roots]
+        if loss is not None and loss.requires_grad:
+            tensors, grads = [*tensors, loss], [*grads, torch.ones_like(loss)]
+        if tensors:
+            torch.autograd.backward(tensors, grads)
+        return {v: x.grad for v, x in self.received.items() if x.grad is not None}
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One forward while it runs."""
+
+    given: dict[Value, Tensor]  # what ghosts return: views of what was received
+    made: dict[Value, Tensor] = field(default_factory=dict)
+    at: int = 0  # number of the next call
+    inside: Call | None = None  # the owned call that is running
+    turns: dict[str, int] = field(default_factory=dict)  # of inner modules, in that call
+
+
+class Stage:
+    """`module` as stage `part` of `flow`; the module is changed in place, and cannot be used as before."""
+
+    def __init__(self, module: nn.Module, flow: Flow, part: Part) -> None:
+        self.module, self.flow, self.part = module, flow, part
+        self.names = canonical_names(module)
+        self._turn: _Turn | None = None
+        self._answers: list[Any] = []
+        _hollow_out(module, part.holds, self.names)
+        for name in flow.units:
+            unit = module.get_submodule(name)
+            unit.forward = self._unit(name, unit.forward)  # type: ignore[method-assign]
+        for path in dict.fromkeys(i.module for call in flow.calls for i in call.insides if not i.attribute):
+            inner = module.get_submodule(path)
+            inner.forward = self._inner(path, inner.forward)  # type: ignore[method-assign]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What this stage holds, by canonical name."""
+        return {name: p for name, p in self.module.named_parameters() if self.names[name] in self.part.holds}
+
+    def receive(self, tensors: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+        """Leaves of a graph, of what came over the wire."""
+        made = {v: self.flow.calls[v.call].made(v.place) for v in self.part.receives}
+        return {v: tensors[v].detach().requires_grad_(m.needs_grad) for v, m in made.items()}
+
+    def forward(self, run: Callable[[], Any], tensors: Mapping[Value, Tensor]) -> Live:
+        """Run this stage's part of `run`, which calls `self.module`, on what stage - 1 sent."""
+        leaves = self.receive(tensors)
+        # A view of each: autocast caches leaves as if they were weights, and would add their gradients in bf16.
+        turn = self._turn = _Turn({v: x.view_as(x) for v, x in leaves.items()})
+        try:
+            result = run()
+        except _Done:
+            result = None
+        finally:
+            self._turn = None
+        if turn.at != self.part.high:
+            raise RunFailed(f"stage {self.part.stage}: {self._strayed(turn, 'the end of the forward')}")
+        sent = {v: turn.given[v] if v in turn.given else turn.made[v] for v in self.part.sends}
+        return Live(leaves, sent, result)
+
+    def _unit(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            turn = self._turn
+            if turn is None or turn.inside is not None or torch._C._current_graph_task_id() != -1:
+                return real(*args, **kwargs)  # within a unit, or recomputed in a backward
+            call = self._next(turn, name)
+            if not self.part.owns(turn.at):
+                output = self._ghost(turn, call, args, kwargs)
+            else:
+                turn.inside, turn.turns = call, {}
+                try:
+                    output = real(*args, **kwargs)
+                finally:
+                    turn.inside = None
+                self._keep(turn, call, output)
+            turn.at += 1
+            return output
+
+        return forward
+
+    def _next(self, turn: _Turn, name: str) -> Call:
+        # Only now, not right after the last owned call: checkpointing must see that call's forward end.
+        if turn.at == self.part.high and not self.part.is_last:
+            raise _Done
+        call = self.flow.calls[turn.at] if turn.at < self.flow.end else None
+        if call is None or call.unit != name:
+            raise RunFailed(f"stage {self.part.stage}: {self._strayed(turn, name)}")
+        return call
+
+    def _strayed(self, turn: _Turn, came: str) -> str:
+        wanted = self.flow.calls[turn.at].name if turn.at < self.flow.end else "the end of the forward"
+        return f"the forward took another way than when it was cut: wanted {wanted}, got {came}"
+
+    def _ghost(self, turn: _Turn, call: Call, args: Any, kwargs: Any) -> Any:
+        for inside in call.insides:
+            structure = self._filled(turn, inside.leaves, inside.places, inside.spec)
+            target = self.module.get_submodule(inside.module)
+            if inside.attribute:
+                setattr(target, inside.attribute, structure)
+            else:
+                self._answers.append(structure)
+                target()  # its hooks take it from there
+        given = tree_flatten((args, kwargs))[0]
+        return self._filled(turn, call.leaves, range(len(call.leaves)), call.spec, given)
+
+    def _filled(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], spec: Any, given: Any = ()) -> Any:
+        return tree_unflatten([self._leaf(turn, a, p, given) for a, p in zip(leaves, places, strict=True)], spec)
+
+    def _leaf(self, turn: _Turn, leaf: Leaf, place: int, given: Sequence[Any]) -> Any:
+        if leaf.source is not None:
+            return given[leaf.source]
+        if leaf.made is None:
+            return leaf.constant
+        received = turn.given.get(Value(turn.at, place))
+        if received is None:
+            return leaf.made.placeholder()
+        return received.clone() if leaf.made.written else received
+
+    def _inner(self, path: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._answers:
+                return self._answers.pop()
+            output = real(*args, **kwargs)
+            turn = self._turn
+            if turn is not None and turn.inside is not None:
+                time = turn.turns.get(path, 0)
+                turn.turns[path] = time + 1
+                for inside in turn.inside.insides:
+                    if (inside.module, inside.turn, inside.attribute) == (path, time, ""):
+                        self._keep_inside(turn, inside, output)
+            return output
+
+        return forward
+
+    def _keep(self, turn: _Turn, call: Call, output: Any) -> None:
+        """Remember what later stages will ask for."""
+        self._keep_leaves(turn, call.leaves, range(len(call.leaves)), output)
+        for inside in call.insides:
+            if inside.attribute:
+                self._keep_inside(turn, inside, getattr(self.module.get_submodule(inside.module), inside.attribute))
+
+    def _keep_inside(self, turn: _Turn, inside: Inside, output: Any) -> None:
+        self._keep_leaves(turn, inside.leaves, inside.places, output)
+
+    def _keep_leaves(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], output: Any) -> None:
+        for leaf, place, tensor in zip(leaves, places, tree_flatten(output)[0], strict=True):
+            if Value(turn.at, place) in self.part.sends and leaf.made is not None:
+                turn.made[Value(turn.at, place)] = tensor.clone() if leaf.made.written else tensor
+
+
+def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str]) -> None:
+    """Replace every parameter and buffer outside `holds` by one without storage; tied ones stay tied."""
+    empty: dict[str, Tensor] = {}
+    for path, owner in module.named_modules():
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            canonical = names.get(f"{path}.{name}" if path else name, "")
+            if tensor is None or canonical in holds:
+                continue
+            if canonical not in empty:
+                device = torch.device("cpu") if tensor.is_meta else tensor.device
+                blank = hollow(tuple(tensor.shape), tensor.dtype, device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                empty[canonical] = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
+            setattr(owner, name, empty[canonical])
