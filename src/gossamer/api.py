@@ -94,8 +94,9 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
     config = resolved.config
     with nothing_half_made(directory):
         directory.keep(config, resolved.origin)
-        if config.machines.processes * max(1, len(config.machines.hosts)) != _planned_ranks(directory):
-            directory.plan_file.unlink(missing_ok=True)  # other machines: plan again
+        ranks = config.machines.processes * max(1, len(config.machines.hosts))
+        if (ranks, config.train.batch) != _planned(directory):
+            directory.plan_file.unlink(missing_ok=True)  # plan again
         launch = Launch(directory=directory, config=config, resume=True)
         if config.machines.hosts:
             launch.over_ssh(config.machines.hosts)
@@ -104,9 +105,10 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
     return summarise(directory)
 
 
-def _planned_ranks(directory: RunDirectory) -> int:
+def _planned(directory: RunDirectory) -> tuple[int, int]:
+    """For how many ranks, and with which batch."""
     plan = directory.plan()
-    return plan.mesh.size if plan is not None else 0
+    return (plan.mesh.size, plan.batch) if plan is not None else (0, 0)
 
 
 def _directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bool]:

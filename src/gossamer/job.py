@@ -125,7 +125,7 @@ def run_job(job: Job) -> dict[str, Any]:
         )
         trainer = build(parts, engine, pump, around)
         if job.resume:
-            saver.resume(job.resume_step)
+            saver.resume(pump.channel, job.resume_step)
         sink(_start(job, trainer))
         return _train(trainer, saver, sink, began)
     finally:
@@ -180,6 +180,8 @@ def _saver(job: Job, sink: Callable[[records.Record], None]) -> Saver:
             "seed": config.train.seed,
             "batch": job.parts.plan.batch,
             "data": job.data,
+            "sequence": config.data.sequence,
+            "pack": config.data.pack,
             "model": job.described,
             "gossamer": __version__,
         },

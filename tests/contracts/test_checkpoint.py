@@ -71,7 +71,7 @@ def test_any_layout_reads_back_as_any_other(tmp_path: Path, seed: int) -> None:
     good(save(tmp_path, seed, dealt(tensors, ranks, rng), meta))
     assert list_checkpoints(tmp_path) == (seed,) and left_over(tmp_path) == []
     checkpoint, problems = latest_good(tmp_path)
-    assert problems == ()
+    assert problems == {}
     assert (checkpoint.step, checkpoint.ranks, checkpoint.meta) == (seed, ranks, meta)
     assert checkpoint.names() == tuple(sorted({name for name, _ in tensors}))
     for (name, replica), tensor in tensors.items():

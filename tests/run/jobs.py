@@ -82,8 +82,11 @@ def train(
     config = RunConfig.model_validate(given)
     torch.manual_seed(0)
     module = Small(dropout)
-    plan = make_plan(config, module, ranks=seat.ranks, device=torch.device("cpu"))
     directory = RunDirectory(Path(folder or seat.folder) / "run")
+    plan = make_plan(config, module, ranks=seat.ranks, device=torch.device("cpu"))
+    kept = directory.plan() if resume else None
+    if kept is not None and kept.mesh.size == seat.ranks:  # as `gossamer resume` does
+        plan = kept
     ended, done = "", [0]
 
     def at(step: int, phase: str) -> None:
@@ -144,15 +147,22 @@ def changing(seat: Seat, *, exchanges: list[Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Small(0.0)
     params = dict(module.named_parameters())
-    channel = Group(Meeting(seat.store(), seat.rank, Levels.flat(seat.ranks), interface="lo", timeout_s=15.0))
+    islands = Levels.islands([[rank] for rank in range(seat.ranks)])
+    channel = Group(Meeting(seat.store(), seat.rank, islands, interface="lo", timeout_s=15.0))
     pump = Pump(channel)
     replica = Replica(params, compress.rules(exchanges[0]).by_name(params), pump, bucket_bytes=1 << 20)
-    data, kept = Tokens(), []
+    data, kept, owed, carried = Tokens(), [], [], []
+
+    def owing(states: dict[str, torch.Tensor]) -> float:
+        return float(sum(t.abs().double().sum() for n, t in sorted(states.items()) if compress.is_owed(n)))
+
     for turn, written in enumerate(exchanges):
         if turn:
             before = {n: t.clone() for n, t in replica.states().items()}
+            owed.append(owing(before))
             replica.adopt(compress.rules(written).by_name(params), bucket_bytes=1 << (20 - turn))
             after = replica.states()
+            carried.append(owing(after))
             kept.append(sorted(n for n in after if n in before and torch.equal(after[n], before[n])))
         for step in range(3 * turn, 3 * turn + 3):
             rows = torch.utils.data.default_collate([data[4 * step + 2 * seat.rank + i] for i in range(2)])
@@ -164,7 +174,35 @@ def changing(seat: Seat, *, exchanges: list[Any]) -> dict[str, Any]:
             assert replica.agree(Vote(0.0)).finite
             replica.commit()
     mean = {n: float(g.square().sum()) for n, g in replica.gradients().items()}
+    left = owing(replica.states())
     replica.close()
     pump.close()
     channel.close()
-    return {"kept": kept, "mean": mean}
+    return {"kept": kept, "mean": mean, "owed": owed, "carried": carried, "paid": left}
+
+
+def search(seat: Seat, *, directories: list[str], until: int | None = None) -> dict[str, Any] | None:
+    """What this rank finds to go on from, where the ranks see `directories`; how many it read in full."""
+    from gossamer.run.resuming import Search
+    from gossamer.store.checkpoint import Checkpoint
+    from gossamer.wire.channel.group import Group, Meeting
+    from gossamer.wire.message import Levels
+
+    verified, verify = [], Checkpoint.verify
+
+    def counted(self: Checkpoint, **how: Any) -> None:
+        verify(self, **how)
+        verified.append(self.step)
+
+    channel = Group(Meeting(seat.store(), seat.rank, Levels.flat(seat.ranks), interface="lo", timeout_s=15.0))
+    Checkpoint.verify = counted
+    try:
+        is_reader = seat.rank == directories.index(directories[seat.rank])
+        found = Search(channel, Path(directories[seat.rank]), is_reader).run(until)
+    finally:
+        Checkpoint.verify = verify
+        channel.close()
+    if found is None:
+        return None
+    checkpoint, problems = found
+    return {"step": checkpoint.step, "bad": list(problems), "verified": len(verified)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer.spec.errors import CheckpointMismatch
+from gossamer.spec.errors import BadInput, CheckpointMismatch
 from gossamer.store.checkpoint import latest_good, open_checkpoint
 from gossamer.store.checkpoint.manifest import seal
 from store.crew import good, halves, model, read_manifest, save, whole
@@ -176,13 +176,13 @@ def test_a_manifest_of_a_later_format_is_refused_with_both_versions(saved: Path)
 
 def test_the_previous_good_one_is_found_and_the_bad_one_named(saved: Path) -> None:
     found, problems = latest_good(saved)
-    assert found.step == 2 and problems == ()
+    assert found.step == 2 and problems == {}
     path = saved / "step-00000002" / SHARD1
     data = path.read_bytes()
     with altered(path, flipped(data, len(data) * 8 - 5)):
         found, problems = latest_good(saved)
         assert found.step == 1 and found.meta == {"step": 1}
-        assert len(problems) == 1 and "step 2 is bad" in problems[0] and f"{SHARD1}: slice " in problems[0]
+        assert problems.keys() == {2} and "step 2 is bad" in problems[2] and f"{SHARD1}: slice " in problems[2]
 
 
 def test_no_good_one_at_all_is_said_with_every_reason(saved: Path, tmp_path: Path) -> None:
@@ -192,3 +192,11 @@ def test_no_good_one_at_all_is_said_with_every_reason(saved: Path, tmp_path: Pat
         (directory / f"step-0000000{step}" / MANIFEST).write_bytes(b"{}")
     with pytest.raises(CheckpointMismatch, match=r"step 2 is bad.*step 1 is bad"):
         latest_good(directory)
+
+
+def test_the_newest_good_one_up_to_a_step_with_a_beat_per_file(saved: Path) -> None:
+    beats: list[int] = []
+    found, problems = latest_good(saved, until=1, beat=lambda: beats.append(1))
+    assert (found.step, problems, len(beats)) == (1, {}, 2)
+    with pytest.raises(BadInput, match="wanted a checkpoint of a step up to 0, got none"):
+        latest_good(saved, until=0)

@@ -84,7 +84,7 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
         found, problems = latest_good(tmp_path)
-        assert problems == () and found.step >= newest
+        assert problems == {} and found.step >= newest
         newest = found.step
         assert (found.read("w0") == float(newest)).all()
     assert newest > 10

@@ -150,6 +150,6 @@ def test_a_bad_one_is_set_aside(tmp_path: Path) -> None:
     good(save(tmp_path, 2, halves(model(2))))
     assert set_aside(tmp_path, 2).name == "step-00000002.aside-1"
     found, problems = latest_good(tmp_path)
-    assert found.step == 1 and problems == ()
+    assert found.step == 1 and problems == {}
     with pytest.raises(BadInput, match="step 2"):
         set_aside(tmp_path, 2)

@@ -147,7 +147,7 @@ def test_the_one_being_replaced_stays_until_the_new_one_stands(tmp_path: Path, m
         (result,) = save(tmp_path, 1, pieces[1:], keep=1)
         assert not result.ok and "Input/output error" in result.error
     found, problems = latest_good(tmp_path)
-    assert problems == () and torch.equal(found.read("cube"), model(1)["cube"])
+    assert problems == {} and torch.equal(found.read("cube"), model(1)["cube"])
     good(save(tmp_path, 1, pieces[1:], keep=1))
     assert torch.equal(open_checkpoint(tmp_path, 1).read("cube"), model(2)["cube"]) and left_over(tmp_path) == []
 

@@ -219,11 +219,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     run = trained.copy(place.folder / "runs" / "copy")
     harm(shard(run, 6))
     trained.place.good("resume", run, "train.steps=7", "machines.processes=1")
-    (event,) = records(run, "event")
+    (event,) = [e for e in records(run, "event") if e["level"] == "warning"]
     for piece in ("step 6 is bad", "rank-00000.safetensors", "slice", what, "fell back to the one before"):
         assert piece in event["message"]
+    assert "it is now step-00000006.aside-0" in event["message"]
     assert [start["step"] for start in records(run, "start")] == [0, 4]
     assert losses(run).keys() == set(range(1, 8))
+    trained.place.good("resume", run, "train.steps=8", "machines.processes=2")
+    assert [e for e in records(run, "event") if e["level"] == "warning"] == [event], "told once"
+    assert records(run, "start")[-1]["step"] == 7
 
 
 def test_a_run_without_a_good_checkpoint_is_left_as_it_was(trained: Trained, place: Place) -> None:
@@ -237,20 +241,35 @@ def test_a_run_without_a_good_checkpoint_is_left_as_it_was(trained: Trained, pla
     for step in (2, 4, 6):
         assert f"step {step} is bad" in said
     assert "start anew" in said
+    assert "gossamer resume" not in said, "it would end the same way"
     assert "Traceback" not in done.err
     assert ((run / "run.yaml").read_text(), (run / "plan.yaml").read_text()) == before
 
 
-def test_a_foreign_checkpoint_does_not_spoil_the_run(trained: Trained, place: Place) -> None:
+@pytest.mark.parametrize(
+    ("override", "pieces"),
+    [
+        (
+            "model.config.hidden_size=48",
+            ("a checkpoint of another model", "float32 (257, 32), wanted float32 (257, 48)", "saved from", "a new run"),
+        ),
+        ("train.seed=5", ("made with seed 0, the run has 5", "Resume with seed 0, or start a new run")),
+        ("train.batch=6", ("made with batch 4, the run has 6", "Resume with batch 4")),
+        ("data.sequence=16", ("made with sequence 32, the run has 16", "start a new run")),
+    ],
+)
+def test_a_run_is_not_resumed_with_what_would_make_it_another(
+    trained: Trained, place: Place, override: str, pieces: tuple[str, ...]
+) -> None:
     run = trained.copy(place.folder / "runs" / "copy")
-    before = (run / "run.yaml").read_text()
-    done = trained.place.run("resume", run, "model.config.hidden_size=48", "machines.processes=1")
-    said = " ".join(done.err.replace("|", " ").split())
-    assert done.code == 3
-    for piece in ("a checkpoint of another model", "float32 (257, 32), wanted float32 (257, 48)", "saved from"):
+    flip(shard(run, 6))
+    before = (run / "run.yaml").read_text(), (run / "plan.yaml").read_text()
+    said = one_message(trained.place.run("resume", run, override))
+    for piece in ("step-00000004", *pieces):
         assert piece in said
-    assert "Traceback" not in done.err
-    assert (run / "run.yaml").read_text() == before
+    assert "gossamer resume" not in said
+    assert ((run / "run.yaml").read_text(), (run / "plan.yaml").read_text()) == before
+    assert (run / "checkpoints" / "step-00000006").is_dir(), "nothing is set aside for a run that does not begin"
 
 
 # A full disk

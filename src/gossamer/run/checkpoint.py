@@ -57,16 +57,18 @@ class Contents:
         pieces = [(whole(name, tensor, -1), tensor) for name, tensor in mine]
         return pieces + [(whole(n, t, self.replica.rank), t) for n, t in self.private().items()]
 
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for."""
+        checkpoint.check_against({n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()})
+
     @torch.no_grad()
     def fill(self, checkpoint: Checkpoint, *, residuals: str = "merge") -> str:
-        """Read everything back, in place; what to tell the user about it, if anything.
+        """Read everything of one that has passed `check` back, in place; what to tell the user about it, if anything.
 
         Exchange state and RNG belong to a rank. On another number of ranks the RNG starts anew, and `residuals` says
         what becomes of exchange state: `merge` shares out among the ranks what the former ones held together, so that
         all that was not sent will be; `drop` starts anew.
         """
-        expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
-        checkpoint.check_against(expected)
         for name, tensor in self.replicated().items():
             tensor.copy_(checkpoint.read(name))
         self.scaling.load({n: checkpoint.read(f"precision/{n}") for n in self.scaling.state()})

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gossamer.run.checkpoint import Contents
+from gossamer.run.resuming import Search
 from gossamer.run.trainer import Progress
 from gossamer.spec import records
-from gossamer.spec.errors import CheckpointMismatch
-from gossamer.store.checkpoint import (
-    Checkpoint,
-    CheckpointWriter,
-    SaveStatus,
-    latest_good,
-    list_checkpoints,
-    open_checkpoint,
-)
+from gossamer.spec.errors import BadInput, CheckpointMismatch
+from gossamer.store.checkpoint import Checkpoint, CheckpointWriter, SaveStatus, set_aside
+from gossamer.wire.channel import Channel
 
 FORMAT = 1
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,35 +87,50 @@ class Saver:
             self.report()
             self._store = None
 
-    def resume(self, step: int = -1) -> bool:
-        """Fill the trainer from the newest good checkpoint, or from `step` where the hosts agreed on one.
+    def resume(self, channel: Channel, step: int = -1) -> bool:
+        """Fill the trainer from the newest checkpoint that is good on all hosts, of `step` at most where one is given.
 
-        False when there is none at all. Raises CheckpointMismatch.
+        Called on all ranks; False when there is none at all. Damaged ones that are passed over are set aside.
+        Raises BadInput for one that was made with other settings, CheckpointMismatch where none is good.
         """
         assert self.contents is not None
-        if not list_checkpoints(self.directory):
+        is_reader = self.writer == 0
+        found = Search(channel, self.directory, is_reader).run(step if step >= 0 else None)
+        if found is None:
             return False
-        checkpoint, problems = self._agreed(step) if step >= 0 else latest_good(self.directory)
-        for problem in problems:
-            self.sink(records.Event(level="warning", message=f"{problem}; fell back to the one before", rank=self.rank))
+        checkpoint, problems = found
         self._check(checkpoint)
+        for bad, problem in problems.items():
+            self._tell("warning", f"{problem}; fell back to the one before; {self._set_aside(bad)}")
         told = self.contents.fill(checkpoint, residuals=self.residuals)
         if told:
-            self.sink(records.Event(level="info", message=told, step=int(checkpoint.meta["step"]), rank=self.rank))
+            self._tell("info", told, step=checkpoint.step)
         self.progress.step = int(checkpoint.meta["step"])
         self.progress.rejected = int(checkpoint.meta["rejected"])
         return True
 
-    def _agreed(self, step: int) -> tuple[Checkpoint, tuple[str, ...]]:
-        checkpoint = open_checkpoint(self.directory, step)
-        checkpoint.verify()
-        return checkpoint, ()
+    def _tell(self, level: str, message: str, *, step: int = -1) -> None:
+        self.sink(records.Event(level=level, message=message, step=step, rank=self.rank))
+        if self.rank and level == "warning":  # another host's directory: rank 0 alone writes records
+            _log.warning("%s", message)
+
+    def _set_aside(self, step: int) -> str:
+        try:
+            return f"it is now {set_aside(self.directory, step).name}"
+        except OSError as error:
+            return f"it could not be set aside ({error.strerror})"
 
     def _check(self, checkpoint: Checkpoint) -> None:
-        for name in ("seed", "batch", "data"):
-            saved, now = checkpoint.meta.get(name), self.identity.get(name)
+        for name in ("seed", "batch", "data", "sequence", "pack"):
+            now = self.identity.get(name)
+            saved = checkpoint.meta.get(name, now)
             if saved != now:
-                raise CheckpointMismatch(
-                    f"{self.directory}: the checkpoint was made with {name} {saved!r}, the run has {now!r}: the order "
-                    f"of the samples would change. Resume with {name} {saved!r}, or start a new run"
+                raise BadInput(
+                    f"{checkpoint.folder}: the checkpoint was made with {name} {saved!r}, the run has {now!r}: the "
+                    f"order of the samples would change. Resume with {name} {saved!r}, or start a new run"
                 )
+        assert self.contents is not None
+        try:
+            self.contents.check(checkpoint)
+        except CheckpointMismatch as error:  # every byte is as written: it is the user's model that is another
+            raise BadInput(f"{error}, or start a new run") from None

@@ -95,7 +95,7 @@ def page(found: Blame, *, rundir: Path) -> str:
         ("ended by us", _ranks(ended)),
         ("log", first.log),
         ("all logs", str(rundir / "logs")),
-        ("next", f"gossamer resume {rundir}"),
+        ("next", "" if first.kind == "CheckpointMismatch" else f"gossamer resume {rundir}"),  # would end the same way
     ]
     return _bordered("the run failed", [(name, text) for name, text in rows if text])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,15 @@ class Checkpoint:
                 _box(out, start, *shared).copy_(_box(source, where.start, *shared))
         return out
 
-    def verify(self) -> None:
-        """Read everything; raises CheckpointMismatch naming the first file, tensor and slice that is not as written."""
+    def verify(self, *, beat: Callable[[], None] = lambda: None) -> None:
+        """Read everything; raises CheckpointMismatch naming the first file, tensor and slice that is not as written.
+
+        `beat` is called after every file.
+        """
         for shard in self._shards.values():
             self._reader(shard).check_all()
+            self._checked.update(placed.where for placed in shard.placed)
+            beat()
 
     def check_against(self, expected: Mapping[str, tuple[Extent, torch.dtype | str]], *, prefix: str = "") -> None:
         """Raises CheckpointMismatch where the replicated tensors under `prefix` are not `expected`: full name -> shape
@@ -162,24 +167,30 @@ def open_checkpoint(directory: Path | str, step: int) -> Checkpoint:
     return Checkpoint(folder, step)
 
 
-def latest_good(directory: Path | str) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The newest checkpoint that verifies, and what was wrong with each newer one.
+def latest_good(
+    directory: Path | str, *, until: int | None = None, beat: Callable[[], None] = lambda: None
+) -> tuple[Checkpoint, dict[int, str]]:
+    """The newest checkpoint (of a step up to `until`) that verifies, and what is wrong with each newer one, by step.
 
-    Reads all of it: in a run of several ranks one calls this and tells the others the step.
-    Raises CheckpointMismatch where there are checkpoints but none is good, BadInput where there are none.
+    Reads all of it: in a run of several ranks one calls this and tells the others the step. `beat` is called after
+    every file. Raises CheckpointMismatch where there are checkpoints but none is good, BadInput where there are none.
     """
-    problems: list[str] = []
+    problems: dict[int, str] = {}
     for step in list_checkpoints(directory):
+        if until is not None and step > until:
+            continue
         try:
             found = open_checkpoint(directory, step)
-            found.verify()
+            found.verify(beat=beat)
         except CheckpointMismatch as error:
-            problems.append(f"step {step} is bad: {error}")
+            problems[step] = f"step {step} is bad: {error}"
         else:
-            return found, tuple(problems)
+            return found, problems
     if problems:
-        raise CheckpointMismatch(f"no checkpoint in {directory} is good: {'; '.join(problems)}: start anew elsewhere")
-    raise bad_input(wanted="a checkpoint", got=f"none in {directory}", do="let the run go on to its first one")
+        said = "; ".join(problems.values())
+        raise CheckpointMismatch(f"no checkpoint in {directory} is good: {said}: start anew elsewhere")
+    upto = "" if until is None else f" of a step up to {until}"
+    raise bad_input(wanted=f"a checkpoint{upto}", got=f"none in {directory}", do="let the run go on to its first one")
 
 
 def _check_box(whole: Slice, start: Extent, size: Extent) -> None:
