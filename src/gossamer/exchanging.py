@@ -34,6 +34,7 @@ from gossamer.run.rehearse import Rehearsal, rehearse, stolen_share
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
 from gossamer.spec.choice import Exchanges
+from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
@@ -73,6 +74,7 @@ class Exchanger:
     plan: Plan
     tell: Callable[[str, int], None]  # an event: message, step
     keep: Callable[[Plan], None]  # a plan that has changed
+    waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
     _measured: _Measured | None = None
     _watch: _Watch = field(default_factory=lambda: _Watch())
 
@@ -101,15 +103,44 @@ class Exchanger:
         rate = min(_everybodys(self.pump, [self._watch.rate(self.pump)])[0])
         if not self._watch.drifted(rate):
             return None
-        before = self.plan.exchange
+        before = self.plan
         self._choose(probe(self.pump.channel))
         self._watch.begin_anew(self.pump)
-        if self.plan.exchange == before:
+        chosen = self.plan.exchange
+        in_force = {"exchange": before.exchange, "adapted_from": before.adapted_from}
+        self.plan = self.plan.model_copy(update=in_force)
+        if chosen == before.adapted_from:
+            return None  # what was made of it since then goes on
+        said = f"the links have drifted; exchange: {self.plan.reasons['exchange']}"
+        return self.change(chosen, step, said, adapted_from="")
+
+    def change(self, written: Exchanges, step: int, said: str, *, adapted_from: Exchanges) -> Replan | None:
+        """At a step's border: go on with another exchange, in which feedback goes on wherever something may be owed.
+        None where it is the one in force.
+        """
+        params = trainable(self.engine.module)
+        before, after = (compress.rules(w).by_name(params) for w in (self.plan.exchange, written))
+        lacking = [n for n in params if compress.owes(before[n]) and not compress.owes(after[n])]
+        written = compress.fed_back(written, lacking)
+        if written == self.plan.exchange:
             return None
-        self.tell(f"the links have drifted; exchange: {self.plan.reasons['exchange']}", step)
+        cost = self._price(written)
+        forecast = self.plan.forecast.model_copy(update={"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes})
+        update = {"exchange": written, "adapted_from": adapted_from, "forecast": forecast}
+        self.plan = self.plan.model_copy(update=update)
+        self.tell(said, step)
         self.keep(self.plan)
-        exchange = compress.rules(self.plan.exchange).by_name(trainable(self.engine.module))
-        return Replan(exchange, self.plan.bucket_bytes)
+        return Replan(compress.rules(written).by_name(params), self.plan.bucket_bytes)
+
+    def _price(self, written: Exchanges) -> Cost:
+        shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
+        return price_of(written, shapes, self.pump.channel.levels, bucket_bytes=self.plan.bucket_bytes)
+
+    def links(self) -> Links:
+        """The links as they are now: some seconds, between two steps."""
+        links = probe(self.pump.channel, ways=True)
+        self._watch.rate(self.pump)  # what has passed was no training
+        return links
 
     def _learn(self, links: Links) -> None:
         if links.has_islands and not self.plan.islands:
@@ -125,6 +156,7 @@ class Exchanger:
             rehearsal = rehearse(self.engine, self.feed, params)
             self._measured = _Measured.by(rehearsal, params, candidates, self.pump, bucket_bytes)
         decision = choose(self._measured.facts(links, self.pump), lossy=self.lossy, candidates=candidates)
+        self.waited = decision.waited
         exact = decision.written == candidates[0].written
         self.plan = _planned(
             self.plan if exact else self.plan.model_copy(update={"bucket_bytes": bucket_bytes}),

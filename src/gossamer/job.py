@@ -19,6 +19,7 @@ import yaml
 
 from gossamer import __version__
 from gossamer import plan as planning
+from gossamer.adapting import Adapting, asking
 from gossamer.exchanging import Exchanger, levels_of
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
 from gossamer.run.batches import Feed, moved
@@ -120,10 +121,13 @@ def run_job(job: Job) -> dict[str, Any]:
         parts = replace(job.parts, plan=exchanger.settle(automatic=config.plan.exchange == "auto", hosts=where.hosts))
         check_agreement(pump, {"exchange": parts.plan.model_dump_json()})
         exchanger.keep(parts.plan)
+        adapting = Adapting.of(config.plan, exchanger)
         around = Surroundings(
-            sink=sink, at=job.at, asked_to_stop=job.asked_to_stop, saver=saver, replan=exchanger.replan
+            sink=sink, at=job.at, asked_to_stop=job.asked_to_stop, saver=saver, replan=asking(exchanger, adapting)
         )
         trainer = build(parts, engine, pump, around)
+        if adapting is not None:
+            adapting.begin(trainer.replica)
         if job.resume:
             saver.resume(pump.channel, job.resume_step)
         sink(_start(job, trainer))
@@ -142,7 +146,7 @@ def _exchanger(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Rec
         lossy=config.plan.lossy,
         plan=plan,
         tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),
-        keep=job.directory.keep_plan if where.rank == 0 else lambda plan: None,
+        keep=job.directory.keep_plan if where.writer == 0 else lambda plan: None,  # every host reads its own again
     )
 
 

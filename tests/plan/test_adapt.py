@@ -311,6 +311,32 @@ def test_what_is_measured_can_be_decided_by() -> None:
     assert measure(built, gradients, Levels.flat(2)) == measured
 
 
+def test_settings_near_the_one_a_run_has() -> None:
+    """What is around them stays; without neighbours there is nothing to choose."""
+    fed, alone = {"error_feedback": {"powersgd": {"rank": 4}}}, {"two_shot": {"codec": {"int8": {"stochastic": True}}}}
+    ranks = [compress.build(w).inner.rank for w in LGreco().to_measure(fed)]
+    assert ranks == [4, 2, 3, 6, 8]
+    built = [compress.build(w) for w in LGreco().to_measure(alone)]
+    assert [type(one.codec).__name__ for one in built] == ["Int8", "Int4", "Cast"] and built[1].codec.stochastic
+    across = {"hierarchical": {"between": {"error_feedback": "powersgd"}}}
+    assert [compress.build(w).between.inner.rank for w in LGreco().to_measure(across)] == [4, 2, 3, 6, 8]
+    assert LGreco().to_measure("dense") == LGreco().to_measure("topk") == ()
+    assert BCRS().to_measure(fed) == AdaTopK().to_measure(fed) == ()
+
+
+def test_candidates_of_the_user_hold_where_the_exchange_is_among_them() -> None:
+    given = LGreco(candidates=(CANDIDATES[0], {"topk": {"fraction": 0.010}}))
+    assert given.to_measure({"topk": {}}) == ({"topk": {}}, CANDIDATES[0]), "the same method, written otherwise"
+    assert given.to_measure("dense") == ()
+    assert LGreco(DEFAULT, candidates=CANDIDATES).to_measure("dense") == (DEFAULT, *CANDIDATES[:1], *CANDIDATES[2:])
+
+
+def test_without_a_default_it_is_what_the_run_has() -> None:
+    error, size = table(np.random.default_rng(4), 6, 4)
+    measured = statistics(error, size, default=DEFAULT)
+    assert LGreco().choose(measured, Paths()) == LGreco(DEFAULT).choose(measured, Paths())
+
+
 def test_the_room_is_like_the_others() -> None:
     assert adapt.names() == ("ada_topk", "bcrs", "l_greco")
     one = adapt.build({"l_greco": {"default": "int8", "alpha": 1.1}})

@@ -17,6 +17,7 @@ from gossamer.plan.exchange import (
     across_islands,
     choose,
     timeline,
+    waited_for,
     wire_seconds,
 )
 from gossamer.spec.links import Link, Links
@@ -104,6 +105,16 @@ def test_never_slower_than_plain_and_as_good_as_trying_everything(bytes_per_s: f
         assert decision.forecast.step_s == pytest.approx(steps(best), rel=1e-9)
     fastest = min(steps(picks) for picks in product((0, 2, 3), repeat=6))
     assert decision.forecast.step_s <= 1.05 * fastest + 0.02 * decision.plain.step_s
+
+
+def test_what_hides_is_not_waited_for_and_what_delays_all_after_it_is() -> None:
+    hidden = facts(20e6, buckets=4)
+    first = [bucket.options[0] for bucket in hidden.buckets]
+    assert waited_for(hidden, first) == pytest.approx((0, 0, 0, 1)), "only the last bucket is under way at the end"
+    slow = facts(2e6, buckets=4)
+    assert waited_for(slow, [b.options[0] for b in slow.buckets]) == pytest.approx((1, 1, 1, 1))
+    decision = choose(hidden, lossy=False, candidates=KINDS)
+    assert sorted(decision.waited) == [f"block.{b}.w" for b in range(4)]
 
 
 def test_a_rule_for_every_parameter() -> None:

@@ -9,6 +9,7 @@ import yaml
 
 from run.test_trainer import losses, records
 
+PAYING = {"error_feedback": "dense"}
 MIXED = [
     ["^embed", "all", {"error_feedback": {"topk": {"fraction": 0.1}}}],
     ["^layers.*weight$", "all", {"error_feedback": {"powersgd": {"rank": 2}}}],
@@ -57,8 +58,20 @@ def test_auto_on_one_machine_is_the_plain_all_reduce(pool, tmp_path: Path) -> No
 
 def test_an_exchange_changed_between_steps_keeps_its_residuals(pool) -> None:
     """From top-k to int4 the residual e goes on, though buckets are cut anew; the last mean is the same everywhere."""
-    turns = [{"error_feedback": {"topk": {"fraction": 0.1}}}, {"error_feedback": {"two_shot": "int4"}}, "dense"]
+    turns = [{"error_feedback": {"topk": {"fraction": 0.1}}}, {"error_feedback": {"two_shot": "int4"}}, PAYING]
     first, second = pool.run("run.jobs:changing", 2, exchanges=turns)
     assert first["mean"] == second["mean"]
-    kept, nothing = first["kept"]
-    assert "e@embed.weight" in kept and nothing == []
+    assert all("e@embed.weight" in kept for kept in first["kept"])
+    assert all(before > 0 for before in first["owed"]) and first["paid"] == 0 == second["paid"], "dense pays it all"
+
+
+def test_what_is_owed_goes_on_when_feedback_moves_between_islands(pool) -> None:
+    turns = [{"error_feedback": {"topk": {"fraction": 0.1}}}, {"hierarchical": {"between": PAYING}}]
+    first, _ = pool.run("run.jobs:changing", 2, exchanges=turns)
+    assert first["carried"] == first["owed"] and first["owed"][0] > 0
+
+
+@pytest.mark.parametrize("bare", ["dense", {"two_shot": "int8"}, {"ef21": {"topk": {}}}])
+def test_an_exchange_that_would_drop_what_is_owed_is_refused(pool, bare) -> None:
+    answers = pool.attempt("run.jobs:changing", 2, exchanges=[{"error_feedback": {"topk": {}}}, bare])
+    assert all("goes on with its residual" in a["error"] and a["kind"] == "BadInput" for a in answers)

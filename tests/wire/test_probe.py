@@ -12,7 +12,7 @@ import pytest
 from gossamer.spec.links import Link, Links
 from gossamer.wire.channel.lockstep import Lockstep
 from gossamer.wire.lab import Lab, Topology, lab_unavailable
-from gossamer.wire.probe import islands_of, probe
+from gossamer.wire.probe import islands_of, probe, ways_of
 
 MBIT = 1e6 / 8
 
@@ -40,6 +40,22 @@ def test_a_slow_pair_inside_a_chain_of_fast_ones_makes_no_islands() -> None:
     """0-1 and 1-2 are fast, 0-2 is slow: no group in which all reach all fast, so none is claimed."""
     rates = matrix(3, lambda i, j: 1e6 if {i, j} == {0, 2} else 1e8)
     assert islands_of(rates) == ((0, 1, 2),)
+
+
+def test_a_rank_with_a_wide_way_out_is_told() -> None:
+    """From i to j goes what i's way out and j's way in let through; the slowest way is what all had together."""
+    up, down = (1e6, 2e6, 9e6, 1.2e6), (20e6, 20e6, 20e6, 20e6)
+    rates = matrix(4, lambda i, j: min(up[i], down[j]))
+    out, into = ways_of(rates, ((0, 1, 2, 3),), slowest=0.5e6)
+    assert out == pytest.approx({1: 1e6, 2: 4.5e6}), "scaled by a half; 1.2 is not much faster than 1"
+    assert into == pytest.approx({0: 4.5e6, 1: 4.5e6, 3: 4.5e6, 2: 1e6}), "no wider than the widest way out shows"
+
+
+def test_equal_ways_are_no_exceptions_and_those_inside_islands_say_nothing() -> None:
+    assert ways_of(matrix(3, lambda i, j: 1e8 * (1 + 0.1 * i)), ((0, 1, 2),), slowest=1e8) == ({}, {})
+    home = (0, 0, 1, 1)
+    rates = matrix(4, lambda i, j: 1e9 * (1 + i) if home[i] == home[j] else 5e6)
+    assert ways_of(rates, ((0, 1), (2, 3)), slowest=2e6) == ({}, {})
 
 
 def test_one_rank_needs_no_wire() -> None:

@@ -22,6 +22,7 @@ ROOM_OF = {
     "plan.schedule": "pipeline/schedule",
     "plan.exchange": "compress",
     "plan.sync": "sync",
+    "plan.adapt": "plan/adapt",
     "run.trackers": "view/tracker",
 }
 
@@ -67,12 +68,12 @@ def _places(resolved: Resolved) -> dict[str, str]:
 
 
 def _choices(resolved: Resolved) -> Iterator[tuple[str, str, Any]]:
-    """(room, key, method as written) of everything the configuration chooses; `auto` is the planner's to choose."""
+    """(room, key, method as written) of all that is chosen; `auto` is the planner's to choose, `none` no method."""
     for key, room in ROOM_OF.items():
         value = value_at(resolved.config, key)
         if isinstance(value, list) and room != "compress":
             yield from ((room, f"{key}.{i}", each) for i, each in enumerate(value))
-        elif value != "auto":
+        elif value not in ("auto", "none"):
             yield room, key, value
 
 

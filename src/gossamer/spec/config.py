@@ -116,6 +116,22 @@ class PlanSection(Section):
     residuals: Literal["merge", "drop"] = Field(
         "merge", description="of lossy exchanges, when a run resumes on another number of processes"
     )
+    adapt: Written = Field(
+        "none",
+        description="none, or a method of `gossamer methods plan/adapt`: it chooses exchanges as the run goes on",
+    )
+    adapt_every: Positive = Field(100, description="steps from one choice of `adapt` to the next")
+    adapt_window: Annotated[int, Field(ge=2)] = Field(
+        10, description="steps before a choice whose mean gradients it rests on"
+    )
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> PlanSection:
+        if self.adapt_window > self.adapt_every:
+            raise ValueError(
+                f"adapt_window is {self.adapt_window} steps, adapt_every {self.adapt_every}: windows may not overlap"
+            )
+        return self
 
 
 class RunSection(Section):

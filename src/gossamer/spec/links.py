@@ -27,13 +27,16 @@ class Links(BaseModel):
     """The link of every level, and which ranks are near each other.
 
     `levels` holds "all" (all ranks exchange with all), and where `islands` are more than one: "island" (inside all of
-    them at once) and "between" (one rank of every island with its counterparts, all at once).
+    them at once) and "between" (one rank of every island with its counterparts, all at once). `uplinks`, `downlinks`:
+    the ways out and in of ranks that are much faster than the slowest one, whose the level's "all" link is.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     islands: tuple[tuple[int, ...], ...]
     levels: dict[str, Link]
+    uplinks: dict[int, Link] = {}
+    downlinks: dict[int, Link] = {}
 
     @property
     def ranks(self) -> int:

@@ -15,6 +15,7 @@ class Statistics:
 
     error:    Euclidean norm of what a candidate loses of that parameter's mean gradient.
     nbytes:   what a rank sends in a step with that candidate.
+    default:  the candidate that serves all of these parameters where no policy adapts it.
     exposed:  by parameter, how much one of its bytes counts: 1 for one that is waited for, less for one that
               compute hides. Empty: all count alike.
     crossing: for a pipeline, bytes of the uncompressed tensor that crosses a link ("0>1") per micro-batch.
@@ -25,6 +26,7 @@ class Statistics:
     candidates: tuple[Written, ...] = ()
     error: tuple[tuple[float, ...], ...] = ()
     nbytes: tuple[tuple[int, ...], ...] = ()
+    default: Written = ""
     exposed: tuple[float, ...] = ()
     crossing: Mapping[str, int] = field(default_factory=dict)
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.compress import Exchange
+from gossamer.compress import Exchange, is_owed, owes
 from gossamer.ops.norm import global_norm_squared
-from gossamer.spec.errors import WireMismatch
+from gossamer.spec.errors import WireMismatch, bad_input
 from gossamer.wire.bucket import Bucket, Layout, partition
 from gossamer.wire.message import Combine, Message, Outcome, Round, State
 from gossamer.wire.pump import Pump, Step
@@ -121,16 +121,36 @@ class Replica:
         self._slot_of = {name: i for i, s in enumerate(self._slots) for name, _ in s.bucket.slices()}
 
     def adopt(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
-        """Go on with other exchanges, between two steps. State of the same name and size is carried over, by parameter
-        (so residuals are not lost where feedback stays feedback); all else starts anew. Raises BadInput, changing
-        nothing, where an exchange cannot serve.
+        """Go on with other exchanges, between two steps. State of the same name and size is carried over, by parameter;
+        what is still owed ("e") also where it stands deeper or less deep in the nesting; all else starts anew. Raises
+        BadInput, changing nothing, where an exchange cannot serve, or has no place for what is owed.
         """
+        self._check_owed(exchanges)
         held = self.states()
+        owed = {_last(n): t for n, t in held.items() if is_owed(n)}
         self.levels = self._pump.channel.levels
         self._lay_out(exchanges, bucket_bytes=bucket_bytes)
         fresh = self.states()
-        self.restore({n: held[n] if n in held and held[n].shape == t.shape else t for n, t in fresh.items()})
+        there = {n: held.get(n, owed.get(_last(n), t)) for n, t in fresh.items()}
+        self.restore({n: there[n] if there[n].shape == t.shape else t for n, t in fresh.items()})
         self._adopt_views()
+
+    def _check_owed(self, exchanges: Mapping[str, Exchange]) -> None:
+        for slot in self._slots:
+            if not owes(slot.exchange):
+                continue
+            for name in (e.name for e in slot.bucket.layout.entries):
+                if not owes(exchanges[name]):
+                    raise bad_input(
+                        wanted=f"an exchange for {name} that goes on with its residual, as feedback does",
+                        got=repr(exchanges[name]),
+                        do="put error_feedback around it: around dense, it pays all at once",
+                    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters."""
+        return tuple(self._params)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -239,12 +259,15 @@ class Replica:
         return found
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Take back what `states` gave; buckets may be cut differently as long as all state is shaped by parameter."""
+        """Take back what `states` gave; buckets may be cut differently as long as all state is shaped by parameter.
+        What has another size than here (a factor of another rank, from before a change) starts anew.
+        """
         for slot in self._slots:
             fresh: dict[str, Tensor] = {}
             for path, tensor in slot.state.flatten():
                 if "@" in path:
-                    fresh[path] = states[path].to(tensor)
+                    there = states[path]
+                    fresh[path] = there.to(tensor) if there.shape == tensor.shape else tensor
                 elif tensor.shape == slot.bucket.flat.shape:
                     parts = [states[f"{path}@{e.name}"].reshape(-1) for e in slot.bucket.layout.entries]
                     fresh[path] = torch.cat(parts).to(tensor)
@@ -304,6 +327,12 @@ def buckets_of(
     found = [(layout, one) for one, held in groups.items() for layout in partition(held, bucket_bytes=bucket_bytes)]
     position = {name: i for i, name in enumerate(params)}
     return sorted(found, key=lambda item: -min(position[e.name] for e in item[0].entries))
+
+
+def _last(path: str) -> str:
+    """ "e@name" of "0/1/e@name"."""
+    state, at, name = path.partition("@")
+    return f"{state.rpartition('/')[2]}{at}{name}"
 
 
 @dataclass(frozen=True, slots=True)

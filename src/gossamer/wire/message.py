@@ -125,7 +125,8 @@ class Round:
 class State:
     """What a method carries from step to step: named tensors, and the states of the methods nested in it.
 
-    A tensor of the bucket's own size is kept by parameter name in checkpoints; others under their own name.
+    A tensor of the bucket's own size is kept by parameter name in checkpoints; others under their own name. One called
+    "e" is what this rank still owes the parameters: it may go from one method to another, but never be dropped.
     Never mutated: a method hands back a new one.
     """
 

@@ -27,6 +27,7 @@ _SMALL_REPEATS = 9
 _PAIR_REPEATS = 2
 _PAIRS_RANKS = 16  # beyond, pairs are not measured one by one
 _GAP = 2.5  # links that differ by less are one kind of link
+_WIDE = 1.5  # by how much a single rank's way out or in must be faster to be told
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +39,32 @@ class _Pattern:
     arriving: tuple[int, ...]
 
 
-def probe(channel: Channel, *, pairs: bool = True) -> Links:
-    """Measure; a few seconds on slow links, less on fast ones. Raises PeerLost. The same answer on every rank."""
+def probe(channel: Channel, *, pairs: bool = True, ways: bool = False) -> Links:
+    """Measure; a few seconds on slow links, less on fast ones. Raises PeerLost. The same answer on every rank.
+
+    `ways`: two ranks, which are never islands, measure their pairs as well, to tell the one's way out from the other's.
+    """
     everyone = channel.levels.group("all", channel.rank)
     if len(everyone) == 1:
         return Links(islands=(everyone,), levels={"all": Link(latency_s=0.0, bytes_per_s=1e12)})
     latency = _latency(channel)
     overall = _rate(channel, _to_all(channel))
     levels = {"all": Link(latency_s=latency, bytes_per_s=overall)}
-    if not pairs or not 2 < len(everyone) <= _PAIRS_RANKS:
+    if not pairs or not (2 if ways else 3) <= len(everyone) <= _PAIRS_RANKS:
         return Links(islands=(everyone,), levels=levels)
     rates = _pair_rates(channel)
     islands = islands_of(rates)
     if len(islands) == 1 or len(islands) == len(everyone):
-        return Links(islands=(everyone,), levels=levels)
-    slow, fast = _sides(rates, islands)
-    levels["island"] = Link(latency_s=latency, bytes_per_s=fast)
-    levels["between"] = Link(latency_s=latency, bytes_per_s=slow)
-    return Links(islands=islands, levels=levels)
+        islands = (everyone,)
+    else:
+        slow, fast = _sides(rates, islands)
+        levels["island"] = Link(latency_s=latency, bytes_per_s=fast)
+        levels["between"] = Link(latency_s=latency, bytes_per_s=slow)
+    out, into = ways_of(rates, islands, slowest=overall)
+    uplinks, downlinks = (
+        {rank: Link(latency_s=latency, bytes_per_s=rate) for rank, rate in ways.items()} for ways in (out, into)
+    )
+    return Links(islands=islands, levels=levels, uplinks=uplinks, downlinks=downlinks)
 
 
 def islands_of(rates: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], ...]:
@@ -76,6 +85,25 @@ def islands_of(rates: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], ...]:
     near = {i: {j for j in ranks if j != i and both[min(i, j), max(i, j)] > limit} | {i} for i in ranks}
     groups = {tuple(sorted(members)) for members in near.values()}
     return tuple(sorted(groups)) if sum(len(g) for g in groups) == len(ranks) else everyone
+
+
+def ways_of(
+    rates: Sequence[Sequence[float]], islands: Sequence[Sequence[int]], *, slowest: float
+) -> tuple[dict[int, float], dict[int, float]]:
+    """(out, into): bytes/s of the ways of single ranks, where they are much faster than the slowest way of all.
+
+    A rank's way out is as fast as the fastest transfer from it, its way in as the fastest to it (so one that is wider
+    than every way out is taken for as wide as the widest of those); inside islands neither is to be seen. Pairs have a
+    link for themselves, a step has not: all are scaled so that the slowest way is the one that all ranks had together.
+    """
+    home = {rank: number for number, island in enumerate(islands) for rank in island}
+    pairs = [(i, j) for i in home for j in home if i != j and (len(islands) == 1 or home[i] != home[j])]
+    out = {r: max(rates[i][j] for i, j in pairs if i == r) for r in home}
+    into = {r: max(rates[i][j] for i, j in pairs if j == r) for r in home}
+    narrow = min(*out.values(), *into.values())
+    found = ({r: slowest * rate / narrow for r, rate in ways.items()} for ways in (out, into))
+    wide_out, wide_in = ({r: rate for r, rate in ways.items() if rate > _WIDE * slowest} for ways in found)
+    return wide_out, wide_in
 
 
 def _sides(rates: Sequence[Sequence[float]], islands: Sequence[Sequence[int]]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from gossamer.spec.choice import Written
 from gossamer.spec.room import Room
@@ -26,7 +26,20 @@ class Choices:
 
 
 class Policy(ABC):
-    """A frozen dataclass; its fields are what the user may set."""
+    """A frozen dataclass; its fields are what the user may set.
+
+    needs_paths: it looks at every rank's own way out and in; for_links: it speaks of pipeline links, not of gradients.
+    """
+
+    needs_paths: ClassVar[bool] = False
+    for_links: ClassVar[bool] = False
+
+    def to_measure(self, now: Written) -> tuple[Written, ...]:
+        """The settings to measure for parameters that `now` serves: the default first; none: nothing to choose there.
+
+        A policy that measures no setting at all speaks for all parameters at once.
+        """
+        return ()
 
     @abstractmethod
     def choose(self, statistics: Statistics, paths: Paths) -> Choices:

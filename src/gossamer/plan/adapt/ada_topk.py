@@ -32,6 +32,8 @@ class AdaTopK(Policy):
     method: str = "top_k"
     dense: str = "plain"
 
+    for_links = True
+
     def __post_init__(self) -> None:
         for name, value in (("ratio", self.ratio), ("overhead", self.overhead)):
             if not 1 <= value < float("inf"):

@@ -36,6 +36,8 @@ class BCRS(Policy):
     tilt: float = 0.0
     feedback: str = "error_feedback"
 
+    needs_paths = True
+
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
             raise bad_input(wanted="0 < fraction <= 1", got=repr(self.fraction), do="give 0.01", key="fraction")

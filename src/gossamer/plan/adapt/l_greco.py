@@ -25,7 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gossamer import compress
 from gossamer.plan.adapt import Choices, Policy
+from gossamer.plan.adapt._near import near
 from gossamer.spec.choice import Written
 from gossamer.spec.errors import bad_input
 from gossamer.spec.statistics import Paths, Statistics
@@ -33,9 +35,12 @@ from gossamer.spec.statistics import Paths, Statistics
 
 @dataclass(frozen=True, slots=True)
 class LGreco(Policy):
-    """`default` is the uniform setting to be beaten; it must be among the candidates that were measured."""
+    """`default` is the uniform setting to be beaten, "" the exchange the run has; it is always among the candidates.
+    `candidates`: none means ranks from half to twice the default's, or codecs beside its own.
+    """
 
-    default: Written
+    default: Written = ""
+    candidates: tuple[Written, ...] = ()
     alpha: float = 1.0
     bins: int = 10_000
     level: str = "all"
@@ -46,22 +51,33 @@ class LGreco(Policy):
         if self.bins < 1:
             raise bad_input(wanted="bins >= 1", got=repr(self.bins), do="give 10000", key="bins")
 
+    def to_measure(self, now: Written) -> tuple[Written, ...]:
+        if not self.candidates:
+            beside = near(self.default or now)
+            return (self.default or now, *beside) if beside else ()
+        given = [compress.build(written) for written in self.candidates]
+        own = compress.build(self.default or now)
+        if own not in given and not self.default:
+            return ()  # a method the candidates do not speak of
+        return (self.default or now, *(w for w, one in zip(self.candidates, given, strict=True) if one != own))
+
     def choose(self, statistics: Statistics, paths: Paths) -> Choices:
-        if self.default not in statistics.candidates:
+        uniform = self.default or statistics.default
+        if uniform not in statistics.candidates:
             raise bad_input(
-                wanted=f"the default {self.default!r} among the candidates",
+                wanted=f"the default {uniform!r} among the candidates",
                 got=repr(list(statistics.candidates)),
                 do="measure it too, or name another default",
                 key="default",
             )
-        default = statistics.candidates.index(self.default)
+        default = statistics.candidates.index(uniform)
         error = np.array(statistics.error, dtype=np.float64).reshape(len(statistics.names), -1)
         weight = np.array(statistics.exposed or (1.0,) * len(statistics.names))
         size = np.array(statistics.nbytes, dtype=np.float64).reshape(error.shape) * weight[:, None]
         total = math.fsum(error[:, default])  # in the same way on every machine, as all that follows: ranks must agree
         found = cheapest(error, size, default, budget=self.alpha * total, bins=self.bins)
         if found is None:
-            return Choices(((".*", self.level, self.default),), "one setting for all: the errors cannot be judged")
+            return Choices(((".*", self.level, uniform),), "one setting for all: the errors cannot be judged")
         return self._choices(statistics, found, default, error)
 
     def _choices(self, statistics: Statistics, found: list[int], default: int, error: NDArray[np.float64]) -> Choices:
@@ -75,7 +91,7 @@ class LGreco(Policy):
         chosen = float(error[np.arange(len(found)), found].sum())
         share = chosen / max(1e-300, float(error[:, default].sum()))
         said = f"{after} bytes per step instead of {before}, at {share:.3f} of the error of one setting for all"
-        return Choices((*rules, (".*", self.level, self.default)), said)
+        return Choices((*rules, (".*", self.level, statistics.candidates[default])), said)
 
 
 def cheapest(

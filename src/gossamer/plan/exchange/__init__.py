@@ -8,7 +8,7 @@ seconds, made dearer by the part of the gradient that it leaves for later, are f
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_islands
 from gossamer.plan.exchange.choose import Decision, choose
 from gossamer.plan.exchange.facts import BucketFacts, Facts, Option, wire_seconds
-from gossamer.plan.exchange.timeline import Timeline, timeline
+from gossamer.plan.exchange.timeline import Timeline, timeline, waited_for
 
 __all__ = [
     "CANDIDATES",
@@ -21,5 +21,6 @@ __all__ = [
     "across_islands",
     "choose",
     "timeline",
+    "waited_for",
     "wire_seconds",
 ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate
 from gossamer.plan.exchange.facts import Facts, Option
-from gossamer.plan.exchange.timeline import Timeline, timeline
+from gossamer.plan.exchange.timeline import Timeline, timeline, waited_for
 from gossamer.spec.choice import Exchanges
 from gossamer.spec.units import show_bytes, show_seconds
 
@@ -18,12 +18,15 @@ _PRICE = 0.1  # of a step: what a step that loses all of its gradient must save 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`written`: what plan.exchange becomes. `reason`: one line for people. `plain`: the forecast with all-reduce."""
+    """`written`: what plan.exchange becomes. `reason`: one line for people. `plain`: the forecast with all-reduce.
+    `waited`: by parameter, the part of its exchange's time on the wire that the step waits for.
+    """
 
     written: Exchanges
     reason: str
     forecast: Timeline
     plain: Timeline
+    waited: Mapping[str, float] = field(default_factory=dict)
 
 
 def choose(facts: Facts, *, lossy: bool, candidates: Sequence[Candidate] = CANDIDATES) -> Decision:
@@ -41,7 +44,9 @@ def choose(facts: Facts, *, lossy: bool, candidates: Sequence[Candidate] = CANDI
                 f"; plan.lossy: true would take {_summary(facts, other, candidates)} "
                 f"({show_bytes(better.sent_bytes)}) and save {gain} more a step"
             )
-    return Decision(_written(facts, picked, candidates), said, forecast, plain)
+    waited = waited_for(facts, _options(facts, picked))
+    by_name = {n: part for bucket, part in zip(facts.buckets, waited, strict=True) for n in bucket.names}
+    return Decision(_written(facts, picked, candidates), said, forecast, plain, by_name)
 
 
 def _best(facts: Facts, candidates: Sequence[Candidate], *, lossy: bool) -> tuple[list[int], Timeline]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gossamer.plan.exchange.facts import Facts, Option
 
@@ -17,6 +17,16 @@ class Timeline:
     wire_s: float
     cpu_s: float
     sent_bytes: int
+
+
+def waited_for(facts: Facts, chosen: Sequence[Option]) -> tuple[float, ...]:
+    """By bucket, the part of its time on the wire that the step waits for: what halving it would save."""
+    now, found = timeline(facts, chosen).step_s, []
+    for b, option in enumerate(chosen):
+        half = replace(option, wire_s=option.wire_s / 2)
+        saved = now - timeline(facts, [*chosen[:b], half, *chosen[b + 1 :]]).step_s
+        found.append(min(1.0, max(0.0, saved / half.wire_s)) if half.wire_s else 0.0)
+    return tuple(found)
 
 
 def timeline(facts: Facts, chosen: Sequence[Option]) -> Timeline:

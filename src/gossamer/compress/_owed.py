@@ -1,0 +1,55 @@
+"""What feedback still owes the parameters, and exchanges that go on with it when others take their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from gossamer.spec.choice import Exchanges, Written
+from gossamer.spec.rules import Line, lines
+from gossamer.wire.bucket import Layout
+from gossamer.wire.message import State
+
+_OWED = "e"
+
+
+class Remembering(Protocol):
+    """The part of an exchange that is needed here."""
+
+    def init(self, layout: Layout) -> State: ...
+
+
+def is_owed(path: str) -> bool:
+    """Whether a state of this path ("0/e", "e@name") is owed to the parameters."""
+    return path.partition("@")[0].rpartition("/")[2] == _OWED
+
+
+def owes(exchange: Remembering) -> bool:
+    """Whether it keeps what it did not send, to send it later."""
+    smallest = Layout.of({"x": torch.empty(1)})
+    return any(is_owed(path) for path, _ in exchange.init(smallest).flatten())
+
+
+def fed_back(written: Exchanges, names: Iterable[str]) -> Exchanges:
+    """`written` with error feedback around the methods that serve these parameters: around dense, it pays what is owed
+    at once.
+    """
+    wanted, found = set(names), lines(written, key="plan.exchange")
+    serving = {serving_line(found, name) for name in wanted}
+    if not isinstance(written, list):
+        return _around(written) if wanted else written
+    return [(line.pattern, line.level, _around(line.written) if line in serving else line.written) for line in found]
+
+
+def serving_line(found: Sequence[Line], name: str) -> Line | None:
+    """The line whose method a parameter's gradient is sent by: the first that matches, or its partner `between`."""
+    matching = [line for line in found if line.matches(name)]
+    if matching and matching[0].level == "island":
+        return next((line for line in matching if line.level == "between"), None)
+    return matching[0] if matching else None
+
+
+def _around(written: Written) -> Written:
+    return {"error_feedback": {"inner": written}}
