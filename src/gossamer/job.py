@@ -153,7 +153,7 @@ def _exchanger(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Rec
 def _train(trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None], began: float) -> dict[str, Any]:
     outcome, message = "failed", ""
     try:
-        trainer.run()
+        _run(trainer, saver)
         outcome = "done"
     except Interrupted as error:
         outcome, message = "interrupted", str(error)
@@ -166,6 +166,14 @@ def _train(trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None
         step, seconds = trainer.progress.step, time.perf_counter() - began
         sink(records.End(step=step, outcome=outcome, message=message, seconds=seconds))
     return {"outcome": outcome, "step": step, "seconds": seconds, "peak_bytes": peak_bytes()}
+
+
+def _run(trainer: Trainer, saver: Saver) -> None:
+    try:
+        trainer.run()
+    except Interrupted:
+        saver.confirm()
+        raise
 
 
 def _saver(job: Job, sink: Callable[[records.Record], None]) -> Saver:

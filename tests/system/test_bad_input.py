@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from gossamer.store.checkpoint import latest_good
-from system.command import GOSSAMER, SIZES, Done, Place, ended, losses, records
+from system.command import GOSSAMER, SIZES, Done, Place, ended, eventually, losses, records
 from system.conftest import Trained
 
 
@@ -302,6 +303,34 @@ def test_a_full_disk_while_saving_costs_no_training(place: Place, small_disk: Pa
     for piece in ("the disk is full", "needs", "are free", "free space"):
         assert piece in saved[1]["error"]
     assert sorted(p.name for p in small_disk.iterdir()) == ["ballast", "step-00000002"]
+    assert latest_good(small_disk)[0].step == 2
+
+
+def test_a_stop_whose_last_save_fails_says_so_and_is_a_failure(place: Place, small_disk: Path) -> None:
+    (place.folder / "hold").write_text("3")
+    train = {"steps": 400, "keep_checkpoints": 1}
+    config = place.config(model={"factory": "watched:make"}, run={"name": "full"}, train=train)
+    place.good("train", config, "train.steps=2", **rank_of_two(0, free_port(), ranks=1))
+    (small_disk / "ballast").write_bytes(b"x" * (_free(small_disk) - 100_000))
+    run = place.folder / "runs" / "full"
+    process = place.start("resume", run, "train.steps=400", "train.checkpoint_every=0", "--json")
+    eventually(lambda: (place.folder / "held-0").exists() or process.poll() is not None, "it is held")
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    assert "saving a checkpoint first" in process.stderr.readline()
+    (place.folder / "hold").unlink()
+    done = ended(process)
+    assert done.code == 3, done.err
+    (end,) = records(run, "end")[1:]
+    assert end["outcome"] == "failed"
+    said = " ".join(done.err.replace("|", " ").split())
+    for text in (said, end["message"]):
+        assert (
+            f"stopped as asked after step {end['step']}, but the checkpoint of step {end['step']} was not saved" in text
+        )
+        for piece in ("the disk is full", "free space", "the newest checkpoint is of step 2"):
+            assert piece in text
+    assert "gossamer resume" in said and "with a checkpoint" not in said
     assert latest_good(small_disk)[0].step == 2
 
 

@@ -12,8 +12,8 @@ from gossamer.run.checkpoint import Contents
 from gossamer.run.resuming import Search
 from gossamer.run.trainer import Progress
 from gossamer.spec import records
-from gossamer.spec.errors import BadInput, CheckpointMismatch
-from gossamer.store.checkpoint import Checkpoint, CheckpointWriter, SaveStatus, set_aside
+from gossamer.spec.errors import BadInput, CheckpointMismatch, RunFailed
+from gossamer.store.checkpoint import Checkpoint, CheckpointWriter, SaveStatus, latest_step, set_aside
 from gossamer.wire.channel import Channel
 
 FORMAT = 1
@@ -37,6 +37,7 @@ class Saver:
     progress: Progress = field(default_factory=Progress)
     contents: Contents | None = None
     _store: CheckpointWriter | None = None
+    _unsaved: str = ""  # why the newest save did not become a checkpoint
 
     def open(self) -> None:
         """Before any rank can save: the leader sweeps what an earlier run left half-written."""
@@ -69,6 +70,7 @@ class Saver:
         if self._store is None:
             return
         for result in self._store.poll():
+            self._unsaved = "" if result.ok else result.error
             self.sink(
                 records.Saved(
                     step=result.step,
@@ -86,6 +88,17 @@ class Saver:
             self._store.finish()
             self.report()
             self._store = None
+
+    def confirm(self) -> None:
+        """Wait for the last save; raises RunFailed where it failed.
+
+        Only the writer that leads knows for all: another one that gave up waiting says nothing about the checkpoint.
+        """
+        self.finish()
+        if self._unsaved and self.writer == 0:
+            newest = latest_step(self.directory)
+            left = f"the newest checkpoint is of step {newest}" if newest is not None else "there is no checkpoint"
+            raise RunFailed(f"stopped as asked after step {self.progress.step}, but {self._unsaved}; {left}") from None
 
     def resume(self, channel: Channel, step: int = -1) -> bool:
         """Fill the trainer from the newest checkpoint that is good on all hosts, of `step` at most where one is given.
