@@ -109,9 +109,11 @@ class Exchanger:
         chosen = self.plan.exchange
         in_force = {"exchange": before.exchange, "adapted_from": before.adapted_from}
         self.plan = self.plan.model_copy(update=in_force)
-        if chosen == before.adapted_from:
-            return None  # what was made of it since then goes on
         said = f"the links have drifted; exchange: {self.plan.reasons['exchange']}"
+        if chosen in (before.exchange, before.adapted_from):  # what was made of it since then goes on
+            self.keep(self.plan)
+            self.tell(said, step)
+            return None
         return self.change(chosen, step, said, adapted_from="")
 
     def change(self, written: Exchanges, step: int, said: str, *, adapted_from: Exchanges) -> Replan | None:
@@ -128,8 +130,9 @@ class Exchanger:
         forecast = self.plan.forecast.model_copy(update={"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes})
         update = {"exchange": written, "adapted_from": adapted_from, "forecast": forecast}
         self.plan = self.plan.model_copy(update=update)
-        self.tell(said, step)
+        self._watch.first = 0.0  # other messages pass at another rate: the next window is the measure
         self.keep(self.plan)
+        self.tell(said, step)
         return Replan(compress.rules(written).by_name(params), self.plan.bucket_bytes)
 
     def _price(self, written: Exchanges) -> Cost:

@@ -173,6 +173,10 @@ def _sample(param: Tensor) -> Tensor:
 
 
 def set_threads(wanted: int | str, local_ranks: int) -> None:
-    """Compute threads of this process; auto: the cores shared evenly among the ranks of the host."""
+    """Compute threads of this process; auto: OMP_NUM_THREADS where the environment sets it, else the cores shared
+    evenly among the ranks of the host.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    torch.set_num_threads(max(1, cores // local_ranks) if wanted == "auto" else int(wanted))
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    shared = int(given) if given.isdigit() and int(given) else max(1, cores // local_ranks)
+    torch.set_num_threads(shared if wanted == "auto" else int(wanted))

@@ -81,7 +81,9 @@ class MachinesSection(Section):
     cluster: str | None = Field(None, description="cluster.yaml of `gossamer probe`")
     islands: list[list[int]] | Auto = Field("auto", description="ranks behind one fast link; auto: measured if needed")
     interface: str = Field("auto", description="network device for the exchange; auto: the fastest that reaches all")
-    threads: Positive | Auto = Field("auto", description="compute threads per process")
+    threads: Positive | Auto = Field(
+        "auto", description="compute threads per process; auto: OMP_NUM_THREADS, else the cores shared"
+    )
     timeout_s: Annotated[float, Field(gt=0)] = Field(120.0, description="an exchange that takes longer has failed")
     heartbeat_s: Annotated[float, Field(gt=0)] = Field(5.0, description="a rank silent for so long is named")
 

@@ -1,0 +1,81 @@
+"""`exchange: auto` between real hosts: what it chooses on a slow line, and what it does when a line gets slower."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gossamer.wire.lab import Lab, Topology, lab_unavailable
+from system.command import GOSSAMER, SIZES, Place, eventually, records
+
+pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]
+
+MBIT = 1e6 / 8
+MODEL = {"hf": "llama", "config": {**SIZES, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}}
+
+
+def started(lab: Lab, config: Path, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """The same command on every host, as `gossamer lab run` starts it."""
+    argv = ["env", "-C", str(folder), *GOSSAMER, "train", str(config)]
+    return [lab.spawn(host, argv, stdout=subprocess.DEVNULL) for host in range(lab.topology.hosts)]
+
+
+def seen(run: Path, kind: str) -> list[dict]:
+    """The records so far; none before the run began."""
+    return records(run, kind) if (run / "records.jsonl").exists() else []
+
+
+def test_a_slow_line_is_compressed_and_a_slower_one_is_found_out(place: Place) -> None:
+    """At 20 Mbit/s some of the gradients are encoded; at a tenth of it the links are measured again and it says so."""
+    config = place.config(
+        "slow",
+        model=MODEL,
+        train={"steps": 400, "batch": 4, "checkpoint_every": 0, "evaluate_every": 0},
+        plan={"lossy": True},
+        run={"name": "slow"},
+    )
+    run = place.folder / "runs" / "slow"
+    with Lab(Topology(2, rate_bytes_per_s=20 * MBIT)) as lab:
+        hosts = started(lab, config, place.folder)
+        try:
+            eventually(lambda: len(seen(run, "step")) >= 45, "45 steps", within_s=120)
+            plan = yaml.safe_load((run / "plan.yaml").read_text())
+            assert "error_feedback" in str(plan["exchange"]), plan["reasons"]
+            first = records(run, "event")[0]["message"]
+            assert first.startswith("exchange: ") and " exposed (links: " in first
+            for host in range(2):
+                lab.slow(host, 2 * MBIT)
+            eventually(
+                lambda: any("the links have drifted" in e["message"] for e in records(run, "event")),
+                "a word about the links",
+                within_s=150,
+            )
+            after = yaml.safe_load((run / "plan.yaml").read_text())
+            assert after["forecast"]["exposed_s"] != plan["forecast"]["exposed_s"]
+            count = len(records(run, "step"))
+            eventually(lambda: len(records(run, "step")) > count + 2, "training to go on", within_s=60)
+        finally:
+            for host in hosts:
+                host.terminate()
+            codes = [host.wait(timeout=60) for host in hosts]
+    assert set(codes) <= {0, 4}
+
+
+def test_without_permission_the_gain_is_told(place: Place) -> None:
+    config = place.config(
+        "exact",
+        model=MODEL,
+        train={"steps": 3, "batch": 4, "checkpoint_every": 0, "evaluate_every": 0},
+        run={"name": "exact"},
+    )
+    lab = ("lab", "run", "--hosts", "2", "--rate", "10mbit", "--json")
+    place.good(*lab, "--", sys.executable, "-m", "gossamer", "train", config)
+    run = place.folder / "runs" / "exact"
+    plan = yaml.safe_load((run / "plan.yaml").read_text())
+    assert "error_feedback" not in str(plan["exchange"])
+    assert "plan.lossy: true would take" in plan["reasons"]["exchange"]
+    assert len(records(run, "step")) == 3
