@@ -53,7 +53,8 @@ class Demo:
         return RunConfig.model_validate({**CONFIG, "train": {**CONFIG["train"], "steps": steps}})
 
 
-# Validation bits per byte of longer runs of this configuration (docs/results/longer.json): steps -> figure.
+# Validation bits per byte of longer runs of this configuration, steps -> figure: `reached` in docs/results/longer.json,
+# measured by benchmarks/longer.py. The demo says nothing of longer runs while it is empty.
 LONGER: dict[int, float] = {}
 
 
