@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from statistics import median
 
+import rounds
 from result import publish, ratio
 
 MODEL = {
@@ -51,20 +49,20 @@ def main() -> None:
     peak = matmul_flop_per_s()
     figures = {"gpus": gpus, "matmul_flop_per_s": peak}
     for ranks in sorted({1, gpus}):
-        rounds: dict[str, list[dict[str, float]]] = {"theirs": [], "ours": []}
+        found: dict[str, list[dict[str, float]]] = {"theirs": [], "ours": []}
         for pair in range(asked.pairs):
-            for name in sorted(rounds, reverse=pair % 2 == 1):
-                rounds[name].append(one_round(name, ranks, asked.steps))
-                print(ranks, name, rounds[name][-1], file=sys.stderr, flush=True)
-        speed = {name: [r["tokens_per_s"] for r in some] for name, some in rounds.items()}
+            for name in sorted(found, reverse=pair % 2 == 1):
+                found[name].append(rounds.one_round(__file__, name, ranks=ranks, steps=asked.steps, env={}))
+                print(ranks, name, found[name][-1], file=sys.stderr, flush=True)
+        speed = {name: [r["tokens_per_s"] for r in some] for name, some in found.items()}
         compared = ratio(speed["ours"], speed["theirs"])
-        flop = 6 * rounds["ours"][0]["parameters"]
+        flop = 6 * found["ours"][0]["parameters"]
         figures[f"gpus_{ranks}"] = {
             "ratio": compared["median"],
             "pairs": compared["pairs"],
             "tokens_per_s": {name: round(median(some)) for name, some in speed.items()},
             "mfu": {name: round(median(some) * flop / (peak * ranks), 4) for name, some in speed.items()},
-            "peak_bytes": {name: median(r["peak_bytes"] for r in some) for name, some in rounds.items()},
+            "peak_bytes": {name: median(r["peak_bytes"] for r in some) for name, some in found.items()},
         }
     publish("gpu", figures)
 
@@ -84,31 +82,8 @@ def matmul_flop_per_s() -> float:
     return best
 
 
-def one_round(name: str, ranks: int, steps: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(ranks):
-            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-            env = {**os.environ, **{k: str(v) for k, v in place.items()}, "FOLDER": folder}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 10000)}
-            argv = [sys.executable, __file__, "--round", name, "--steps", str(steps)]
-            processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True))
-        said = [p.communicate(timeout=900)[0] for p in processes]
-    assert all(p.returncode == 0 for p in processes), said
-    return json.loads(said[0].splitlines()[-1])
-
-
-class Tokens:
-    def __init__(self) -> None:
-        import torch
-
-        self.ids = torch.randint(0, 32000, (2048, SEQUENCE), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int):
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+def tokens() -> rounds.Tokens:
+    return rounds.Tokens(2048, SEQUENCE, MODEL["vocab_size"])
 
 
 def llama():
@@ -135,7 +110,7 @@ def theirs(steps: int) -> None:
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
-    module, data = llama().cuda(), Tokens()
+    module, data = llama().cuda(), tokens()
     model = module
     if ranks > 1:
         dist.init_process_group("nccl")
@@ -177,13 +152,11 @@ def ours(steps: int) -> None:
             "checkpoint_every": 0,
         },
         "data": {"sequence": SEQUENCE},
-        "run": {"directory": os.environ["FOLDER"], "name": "round", "display": "quiet"},
+        "run": rounds.run_section(),
     }
-    gossamer.train(module, Tokens(), config)
+    gossamer.train(module, tokens(), config)
     if os.environ["RANK"] == "0":
-        lines = [json.loads(x) for f in Path(os.environ["FOLDER"]).glob("*/records.jsonl") for x in f.open()]
-        times = [x["step_s"] for x in lines if x["kind"] == "step"]
-        report(times, ranks, sum(p.numel() for p in module.parameters()))
+        report(rounds.step_times(), ranks, sum(p.numel() for p in module.parameters()))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,11 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from statistics import median
 
+import rounds
 from result import publish, ratio
 
 MODEL = {
@@ -49,8 +47,8 @@ def main() -> None:
         for name in sorted(figures, reverse=pair % 2 == 1):  # who goes first alternates
             figures[name].append(one_round(name, asked.steps))
             print(f"{pair} {name:6s} {figures[name][-1]}", file=sys.stderr, flush=True)
-    speed = {name: [r["tokens_per_s"] for r in rounds] for name, rounds in figures.items()}
-    peak = {name: median(r["peak_bytes"] for r in rounds) for name, rounds in figures.items()}
+    speed = {name: [r["tokens_per_s"] for r in some] for name, some in figures.items()}
+    peak = {name: median(r["peak_bytes"] for r in some) for name, some in figures.items()}
     single, double = ratio(speed["ours1"], speed["plain"]), ratio(speed["ours2"], speed["ddp"])
     publish(
         "overhead",
@@ -70,42 +68,13 @@ def main() -> None:
 def one_round(name: str, steps: int) -> dict[str, float]:
     """Run a round in fresh processes; rank 0's figures."""
     ranks = 2 if name in ("ddp", "ours2") else 1
-    kind = {"ours1": "ours", "ours2": "ours"}.get(name, name)
-    port = str(20000 + os.getpid() % 10000)
-    with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(ranks):
-            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-            env = {
-                **os.environ,
-                **{k: str(v) for k, v in place.items()},
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)),
-                "FOLDER": folder,
-            }
-            argv = [sys.executable, __file__, "--round", kind, "--steps", str(steps)]
-            processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True))
-        said = [p.communicate(timeout=600)[0] for p in processes]
-    assert all(p.returncode == 0 for p in processes), said
-    return json.loads(said[0].splitlines()[-1])
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(threads)}
+    return rounds.one_round(__file__, name.rstrip("12"), ranks=ranks, steps=steps, env=env, limit_s=600)
 
 
-class Tokens:
-    """A fixed set of sequences; both sides read rows by index from it."""
-
-    def __init__(self) -> None:
-        import torch
-
-        seed = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(0, MODEL["vocab_size"], (4096, SEQUENCE), generator=seed)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int):
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+def tokens() -> rounds.Tokens:
+    return rounds.Tokens(4096, SEQUENCE, MODEL["vocab_size"])
 
 
 def llama():
@@ -128,7 +97,7 @@ def hand_written(steps: int, wrap) -> None:
     import torch
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    module, data, mine = llama(), Tokens(), BATCH // ranks
+    module, data, mine = llama(), tokens(), BATCH // ranks
     model = wrap(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True)
     times = []
@@ -172,13 +141,11 @@ def ours(steps: int) -> None:
             "checkpoint_every": 0,
         },
         "data": {"sequence": SEQUENCE},
-        "run": {"directory": os.environ["FOLDER"], "name": "round", "display": "quiet"},
+        "run": rounds.run_section(),
     }
-    gossamer.train(llama(), Tokens(), config)
+    gossamer.train(llama(), tokens(), config)
     if os.environ["RANK"] == "0":
-        folder = Path(os.environ["FOLDER"])
-        lines = [json.loads(x) for f in folder.glob("*/records.jsonl") for x in f.read_text().splitlines()]
-        report([x["step_s"] for x in lines if x["kind"] == "step"])
+        report(rounds.step_times())
 
 
 if __name__ == "__main__":
