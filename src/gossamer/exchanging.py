@@ -8,44 +8,34 @@ function of it: so all ranks come to the same plan without anybody deciding for 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from gossamer import compress
-from gossamer.compress import Exchange
+from gossamer.measuring import Measured, everybodys
 from gossamer.plan import price_of
 from gossamer.plan.exchange import (
     CANDIDATES,
-    BucketFacts,
-    Candidate,
     Decision,
-    Facts,
-    Option,
     across_islands,
     choose,
-    wire_seconds,
 )
 from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import trainable
-from gossamer.run.rehearse import Rehearsal, rehearse, stolen_share
+from gossamer.run.rehearse import rehearse
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
 from gossamer.spec.choice import Exchanges
 from gossamer.spec.cost import Cost
-from gossamer.spec.errors import BadInput
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_rate
-from gossamer.sync import buckets_of
-from gossamer.wire.bucket import Layout
-from gossamer.wire.message import Combine, Levels, Message
+from gossamer.wire.message import Levels
 from gossamer.wire.probe import probe
 from gossamer.wire.pump import Pump
 
-_SAMPLED_RANKS = 16  # beyond, prices are asked of the first and the last ranks only
 _LEAST_BUCKET_BYTES = 1 << 20
 _LATENCIES_PER_BUCKET = 40  # of wire time: small enough to overlap, large enough that latency is little of it
 _WATCH_STEPS = 20  # how often the rate of the wire is looked at
@@ -75,7 +65,7 @@ class Exchanger:
     tell: Callable[[str, int], None]  # an event: message, step
     keep: Callable[[Plan], None]  # a plan that has changed
     waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
-    _measured: _Measured | None = None
+    _measured: Measured | None = None
     _watch: _Watch = field(default_factory=lambda: _Watch())
 
     def settle(self, *, automatic: bool, hosts: int) -> Plan:
@@ -100,7 +90,7 @@ class Exchanger:
         """At a step's border: None, or what the drifted links make better."""
         if not self._watch.due(step):
             return None
-        rate = min(_everybodys(self.pump, [self._watch.rate(self.pump)])[0])
+        rate = min(everybodys(self.pump, [self._watch.rate(self.pump)])[0])
         if not self._watch.drifted(rate):
             return None
         before = self.plan
@@ -157,7 +147,7 @@ class Exchanger:
         params = trainable(self.engine.module)
         if self._measured is None:
             rehearsal = rehearse(self.engine, self.feed, params)
-            self._measured = _Measured.by(rehearsal, params, candidates, self.pump, bucket_bytes)
+            self._measured = Measured.by(rehearsal, params, candidates, self.pump, bucket_bytes)
         decision = choose(self._measured.facts(links, self.pump), lossy=self.lossy, candidates=candidates)
         self.waited = decision.waited
         exact = decision.written == candidates[0].written
@@ -199,95 +189,6 @@ class _Watch:
         """After a look at the links: the next window is the measure. Looks get rarer, as each costs seconds."""
         self.first, self.every = 0.0, 2 * self.every
         self.rate(pump)
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """What does not change with the links: when buckets fill, what candidates cost and lose on them."""
-
-    layouts: tuple[Layout, ...]
-    cells: tuple[tuple[Exchange | None, ...], ...]  # every candidate beside every bucket; None where it cannot serve
-    cpu_s: tuple[float, ...]  # of the cells, row by row
-    loss: tuple[float, ...]
-    squares: tuple[float, ...]  # |gradient|^2 of every bucket
-    times: tuple[float, ...]  # compute, backward, stolen share, and when every bucket is ready
-
-    @staticmethod
-    def by(
-        rehearsal: Rehearsal,
-        params: Mapping[str, Tensor],
-        candidates: Sequence[Candidate],
-        pump: Pump,
-        bucket_bytes: int,
-    ) -> _Measured:
-        """All ranks measure at once, as they will compute at once; the largest number of all ranks counts."""
-        built, levels, rank = [compress.build(c.written) for c in candidates], pump.channel.levels, pump.channel.rank
-        cut = buckets_of(params, dict.fromkeys(params, built[0]), bucket_bytes=bucket_bytes)
-        layouts = tuple(where for where, _ in cut)
-        pairs = list(zip(candidates, built, strict=True))
-        cells = tuple(tuple(x if _serves(c, x, where, levels) else None for c, x in pairs) for where in layouts)
-        flat = [(x, where) for where, row in zip(layouts, cells, strict=True) for x in row]
-        cpu = [compress.seconds_of(x, where, levels, rank) if x else 0.0 for x, where in flat]
-        loss = [_loss(x, where, rehearsal) if x else 0.0 for x, where in flat]
-        squares = [_square(where, rehearsal) for where in layouts]
-        ready = [max(rehearsal.ready_s[e.name] for e in where.entries) for where in layouts]
-        times = [rehearsal.compute_s, rehearsal.backward_s, stolen_share(), *ready]
-        slowest = (
-            tuple(max(column) for column in _everybodys(pump, numbers)) for numbers in (cpu, loss, squares, times)
-        )
-        return _Measured(layouts, cells, *slowest)
-
-    def facts(self, links: Links, pump: Pump) -> Facts:
-        """All of it, with what the wire takes on these links."""
-        cells, total = iter(zip(self.cpu_s, self.loss, strict=True)), sum(self.squares) or 1.0
-        buckets = []
-        for where, row, ready_s, square in zip(self.layouts, self.cells, self.times[3:], self.squares, strict=True):
-            options = [_option(x, where, pump.channel.levels, links, *next(cells)) for x in row]
-            names = tuple(e.name for e in where.entries)
-            buckets.append(BucketFacts(names, where.numel, ready_s, square / total, tuple(options)))
-        return Facts(tuple(buckets), *self.times[:3])
-
-
-def _serves(candidate: Candidate, exchange: Exchange, where: Layout, levels: Levels) -> bool:
-    if where.numel < candidate.least_numel:
-        return False
-    try:
-        exchange.check(where, levels)
-    except BadInput:
-        return False
-    return True
-
-
-def _option(
-    exchange: Exchange | None, where: Layout, levels: Levels, links: Links, cpu_s: float, loss: float
-) -> Option | None:
-    if exchange is None:
-        return None
-    everyone = sorted(r for group in levels.groups["all"] for r in group)
-    half = _SAMPLED_RANKS // 2
-    asked = everyone if len(everyone) <= _SAMPLED_RANKS else [*everyone[:half], *everyone[-half:]]
-    wire_s, sent = wire_seconds({r: exchange.traffic(where, levels, r) for r in asked}, levels, links)
-    return Option(cpu_s, wire_s, sent, loss)
-
-
-def _loss(exchange: Exchange, where: Layout, rehearsal: Rehearsal) -> float:
-    """|x - kept|^2 / |x|^2 over the gradients of a bucket."""
-    square = _square(where, rehearsal)
-    if exchange.traits.lossless or not square:
-        return 0.0
-    names = [e.name for e in where.entries]
-    return sum(compress.error_of(exchange, rehearsal.gradients[n], name=n) ** 2 for n in names) / square
-
-
-def _square(where: Layout, rehearsal: Rehearsal) -> float:
-    return sum(float(rehearsal.gradients[e.name].square().sum()) for e in where.entries)
-
-
-def _everybodys(pump: Pump, mine: Sequence[float]) -> list[list[float]]:
-    """Of every number those of all ranks."""
-    (rows,) = pump.channel.start(Message((torch.tensor(mine, dtype=torch.float64),), Combine.GATHER)).wait()
-    columns: list[list[float]] = rows.T.tolist()
-    return columns
 
 
 def _bucket_bytes(links: Links, largest: int) -> int:
