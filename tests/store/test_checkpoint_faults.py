@@ -73,20 +73,22 @@ def _save_for_ever(directory: Path) -> None:
 def test_a_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     good(save(tmp_path, 1, [[whole("w0", torch.ones(20_000))]]))
     newest, rng = 1, random.Random(0)
-    for _ in range(25):
+    window_s, kills = 0.06, 0
+    while kills < 25 or newest <= 10:  # a busy machine takes longer to save anything
+        kills += 1
         child = os.fork()
         if child == 0:
             try:
                 _save_for_ever(tmp_path)
             finally:
                 os._exit(1)
-        time.sleep(rng.uniform(0.005, 0.06))
+        time.sleep(rng.uniform(0.005, window_s))
         os.kill(child, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
         found, problems = latest_good(tmp_path)
         assert problems == {} and found.step >= newest
+        window_s *= 1.3 if found.step == newest else 1.0
         newest = found.step
         assert (found.read("w0") == float(newest)).all()
-    assert newest > 10
     CheckpointWriter(tmp_path, 0, 1)
     assert left_over(tmp_path) == []
