@@ -170,7 +170,7 @@ class Expert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.mix = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, WIDTH)
+        self.router, self.mix = nn.Sequential(nn.Linear(WIDTH, 4)), nn.Linear(WIDTH, WIDTH)
         self.balance: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,7 +189,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         seen: list[Tensor] = []
-        hooks = [b.router.register_forward_hook(lambda _, __, out: seen.append(out)) for b in self.blocks]
+        watched = [m for b in self.blocks for m in (b.router, b.router[0])]  # one tensor, seen twice
+        hooks = [m.register_forward_hook(lambda _, __, out: seen.append(out)) for m in watched]
         for block in self.blocks:
             x = block(x)
         for hook in hooks:

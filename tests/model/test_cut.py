@@ -177,7 +177,7 @@ class Leaking(nn.Module):
 
 class Pushing(Layer):
     def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:  # type: ignore[override]
-        kept.append(self.mix(x) * 2)
+        kept.append(self.mix(x))
         return torch.tanh(x + self.mix(x))
 
 
@@ -202,6 +202,29 @@ class Frozen(nn.Module):
 def test_reentrant_checkpointing_is_refused() -> None:
     with pytest.raises(BadInput, match="reentrant"):
         flow_of(Frozen(), {"x": rows().requires_grad_()})
+
+
+class Warming(Chain):
+    """Runs its blocks once without a graph, and then with one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for block in self.blocks:
+                x = block(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_units_may_run_without_a_graph() -> None:
+    module, batch = Warming(), {"x": rows()}
+    flow = flow_of(module, batch)
+    assert [c.name for c in flow.calls[3:5]] == ["blocks.3", "blocks.0@1"]
+    for stages in (2, 4):
+        cuts = even_cuts(flow, stages)
+        summed = shared_names(parts_of(module, flow, cuts), module)
+        ours = run_lockstep(stages_of(module, flow, cuts), mean_square, [batch])
+        assert_equal(ours, uncut(module, [batch]), summed)
 
 
 class Recomputing(Chain):

@@ -4,5 +4,6 @@ flow       what a forward was seen to do: calls of units, and which value reache
 trace      seeing it: one run under watch
 cuts       the first unit of every stage; what a stage then owns, receives and sends
 stage      a module in which the others' units are ghosts
+partial    building only the parameters that a stage holds
 lockstep   all stages in one process: the reference
 """

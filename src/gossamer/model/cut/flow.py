@@ -49,7 +49,7 @@ class Made:
 @dataclass(frozen=True, slots=True)
 class Inside:
     """What a call leaves behind besides its output, and others read: the output of a module within the unit, taken by
-    a hook, or an attribute of one. `places[i]` is the Value.place of leaf i."""
+    a hook, or an attribute of one. `places[i]` is the Value.place of leaf i; several leaves may be one value."""
 
     module: str  # path from the root
     turn: int  # which call of that module within the unit's call
@@ -110,9 +110,11 @@ class Flow:
         return max(self.readers.get(value, frozenset()), default=-1)
 
 
-def hollow(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, own: bool = False) -> Tensor:
-    """A tensor of one repeated element, nan where the type has one; with memory of its `own` where it is written."""
-    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+def hollow(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, own: bool = False, fill: float = float("nan")
+) -> Tensor:
+    """A tensor of one repeated element: `fill`, or 0 where the type has no nan. `own`: with memory."""
+    number: float = fill if dtype.is_floating_point or dtype.is_complex else 0
     if own:
-        return torch.full(shape, fill, dtype=dtype, device=device)
-    return torch.full((), fill, dtype=dtype, device=device).expand(shape)
+        return torch.full(shape, number, dtype=dtype, device=device)
+    return torch.full((), number, dtype=dtype, device=device).expand(shape)

@@ -8,6 +8,7 @@ stay, with their attributes and hooks; only their parameters are hollow and thei
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,8 +155,10 @@ class Stage:
         if leaf.made is None:
             return leaf.constant
         received = turn.given.get(Value(turn.at, place))
-        if received is None:
+        if received is None or received.numel() != math.prod(leaf.made.shape):
             return leaf.made.placeholder()
+        if received.shape != leaf.made.shape:  # the same memory in other dims, where a hook sees it so
+            received = received.view(leaf.made.shape)
         return received.clone() if leaf.made.written else received
 
     def _inner(self, path: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,8 +190,11 @@ class Stage:
 
     def _keep_leaves(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], output: Any) -> None:
         for leaf, place, tensor in zip(leaves, places, tree_flatten(output)[0], strict=True):
-            if Value(turn.at, place) in self.part.sends and leaf.made is not None:
-                turn.made[Value(turn.at, place)] = tensor.clone() if leaf.made.written else tensor
+            value = Value(turn.at, place)
+            if value not in self.part.sends or leaf.made is None:
+                continue
+            if leaf.made.shape == self.flow.calls[turn.at].made(place).shape:
+                turn.made[value] = tensor.clone() if leaf.made.written else tensor
 
 
 def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str]) -> None:

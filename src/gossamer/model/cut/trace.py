@@ -85,6 +85,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.born: dict[int, int] = {}  # storage -> call in which it was made
         self.where: dict[Value, int] = {}  # storage of each value
         self.changed: set[int] = set()  # storages written in place
+        self.without_grad: list[tuple[str, Tensor]] = []  # what units gave while no graph was recorded
         self.alive: list[Any] = []  # keeps storages from being used again
         self.readers: dict[Value, set[int]] = {}
         self.branches: dict[Value, set[int]] = {}
@@ -158,14 +159,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.current is not None:
                 return
-            unit = self.module.get_submodule(name)
-            if not torch.is_grad_enabled() and any(p.requires_grad for p in unit.parameters()):
-                raise bad_input(
-                    wanted=f"{name} to run with gradients, as it has parameters to train",
-                    got="a forward that runs it under no_grad, or under reentrant checkpointing",
-                    do="use checkpoint(..., use_reentrant=False), or requires_grad_(False) where nothing is trained",
-                    key="model",
-                )
             self.current = len(self.calls)
             turn = sum(seen.unit == name for seen in self.calls)
             self.calls.append(_Seen(name, turn, tree_flatten((args, kwargs))[0]))
@@ -202,6 +195,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Leaf(source=same)
         self.alive.append(leaf)
         self._name(key, value)
+        if not torch.is_grad_enabled():
+            self.without_grad.append((seen.unit, leaf))
         return Leaf(made=Made(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad))
 
     def _name(self, key: int, value: Value) -> None:
@@ -215,7 +210,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.current is None:
             return
         seen = self.calls[self.current]
-        if id(module) in self.within[seen.unit] and self.paths[id(module)] != seen.unit:
+        hooked = module._forward_hooks  # only by a hook does what it gives get out, beside the unit's own output
+        if hooked and id(module) in self.within[seen.unit] and self.paths[id(module)] != seen.unit:
             path = self.paths[id(module)]
             turn = seen.turns.get(path, 0)
             seen.turns[path] = turn + 1
@@ -229,30 +225,39 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = len(seen.leaves)
         for path, turn, attribute, output in seen.inner:
             leaves, spec = tree_flatten(output)
-            inside = Inside(path, turn, attribute, (), tuple(range(place, place + len(leaves))), spec)
-            kept = tuple(
-                self._inner_leaf(leaf, Value(number, p)) for leaf, p in zip(leaves, inside.places, strict=True)
-            )
-            seen.insides.append(replace(inside, leaves=kept))
+            found = [self._inner_leaf(leaf, Value(number, place + i)) for i, leaf in enumerate(leaves)]
+            kept, places = tuple(leaf for leaf, _ in found), tuple(at for _, at in found)
+            seen.insides.append(Inside(path, turn, attribute, kept, places, spec))
             place += len(leaves)
         seen.inner = []
 
-    def _inner_leaf(self, leaf: Any, value: Value) -> Leaf:
+    def _inner_leaf(self, leaf: Any, value: Value) -> tuple[Leaf, int]:
+        """The leaf, and the place of the value that it is: a new one, or the one its memory has a name for."""
         if not isinstance(leaf, Tensor):
-            return Leaf(constant=leaf if type(leaf) in _REPEATABLE else None)
-        if self.born.get(_key(leaf)) == value.call:
-            self._name(_key(leaf), value)
+            return Leaf(constant=leaf if type(leaf) in _REPEATABLE else None), HIDDEN
+        key, made = _key(leaf), Made(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+        if self.born.get(key) == value.call:
+            self._name(key, value)
             self.alive.append(leaf)
-        return Leaf(made=Made(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad))
+            return Leaf(made=made), value.place
+        same = (v.place for v, at in self.where.items() if at == key and v.call == value.call)
+        return Leaf(made=made), next(same, HIDDEN)
 
     def finish(self, ends: list[Tensor]) -> None:
         """What the caller got depends on these."""
+        for unit, leaf in self.without_grad:
+            if leaf.requires_grad:  # now, and not when the unit returned it: its graph is made a second time
+                raise bad_input(
+                    wanted=f"{unit} to record its graph when it runs",
+                    got="a forward that runs it under reentrant checkpointing",
+                    do="use checkpoint(..., use_reentrant=False)",
+                    key="model",
+                )
         for value in self._read(ends):
             self.readers.setdefault(value, set()).add(len(self.calls))
 
     def flow(self) -> Flow:
-        used = self.readers.keys() | self.branches.keys()
-        calls = tuple(self._call(i, seen, used) for i, seen in enumerate(self.calls))
+        calls = tuple(self._call(i, seen) for i, seen in enumerate(self.calls))
         return Flow(
             calls=calls,
             readers={value: frozenset(at) for value, at in self.readers.items()},
@@ -262,13 +267,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             units=self.units,
         )
 
-    def _call(self, number: int, seen: _Seen, used: Any) -> Call:
+    def _call(self, number: int, seen: _Seen) -> Call:
         assert seen.spec is not None
-        insides = [i for i in seen.insides if any(Value(number, place) in used for place in i.places)]
         leaves = tuple(self._marked(leaf, Value(number, i)) for i, leaf in enumerate(seen.leaves))
         marked = tuple(
             replace(i, leaves=tuple(self._marked(a, Value(number, p)) for a, p in zip(i.leaves, i.places, strict=True)))
-            for i in insides
+            for i in seen.insides
         )
         return Call(seen.unit, seen.turn, leaves, seen.spec, marked)
 

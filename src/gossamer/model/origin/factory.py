@@ -73,7 +73,8 @@ class Factory(Origin):
                 do="return the model itself",
                 key=_KEY,
             )
-        return module.to(getattr(torch, self.dtype)).train()
+        _hold_in(module, getattr(torch, self.dtype))
+        return module.train()
 
     def files(self) -> Files:
         return {}
@@ -101,6 +102,14 @@ class Factory(Origin):
             callables = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
             raise BadInput(f"{name} has no function {attribute!r}: {nearest(attribute, callables)}", key=_KEY)
         return found
+
+
+def _hold_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """As `module.to(dtype)`, tensor by tensor, and nothing at all where they are of that type already: module.to makes
+    objects anew, by which those who build only a part of a model know what is what."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor.data = tensor.data.to(dtype)
 
 
 def _check_arguments(function: Callable[..., Any], name: str, given: Mapping[str, Any]) -> None:

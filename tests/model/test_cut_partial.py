@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossamer.model.call import caller_of
+from gossamer.model.cut.cuts import even_cuts, parts_of
+from gossamer.model.cut.lockstep import gradients_of, run_lockstep
+from gossamer.model.cut.partial import Skeleton
+from gossamer.model.cut.stage import Stage
+from gossamer.model.cut.trace import trace
+from gossamer.model.origin import Origin
+from gossamer.model.origin.factory import Factory
+from gossamer.model.origin.hf import Hf
+from gossamer.model.units import unit_names
+from gossamer.spec.errors import RunFailed
+from model.cuttable import Layer
+from model.tiny import CONFIGS, batch
+
+
+class Odd(nn.Module):
+    """Initialises in every way there is: at once, by reset_parameters, from a draw of its own, and all over at last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 12, padding_idx=0)
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
+        self.memory = nn.LSTM(12, 12, batch_first=True)
+        self.scale = nn.Parameter(torch.randn(12))
+        self.register_buffer("noise", torch.randn(12))
+        self.head = nn.Linear(12, 32, bias=False)
+        self.head.weight = self.embed.weight
+        self.apply(self.start)
+
+    @staticmethod
+    def start(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) * self.scale + self.noise
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.memory(x)[0])
+        return logits
+
+
+def odd() -> nn.Module:
+    return Odd()
+
+
+ORIGINS: dict[str, Origin] = {
+    "a factory": Factory(f"{__name__}:odd"),
+    "a factory in bf16": Factory(f"{__name__}:odd", dtype="bfloat16"),
+    "llama": Hf("llama", CONFIGS["llama"]).suited_to(257, 256),
+    "gpt2": Hf("gpt2", CONFIGS["gpt2"]).suited_to(257, 256),
+    "mamba": Hf("mamba", CONFIGS["mamba"]).suited_to(257, 256),
+}
+
+
+def loss_of(module: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    out = caller_of(module)(module, rows)
+    loss: Tensor = out.loss if hasattr(out, "loss") else out.square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("kind", ORIGINS)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_parts_hold_what_the_whole_model_would_and_no_more(kind: str, stages: int) -> None:
+    origin = ORIGINS[kind]
+    whole = origin.build(7).eval()
+    full = dict(whole.named_parameters())
+    rows = {name: ids % 32 for name, ids in batch(sequence=8).items()}
+    skeleton = Skeleton.of(lambda: origin.build(7))
+    assert all(p.untyped_storage().nbytes() == p.element_size() for p in skeleton.module.parameters())
+    flow = trace(skeleton.module, lambda: loss_of(skeleton.module, rows), units=unit_names(skeleton.module))
+    built = []
+    for part in parts_of(skeleton.module, flow, even_cuts(flow, stages)):
+        module = skeleton.build(lambda: origin.build(7), part.holds)
+        real = {n for n, p in module.named_parameters() if p.untyped_storage().nbytes() > p.element_size()}
+        assert real == part.holds & full.keys()
+        assert all(torch.equal(p, full[name]) for name, p in module.named_parameters() if name in real)
+        assert all(torch.equal(b, dict(whole.named_buffers())[name]) for name, b in module.named_buffers())
+        built.append(Stage(module.eval(), flow, part))
+    loss = loss_of(whole, rows)
+    loss.backward()  # type: ignore[no-untyped-call]
+    ours = run_lockstep(built, loss_of, [rows])
+    assert torch.equal(ours.losses[0], loss.detach())
+    for name, gradient in gradients_of(built).items():
+        torch.testing.assert_close(gradient, full[name].grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_is_built_otherwise_each_time_is_refused() -> None:
+    sizes = iter([2, 3])
+    skeleton = Skeleton.of(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(next(sizes)))))
+    with pytest.raises(RunFailed, match="another order"):
+        skeleton.build(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(next(sizes)))), frozenset())
