@@ -12,6 +12,7 @@ from gossamer.model.cut.cuts import Cuts, even_cuts, parts_of, shared_names
 from gossamer.model.cut.flow import Flow
 from gossamer.model.cut.lockstep import Outcome, gradients_of, run_lockstep, stages_of
 from gossamer.model.cut.trace import trace
+from gossamer.model.cut.ways import Ways
 from gossamer.model.randomness import unit_seeds
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput, RunFailed
@@ -256,6 +257,21 @@ def test_a_forward_that_takes_another_way_later_is_noticed() -> None:
     stages = stages_of(module, flow, even_cuts(flow, 2))
     with pytest.raises(RunFailed, match=r"stage 1.*wanted blocks\.3, got head"):
         run_lockstep(stages, mean_square, [{"x": rows(count=4)}])
+
+
+def test_batches_of_another_shape_are_traced_again() -> None:
+    module = MODULES["gnn"][0]()
+    batches = [{"x": rows(count=5)}, {"x": rows(count=7)}]
+    cuts = even_cuts(flow_of(module, batches[0]), 3)
+    ways = Ways(copy.deepcopy(module), mean_square, cuts)
+    stages = stages_of(module, ways.of(batches[0])[0], cuts)
+    for batch in batches:
+        flow, parts = ways.of(batch)
+        for stage, part in zip(stages, parts, strict=True):
+            stage.follow(flow, part)
+            stage.module.zero_grad()
+        assert_equal(run_lockstep(stages, mean_square, [batch]), uncut(module, [batch]), {})
+    assert len(ways.known) == 2 and ways.of({"x": rows(seed=9)}) is ways.of(batches[0])
 
 
 def test_cuts_that_cannot_be_are_refused_when_made() -> None:

@@ -5,5 +5,6 @@ trace      seeing it: one run under watch
 cuts       the first unit of every stage; what a stage then owns, receives and sends
 stage      a module in which the others' units are ghosts
 partial    building only the parameters that a stage holds
+ways       one flow for every kind of batch
 lockstep   all stages in one process: the reference
 """

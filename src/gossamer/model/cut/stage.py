@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,8 +71,20 @@ class Stage:
         for name in flow.units:
             unit = module.get_submodule(name)
             unit.forward = self._unit(name, unit.forward)  # type: ignore[method-assign]
-        for path in dict.fromkeys(i.module for call in flow.calls for i in call.insides if not i.attribute):
-            inner = module.get_submodule(path)
+        self._wrapped: set[str] = set()
+        self.follow(flow, part)
+
+    def follow(self, flow: Flow, part: Part) -> None:
+        """From the next forward on, batches are of another kind: the same calls, with other shapes and edges."""
+        if (part.low, part.high) != (self.part.low, self.part.high) or not part.holds <= self.part.holds:
+            raise RunFailed(
+                f"stage {self.part.stage}: a batch of another kind takes another way through the model, by which the "
+                "stage would have other units: give all batches the same keys"
+            )
+        self.flow, self.part = flow, replace(part, holds=self.part.holds)
+        for path in {i.module for call in flow.calls for i in call.insides if not i.attribute} - self._wrapped:
+            self._wrapped.add(path)
+            inner = self.module.get_submodule(path)
             inner.forward = self._inner(path, inner.forward)  # type: ignore[method-assign]
 
     def parameters(self) -> dict[str, nn.Parameter]:

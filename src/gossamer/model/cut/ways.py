@@ -1,0 +1,40 @@
+"""One flow for every kind of batch: other shapes, other keys, another way through the model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.model.cut.cuts import Cuts, Part, parts_of
+from gossamer.model.cut.flow import Flow
+from gossamer.model.cut.trace import trace
+from gossamer.model.units import unit_names
+
+Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+def signature_of(batch: Mapping[str, Tensor]) -> Signature:
+    """What a flow may depend on."""
+    return tuple((key, tuple(tensor.shape), tensor.dtype) for key, tensor in sorted(batch.items()))
+
+
+@dataclass
+class Ways:
+    """Flows and parts of one cut model. Every rank traces on its own, and all find the same."""
+
+    module: nn.Module  # a skeleton: only ever traced
+    run: Callable[[nn.Module, Mapping[str, Tensor]], Any]  # as in training: the loss of a batch
+    cuts: Cuts
+    known: dict[Signature, tuple[Flow, tuple[Part, ...]]] = field(default_factory=dict, repr=False)
+
+    def of(self, batch: Mapping[str, Tensor]) -> tuple[Flow, tuple[Part, ...]]:
+        """Costs a forward of the whole model where there was no such batch before."""
+        signature = signature_of(batch)
+        if signature not in self.known:
+            flow = trace(self.module, lambda: self.run(self.module, batch), units=unit_names(self.module))
+            self.known[signature] = flow, parts_of(self.module, flow, self.cuts)
+        return self.known[signature]
