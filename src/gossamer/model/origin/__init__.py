@@ -53,6 +53,15 @@ class Origin(ABC):
         """
 
     @abstractmethod
+    def bare(self, seed: int) -> nn.Module:
+        """`build` without reading any weights: random ones, a function of `seed` alone, in place of those to load."""
+
+    @abstractmethod
+    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+        """Read those of the weights that are named in `names` (first names, where tied), and no others, into a module
+        from `bare`. Nothing to do where there are none. Raises BadInput."""
+
+    @abstractmethod
     def files(self) -> Files:
         """What belongs beside the weights in an export: tokenizer files and the like."""
 

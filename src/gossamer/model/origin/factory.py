@@ -76,6 +76,12 @@ class Factory(Origin):
         _hold_in(module, getattr(torch, self.dtype))
         return module.train()
 
+    def bare(self, seed: int) -> nn.Module:
+        return self.build(seed)
+
+    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+        pass
+
     def files(self) -> Files:
         return {}
 

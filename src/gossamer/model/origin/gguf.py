@@ -6,7 +6,7 @@ import importlib
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from gossamer.model.origin import Files, Origin
 from gossamer.model.origin import _transformers as kit
 from gossamer.model.origin._digest import digest
 from gossamer.model.origin._seeded import seeded
+from gossamer.model.origin._weights import put
+from gossamer.model.profile import tied_names
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.store.gguf import GgufSummary, read_summary
@@ -67,6 +69,25 @@ class Gguf(Origin):
             )
         return module
 
+    def bare(self, seed: int) -> nn.Module:
+        with seeded(seed), kit.quietly(_KEY, wanted=f"a model as in {self.of}") as library:
+            return kit.fresh(library, self._config, self.dtype)
+
+    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+        wanted = names & module.state_dict().keys()
+        with kit.quietly(_KEY, wanted=f"the weights of a {self._config.model_type} in {self.of}"):
+            found = _tensors(self._file, module, wanted)
+        first = {name: group[0] for group in tied_names(module) for name in group}
+        found = {first.get(name, name): tensor for name, tensor in found.items()}
+        if missing := sorted(wanted - found.keys()):
+            raise bad_input(
+                wanted=f"{len(wanted)} tensors in {self.of}",
+                got=f"none for {', '.join(missing[:3])} ({len(missing)} in all)",
+                do="give a complete file",
+                key=_KEY,
+            )
+        put(module, wanted, found)
+
     def files(self) -> Files:
         """The tokenizer in the file, as transformers writes it."""
         with kit.quietly(_KEY, wanted=f"a tokenizer in {self.of}") as library, tempfile.TemporaryDirectory() as folder:
@@ -102,13 +123,36 @@ class Gguf(Origin):
             return config
 
 
-def _tensors(file: Path, module: nn.Module) -> dict[str, Tensor]:
-    """The tensors in `file`, fp32, under the names `module` has for them."""
+def _tensors(file: Path, module: nn.Module, wanted: frozenset[str] | None = None) -> dict[str, Tensor]:
+    """The tensors in `file`, fp32, under the names `module` has for them; those in `wanted`, or all."""
     reader, package = importlib.import_module(_READER), importlib.import_module("gguf")
-    silent = kit.replaced(reader, "tqdm", lambda bar: partial(bar, disable=True))
+    only = _Only(wanted)
+    silent = kit.replaced(reader, "tqdm", only.tensors)
+    mapped = kit.replaced(reader, "get_gguf_hf_weights_map", only.mapping)
     # the reader asks for one and the same table once per module: 4 of 10 seconds for a model of 30 blocks
     once = kit.replaced(package, "get_tensor_name_map", lru_cache(maxsize=None))
-    with silent, once:
+    with silent, mapped, once:
         loaded = reader.load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=module)
     tensors: dict[str, Tensor] = loaded["tensors"]
     return tensors
+
+
+@dataclass
+class _Only:
+    """Keeps a reader from dequantising what is not wanted; it walks over all tensors behind a progress bar."""
+
+    wanted: frozenset[str] | None
+    names: Mapping[str, str] = field(default_factory=dict)  # in the file -> in the model
+
+    def mapping(self, original: Any) -> Any:
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            self.names = original(*args, **kwargs)  # calls itself for every module; the outermost ends last
+            return self.names
+
+        return mapped
+
+    def tensors(self, _: Any) -> Any:
+        def walked(tensors: Any, **__: Any) -> Any:
+            return (t for t in tensors if self.wanted is None or self.names.get(t.name, t.name) in self.wanted)
+
+        return walked

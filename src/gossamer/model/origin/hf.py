@@ -17,6 +17,7 @@ from gossamer.model.origin import Files, Origin
 from gossamer.model.origin import _transformers as kit
 from gossamer.model.origin._digest import digest
 from gossamer.model.origin._seeded import seeded
+from gossamer.model.origin._weights import load_safetensors, put
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
@@ -89,6 +90,19 @@ class Hf(Origin):
             )
         assert isinstance(module, nn.Module)
         return module.train()
+
+    def bare(self, seed: int) -> nn.Module:
+        with seeded(seed), kit.quietly(_KEY, wanted=f"a model {self.describe()}") as transformers:
+            return kit.fresh(transformers, self._config, self.dtype)
+
+    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+        """By name, where files name tensors as the model does; else (fused experts) the whole model is read once."""
+        if not self.has_weights:
+            return
+        assert self._directory is not None
+        if missing := load_safetensors(self._directory, module, names):
+            whole = self.build(0).state_dict()
+            put(module, missing, {name: whole[name] for name in missing})
 
     def files(self) -> Files:
         if self._directory is None:
