@@ -49,7 +49,10 @@ class Made:
 @dataclass(frozen=True, slots=True)
 class Inside:
     """What a call leaves behind besides its output, and others read: the output of a module within the unit, taken by
-    a hook, or an attribute of one. `places[i]` is the Value.place of leaf i; several leaves may be one value."""
+    a hook, an attribute of one, or what it puts into a list or dict it was given.
+
+    `places[i]` is the Value.place of leaf i; several leaves may be one value.
+    """
 
     module: str  # path from the root
     turn: int  # which call of that module within the unit's call
@@ -57,6 +60,8 @@ class Inside:
     leaves: tuple[Leaf, ...]
     places: tuple[int, ...]
     spec: TreeSpec
+    container: int = -1  # number of the list or dict among the arguments
+    key: Any = None  # under which a dict holds it; None: appended to a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +123,14 @@ def hollow(
     if own:
         return torch.full(shape, number, dtype=dtype, device=device)
     return torch.full((), number, dtype=dtype, device=device).expand(shape)
+
+
+def containers_of(arguments: Any) -> list[dict[Any, Any] | list[Any]]:
+    """The lists and dicts among the arguments of a call, into which it may put something."""
+    found: list[dict[Any, Any] | list[Any]] = []
+    if isinstance(arguments, dict | list):
+        found.append(arguments)
+    if isinstance(arguments, dict | list | tuple):
+        for inner in arguments.values() if isinstance(arguments, dict) else arguments:
+            found += containers_of(inner)
+    return found

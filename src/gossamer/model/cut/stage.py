@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gossamer.model.cut.cuts import Part, canonical_names
-from gossamer.model.cut.flow import Call, Flow, Inside, Leaf, Value, hollow
+from gossamer.model.cut.flow import Call, Flow, Inside, Leaf, Value, containers_of, hollow
 from gossamer.spec.errors import RunFailed
 
 
@@ -82,7 +82,9 @@ class Stage:
                 "stage would have other units: give all batches the same keys"
             )
         self.flow, self.part = flow, replace(part, holds=self.part.holds)
-        for path in {i.module for call in flow.calls for i in call.insides if not i.attribute} - self._wrapped:
+        for path in {
+            i.module for call in flow.calls for i in call.insides if i.module and not i.attribute
+        } - self._wrapped:
             self._wrapped.add(path)
             inner = self.module.get_submodule(path)
             inner.forward = self._inner(path, inner.forward)  # type: ignore[method-assign]
@@ -123,11 +125,14 @@ class Stage:
                 output = self._ghost(turn, call, args, kwargs)
             else:
                 turn.inside, turn.turns = call, {}
+                containers = containers_of((args, kwargs))
+                lengths = [len(container) for container in containers]
                 try:
                     output = real(*args, **kwargs)
                 finally:
                     turn.inside = None
                 self._keep(turn, call, output)
+                self._keep_added(turn, call, containers, lengths)
             turn.at += 1
             return output
 
@@ -147,15 +152,17 @@ class Stage:
         return f"the forward took another way than when it was cut: wanted {wanted}, got {came}"
 
     def _ghost(self, turn: _Turn, call: Call, args: Any, kwargs: Any) -> Any:
+        given, containers = tree_flatten((args, kwargs))[0], containers_of((args, kwargs))
         for inside in call.insides:
-            structure = self._filled(turn, inside.leaves, inside.places, inside.spec)
+            structure = self._filled(turn, inside.leaves, inside.places, inside.spec, given)
             target = self.module.get_submodule(inside.module)
-            if inside.attribute:
+            if inside.container >= 0:
+                _put(containers[inside.container], inside.key, structure)
+            elif inside.attribute:
                 setattr(target, inside.attribute, structure)
             else:
                 self._answers.append(structure)
                 target()  # its hooks take it from there
-        given = tree_flatten((args, kwargs))[0]
         return self._filled(turn, call.leaves, range(len(call.leaves)), call.spec, given)
 
     def _filled(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], spec: Any, given: Any = ()) -> Any:
@@ -197,6 +204,15 @@ class Stage:
             if inside.attribute:
                 self._keep_inside(turn, inside, getattr(self.module.get_submodule(inside.module), inside.attribute))
 
+    def _keep_added(self, turn: _Turn, call: Call, containers: list[Any], lengths: list[int]) -> None:
+        for inside in (i for i in call.insides if i.container >= 0):
+            container = containers[inside.container]
+            if isinstance(container, dict):
+                self._keep_inside(turn, inside, container[inside.key])
+            else:
+                self._keep_inside(turn, inside, container[lengths[inside.container]])
+                lengths[inside.container] += 1
+
     def _keep_inside(self, turn: _Turn, inside: Inside, output: Any) -> None:
         self._keep_leaves(turn, inside.leaves, inside.places, output)
 
@@ -207,6 +223,13 @@ class Stage:
                 continue
             if leaf.made.shape == self.flow.calls[turn.at].made(place).shape:
                 turn.made[value] = tensor.clone() if leaf.made.written else tensor
+
+
+def _put(container: dict[Any, Any] | list[Any], key: Any, held: Any) -> None:
+    if isinstance(container, list):
+        container.append(held)
+    else:
+        container[key] = held
 
 
 def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str]) -> None:

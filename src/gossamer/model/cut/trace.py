@@ -7,6 +7,7 @@ returned is a leak: followed where a hook or an attribute holds it (it can be pu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
-from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Leaf, Made, Value
+from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Leaf, Made, Value, containers_of
 from gossamer.spec.errors import bad_input
 
 _LOOKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
@@ -66,6 +67,8 @@ class _Seen:
     arguments: list[Any]
     leaves: list[Leaf] = field(default_factory=list)
     spec: TreeSpec | None = None
+    containers: list[Any] = field(default_factory=list)  # lists and dicts among the arguments
+    before: list[Any] = field(default_factory=list)  # copies of them
     inner: list[tuple[str, int, str, Any]] = field(default_factory=list)  # module, turn, attribute, output
     insides: list[Inside] = field(default_factory=list)
     turns: dict[str, int] = field(default_factory=dict)
@@ -161,7 +164,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
             self.current = len(self.calls)
             turn = sum(seen.unit == name for seen in self.calls)
-            self.calls.append(_Seen(name, turn, tree_flatten((args, kwargs))[0]))
+            seen = _Seen(name, turn, tree_flatten((args, kwargs))[0], containers=containers_of((args, kwargs)))
+            seen.before = [copy.copy(container) for container in seen.containers]
+            self.calls.append(seen)
 
         return begin
 
@@ -222,26 +227,34 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, held in vars(inner).items():
                 if isinstance(held, Tensor) and self.born.get(_key(held)) == number:
                     seen.inner.append((self.paths[id(inner)], 0, name, held))
-        place = len(seen.leaves)
         for path, turn, attribute, output in seen.inner:
-            leaves, spec = tree_flatten(output)
-            found = [self._inner_leaf(leaf, Value(number, place + i)) for i, leaf in enumerate(leaves)]
-            kept, places = tuple(leaf for leaf, _ in found), tuple(at for _, at in found)
-            seen.insides.append(Inside(path, turn, attribute, kept, places, spec))
-            place += len(leaves)
-        seen.inner = []
+            self._keep_inside(number, seen, Inside(path, turn, attribute, (), (), tree_flatten(output)[1]), output)
+        for i, (container, before) in enumerate(zip(seen.containers, seen.before, strict=True)):
+            for key, held in _added(container, before):
+                self._keep_inside(number, seen, Inside("", 0, "", (), (), tree_flatten(held)[1], i, key), held)
+        seen.inner, seen.containers, seen.before = [], [], []
 
-    def _inner_leaf(self, leaf: Any, value: Value) -> tuple[Leaf, int]:
+    def _keep_inside(self, number: int, seen: _Seen, inside: Inside, output: Any) -> None:
+        start = len(seen.leaves) + sum(len(i.leaves) for i in seen.insides)
+        leaves = tree_flatten(output)[0]
+        found = [self._inner_leaf(seen, x, Value(number, start + i)) for i, x in enumerate(leaves)]
+        kept, places = tuple(leaf for leaf, _ in found), tuple(at for _, at in found)
+        seen.insides.append(replace(inside, leaves=kept, places=places))
+
+    def _inner_leaf(self, seen: _Seen, leaf: Any, value: Value) -> tuple[Leaf, int]:
         """The leaf, and the place of the value that it is: a new one, or the one its memory has a name for."""
         if not isinstance(leaf, Tensor):
             return Leaf(constant=leaf if type(leaf) in _REPEATABLE else None), HIDDEN
+        same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
+        if same is not None and _key(leaf) not in seen.written:
+            return Leaf(source=same), HIDDEN
         key, made = _key(leaf), Made(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
         if self.born.get(key) == value.call:
             self._name(key, value)
             self.alive.append(leaf)
             return Leaf(made=made), value.place
-        same = (v.place for v, at in self.where.items() if at == key and v.call == value.call)
-        return Leaf(made=made), next(same, HIDDEN)
+        named = (v.place for v, at in self.where.items() if at == key and v.call == value.call)
+        return Leaf(made=made), next(named, HIDDEN)
 
     def finish(self, ends: list[Tensor]) -> None:
         """What the caller got depends on these."""
@@ -280,6 +293,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if leaf.made is None or self.where.get(value) not in self.changed:
             return leaf
         return replace(leaf, made=replace(leaf.made, written=True))
+
+
+def _added(container: Any, before: Any) -> list[tuple[Any, Any]]:
+    """(key, held) of what a dict has now and had not; (None, held) of what was appended to a list."""
+    if isinstance(container, dict):
+        return [(key, held) for key, held in container.items() if key not in before or before[key] is not held]
+    return [(None, held) for held in container[len(before) :]]
 
 
 def _key(tensor: Tensor) -> int:
