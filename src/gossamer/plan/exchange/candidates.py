@@ -1,4 +1,4 @@
-"""What `auto` may choose from: methods whose claims are shown by tests in this repository, lossy ones with feedback."""
+"""What `auto` may choose from, from exact to harsh: tests/claims/test_candidates.py trains with every one of them."""
 
 from __future__ import annotations
 
@@ -38,6 +38,5 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate({"two_shot": {"codec": {"cast": {"dtype": "bfloat16"}}}}, "bf16 two-shot", lossy=False),
     Candidate(_fed_back({"two_shot": {"codec": "int8"}}), "int8 two-shot"),
     Candidate(_fed_back({"two_shot": {"codec": "int4"}}), "int4 two-shot"),
-    Candidate(_fed_back({"two_shot": {"codec": "sign"}}), "sign two-shot", least_numel=1 << 14),
     Candidate(_fed_back({"powersgd": {"rank": 16}}), "PowerSGD rank 16", least_numel=1 << 14),
 )
