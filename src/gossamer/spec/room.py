@@ -97,8 +97,9 @@ def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
     inner = {name: room for name in known if (room := _room_in(hints[name]))}
     given = dict(parameters)
     needed = [name for name in inner if known[name].default is MISSING and known[name].default_factory is MISSING]
-    if len(needed) == 1 and len(given) == 1 and not set(given) & set(known):
-        given = {needed[0]: given}  # {error_feedback: {topk: {...}}}: the only method that is needed needs no name
+    meant = needed if len(needed) == 1 else list(inner)
+    if len(meant) == 1 and len(given) == 1 and not set(given) & set(known):
+        given = {meant[0]: given}  # {error_feedback: {topk: {...}}}: the only method that can be meant needs no name
     for name in given:
         if name not in known:
             raise BadInput(f"{cls.__name__} has no parameter {name!r}: {nearest(name, known)}", key=key)
