@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from gossamer.data import Corpus
 from gossamer.job import Job, Where, make_plan, run_job
 from gossamer.model.origin import origin_of
+from gossamer.run.allocator import keep_freed_memory
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
 from gossamer.run.build import Parts, set_threads
 from gossamer.run.launch.environment import Place, launcher_of, read_environment
@@ -51,6 +52,7 @@ def train_inline(
     place = read_environment() if launcher_of(os.environ) else _ALONE
     _one_rank_per_process(settings, place)
     set_threads(settings.machines.threads, place.local_ranks)
+    keep_freed_memory()
     corpus, train, validation, fingerprint = _data(data, settings)
     module, described = _module(model, settings, corpus)
     device = device_of(place)
