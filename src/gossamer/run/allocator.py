@@ -1,7 +1,7 @@
 """Freed memory stays with the process, where the C library can be told so.
 
-glibc gives large blocks back to the system as they are freed, and every new tensor of some megabytes is then paid for in
-page faults: an exchange that encodes a bucket of 7 MB took 15 ms on one core, and 6 ms with memory kept.
+glibc gives large blocks back to the system as they are freed, and every new tensor of some megabytes is then paid for
+in page faults: an exchange that encodes a bucket of 7 MB took 15 ms on one core, and 6 ms with memory kept.
 """
 
 from __future__ import annotations
