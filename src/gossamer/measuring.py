@@ -1,4 +1,4 @@
-"""What a choice of exchanges rests on besides the links: when buckets fill, and what every candidate costs and loses."""
+"""What a choice of exchanges rests on besides the links: when buckets fill, what candidates cost and what they lose."""
 
 from __future__ import annotations
 

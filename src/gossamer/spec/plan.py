@@ -46,9 +46,7 @@ class Plan(BaseModel):
     microbatches: tuple[int, ...]
     schedule: Written = "one_stage"
     exchange: Exchanges = "dense"
-    adapted_from: Exchanges = (
-        ""  # what `plan.adapt` started from and compares with; "": it changed nothing
-    )
+    adapted_from: Exchanges = ""  # what `plan.adapt` started from and compares with; "": it changed nothing
     sync: Written = "every_step"
     islands: tuple[tuple[int, ...], ...] = ()  # ranks behind one fast link each; empty: not known, or no islands
     bucket_bytes: int = BUCKET_BYTES
