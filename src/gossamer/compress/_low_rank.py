@@ -16,10 +16,17 @@ from math import prod
 import torch
 from torch import Tensor
 
+from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Entry, Layout
 
 _SMALL = 1 << 16  # matrices of at most so many numbers are copied together, to be multiplied in one call
 _ROWS = 256  # of a product that is written by a detour, at a time
+
+
+def check_rank(rank: int) -> None:
+    """Raises BadInput where a factor would have no column."""
+    if rank < 1:
+        raise bad_input(wanted="rank >= 1", got=repr(rank), do="give 4, say", key="rank")
 
 
 @dataclass(frozen=True, slots=True)

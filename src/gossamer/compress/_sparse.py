@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from gossamer.ops.pack import pack, unpack
+from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Layout
+
+
+def check_fraction(fraction: float) -> None:
+    """Raises BadInput where it is no part of a bucket."""
+    if not 0 < fraction <= 1:
+        raise bad_input(wanted="0 < fraction <= 1", got=repr(fraction), do="give 0.01", key="fraction")
 
 
 def count_of(fraction: float, numel: int) -> int:

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from gossamer.compress import Exchange, Traits
-from gossamer.compress._low_rank import Split, split
+from gossamer.compress._low_rank import Split, check_rank, split
 from gossamer.ops.orthonormal import orthonormal, unit_rows
-from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
 
@@ -37,8 +36,7 @@ class PowerSgd(Exchange):
     rank: int = 4
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise bad_input(wanted="rank >= 1", got=repr(self.rank), do="give 4, say", key="rank")
+        check_rank(self.rank)
 
     @property
     def traits(self) -> Traits:

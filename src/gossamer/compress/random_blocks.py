@@ -18,7 +18,7 @@ import torch
 
 from gossamer.compress import Exchange, Traits
 from gossamer.compress._key import key_of
-from gossamer.compress._sparse import placed, taken
+from gossamer.compress._sparse import check_fraction, placed, taken
 from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
@@ -32,8 +32,7 @@ class RandomBlocks(Exchange):
     block_numel: int = 1024
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise bad_input(wanted="0 < fraction <= 1", got=repr(self.fraction), do="give 0.03", key="fraction")
+        check_fraction(self.fraction)
         if self.block_numel < 1:
             raise bad_input(wanted="1 or more", got=repr(self.block_numel), do="give 1024", key="block_numel")
 

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from gossamer.compress import Exchange, Traits
 from gossamer.compress._key import key_of
-from gossamer.compress._sparse import count_of
+from gossamer.compress._sparse import check_fraction, count_of
 from gossamer.compress.codec import Key
-from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
 
@@ -35,8 +34,7 @@ class RandomK(Exchange):
     unbiased: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise bad_input(wanted="0 < fraction <= 1", got=repr(self.fraction), do="give 0.01", key="fraction")
+        check_fraction(self.fraction)
 
     @property
     def traits(self) -> Traits:

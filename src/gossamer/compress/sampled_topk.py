@@ -22,9 +22,8 @@ from torch import Tensor
 
 from gossamer.compress import Exchange, Traits
 from gossamer.compress._key import key_of
-from gossamer.compress._sparse import count_of, mean_of, only, packed
+from gossamer.compress._sparse import check_fraction, count_of, mean_of, only, packed
 from gossamer.ops.places import at_least, is_small, sampled_threshold
-from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
 
@@ -36,8 +35,7 @@ class SampledTopK(Exchange):
     fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise bad_input(wanted="0 < fraction <= 1", got=repr(self.fraction), do="give 0.01", key="fraction")
+        check_fraction(self.fraction)
 
     @property
     def traits(self) -> Traits:

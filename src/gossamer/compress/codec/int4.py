@@ -13,51 +13,32 @@ Good when: under `hadamard`, or with feedback.   Not for: blocks with one huge n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from gossamer.compress.codec import Codec, Key, Traits
-from gossamer.ops.blocks import empty_message, part
-from gossamer.ops.quantise import dequantise, quantise
-from gossamer.spec.errors import bad_input
+from gossamer.compress.codec import Traits
+from gossamer.compress.codec._steps import Steps, check_block
 
 
 @dataclass(frozen=True, slots=True)
-class Int4(Codec):
+class Int4(Steps):
     """`block_numel` numbers share a scale."""
 
     block_numel: int = 128
     stochastic: bool = False
+    levels: ClassVar[int] = 7
+    bits: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        if self.block_numel < 8 or self.block_numel % 8:
-            raise bad_input(wanted="a multiple of 8", got=repr(self.block_numel), do="give 128, say", key="block_numel")
+        check_block(self.block_numel, multiple=8, typical=128)
 
     @property
     def traits(self) -> Traits:
-        worst = self.block_numel / (2 * 7) ** 2  # one large number, all others just below half a step
-        nearest = 1 - worst if worst < 1 else None
-        return Traits(unbiased=self.stochastic, contraction=None if self.stochastic else nearest)
+        return Traits(unbiased=self.stochastic, contraction=None if self.stochastic else self.nearest_contraction())
 
     @property
     def block(self) -> int:
         return self.block_numel
 
-    def nbytes(self, numel: int) -> int:
-        return 4 * -(-numel // self.block_numel) + -(-numel // 8) * 4
-
-    def encode(self, x: Tensor, key: Key) -> Tensor:
-        out = empty_message(x, self.nbytes(x.shape[-1]))
-        scales, codes = self._parts(out, x.shape[-1])
-        rng = key.generator(x.device) if self.stochastic else None
-        quantise(x, self.block_numel, 7, scales, codes, rng, bits=4)
-        return out
-
-    def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
-        scales, codes = self._parts(message, numel)
-        return dequantise(codes, scales, self.block_numel, bits=4, numel=numel)
-
-    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        blocks = -(-numel // self.block_numel)
-        return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, -(-numel // 2), torch.uint8)
+    @property
+    def rounds_at_random(self) -> bool:
+        return self.stochastic

@@ -11,53 +11,32 @@ Traits:  nearest contracts: per block |x - C(x)|^2 <= block (s/2)^2 <= block / 2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from gossamer.compress.codec import Codec, Key, Traits
-from gossamer.ops.blocks import empty_message, part
-from gossamer.ops.quantise import dequantise, quantise
-from gossamer.spec.errors import bad_input
+from gossamer.compress.codec import Traits
+from gossamer.compress.codec._steps import Steps, check_block
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(Codec):
+class Int8(Steps):
     """`block_numel` numbers share a scale."""
 
     block_numel: int = 256
     stochastic: bool = False
+    levels: ClassVar[int] = 127
+    bits: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
-        if self.block_numel < 4 or self.block_numel % 4:
-            raise bad_input(wanted="a multiple of 4", got=repr(self.block_numel), do="give 256, say", key="block_numel")
+        check_block(self.block_numel, multiple=4, typical=256)
 
     @property
     def traits(self) -> Traits:
-        worst = self.block_numel / (2 * 127) ** 2  # one large number, all others just below half a step
-        nearest = 1 - worst if worst < 1 else None
-        return Traits(unbiased=self.stochastic, contraction=None if self.stochastic else nearest)
+        return Traits(unbiased=self.stochastic, contraction=None if self.stochastic else self.nearest_contraction())
 
     @property
     def block(self) -> int:
         return self.block_numel
 
-    def nbytes(self, numel: int) -> int:
-        blocks = -(-numel // self.block_numel)
-        return 4 * blocks + -(-numel // 4) * 4
-
-    def encode(self, x: Tensor, key: Key) -> Tensor:
-        numel = x.shape[-1]
-        out = empty_message(x, self.nbytes(numel))
-        scales, levels = self._parts(out, numel)
-        rng = key.generator(x.device) if self.stochastic else None
-        quantise(x, self.block_numel, 127, scales, levels, rng)
-        return out
-
-    def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
-        scales, levels = self._parts(message, numel)
-        return dequantise(levels, scales, self.block_numel)
-
-    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        blocks = -(-numel // self.block_numel)
-        return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, numel, torch.int8)
+    @property
+    def rounds_at_random(self) -> bool:
+        return self.stochastic

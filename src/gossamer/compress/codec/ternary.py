@@ -12,25 +12,22 @@ Unlike the paper: a scale per block instead of per layer, and no clipping at 2.5
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from gossamer.compress.codec import Codec, Key, Traits
-from gossamer.ops.blocks import empty_message, part
-from gossamer.ops.quantise import dequantise, quantise
-from gossamer.spec.errors import bad_input
+from gossamer.compress.codec import Traits
+from gossamer.compress.codec._steps import Steps, check_block
 
 
 @dataclass(frozen=True, slots=True)
-class Ternary(Codec):
+class Ternary(Steps):
     """`block_numel` numbers share a scale."""
 
     block_numel: int = 128
+    levels: ClassVar[int] = 1
+    bits: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if self.block_numel < 8 or self.block_numel % 8:
-            raise bad_input(wanted="a multiple of 8", got=repr(self.block_numel), do="give 128, say", key="block_numel")
+        check_block(self.block_numel, multiple=8, typical=128)
 
     @property
     def traits(self) -> Traits:
@@ -40,19 +37,6 @@ class Ternary(Codec):
     def block(self) -> int:
         return self.block_numel
 
-    def nbytes(self, numel: int) -> int:
-        return 4 * -(-numel // self.block_numel) + -(-numel // 16) * 4
-
-    def encode(self, x: Tensor, key: Key) -> Tensor:
-        out = empty_message(x, self.nbytes(x.shape[-1]))
-        scales, codes = self._parts(out, x.shape[-1])
-        quantise(x, self.block_numel, 1, scales, codes, key.generator(x.device), bits=2)
-        return out
-
-    def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
-        scales, codes = self._parts(message, numel)
-        return dequantise(codes, scales, self.block_numel, bits=2, numel=numel)
-
-    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        blocks = -(-numel // self.block_numel)
-        return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, -(-numel // 4), torch.uint8)
+    @property
+    def rounds_at_random(self) -> bool:
+        return True
