@@ -96,7 +96,7 @@ def test_never_slower_than_plain_and_as_good_as_trying_everything(bytes_per_s: f
         return timeline(known, [b.options[c] for b, c in zip(known.buckets, picks, strict=True)]).step_s  # type: ignore[misc]
 
     def value(picks) -> float:
-        return steps(picks) * (1 + 0.05 * sum(LOSS[c] for c in picks) / 6)
+        return steps(picks) * (1 + 0.1 * sum(LOSS[c] for c in picks) / 6)
 
     ordered = combinations_with_replacement((0, 2, 3), 6)
     best = min(ordered, key=value)

@@ -13,7 +13,7 @@ from gossamer.spec.choice import Exchanges
 from gossamer.spec.units import show_bytes, show_seconds
 
 WORTH = 0.05  # of a step: what must be saved, or nothing is changed; less is within the error of the forecast
-_PRICE = 0.05  # of a step: what a step that sends none of its gradient at once must save to be as good
+_PRICE = 0.1  # of a step: what a step that sends none of its gradient at once must save to be as good
 
 
 @dataclass(frozen=True, slots=True)
