@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from gossamer import compress
-from gossamer.measuring import Measured, everybodys
+from gossamer.measuring import Measured
 from gossamer.plan import price_of
 from gossamer.plan.exchange import (
     CANDIDATES,
@@ -32,6 +32,7 @@ from gossamer.spec.cost import Cost
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_rate
+from gossamer.wire.channel import gathered
 from gossamer.wire.message import Levels
 from gossamer.wire.probe import probe
 from gossamer.wire.pump import Pump
@@ -90,7 +91,7 @@ class Exchanger:
         """At a step's border: None, or what the drifted links make better."""
         if not self._watch.due(step):
             return None
-        rate = min(everybodys(self.pump, [self._watch.rate(self.pump)])[0])
+        rate = float(gathered(self.pump.channel, [self._watch.rate(self.pump)]).min())
         if not self._watch.drifted(rate):
             return None
         before = self.plan

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gossamer import compress
@@ -16,7 +15,8 @@ from gossamer.spec.errors import BadInput
 from gossamer.spec.links import Links
 from gossamer.sync import buckets_of
 from gossamer.wire.bucket import Layout
-from gossamer.wire.message import Combine, Levels, Message
+from gossamer.wire.channel import gathered
+from gossamer.wire.message import Levels
 from gossamer.wire.pump import Pump
 
 _SAMPLED_RANKS = 16  # beyond, prices are asked of the first and the last ranks only
@@ -54,7 +54,7 @@ class Measured:
         ready = [max(rehearsal.ready_s[e.name] for e in where.entries) for where in layouts]
         times = [rehearsal.compute_s, rehearsal.backward_s, stolen_share(), *ready]
         slowest = (
-            tuple(max(column) for column in everybodys(pump, numbers)) for numbers in (cpu, loss, squares, times)
+            tuple(gathered(pump.channel, numbers).max(0).values.tolist()) for numbers in (cpu, loss, squares, times)
         )
         return Measured(layouts, cells, *slowest)
 
@@ -102,10 +102,3 @@ def _loss(exchange: Exchange, where: Layout, rehearsal: Rehearsal) -> float:
 
 def _square(where: Layout, rehearsal: Rehearsal) -> float:
     return sum(float(rehearsal.gradients[e.name].square().sum()) for e in where.entries)
-
-
-def everybodys(pump: Pump, mine: Sequence[float]) -> list[list[float]]:
-    """Of every number those of all ranks."""
-    (rows,) = pump.channel.start(Message((torch.tensor(mine, dtype=torch.float64),), Combine.GATHER)).wait()
-    columns: list[list[float]] = rows.T.tolist()
-    return columns

@@ -30,7 +30,7 @@ from gossamer.run.trainer import Goal, Replan, Sink, Trainer
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
-from gossamer.wire.message import Combine, Message
+from gossamer.wire.channel import gathered
 from gossamer.wire.pump import Pump
 
 
@@ -149,8 +149,7 @@ def _schedule(plan: Plan, rank: int) -> schedule.Schedule:
 def check_agreement(pump: Pump, facts: dict[str, str]) -> None:
     """All ranks must hold the same `facts` (configuration, plan, data, model); raises BadInput naming who differs."""
     digests = [int.from_bytes(hashlib.sha256(v.encode()).digest()[:6], "big") for v in facts.values()]
-    row = torch.tensor(digests, dtype=torch.float64)  # 48 bits are exact in float64
-    (rows,) = pump.channel.start(Message((row,), Combine.GATHER)).wait()
+    rows = gathered(pump.channel, digests)  # 48 bits are exact in float64
     for column, name in enumerate(facts):
         values = rows[:, column]
         if bool((values != values[0]).any()):

@@ -14,10 +14,9 @@ from itertools import pairwise
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from gossamer.spec.links import Link, Links
-from gossamer.wire.channel import Channel
+from gossamer.wire.channel import Channel, gathered
 from gossamer.wire.message import Combine, Message
 
 _LONG_ENOUGH_S = 0.25  # a message that takes so long has outlived the bursts that shapers let through
@@ -32,14 +31,13 @@ _WIDE = 1.5  # by how much a single rank's way out or in must be faster to be to
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """Who sends to whom at once: `splits[i]` shares go to member i of the group at `level`."""
+    """Who sends to whom at once: `splits[i]` shares go to rank i of all."""
 
-    level: str
     splits: tuple[int, ...]
     arriving: tuple[int, ...]
 
 
-def probe(channel: Channel, *, pairs: bool = True, ways: bool = False) -> Links:
+def probe(channel: Channel, *, ways: bool = False) -> Links:
     """Measure; a few seconds on slow links, less on fast ones. Raises PeerLost. The same answer on every rank.
 
     `ways`: two ranks, which are never islands, measure their pairs as well, to tell the one's way out from the other's.
@@ -50,7 +48,7 @@ def probe(channel: Channel, *, pairs: bool = True, ways: bool = False) -> Links:
     latency = _latency(channel)
     overall = _rate(channel, _to_all(channel))
     levels = {"all": Link(latency_s=latency, bytes_per_s=overall)}
-    if not pairs or not (2 if ways else 3) <= len(everyone) <= _PAIRS_RANKS:
+    if not (2 if ways else 3) <= len(everyone) <= _PAIRS_RANKS:
         return Links(islands=(everyone,), levels=levels)
     rates = _pair_rates(channel)
     islands = islands_of(rates)
@@ -153,8 +151,10 @@ def _shifted_rates(channel: Channel, shift: int) -> list[float]:
         sends = [not rate for rate in rates]
         to = tuple(int(i == (me + shift) % ranks and sends[me]) for i in places)
         source = tuple(int(i == (me - shift) % ranks and sends[i]) for i in places)
-        pattern = _Pattern("all", to, source)
-        times = [_everybodys(channel, _seconds(channel, pattern, nbytes)) for _ in range(_PAIR_REPEATS)]
+        pattern = _Pattern(to, source)
+        times = [
+            gathered(channel, [_seconds(channel, pattern, nbytes)]).flatten().tolist() for _ in range(_PAIR_REPEATS)
+        ]
         for sender in places:
             seconds = min(taken[(sender + shift) % ranks] for taken in times)  # timed where it arrived
             if sends[sender] and (seconds >= _LONG_ENOUGH_S / 3 or nbytes >= _LARGEST_BYTES):
@@ -165,26 +165,20 @@ def _shifted_rates(channel: Channel, shift: int) -> list[float]:
 
 def _seconds(channel: Channel, pattern: _Pattern, nbytes: int) -> float:
     """How long this rank needs to send and receive `nbytes` for every share of the pattern, all starting together."""
-    _everybodys(channel, 0.0)  # nobody starts before all are here
+    gathered(channel, [0.0])  # nobody starts before all are here
     part = torch.zeros(nbytes * max(1, sum(pattern.splits)), dtype=torch.uint8)
     splits, arriving = (tuple(nbytes * n for n in side) for side in (pattern.splits, pattern.arriving))
     began = time.perf_counter()
-    channel.start(Message((part[: sum(splits)],), Combine.SHUFFLE, pattern.level, splits, arriving)).wait()
+    channel.start(Message((part[: sum(splits)],), Combine.SHUFFLE, splits=splits, arriving=arriving)).wait()
     return max(time.perf_counter() - began, 1e-6)
 
 
 def _to_all(channel: Channel) -> _Pattern:
     group = channel.levels.group("all", channel.rank)
     others = tuple(int(r != channel.rank) for r in group)
-    return _Pattern("all", others, others)
-
-
-def _everybodys(channel: Channel, value: float) -> list[float]:
-    row: Tensor = torch.tensor([value], dtype=torch.float64)
-    (rows,) = channel.start(Message((row,), Combine.GATHER)).wait()
-    return [float(v) for v in rows.flatten()]
+    return _Pattern(others, others)
 
 
 def _agreed(channel: Channel, value: float) -> float:
     """One number for all ranks: the slowest's."""
-    return max(_everybodys(channel, value))
+    return float(gathered(channel, [value]).max())

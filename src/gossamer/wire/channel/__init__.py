@@ -7,10 +7,12 @@ carries nothing and only counts (planning). Each one meters the bytes it sends, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from gossamer.wire.message import Levels, Message, Outcome, Rounds
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Rounds
 from gossamer.wire.meter import Meter
 
 
@@ -42,6 +44,12 @@ class Channel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what it holds. Starting a message on a closed channel is an error."""
+
+
+def gathered(channel: Channel, row: Sequence[float]) -> Tensor:
+    """Everybody's `row`, (ranks, len(row)) float64, while no pump step is under way; all ranks call it."""
+    (rows,) = channel.start(Message((torch.tensor(row, dtype=torch.float64),), Combine.GATHER)).wait()
+    return rows
 
 
 def carry(channel: Channel, method: Rounds) -> Outcome:
