@@ -52,6 +52,13 @@ def test_golden_recompute(schedule: Schedule, costs: list[StageCosts], makespan:
     assert forecast(schedule, costs).makespan_s == makespan
 
 
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (4, 16), (2, 8), (3, 2), (1, 5)])
+def test_makers_give_the_textbook_orders(stages: int, microbatches: int) -> None:
+    for name, order in (("gpipe", gpipe), ("one_f_one_b", one_f_one_b)):
+        made = build(name).make(stages=stages, ranks=stages, microbatches=microbatches)
+        assert made.ranks == order(stages, microbatches).ranks
+
+
 def test_one_stage_has_no_bubble() -> None:
     trace = forecast(build("one_stage").make(stages=1, ranks=1, microbatches=6), unit_costs(1))
     assert (trace.makespan_s, trace.bubble, trace.peak_chunks) == (18, 0.0, (1,))

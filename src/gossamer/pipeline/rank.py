@@ -19,6 +19,12 @@ class StageWork(Protocol):
     def backward(self, stage: int, batch: int) -> None:
         """Add the micro-batch's gradients, and free what was kept."""
 
+    def send(self, action: Action) -> None:
+        """Let what the stage made of the micro-batch go to where it is needed; SEND_F, SEND_B."""
+
+    def receive(self, action: Action) -> None:
+        """Wait for what the stage needs of the micro-batch; RECV_F, RECV_B."""
+
     def reduce(self, stage: int) -> None:
         """All backwards of the stage are done: its gradients become those of all replicas."""
 
@@ -43,7 +49,11 @@ class RankWorld(World):
                 self.work.forward(action.stage, action.batch)
             case Op.B:
                 self.work.backward(action.stage, action.batch)
+            case Op.SEND_F | Op.SEND_B:
+                self.work.send(action)
+            case Op.RECV_F | Op.RECV_B:
+                self.work.receive(action)
             case Op.REDUCE_GRADS:
                 self.work.reduce(action.stage)
             case _:
-                raise AssertionError(f"{action}: this world knows forward, backward and reduce only")
+                raise AssertionError(f"{action}: this world knows no such action")

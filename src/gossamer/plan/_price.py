@@ -12,7 +12,10 @@ from gossamer.wire.bucket import Layout
 from gossamer.wire.channel.priced import Priced
 from gossamer.wire.message import Combine, Levels, Traffic
 
-AGREEMENT = (Traffic(Combine.GATHER, 1, 8), Traffic(Combine.GATHER, 4, 8))  # weights before, votes after
+
+def agreement(levels: Levels) -> tuple[Traffic, ...]:
+    """What every rank tells all others in a step: its weight before, its vote after."""
+    return (Traffic(Combine.GATHER, 1, 8, levels.whole), Traffic(Combine.GATHER, 5, 8, levels.whole))
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -30,7 +33,7 @@ def step_bytes(buckets: Buckets, levels: Levels) -> dict[str, int]:
     links: dict[str, int] = {}
     for rank in sorted({r for groups in levels.groups.values() for group in groups for r in group}):
         channel = Priced(rank, levels)
-        channel.charge(AGREEMENT)
+        channel.charge(agreement(levels))
         for layout, exchange in buckets:
             channel.charge(exchange.traffic(layout, levels, rank))
         links.update(channel.meter.snapshot())

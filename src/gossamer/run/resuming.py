@@ -6,12 +6,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints, open_checkpoint
-from gossamer.wire.channel import Channel
-from gossamer.wire.message import Combine, Message
+from gossamer.wire.channel import Channel, gathered
 
 # What a rank says in a round, where it is not the step it has found.
 _NOT_ASKED, _NONE, _READING, _FAILED = math.inf, -1.0, -2.0, -3.0
@@ -75,8 +72,7 @@ class Search:
         return {each for each in words if each != _NOT_ASKED}
 
     def _round(self, word: float) -> list[float]:
-        (rows,) = self.channel.start(Message((torch.tensor([word], dtype=torch.float64),), Combine.GATHER)).wait()
-        words = [float(each) for each in rows[:, 0]]
+        words = [float(each) for each in gathered(self.channel, [word])[:, 0]]
         if _FAILED in words and word != _FAILED:
             raise PeerLost(f"rank {words.index(_FAILED)} could not read its checkpoints, and says why")
         return words

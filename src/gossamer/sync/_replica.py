@@ -43,6 +43,7 @@ class Vote:
 
     loss: float  # mean over this rank's valid labels
     ask: int = 0
+    speaks: bool = True  # whether the loss is this rank's to know: of a model in stages, the last one's
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Agreement:
     finite: bool
     loss: float  # mean over all valid labels
     weight: float  # valid labels of all ranks
-    norm: float  # of the mean gradient
+    norm: float  # of the mean gradient, of all stages
     ask: int  # the largest request
     bad_ranks: tuple[int, ...]
 
@@ -82,7 +83,9 @@ class Replica:
 
     `params` are the trainable parameters by canonical name (tied ones once), `exchange` how their gradients meet: one
     for all, or one by parameter name. Their `.grad` become views of flat buckets, so a gradient is written once and
-    sent from where it lies. Raises BadInput where an exchange cannot serve its buckets or this wire.
+    sent from where it lies. Where the model is in stages they are those of this rank's, and `counted_elsewhere` names
+    the ones that another stage holds too and counts in the norm. Raises BadInput where an exchange cannot serve its
+    buckets or this wire.
     """
 
     def __init__(
@@ -92,10 +95,12 @@ class Replica:
         pump: Pump,
         *,
         bucket_bytes: int,
+        counted_elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         self.rank = pump.channel.rank
         self.levels = pump.channel.levels
-        self.ranks = sum(len(group) for group in self.levels.groups["all"])
+        self.ranks = len(self.levels.everyone)
+        self._counted_elsewhere = counted_elsewhere
         self.timing = Timing()
         self._pump = pump
         self._params = dict(params)
@@ -169,12 +174,13 @@ class Replica:
         """Zero the gradients, declare the step's jobs, and let every rank know the others' weights."""
         self._window, self._weights, self._watching = window, None, False
         self._sent_before = self._pump.channel.meter.snapshot()
-        torch._foreach_zero_(self.flats())
+        if self._slots:
+            torch._foreach_zero_(self.flats())
         for slot in self._slots:
             slot.waits, slot.sent, slot.outcome = len(slot.bucket.layout.entries), False, None
         self._adopt_views()
         self._weighing = self._pump.begin((1,))
-        self._weighing.submit(0, _gather(torch.tensor([window.weight], dtype=torch.float64)))
+        self._weighing.submit(0, self._gather((window.weight,)))
         self._exchanging = self._pump.begin(self._rounds)
 
     def watch(self) -> None:
@@ -197,34 +203,47 @@ class Replica:
     def agree(self, vote: Vote) -> Agreement:
         """Exchange votes."""
         weights = self._all_weights()
-        norm = math.sqrt(global_norm_squared(self.flats()).item())
+        squared = self._norm_squared()
         if not all(slot.finite for slot in self._slots):
-            norm = math.nan
-        mine = [float(self._window.step), norm, vote.loss, float(vote.ask)]
+            squared = math.nan
+        # A rank without labels has a weight of zero, and 0 * nan would still poison the mean.
+        spoken = float(weights[self.rank]) if vote.speaks else 0.0
+        mine = [float(self._window.step), squared, vote.loss * spoken if spoken else 0.0, spoken, float(vote.ask)]
         began = time.perf_counter()
-        votes = self.gather(tuple(mine))  # (ranks, 4)
+        votes = self.gather(tuple(mine))  # (ranks, 5)
         self.timing.exposed_s += time.perf_counter() - began
         if not bool((votes[:, 0] == self._window.step).all()):
             steps = [int(s) for s in votes[:, 0].tolist()]
             raise WireMismatch(f"the ranks are at different steps, by rank: {steps}")
-        share = weights / weights.sum()
-        # A rank without labels has a share of zero, and 0 * nan would still poison the mean.
-        loss = float((torch.where(share > 0, votes[:, 2], torch.zeros(())) * share).sum())
-        sick = ~(torch.isfinite(votes[:, 1]) & (torch.isfinite(votes[:, 2]) | (share == 0)))
+        sick = ~(torch.isfinite(votes[:, 1]) & torch.isfinite(votes[:, 2]))
+        firsts = [group[0] for group in self.levels.groups["all"]]  # every group has one mean among its ranks
+        total = float(votes[:, 3].sum())
         return Agreement(
             finite=not bool(sick.any()),
-            loss=loss,
-            weight=float(weights.sum()),
-            norm=float(votes[:, 1].max()) if bool(sick.any()) else float(votes[0, 1]),
-            ask=int(votes[:, 3].max()),
+            loss=float(votes[:, 2].sum()) / total if total else 0.0,
+            weight=total,
+            norm=math.sqrt(float(votes[:, 1].max()) if bool(sick.any()) else float(votes[firsts, 1].sum())),
+            ask=int(votes[:, 4].max()),
             bad_ranks=tuple(int(r) for r in torch.nonzero(sick).flatten()),
         )
 
     def gather(self, row: tuple[float, ...]) -> Tensor:
         """Everybody's `row`, (ranks, len(row)) float64. All ranks must call it, and not between `open` and `reduce`."""
         step = self._pump.begin((1,))
-        step.submit(0, _gather(torch.tensor(row, dtype=torch.float64)))
+        step.submit(0, self._gather(row))
         return step.result(0).mean
+
+    def _gather(self, row: tuple[float, ...]) -> Generator[Message, tuple[Tensor, ...], Outcome]:
+        (rows,) = yield Message((torch.tensor(row, dtype=torch.float64),), Combine.GATHER, self.levels.whole)
+        return Outcome(rows, None, State())
+
+    def _norm_squared(self) -> float:
+        """Of this rank's gradients, each parameter counted on one stage."""
+        counted: list[Tensor] = []
+        for bucket in (slot.bucket for slot in self._slots):
+            mine = [view for name, view in bucket.slices() if name not in self._counted_elsewhere]
+            counted += [bucket.flat] if len(mine) == len(bucket.layout.entries) else mine
+        return global_norm_squared(counted).item() if counted else 0.0
 
     def sent_bytes(self) -> dict[str, int]:
         """Payload bytes this rank has sent since the step was opened, by link."""
@@ -299,7 +318,7 @@ class Replica:
     def _send(self, index: int) -> None:
         slot, window = self._slots[index], self._window
         weights = self._all_weights()
-        total = weights.sum()
+        total = weights[list(self.levels.group("all", self.rank))].sum()
         share = weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
         at = Round(self.rank, self.levels, share, (window.seed, window.step), window.lr)
         slot.sent = True
@@ -344,11 +363,6 @@ class _Hook:
 
     def __call__(self, param: Tensor) -> None:
         self.replica._count(self.name)
-
-
-def _gather(row: Tensor) -> Generator[Message, tuple[Tensor, ...], Outcome]:
-    (rows,) = yield Message((row,), Combine.GATHER)
-    return Outcome(rows, None, State())
 
 
 def _watch(param: Tensor, hook: _Hook) -> RemovableHandle:

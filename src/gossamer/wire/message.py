@@ -51,7 +51,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Named partitions of the ranks. `groups[level]` lists disjoint groups of ranks, ascending."""
+    """Named partitions of the ranks. `groups[level]` lists disjoint groups of ranks, ascending.
+
+    `all` holds the ranks whose gradients are one sum; where these are several groups, `world` holds every rank.
+    """
 
     groups: Mapping[str, tuple[tuple[int, ...], ...]]
 
@@ -73,6 +76,28 @@ class Levels:
         alone = tuple((r,) for i in inside for r in i[owners:])
         everyone = tuple(sorted(r for i in inside for r in i))
         return Levels({"all": (everyone,), "island": inside, "between": across + alone})
+
+    @staticmethod
+    def mesh(replicas: int, stages: int) -> Levels:
+        """Replicas of a model in stages, rank = replica * stages + stage. Three levels: `all`, the ranks that hold the
+        same stage; `pipe`, the stages of one replica; `world`.
+        """
+        if stages == 1:
+            return Levels.flat(replicas)
+        ranks = range(replicas * stages)
+        same = tuple(tuple(ranks[stage::stages]) for stage in range(stages))
+        pipes = tuple(tuple(ranks[r * stages : (r + 1) * stages]) for r in range(replicas))
+        return Levels({"all": same, "pipe": pipes, "world": (tuple(ranks),)})
+
+    @property
+    def whole(self) -> str:
+        """The level at which every rank meets every other."""
+        return "world" if "world" in self.groups else "all"
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted(r for group in self.groups[self.whole] for r in group))
 
     def only(self, level: str) -> Levels:
         """What a method sees that runs at `level` alone: that level's groups, called `all`."""

@@ -48,7 +48,8 @@ class Channel(ABC):
 
 def gathered(channel: Channel, row: Sequence[float]) -> Tensor:
     """Everybody's `row`, (ranks, len(row)) float64, while no pump step is under way; all ranks call it."""
-    (rows,) = channel.start(Message((torch.tensor(row, dtype=torch.float64),), Combine.GATHER)).wait()
+    mine = torch.tensor(row, dtype=torch.float64)
+    (rows,) = channel.start(Message((mine,), Combine.GATHER, channel.levels.whole)).wait()
     return rows
 
 
