@@ -60,14 +60,17 @@ class _Turn:
 
 
 class Stage:
-    """`module` as stage `part` of `flow`; the module is changed in place, and cannot be used as before."""
+    """`module` as stage `part` of `flow`; the module is changed in place, and cannot be used as before.
 
-    def __init__(self, module: nn.Module, flow: Flow, part: Part) -> None:
+    One module may be several stages: then `keep` names what all of them hold.
+    """
+
+    def __init__(self, module: nn.Module, flow: Flow, part: Part, *, keep: frozenset[str] = frozenset()) -> None:
         self.module, self.flow, self.part = module, flow, part
         self.names = canonical_names(module)
         self._turn: _Turn | None = None
         self._answers: list[Any] = []
-        _hollow_out(module, part.holds, self.names)
+        _hollow_out(module, part.holds | keep, self.names)
         for name in flow.units:
             unit = module.get_submodule(name)
             unit.forward = self._unit(name, unit.forward)  # type: ignore[method-assign]

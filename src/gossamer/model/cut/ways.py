@@ -15,6 +15,7 @@ from gossamer.model.cut.trace import trace
 from gossamer.model.units import unit_names
 
 Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+Known = dict[tuple[bool, Signature], tuple[Flow, tuple[Part, ...]]]
 
 
 def signature_of(batch: Mapping[str, Tensor]) -> Signature:
@@ -29,12 +30,17 @@ class Ways:
     module: nn.Module  # a skeleton: only ever traced
     run: Callable[[nn.Module, Mapping[str, Tensor]], Any]  # as in training: the loss of a batch
     cuts: Cuts
-    known: dict[Signature, tuple[Flow, tuple[Part, ...]]] = field(default_factory=dict, repr=False)
+    known: Known = field(default_factory=dict, repr=False)
 
-    def of(self, batch: Mapping[str, Tensor]) -> tuple[Flow, tuple[Part, ...]]:
+    def of(self, batch: Mapping[str, Tensor], *, training: bool = True) -> tuple[Flow, tuple[Part, ...]]:
         """Costs a forward of the whole model where there was no such batch before."""
-        signature = signature_of(batch)
-        if signature not in self.known:
-            flow = trace(self.module, lambda: self.run(self.module, batch), units=unit_names(self.module))
-            self.known[signature] = flow, parts_of(self.module, flow, self.cuts)
-        return self.known[signature]
+        kind = (training, signature_of(batch))
+        if kind not in self.known:
+            flow = self.flow(batch, training=training)
+            self.known[kind] = flow, parts_of(self.module, flow, self.cuts)
+        return self.known[kind]
+
+    def flow(self, batch: Mapping[str, Tensor], *, training: bool = True) -> Flow:
+        """What the model does with a batch, however it is cut."""
+        self.module.train(training)
+        return trace(self.module, lambda: self.run(self.module, batch), units=unit_names(self.module))
