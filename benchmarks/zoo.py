@@ -1,7 +1,10 @@
-"""Every causal language model type of transformers, tiny and with random weights, cut into stages: does each gradient
-equal that of one process?
+"""Every model type of transformers, tiny and with random weights, cut into stages: does each gradient equal that of one
+process?
 
-    python benchmarks/zoo.py [--types llama,mamba] [--stages 2,3] [--jobs 2] [--limit 120] [--json]
+    python benchmarks/zoo.py [--classes causal,masked] [--types llama,vision/vit] [--stages 2,3] [--jobs 2] [--json]
+
+Classes: causal (language models), masked (encoders), seq2seq, vision (image classification), ctc, audio
+(classification), speech (to text). A type of a class other than causal is called class/type.
 
 Each type runs in a process of its own, for at most --limit seconds. `passed` lists the types whose loss and gradients
 are those of the uncut model in fp32 with padded and unpadded batches: bit for bit, or, where several stages add up a
@@ -21,19 +24,22 @@ from typing import Any
 import torch
 
 from result import publish
-from zoo.check import check, short
+from zoo.case import short
+from zoo.check import check
+from zoo.kinds import CLASSES, kinds_of
 
 
 def main() -> None:
     read = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    read.add_argument("--types", default="")
+    read.add_argument("--classes", default=",".join(CLASSES))
+    read.add_argument("--types", default="", help="these alone")
     read.add_argument("--stages", default="2,3")
     read.add_argument("--jobs", type=int, default=1)
     read.add_argument("--limit", type=float, default=120.0, help="seconds per type")
     read.add_argument("--json", action="store_true", help="nothing but the last line")
     asked = read.parse_args()
     torch.set_num_threads(1)
-    kinds = asked.types.split(",") if asked.types else causal_types()
+    kinds = asked.types.split(",") if asked.types else [k for c in asked.classes.split(",") for k in kinds_of(c)]
     stages = [int(n) for n in asked.stages.split(",")]
     found: dict[str, dict[str, Any]] = {}
     for kind, result in run(kinds, stages, asked.jobs, asked.limit):
@@ -47,16 +53,10 @@ def main() -> None:
         "recipes": {k: r["recipe"] for k, r in sorted(found.items()) if "recipe" in r},
         "stages": stages,
     }
-    if asked.types:
+    if asked.types or asked.classes != ",".join(CLASSES):
         print(json.dumps(figures))
     else:
         publish("zoo", figures)
-
-
-def causal_types() -> list[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def run(kinds: list[str], stages: list[int], jobs: int, limit_s: float) -> Any:

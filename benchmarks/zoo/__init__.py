@@ -1,5 +1,8 @@
 """What benchmarks/zoo.py is made of.
 
-shrink   a small config of any model type, by what its keys are called
+kinds    which types there are, by class
+shrink   a small config of any of them, by what its keys are called
+inputs   batches for it
+case     a tiny model, its batches and its loss, as plain values
 check    one type: cut, run in lockstep, compared with one process
 """

@@ -18,6 +18,7 @@ WIDTH = 64
 VOCABULARY = 96
 SKIPPED = {"dtype", "torch_dtype", "transformers_version", "architectures", "id2label", "label2id", "model_type"}
 DEPTH = r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder|text)_layers|depth|num_blocks"
+DROPPED_LAYERS = r".*layer_?drop(out)?"  # a cut is of one way through a model
 # key -> value; the first that matches the whole key
 RULES: list[tuple[str, int]] = [
     (r".*vocab_?size(_per_layer_input)?|n_vocab|vocab_size.*", VOCABULARY),
@@ -114,6 +115,8 @@ def _value(key: str, value: Any, keys: Mapping[str, Any], layers: int, way: Way)
         return way.rule(key, 2**20, keys)
     if isinstance(value, bool) or value is None:
         return value
+    if isinstance(value, float) and re.fullmatch(DROPPED_LAYERS, key):
+        return 0.0
     if key.endswith("token_id") and isinstance(value, int):
         return value if value < VOCABULARY else 1
     if isinstance(value, int):
