@@ -21,7 +21,7 @@ from zoo.inputs import Form, batch_of, forms
 from zoo.kinds import class_of, config_class, model_class
 from zoo.shrink import recipes
 
-MOST_PARAMETERS = 60_000_000
+MOST_PARAMETERS = 80_000_000
 MOST_TRIES = 400  # of shapes of inputs, per type
 
 
@@ -113,6 +113,8 @@ def _forms(kind: str, module: Any) -> Iterator[Form]:
     parameters = inspect.signature(module.forward).parameters
     named = [module.main_input_name, "input_values", "input_features", "pixel_values", "input_ids"]
     main = next((n for n in named if n in parameters), module.main_input_name)
+    if class_of(kind) in ("causal", "masked", "seq2seq"):
+        main = "input_ids"
     for number, form in enumerate(forms(class_of(kind), module.config, main, parameters)):
         if number < MOST_TRIES:
             yield form

@@ -36,6 +36,7 @@ class Form:
     length: int = 0  # dim 1 of the mask; 0: there is none
     decodes: bool = False  # the labels, one later, are an input too
     zeros: tuple[tuple[str, tuple[int, ...]], ...] = ()  # other inputs, all zeros
+    image: tuple[int, ...] = ()  # beside the text
 
 
 def batch_of(form: Form, *, seed: int, padded: bool) -> dict[str, Tensor]:
@@ -57,18 +58,23 @@ def batch_of(form: Form, *, seed: int, padded: bool) -> dict[str, Tensor]:
             labels[0, -PADDING if form.answer == form.shape else -2 :] = -100
     if form.decodes:
         batch["decoder_input_ids"] = F.pad(labels[:, :-1].clamp(min=0), (1, 0))
+    if form.image:
+        batch["pixel_values"] = torch.randn(form.image, generator=generator)
     return batch | {name: torch.zeros(shape, dtype=torch.long) for name, shape in form.zeros}
 
 
 def forms(task: str, config: Any, main: str, parameters: Mapping[str, Any]) -> Iterator[Form]:
     """The likeliest first."""
     for form in _inputs(task, config, main):
-        decodes = "decoder_input_ids" in parameters and task in ("seq2seq", "speech")
-        shaped = replace(form, **_answer(task, config, form), decodes=decodes)
+        decodes = "decoder_input_ids" in parameters
+        shaped = replace(form, **_answer(_heads_task(task, form, decodes), config, form))
+        shaped = replace(shaped, decodes=decodes and task in ("seq2seq", "speech"))
         yield shaped
         others = [n for n in parameters if n.endswith("_ids") and n not in (form.main, "decoder_input_ids")]
-        if task == "causal" and others:
+        if form.vocabulary and others:
             yield replace(shaped, zeros=tuple((n, _shape_of_ids(n, shaped)) for n in others if n != "position_ids"))
+        if form.vocabulary and "pixel_values" in parameters:
+            yield from (replace(shaped, image=image) for image in _images(_known(config)))
 
 
 def _shape_of_ids(name: str, form: Form) -> tuple[int, ...]:
@@ -79,10 +85,8 @@ def _inputs(task: str, config: Any, main: str) -> Iterator[Form]:
     known = _known(config)
     plain = Form(main, (), 0, (), 0)
     if main == "pixel_values":
-        channels = _first(known, r"num_channels|in_channels|in_chans|num_image_channels", 3)
-        for side in dict.fromkeys((*_sides(known), *SIDES)):
-            yield replace(plain, shape=(ROWS, channels, side, side))
-    elif task in ("causal", "masked", "seq2seq"):
+        yield from (replace(plain, shape=image) for image in _images(known))
+    elif main == "input_ids":
         vocabulary = _vocabulary(config)
         yield Form("input_ids", (ROWS, SEQUENCE), vocabulary, (), 0, length=SEQUENCE)
         books = _first(known, r"num_codebooks", 0)
@@ -94,13 +98,19 @@ def _inputs(task: str, config: Any, main: str) -> Iterator[Form]:
 
 def _sounds(known: Mapping[str, Any], plain: Form) -> Iterator[Form]:
     bands = dict.fromkeys(v for k, v in known.items() if _BANDS.fullmatch(k) and isinstance(v, int))
-    lengths = dict.fromkeys((*_frames(known), *FRAMES))
+    lengths = dict.fromkeys((*FRAMES, *_frames(known)))
+    bands |= dict.fromkeys(times * band for times in (2, 4) for band in bands)
     waves = [(ROWS, n) for n in SAMPLES]
     spectra = [s for n in lengths for b in (*bands, 80) for s in ((ROWS, n, b), (ROWS, b, n))]
     shapes = [*spectra, *waves] if "features" in plain.main else [*waves, *spectra]
     for shape in dict.fromkeys(shapes):
         for length in dict.fromkeys((*shape[1:2], *shape[2:], 0)):
             yield replace(plain, shape=shape, length=length)
+
+
+def _images(known: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
+    channels = _first(known, r"num_channels|in_channels|in_chans|num_image_channels", 3)
+    yield from ((ROWS, channels, side, side) for side in dict.fromkeys((*_sides(known), *SIDES)))
 
 
 def _sides(known: Mapping[str, Any]) -> list[int]:
@@ -112,6 +122,11 @@ def _frames(known: Mapping[str, Any]) -> list[int]:
     """Lengths that a config asks for: a spectrogram's, or twice the positions after a convolution of stride 2."""
     said = [v for k, v in known.items() if k in ("max_length", "spec_size") and isinstance(v, int) and v > 32]
     return said + [2 * v for k, v in known.items() if k == "max_source_positions" and isinstance(v, int)]
+
+
+def _heads_task(task: str, form: Form, decodes: bool) -> str:
+    """A type without a decoder of its own answers as a language model does."""
+    return "causal" if task in ("seq2seq", "speech") and form.vocabulary and not decodes else task
 
 
 def _answer(task: str, config: Any, form: Form) -> dict[str, Any]:

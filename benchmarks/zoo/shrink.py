@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 LAYERS = 6
@@ -21,7 +22,11 @@ DEPTH = r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder|text)_layers|d
 DROPPED_LAYERS = r".*layer_?drop(out)?"  # a cut is of one way through a model
 # key -> value; the first that matches the whole key
 RULES: list[tuple[str, int]] = [
-    (r".*vocab_?size(_per_layer_input)?|n_vocab|vocab_size.*", VOCABULARY),
+    (r".*vocab_?size(_per_layer_input)?|n_vocab|vocab_size.*|.*_vocab", VOCABULARY),
+    (r".*compress_ratio", 2),
+    (r"indexer_kv_heads", 1),
+    (r"clip_.*", 8),
+    (r".*_budget", 8),
     (DEPTH, LAYERS),
     (r"num_nextn_predict_layers|num_mtp.*|mtp_num.*", 0),
     (r"first_k_dense_replace|num_dense_layers|n_dense_layers|mlp_only_layers_count", 1),
@@ -38,7 +43,10 @@ RULES: list[tuple[str, int]] = [
     (r".*d_state|.*state_size|ssm_state_size", 16),
     (r".*num_(attention_)?heads|n_heads?|num_heads|.*attention_heads|.*_heads|.*n_heads", 4),
     (r".*intermediate.*(size|dim)|.*ffn_dim|d_ff|n_inner|ffn_hidden_size|inner_dim|mlp_dim|.*d_inner", WIDTH),
-    (r"emb_dim|embedding_size|embed_dim|n_embd|d_model|dim|width|.*hidden_(size|dim)|.*_width|model_dim", WIDTH),
+    (
+        r"emb_dim|embedding_size|embed_dim|n_embd|d_model|dim|width|.*hidden_(size|dim)|hidden_size_.*|.*_width|model_dim",
+        WIDTH,
+    ),
     (r".*hidden_size_per_layer_input|d_embed|attention_hidden_size|.*_dim_size|word_embed_proj_dim", WIDTH),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length|.*max_position.*", 128),
     (r"sliding_window|attention_window.*|local_attention|window_size|attention_chunk_size", 8),
@@ -51,6 +59,7 @@ WIDTHS = re.compile(
 )
 HEADS = re.compile(r".*heads?|num_query_groups")
 HEAD_SIZES = re.compile(r".*(head_dim|headdim|d_kv|kv_channels|d_head|head_size).*")
+IMAGES = re.compile(r".*(image|patch|window)_size")
 Shrinker = Callable[[str, int, Mapping[str, Any]], int]
 
 
@@ -107,12 +116,13 @@ def _part(config_class: Any, value: dict[str, Any], way: Way) -> Any:
 
         config_class = CONFIG_MAPPING[value["model_type"]]
     kind = {"model_type": value["model_type"]} if "model_type" in value else {}
-    return {**kind, **_keys(config_class, value, way)}
+    rope = {"rope_theta": 10000.0} if way.filled else {}  # some attention looks for it in its own part
+    return {**kind, **rope, **_keys(config_class, value, way)}
 
 
 def _value(key: str, value: Any, keys: Mapping[str, Any], layers: int, way: Way) -> Any:
-    if value is None and way.filled and any(re.fullmatch(pattern, key) for pattern, _ in RULES):
-        return way.rule(key, 2**20, keys)
+    if not value and type(value) in (NoneType, dict) and way.filled:
+        return _filled(key, value, keys, way)
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, float) and re.fullmatch(DROPPED_LAYERS, key):
@@ -125,6 +135,20 @@ def _value(key: str, value: Any, keys: Mapping[str, Any], layers: int, way: Way)
         return type(value)(_listed(key, list(value), layers))
     if isinstance(value, dict) and value and way.layers and all(str(k).isdigit() for k in value):
         return {k: v for k, v in value.items() if int(k) < way.layers}
+    return value
+
+
+def _filled(key: str, value: Any, keys: Mapping[str, Any], way: Way) -> Any:
+    """What a model asks for although its config leaves it open."""
+    if key.endswith("token_id"):
+        return 1
+    if key == "layer_types":
+        return ["full_attention"] * LAYERS
+    if key == "rope_parameters":
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        return dict.fromkeys(dict.fromkeys(keys.get("layer_types") or ()), rope) or rope
+    if any(re.fullmatch(pattern, key) for pattern, _ in RULES):
+        return way.rule(key, 2**20, keys)
     return value
 
 
@@ -176,9 +200,17 @@ def _scaled_sizes(key: str, value: int, keys: Mapping[str, Any]) -> int:
     return _named(key, value, keys)
 
 
+def _kept(key: str, value: int, keys: Mapping[str, Any]) -> int:
+    """Widths, heads and images as they are."""
+    if any(kind.fullmatch(key) for kind in (HEADS, HEAD_SIZES, WIDTHS, IMAGES)):
+        return value
+    return _named(key, value, keys)
+
+
 RECIPES: dict[str, Shrinker] = {
     "named": _named,
     "heads in ratio": _in_ratio,
     "scaled heads": _scaled_heads,
     "scaled sizes": _scaled_sizes,
+    "widths kept": _kept,
 }
