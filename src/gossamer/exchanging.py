@@ -45,6 +45,8 @@ _DRIFT = 2.0  # by what factor it must have changed
 
 def levels_of(plan: Plan, ranks: int) -> Levels:
     """The levels of a plan's links."""
+    if plan.mesh.pipe > 1:
+        return Levels.mesh(plan.mesh.replica, plan.mesh.pipe)
     return Levels.islands(plan.islands) if plan.islands else Levels.flat(ranks)
 
 

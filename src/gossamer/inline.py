@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
+from gossamer.cutting import Asked, ModuleSource, OriginSource, Source, hold
 from gossamer.data import Corpus
-from gossamer.job import Job, Where, make_plan, run_job
+from gossamer.job import Job, Where, run_job
 from gossamer.model.origin import origin_of
 from gossamer.run.allocator import keep_freed_memory
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
@@ -54,10 +55,12 @@ def train_inline(
     set_threads(settings.machines.threads, place.local_ranks)
     keep_freed_memory()
     corpus, train, validation, fingerprint = _data(data, settings)
-    module, described = _module(model, settings, corpus)
-    device = device_of(place)
-    module = module.to(device)
-    plan = make_plan(settings, module, ranks=place.ranks, device=device)
+    source, described = _source(model, settings, corpus)
+    device, objective = device_of(place), objective_of(settings)
+    held = hold(
+        source,
+        Asked(config=settings, ranks=place.ranks, rank=place.rank, batches=train, objective=objective, device=device),
+    )
     directory = _directory(settings, place)
     if place.rank == 0:
         directory.keep(settings, Resolved.of(settings).origin)
@@ -68,13 +71,14 @@ def train_inline(
             run_job(
                 Job(
                     parts=Parts(
-                        module=module,
-                        objective=objective_of(settings),
+                        module=held.module,
+                        objective=objective,
                         train=train,
                         validation=validation,
                         config=settings,
-                        plan=plan,
+                        plan=held.plan,
                         device=device,
+                        cut=held.cut,
                     ),
                     where=_where(place, settings),
                     directory=directory,
@@ -128,15 +132,13 @@ def _data(data: Any, config: RunConfig) -> tuple[Corpus | None, Batches, Batches
     )
 
 
-def _module(
-    model: nn.Module | str | Mapping[str, Any], config: RunConfig, corpus: Corpus | None
-) -> tuple[nn.Module, str]:
+def _source(model: nn.Module | str | Mapping[str, Any], config: RunConfig, corpus: Corpus | None) -> tuple[Source, str]:
     if isinstance(model, nn.Module):
-        return model, type(model).__name__
+        return ModuleSource(model), type(model).__name__
     section = ModelSection.model_validate(model if isinstance(model, Mapping) else {"hf": model})
     settings = config.model_copy(update={"model": section})
     origin = origin_for(settings, corpus) if corpus is not None else origin_of(section)
-    return origin.build(config.train.seed), origin.describe()
+    return OriginSource(origin, config.train.seed), origin.describe()
 
 
 def _directory(config: RunConfig, place: Place) -> RunDirectory:

@@ -71,6 +71,11 @@ class Job:
     observe: Observer | None = None  # told of every message that goes out
     show: Callable[[records.Record], None] | None = None  # besides writing them down
 
+    @property
+    def automatic(self) -> bool:
+        """Whether the exchange is ours to choose, before the run and as it goes on."""
+        return self.parts.config.plan.exchange == "auto" and self.parts.cut is None
+
 
 def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device: torch.device) -> Plan:
     """Ask the planner; the same answer on every rank."""
@@ -118,7 +123,7 @@ def run_job(job: Job) -> dict[str, Any]:
         engine = engine_of(job.parts)
         job.at(0, "probe")
         exchanger = _exchanger(job, engine, pump, sink)
-        parts = replace(job.parts, plan=exchanger.settle(automatic=config.plan.exchange == "auto", hosts=where.hosts))
+        parts = replace(job.parts, plan=exchanger.settle(automatic=job.automatic, hosts=where.hosts))
         check_agreement(pump, {"exchange": parts.plan.model_dump_json()})
         exchanger.keep(parts.plan)
         adapting = Adapting.of(config.plan, exchanger)
@@ -141,7 +146,7 @@ def _exchanger(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Rec
     config, where, plan = job.parts.config, job.where, job.parts.plan
     return Exchanger(
         engine=engine,
-        feed=Feed(job.parts.train, plan, where.rank, config.train.seed),
+        feed=Feed(job.parts.train, plan, where.rank // plan.mesh.pipe, config.train.seed),
         pump=pump,
         lossy=config.plan.lossy,
         plan=plan,
@@ -207,7 +212,7 @@ def _facts(job: Job) -> dict[str, str]:
         "configuration": json.dumps(config, sort_keys=True),
         "plan": job.parts.plan.model_dump_json(),
         "training data": job.data,
-        "model": hashlib.sha256(fingerprint(job.parts.module).encode()).hexdigest(),
+        "model": hashlib.sha256(fingerprint(job.parts.outline).encode()).hexdigest(),
     }
 
 
@@ -216,7 +221,7 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
     config, plan = job.parts.config, trainer.feed.plan
     job.at(trainer.progress.step, "measure")
     one = moved(job.parts.train.batch(np.zeros(1, np.int64)), job.parts.device)
-    counted = forward_flop_per_token(job.parts.module, trainer.engine.caller, one) if "input_ids" in one else 0.0
+    counted = forward_flop_per_token(job.parts.outline, trainer.engine.caller, one) if "input_ids" in one else 0.0
     peak = measure_peak_flop_per_s(trainer.engine.precision.compute, job.parts.device)
     tokens = next(iter(one.values())).numel()
     return records.Start(
@@ -224,7 +229,7 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
         step=trainer.progress.step,
         steps=config.train.steps,
         model=job.described,
-        parameters=facts_of(job.parts.module).parameters,
+        parameters=facts_of(job.parts.outline).parameters,
         data=job.text,
         tokens_per_step=plan.batch * tokens,
         flop_per_token=training_flop_per_token(counted),

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from gossamer import loss
+from gossamer.cutting import Asked, OriginSource, hold
 from gossamer.data import Corpus, open_corpus
-from gossamer.job import Job, Where, make_plan, read_plan, run_job
+from gossamer.job import Job, Where, read_plan, run_job
 from gossamer.loss import Objective
 from gossamer.model.origin import Origin, origin_of
 from gossamer.model.vocabulary import check_sequence, check_vocabulary
@@ -51,21 +52,19 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
     corpus = corpus_of(config.data)
     origin = origin_for(config, corpus)
     device = device_of(place)
-    module = origin.build(config.train.seed).to(device)
-    given = directory.plan_file.exists()
-    plan = (
-        read_plan(directory.plan_file, ranks=place.ranks)
-        if given
-        else make_plan(config, module, ranks=place.ranks, device=device)
-    )
+    given = read_plan(directory.plan_file, ranks=place.ranks) if directory.plan_file.exists() else None
+    train, objective = TextBatches(corpus.train), objective_of(config)
+    asked = Asked(config=config, ranks=place.ranks, rank=place.rank, batches=train, objective=objective, device=device)
+    held = hold(OriginSource(origin, config.train.seed), asked, given)
     parts = Parts(
-        module=module,
-        objective=objective_of(config),
-        train=TextBatches(corpus.train),
+        module=held.module,
+        objective=objective,
+        train=train,
         validation=TextBatches(corpus.validation) if config.data.validation else None,
         config=config,
-        plan=plan,
+        plan=held.plan,
         device=device,
+        cut=held.cut,
     )
     ready.heartbeat.at(phase="connect")
     run_job(

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from gossamer import loss
-from gossamer.job import Job, Where, make_plan, run_job
+from gossamer.cutting import Asked, ModuleSource, hold
+from gossamer.job import Job, Where, run_job
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.build import Parts
 from gossamer.spec.config import RunConfig
@@ -83,24 +84,26 @@ def train(
     torch.manual_seed(0)
     module = Small(dropout)
     directory = RunDirectory(Path(folder or seat.folder) / "run")
-    plan = make_plan(config, module, ranks=seat.ranks, device=torch.device("cpu"))
     kept = directory.plan() if resume else None
-    if kept is not None and kept.mesh.size == seat.ranks:  # as `gossamer resume` does
-        plan = kept
     ended, done = "", [0]
 
     def at(step: int, phase: str) -> None:
         done[0] = step
 
-    data = Tokens(bad=bad)
+    data, objective = DatasetBatches(Tokens(bad=bad)), loss.build("next_token")
+    cpu = torch.device("cpu")
+    asked = Asked(config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu)
+    kept = kept if kept is not None and kept.mesh.size == seat.ranks else None  # as `gossamer resume` does
+    held = hold(ModuleSource(module), asked, kept)
     parts = Parts(
-        module=module,
-        objective=loss.build("next_token"),
-        train=DatasetBatches(data),
+        module=held.module,
+        objective=objective,
+        train=data,
         validation=DatasetBatches(Tokens(20)),
         config=config,
-        plan=plan,
-        device=torch.device("cpu"),
+        plan=held.plan,
+        device=cpu,
+        cut=held.cut,
     )
     job = Job(
         parts=parts,
@@ -125,7 +128,7 @@ def train(
         run_job(job)
     except (Interrupted, StepRejected) as error:
         ended = f"{type(error).__name__}: {error}"
-    return {"digest": digest(module), "ended": ended, "seen": float(module.seen)}
+    return {"digest": digest(held.module), "ended": ended, "seen": float(held.module.seen)}
 
 
 def digest(module: nn.Module) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from gossamer import compress
 from gossamer.plan._price import Shapes, gradient_buckets, step_bytes
+from gossamer.plan._stages import Border, Staged, price_of_stages
 from gossamer.spec.choice import Exchanges
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
@@ -45,6 +46,7 @@ def price_of(written: Exchanges, shapes: Shapes, levels: Levels, *, bucket_bytes
     return Cost(wire_bytes=links, sent_bytes=sent)
 
 
+__all__ = ["Border", "Planner", "Request", "Staged", "build", "names", "price_of", "price_of_stages"]
 ROOM: Room[Planner] = Room(__name__, Planner)
 names = ROOM.names
 build = ROOM.build

@@ -1,9 +1,12 @@
-"""DataParallel: every rank holds the whole model and computes its share of the batch.
+"""DataParallel: replicas of the model, each in as many stages as asked for, compute their shares of the batch.
 
 The trivial planner, and the control every later plan is judged against. It resolves:
     share         equal parts, unless given
     rows          the batch cut by share, largest remainders first
-    microbatches  the fewest whose tokens stay below `microbatch_tokens`, unless `train.accumulate` says
+    microbatches  the fewest whose tokens stay below `microbatch_tokens`, and of a model in stages four per stage (the
+                  rank's idle share is then below a fifth), unless `train.accumulate` or `plan.microbatches` says
+    schedule      one_f_one_b for stages, which keeps the fewest micro-batches alive
+    cuts          auto stays: the work of every unit is known when the model was traced (gossamer.cutting)
     exchange      auto stays: it is chosen from measured links when all ranks are there (gossamer.exchanging)
 """
 
@@ -13,11 +16,14 @@ from dataclasses import dataclass
 
 from gossamer.data import share_rows
 from gossamer.plan import Planner, Request, price_of
+from gossamer.spec.choice import Exchanges, Written
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Mesh, Plan
 from gossamer.wire.message import Levels
+
+_PER_STAGE = 4  # micro-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,52 +38,105 @@ class DataParallel(Planner):
         share = _share(config, mesh.replica)
         reasons["share"] = "given" if config.plan.share != "auto" else f"equal parts for {mesh.replica} replicas"
         rows = share_rows(config.train.batch, share)
-        pieces = self._microbatches(config, rows)
-        reasons["microbatches"] = (
-            "given" if config.train.accumulate != "auto" else f"at most {self.microbatch_tokens} tokens each"
-        )
-        reasons["exchange"] = "given" if config.plan.exchange != "auto" else "chosen before step 1, as the links are"
+        pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe)
+        exchange, reasons["exchange"] = _exchange(config, mesh)
+        _check_adapt(config, mesh)
         plan = Plan(
             mesh=mesh,
             share=share,
             rows=rows,
             microbatches=pieces,
-            schedule="one_stage" if config.plan.schedule == "auto" else config.plan.schedule,
-            exchange=config.plan.exchange,
-            islands=_islands(config, mesh.replica),
+            schedule=_schedule(config, mesh),
+            boundary=_boundary(config, mesh),
+            exchange=exchange,
+            islands=_islands(config, mesh.size),
             sync="every_step" if config.plan.sync == "auto" else config.plan.sync,
             backend="nccl" if request.device == "cuda" else "gloo",
             reasons=reasons,
         )
         return plan.model_copy(update={"forecast": _forecast(plan, request)}) if request.shapes else plan
 
-    def _microbatches(self, config: RunConfig, rows: tuple[int, ...]) -> tuple[int, ...]:
-        wanted = config.train.accumulate
+    def _microbatches(self, config: RunConfig, rows: tuple[int, ...], stages: int) -> tuple[tuple[int, ...], str]:
+        """Per replica, and why."""
+        wanted, key = config.plan.microbatches, "plan.microbatches"
+        if wanted == "auto":
+            wanted, key = config.train.accumulate, "train.accumulate"
         if wanted == "auto":
             fitting = max(1, self.microbatch_tokens // config.data.sequence)  # rows of one micro-batch
-            return tuple(-(-r // fitting) for r in rows)
+            least = 1 if stages == 1 else _PER_STAGE * stages
+            why = f"at most {self.microbatch_tokens} tokens each"
+            why += f", {_PER_STAGE} for each of {stages} stages where there are rows" if stages > 1 else ""
+            return tuple(max(-(-r // fitting), min(r, least)) for r in rows), why
         if wanted > min(rows):
             raise bad_input(
                 wanted=f"{wanted} micro-batches on every replica",
                 got=f"{min(rows)} sequences on the smallest (rows {list(rows)})",
-                do="lower train.accumulate or raise train.batch",
-                key="train.accumulate",
+                do=f"lower {key} or raise train.batch",
+                key=key,
             )
-        return (wanted,) * len(rows)
+        return (wanted,) * len(rows), "given"
 
 
 def _mesh(asked: MeshSection, ranks: int) -> Mesh:
-    for axis in ("shard", "pipe", "tensor", "sequence", "expert"):
+    for axis in ("shard", "tensor", "sequence", "expert"):
         if getattr(asked, axis) not in (1, "auto"):
-            raise BadInput("only replicas can be planned in this version: leave it at 1", key=f"plan.mesh.{axis}")
-    if asked.replica not in ("auto", ranks):
+            raise BadInput(
+                "only replica and pipe can be planned in this version: leave it at 1", key=f"plan.mesh.{axis}"
+            )
+    stages = 1 if asked.pipe == "auto" else asked.pipe
+    if ranks % stages:
         raise bad_input(
-            wanted=f"{asked.replica} replicas",
+            wanted=f"a multiple of {stages} processes, one for every stage",
+            got=f"{ranks}",
+            do=f"set machines.processes to {max(1, ranks // stages) * stages}, or plan.mesh.pipe to a divisor of {ranks}",
+            key="plan.mesh.pipe",
+        )
+    if asked.replica not in ("auto", ranks // stages):
+        raise bad_input(
+            wanted=f"{asked.replica} replicas of {stages} stages" if stages > 1 else f"{asked.replica} replicas",
             got=f"{ranks} processes",
-            do=f"set machines.processes to {asked.replica}, or plan.mesh.replica to auto",
+            do=f"set machines.processes to {asked.replica * stages}, or plan.mesh.replica to auto",
             key="plan.mesh.replica",
         )
-    return Mesh(replica=ranks)
+    return Mesh(replica=ranks // stages, pipe=stages)
+
+
+def _exchange(config: RunConfig, mesh: Mesh) -> tuple[Exchanges, str]:
+    if config.plan.exchange != "auto":
+        return config.plan.exchange, "given"
+    if mesh.pipe > 1:
+        return "dense", "all-reduce: of a model in stages only what is given is compressed"
+    return "auto", "chosen before step 1, as the links are"
+
+
+def _schedule(config: RunConfig, mesh: Mesh) -> Written:
+    if config.plan.schedule != "auto":
+        return config.plan.schedule
+    return "one_stage" if mesh.pipe == 1 else "one_f_one_b"
+
+
+def _boundary(config: RunConfig, mesh: Mesh) -> Written | tuple[Written, ...]:
+    asked = config.plan.boundary
+    if not isinstance(asked, list):
+        return asked
+    if len(asked) != mesh.pipe - 1:
+        raise bad_input(
+            wanted=f"one way for each of the {mesh.pipe - 1} borders between {mesh.pipe} stages",
+            got=f"{len(asked)}",
+            do="list as many, or give one for all",
+            key="plan.boundary",
+        )
+    return tuple(asked)
+
+
+def _check_adapt(config: RunConfig, mesh: Mesh) -> None:
+    if config.plan.adapt != "none" and mesh.pipe > 1:
+        raise bad_input(
+            wanted="a model in one stage, where exchanges are to be adapted as the run goes on",
+            got=f"{mesh.pipe} stages",
+            do="leave plan.adapt at none, or plan.mesh.pipe at 1",
+            key="plan.adapt",
+        )
 
 
 def _islands(config: RunConfig, replicas: int) -> tuple[tuple[int, ...], ...]:
@@ -109,5 +168,7 @@ def _share(config: RunConfig, replicas: int) -> tuple[float, ...]:
 
 
 def _forecast(plan: Plan, request: Request) -> Cost:
+    if plan.mesh.pipe > 1:
+        return Cost()  # which parameters lie on which rank is known when the cuts are
     written = "dense" if plan.exchange == "auto" else plan.exchange  # a choice to come sends no more
     return price_of(written, request.shapes, Levels.flat(plan.mesh.replica), bucket_bytes=plan.bucket_bytes)

@@ -86,11 +86,11 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The micro-batches of one rank, step by step."""
+    """The micro-batches of one replica, step by step: every rank that holds a part of it fetches the same."""
 
     batches: Batches
     plan: Plan
-    rank: int
+    replica: int
     seed: int
 
     def samples(self, step: int) -> tuple[int, int]:
@@ -98,11 +98,11 @@ class Feed:
         return step * self.plan.batch, (step + 1) * self.plan.batch
 
     def fetch(self, step: int) -> list[MicroBatch]:
-        """What this rank computes in `step` (counted from 0)."""
-        first_row = sum(self.plan.rows[: self.rank])
+        """What this replica computes in `step` (counted from 0)."""
+        first_row = sum(self.plan.rows[: self.replica])
         start = step * self.plan.batch + first_row
         order = Order(self.seed, len(self.batches))
-        pieces = cut(self.plan.rows[self.rank], self.plan.microbatches[self.rank])
+        pieces = cut(self.plan.rows[self.replica], self.plan.microbatches[self.replica])
         borders = [0, *accumulate(pieces)]
         found = order(np.arange(start, start + borders[-1]))
         return [MicroBatch(first_row + a, self.batches.batch(found[a:b])) for a, b in pairwise(borders)]

@@ -20,17 +20,22 @@ from gossamer.optim import rate
 from gossamer.optim.master import Master
 from gossamer.pipeline import schedule
 from gossamer.pipeline.check import check
+from gossamer.pipeline.links import links_of
+from gossamer.pipeline.passes import with_transfers
+from gossamer.pipeline.tied import Tied
 from gossamer.run.batches import Batches, Feed
 from gossamer.run.checkpoint import Contents, trainable
+from gossamer.run.cut import Cut, CutPiece
 from gossamer.run.policy import NonFinite
 from gossamer.run.saver import Saver
 from gossamer.run.scaling import Scaling
-from gossamer.run.stage import Engine
-from gossamer.run.trainer import Goal, Replan, Sink, Trainer
+from gossamer.run.stage import Engine, Piece, Whole
+from gossamer.run.trainer import Goal, Pipeline, Replan, Sink, Trainer
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.wire.channel import gathered
+from gossamer.wire.message import Levels
 from gossamer.wire.pump import Pump
 
 
@@ -38,13 +43,19 @@ from gossamer.wire.pump import Pump
 class Parts:
     """What a trainer is made of that the user brings."""
 
-    module: nn.Module
+    module: nn.Module  # of this rank
     objective: Objective
     train: Batches
     validation: Batches | None
     config: RunConfig
     plan: Plan
     device: torch.device
+    cut: Cut | None = None  # where the module is stages of a model
+
+    @property
+    def outline(self) -> nn.Module:
+        """The whole model, by its names and shapes; where the module is a part of it, without its numbers."""
+        return self.module if self.cut is None else self.cut.ways.module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +82,10 @@ def check_before_start(parts: Parts) -> None:
             key="train.batch",
         )
     rate.build(config.train.schedule, key="train.schedule").factor(0, config.train.steps)  # a warm-up that fits
-    if not trainable(parts.module):
+    if not trainable(parts.outline):
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
     precision = precision_of(config.train.precision)
-    for name, param in parts.module.named_parameters():
+    for name, param in parts.outline.named_parameters():
         if param.is_floating_point():
             precision.check(param.dtype)
         if param.device.type == "meta":
@@ -85,7 +96,7 @@ def engine_of(parts: Parts) -> Engine:
     """The model as it will be called. Once per run: compiling is part of it."""
     config, module = parts.config, parts.module
     module.train()
-    if config.model.compile:
+    if config.model.compile and parts.cut is None:  # what is cut was compiled before
         compile_units(module)
     return Engine(
         module=module,
@@ -100,23 +111,29 @@ def engine_of(parts: Parts) -> Engine:
 def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Trainer:
     """The trainer of one rank. Raises BadInput where an exchange cannot serve its parameters or the wire."""
     config, plan, module = parts.config, parts.plan, parts.module
-    rank = pump.channel.rank
+    rank, levels = pump.channel.rank, pump.channel.levels
     params = trainable(module)
+    pipeline = _pipeline(parts, rank, levels)
+    tied = _tied(parts, rank, levels)
     rule = Master(inner=optim.build(config.train.optimizer, key="train.optimizer"))  # copies half types alone
     exchange = compress.rules(plan.exchange).by_name(params)
-    replica = sync.Replica(params, exchange, pump, bucket_bytes=plan.bucket_bytes)
+    elsewhere = frozenset(name for name, ranks in tied.holders.items() if rank in ranks[1:])
+    replica = sync.Replica(params, exchange, pump, bucket_bytes=plan.bucket_bytes, counted_elsewhere=elsewhere)
     scaling = Scaling.of(engine.precision)
     rule_state = rule.init(params)
-    around.saver.contents = Contents(module, rule, rule_state, replica, scaling)
+    around.saver.contents = Contents(module, rule, rule_state, replica, scaling, parts.cut)
     return Trainer(
         engine=engine,
+        pieces=_pieces(parts, engine),
+        pipeline=pipeline,
+        tied=tied,
+        pump=pump,
         sync=sync.build(plan.sync, key="plan.sync"),
         replica=replica,
-        schedule=_schedule(plan, rank),
         rule=rule,
         rule_state=rule_state,
         rate=rate.build(config.train.schedule, key="train.schedule"),
-        feed=Feed(parts.train, plan, rank, config.train.seed),
+        feed=Feed(parts.train, plan, rank // plan.mesh.pipe, config.train.seed),
         validation=parts.validation,
         params=params,
         goal=Goal(
@@ -139,11 +156,32 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     )
 
 
-def _schedule(plan: Plan, rank: int) -> schedule.Schedule:
+def schedule_of(plan: Plan, replica: int) -> schedule.Schedule:
+    """What the ranks of a replica's pipeline do in a step. Raises BadInput where the maker cannot."""
     maker = schedule.build(plan.schedule, key="plan.schedule")
-    made = maker.make(stages=1, ranks=1, microbatches=plan.microbatches[rank], costs=None, memory_cap=None)
-    check(made)
-    return made
+    stages = max(1, len(plan.cuts))
+    made = maker.make(stages=stages, ranks=plan.mesh.pipe, microbatches=plan.microbatches[replica])
+    lowered = with_transfers(made)
+    check(lowered)
+    return lowered
+
+
+def _pieces(parts: Parts, engine: Engine) -> dict[int, Piece]:
+    if parts.cut is None:
+        return {0: Whole(engine)}
+    return {number: CutPiece(engine, parts.cut.ways, stage) for number, stage in parts.cut.stages.items()}
+
+
+def _pipeline(parts: Parts, rank: int, levels: Levels) -> Pipeline:
+    replica, place = divmod(rank, parts.plan.mesh.pipe)
+    made = schedule_of(parts.plan, replica)
+    return Pipeline(rank=place, schedule=made, links=links_of(parts.plan, levels, made.placement, replica))
+
+
+def _tied(parts: Parts, rank: int, levels: Levels) -> Tied:
+    first = rank // parts.plan.mesh.pipe * parts.plan.mesh.pipe
+    shared = {} if parts.cut is None else parts.cut.shared()
+    return Tied(rank, levels, {name: tuple(first + place for place in places) for name, places in shared.items()})
 
 
 def check_agreement(pump: Pump, facts: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.optim import Rule
+from gossamer.run.cut import Cut
 from gossamer.run.scaling import Scaling
 from gossamer.spec.errors import BadInput
 from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
@@ -33,12 +34,14 @@ class Contents:
     rule_state: RunState
     replica: Replica
     scaling: Scaling
+    cut: Cut | None = None  # where the module is stages of a model
 
     def replicated(self) -> dict[str, Tensor]:
-        """The same on every rank."""
+        """The same on every rank that holds it."""
         found: dict[str, Tensor] = {}
         for name, tensor in named_state(self.module):
-            found[f"model/{name}"] = tensor
+            if self.cut is None or name in self.cut.holds:
+                found[f"model/{name}"] = tensor
         for param, slots in self.rule_state.items():
             found.update({f"optim/{slot}/{param}": tensor for slot, tensor in slots.items()})
         found.update({f"precision/{name}": tensor for name, tensor in self.scaling.state().items()})
@@ -51,11 +54,26 @@ class Contents:
         return found
 
     def pieces(self, writer: int, writers: int) -> list[Piece]:
-        """What writer number `writer` of `writers` on this host has to write."""
+        """What writer number `writer` of `writers` on this host has to write: they are ranks one behind the other."""
         shared = list(self.replicated().items())
+        if self.cut is not None:
+            shared, writer, writers = self._of_stage(self.cut, shared, writer, writers)
         mine = [shared[i] for i in _balanced(shared, writer, writers)]
         pieces = [(whole(name, tensor, -1), tensor) for name, tensor in mine]
         return pieces + [(whole(n, t, self.replica.rank), t) for n, t in self.private().items()]
+
+    def _of_stage(
+        self, cut: Cut, shared: list[tuple[str, Tensor]], writer: int, writers: int
+    ) -> tuple[list[tuple[str, Tensor]], int, int]:
+        """What the writers on this host that hold this rank's stages divide among them, and the place among these.
+        What several stages hold is the affair of the first that has a writer here.
+        """
+        first = self.replica.rank - writer
+        places = [rank % cut.ranks for rank in range(first, first + writers)]
+        mine = self.replica.rank % cut.ranks
+        leaders = {name: next(p for p in cut.holders(_bare(name)) if p in places) for name, _ in shared}
+        alike = [i for i, place in enumerate(places) if place == mine]
+        return [(n, t) for n, t in shared if leaders[n] == mine], alike.index(writer), len(alike)
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for."""
@@ -120,6 +138,12 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def trainable(module: nn.Module) -> Mapping[str, Tensor]:
     """The parameters that are trained, by canonical name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _bare(name: str) -> str:
+    """Of "model/<name>" or "optim/<slot>/<name>"."""
+    room, _, rest = name.partition("/")
+    return rest.partition("/")[2] if room == "optim" else rest
 
 
 def _merged(checkpoint: Checkpoint, name: str, former: int, ranks: int) -> Tensor:

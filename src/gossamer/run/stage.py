@@ -1,9 +1,10 @@
-"""The whole model as one stage: what the player's actions do on a rank that holds all of it."""
+"""What the player's actions do on a rank: a model, or its stages, between the data and the gradients."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,9 +12,13 @@ from torch import Tensor, nn
 
 from gossamer.loss import Objective
 from gossamer.model.call import Caller
+from gossamer.model.cut.flow import Value
+from gossamer.model.cut.stage import Live
 from gossamer.model.precision import Precision
 from gossamer.model.randomness import UnitSeeds
+from gossamer.pipeline.transfers import Boundary, StepTransfers
 from gossamer.run.batches import Batch, MicroBatch
+from gossamer.spec.action import Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,61 +38,115 @@ class Engine:
             return self.objective(self.caller(self.module, rows), rows).float()
 
 
+class Piece(ABC):
+    """A stage of the model, as this rank holds it."""
+
+    engine: Engine
+
+    @abstractmethod
+    def boundary(self, rows: Batch) -> Boundary:
+        """What it receives and sends of a micro-batch like `rows`."""
+
+    @abstractmethod
+    def forward(self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor]) -> Live:
+        """Run it; the result of the last stage is the mean loss of the micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Piece):
+    """The only stage there is."""
+
+    engine: Engine
+
+    def boundary(self, rows: Batch) -> Boundary:
+        return Boundary()
+
+    def forward(self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor]) -> Live:
+        return Live({}, {}, self.engine.loss(piece.rows, step=step, key=piece.key))
+
+
+@dataclass(slots=True)
+class _Flowing:
+    """A micro-batch between its forward and its backward on one stage."""
+
+    live: Live
+    loss: Tensor | None  # as its part of the rank's, scaled; on the last stage
+
+
 @dataclass(slots=True)
 class StepWork:
-    """One step of one rank: forward and backward by micro-batch number, called by the player.
+    """One step of one rank: what the actions of its list do, called by the player.
 
-    Gradients are those of the mean loss over all of this rank's valid labels: micro-batch b counts with
+    Gradients are those of the mean loss over all valid labels of the replica: micro-batch b counts with
     weight_b / (sum of weights), so unequal micro-batches are exact. `scale` multiplies the loss (fp16).
     """
 
-    engine: Engine
+    pieces: Mapping[int, Piece]  # the stages of this rank
+    stages: int
     step: int
     microbatches: list[MicroBatch]
+    weights: list[float]  # valid labels of every micro-batch
     scale: float
+    transfers: StepTransfers
     on_last_backward: Callable[[], None]
     on_reduce: Callable[[], None]
     losses: dict[int, Tensor] = field(default_factory=dict)
     compute_s: float = 0.0
-    _live: dict[int, Tensor] = field(default_factory=dict)
-    _weights: list[float] = field(default_factory=list)
+    _flowing: dict[tuple[int, int], _Flowing] = field(default_factory=dict)
     _backwards: int = 0
-
-    def __post_init__(self) -> None:
-        self._weights = [float(self.engine.objective.weight(m.rows)) for m in self.microbatches]
+    _reduced: int = 0
 
     @property
     def weight(self) -> float:
-        """Valid labels of this rank in this step."""
-        return sum(self._weights)
+        """Valid labels of this replica in this step."""
+        return sum(self.weights)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank knows the losses."""
+        return self.stages - 1 in self.pieces
 
     def forward(self, stage: int, batch: int) -> None:
         began = time.perf_counter()
-        piece = self.microbatches[batch]
-        loss = self.engine.loss(piece.rows, step=self.step, key=piece.key)
-        part = self._weights[batch] / self.weight if self.weight else 0.0
+        live = self.pieces[stage].forward(self.microbatches[batch], self.step, self.transfers.received(stage, batch))
+        loss = self._part(live.result, batch) if stage + 1 == self.stages else None
+        self._flowing[stage, batch] = _Flowing(live, loss)
+        self.transfers.made(stage, batch, live.sent)
+        self.compute_s += time.perf_counter() - began
+
+    def _part(self, loss: Tensor, batch: int) -> Tensor:
+        part = self.weights[batch] / self.weight if self.weight else 0.0
         self.losses[batch] = loss.detach() * part
         # Rows without a valid label have a mean over nothing (nan); they still must run backward, with zeros.
-        factor = part * self.scale
-        self._live[batch] = loss * factor if part else torch.nan_to_num(loss) * 0.0
-        self.compute_s += time.perf_counter() - began
+        return loss * (part * self.scale) if part else torch.nan_to_num(loss) * 0.0
 
     def backward(self, stage: int, batch: int) -> None:
         began = time.perf_counter()
         self._backwards += 1
-        if self._backwards == len(self.microbatches):
+        if self._backwards == len(self.microbatches) * len(self.pieces):
             self.on_last_backward()
+        piece, flowing = self.microbatches[batch], self._flowing.pop((stage, batch))
         # A saver may recompute a unit in here: under the forward's key it draws the forward's numbers.
-        with self.engine.randomness.at(self.step, self.microbatches[batch].key):
-            self._live.pop(batch).backward()  # type: ignore[no-untyped-call]
+        with self.pieces[stage].engine.randomness.at(self.step, piece.key):
+            back = flowing.live.backward(self.transfers.gradients(stage, batch), loss=flowing.loss)
+        self.transfers.made_gradients(stage, batch, back)
         self.compute_s += time.perf_counter() - began
 
+    def send(self, action: Action) -> None:
+        self.transfers.send(action)
+
+    def receive(self, action: Action) -> None:
+        self.transfers.receive(action)
+
     def reduce(self, stage: int) -> None:
-        self.on_reduce()
+        self._reduced += 1
+        if self._reduced == len(self.pieces):
+            self.transfers.finish()
+            self.on_reduce()
 
     def loss(self) -> float:
-        """Mean over this rank's valid labels; 0 where there are none."""
-        parts = [loss for batch, loss in self.losses.items() if self._weights[batch]]
+        """Mean over the replica's valid labels; 0 where there are none, or another rank knows it."""
+        parts = [loss for batch, loss in self.losses.items() if self.weights[batch]]
         return float(torch.stack(parts).sum()) if parts else 0.0
 
 
@@ -95,17 +154,27 @@ class StepWork:
 class EvaluationWork:
     """Forward only: sums of losses and labels over some pieces, without a graph."""
 
-    engine: Engine
-    pieces: list[Batch]
-    total: float = 0.0  # sum of the losses of all valid labels, nats
+    pieces: Mapping[int, Piece]
+    stages: int
+    batches: list[MicroBatch]
+    weights: list[float]
+    transfers: StepTransfers
+    total: float = 0.0  # sum of the losses of all valid labels, nats; where this rank holds the last stage
     weight: float = 0.0  # how many there are
 
     def forward(self, stage: int, batch: int) -> None:
-        rows = self.pieces[batch]
-        labels = float(self.engine.objective.weight(rows))
-        if labels:
-            self.total += float(self.engine.loss(rows, step=0, key=0)) * labels
-            self.weight += labels
+        piece = self.pieces[stage]
+        live = piece.forward(self.batches[batch], 0, self.transfers.received(stage, batch))
+        self.transfers.made(stage, batch, live.sent)
+        if stage + 1 == self.stages and self.weights[batch]:
+            self.total += float(live.result) * self.weights[batch]
+            self.weight += self.weights[batch]
+
+    def send(self, action: Action) -> None:
+        self.transfers.send(action)
+
+    def receive(self, action: Action) -> None:
+        self.transfers.receive(action)
 
     def backward(self, stage: int, batch: int) -> None:
         raise AssertionError("an evaluation has no backward")

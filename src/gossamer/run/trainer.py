@@ -6,28 +6,35 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gossamer.compress import Exchange
+from gossamer.compress.transfer import Link
 from gossamer.ops.norm import scale_
 from gossamer.optim import Rule
 from gossamer.optim.rate import Rate
+from gossamer.pipeline.passes import with_transfers
 from gossamer.pipeline.player import play
 from gossamer.pipeline.rank import RankWorld
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.schedule.forward_only import ForwardOnly
+from gossamer.pipeline.tied import Tied
+from gossamer.pipeline.transfers import StepTransfers
 from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
 from gossamer.run.policy import NonFinite, Verdict
 from gossamer.run.scaling import Scaling
-from gossamer.run.stage import Engine, EvaluationWork, StepWork
+from gossamer.run.stage import Engine, EvaluationWork, Piece, StepWork
 from gossamer.spec import records
+from gossamer.spec.action import Action
 from gossamer.spec.errors import Interrupted, StepRejected
 from gossamer.sync import Agreement, Replica, Sync, Vote, Window
+from gossamer.wire.pump import Pump
 
 Sink = Callable[[records.Record], None]
 
@@ -60,14 +67,38 @@ class Replan:
     bucket_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """A replica's stages in time and place. One stage is a pipeline too."""
+
+    rank: int  # within it
+    schedule: Schedule  # of a training step
+    links: Mapping[int, Link]  # from a stage to the next
+
+    @property
+    def row(self) -> Sequence[Action]:
+        """What this rank does."""
+        return self.schedule.ranks[self.rank]
+
+    def forward_only(self, microbatches: int) -> Schedule:
+        """The same stages without a backward."""
+        placement = self.schedule.placement
+        ranks = len(self.schedule.ranks)
+        made = ForwardOnly(placement).make(stages=len(placement), ranks=ranks, microbatches=microbatches)
+        return with_transfers(made)
+
+
 @dataclass(slots=True, kw_only=True)
 class Trainer:
     """One rank's trainer. All parts are built by run.build; this only lets them meet."""
 
     engine: Engine
+    pieces: Mapping[int, Piece]  # the stages of the model that this rank holds
+    pipeline: Pipeline
+    tied: Tied
+    pump: Pump
     sync: Sync
     replica: Replica
-    schedule: Schedule
     rule: Rule
     rule_state: dict[str, dict[str, Tensor]]
     rate: Rate
@@ -136,26 +167,40 @@ class Trainer:
         return agreement.ask > 0
 
     def _attempt(self, step: int, pieces: list[MicroBatch]) -> tuple[StepWork, Agreement]:
-        scale = self.scaling.factor
+        scale, lr = self.scaling.factor, self.rate.factor(step, self.goal.steps)
+        weights = self._weights(pieces)
+        window = Window(step, self.goal.seed, lr, sum(weights), scale)
+        self.replica.timing.exposed_s = 0.0
+        self.replica.begin(window)
         work = StepWork(
-            engine=self.engine,
+            pieces=self.pieces,
+            stages=self.pipeline.schedule.stages,
             step=step,
             microbatches=pieces,
+            weights=weights,
             scale=scale,
+            transfers=self._transfers(pieces, self.pipeline.row, step),
             on_last_backward=self.replica.watch,
             on_reduce=lambda: self._reduce(step),
         )
-        lr = self.rate.factor(step, self.goal.steps)
-        self.replica.timing.exposed_s = 0.0
-        self.sync.open(self.replica, Window(step, self.goal.seed, lr, work.weight, scale))
+        self.sync.open(self.replica, window)
         self.at(step, "compute")
-        play(self.schedule, RankWorld(0, work))
+        play(self.pipeline.schedule, RankWorld(self.pipeline.rank, work))
         self.at(step, "agree")
-        return work, self.replica.agree(Vote(work.loss(), int(self.asked_to_stop())))
+        return work, self.replica.agree(Vote(work.loss(), int(self.asked_to_stop()), work.speaks))
+
+    def _weights(self, pieces: Sequence[MicroBatch]) -> list[float]:
+        return [float(self.engine.objective.weight(piece.rows)) for piece in pieces]
+
+    def _transfers(self, pieces: Sequence[MicroBatch], row: Sequence[Action], step: int) -> StepTransfers:
+        """Begin those of a play. After what the pump has to do before the first of them, before all else."""
+        boundaries = [{s: held.boundary(piece.rows) for s, held in self.pieces.items()} for piece in pieces]
+        return StepTransfers(self.pump, self.pipeline.links, row, boundaries, (self.goal.seed, step))
 
     def _reduce(self, step: int) -> None:
         self.at(step, "exchange")
         self.sync.reduce(self.replica)
+        self.tied.add(self.replica.gradients(), self.pump)
 
     def _update(self, step: int, lr: float, agreement: Agreement) -> None:
         self.at(step, "update")
@@ -175,17 +220,15 @@ class Trainer:
         began = time.perf_counter()
         self.at(self.progress.step, "evaluate")
         count = min(self.goal.evaluate_sequences, len(self.validation))
-        mine = np.asarray(part(count, self.replica.rank, self.replica.ranks), dtype=np.int64)
+        plan, replica = self.feed.plan, self.feed.replica
+        mine = np.asarray(part(count, replica, plan.mesh.replica), dtype=np.int64)
         module = self.engine.module
         training = module.training
         module.eval()
-        largest = max(1, self.feed.plan.rows[self.replica.rank] // self.feed.plan.microbatches[self.replica.rank])
-        pieces = [moved(self.validation.batch(mine[r]), self.engine.device) for r in row_slices(len(mine), largest)]
-        work = EvaluationWork(self.engine, pieces)
-        if pieces:
-            play(ForwardOnly().make(stages=1, ranks=1, microbatches=len(pieces)), RankWorld(0, work))
+        largest = max(1, plan.rows[replica] // plan.microbatches[replica])
+        sums = self.replica.gather(self._evaluated(self.validation, [mine[r] for r in row_slices(len(mine), largest)]))
         module.train(training)
-        sums = self.replica.gather((work.total, work.weight)).sum(0)
+        sums = sums.sum(0)
         loss = float(sums[0] / sums[1]) if sums[1] else math.nan
         text_bytes = self.validation.text_bytes(np.arange(count))
         self.sink(
@@ -199,6 +242,20 @@ class Trainer:
         )
         return loss
 
+    def _evaluated(self, split: Batches, chosen: Sequence[np.ndarray[Any, Any]]) -> tuple[float, float]:
+        """Sum of the losses over the valid labels of the chosen sequences, and how many labels; zeros on the ranks
+        that do not hold the last stage.
+        """
+        if not chosen:
+            return 0.0, 0.0
+        batches = [MicroBatch(0, moved(split.batch(rows), self.engine.device)) for rows in chosen]
+        schedule, rank = self.pipeline.forward_only(len(batches)), self.pipeline.rank
+        transfers = self._transfers(batches, schedule.ranks[rank], 0)
+        work = EvaluationWork(self.pieces, schedule.stages, batches, self._weights(batches), transfers)
+        play(schedule, RankWorld(rank, work))
+        transfers.finish()
+        return work.total, work.weight
+
     def _record(
         self,
         step: int,
@@ -210,7 +267,7 @@ class Trainer:
         data_s: float,
     ) -> None:
         sequence_tokens = sum(next(iter(p.rows.values())).numel() for p in work.microbatches)
-        tokens = sequence_tokens * self.feed.plan.batch // max(1, self.feed.plan.rows[self.replica.rank])
+        tokens = sequence_tokens * self.feed.plan.batch // max(1, self.feed.plan.rows[self.feed.replica])
         self.sink(
             records.Step(
                 step=step + 1,

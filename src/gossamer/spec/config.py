@@ -104,9 +104,16 @@ class PlanSection(Section):
 
     mesh: MeshSection = MeshSection()
     share: list[Annotated[float, Field(gt=0)]] | Auto = Field("auto", description="part of the batch per replica")
-    cuts: list[int] | Auto = "auto"
-    microbatches: Positive | Auto = "auto"
-    schedule: Written = "auto"
+    cuts: list[int | str] | Auto = Field(
+        "auto", description="first unit of every stage: its name, or the number of a block; the first stage's is 0"
+    )
+    microbatches: Positive | Auto = Field("auto", description="micro-batches per replica and step, as train.accumulate")
+    schedule: Written = Field("auto", description="a method of `gossamer methods pipeline/schedule`")
+    boundary: Written | list[Written] = Field(
+        "plain",
+        description="how tensors cross between stages: a method of `gossamer methods compress/transfer/crossing`, or "
+        "one per border",
+    )
     exchange: Exchanges = Field(
         "auto",
         description="a method of `gossamer methods compress`; or lines, of which the first whose pattern (a regular "

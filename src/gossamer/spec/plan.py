@@ -45,6 +45,8 @@ class Plan(BaseModel):
     rows: tuple[int, ...]
     microbatches: tuple[int, ...]
     schedule: Written = "one_stage"
+    cuts: tuple[str, ...] = ()  # the first unit of every stage; empty: the model is one stage
+    boundary: Written | tuple[Written, ...] = "plain"  # how tensors cross between stages: one way, or one per border
     exchange: Exchanges = "dense"
     adapted_from: Exchanges = ""  # what `plan.adapt` started from and compares with; "": it changed nothing
     sync: Written = "every_step"
@@ -67,6 +69,10 @@ class Plan(BaseModel):
                     f"replica {replica} has {rows} rows and {pieces} micro-batches: need 1 <= that <= rows"
                 )
         return self
+
+    def boundary_of(self, stage: int) -> Written:
+        """How tensors cross from `stage` to the next."""
+        return self.boundary[stage] if isinstance(self.boundary, tuple) else self.boundary
 
     @property
     def batch(self) -> int:

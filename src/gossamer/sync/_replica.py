@@ -170,17 +170,22 @@ class Replica:
         """The flat buffers of all buckets."""
         return [s.bucket.flat for s in self._slots]
 
-    def open(self, window: Window) -> None:
-        """Zero the gradients, declare the step's jobs, and let every rank know the others' weights."""
+    def begin(self, window: Window) -> None:
+        """The first of a step: let every rank know the others' weights."""
         self._window, self._weights, self._watching = window, None, False
         self._sent_before = self._pump.channel.meter.snapshot()
+        self._weighing = self._pump.begin((1,))
+        self._weighing.submit(0, self._gather((window.weight,)))
+
+    def open(self, window: Window) -> None:
+        """Zero the gradients and declare the step's jobs. Begins the step where nobody has."""
+        if window is not self._window:
+            self.begin(window)
         if self._slots:
             torch._foreach_zero_(self.flats())
         for slot in self._slots:
             slot.waits, slot.sent, slot.outcome = len(slot.bucket.layout.entries), False, None
         self._adopt_views()
-        self._weighing = self._pump.begin((1,))
-        self._weighing.submit(0, self._gather((window.weight,)))
         self._exchanging = self._pump.begin(self._rounds)
 
     def watch(self) -> None:

@@ -11,6 +11,7 @@ without any parameter, and `Skeleton.build` with those of one stage.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,17 @@ class Skeleton:
             raise RunFailed("the model is built in another order every time: build it from its seed alone")
         _fill(module)
         return module
+
+
+def hollowed(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters are zeros without memory."""
+    blanks = {
+        id(p): nn.Parameter(
+            hollow(tuple(p.shape), p.dtype, torch.device("cpu"), fill=0.0), requires_grad=p.requires_grad
+        )
+        for p in module.parameters()
+    }
+    return copy.deepcopy(module, blanks)  # type: ignore[arg-type]
 
 
 @dataclass

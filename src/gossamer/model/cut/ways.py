@@ -44,3 +44,7 @@ class Ways:
         """What the model does with a batch, however it is cut."""
         self.module.train(training)
         return trace(self.module, lambda: self.run(self.module, batch), units=unit_names(self.module))
+
+    def know(self, batch: Mapping[str, Tensor], flow: Flow, parts: tuple[Part, ...]) -> None:
+        """What a batch in training was found to do."""
+        self.known[True, signature_of(batch)] = flow, parts

@@ -1,0 +1,215 @@
+"""A rank's part of the model: the whole of it, or the stages that the plan places here.
+
+Every rank looks at the whole model without its weights, finds the same cuts, and builds its own part alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.job import make_plan
+from gossamer.loss import Objective
+from gossamer.model.call import caller_of
+from gossamer.model.compiled import compile_units
+from gossamer.model.cut.cuts import Cuts, Part, even_cuts, parts_of
+from gossamer.model.cut.flow import Flow
+from gossamer.model.cut.partial import Skeleton, hollowed
+from gossamer.model.cut.stage import Stage
+from gossamer.model.cut.ways import Ways
+from gossamer.model.origin import Origin
+from gossamer.model.precision import Precision, precision_of
+from gossamer.model.units import block_names
+from gossamer.plan import Border, Staged, price_of_stages
+from gossamer.run.batches import Batches, Feed
+from gossamer.run.build import schedule_of
+from gossamer.run.cut import Cut, boundary_of
+from gossamer.spec.config import RunConfig
+from gossamer.spec.cost import Cost
+from gossamer.spec.errors import bad_input
+from gossamer.spec.plan import Plan
+
+
+class Source(ABC):
+    """What a rank's part of a model is made from."""
+
+    @abstractmethod
+    def whole(self) -> nn.Module:
+        """All of it."""
+
+    @abstractmethod
+    def outline(self) -> nn.Module:
+        """The model as it runs and is called, without memory for its parameters."""
+
+    @abstractmethod
+    def part(self, holds: frozenset[str]) -> nn.Module:
+        """The model with the parameters named in `holds`;
+        the others have no memory."""
+
+
+@dataclass
+class OriginSource(Source):
+    """A model nobody has built yet."""
+
+    origin: Origin
+    seed: int
+
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        return Skeleton.of(self._build)
+
+    def whole(self) -> nn.Module:
+        return self.origin.build(self.seed)
+
+    def outline(self) -> nn.Module:
+        return self.skeleton.module
+
+    def part(self, holds: frozenset[str]) -> nn.Module:
+        module = self.skeleton.build(self._build, holds)
+        self.origin.load(module, holds)
+        return module
+
+    def _build(self) -> nn.Module:
+        return self.origin.bare(self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSource(Source):
+    """A module of the caller's, which is there whole; what this rank does not hold is given back."""
+
+    module: nn.Module
+
+    def whole(self) -> nn.Module:
+        return self.module
+
+    def outline(self) -> nn.Module:
+        return hollowed(self.module)
+
+    def part(self, holds: frozenset[str]) -> nn.Module:
+        return self.module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """For whom a model is to be held, and for what."""
+
+    config: RunConfig
+    ranks: int
+    rank: int
+    batches: Batches
+    objective: Objective
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The module of one rank, the plan, and how the module is cut where it is not the whole model."""
+
+    plan: Plan
+    module: nn.Module
+    cut: Cut | None = None
+
+
+def hold(source: Source, asked: Asked, plan: Plan | None = None) -> Held:
+    """What this rank has of the model under a plan, which is made where none is given.
+
+    Raises BadInput where the model cannot be cut so. No rank needs another one for it.
+    """
+    stages = plan.mesh.pipe if plan is not None else asked.config.plan.mesh.pipe
+    module = source.whole() if stages in (1, "auto") else source.outline()
+    module = module.to(asked.device) if stages in (1, "auto") else module
+    plan = plan or make_plan(asked.config, module, ranks=asked.ranks, device=asked.device)
+    return Held(plan, module) if plan.mesh.pipe == 1 else _hold_stages(source, module, plan, asked)
+
+
+def _hold_stages(source: Source, outline: nn.Module, plan: Plan, asked: Asked) -> Held:
+    config = asked.config
+    run = _Run(asked.objective, precision_of(config.train.precision), asked.device)
+    first = Feed(asked.batches, plan, 0, config.train.seed).fetch(0)[0].rows
+    flow = Ways(outline, run, Cuts(())).flow(first)
+    if plan.cuts:
+        cuts = Cuts(plan.cuts)
+    else:
+        cuts, why = _cuts(flow, outline, plan.mesh.pipe, config)
+        plan = plan.model_copy(update={"cuts": cuts.first, "reasons": {**plan.reasons, "cuts": why}})
+    ways, parts = Ways(outline, run, cuts), parts_of(outline, flow, cuts)
+    ways.know(first, flow, parts)
+    placement = schedule_of(plan, 0).placement
+    plan = plan.model_copy(update={"forecast": _forecast(plan, Cut(ways, parts, {}, placement), asked.batches, config)})
+    mine = [part for part in parts if placement[part.stage] == asked.rank % plan.mesh.pipe]
+    module, stages = _built(source, flow, mine, asked)
+    return Held(plan, module, Cut(ways, parts, stages, placement))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A forward as training has it, to learn what it does."""
+
+    objective: Objective
+    precision: Precision
+    device: torch.device
+
+    def __call__(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        rows = dict(batch)
+        with self.precision.forward(self.device):
+            return self.objective(caller_of(module)(module, rows), rows).float()
+
+
+def _built(source: Source, flow: Flow, mine: list[Part], asked: Asked) -> tuple[nn.Module, dict[int, Stage]]:
+    holds = frozenset[str]().union(*(part.holds for part in mine))
+    module = source.part(holds).to(asked.device)
+    if asked.config.model.compile:
+        compile_units(module)
+    stages = {part.stage: Stage(module, flow, part, keep=holds) for part in mine}
+    return module, stages
+
+
+def _cuts(flow: Flow, outline: nn.Module, stages: int, config: RunConfig) -> tuple[Cuts, str]:
+    asked = config.plan.cuts
+    if asked == "auto":
+        return even_cuts(flow, stages), f"{stages} stages of as equal work as whole units allow"
+    if len(asked) != stages:
+        raise bad_input(
+            wanted=f"the first unit of each of {stages} stages",
+            got=f"{len(asked)} ({', '.join(map(str, asked))})",
+            do="list as many as there are stages (plan.mesh.pipe), the first of them 0",
+            key="plan.cuts",
+        )
+    first = flow.calls[0].name if asked[0] == 0 else _unit(asked[0], outline)
+    return Cuts((first, *(_unit(each, outline) for each in asked[1:]))), "given"
+
+
+def _unit(given: int | str, outline: nn.Module) -> str:
+    """The name of a unit that was given by it, or as the number of a block."""
+    if isinstance(given, str):
+        return given
+    blocks = block_names(outline)
+    if not 0 <= given < len(blocks):
+        raise bad_input(
+            wanted=f"the number of a block, 0 to {len(blocks) - 1}"
+            if blocks
+            else "the name of a unit (no blocks here)",
+            got=str(given),
+            do="number the repeated blocks from 0, or name a unit",
+            key="plan.cuts",
+        )
+    return blocks[given]
+
+
+def _forecast(plan: Plan, cut: Cut, batches: Batches, config: RunConfig) -> Cost:
+    """The bytes of the first step: what crosses the borders is what its micro-batches make of them."""
+    shapes = {name: tuple(p.shape) for name, p in cut.ways.module.named_parameters() if p.requires_grad}
+    places = range(plan.mesh.pipe)
+    held = tuple(tuple((n, s) for n, s in shapes.items() if place in cut.holders(n)) for place in places)
+    borders: list[Border] = []
+    for replica in range(plan.mesh.replica):
+        for piece in Feed(batches, plan, replica, config.train.seed).fetch(0):
+            flow, parts = cut.ways.of(piece.rows)
+            borders += [Border(replica, part.stage, boundary_of(flow, part).sends) for part in parts[:-1]]
+    return price_of_stages(plan, Staged(cut.placement, held, cut.shared()), borders)

@@ -1,0 +1,79 @@
+"""The bytes of a step of a model in stages, from the objects that later send them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gossamer import compress
+from gossamer.compress.transfer import Form
+from gossamer.pipeline.links import links_of
+from gossamer.pipeline.tied import Tied
+from gossamer.pipeline.transfers import Edge
+from gossamer.plan._price import Shapes, agreement, gradient_buckets
+from gossamer.spec.cost import Cost
+from gossamer.spec.plan import Plan
+from gossamer.wire.channel.priced import Priced
+from gossamer.wire.message import Levels, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What one micro-batch of a replica brings over the border behind `stage`."""
+
+    replica: int
+    stage: int
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Where a model in stages lies. `held[place]`: trained parameters of a place in the pipeline; `shared`: those of
+    several places, and these.
+    """
+
+    placement: tuple[int, ...]
+    held: tuple[Shapes, ...]
+    shared: Mapping[str, tuple[int, ...]]
+
+
+def price_of_stages(plan: Plan, staged: Staged, borders: Sequence[Border]) -> Cost:
+    """Payload bytes of a step: boundary tensors there and gradients back, gradients of replicas, tied parameters."""
+    levels = Levels.mesh(plan.mesh.replica, plan.mesh.pipe)
+    links: dict[str, int] = {}
+    for rank in levels.everyone:
+        channel = Priced(rank, levels)
+        channel.charge(agreement(levels))
+        channel.charge(_crossing(plan, staged, borders, levels, rank))
+        channel.charge(_gradients(plan, staged, levels, rank))
+        links.update(channel.meter.snapshot())
+    sent = tuple(sum(n for link, n in links.items() if link.startswith(f"{r}>")) for r in levels.everyone)
+    return Cost(wire_bytes=links, sent_bytes=sent)
+
+
+def _crossing(plan: Plan, staged: Staged, borders: Sequence[Border], levels: Levels, rank: int) -> list[Traffic]:
+    replica = rank // plan.mesh.pipe
+    links = links_of(plan, levels, staged.placement, replica)
+    found: list[Traffic] = []
+    for border in borders:
+        link = links.get(border.stage)
+        if link is None or border.replica != replica or rank not in (link.source, link.target):
+            continue
+        for edge in border.edges:
+            found.append(link.traffic(edge.form, rank))
+            found += [link.traffic(edge.form, rank, back=True)] if edge.needs_grad else []
+    return found
+
+
+def _gradients(plan: Plan, staged: Staged, levels: Levels, rank: int) -> list[Traffic]:
+    first, place = rank // plan.mesh.pipe * plan.mesh.pipe, rank % plan.mesh.pipe
+    shapes = staged.held[place]
+    exchange = compress.rules(plan.exchange).by_name(name for name, _ in shapes)
+    found: list[Traffic] = []
+    for layout, one in gradient_buckets(shapes, exchange, bucket_bytes=plan.bucket_bytes):
+        found += one.traffic(layout, levels, rank)
+    tied = Tied(rank, levels, {n: tuple(first + p for p in places) for n, places in staged.shared.items()})
+    forms = {name: Form(shape, torch.float32) for name, shape in shapes}
+    return [*found, *tied.traffic(forms)]

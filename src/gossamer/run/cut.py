@@ -1,0 +1,83 @@
+"""A model in stages, as one rank holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gossamer.compress.transfer import Form
+from gossamer.model.cut.cuts import Part
+from gossamer.model.cut.flow import Flow, Value
+from gossamer.model.cut.stage import Live, Stage
+from gossamer.model.cut.ways import Ways
+from gossamer.pipeline.transfers import Boundary, Edge
+from gossamer.run.batches import Batch, MicroBatch
+from gossamer.run.stage import Engine, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """`parts` are those of the first micro-batch; what a stage holds is the same for all of them. `stages` are this
+    rank's, all in one module.
+    """
+
+    ways: Ways
+    parts: tuple[Part, ...]
+    stages: Mapping[int, Stage]
+    placement: tuple[int, ...]  # stage -> rank within the pipeline
+
+    @property
+    def ranks(self) -> int:
+        """Of one pipeline."""
+        return max(self.placement) + 1
+
+    @property
+    def holds(self) -> frozenset[str]:
+        """Parameters and buffers of this rank, canonical names."""
+        return frozenset().union(*(self.parts[s].holds for s in self.stages))
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Ranks within the pipeline that hold a parameter or buffer, by stage; every one where no stage owns it."""
+        found = tuple(dict.fromkeys(self.placement[p.stage] for p in self.parts if name in p.holds))
+        return found or tuple(range(self.ranks))
+
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that are trained and held by several ranks of the pipeline, and these."""
+        trained = (name for name, p in self.ways.module.named_parameters() if p.requires_grad)
+        return {name: at for name in trained if len(at := self.holders(name)) > 1}
+
+
+@dataclass(frozen=True, slots=True)
+class CutPiece(Piece):
+    """One stage."""
+
+    engine: Engine
+    ways: Ways
+    stage: Stage
+
+    def boundary(self, rows: Batch) -> Boundary:
+        flow, part = self._way(rows)
+        return boundary_of(flow, part)
+
+    def forward(self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor]) -> Live:
+        self.stage.follow(*self._way(piece.rows))
+        return self.stage.forward(lambda: self.engine.loss(piece.rows, step=step, key=piece.key), received)
+
+    def _way(self, rows: Batch) -> tuple[Flow, Part]:
+        flow, parts = self.ways.of(rows, training=self.engine.module.training)
+        return flow, parts[self.stage.part.stage]
+
+
+def boundary_of(flow: Flow, part: Part) -> Boundary:
+    """What a stage receives and sends."""
+    return Boundary(_edges(flow, part.receives), _edges(flow, part.sends))
+
+
+def _edges(flow: Flow, values: Sequence[Value]) -> tuple[Edge, ...]:
+    made = [flow.calls[value.call].made(value.place) for value in values]
+    return tuple(
+        Edge(value, Form(tuple(m.shape), m.dtype, m.device), m.needs_grad)
+        for value, m in zip(values, made, strict=True)
+    )
