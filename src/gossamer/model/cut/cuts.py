@@ -19,7 +19,8 @@ _KEY = "plan.mesh.pipe"
 class Cuts:
     """The first unit of every stage, in the order of the forward: `("embed", "blocks.2", "head")` are three stages.
 
-    A unit that is called again is named with @ and how often it was called before: "shared@2".
+    A unit that is called again is named with @ and how often it was called before: "shared@2". The name of a module
+    that holds units stands for the first of them to be called.
     """
 
     first: tuple[str, ...]
@@ -140,6 +141,9 @@ def _starts(module: nn.Module, flow: Flow, cuts: Cuts) -> list[int]:
 def _number(module: nn.Module, flow: Flow, name: str) -> int:
     if name in flow.names:
         return flow.names[name]
+    inner = (number for number, call in enumerate(flow.calls) if call.unit.startswith(name + "."))
+    if (first := next(inner, None)) is not None:
+        return first  # a container, by which its first unit is meant
     outer = next((unit for unit in flow.units if name.startswith(unit + ".")), None)
     if outer is not None and any(path == name for path, _ in module.named_modules()):
         times = sum(call.unit == outer for call in flow.calls)
@@ -190,7 +194,7 @@ def _check(flow: Flow, part: Part) -> None:
             raise bad_input(
                 wanted=f"no branch on what {flow.calls[value.call].name} gives in code that every stage runs",
                 got=f"one before {_reader(flow, late[0])}, which stage {part.stage} cannot take",
-                do="cut before that unit, or move the branch into a unit",
+                do="cut before that unit, or move the branch (or .item()) into a unit",
                 key=_KEY,
             )
     for number, call in enumerate(flow.calls[: part.low]):
