@@ -88,7 +88,7 @@ def _mesh(asked: MeshSection, ranks: int) -> Mesh:
         raise bad_input(
             wanted=f"a multiple of {stages} processes, one for every stage",
             got=f"{ranks}",
-            do=f"set machines.processes to {max(1, ranks // stages) * stages}, or plan.mesh.pipe to a divisor of {ranks}",
+            do=f"set machines.processes to a multiple of {stages}, or plan.mesh.pipe to a divisor of {ranks}",
             key="plan.mesh.pipe",
         )
     if asked.replica not in ("auto", ranks // stages):

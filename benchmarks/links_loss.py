@@ -1,0 +1,72 @@
+"""The loss of what `auto` chose on a slow link, against dense, after so many tokens: several seeds, tuned rates.
+
+    python benchmarks/links_loss.py [--rate 100mbit] [--hosts 2] [--tokens 2000000] [--seeds 3] [--precision bf16]
+
+Takes the exchange from the row of `auto` in docs/results/links.json (run links.py first). In lockstep, as links.py does
+with --losses: the loss depends on the exchange, the hosts and the seed, and on no link. What was measured is kept in
+the user's cache, and a study that was ended goes on there. Hours on two cores; `loss_of_dense` is the figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from links import venvs
+from links.keep import Kept
+from links.studies import Budget, Subject, losses
+from result import publish
+
+RECORD = Path(__file__).parent.parent / "docs" / "results" / "links.json"
+
+
+def main() -> None:
+    read = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    read.add_argument("--rate", default="100mbit")
+    read.add_argument("--hosts", type=int, default=2)
+    read.add_argument("--tokens", type=int, default=2_000_000)
+    read.add_argument("--tune-tokens", type=int, default=125_000)
+    read.add_argument("--lrs", default="5e-4,1e-3,2e-3")
+    read.add_argument("--seeds", type=int, default=3)
+    read.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
+    read.add_argument("--cache", type=Path, default=venvs.folder())
+    read.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    asked = read.parse_args()
+    auto = Subject(chosen(asked.rate, asked.hosts), asked.hosts)
+    dense = Subject("dense", asked.hosts)
+    rates = tuple(float(r) for r in asked.lrs.split(","))
+    budget = Budget(asked.tokens, asked.seeds, rates, asked.tune_tokens, asked.precision, asked.jobs)
+    found = losses([dense, auto], budget, Kept(asked.cache / "losses.json"), say)
+    ratio = found[auto.key()]["final_loss"] / found[dense.key()]["final_loss"]
+    settings = {k: getattr(asked, k) for k in ("rate", "hosts", "tokens", "tune_tokens", "lrs", "seeds", "precision")}
+    publish(
+        "links_loss",
+        {
+            "loss_of_dense": round(ratio, 5),
+            "target": 1.01,
+            "auto": {"exchange": auto.exchange, **found[auto.key()]},
+            "dense": found[dense.key()],
+            "setting": settings,
+        },
+    )
+
+
+def chosen(rate: str, hosts: int) -> Any:
+    """What `auto` chose in the recorded sweep."""
+    rows = json.loads(RECORD.read_text())["rows"]
+    here = [r for r in rows if (r["method"], r["rate"], r["hosts"]) == ("auto", rate, hosts) and not r["round_trip_ms"]]
+    if not here or "exchange" not in here[0]:
+        raise SystemExit(f"{RECORD} has no row of auto at {rate} on {hosts} hosts: run benchmarks/links.py first")
+    return here[0]["exchange"]
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
