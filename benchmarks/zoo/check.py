@@ -42,7 +42,19 @@ def check(kind: str, stages: Sequence[int]) -> dict[str, Any]:
         flow = trace(module, lambda b=given[0]: seeded({}, module, b), units=unit_names(module))  # type: ignore[misc]
         for count in stages:
             exact &= same(expected, cut(module, flow, count, given), f"{count} stages{', padded' if padded else ''}")
-    return {"recipe": case.recipe, "exact": exact, "calls": len(flow.calls), "shape": list(case.form.shape)}
+    return {
+        "recipe": case.recipe,
+        "exact": exact,
+        "calls": len(flow.calls),
+        "shape": list(case.form.shape),
+        "reached": reached(module, expected[1]),
+    }
+
+
+def reached(module: nn.Module, gradients: Mapping[str, Tensor]) -> float:
+    """Part of the parameters that have a gradient: a model of text and sound that is given text alone uses half."""
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    return round(sum(sizes[name] for name in gradients) / sum(sizes.values()), 3)
 
 
 def seeded(seeds: Mapping[int, UnitSeeds], module: nn.Module, batch: Batch) -> Tensor:

@@ -47,7 +47,7 @@ RULES: list[tuple[str, int]] = [
         r"emb_dim|embedding_size|embed_dim|n_embd|d_model|dim|width|.*hidden_(size|dim)|hidden_size_.*|.*_width|model_dim",
         WIDTH,
     ),
-    (r".*hidden_size_per_layer_input|d_embed|attention_hidden_size|.*_dim_size|word_embed_proj_dim", WIDTH),
+    (r".*hidden_size_.*|d_embed|attention_hidden_size|.*_dim_size|word_embed_proj_dim", WIDTH),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|max_sequence_length|.*max_position.*", 128),
     (r"sliding_window|attention_window.*|local_attention|window_size|attention_chunk_size", 8),
     (r"chunk_size|mamba_chunk_size|.*_chunk_length|block_size", 8),
@@ -117,7 +117,14 @@ def _part(config_class: Any, value: dict[str, Any], way: Way) -> Any:
         config_class = CONFIG_MAPPING[value["model_type"]]
     kind = {"model_type": value["model_type"]} if "model_type" in value else {}
     rope = {"rope_theta": 10000.0} if way.filled else {}  # some attention looks for it in its own part
-    return {**kind, **rope, **_keys(config_class, value, way)}
+    return {**kind, **rope, **_unlike(config_class, value, way), **_keys(config_class, value, way)}
+
+
+def _unlike(config_class: Any, value: dict[str, Any], way: Way) -> dict[str, Any]:
+    """What the outer config has given to its part, unlike the part's own default."""
+    parameters, own = inspect.signature(config_class).parameters, config_class().to_dict()
+    given = {k: v for k, v in value.items() if k in parameters and k not in SKIPPED and v != own.get(k)}
+    return {k: v for k, v in given.items() if way.derived or parameters[k].default is not None}
 
 
 def _value(key: str, value: Any, keys: Mapping[str, Any], layers: int, way: Way) -> Any:
