@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more
 from gossamer.model.cut.cuts import Part, canonical_names
 from gossamer.model.cut.flow import Call, Flow, Inside, Leaf, Value, containers_of, hollow
+from gossamer.model.cut.split import Later, backward_input
 from gossamer.spec.errors import RunFailed
 
 
@@ -33,19 +35,50 @@ class Live:
     received: dict[Value, Tensor]  # leaves; those of `needs_grad` gather gradients
     sent: dict[Value, Tensor]
     result: Any = None  # what `run` returned, on the last stage
+    again: Callable[[], Live] | None = None  # set where no graph was kept
+    later: Later | None = None  # between the two parts of a backward
 
     def backward(self, gradients: Mapping[Value, Tensor], *, loss: Tensor | None = None) -> dict[Value, Tensor]:
         """Add the parameters' gradients, given those of what was sent (or the loss, on the last stage).
 
         Returns the gradients of what was received; a value that nothing depended on has none.
         """
-        roots = [(self.sent[v], g) for v, g in gradients.items() if self.sent[v].requires_grad]
-        tensors, grads = [t for t, _ in roots], [g for _, g in roots]
-        if loss is not None and loss.requires_grad:
-            tensors, grads = [*tensors, loss], [*grads, torch.ones_like(loss)]
+        tensors, grads = self._roots(gradients, loss)
         if tensors:
             torch.autograd.backward(tensors, grads)
         return {v: x.grad for v, x in self.received.items() if x.grad is not None}
+
+    def backward_input(self, gradients: Mapping[Value, Tensor], *, loss: Tensor | None = None) -> dict[Value, Tensor]:
+        """What `backward` returns, without the parameters' gradients, as far as that saves work (see split.py).
+
+        Until `backward_weight` nothing may write to the tensors given and returned. Both run under the forward's key.
+        """
+        self.later = backward_input(*self._roots(gradients, loss), list(self.received.values()))
+        found = {v: x.grad for v, x in self.received.items() if x.grad is not None}
+        self.received, self.sent, self.result = {}, {}, None  # else they would hold the graph
+        return found
+
+    def backward_weight(self) -> None:
+        """Add the parameters' gradients that `backward_input` left, and free the graph."""
+        assert self.later is not None, "the backward of the weights comes after that of the inputs"
+        later, self.later = self.later, None
+        later.run()
+
+    def recompute(self) -> None:
+        """Build the graph, and `result` anew, of a forward that did not keep it, from what was received.
+
+        `sent` is the same once more, not to be sent. The closure of the forward is called again, under its own key.
+        """
+        assert self.again is not None, "the graph is there"
+        live = self.again()
+        self.received, self.sent, self.result, self.again = live.received, live.sent, live.result, None
+
+    def _roots(self, gradients: Mapping[Value, Tensor], loss: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        assert self.again is None, "a forward that kept no graph needs recompute before its backward"
+        roots = [(self.sent[v], g) for v, g in gradients.items() if self.sent[v].requires_grad]
+        if loss is not None and loss.requires_grad:
+            roots.append((loss, torch.ones_like(loss)))
+        return [t for t, _ in roots], [g for _, g in roots]
 
 
 @dataclass(slots=True)
@@ -101,8 +134,32 @@ class Stage:
         made = {v: self.flow.calls[v.call].made(v.place) for v in self.part.receives}
         return {v: tensors[v].detach().requires_grad_(m.needs_grad) for v, m in made.items()}
 
-    def forward(self, run: Callable[[], Any], tensors: Mapping[Value, Tensor]) -> Live:
-        """Run this stage's part of `run`, which calls `self.module`, on what stage - 1 sent."""
+    def forward(self, run: Callable[[], Any], tensors: Mapping[Value, Tensor], *, keep_graph: bool = True) -> Live:
+        """Run this stage's part of `run`, which calls `self.module`, on what stage - 1 sent.
+
+        Without `keep_graph` only what was received is kept, and `Live.recompute` comes before the backward.
+        """
+        if keep_graph:
+            return self._forward(run, tensors)
+        received = {v: tensors[v] for v in self.part.receives}
+        forward = functools.partial(self._way_of, self.flow, self.part, run, received)
+        held = {path for path, name in self.names.items() if name in self.part.holds}
+        buffers = buffers_of(self.module, held)
+        with nothing_saved():
+            live = self._forward(run, tensors)
+        again = functools.partial(once_more, forward, buffers)
+        return Live({}, detached(live.sent), detached(live.result), again)
+
+    def _way_of(self, flow: Flow, part: Part, run: Callable[[], Any], tensors: Mapping[Value, Tensor]) -> Live:
+        """The forward of a batch, when `follow` may have gone on to others."""
+        now = self.flow, self.part
+        self.flow, self.part = flow, part
+        try:
+            return self._forward(run, tensors)
+        finally:
+            self.flow, self.part = now
+
+    def _forward(self, run: Callable[[], Any], tensors: Mapping[Value, Tensor]) -> Live:
         leaves = self.receive(tensors)
         # A view of each: autocast caches leaves as if they were weights, and would add their gradients in bf16.
         turn = self._turn = _Turn({v: x.view_as(x) for v, x in leaves.items()})

@@ -1,0 +1,63 @@
+"""Recompute as an action: a forward that keeps no graph, and the same forward once more before its backward.
+
+The first run is one with a graph, of which nothing is saved: under no_grad a model may take another way, or a compiled
+one be another program, and its numbers would differ. What either run changes of the module's buffers (running means)
+counts once: the second run starts from copies of what they were before the first, and changes only these.
+Memory: what was received, and a copy of the stage's buffers, for every micro-batch that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
+
+Buffers = list[tuple[nn.Module, str, Tensor]]  # owner, name there, value
+
+
+def nothing_saved() -> saved_tensors_hooks:
+    """A graph that is made in here holds no tensor, and cannot be run."""
+    return saved_tensors_hooks(lambda _: None, _gone)
+
+
+def _gone(_: None) -> Tensor:
+    raise AssertionError("a forward without a graph needs recompute before its backward")
+
+
+def detached(held: Any) -> Any:
+    """The same without graphs."""
+    return tree_map_only(Tensor, Tensor.detach, held)
+
+
+def buffers_of(module: nn.Module, names: Collection[str]) -> Buffers:
+    """Copies of the buffers that are called `names`; what was one tensor is one copy."""
+    copies: dict[int, Tensor] = {}
+    found = []
+    for path, owner in module.named_modules():
+        for name, tensor in owner._buffers.items():
+            if tensor is not None and (f"{path}.{name}" if path else name) in names:
+                found.append((owner, name, copies.setdefault(id(tensor), tensor.detach().clone())))
+    return found
+
+
+@contextmanager
+def in_place_of(buffers: Buffers) -> Iterator[None]:
+    """The module has `buffers` in here, and after it what it had before."""
+    had = [(owner, name, owner._buffers[name]) for owner, name, _ in buffers]
+    for owner, name, tensor in buffers:
+        owner._buffers[name] = tensor
+    try:
+        yield
+    finally:
+        for owner, name, before in had:
+            owner._buffers[name] = before
+
+
+def once_more(forward: Callable[[], Any], buffers: Buffers) -> Any:
+    """What `forward` gives where the module still has `buffers`, which it may change."""
+    with in_place_of(buffers):
+        return forward()
