@@ -8,8 +8,9 @@ Classes: causal (language models), masked (encoders), seq2seq, vision (image cla
 
 Each type runs in a process of its own, for at most --limit seconds. `passed` lists the types whose loss and gradients
 are those of the uncut model in fp32 with padded and unpadded batches: bit for bit, or, where several stages add up a
-gradient in another order, to 1e-5 of its largest entry. `failed` says why the others are not. `partly`: of those that passed, which used only a
-part of their parameters, and how much (a model of text and images is given text alone where it runs so).
+gradient in another order, to 1e-5 of its largest entry. `failed` says why the others are not. `partly`: of those that
+passed, which used only a part of their parameters, and how much (a model of text and images is given text alone where
+it runs so).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from zoo.inputs import Form, batch_of, forms
 from zoo.kinds import class_of, config_class, model_class
 from zoo.shrink import recipes
 
-MOST_PARAMETERS = 80_000_000
+MOST_PARAMETERS = 130_000_000
 MOST_TRIES = 400  # of shapes of inputs, per type
 
 

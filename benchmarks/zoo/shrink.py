@@ -26,6 +26,7 @@ RULES: list[tuple[str, int]] = [
     (r".*compress_ratio", 2),
     (r"indexer_kv_heads", 1),
     (r"clip_.*", 8),
+    (r"num_kv_shared_layers", 2),
     (r".*_budget", 8),
     (DEPTH, LAYERS),
     (r"num_nextn_predict_layers|num_mtp.*|mtp_num.*", 0),
