@@ -42,3 +42,49 @@ def test_replicas_of_stages(pool, tmp_path: Path) -> None:
     sections = {"train": {"accumulate": 2}, "plan": {"mesh": {"pipe": 2}, "share": [0.7, 0.3]}}
     pool.run("run.jobs:train", 4, folder=str(tmp_path / "many"), steps=8, sections=sections)
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_a_checkpoint_of_stages_is_read_in_any_layout(pool, tmp_path: Path) -> None:
+    """Two stages save after step 4; two stages, one process, three stages and two replicas of two go on from it."""
+    pool.run("run.jobs:train", 1, folder=str(tmp_path / "one"), steps=8, sections=STAGES)
+    expected = losses(tmp_path / "one")
+    for ranks, stages in ((2, 2), (1, 1), (3, 3), (4, 2)):
+        folder = str(tmp_path / f"{ranks}x{stages}")
+        pool.run("run.jobs:train", 2, folder=folder, steps=8, until=4, sections=staged(2))
+        (Path(folder) / "run" / "plan.yaml").unlink(missing_ok=True)
+        sections = {"train": {"accumulate": 2}, "plan": {"mesh": {"pipe": stages}}}
+        (first, *_) = pool.run("run.jobs:train", ranks, folder=folder, steps=8, resume=True, sections=sections)
+        assert first["ended"] == ""
+        assert losses(Path(folder)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_stop_and_resume_is_bit_equal_to_never_stopping(pool, tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    straight = pool.run("run.jobs:train", 3, folder=str(whole), steps=8, dropout=0.2, sections=staged(3))
+    pool.run("run.jobs:train", 3, folder=str(halves), steps=8, until=4, dropout=0.2, sections=staged(3))
+    again = pool.run("run.jobs:train", 3, folder=str(halves), steps=8, resume=True, dropout=0.2, sections=staged(3))
+    assert [r["digest"] for r in again] == [r["digest"] for r in straight]
+    assert losses(halves) == losses(whole), "every loss, to the last bit"
+
+
+def test_bytes_are_those_forecast(pool, tmp_path: Path) -> None:
+    """In every step and on every link, with tied weights, unequal micro-batches and a boundary in int8."""
+    from gossamer.spec.plan import Plan
+    from gossamer.view.rundir import RunDirectory
+
+    sections = staged(2, boundary={"coded": {"codec": "int8"}})
+    sections["train"] = {"accumulate": 3}
+    first, *_ = pool.run("run.jobs:train", 4, folder=str(tmp_path), steps=3, sections=sections)
+    plan = RunDirectory(tmp_path / "run").plan()
+    assert isinstance(plan, Plan)
+    mine = {link: n for link, n in plan.forecast.wire_bytes.items() if link.startswith("0>")}
+    for step in records(tmp_path, "step"):
+        assert step["wire_bytes"] == mine
+
+
+def test_a_bad_sample_moves_no_stage(pool, tmp_path: Path) -> None:
+    ranks = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=8, bad=11, sections=staged(2))
+    assert [r["ended"] for r in ranks] == ["", ""]
+    steps = records(tmp_path, "step")
+    assert [s["committed"] for s in steps].count(False) == 1
+    assert all(s["loss"] < 10 for s in steps if s["committed"])

@@ -77,7 +77,9 @@ class Contents:
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for."""
-        checkpoint.check_against({n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()})
+        expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
+        everywhere = frozenset[str]() if self.cut is None else self.cut.names
+        checkpoint.check_against(expected, elsewhere=lambda name: _bare(name) in everywhere)
 
     @torch.no_grad()
     def fill(self, checkpoint: Checkpoint, *, residuals: str = "merge") -> str:

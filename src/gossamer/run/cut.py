@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gossamer.compress.transfer import Form
-from gossamer.model.cut.cuts import Part
+from gossamer.model.cut.cuts import Part, canonical_names
 from gossamer.model.cut.flow import Flow, Value
 from gossamer.model.cut.stage import Live, Stage
 from gossamer.model.cut.ways import Ways
@@ -37,6 +37,11 @@ class Cut:
     def holds(self) -> frozenset[str]:
         """Parameters and buffers of this rank, canonical names."""
         return frozenset().union(*(self.parts[s].holds for s in self.stages))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the whole model's parameters and buffers."""
+        return frozenset(canonical_names(self.ways.module).values())
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Ranks within the pipeline that hold a parameter or buffer, by stage; every one where no stage owns it."""

@@ -107,15 +107,22 @@ class Checkpoint:
             self._checked.update(placed.where for placed in shard.placed)
             beat()
 
-    def check_against(self, expected: Mapping[str, tuple[Extent, torch.dtype | str]], *, prefix: str = "") -> None:
+    def check_against(
+        self,
+        expected: Mapping[str, tuple[Extent, torch.dtype | str]],
+        *,
+        prefix: str = "",
+        elsewhere: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         """Raises CheckpointMismatch where the replicated tensors under `prefix` are not `expected`: full name -> shape
-        and dtype. What differs per rank belongs to ranks, not to a model, and is left out.
+        and dtype. What differs per rank belongs to ranks, not to a model, and is left out; so is what the caller does
+        not expect, but knows to be `elsewhere`.
         """
         wanted = {name: (tuple(shape), dtype_name(dtype)) for name, (shape, dtype) in expected.items()}
         stored = {
             name: (self.shape(name), dtype_name(self.dtype(name)))
             for name, replica in self._held
-            if replica == REPLICATED and name.startswith(prefix)
+            if replica == REPLICATED and name.startswith(prefix) and (name in wanted or not elsewhere(name))
         }
         other = [name for name in wanted if name in stored and stored[name] != wanted[name]]
         said = [
