@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from gossamer.model.call import Caller
+from gossamer.model.flop import UNCOUNTED
 from gossamer.model.units import unit_names
 
 _TIME_S = 0.2  # for the measurement of the peak
@@ -64,7 +64,7 @@ def forward_flop_per_token(module: nn.Module, caller: Caller, batch: Mapping[str
     enough, and needed, as attention grows with it. Convolutions, matmuls and attention count; what is elementwise
     does not. Where the model cannot be counted (operators of its own), 2 flop per parameter.
     """
-    counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+    counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
     was = {m: m.training for m in module.modules()}
     module.eval()
     try:
@@ -115,11 +115,3 @@ def _timed(work: Callable[[], Tensor], device: torch.device) -> Callable[[], flo
         return max(time.perf_counter() - began, 1e-9)
 
     return run
-
-
-def _cpu_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # shapes: (batch, heads, sequence, head)
-
-
-# torch 2.13 counts the attention kernels of GPUs and not this one; to be removed when it does
-_CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention}

@@ -8,11 +8,14 @@ from itertools import pairwise
 
 from torch import nn
 
-from gossamer.model.cut.flow import HIDDEN, Flow, Value
+from gossamer.model.cut.flow import HIDDEN, Call, Flow, Value
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
 
 _KEY = "plan.mesh.pipe"
+_FLOP_PER_BYTE = (
+    10.0  # multiplied in the time that a byte of memory takes, on machines of all kinds, within a few times
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +54,19 @@ class Part:
 
 
 def even_cuts(flow: Flow, stages: int, *, costs: Mapping[str, float] | None = None) -> Cuts:
-    """`stages` contiguous runs of calls, the dearest as cheap as possible; `costs` per unit, default: equal.
+    """`stages` contiguous runs of calls, the dearest as cheap as possible. `costs`: of one call of each unit.
 
-    Raises BadInput where there are fewer units than stages.
+    Default: the flop of the call, and 10 for every byte of parameters that it reads: an embedding, which multiplies
+    nothing, has a price too, and where tokens are few parameters decide, as they do on machines. Raises BadInput where
+    there are fewer units than stages.
     """
     _check_count(flow, stages)
-    price = [1.0 if costs is None else costs.get(call.unit, 0.0) for call in flow.calls]
+    price = [_work(call) if costs is None else costs.get(call.unit, 0.0) for call in flow.calls]
     return Cuts(tuple(flow.calls[i].name for i in _balanced(price, stages)))
+
+
+def _work(call: Call) -> float:
+    return call.flop + _FLOP_PER_BYTE * call.parameter_bytes
 
 
 def parts_of(module: nn.Module, flow: Flow, cuts: Cuts) -> tuple[Part, ...]:
@@ -178,6 +187,15 @@ def _check_count(flow: Flow, stages: int) -> None:
 
 def _check(flow: Flow, part: Part) -> None:
     """Nothing that this stage computes with may be a placeholder."""
+    for call in flow.calls[: part.low]:
+        strange = next((leaf.opaque for leaf in call.leaves if leaf.opaque), "")
+        if strange:
+            raise bad_input(
+                wanted=f"{call.name} to return tensors, in tuples, lists, dicts or dataclasses",
+                got=f"a {strange}",
+                do=f"return its tensors, or keep all that follows in its stage (no cut before {flow.calls[part.low].name})",
+                key=_KEY,
+            )
     for value in part.receives:
         if value.place == HIDDEN:
             readers = sorted(flow.readers[value])
@@ -195,15 +213,6 @@ def _check(flow: Flow, part: Part) -> None:
                 wanted=f"no branch on what {flow.calls[value.call].name} gives in code that every stage runs",
                 got=f"one before {_reader(flow, late[0])}, which stage {part.stage} cannot take",
                 do="cut before that unit, or move the branch (or .item()) into a unit",
-                key=_KEY,
-            )
-    for number, call in enumerate(flow.calls[: part.low]):
-        strange = next((leaf.opaque for leaf in call.leaves if leaf.opaque), "")
-        if strange:
-            raise bad_input(
-                wanted=f"{call.name} to return tensors, in tuples, lists or dicts",
-                got=f"a {strange}",
-                do=f"return its tensors, or cut before it ({part.stage} stages later begin after call {number})",
                 key=_KEY,
             )
 

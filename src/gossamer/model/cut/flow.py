@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec
+
+from gossamer.model.cut.tree import Shape
 
 HIDDEN = -1  # the place of a tensor that was made inside a call and that nothing outside is known to hold
 
@@ -23,10 +24,12 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of what a call returns. At most one of `source`, `made` is set; else it is `constant`."""
+    """One leaf of what a call returns: passed through (`source`), `made`, or else a `constant`. Both of the former:
+    made by writing into the argument.
+    """
 
     constant: Any = None
-    source: int | None = None  # number of the argument leaf that is passed through
+    source: int | None = None  # number of the argument leaf that it is
     made: Made | None = None
     opaque: str = ""  # type of a constant that nobody can repeat
 
@@ -59,7 +62,7 @@ class Inside:
     attribute: str  # "" for an output
     leaves: tuple[Leaf, ...]
     places: tuple[int, ...]
-    spec: TreeSpec
+    spec: Shape
     container: int = -1  # number of the list or dict among the arguments
     key: Any = None  # under which a dict holds it; None: appended to a list
 
@@ -71,8 +74,10 @@ class Call:
     unit: str
     turn: int  # how often the unit was called before
     leaves: tuple[Leaf, ...]
-    spec: TreeSpec
+    spec: Shape
     insides: tuple[Inside, ...] = ()
+    flop: float = 0.0  # of its forward
+    parameter_bytes: int = 0  # of the unit
 
     @property
     def name(self) -> str:

@@ -1,0 +1,284 @@
+"""Watching one forward, to learn which unit's output reaches which unit through the model's own code.
+
+Every storage carries the set of values it was computed from. Within a call of a unit nothing is followed: what it reads
+is an edge, what it returns is a value. A tensor that was born inside a call and is read outside without having been
+returned is a leak: followed where a hook or an attribute holds it (it can be put back there), else a hidden value.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Leaf, Made, Value, containers_of
+from gossamer.model.cut.operators import Operators, written
+from gossamer.model.cut.tree import Shape, flatten
+from gossamer.model.cut.undo import Buffers
+from gossamer.model.flop import flop_of
+from gossamer.spec.errors import bad_input
+
+_LOOKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_REPEATABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+
+
+@dataclass
+class Seen:
+    """A call while it is being watched."""
+
+    unit: str
+    turn: int
+    arguments: list[Any]
+    leaves: list[Leaf] = field(default_factory=list)
+    spec: Shape | None = None
+    containers: list[Any] = field(default_factory=list)  # lists and dicts among the arguments
+    before: list[Any] = field(default_factory=list)  # copies of them
+    inner: list[tuple[str, int, str, Any]] = field(default_factory=list)  # module, turn, attribute, output
+    insides: list[Inside] = field(default_factory=list)
+    turns: dict[str, int] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)  # storages from elsewhere
+    looked: bool = False
+    flop: float = 0.0
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The mode and the hooks of one traced forward."""
+
+    def __init__(self, module: nn.Module, units: tuple[str, ...], operators: Operators) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.module, self.units, self.operators = module, units, operators
+        self.key = operators.key
+        self.buffers = Buffers.of(module, self.key)
+        self.calls: list[Seen] = []
+        self.current: int | None = None
+        self.taint: dict[int, frozenset[Value]] = {}
+        self.born: dict[int, int] = {}  # storage -> call in which it was made
+        self.where: dict[Value, int] = {}  # storage of each value
+        self.named: dict[int, list[Value]] = {}  # the other way round
+        self.changed: set[Value] = set()  # written in place after they were made
+        self.without_grad: list[tuple[str, Tensor]] = []  # what units gave while no graph was recorded
+        self.readers: dict[Value, set[int]] = {}
+        self.branches: dict[Value, set[int]] = {}
+        self.loose: dict[str, set[int]] = {}
+        self.lent: dict[str, set[int]] = {}
+        self.static = self._static(module)
+        self.owned = {name: self._static(module.get_submodule(name)).keys() for name in units}
+        self.paths = {id(m): path for path, m in module.named_modules()}
+        self.within = {name: {id(m) for m in module.get_submodule(name).modules()} for name in units}
+
+    def install(self, stack: ExitStack) -> None:
+        for name in self.units:
+            unit = self.module.get_submodule(name)
+            begin = unit.register_forward_pre_hook(self._begin(name), with_kwargs=True, prepend=True)
+            stack.callback(begin.remove)
+            stack.callback(unit.register_forward_hook(self._end(name)).remove)
+        stack.callback(register_module_forward_hook(self._inner).remove)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.buffers.before(func, args, kwargs)
+        out = self.operators.run(func, args, kwargs)
+        ins = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        values = self._read(ins)
+        changed = [self.key(x) for x in written(func, args, kwargs)]
+        self.changed.update(value for key in changed for value in self.named.get(key, ()))
+        if func in _LOOKS:
+            self._look(values)
+        made = [k for x in outs if (k := self.key(x)) not in self.static]
+        if self.current is None:
+            for key in made + [k for k in changed if k not in self.static]:
+                self.taint[key] = self.taint.get(key, frozenset()) | values
+            return out
+        self.calls[self.current].flop += flop_of(func, args, kwargs, out)
+        for value in values:
+            self.readers.setdefault(value, set()).add(self.current)
+        before = {self.key(x) for x in ins}
+        self.born.update((k, self.current) for k in made if k not in before)
+        self.calls[self.current].written.update(
+            k for k in changed if self.born.get(k) != self.current and k not in self.static
+        )
+        return out
+
+    def _static(self, module: nn.Module) -> dict[int, str]:
+        """Storage -> canonical name of every parameter and buffer."""
+        found: dict[int, str] = {}
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            found.setdefault(self.key(tensor), name)
+        return found
+
+    def _read(self, ins: list[Tensor]) -> frozenset[Value]:
+        values: frozenset[Value] = frozenset()
+        for tensor in ins:
+            key = self.key(tensor)
+            values |= self.taint.get(key, frozenset())
+            home = self.born.get(key)
+            if home is not None and home != self.current:
+                values |= {Value(home, HIDDEN)}
+            if key in self.static and key not in self.taint:
+                self._read_static(key)
+        return values
+
+    def _read_static(self, key: int) -> None:
+        name = self.static[key]
+        if self.current is None:
+            self.loose.setdefault(name, set()).add(len(self.calls))
+        elif key not in self.owned[self.calls[self.current].unit]:
+            self.lent.setdefault(name, set()).add(self.current)
+
+    def _look(self, values: frozenset[Value]) -> None:
+        if self.current is not None:
+            self.calls[self.current].looked = True
+            return
+        for value in values:
+            self.branches.setdefault(value, set()).add(len(self.calls))
+
+    def _begin(self, name: str) -> Callable[..., None]:
+        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.current is not None:
+                return
+            self.current = len(self.calls)
+            turn = sum(seen.unit == name for seen in self.calls)
+            seen = Seen(name, turn, flatten((args, kwargs))[0], containers=containers_of((args, kwargs)))
+            seen.before = [copy.copy(container) for container in seen.containers]
+            self.calls.append(seen)
+
+        return begin
+
+    def _end(self, name: str) -> Callable[..., None]:
+        def end(unit: nn.Module, args: Any, output: Any) -> None:
+            if self.current is None or self.calls[self.current].unit != name:
+                return
+            number, seen = self.current, self.calls[self.current]
+            self.current = None
+            leaves, seen.spec = flatten(output)
+            seen.leaves = [self._leaf(seen, leaf, Value(number, i)) for i, leaf in enumerate(leaves)]
+            kept = {self.where[v] for v in self.where if v.call == number}
+            for key in seen.written - kept:
+                self.taint[key] = self.taint.get(key, frozenset()) | {Value(number, HIDDEN)}
+            self._keep_insides(number, seen, unit)
+            seen.arguments = []
+
+        return end
+
+    def _leaf(self, seen: Seen, leaf: Any, value: Value) -> Leaf:
+        same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
+        if not isinstance(leaf, Tensor):
+            if same is not None and leaf is not None:
+                return Leaf(source=same)
+            opaque = "" if type(leaf) in _REPEATABLE else type(leaf).__qualname__
+            if seen.looked and type(leaf) in (int, float):
+                opaque = f"{type(leaf).__name__} read from a tensor"
+            return Leaf(constant=None if opaque else leaf, opaque=opaque)
+        key = self.key(leaf)
+        if same is not None and key not in seen.written:
+            return Leaf(source=same)
+        self._name(key, value)
+        if not torch.is_grad_enabled():
+            self.without_grad.append((seen.unit, leaf))
+        return Leaf(source=same, made=Made(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad))
+
+    def _name(self, key: int, value: Value) -> None:
+        """From here on the storage is `value`; a view of older storage is that too."""
+        older = frozenset() if self.born.pop(key, None) is not None else self.taint.get(key, frozenset())
+        self.taint[key] = older | {value}
+        self.where[value] = key
+        self.named.setdefault(key, []).append(value)
+
+    def _inner(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.current is None:
+            return
+        seen = self.calls[self.current]
+        hooked = module._forward_hooks  # only by a hook does what it gives get out, beside the unit's own output
+        if hooked and id(module) in self.within[seen.unit] and self.paths[id(module)] != seen.unit:
+            path = self.paths[id(module)]
+            turn = seen.turns.get(path, 0)
+            seen.turns[path] = turn + 1
+            seen.inner.append((path, turn, "", output))
+
+    def _keep_insides(self, number: int, seen: Seen, unit: nn.Module) -> None:
+        for inner in unit.modules():
+            for name, held in vars(inner).items():
+                if isinstance(held, Tensor) and self.born.get(self.key(held)) == number:
+                    seen.inner.append((self.paths[id(inner)], 0, name, held))
+        for path, turn, attribute, output in seen.inner:
+            self._keep_inside(number, seen, Inside(path, turn, attribute, (), (), flatten(output)[1]), output)
+        for i, (container, before) in enumerate(zip(seen.containers, seen.before, strict=True)):
+            for key, held in _added(container, before):
+                self._keep_inside(number, seen, Inside("", 0, "", (), (), flatten(held)[1], i, key), held)
+        seen.inner, seen.containers, seen.before = [], [], []
+
+    def _keep_inside(self, number: int, seen: Seen, inside: Inside, output: Any) -> None:
+        start = len(seen.leaves) + sum(len(i.leaves) for i in seen.insides)
+        leaves = flatten(output)[0]
+        found = [self._inner_leaf(seen, x, Value(number, start + i)) for i, x in enumerate(leaves)]
+        kept, places = tuple(leaf for leaf, _ in found), tuple(at for _, at in found)
+        seen.insides.append(replace(inside, leaves=kept, places=places))
+
+    def _inner_leaf(self, seen: Seen, leaf: Any, value: Value) -> tuple[Leaf, int]:
+        """The leaf, and the place of the value that it is: a new one, or the one its memory has a name for."""
+        if not isinstance(leaf, Tensor):
+            return Leaf(constant=leaf if type(leaf) in _REPEATABLE else None), HIDDEN
+        same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
+        if same is not None and self.key(leaf) not in seen.written:
+            return Leaf(source=same), HIDDEN
+        key, made = self.key(leaf), Made(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+        if self.born.get(key) == value.call:
+            self._name(key, value)
+            return Leaf(made=made), value.place
+        named = (v.place for v, at in self.where.items() if at == key and v.call == value.call)
+        return Leaf(made=made), next(named, HIDDEN)
+
+    def finish(self, ends: list[Tensor]) -> None:
+        """What the caller got depends on these."""
+        for unit, leaf in self.without_grad:
+            if leaf.requires_grad:  # now, and not when the unit returned it: its graph is made a second time
+                raise bad_input(
+                    wanted=f"{unit} to record its graph when it runs",
+                    got="a forward that runs it under reentrant checkpointing",
+                    do="use checkpoint(..., use_reentrant=False)",
+                    key="model",
+                )
+        for value in self._read(ends):
+            self.readers.setdefault(value, set()).add(len(self.calls))
+
+    def flow(self) -> Flow:
+        calls = tuple(self._call(i, seen) for i, seen in enumerate(self.calls))
+        return Flow(
+            calls=calls,
+            readers={value: frozenset(at) for value, at in self.readers.items()},
+            branches={value: frozenset(at) for value, at in self.branches.items()},
+            loose={name: frozenset(at) for name, at in self.loose.items()},
+            lent={name: frozenset(at) for name, at in self.lent.items()},
+            units=self.units,
+        )
+
+    def _call(self, number: int, seen: Seen) -> Call:
+        assert seen.spec is not None
+        leaves = tuple(self._marked(leaf, Value(number, i)) for i, leaf in enumerate(seen.leaves))
+        marked = tuple(
+            replace(i, leaves=tuple(self._marked(a, Value(number, p)) for a, p in zip(i.leaves, i.places, strict=True)))
+            for i in seen.insides
+        )
+        held = sum(p.numel() * p.element_size() for p in self.module.get_submodule(seen.unit).parameters())
+        return Call(seen.unit, seen.turn, leaves, seen.spec, marked, seen.flop, held)
+
+    def _marked(self, leaf: Leaf, value: Value) -> Leaf:
+        if leaf.made is None or value not in self.changed:
+            return leaf
+        return replace(leaf, made=replace(leaf.made, written=True))
+
+
+def _added(container: Any, before: Any) -> list[tuple[Any, Any]]:
+    """(key, held) of what a dict has now and had not; (None, held) of what was appended to a list."""
+    if isinstance(container, dict):
+        return [(key, held) for key, held in container.items() if key not in before or before[key] is not held]
+    return [(None, held) for held in container[len(before) :]]
