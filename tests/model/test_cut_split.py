@@ -7,14 +7,15 @@ import importlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from gossamer.model.cut.cuts import Cuts, even_cuts
+from gossamer.model.cut.cuts import Cuts, even_cuts, parts_of
 from gossamer.model.cut.flow import Value
 from gossamer.model.cut.lockstep import Loss, Outcome, gradients_of, run_lockstep, stages_of
 from gossamer.model.cut.split import backward_input
@@ -38,8 +39,8 @@ def mean_square(module: nn.Module, batch: Batch) -> Tensor:
     return (output - 0.3).square().mean()
 
 
-def in_bf16(module: nn.Module, batch: Batch) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+def in_bf16(module: nn.Module, batch: Batch, *, cache: bool = True) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
         output = module(batch["x"])
     return (output.float() - 0.3).square().mean()
 
@@ -131,3 +132,314 @@ def test_models_of_transformers(kind: str, stages: int) -> None:
         outcomes.append(run(parts, loss, batches))
     for other in outcomes[1:]:
         assert_same(other, outcomes[0])
+
+
+def test_under_autocast() -> None:
+    torch.manual_seed(0)
+    module, batches = MODULES["shared"][0](), [{"x": rows(seed)} for seed in range(2)]
+    tracing = partial(in_bf16, cache=False)  # else a cast of a shared weight would cross units
+    whole, parts, again = (
+        run(staged(module, tracing, batches[0], 3), in_bf16, batches) for run in (run_lockstep, run_in_parts, run_again)
+    )
+    assert_same(parts, whole)
+    assert_same(again, whole)
+
+
+def _grown(seed: int, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """A few roots of a graph in which everything may lead everywhere, or nowhere."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [leaf.view_as(leaf) for leaf in leaves] + list(others) + [torch.ones(3, 3)]
+    for _ in range(12):
+        a, b, c = (tensors[int(torch.randint(len(tensors), (), generator=generator))] for _ in range(3))
+        kind = int(torch.randint(5, (), generator=generator))
+        made = [
+            lambda a, b, c: (torch.tanh(a @ b),),
+            lambda a, b, c: (a * b + c,),
+            lambda a, b, c: (Counted.apply(a) - c,),
+            lambda a, b, c: tuple(torch.cat([a, b.t()]).chunk(2)),
+            lambda a, b, c: (nn.functional.layer_norm(a, (3,), b[0], c[0]),),
+        ][kind](a, b, c)
+        tensors += [one * 0.7 for one in made]
+    return [t for t in tensors[-4:] if t.requires_grad]
+
+
+class Counted(torch.autograd.Function):
+    """The identity, which counts how often it runs backward."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        Counted.calls += 1
+        return gradient
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_graphs_of_any_shape(seed: int) -> None:
+    """Roots off the chain, values passed straight on, several uses: 2 leaves, 1 without gradient, 4 parameters."""
+    torch.manual_seed(seed)
+    leaves = [torch.randn(3, 3, requires_grad=i < 2) for i in range(3)]
+    parameters = [torch.randn(3, 3, requires_grad=True) for _ in range(4)]
+    roots = _grown(seed, leaves, parameters)
+    gradients = [torch.randn(3, 3) for _ in roots]
+    torch.autograd.backward(roots, gradients)
+    wanted = [x.grad for x in [*leaves, *parameters]]
+    flat = torch.zeros(4, 3, 3)
+    for x in leaves:
+        x.grad = None
+    for x, view in zip(parameters, flat, strict=True):
+        x.grad = view
+    roots = _grown(seed, leaves, parameters)
+    later = backward_input(roots, gradients, leaves)
+    for x, grad in zip(leaves, wanted, strict=False):
+        assert (x.grad is None) == (grad is None)
+        assert grad is None or torch.equal(x.grad, grad)
+    later.run()
+    for view, grad in zip(flat, wanted[3:], strict=True):
+        torch.testing.assert_close(view, torch.zeros(3, 3) if grad is None else grad, rtol=1e-5, atol=1e-5)
+    assert all(x.grad is not None and x.grad.data_ptr() == v.data_ptr() for x, v in zip(parameters, flat, strict=True))
+
+
+def flop(work: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def test_the_parts_together_are_as_much_work_as_the_whole() -> None:
+    torch.manual_seed(0)
+    module, batch = Chain(layers=6), {"x": rows()}
+    cuts = Cuts(("blocks.0", "blocks.1", "head"))
+    first, live, _ = forward(staged(module, mean_square, batch, cuts), mean_square, batch)
+    gradients = {v: torch.ones_like(x) for v, x in live.sent.items()}
+    whole = forward(staged(module, mean_square, batch, cuts), mean_square, batch)[1]
+    one = 2 * 5 * WIDTH * WIDTH  # a product of (5, WIDTH) and (WIDTH, WIDTH)
+    assert flop(lambda: whole.backward(gradients)) == 5 * 2 * one
+    assert flop(lambda: live.backward_input(gradients)) == 5 * one
+    assert flop(live.backward_weight) == 5 * one
+    assert first.backward_input({v: torch.ones_like(x) for v, x in first.sent.items()}) == {}  # nothing was received
+    assert flop(first.backward_weight) == 2 * one  # blocks.0 reads what `scale` has made
+
+
+class Counting(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + nn.functional.linear(x, Counted.apply(self.mix.weight)))
+
+
+class CountingChain(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(4))
+
+
+def test_what_lies_between_the_chain_and_a_parameter_runs_in_the_weight_part() -> None:
+    module, batch = CountingChain(), {"x": rows()}
+    lives = forward(staged(module, mean_square, batch, Cuts(("blocks.0", "blocks.1"))), mean_square, batch)
+    Counted.calls = 0
+    lives[1].backward_input({}, loss=lives[1].result)
+    assert Counted.calls == 0
+    lives[1].backward_weight()
+    assert Counted.calls == 3
+
+
+class Pair(torch.autograd.Function):
+    """Makes both gradients, whoever asks."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        Pair.calls += 1
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+def test_a_function_in_python_runs_once() -> None:
+    x, weight = torch.randn(3, 3, requires_grad=True), nn.Parameter(torch.randn(3, 3))
+    bias = nn.Parameter(torch.randn(3))
+    Pair.calls = 0
+    later = backward_input([(Pair.apply(x, weight) * bias).sum()], [torch.tensor(1.0)], [x])
+    assert weight.grad is not None and bias.grad is None
+    later.run()
+    assert Pair.calls == 1 and bias.grad is not None
+
+
+class Kept(Layer):
+    """A part of it is checkpointed; counts its forwards."""
+
+    runs = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.other(checkpoint(self._mixed, x, use_reentrant=False)))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        Kept.runs += 1
+        return torch.tanh(self.mix(torch.tanh(x)))
+
+
+def test_a_checkpointed_region_is_recomputed_once() -> None:
+    torch.manual_seed(0)
+    module = Chain()
+    module.blocks = nn.ModuleList(Kept() for _ in range(4))
+    batches = [{"x": rows(seed)} for seed in range(2)]
+    whole = run_lockstep(staged(module, mean_square, batches[0], 2), mean_square, batches)
+    Kept.runs, parts = 0, staged(module, mean_square, batches[0], 2)
+    Kept.runs = 0
+    assert_same(run_in_parts(parts, mean_square, batches), whole)
+    assert Kept.runs == 2 * 2 * 4  # micro-batches, forward and again, blocks
+    live = forward(parts, mean_square, batches[0])[1]
+    parts[1].module.zero_grad()
+    live.backward_input({}, loss=live.result)
+    kept, put_off = (parts[1].module.get_parameter(f"blocks.3.{name}.weight").grad for name in ("mix", "other"))
+    assert kept is not None and put_off is None
+
+
+@pytest.mark.parametrize("keep_graph", [True, False])
+def test_compiled_units(keep_graph: bool) -> None:
+    torch.manual_seed(0)
+    module, batches = Chain(), [{"x": rows(seed)} for seed in range(2)]
+    outcomes = []
+    for run in (run_lockstep, partial(run_in_parts, keep_graph=keep_graph)):
+        parts = staged(module, mean_square, batches[0], 2)
+        for part in parts:
+            for block in part.module.blocks:  # type: ignore[union-attr]
+                block.mix.compile(backend="aot_eager")
+        outcomes.append(run(parts, mean_square, batches))
+    assert_same(outcomes[1], outcomes[0])
+
+
+def test_hooks_on_a_tensor_count_once_and_a_parameter_s_fires() -> None:
+    x, layer, fired = torch.randn(2, 4, requires_grad=True), nn.Linear(4, 4), []
+    layer.weight.register_post_accumulate_grad_hook(fired.append)
+
+    def root() -> Tensor:
+        made = layer(x)
+        made.register_hook(lambda gradient: gradient * 0.5)
+        return made.square().sum()
+
+    root().backward()  # type: ignore[no-untyped-call]
+    wanted, layer.weight.grad, x.grad = layer.weight.grad, None, None
+    later = backward_input([root()], [torch.tensor(1.0)], [x])
+    assert len(fired) == 1
+    later.run()
+    assert len(fired) == 2 and wanted is not None and torch.equal(layer.weight.grad, wanted)
+
+
+class Marked(torch.autograd.Function):
+    """The identity; its node holds itself a mark that lives as long."""
+
+    marks: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark = nn.Identity()
+        Marked.marks.add(ctx.mark)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class MarkedLayer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Marked.apply(x))
+
+
+def test_the_weight_part_frees_the_graph_and_a_forward_may_keep_none() -> None:
+    module, batch = Chain(), {"x": rows()}
+    module.blocks = nn.ModuleList(MarkedLayer() for _ in range(4))
+    parts = staged(module, mean_square, batch, Cuts(("blocks.0", "blocks.1", "blocks.3")))
+    gc.collect()
+    gc.disable()
+    try:
+        lives = forward(parts, mean_square, batch, keep_graph=False)
+        assert len(Marked.marks) == 0
+        with pytest.raises(AssertionError, match="needs recompute"):
+            lives[2].backward({}, loss=lives[2].result)
+        lives[2].recompute()
+        assert len(Marked.marks) == 1
+        gradients = lives[2].backward_input({}, loss=lives[2].result)
+        lives[2].backward_weight()
+        assert len(Marked.marks) == 0
+        lives = forward(parts, mean_square, batch)
+        assert len(Marked.marks) == 4
+        lives[1].backward_input(gradients)
+        assert len(Marked.marks) == 4
+        lives[1].backward_weight()
+        assert len(Marked.marks) == 2
+    finally:
+        gc.enable()
+
+
+class Following(Layer):
+    """Divides by a running size, which every forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.size.lerp_(x.abs().max(), 0.3)
+        return super().forward(x / self.size)
+
+
+def following() -> nn.Module:
+    module = Chain()
+    module.blocks = nn.ModuleList(Following() for _ in range(4))
+    return module
+
+
+@pytest.mark.parametrize(("make", "inputs"), [(ResidualCnn, image), (following, rows)])
+def test_buffers_count_every_micro_batch_once(make: Callable[[], nn.Module], inputs: Callable[[int], Tensor]) -> None:
+    """All forwards before the first is run again: each starts from what it found the first time."""
+    torch.manual_seed(0)
+    module, batches = make(), [{"x": inputs(seed)} for seed in range(3)]
+    before = dict(module.named_buffers())
+    parts, others = (staged(module, mean_square, batches[0], 2) for _ in range(2))
+    assert_same(run_again(others, mean_square, batches), run_lockstep(parts, mean_square, batches))
+    moved = 0
+    for part, other in zip(parts, others, strict=True):
+        for name, buffer in other.module.named_buffers():
+            assert torch.equal(buffer, part.module.get_buffer(name)) or part.names[name] not in part.part.holds
+            moved += part.names[name] in part.part.holds and not torch.equal(buffer, before[name])
+    assert moved == len(before)
+
+
+def test_a_batch_is_run_again_as_what_it_was_when_others_have_followed() -> None:
+    module = MODULES["gnn"][0]()
+    batches = [{"x": rows(count=5)}, {"x": rows(count=7)}]
+    flows = [trace(module, partial(mean_square, module, batch), units=unit_names(module)) for batch in batches]
+    cuts = even_cuts(flows[0], 2)
+    whole, again = (stages_of(module, flows[0], cuts) for _ in range(2))
+    ways = [parts_of(module, flow, cuts) for flow in flows]
+
+    def lives(stages: list[Stage], kind: int, *, keep_graph: bool) -> list[Live]:
+        for stage, part in zip(stages, ways[kind], strict=True):
+            stage.follow(flows[kind], part)
+        return forward(stages, mean_square, batches[kind], keep_graph=keep_graph)
+
+    for kind in range(2):
+        gradients: dict[Value, Tensor] = {}
+        for live in reversed(lives(whole, kind, keep_graph=True)):
+            gradients = live.backward(gradients, loss=live.result)
+    for waiting in [lives(again, kind, keep_graph=False) for kind in range(2)]:
+        gradients = {}
+        for live in reversed(waiting):
+            live.recompute()
+            gradients = live.backward(gradients, loss=live.result)
+    assert_same(Outcome([], gradients_of(again)), Outcome([], gradients_of(whole)))
