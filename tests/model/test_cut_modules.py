@@ -297,24 +297,30 @@ def test_a_shape_that_depends_on_values_is_noticed_where_it_changes() -> None:
         run_lockstep(stages, loss_of, batches[1:])
 
 
+class Box:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Boxing(plain_ways.Dense):
+    def forward(self, box: Any) -> Any:
+        return Box(super().forward(box.x))
+
+
+class Boxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Boxing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = Box(x)
+        for layer in self.layers:
+            box = layer(box)
+        return box.x
+
+
 def test_an_object_that_nobody_can_rebuild_is_refused() -> None:
-    class Box:
-        def __init__(self, x: Tensor) -> None:
-            self.x = x
-
-    class Boxing(plain_ways.Dense):
-        def forward(self, box: Any) -> Any:
-            return Box(super().forward(box.x))
-
-    class Boxes(plain_ways.SharedList):
-        def forward(self, x: Tensor) -> Tensor:
-            box = Box(x)
-            for layer in self.layers:
-                box = layer(box)
-            return box.x
-
     module = Boxes()
-    module.layers = nn.ModuleList(Boxing() for _ in range(3))
     flow = flow_of(module, plain.rows(0))
-    with pytest.raises(BadInput, match=r"layers\.0 to return"):
+    with pytest.raises(BadInput, match=r"layers\.0 to return tensors.*dataclasses, got a Box.*no cut before layers\.1"):
         parts_of(module, flow, Cuts(("layers.0", "layers.1")))

@@ -193,7 +193,7 @@ def _check(flow: Flow, part: Part) -> None:
             raise bad_input(
                 wanted=f"{call.name} to return tensors, in tuples, lists, dicts or dataclasses",
                 got=f"a {strange}",
-                do=f"return its tensors, or keep all that follows in its stage (no cut before {flow.calls[part.low].name})",
+                do=f"return its tensors, or keep what follows in its stage (no cut before {flow.calls[part.low].name})",
                 key=_KEY,
             )
     for value in part.receives:

@@ -1,0 +1,87 @@
+"""The page on cutting one's own model: its code runs and prints what it says, its keys exist, its errors are real."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from gossamer.compress.transfer import crossing
+from gossamer.model.cut.cuts import Cuts, even_cuts, parts_of
+from gossamer.model.cut.trace import trace
+from gossamer.model.units import unit_names
+from gossamer.pipeline import schedule
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput
+from model.cuttable import Chain, rows
+from model.plain import WIDTH as WIDE
+from model.test_cut import Branching, Frozen, Leaking
+from model.test_cut_modules import Boxes
+
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "cut.md").read_text()
+
+
+def blocks(kind: str) -> list[str]:
+    """What stands in fences of this kind."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    return [text for found, text in fenced if found == kind]
+
+
+def test_the_check_in_one_process_runs_and_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,), (printed,) = blocks("python"), blocks("")
+    names: dict[str, Any] = {"__name__": "page"}
+    torch.manual_seed(0)
+    exec(compile(code, "cut.md", "exec"), names)
+    assert capsys.readouterr().out.strip() == printed.strip()
+    assert names["ours"].gradients.keys() == dict(names["model"].named_parameters()).keys()
+
+
+def _with_alternatives(block: str) -> list[str]:
+    """As it stands, and with each key that is commented out in place of the same one above it."""
+    keys = re.findall(r"^  # (\w+): ", block, re.MULTILINE)
+    texts = [block]
+    for key in keys:
+        without = re.sub(rf"^  {key}:.*\n", "", block, flags=re.MULTILINE)
+        texts.append(without.replace(f"  # {key}:", f"  {key}:"))
+    return texts
+
+
+def test_every_key_is_one_of_the_configuration() -> None:
+    texts = [text for block in blocks("yaml") for text in _with_alternatives(block)]
+    assert len(texts) == 6
+    for text in texts:
+        plan = RunConfig.model_validate(yaml.safe_load(text)).plan
+        for way in plan.boundary if isinstance(plan.boundary, list) else [plan.boundary]:
+            crossing.build(way, key="plan.boundary")
+        if plan.schedule != "auto":
+            schedule.build(plan.schedule, key="plan.schedule")
+
+
+def _refuse(module: nn.Module, cuts: int | tuple[str, ...], width: int = 12) -> None:
+    x = rows() if width == 12 else torch.randn(5, width)
+    flow = trace(module, lambda: module(x.requires_grad_()).sum(), units=unit_names(module))
+    parts_of(module, flow, even_cuts(flow, cuts) if isinstance(cuts, int) else Cuts(cuts))
+
+
+REFUSED: list[tuple[nn.Module, int | tuple[str, ...], int]] = [
+    (Chain(), 6, 12),
+    (nn.Linear(12, 12), 2, 12),
+    (Chain(), ("blocks.0", "blocks.1.mix"), 12),
+    (Branching(), ("blocks.0", "blocks.2"), 12),
+    (Leaking(), 2, 12),
+    (Boxes(), 2, WIDE),
+    (Frozen(), 2, 12),
+]
+
+
+def test_every_refusal_of_the_page_is_one() -> None:
+    rows_of_page = re.findall(r"^\| ((?:wanted|got) .*?) \|", PAGE, re.MULTILINE)
+    for row, (module, cuts, width) in zip(rows_of_page, REFUSED, strict=True):
+        with pytest.raises(BadInput) as refused:
+            _refuse(module, cuts, width)
+        assert row in str(refused.value)
