@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,10 +30,12 @@ from gossamer.plan import Border, Staged, price_of_stages
 from gossamer.run.batches import Batches, Feed
 from gossamer.run.build import schedule_of
 from gossamer.run.cut import Cut, boundary_of
+from gossamer.run.machine import memory
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import bad_input
 from gossamer.spec.plan import Plan
+from gossamer.spec.units import show_gib
 
 
 class Source(ABC):
@@ -105,6 +107,7 @@ class Asked:
     batches: Batches
     objective: Objective
     device: torch.device
+    local_ranks: int = 1  # that share the device's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +119,35 @@ class Held:
     cut: Cut | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Outlined:
+    """A model in stages before any of it is built: what all ranks find alike."""
+
+    plan: Plan
+    cut: Cut
+    flow: Flow  # of the first micro-batch
+
+
 def hold(source: Source, asked: Asked, plan: Plan | None = None) -> Held:
     """What this rank has of the model under a plan, which is made where none is given.
 
     Raises BadInput where the model cannot be cut so. No rank needs another one for it.
     """
     stages = plan.mesh.pipe if plan is not None else asked.config.plan.mesh.pipe
-    module = source.whole() if stages in (1, "auto") else source.outline()
-    module = module.to(asked.device) if stages in (1, "auto") else module
-    plan = plan or make_plan(asked.config, module, ranks=asked.ranks, device=asked.device)
-    return Held(plan, module) if plan.mesh.pipe == 1 else _hold_stages(source, module, plan, asked)
+    if stages in (1, "auto"):
+        module = source.whole().to(asked.device)
+        return Held(plan or make_plan(asked.config, module, ranks=asked.ranks, device=asked.device), module)
+    found = outlined(source, asked, plan)
+    placement = found.cut.placement
+    mine = [part for part in found.cut.parts if placement[part.stage] == asked.rank % found.plan.mesh.pipe]
+    module, stages_here = _built(source, found.flow, mine, asked)
+    return Held(found.plan, module, replace(found.cut, stages=stages_here))
 
 
-def _hold_stages(source: Source, outline: nn.Module, plan: Plan, asked: Asked) -> Held:
-    config = asked.config
+def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined:
+    """The plan of a model in stages with its cuts and its forecast. Raises BadInput."""
+    config, outline = asked.config, source.outline()
+    plan = plan or make_plan(config, outline, ranks=asked.ranks, device=asked.device)
     run = _Run(asked.objective, precision_of(config.train.precision), asked.device)
     first = Feed(asked.batches, plan, 0, config.train.seed).fetch(0)[0].rows
     flow = Ways(outline, run, Cuts(())).flow(first)
@@ -138,13 +156,11 @@ def _hold_stages(source: Source, outline: nn.Module, plan: Plan, asked: Asked) -
     else:
         cuts, why = _cuts(flow, outline, plan.mesh.pipe, config)
         plan = plan.model_copy(update={"cuts": cuts.first, "reasons": {**plan.reasons, "cuts": why}})
-    ways, parts = Ways(outline, run, cuts), parts_of(outline, flow, cuts)
-    ways.know(first, flow, parts)
-    placement = schedule_of(plan, 0).placement
-    plan = plan.model_copy(update={"forecast": _forecast(plan, Cut(ways, parts, {}, placement), asked.batches, config)})
-    mine = [part for part in parts if placement[part.stage] == asked.rank % plan.mesh.pipe]
-    module, stages = _built(source, flow, mine, asked)
-    return Held(plan, module, Cut(ways, parts, stages, placement))
+    cut = Cut(Ways(outline, run, cuts), parts_of(outline, flow, cuts), {}, schedule_of(plan, 0).placement)
+    cut.ways.know(first, flow, cut.parts)
+    _check_room(cut, asked)
+    plan = plan.model_copy(update={"forecast": _forecast(plan, cut, asked.batches, config)})
+    return Outlined(plan, cut, flow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,3 +229,28 @@ def _forecast(plan: Plan, cut: Cut, batches: Batches, config: RunConfig) -> Cost
             flow, parts = cut.ways.of(piece.rows)
             borders += [Border(replica, part.stage, boundary_of(flow, part).sends) for part in parts[:-1]]
     return price_of_stages(plan, Staged(cut.placement, held, cut.shared()), borders)
+
+
+def _check_room(cut: Cut, asked: Asked) -> None:
+    """That each stage's own state, and what shares the memory with it, fits where it is to lie."""
+    on_gpu = asked.device.type == "cuda"
+    there = torch.cuda.get_device_properties(asked.device).total_memory if on_gpu else memory()[0]
+    sizes = {p.stage: state_bytes_of(cut, p) for p in cut.parts}
+    together = min(len(sizes), 1 if on_gpu else asked.local_ranks)
+    for stage, needed in sizes.items():
+        beside = sum(sorted((n for s, n in sizes.items() if s != stage), reverse=True)[: together - 1])
+        if needed + beside > there:
+            where = "GPU" if on_gpu else f"machine, which {together} stages share"
+            raise bad_input(
+                wanted=f"room for stage {stage} (from {cut.ways.cuts.first[stage]}): {show_gib(needed)} of parameters, "
+                f"gradients and optimizer state{f', beside {show_gib(beside)} of others' if beside else ''}",
+                got=f"{show_gib(there)} on the {where}: {show_gib(needed + beside - there)} too little",
+                do="cut the model into more stages, use more machines, or a smaller model.dtype",
+                key="plan.mesh.pipe",
+            )
+
+
+def state_bytes_of(cut: Cut, part: Part) -> int:
+    """Parameters; where they are trained gradients and two slots of the optimizer in float32 as well."""
+    held = [p for name, p in cut.ways.module.named_parameters() if name in part.holds]
+    return sum(p.numel() * (p.element_size() + (12 if p.requires_grad else 0)) for p in held)

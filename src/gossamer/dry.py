@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from gossamer.cutting import Asked, OriginSource, hold, state_bytes_of
 from gossamer.data import decode_preview
-from gossamer.job import make_plan, read_plan
+from gossamer.job import read_plan
 from gossamer.model.profile import facts_of
 from gossamer.run.batches import TextBatches
 from gossamer.run.build import Parts, check_before_start
@@ -21,24 +22,37 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
     """The plan, its forecast, the model, and three samples as the model will see them. Raises BadInput."""
     corpus = corpus_of(config.data)
     origin = origin_for(config, corpus)
-    module = origin.build(config.train.seed)
     hosts = max(1, len(config.machines.hosts))
     ranks, cpu = config.machines.processes * hosts, torch.device("cpu")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan = read_plan(plan_file, ranks=ranks) if plan_file else make_plan(config, module, ranks=ranks, device=device)
-    check_before_start(
-        Parts(
-            module=module,
-            objective=objective_of(config),
-            train=TextBatches(corpus.train),
-            validation=None,
-            config=config,
-            plan=plan,
-            device=cpu,
-        )
+    train, objective = TextBatches(corpus.train), objective_of(config)
+    asked = Asked(
+        config=config,
+        ranks=ranks,
+        rank=0,
+        batches=train,
+        objective=objective,
+        device=device,
+        local_ranks=ranks // hosts,
     )
-    facts = facts_of(module)
+    held = hold(
+        OriginSource(origin, config.train.seed), asked, read_plan(plan_file, ranks=ranks) if plan_file else None
+    )
+    plan = held.plan
+    parts = Parts(
+        module=held.module,
+        objective=objective,
+        train=train,
+        validation=None,
+        config=config,
+        plan=plan,
+        device=cpu,
+        cut=held.cut,
+    )
+    check_before_start(parts)
+    facts = facts_of(parts.outline)
     state_bytes = 4 * facts.parameter_bytes  # parameters, gradients and the two slots of AdamW
+    stages = {} if held.cut is None else {f"stage {p.stage}": state_bytes_of(held.cut, p) for p in held.cut.parts}
     return {
         "model": f"{origin.describe()}, {facts.parameters:,} parameters",
         "data": {
@@ -48,7 +62,7 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
         "plan": plan.model_dump(mode="json", exclude={"forecast"}),
         "forecast": {
             "sent_per_step": {f"rank {r}": show_bytes(n) for r, n in enumerate(plan.forecast.sent_bytes)},
-            "model_state_per_process": show_gib(state_bytes),
+            "model_state_per_process": {s: show_gib(n) for s, n in stages.items()} or show_gib(state_bytes),
             "wire_bytes": plan.forecast.wire_bytes,
         },
         "samples": [

@@ -59,7 +59,15 @@ def train_inline(
     device, objective = device_of(place), objective_of(settings)
     held = hold(
         source,
-        Asked(config=settings, ranks=place.ranks, rank=place.rank, batches=train, objective=objective, device=device),
+        Asked(
+            config=settings,
+            ranks=place.ranks,
+            rank=place.rank,
+            batches=train,
+            objective=objective,
+            device=device,
+            local_ranks=place.local_ranks,
+        ),
     )
     directory = _directory(settings, place)
     if place.rank == 0:

@@ -54,7 +54,15 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
     device = device_of(place)
     given = read_plan(directory.plan_file, ranks=place.ranks) if directory.plan_file.exists() else None
     train, objective = TextBatches(corpus.train), objective_of(config)
-    asked = Asked(config=config, ranks=place.ranks, rank=place.rank, batches=train, objective=objective, device=device)
+    asked = Asked(
+        config=config,
+        ranks=place.ranks,
+        rank=place.rank,
+        batches=train,
+        objective=objective,
+        device=device,
+        local_ranks=place.local_ranks,
+    )
     held = hold(OriginSource(origin, config.train.seed), asked, given)
     parts = Parts(
         module=held.module,

@@ -13,7 +13,7 @@ import pytest
 
 from gossamer.cli import doctor, main
 from gossamer.cli.extras import extra_with, extras, version_of
-from gossamer.cli.machine import cores, memory
+from gossamer.run.machine import cores, memory
 from gossamer.settings import load
 from gossamer.settings.rooms import rooms
 from gossamer.spec.config import RunConfig

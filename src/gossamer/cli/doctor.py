@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gossamer.cli.extras import extras, install, version_of
-from gossamer.cli.machine import cores, memory
 from gossamer.cli.output import Answer, Json, table
+from gossamer.run.machine import cores, memory
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 from gossamer.spec.units import show_gib
