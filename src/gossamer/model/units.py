@@ -15,8 +15,9 @@ def unit_names(module: nn.Module, *, named: Iterable[str] = ()) -> tuple[str, ..
 
     Blocks are the children of a ModuleList of two or more that holds over 3% of the parameters; the outermost list
     counts, and a list in a list is not a unit but its children are. Where no list is large enough, containers that
-    run their children one after the other (nn.Sequential) stand in for it. A model without any has its children that
-    own parameters, and where it has no children, itself (""). What has only one of them has those of that one.
+    run their children one after the other (nn.Sequential) stand in for it, and after them a ModuleList of one: a block
+    that may be called many times. A model without any has its children that own parameters, and where it has no
+    children, itself (""). What has only one of them has those of that one.
     """
     paths = _paths(module)
     for name in named:
@@ -29,8 +30,8 @@ def unit_names(module: nn.Module, *, named: Iterable[str] = ()) -> tuple[str, ..
 
 def _paths(module: nn.Module) -> list[str]:
     total = sum(p.numel() for p in module.parameters())
-    for kind in (nn.ModuleList, nn.Sequential):
-        lists = set(_lists(module, "", _SHARE * total, kind))
+    for kind, length in ((nn.ModuleList, 2), (nn.Sequential, 2), (nn.ModuleList, 1)):
+        lists = set(_lists(module, "", _SHARE * total, kind, length))
         if lists:
             break
     paths = [*_frontier(module, "", lists)]
@@ -54,13 +55,13 @@ def block_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(n for n in names if n and isinstance(module.get_submodule(n.rpartition(".")[0]), nn.ModuleList))
 
 
-def _lists(module: nn.Module, path: str, least: float, kind: type[nn.Module]) -> Iterator[str]:
+def _lists(module: nn.Module, path: str, least: float, kind: type[nn.Module], length: int) -> Iterator[str]:
     for name, child in module.named_children():
         at = f"{path}.{name}" if path else name
-        if isinstance(child, kind) and len(list(child.children())) > 1 and _size(child) > least:
+        if isinstance(child, kind) and len(list(child.children())) >= length and _size(child) > least:
             yield at
         else:
-            yield from _lists(child, at, least, kind)
+            yield from _lists(child, at, least, kind, length)
 
 
 def _size(module: nn.Module) -> int:

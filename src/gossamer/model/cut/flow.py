@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,12 +130,12 @@ def hollow(
     return torch.full((), number, dtype=dtype, device=device).expand(shape)
 
 
-def containers_of(arguments: Any) -> list[dict[Any, Any] | list[Any]]:
-    """The lists and dicts among the arguments of a call, into which it may put something."""
-    found: list[dict[Any, Any] | list[Any]] = []
-    if isinstance(arguments, dict | list):
+def containers_of(arguments: Any) -> list[MutableMapping[Any, Any] | list[Any]]:
+    """The lists, and the dicts and what acts as one, among the arguments of a call, which may put something there."""
+    found: list[MutableMapping[Any, Any] | list[Any]] = []
+    if isinstance(arguments, MutableMapping | list):
         found.append(arguments)
-    if isinstance(arguments, dict | list | tuple):
-        for inner in arguments.values() if isinstance(arguments, dict) else arguments:
+    if isinstance(arguments, MutableMapping | list | tuple):
+        for inner in arguments.values() if isinstance(arguments, MutableMapping) else arguments:
             found += containers_of(inner)
     return found

@@ -8,6 +8,7 @@ returned is a leak: followed where a hook or an attribute holds it (it can be pu
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -77,9 +78,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def install(self, stack: ExitStack) -> None:
         for name in self.units:
             unit = self.module.get_submodule(name)
-            begin = unit.register_forward_pre_hook(self._begin(name), with_kwargs=True, prepend=True)
-            stack.callback(begin.remove)
-            stack.callback(unit.register_forward_hook(self._end(name)).remove)
+            stack.callback(_put_back, unit, vars(unit).get("forward"))
+            unit.forward = self._watched(name, unit, unit.forward)  # type: ignore[method-assign]
         stack.callback(register_module_forward_hook(self._inner).remove)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,33 +141,36 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in values:
             self.branches.setdefault(value, set()).add(len(self.calls))
 
-    def _begin(self, name: str) -> Callable[..., None]:
-        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def _watched(self, name: str, unit: nn.Module, real: Callable[..., Any]) -> Callable[..., Any]:
+        # Not by hooks: some models call the `forward` of their blocks themselves.
+        @functools.wraps(real)
+        def forward(*args: Any, **kwargs: Any) -> Any:
             if self.current is not None:
-                return
-            self.current = len(self.calls)
-            turn = sum(seen.unit == name for seen in self.calls)
-            seen = Seen(name, turn, flatten((args, kwargs))[0], containers=containers_of((args, kwargs)))
-            seen.before = [copy.copy(container) for container in seen.containers]
-            self.calls.append(seen)
+                return real(*args, **kwargs)  # within a unit
+            number = self._begin(name, args, kwargs)
+            output = real(*args, **kwargs)
+            self._end(number, unit, output)
+            return output
 
-        return begin
+        return forward
 
-    def _end(self, name: str) -> Callable[..., None]:
-        def end(unit: nn.Module, args: Any, output: Any) -> None:
-            if self.current is None or self.calls[self.current].unit != name:
-                return
-            number, seen = self.current, self.calls[self.current]
-            self.current = None
-            leaves, seen.spec = flatten(output)
-            seen.leaves = [self._leaf(seen, leaf, Value(number, i)) for i, leaf in enumerate(leaves)]
-            kept = {self.where[v] for v in self.where if v.call == number}
-            for key in seen.written - kept:
-                self.taint[key] = self.taint.get(key, frozenset()) | {Value(number, HIDDEN)}
-            self._keep_insides(number, seen, unit)
-            seen.arguments = []
+    def _begin(self, name: str, args: Any, kwargs: Any) -> int:
+        self.current = len(self.calls)
+        turn = sum(seen.unit == name for seen in self.calls)
+        seen = Seen(name, turn, flatten((args, kwargs))[0], containers=containers_of((args, kwargs)))
+        seen.before = [copy.copy(container) for container in seen.containers]
+        self.calls.append(seen)
+        return self.current
 
-        return end
+    def _end(self, number: int, unit: nn.Module, output: Any) -> None:
+        seen, self.current = self.calls[number], None
+        leaves, seen.spec = flatten(output)
+        seen.leaves = [self._leaf(seen, leaf, Value(number, i)) for i, leaf in enumerate(leaves)]
+        kept = {self.where[v] for v in self.where if v.call == number}
+        for key in seen.written - kept:
+            self.taint[key] = self.taint.get(key, frozenset()) | {Value(number, HIDDEN)}
+        self._keep_insides(number, seen, unit)
+        seen.arguments = []
 
     def _leaf(self, seen: Seen, leaf: Any, value: Value) -> Leaf:
         same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
@@ -279,6 +282,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _added(container: Any, before: Any) -> list[tuple[Any, Any]]:
     """(key, held) of what a dict has now and had not; (None, held) of what was appended to a list."""
-    if isinstance(container, dict):
-        return [(key, held) for key, held in container.items() if key not in before or before[key] is not held]
-    return [(None, held) for held in container[len(before) :]]
+    if isinstance(container, list):
+        return [(None, held) for held in container[len(before) :]]
+    return [(key, held) for key, held in container.items() if key not in before or before[key] is not held]
+
+
+def _put_back(unit: nn.Module, forward: Callable[..., Any] | None) -> None:
+    if forward is None:
+        del unit.forward
+    else:
+        unit.forward = forward  # type: ignore[method-assign]
