@@ -1,0 +1,67 @@
+"""Units that the user names, where a model has no repeated blocks, or other ones are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.nearest import nearest
+
+_KEY = "plan.units"
+
+
+def given_units(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """The named modules, and all else that owns parameters: the largest children that hold none of them.
+
+    In order of registration, each module once. Raises BadInput where a name is of no module, of one that cannot be
+    called (a list of modules), or of one inside another.
+    """
+    known = dict(module.named_modules(remove_duplicate=False))
+    named = dict.fromkeys(names)
+    for name in named:
+        _check(known, name, named)
+    wanted = {id(known[name]): name for name in named}
+    found: dict[int, str] = {}
+    for path in _frontier(module, "", wanted.keys()):
+        unit = known[path]
+        found.setdefault(id(unit), wanted.get(id(unit), path))  # a shared module is one unit
+    return tuple(found.values())
+
+
+def _check(known: Mapping[str, nn.Module], name: str, named: Iterable[str]) -> None:
+    if not name or name not in known:
+        raise BadInput(f"there is no module {name!r}: {nearest(name, [n for n in known if n])}", key=_KEY)
+    if not _can_be_called(known[name]):
+        children = [f"{name}.{child}" for child, _ in known[name].named_children()]
+        raise bad_input(
+            wanted="modules that are called",
+            got=f"{name}, a {type(known[name]).__name__}, which nobody calls",
+            do=f"name what is in it ({', '.join(children[:3]) or 'nothing'})",
+            key=_KEY,
+        )
+    for other in named:
+        if other != name and any(inner is known[name] for inner in known.get(other, nn.Module()).modules()):
+            how = "which are one" if known[other] is known[name] else "which is inside the former"
+            raise bad_input(
+                wanted="modules none of which is inside another",
+                got=f"{other} and {name}, {how}",
+                do="name one",
+                key=_KEY,
+            )
+
+
+def _frontier(module: nn.Module, path: str, wanted: Collection[int]) -> Iterator[str]:
+    for name, child in module.named_children():  # of two names in one module, the first alone
+        at = f"{path}.{name}" if path else name
+        if id(child) in wanted:
+            yield at
+        elif any(id(inner) in wanted for inner in child.modules()) or not _can_be_called(child):
+            yield from _frontier(child, at, wanted)
+        elif any(True for _ in child.parameters()):
+            yield at
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
