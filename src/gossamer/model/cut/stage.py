@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more
 from gossamer.model.cut.cuts import Part, canonical_names
 from gossamer.model.cut.flow import Call, Flow, Inside, Leaf, Value, containers_of, hollow
 from gossamer.model.cut.split import Later, backward_input
+from gossamer.model.cut.tree import Shape, flatten
 from gossamer.spec.errors import RunFailed
 
 
@@ -212,7 +212,7 @@ class Stage:
         return f"the forward took another way than when it was cut: wanted {wanted}, got {came}"
 
     def _ghost(self, turn: _Turn, call: Call, args: Any, kwargs: Any) -> Any:
-        given, containers = tree_flatten((args, kwargs))[0], containers_of((args, kwargs))
+        given, containers = flatten((args, kwargs))[0], containers_of((args, kwargs))
         for inside in call.insides:
             structure = self._filled(turn, inside.leaves, inside.places, inside.spec, given)
             target = self.module.get_submodule(inside.module)
@@ -225,15 +225,15 @@ class Stage:
                 target()  # its hooks take it from there
         return self._filled(turn, call.leaves, range(len(call.leaves)), call.spec, given)
 
-    def _filled(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], spec: Any, given: Any = ()) -> Any:
-        return tree_unflatten([self._leaf(turn, a, p, given) for a, p in zip(leaves, places, strict=True)], spec)
+    def _filled(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], spec: Shape, given: Any = ()) -> Any:
+        return spec.fill([self._leaf(turn, a, p, given) for a, p in zip(leaves, places, strict=True)])
 
     def _leaf(self, turn: _Turn, leaf: Leaf, place: int, given: Sequence[Any]) -> Any:
-        if leaf.source is not None:
-            return given[leaf.source]
         if leaf.made is None:
-            return leaf.constant
+            return leaf.constant if leaf.source is None else given[leaf.source]
         received = turn.given.get(Value(turn.at, place))
+        if leaf.source is not None:  # whoever else holds the argument finds in it what the unit has written
+            return given[leaf.source] if received is None else given[leaf.source].copy_(received)
         if received is None or received.numel() != math.prod(leaf.made.shape):
             return leaf.made.placeholder()
         if received.shape != leaf.made.shape:  # the same memory in other dims, where a hook sees it so
@@ -267,25 +267,34 @@ class Stage:
     def _keep_added(self, turn: _Turn, call: Call, containers: list[Any], lengths: list[int]) -> None:
         for inside in (i for i in call.insides if i.container >= 0):
             container = containers[inside.container]
-            if isinstance(container, dict):
-                self._keep_inside(turn, inside, container[inside.key])
-            else:
+            if isinstance(container, list):
                 self._keep_inside(turn, inside, container[lengths[inside.container]])
                 lengths[inside.container] += 1
+            else:
+                self._keep_inside(turn, inside, container[inside.key])
 
     def _keep_inside(self, turn: _Turn, inside: Inside, output: Any) -> None:
         self._keep_leaves(turn, inside.leaves, inside.places, output)
 
     def _keep_leaves(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], output: Any) -> None:
-        for leaf, place, tensor in zip(leaves, places, tree_flatten(output)[0], strict=True):
+        for leaf, place, tensor in zip(leaves, places, flatten(output)[0], strict=True):
             value = Value(turn.at, place)
             if value not in self.part.sends or leaf.made is None:
                 continue
             if leaf.made.shape == self.flow.calls[turn.at].made(place).shape:
+                self._check_shape(turn, leaf.made.shape, tensor)
                 turn.made[value] = tensor.clone() if leaf.made.written else tensor
 
+    def _check_shape(self, turn: _Turn, wanted: tuple[int, ...], tensor: Tensor) -> None:
+        if tensor.shape != wanted:
+            raise RunFailed(
+                f"stage {self.part.stage}: {self.flow.calls[turn.at].name} gives {tuple(tensor.shape)}, and gave "
+                f"{wanted} when the model was cut: what crosses between stages may depend on the shapes of a batch, not "
+                "on its values; pad it, or pick out what is needed within a unit"
+            )
 
-def _put(container: dict[Any, Any] | list[Any], key: Any, held: Any) -> None:
+
+def _put(container: MutableMapping[Any, Any] | list[Any], key: Any, held: Any) -> None:
     if isinstance(container, list):
         container.append(held)
     else:
