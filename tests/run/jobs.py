@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def train(
     dropout: float = 0.0,
     bad: int = -1,
     hosts: int = 1,
+    frozen: Sequence[str] = (),
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One run; `until` asks to stop after so many steps. What its records say, and a digest of the parameters."""
@@ -83,6 +85,8 @@ def train(
     config = RunConfig.model_validate(given)
     torch.manual_seed(0)
     module = Small(dropout)
+    for name in frozen:
+        module.get_submodule(name).requires_grad_(False)
     directory = RunDirectory(Path(folder or seat.folder) / "run")
     kept = directory.plan() if resume else None
     ended, done = "", [0]

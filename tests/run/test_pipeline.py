@@ -88,3 +88,44 @@ def test_a_bad_sample_moves_no_stage(pool, tmp_path: Path) -> None:
     steps = records(tmp_path, "step")
     assert [s["committed"] for s in steps].count(False) == 1
     assert all(s["loss"] < 10 for s in steps if s["committed"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision(pool, tmp_path: Path, precision: str) -> None:
+    """Boundary tensors are what autocast makes of them; the same micro-batches as one process."""
+    for ranks, stages in ((1, 1), (3, 3)):
+        sections = staged(stages)
+        sections["train"] = {"accumulate": 4, "precision": precision}
+        pool.run("run.jobs:train", ranks, folder=str(tmp_path / str(ranks)), steps=6, sections=sections)
+    assert losses(tmp_path / "3") == pytest.approx(losses(tmp_path / "1"), rel=2e-3)
+
+
+def test_evaluation_and_gradients_of_frozen_parts(pool, tmp_path: Path) -> None:
+    """A stage without anything to train passes gradients on."""
+    for ranks, stages in ((1, 1), (3, 3)):
+        arguments = {"steps": 6, "sections": staged(stages, cuts="auto"), "frozen": ["layers.0"]}
+        pool.run("run.jobs:train", ranks, folder=str(tmp_path / str(ranks)), **arguments)
+    assert losses(tmp_path / "3") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "said"),
+    [
+        (3, {"mesh": {"pipe": 2}}, "a multiple of 2 processes"),
+        (5, {"mesh": {"pipe": 5}}, "at least 5 units for 5 stages"),
+        (2, {"mesh": {"pipe": 2}, "cuts": ["embed", "layers.7"]}, "there is no unit 'layers.7'"),
+        (2, {"mesh": {"pipe": 2}, "cuts": [0, 9]}, "the number of a block, 0 to 1"),
+        (2, {"mesh": {"pipe": 2}, "cuts": [0]}, "the first unit of each of 2 stages"),
+        (2, {"mesh": {"pipe": 2}, "microbatches": 9}, "9 micro-batches on every replica"),
+        (2, {"mesh": {"pipe": 2}, "schedule": "one_stage"}, "1 stage on 1 rank"),
+        (2, {"mesh": {"pipe": 2}, "boundary": ["plain", "plain"]}, "one way for each of the 1 borders"),
+        (2, {"mesh": {"pipe": 2}, "boundary": "int8"}, "no crossing is called 'int8'"),
+        (2, {"mesh": {"pipe": 2}, "adapt": "l_greco"}, "a model in one stage"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_ranks_meet(
+    pool, tmp_path: Path, ranks: int, plan: dict[str, Any], said: str
+) -> None:
+    for answer in pool.attempt("run.jobs:train", ranks, folder=str(tmp_path), sections={"plan": plan}):
+        assert answer["kind"] == "BadInput" and said in answer["error"], answer
+        assert "run_job" not in answer["error"]
