@@ -198,7 +198,7 @@ def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | 
     import torch
 
     from gossamer.inline import settings_of
-    from gossamer.job import make_plan
+    from gossamer.planning import make_plan
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return make_plan(settings_of(config), model, ranks=ranks, device=device)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.job import make_plan
 from gossamer.loss import Objective
 from gossamer.model.call import caller_of
 from gossamer.model.compiled import compile_units
@@ -27,6 +26,7 @@ from gossamer.model.origin import Origin
 from gossamer.model.precision import Precision, precision_of
 from gossamer.model.units import block_names
 from gossamer.plan import Border, Staged, price_of_stages
+from gossamer.planning import make_plan
 from gossamer.run.batches import Batches, Feed
 from gossamer.run.build import schedule_of
 from gossamer.run.cut import Cut, boundary_of
@@ -159,7 +159,7 @@ def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined
     cut = Cut(Ways(outline, run, cuts), parts_of(outline, flow, cuts), {}, schedule_of(plan, 0).placement)
     cut.ways.know(first, flow, cut.parts)
     _check_room(cut, asked)
-    plan = plan.model_copy(update={"forecast": _forecast(plan, cut, asked.batches, config)})
+    plan = plan.model_copy(update={"forecast": forecast_of(plan, cut, asked.batches, config)})
     return Outlined(plan, cut, flow)
 
 
@@ -218,7 +218,7 @@ def _unit(given: int | str, outline: nn.Module) -> str:
     return blocks[given]
 
 
-def _forecast(plan: Plan, cut: Cut, batches: Batches, config: RunConfig) -> Cost:
+def forecast_of(plan: Plan, cut: Cut, batches: Batches, config: RunConfig) -> Cost:
     """The bytes of the first step: what crosses the borders is what its micro-batches make of them."""
     shapes = {name: tuple(p.shape) for name, p in cut.ways.module.named_parameters() if p.requires_grad}
     places = range(plan.mesh.pipe)

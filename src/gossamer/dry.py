@@ -9,8 +9,8 @@ import torch
 
 from gossamer.cutting import Asked, OriginSource, hold, state_bytes_of
 from gossamer.data import decode_preview
-from gossamer.job import read_plan
 from gossamer.model.profile import facts_of
+from gossamer.planning import read_plan
 from gossamer.run.batches import TextBatches
 from gossamer.run.build import Parts, check_before_start
 from gossamer.spec.config import RunConfig

@@ -9,29 +9,25 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 
 from gossamer import __version__
-from gossamer import plan as planning
 from gossamer.adapting import Adapting, asking
+from gossamer.bordering import with_borders
 from gossamer.exchanging import Exchanger, levels_of
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
 from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
-from gossamer.run.checkpoint import trainable
 from gossamer.run.saver import Saver
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Trainer, peak_bytes
 from gossamer.spec import records
 from gossamer.spec.choice import told
-from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput, Interrupted
+from gossamer.spec.errors import Interrupted
 from gossamer.spec.plan import Plan
 from gossamer.view.rundir import RunDirectory
 from gossamer.wire.channel.group import Group, Meeting
@@ -77,28 +73,6 @@ class Job:
         return self.parts.config.plan.exchange == "auto" and self.parts.cut is None
 
 
-def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device: torch.device) -> Plan:
-    """Ask the planner; the same answer on every rank."""
-    shapes = tuple((name, tuple(p.shape)) for name, p in trainable(module).items())
-    request = planning.Request(config=config, ranks=ranks, device=device.type, shapes=shapes)
-    return planning.build("data_parallel").plan(request)
-
-
-def read_plan(path: Path, *, ranks: int) -> Plan:
-    """A plan.yaml; raises BadInput when it cannot be read or is for another number of ranks."""
-    from pydantic import ValidationError
-
-    try:
-        plan = Plan.model_validate(yaml.safe_load(path.read_text("utf-8")))
-    except OSError as error:
-        raise BadInput(f"cannot read the plan {path}: {error.strerror}") from None
-    except (ValidationError, yaml.YAMLError) as error:
-        raise BadInput(f"{path} is no plan: {str(error).splitlines()[0]}. Make one with --dry") from None
-    if plan.mesh.size != ranks:
-        raise BadInput(f"{path} is a plan for {plan.mesh.size} ranks, there are {ranks}: start as many, or plan again")
-    return plan
-
-
 def run_job(job: Job) -> dict[str, Any]:
     """Train to the end of the configuration. Raises Interrupted, RunFailed and its children, BadInput."""
     config, where = job.parts.config, job.where
@@ -124,6 +98,7 @@ def run_job(job: Job) -> dict[str, Any]:
         job.at(0, "probe")
         exchanger = _exchanger(job, engine, pump, sink)
         parts = replace(job.parts, plan=exchanger.settle(automatic=job.automatic, hosts=where.hosts))
+        parts = with_borders(parts, pump.channel, exchanger.tell)
         check_agreement(pump, {"exchange": parts.plan.model_dump_json()})
         exchanger.keep(parts.plan)
         adapting = Adapting.of(config.plan, exchanger)

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from gossamer import loss
 from gossamer.cutting import Asked, OriginSource, hold
 from gossamer.data import Corpus, open_corpus
-from gossamer.job import Job, Where, read_plan, run_job
+from gossamer.job import Job, Where, run_job
 from gossamer.loss import Objective
 from gossamer.model.origin import Origin, origin_of
 from gossamer.model.vocabulary import check_sequence, check_vocabulary
+from gossamer.planning import read_plan
 from gossamer.run.allocator import keep_freed_memory
 from gossamer.run.batches import TextBatches
 from gossamer.run.build import Parts, set_threads

@@ -120,7 +120,7 @@ def test_evaluation_and_gradients_of_frozen_parts(pool, tmp_path: Path) -> None:
         (2, {"mesh": {"pipe": 2}, "schedule": "one_stage"}, "1 stage on 1 rank"),
         (2, {"mesh": {"pipe": 2}, "boundary": ["plain", "plain"]}, "one way for each of the 1 borders"),
         (2, {"mesh": {"pipe": 2}, "boundary": "int8"}, "no crossing is called 'int8'"),
-        (2, {"mesh": {"pipe": 2}, "adapt": "l_greco"}, "a model in one stage"),
+        (2, {"mesh": {"pipe": 2}, "adapt": "l_greco"}, "a policy for the links between stages"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_ranks_meet(
@@ -129,3 +129,17 @@ def test_what_cannot_be_is_refused_before_the_ranks_meet(
     for answer in pool.attempt("run.jobs:train", ranks, folder=str(tmp_path), sections={"plan": plan}):
         assert answer["kind"] == "BadInput" and said in answer["error"], answer
         assert "run_job" not in answer["error"]
+
+
+def test_each_border_has_its_own_way_by_its_link(pool, tmp_path: Path) -> None:
+    """AdaTopK: the link that takes longest for what crosses it sends 1/ratio of the bytes; the plan says so."""
+    from gossamer.view.rundir import RunDirectory
+
+    sections = staged(3, adapt={"ada_topk": {"ratio": 4.0}})
+    pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=2, sections=sections)
+    plan = RunDirectory(tmp_path / "run").plan()
+    assert plan is not None and isinstance(plan.boundary, tuple) and len(plan.boundary) == 2
+    fractions = [way["top_k"]["fraction"] for way in plan.boundary if isinstance(way, dict)]
+    assert min(fractions) == pytest.approx(1 / 8), "half of an entry sent is its place"
+    mine = {link: n for link, n in plan.forecast.wire_bytes.items() if link.startswith("0>")}
+    assert [step["wire_bytes"] for step in records(tmp_path, "step")] == [mine, mine]

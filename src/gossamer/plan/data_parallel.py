@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gossamer.data import share_rows
-from gossamer.plan import Planner, Request, price_of
-from gossamer.spec.choice import Exchanges, Written
+from gossamer.plan import Planner, Request, adapt, price_of
+from gossamer.spec.choice import Exchanges, Written, told
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput, bad_input
@@ -130,11 +130,13 @@ def _boundary(config: RunConfig, mesh: Mesh) -> Written | tuple[Written, ...]:
 
 
 def _check_adapt(config: RunConfig, mesh: Mesh) -> None:
-    if config.plan.adapt != "none" and mesh.pipe > 1:
+    if config.plan.adapt == "none":
+        return
+    if mesh.pipe > 1 and not adapt.build(config.plan.adapt, key="plan.adapt").for_links:
         raise bad_input(
-            wanted="a model in one stage, where exchanges are to be adapted as the run goes on",
-            got=f"{mesh.pipe} stages",
-            do="leave plan.adapt at none, or plan.mesh.pipe at 1",
+            wanted="a policy for the links between stages, ada_topk",
+            got=f"{told(config.plan.adapt)} for a model in {mesh.pipe} stages",
+            do="name another, leave plan.adapt at none, or plan.mesh.pipe at 1",
             key="plan.adapt",
         )
 

@@ -42,7 +42,7 @@ def probe(channel: Channel, *, ways: bool = False) -> Links:
 
     `ways`: two ranks, which are never islands, measure their pairs as well, to tell the one's way out from the other's.
     """
-    everyone = channel.levels.group("all", channel.rank)
+    everyone = channel.levels.everyone
     if len(everyone) == 1:
         return Links(islands=(everyone,), levels={"all": Link(latency_s=0.0, bytes_per_s=1e12)})
     latency = _latency(channel)
@@ -63,6 +63,18 @@ def probe(channel: Channel, *, ways: bool = False) -> Links:
         {rank: Link(latency_s=latency, bytes_per_s=rate) for rank, rate in ways.items()} for ways in (out, into)
     )
     return Links(islands=islands, levels=levels, uplinks=uplinks, downlinks=downlinks)
+
+
+def neighbours(channel: Channel) -> dict[str, Link]:
+    """The link from every rank to the next one ("0>1"; the last one's leads to rank 0), measured while all send, as the
+    stages of a pipeline do. The same answer on every rank. Raises PeerLost.
+    """
+    ranks = channel.levels.everyone
+    latency, rates = _latency(channel), _shifted_rates(channel, 1)
+    return {
+        f"{rank}>{ranks[(i + 1) % len(ranks)]}": Link(latency_s=latency, bytes_per_s=rates[i])
+        for i, rank in enumerate(ranks)
+    }
 
 
 def islands_of(rates: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], ...]:
@@ -130,7 +142,7 @@ def _rate(channel: Channel, pattern: _Pattern) -> float:
 
 def _pair_rates(channel: Channel) -> list[list[float]]:
     """rates[i][j], every rank sending to one other at a time."""
-    ranks = len(channel.levels.group("all", channel.rank))
+    ranks = len(channel.levels.everyone)
     rates = [[float("inf")] * ranks for _ in range(ranks)]
     for shift in range(1, ranks):
         for sender, rate in enumerate(_shifted_rates(channel, shift)):
@@ -144,7 +156,7 @@ def _shifted_rates(channel: Channel, shift: int) -> list[float]:
     Pairs whose message took long enough have been measured and send no more; the others send twice as much. The best
     of some repeats counts: other work on a machine can only slow a link down.
     """
-    group = channel.levels.group("all", channel.rank)
+    group = channel.levels.everyone
     ranks, me, nbytes = len(group), group.index(channel.rank), _FIRST_BYTES
     places, rates = range(ranks), [0.0] * ranks
     while not all(rates):
@@ -169,12 +181,12 @@ def _seconds(channel: Channel, pattern: _Pattern, nbytes: int) -> float:
     part = torch.zeros(nbytes * max(1, sum(pattern.splits)), dtype=torch.uint8)
     splits, arriving = (tuple(nbytes * n for n in side) for side in (pattern.splits, pattern.arriving))
     began = time.perf_counter()
-    channel.start(Message((part[: sum(splits)],), Combine.SHUFFLE, splits=splits, arriving=arriving)).wait()
+    channel.start(Message((part[: sum(splits)],), Combine.SHUFFLE, channel.levels.whole, splits, arriving)).wait()
     return max(time.perf_counter() - began, 1e-6)
 
 
 def _to_all(channel: Channel) -> _Pattern:
-    group = channel.levels.group("all", channel.rank)
+    group = channel.levels.everyone
     others = tuple(int(r != channel.rank) for r in group)
     return _Pattern(others, others)
 

@@ -1,0 +1,60 @@
+"""What `plan.adapt` does for a model in stages: the links between them are measured, and each border gets its own way
+for tensors to cross, before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from gossamer.cutting import forecast_of
+from gossamer.plan import adapt
+from gossamer.run.batches import Feed
+from gossamer.run.build import Parts
+from gossamer.run.cut import boundary_of
+from gossamer.spec.links import Link
+from gossamer.spec.plan import Plan
+from gossamer.spec.statistics import Paths, Statistics
+from gossamer.wire.channel import Channel
+from gossamer.wire.probe import neighbours
+
+Tell = Callable[[str, int], None]
+
+
+def with_borders(parts: Parts, channel: Channel, tell: Tell) -> Parts:
+    """The same parts under a plan whose borders the policy has chosen; all ranks call it, and come to the same plan.
+
+    Where replicas differ, a border is treated as the slowest of its links asks for.
+    """
+    written = parts.config.plan.adapt
+    if parts.cut is None or written == "none":
+        return parts
+    policy = adapt.build(written, key="plan.adapt")
+    found = neighbours(channel)
+    slowest = {stage: _slowest(parts.plan, stage, found) for stage in range(parts.plan.mesh.pipe - 1)}
+    names = {stage: f"{stage}>{stage + 1}" for stage in slowest}
+    choices = policy.choose(
+        Statistics(names=(), crossing={names[s]: n for s, n in _crossing(parts).items()}),
+        Paths(between={names[stage]: link for stage, link in slowest.items()}),
+    )
+    by_link = {level: way for _, level, way in choices.rules}
+    boundary = tuple(by_link.get(name, by_link["all"]) for name in names.values())
+    reasons = {**parts.plan.reasons, "boundary": choices.reason}
+    plan = parts.plan.model_copy(update={"boundary": boundary, "reasons": reasons})
+    plan = plan.model_copy(update={"forecast": forecast_of(plan, parts.cut, parts.train, parts.config)})
+    tell(f"boundaries: {choices.reason}", 0)
+    return replace(parts, plan=plan)
+
+
+def _slowest(plan: Plan, stage: int, links: dict[str, Link]) -> Link:
+    """Of the links of all replicas over one border."""
+    firsts = range(stage, plan.mesh.size, plan.mesh.pipe)
+    return min((links[f"{rank}>{rank + 1}"] for rank in firsts), key=lambda link: link.bytes_per_s)
+
+
+def _crossing(parts: Parts) -> dict[int, int]:
+    """Bytes that leave every stage but the last with the first micro-batch."""
+    assert parts.cut is not None
+    rows = Feed(parts.train, parts.plan, 0, parts.config.train.seed).fetch(0)[0].rows
+    flow, stages = parts.cut.ways.of(rows)
+    return {p.stage: sum(edge.form.nbytes for edge in boundary_of(flow, p).sends) for p in stages[:-1]}

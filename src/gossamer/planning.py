@@ -1,0 +1,36 @@
+"""The plan of a run: asked of the planner, or read from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import yaml
+
+from gossamer import plan as planner
+from gossamer.run.checkpoint import trainable
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput
+from gossamer.spec.plan import Plan
+
+
+def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device: torch.device) -> Plan:
+    """Ask the planner; the same answer on every rank."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in trainable(module).items())
+    request = planner.Request(config=config, ranks=ranks, device=device.type, shapes=shapes)
+    return planner.build("data_parallel").plan(request)
+
+
+def read_plan(path: Path, *, ranks: int) -> Plan:
+    """A plan.yaml; raises BadInput when it cannot be read or is for another number of ranks."""
+    from pydantic import ValidationError
+
+    try:
+        plan = Plan.model_validate(yaml.safe_load(path.read_text("utf-8")))
+    except OSError as error:
+        raise BadInput(f"cannot read the plan {path}: {error.strerror}") from None
+    except (ValidationError, yaml.YAMLError) as error:
+        raise BadInput(f"{path} is no plan: {str(error).splitlines()[0]}. Make one with --dry") from None
+    if plan.mesh.size != ranks:
+        raise BadInput(f"{path} is a plan for {plan.mesh.size} ranks, there are {ranks}: start as many, or plan again")
+    return plan
