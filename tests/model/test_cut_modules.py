@@ -16,6 +16,7 @@ from gossamer.model.cut.flow import Flow
 from gossamer.model.cut.lockstep import Outcome, run_lockstep, stages_of
 from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.trace import trace
+from gossamer.model.given import given_units
 from gossamer.model.randomness import UnitSeeds, unit_seeds
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput, RunFailed
@@ -71,8 +72,8 @@ def built(kind: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     return make(), [batch(seed) for seed in range(2)]
 
 
-def flow_of(module: nn.Module, batch: Batch, named: Sequence[str] = ()) -> Flow:
-    return trace(module, lambda: loss_of(module, batch), units=unit_names(module, named=named))
+def flow_of(module: nn.Module, batch: Batch, units: Sequence[str] = ()) -> Flow:
+    return trace(module, lambda: loss_of(module, batch), units=units or unit_names(module))
 
 
 def uncut(module: nn.Module, batches: Sequence[Batch]) -> tuple[Outcome, nn.Module]:
@@ -189,7 +190,7 @@ def test_names_given_make_units_of_modules_inside_of_one() -> None:
     cuts = Cuts(("net.first", "net.middle.out"))
     with pytest.raises(BadInput, match=r"net\.middle\.out, inside net\.middle: cut before net\.middle"):
         parts_of(module, flow_of(module, batches[0]), cuts)
-    flow = flow_of(module, batches[0], named=cuts.first)
+    flow = flow_of(module, batches[0], units=given_units(module, cuts.first))
     assert [c.name for c in flow.calls][1:4] == ["net.middle.gate", "net.middle.value", "net.middle.out"]
     stages = stages_of(module, flow, cuts)
     expected, _ = uncut(module, batches)

@@ -16,7 +16,7 @@ then stay outside; a module compiled as a whole keeps one seeding, at its top.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,13 +90,13 @@ class UnitSeeds:
         return reseed
 
 
-def unit_seeds(module: nn.Module, *, seed: int, named: Iterable[str] = ()) -> UnitSeeds:
-    """Key the randomness of `module`, on the device that its parameters lie on now. `named`: as of `unit_names`.
+def unit_seeds(module: nn.Module, *, seed: int) -> UnitSeeds:
+    """Key the randomness of `module`, on the device that its parameters lie on now.
 
     Works from the next forward on, inside `at`; outside of it (evaluation, sampling) the hooks do nothing.
     """
     first = next(module.parameters(), None)
-    units = unit_names(getattr(module, "_orig_mod", module), named=named) if not hasattr(module, "_orig_mod") else ("",)
+    units = unit_names(getattr(module, "_orig_mod", module)) if not hasattr(module, "_orig_mod") else ("",)
     seeds = UnitSeeds(seed, first.device if first is not None else torch.device("cpu"), units)
     seeds._install(module)
     return seeds

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 
 _SHARE = 0.03  # a list that holds less of the parameters than this is a detail of something larger
 
 
-def unit_names(module: nn.Module, *, named: Iterable[str] = ()) -> tuple[str, ...]:
-    """Paths of the units, in order of registration, each module once. `named`: modules that must be units; one that
-    lies inside of what would be a unit puts the children there in its place.
+def unit_names(module: nn.Module) -> tuple[str, ...]:
+    """Paths of the units, in order of registration, each module once.
 
     Blocks are the children of a ModuleList of two or more that holds over 3% of the parameters; the outermost list
     counts, and a list in a list is not a unit but its children are. Where no list is large enough, containers that
@@ -19,11 +18,8 @@ def unit_names(module: nn.Module, *, named: Iterable[str] = ()) -> tuple[str, ..
     that may be called many times. A model without any has its children that own parameters, and where it has no
     children, itself (""). What has only one of them has those of that one.
     """
-    paths = _paths(module)
-    for name in named:
-        paths = [inner for path in paths for inner in _opened(module, path, name)]
     found: dict[int, str] = {}
-    for path in paths:
+    for path in _paths(module):
         found.setdefault(id(module.get_submodule(path)), path)  # a shared module is one unit
     return tuple(found.values()) or ("",)
 
@@ -38,15 +34,6 @@ def _paths(module: nn.Module) -> list[str]:
     if len(paths) == 1 and len(inner := _paths(module.get_submodule(paths[0]))) > 1:
         return [f"{paths[0]}.{path}" for path in inner]
     return paths
-
-
-def _opened(module: nn.Module, path: str, name: str) -> list[str]:
-    """The unit at `path`, or what is in it, so that `name` is one."""
-    if not name.startswith(path + ".") or all(name != at for at, _ in module.named_modules()):
-        return [path]
-    parent = name.rpartition(".")[0]
-    unit = module.get_submodule(path)
-    return [*(_elements(unit, path) if parent == path else _frontier(unit, path, {parent}))]
 
 
 def block_names(module: nn.Module) -> tuple[str, ...]:

@@ -289,8 +289,8 @@ class Stage:
         if tensor.shape != wanted:
             raise RunFailed(
                 f"stage {self.part.stage}: {self.flow.calls[turn.at].name} gives {tuple(tensor.shape)}, and gave "
-                f"{wanted} when the model was cut: what crosses between stages may depend on the shapes of a batch, not "
-                "on its values; pad it, or pick out what is needed within a unit"
+                f"{wanted} when the model was cut: what crosses between stages may depend on the shapes of a batch, "
+                "not on its values; pad it, or pick out what is needed within a unit"
             )
 
 
