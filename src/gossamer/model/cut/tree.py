@@ -34,7 +34,7 @@ class _Record:
     shape: Shape
 
     def fill(self, rest: Iterator[Any]) -> Any:
-        made = object.__new__(self.kind)  # its constructor might compute with what is a placeholder
+        made: Any = object.__new__(self.kind)  # its constructor might compute with what is a placeholder
         for name, held in zip(self.names, self.shape._fill(rest), strict=True):
             object.__setattr__(made, name, held)
         return made
