@@ -22,6 +22,10 @@ def staged(stages: int, **plan: Any) -> dict[str, Any]:
         (2, 2, {}),
         (3, 3, {}),
         (2, 2, {"schedule": "gpipe"}),
+        (3, 3, {"schedule": {"one_f_one_b": {"split": True}}}),
+        (3, 3, {"schedule": {"gpipe": {"recompute": True, "split": True}}}),
+        (2, 2, {"schedule": {"one_f_one_b": {"recompute": True}}}),
+        (1, 1, {"schedule": {"one_f_one_b": {"recompute": True}}}),
         (4, 4, {"cuts": ["embed", "layers.0", "layers.1", "norm"]}),
     ],
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from gossamer.compress.transfer import Link
+from gossamer.compress.transfer import Form, Link
 from gossamer.compress.transfer import crossing as crossings
+from gossamer.compress.transfer.crossing.plain import Plain
 from gossamer.spec.plan import Plan
 from gossamer.wire.message import Levels
 
@@ -28,3 +30,12 @@ def links_of(plan: Plan, levels: Levels, placement: Sequence[int], replica: int)
                 name=str(stage),
             )
     return found
+
+
+def way_of(link: Link, form: Form) -> Link:
+    """`link` as a tensor of `form` takes it: what is not of floating-point numbers (masks, positions) may lose nothing,
+    and crosses as it is. Raises BadInput where the tensor cannot cross so.
+    """
+    way = link if form.dtype.is_floating_point else replace(link, crossing=Plain())
+    way.crossing.check(form)
+    return way

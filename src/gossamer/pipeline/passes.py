@@ -23,6 +23,29 @@ def _reduced(row: tuple[Action, ...]) -> Iterator[Action]:
             yield Action(Op.REDUCE_GRADS, action.stage)
 
 
+def with_recompute(schedule: Schedule) -> Schedule:
+    """Nothing but its input is kept of a micro-batch from F on; RECOMPUTE right before its backward makes it again."""
+    return replace(schedule, ranks=tuple(tuple(_recomputed(row)) for row in schedule.ranks))
+
+
+def _recomputed(row: tuple[Action, ...]) -> Iterator[Action]:
+    for action in row:
+        if action.op in (Op.B, Op.B_INPUT):
+            yield Action(Op.RECOMPUTE, action.stage, action.batch)
+        yield action
+
+
+def with_split_backward(schedule: Schedule) -> Schedule:
+    """Every B as B_INPUT, after which the stage before can go on, and B_WEIGHT."""
+    return replace(schedule, ranks=tuple(tuple(_split(row)) for row in schedule.ranks))
+
+
+def _split(row: tuple[Action, ...]) -> Iterator[Action]:
+    for action in row:
+        parts = (Op.B_INPUT, Op.B_WEIGHT) if action.op is Op.B else (action.op,)
+        yield from (replace(action, op=op) for op in parts)
+
+
 def with_transfers(schedule: Schedule) -> Schedule:
     """A send right after what makes a tensor another rank needs, a receive right before what needs it.
 

@@ -19,6 +19,15 @@ class StageWork(Protocol):
     def backward(self, stage: int, batch: int) -> None:
         """Add the micro-batch's gradients, and free what was kept."""
 
+    def backward_input(self, stage: int, batch: int) -> None:
+        """Of a backward, the gradients of what the stage received."""
+
+    def backward_weight(self, stage: int, batch: int) -> None:
+        """The rest of it: add the parameters' gradients, and free what was kept."""
+
+    def recompute(self, stage: int, batch: int) -> None:
+        """Make again what a forward did not keep for its backward."""
+
     def send(self, action: Action) -> None:
         """Let what the stage made of the micro-batch go to where it is needed; SEND_F, SEND_B."""
 
@@ -49,6 +58,12 @@ class RankWorld(World):
                 self.work.forward(action.stage, action.batch)
             case Op.B:
                 self.work.backward(action.stage, action.batch)
+            case Op.B_INPUT:
+                self.work.backward_input(action.stage, action.batch)
+            case Op.B_WEIGHT:
+                self.work.backward_weight(action.stage, action.batch)
+            case Op.RECOMPUTE:
+                self.work.recompute(action.stage, action.batch)
             case Op.SEND_F | Op.SEND_B:
                 self.work.send(action)
             case Op.RECV_F | Op.RECV_B:

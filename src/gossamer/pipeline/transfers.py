@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gossamer.compress.transfer import Form, Link, Passage
 from gossamer.model.cut.flow import Value
+from gossamer.pipeline.links import way_of
 from gossamer.spec.action import Action, Op
 from gossamer.wire.pump import Pump, Transfers
 
@@ -140,7 +141,7 @@ def _lanes(
         first = action.stage if action.op in (Op.SEND_F, Op.RECV_B) else action.stage - 1  # the stage that made it
         key = (first, action.batch, edge.value)
         if key not in passages:
-            passages[key] = links[first].passage(edge.form, (*at, action.batch))
+            passages[key] = way_of(links[first], edge.form).passage(edge.form, (*at, action.batch))
         found.setdefault(action, []).append(Lane(edge, passages[key], job))
     for action in row:
         if action.op in _SENDS or action.op in _RECEIVES:

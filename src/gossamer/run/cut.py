@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -66,9 +67,12 @@ class CutPiece(Piece):
         flow, part = self._way(rows)
         return boundary_of(flow, part)
 
-    def forward(self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor]) -> Live:
+    def forward(
+        self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor], *, keep_graph: bool = True
+    ) -> Live:
         self.stage.follow(*self._way(piece.rows))
-        return self.stage.forward(lambda: self.engine.loss(piece.rows, step=step, key=piece.key), received)
+        run = partial(self.engine.loss, piece.rows, step=step, key=piece.key)
+        return self.stage.forward(run, received, keep_graph=keep_graph)
 
     def _way(self, rows: Batch) -> tuple[Flow, Part]:
         flow, parts = self.ways.of(rows, training=self.engine.module.training)

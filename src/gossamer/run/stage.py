@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.loss import Objective
 from gossamer.model.call import Caller
+from gossamer.model.cut.again import buffers_of, nothing_saved, once_more
 from gossamer.model.cut.flow import Value
 from gossamer.model.cut.stage import Live
 from gossamer.model.precision import Precision
@@ -48,8 +51,12 @@ class Piece(ABC):
         """What it receives and sends of a micro-batch like `rows`."""
 
     @abstractmethod
-    def forward(self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor]) -> Live:
-        """Run it; the result of the last stage is the mean loss of the micro-batch."""
+    def forward(
+        self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor], *, keep_graph: bool = True
+    ) -> Live:
+        """Run it; the result of the last stage is the mean loss of the micro-batch. Without `keep_graph` a
+        `Live.recompute` comes before its backward.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +68,17 @@ class Whole(Piece):
     def boundary(self, rows: Batch) -> Boundary:
         return Boundary()
 
-    def forward(self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor]) -> Live:
-        return Live({}, {}, self.engine.loss(piece.rows, step=step, key=piece.key))
-
-
-@dataclass(slots=True)
-class _Flowing:
-    """A micro-batch between its forward and its backward on one stage."""
-
-    live: Live
-    loss: Tensor | None  # as its part of the rank's, scaled; on the last stage
+    def forward(
+        self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor], *, keep_graph: bool = True
+    ) -> Live:
+        run = partial(self.engine.loss, piece.rows, step=step, key=piece.key)
+        if keep_graph:
+            return Live({}, {}, run())
+        module = self.engine.module
+        buffers = buffers_of(module, {name for name, _ in module.named_buffers(remove_duplicate=False)})
+        with nothing_saved():
+            loss = run().detach()
+        return Live({}, {}, loss, partial(once_more, lambda: Live({}, {}, run()), buffers))
 
 
 @dataclass(slots=True)
@@ -88,11 +96,12 @@ class StepWork:
     weights: list[float]  # valid labels of every micro-batch
     scale: float
     transfers: StepTransfers
+    recomputed: frozenset[tuple[int, int]]  # (stage, micro-batch) that keeps no graph until it is recomputed
     on_last_backward: Callable[[], None]
     on_reduce: Callable[[], None]
     losses: dict[int, Tensor] = field(default_factory=dict)
     compute_s: float = 0.0
-    _flowing: dict[tuple[int, int], _Flowing] = field(default_factory=dict)
+    _live: dict[tuple[int, int], Live] = field(default_factory=dict)
     _backwards: int = 0
     _reduced: int = 0
 
@@ -107,30 +116,60 @@ class StepWork:
         return self.stages - 1 in self.pieces
 
     def forward(self, stage: int, batch: int) -> None:
-        began = time.perf_counter()
-        live = self.pieces[stage].forward(self.microbatches[batch], self.step, self.transfers.received(stage, batch))
-        loss = self._part(live.result, batch) if stage + 1 == self.stages else None
-        self._flowing[stage, batch] = _Flowing(live, loss)
+        began, piece = time.perf_counter(), self.microbatches[batch]
+        received, keep = self.transfers.received(stage, batch), (stage, batch) not in self.recomputed
+        live = self.pieces[stage].forward(piece, self.step, received, keep_graph=keep)
+        if stage + 1 == self.stages:
+            self.losses[batch] = live.result.detach() * self._part(batch)
+        self._live[stage, batch] = live
         self.transfers.made(stage, batch, live.sent)
         self.compute_s += time.perf_counter() - began
 
-    def _part(self, loss: Tensor, batch: int) -> Tensor:
-        part = self.weights[batch] / self.weight if self.weight else 0.0
-        self.losses[batch] = loss.detach() * part
-        # Rows without a valid label have a mean over nothing (nan); they still must run backward, with zeros.
-        return loss * (part * self.scale) if part else torch.nan_to_num(loss) * 0.0
+    def recompute(self, stage: int, batch: int) -> None:
+        began = time.perf_counter()
+        self._live[stage, batch].recompute()
+        self.compute_s += time.perf_counter() - began
 
     def backward(self, stage: int, batch: int) -> None:
+        with self._backward(stage, batch, is_last=True):
+            live = self._live.pop((stage, batch))
+            back = live.backward(self.transfers.gradients(stage, batch), loss=self._scaled(stage, batch, live))
+            self.transfers.made_gradients(stage, batch, back)
+
+    def backward_input(self, stage: int, batch: int) -> None:
+        with self._backward(stage, batch, is_last=False):
+            live = self._live[stage, batch]
+            back = live.backward_input(self.transfers.gradients(stage, batch), loss=self._scaled(stage, batch, live))
+            self.transfers.made_gradients(stage, batch, back)
+
+    def backward_weight(self, stage: int, batch: int) -> None:
+        with self._backward(stage, batch, is_last=True):
+            self._live.pop((stage, batch)).backward_weight()
+
+    @contextmanager
+    def _backward(self, stage: int, batch: int, *, is_last: bool) -> Iterator[None]:
+        """Around a backward, or a part of one; `is_last`: nothing of the micro-batch comes after it."""
         began = time.perf_counter()
-        self._backwards += 1
-        if self._backwards == len(self.microbatches) * len(self.pieces):
+        self._backwards += is_last
+        if is_last and self._backwards == len(self.microbatches) * len(self.pieces):
             self.on_last_backward()
-        piece, flowing = self.microbatches[batch], self._flowing.pop((stage, batch))
         # A saver may recompute a unit in here: under the forward's key it draws the forward's numbers.
-        with self.pieces[stage].engine.randomness.at(self.step, piece.key):
-            back = flowing.live.backward(self.transfers.gradients(stage, batch), loss=flowing.loss)
-        self.transfers.made_gradients(stage, batch, back)
+        with self.pieces[stage].engine.randomness.at(self.step, self.microbatches[batch].key):
+            yield
         self.compute_s += time.perf_counter() - began
+
+    def _part(self, batch: int) -> float:
+        """Of the micro-batch, in the loss of the replica."""
+        return self.weights[batch] / self.weight if self.weight else 0.0
+
+    def _scaled(self, stage: int, batch: int, live: Live) -> Tensor | None:
+        """What the last stage's backward begins with."""
+        if stage + 1 < self.stages:
+            return None
+        loss: Tensor = live.result
+        part = self._part(batch)
+        # Rows without a valid label have a mean over nothing (nan); they still must run backward, with zeros.
+        return loss * (part * self.scale) if part else torch.nan_to_num(loss) * 0.0
 
     def send(self, action: Action) -> None:
         self.transfers.send(action)
@@ -178,6 +217,8 @@ class EvaluationWork:
 
     def backward(self, stage: int, batch: int) -> None:
         raise AssertionError("an evaluation has no backward")
+
+    backward_input = backward_weight = recompute = backward
 
     def reduce(self, stage: int) -> None:
         raise AssertionError("an evaluation has no gradients")

@@ -31,7 +31,7 @@ from gossamer.run.policy import NonFinite, Verdict
 from gossamer.run.scaling import Scaling
 from gossamer.run.stage import Engine, EvaluationWork, Piece, StepWork
 from gossamer.spec import records
-from gossamer.spec.action import Action
+from gossamer.spec.action import Action, Op
 from gossamer.spec.errors import Interrupted, StepRejected
 from gossamer.sync import Agreement, Replica, Sync, Vote, Window
 from gossamer.wire.pump import Pump
@@ -180,6 +180,7 @@ class Trainer:
             weights=weights,
             scale=scale,
             transfers=self._transfers(pieces, self.pipeline.row, step),
+            recomputed=frozenset((a.stage, a.batch) for a in self.pipeline.row if a.op is Op.RECOMPUTE),
             on_last_backward=self.replica.watch,
             on_reduce=lambda: self._reduce(step),
         )

@@ -2,7 +2,7 @@
 
 Order on every rank: F0 .. F(m-1), B(m-1) .. B0.   Live: m micro-batches on every rank.
 Bubble: (p - 1) / (m + p - 1) for p stages of equal cost and m micro-batches.
-Deviation: the paper recomputes inside a stage; here that is a saver's affair and no part of the order.
+Deviation: recomputing, which the paper always does, is asked for by `recompute`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gossamer.pipeline.passes import with_recompute, with_split_backward
 from gossamer.pipeline.schedule import Schedule, ScheduleMaker, StageCosts
 from gossamer.pipeline.schedule._demand import at_least_one, one_stage_per_rank, within
 from gossamer.spec.action import Action, Op
@@ -17,7 +18,12 @@ from gossamer.spec.action import Action, Op
 
 @dataclass(frozen=True, slots=True)
 class GPipe(ScheduleMaker):
-    """Has no parameters."""
+    """`recompute`: only inputs are kept until the backward. `split`: the gradient of the input leaves before that of
+    the weights is made.
+    """
+
+    recompute: bool = False
+    split: bool = False
 
     def make(
         self,
@@ -32,7 +38,7 @@ class GPipe(ScheduleMaker):
         one_stage_per_rank("gpipe", stages=stages, ranks=ranks)
         within([microbatches] * stages, costs, memory_cap, do="use one_f_one_b, which keeps fewer, or smaller ones")
         batches = range(microbatches)
-        return Schedule(
+        made = Schedule(
             name="gpipe",
             ranks=tuple(
                 (
@@ -45,3 +51,5 @@ class GPipe(ScheduleMaker):
             placement=tuple(range(stages)),
             microbatches=microbatches,
         )
+        made = with_split_backward(made) if self.split else made
+        return with_recompute(made) if self.recompute else made
