@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -273,6 +274,14 @@ def test_a_function_in_python_runs_once() -> None:
     assert Pair.calls == 1 and bias.grad is not None
 
 
+def test_what_lies_between_the_chain_and_two_parameters_runs_once() -> None:
+    x, a, b = (torch.randn(3, 3, requires_grad=True) for _ in range(3))
+    Counted.calls = 0
+    later = backward_input([(x * Counted.apply(a + b) @ b).sum()], [torch.tensor(1.0)], [x])
+    later.run()  # b has two uses
+    assert Counted.calls == 1 and a.grad is not None and b.grad is not None
+
+
 class Kept(Layer):
     """A part of it is checkpointed; counts its forwards."""
 
@@ -307,18 +316,28 @@ def test_a_checkpointed_region_is_recomputed_once() -> None:
     assert kept is not None and put_off is None
 
 
-@pytest.mark.parametrize("keep_graph", [True, False])
-def test_compiled_units(keep_graph: bool) -> None:
+class Deep(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def test_compiled_code() -> None:
+    """What was compiled for graphs that run once cannot run in one that is kept."""
     torch.manual_seed(0)
     module, batches = Chain(), [{"x": rows(seed)} for seed in range(2)]
+    module.blocks = nn.ModuleList(Deep() for _ in range(4))
+    parts = staged(module, mean_square, batches[0], 2)
+    for block in (m for part in parts for m in part.module.modules() if isinstance(m, Deep)):
+        block.mix.forward = torch.compile(block.mix.forward, backend="aot_eager")
     outcomes = []
-    for run in (run_lockstep, partial(run_in_parts, keep_graph=keep_graph)):
-        parts = staged(module, mean_square, batches[0], 2)
-        for part in parts:
-            for block in part.module.blocks:  # type: ignore[union-attr]
-                block.mix.compile(backend="aot_eager")
+    for run in (run_lockstep, run_in_parts, partial(run_in_parts, keep_graph=False)):
         outcomes.append(run(parts, mean_square, batches))
+        assert counters["stats"]["unique_graphs"] > 0
+        for part in parts:
+            part.module.zero_grad()
     assert_same(outcomes[1], outcomes[0])
+    assert_same(outcomes[2], outcomes[0])
 
 
 def test_hooks_on_a_tensor_count_once_and_a_parameter_s_fires() -> None:
