@@ -313,3 +313,18 @@ def test_cuts_found_without_memory_are_those_of_the_model() -> None:
     cuts = [even_cuts(flow, 3) for flow in flows]
     assert cuts[0] == cuts[1]
     assert parts_of(module, flows[0], cuts[0]) == parts_of(skeleton.module, flows[1], cuts[1])
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_shared_weight_is_cast_by_every_unit_that_uses_it(fake: bool) -> None:
+    """Autocast keeps the first cast for all; in stages each unit makes its own."""
+    module = MODULES["shared"][0]()
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(rows()).float().sum()
+
+    units = unit_names(module)
+    flow = trace(module, run, units=units, fake=fake)
+    for call in flow.calls[1:]:
+        parts_of(module, flow, Cuts((flow.calls[0].name, call.name)))

@@ -53,6 +53,7 @@ def _traced(
         stack.enter_context(undone(module))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(graph)
+        stack.enter_context(_uncached())
         watch.install(stack)
         with watch:
             result = run()
@@ -70,3 +71,14 @@ def _without_graph() -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, absent):
         yield
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Autocast casts a weight wherever it is used: no stage has the copy that another one made."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
