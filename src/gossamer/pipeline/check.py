@@ -55,12 +55,14 @@ class _Proof:
     schedule: Schedule
     needs: Needs = field(init=False)
     where: dict[Action, tuple[int, int]] = field(init=False)  # of its first occurrence
+    own: dict[tuple[int, Action], int] = field(init=False)  # the same, in the list of one rank
 
     def __post_init__(self) -> None:
         self.needs = Needs.of(self.schedule)
-        self.where = {}
+        self.where, self.own = {}, {}
         for rank, place, action in self.schedule.actions():
             self.where.setdefault(action, (rank, place))
+            self.own.setdefault((rank, action), place)
 
     def error(self, said: str, at: tuple[int, int]) -> IllegalSchedule:
         return IllegalSchedule(said, self.schedule, *at)
@@ -68,22 +70,25 @@ class _Proof:
     def places(self) -> None:
         """Stages and micro-batches that exist, on the rank they are placed on, each action once."""
         schedule = self.schedule
-        for stage, rank in enumerate(schedule.placement):
-            if not 0 <= rank < len(schedule.ranks):
-                said = f"stage {stage} is placed on rank {rank}, the schedule has {len(schedule.ranks)} ranks"
-                raise self.error(said, (0, 0))
+        for stage in range(schedule.stages):
+            for rank in schedule.ranks_of(stage):
+                if not 0 <= rank < len(schedule.ranks):
+                    said = f"stage {stage} is placed on rank {rank}, the schedule has {len(schedule.ranks)} ranks"
+                    raise self.error(said, (0, 0))
         for rank, place, action in schedule.actions():
             at = (rank, place)
             if not 0 <= action.stage < schedule.stages:
                 raise self.error(f"there are {schedule.stages} stages", at)
-            if schedule.placement[action.stage] != rank:
-                raise self.error(f"stage {action.stage} is placed on rank {schedule.placement[action.stage]}", at)
+            if rank not in schedule.ranks_of(action.stage):
+                raise self.error(f"stage {action.stage} is placed on rank {self._ranks(action.stage)}", at)
             if action.op in WHOLE_STAGE and action.batch != -1:
                 raise self.error("this op is about the whole stage, not a micro-batch (batch -1)", at)
             if action.op not in WHOLE_STAGE and not 0 <= action.batch < schedule.microbatches:
                 raise self.error(f"there are {schedule.microbatches} micro-batches", at)
-            if action.op not in REPEATED and self.where[action] != at:
-                raise self.error(f"it was done before, at place {self.where[action][1]}", at)
+            if action.op not in WHOLE_STAGE and schedule.rank_of(action.stage, action.batch) != rank:
+                raise self.error(f"rank {schedule.rank_of(action.stage, action.batch)} does this micro-batch", at)
+            if action.op not in REPEATED and self.own[rank, action] != place:
+                raise self.error(f"it was done before, at place {self.own[rank, action]}", at)
             if action.op not in FORWARD and not schedule.trains:
                 raise self.error("the schedule does not train: forwards only", at)
 
@@ -95,7 +100,7 @@ class _Proof:
                 if self.schedule.trains:
                     self._demand_backward(stage, batch)
             if self.schedule.trains:
-                self._demand(Action(Op.REDUCE_GRADS, stage))
+                self._demand_everywhere(Action(Op.REDUCE_GRADS, stage))
 
     def _demand_backward(self, stage: int, batch: int) -> None:
         split = [self.where.get(Action(op, stage, batch)) for op in (Op.B_INPUT, Op.B_WEIGHT)]
@@ -111,8 +116,18 @@ class _Proof:
 
     def _demand(self, action: Action) -> None:
         if action not in self.where:
-            rank = self.schedule.placement[action.stage]
-            raise self.error(f"{action} is missing in the list of rank {rank}", (rank, len(self.schedule.ranks[rank])))
+            raise self._missing(action, self.schedule.rank_of(action.stage, action.batch))
+
+    def _demand_everywhere(self, action: Action) -> None:
+        for rank in self.schedule.ranks_of(action.stage):
+            if (rank, action) not in self.own:
+                raise self._missing(action, rank)
+
+    def _missing(self, action: Action, rank: int) -> IllegalSchedule:
+        return self.error(f"{action} is missing in the list of rank {rank}", (rank, len(self.schedule.ranks[rank])))
+
+    def _ranks(self, stage: int) -> str:
+        return ", ".join(map(str, self.schedule.ranks_of(stage)))
 
     def needs_met(self) -> None:
         """What an action needs is done by someone, and where that is its own rank, earlier."""
@@ -137,10 +152,9 @@ class _Proof:
         self._in_order()
 
     def _crossings(self) -> Iterator[Action]:
-        placement = self.schedule.placement
         for stage in range(self.schedule.stages - 1):
-            if placement[stage] != placement[stage + 1]:
-                for batch in range(self.schedule.microbatches):
+            for batch in range(self.schedule.microbatches):
+                if self.schedule.crosses(stage, batch):
                     yield from (Action(Op.SEND_F, stage, batch), Action(Op.RECV_F, stage + 1, batch))
                     if self.schedule.trains:
                         yield from (Action(Op.SEND_B, stage + 1, batch), Action(Op.RECV_B, stage, batch))
@@ -151,7 +165,7 @@ class _Proof:
         for rank, _, action in self.schedule.actions():
             receive = matching_receive(action)
             if receive is not None:
-                sent.setdefault((rank, self.schedule.placement[receive.stage]), []).append(receive)
+                sent.setdefault((rank, self.schedule.rank_of(receive.stage, receive.batch)), []).append(receive)
         for (source, to), receives in sent.items():
             wanted = set(receives)
             taken = [a for a in self.schedule.ranks[to] if a in wanted]
@@ -165,19 +179,19 @@ class _Proof:
         self._offloaded()
 
     def _gathered(self) -> None:
-        gathers = {a.stage for a in self.where if a.op in REPEATED}
-        there: dict[int, tuple[int, int]] = {}  # stage -> where it was gathered
+        gathers = {(rank, a.stage) for rank, a in self.own if a.op in REPEATED}
+        there: dict[tuple[int, int], tuple[int, int]] = {}  # (rank, stage) -> where it was gathered
         for rank, place, action in self.schedule.actions():
-            at, stage = (rank, place), action.stage
-            if action.op in COMPUTES and stage in gathers and stage not in there:
+            at, stage, held = (rank, place), action.stage, (rank, action.stage)
+            if action.op in COMPUTES and held in gathers and held not in there:
                 raise self.error(f"the parameters of stage {stage} are not gathered", at)
             if action.op is Op.GATHER_PARAMS:
-                if stage in there:
+                if held in there:
                     raise self.error(f"the parameters of stage {stage} are already there", at)
-                there[stage] = at
-            if action.op is Op.FREE_PARAMS and there.pop(stage, None) is None:
+                there[held] = at
+            if action.op is Op.FREE_PARAMS and there.pop(held, None) is None:
                 raise self.error(f"the parameters of stage {stage} are not there", at)
-        for stage, at in there.items():
+        for (_, stage), at in there.items():
             raise self.error(f"the parameters of stage {stage} are never freed", at)
 
     def _offloaded(self) -> None:

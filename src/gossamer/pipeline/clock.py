@@ -108,7 +108,7 @@ class Clock(World):
     def _send(self, rank: int, action: Action, start_s: float) -> None:
         # A gradient has the size of the tensor it is the gradient of: what the stage before handed over.
         onward = action.op is Op.SEND_F
-        to = self.schedule.placement[action.stage + (1 if onward else -1)]
+        to = self.schedule.rank_of(action.stage + (1 if onward else -1), action.batch)
         size_bytes = self.costs[action.stage if onward else action.stage - 1].boundary_bytes
         link = self.links.get((rank, to), Link(f"{rank}-{to}"))
         start_s = max(start_s, self.link_free_s.get(link.name, 0.0))

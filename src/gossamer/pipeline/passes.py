@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from gossamer.pipeline.needs import Needs
@@ -46,6 +46,42 @@ def _split(row: tuple[Action, ...]) -> Iterator[Action]:
         yield from (replace(action, op=op) for op in parts)
 
 
+def spread(
+    straight: Callable[[int], Schedule], groups: Sequence[Sequence[int]], dealt: Sequence[Sequence[int]]
+) -> Schedule:
+    """Stages on several ranks each: `groups[stage]` are these, `dealt[stage][batch]` is the one of a micro-batch.
+
+    `straight(n)` is a schedule of n stages, stage s on rank s. Each stage has the order of one that is followed by as
+    many as `_following` says, and of that order each rank keeps what is its own. So actions of a legal schedule are
+    left out, nothing else: no ring of waits can come of it.
+    """
+    following = _following(groups)
+    long = straight(following[0] + 1)
+    assert long.placement == tuple(range(following[0] + 1)), "stage s on rank s"
+    found: dict[int, tuple[Action, ...]] = {}
+    for stage, (group, whose) in enumerate(zip(groups, dealt, strict=True)):
+        row = [replace(action, stage=stage) for action in long.ranks[following[0] - following[stage]]]
+        found.update({r: tuple(a for a in row if a.batch < 0 or whose[a.batch] == r) for r in group})
+    return replace(
+        long,
+        ranks=tuple(found[rank] for rank in range(len(found))),
+        placement=tuple(group[0] for group in groups),
+        dealt=tuple(tuple(whose) for whose in dealt),
+    )
+
+
+def _following(groups: Sequence[Sequence[int]]) -> list[int]:
+    """Per stage, by how many micro-batches all its ranks together must be ahead of its backwards: each of them by the
+    same number, and together by no fewer than the next stage's ranks have under way.
+    """
+    under_way, found = 0, []
+    for group in reversed(groups):
+        ahead = len(group) * -(-under_way // len(group))
+        found.append(ahead)
+        under_way = ahead + len(group)
+    return found[::-1]
+
+
 def with_transfers(schedule: Schedule) -> Schedule:
     """A send right after what makes a tensor another rank needs, a receive right before what needs it.
 
@@ -56,7 +92,7 @@ def with_transfers(schedule: Schedule) -> Schedule:
     orders: dict[tuple[int, int], list[Action]] = {}  # (from, to) -> receives, in the order of the sends
     for rank, row in enumerate(sent):
         for receive in (received for action in row if (received := matching_receive(action)) is not None):
-            orders.setdefault((rank, schedule.placement[receive.stage]), []).append(receive)
+            orders.setdefault((rank, schedule.rank_of(receive.stage, receive.batch)), []).append(receive)
     rows = tuple(tuple(_with_receives(schedule, row, orders)) for row in sent)
     return replace(schedule, ranks=rows)
 
@@ -73,14 +109,13 @@ def matching_receive(action: Action) -> Action | None:
 
 
 def _with_sends(schedule: Schedule, row: tuple[Action, ...]) -> Iterator[Action]:
-    needs, placement = Needs.of(schedule), schedule.placement
+    needs = Needs.of(schedule)
     for action in row:
         yield action
         stage, batch = action.stage, action.batch
-        here = placement[stage]
-        if action.op is Op.F and stage + 1 < schedule.stages and placement[stage + 1] != here:
+        if action.op is Op.F and schedule.crosses(stage, batch):
             yield Action(Op.SEND_F, stage, batch)
-        if stage > 0 and action == needs.gradient(stage, batch) and placement[stage - 1] != here:
+        if schedule.crosses(stage - 1, batch) and action == needs.gradient(stage, batch):
             yield Action(Op.SEND_B, stage, batch)
 
 
@@ -89,8 +124,8 @@ def _with_receives(
 ) -> Iterator[Action]:
     for action in row:
         for receive in _inputs(schedule, action):
-            source = schedule.placement[receive.stage + (-1 if receive.op is Op.RECV_F else 1)]
-            queue = orders[source, schedule.placement[action.stage]]
+            source = schedule.rank_of(receive.stage + (-1 if receive.op is Op.RECV_F else 1), receive.batch)
+            queue = orders[source, schedule.rank_of(action.stage, action.batch)]
             while receive in queue:
                 yield queue.pop(0)
         yield action
@@ -98,9 +133,8 @@ def _with_receives(
 
 def _inputs(schedule: Schedule, action: Action) -> Iterator[Action]:
     """The receive that `action` needs, if its input is made on another rank."""
-    stage, placement = action.stage, schedule.placement
-    if action.op is Op.F and stage > 0 and placement[stage - 1] != placement[stage]:
-        yield Action(Op.RECV_F, stage, action.batch)
-    last = stage + 1 == schedule.stages
-    if action.op in (Op.B, Op.B_INPUT) and not last and placement[stage + 1] != placement[stage]:
-        yield Action(Op.RECV_B, stage, action.batch)
+    stage, batch = action.stage, action.batch
+    if action.op is Op.F and schedule.crosses(stage - 1, batch):
+        yield Action(Op.RECV_F, stage, batch)
+    if action.op in (Op.B, Op.B_INPUT) and schedule.crosses(stage, batch):
+        yield Action(Op.RECV_B, stage, batch)

@@ -16,6 +16,8 @@ class Schedule:
     """One list of actions per rank, in the order they are done, and the rank of each stage.
 
     `trains`: every F has its backward, and every stage its REDUCE_GRADS; else there are forwards only.
+    `dealt`: where stages lie on several ranks each, who does which micro-batch; actions about a whole stage are then
+    in the lists of all its ranks. `placement` names the first of them.
     """
 
     name: str
@@ -23,10 +25,28 @@ class Schedule:
     placement: tuple[int, ...]  # placement[stage] = rank
     microbatches: int
     trains: bool = True
+    dealt: tuple[tuple[int, ...], ...] = ()  # dealt[stage][batch] = rank; empty: placement says it
 
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    def rank_of(self, stage: int, batch: int) -> int:
+        """Who does the micro-batch on the stage."""
+        return self.dealt[stage][batch] if self.dealt else self.placement[stage]
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """All that have a part in the stage, ascending."""
+        return tuple(sorted(set(self.dealt[stage]))) if self.dealt else (self.placement[stage],)
+
+    def crosses(self, stage: int, batch: int) -> bool:
+        """Whether the micro-batch changes its rank behind the stage."""
+        behind = 0 <= stage < self.stages - 1
+        return behind and self.rank_of(stage, batch) != self.rank_of(stage + 1, batch)
+
+    def batches_of(self, rank: int) -> frozenset[int]:
+        """The micro-batches that some stage of `rank` has a part in."""
+        return frozenset(action.batch for action in self.ranks[rank] if action.batch >= 0)
 
     def actions(self) -> Iterator[tuple[int, int, Action]]:
         """(rank, place in its list, action), rank by rank."""
