@@ -11,7 +11,8 @@ from torch import Tensor
 from gossamer.compress.transfer import Form
 from gossamer.model.cut.cuts import Part, canonical_names
 from gossamer.model.cut.flow import Flow, Value
-from gossamer.model.cut.stage import Live, Stage
+from gossamer.model.cut.live import Live
+from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.ways import Ways
 from gossamer.pipeline.transfers import Boundary, Edge
 from gossamer.run.batches import Batch, MicroBatch

@@ -16,7 +16,7 @@ from gossamer.loss import Objective
 from gossamer.model.call import Caller
 from gossamer.model.cut.again import buffers_of, nothing_saved, once_more
 from gossamer.model.cut.flow import Value
-from gossamer.model.cut.stage import Live
+from gossamer.model.cut.live import Live
 from gossamer.model.precision import Precision
 from gossamer.model.randomness import UnitSeeds
 from gossamer.pipeline.transfers import Boundary, StepTransfers

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from gossamer.model.cut.cuts import Cuts, parts_of
 from gossamer.model.cut.flow import Flow, Value
-from gossamer.model.cut.stage import Live, Stage
+from gossamer.model.cut.live import Live
+from gossamer.model.cut.stage import Stage
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # of a module on a batch
 
