@@ -2,24 +2,36 @@
 process?
 
     python benchmarks/zoo.py [--classes causal,masked] [--types llama,vision/vit] [--stages 2,3] [--jobs 2] [--json]
+                             [--through gloo|lockstep] [--schedules gpipe,one_f_one_b]
 
 Classes: causal (language models), masked (encoders), seq2seq, vision (image classification), ctc, audio
 (classification), speech (to text). A type of a class other than causal is called class/type.
 
-Each type runs in a process of its own, for at most --limit seconds. `passed` lists the types whose loss and gradients
-are those of the uncut model in fp32 with padded and unpadded batches: bit for bit, or, where several stages add up a
+Through gloo each stage is a process, which trains 3 steps of 4 micro-batches, padded and unpadded, with each schedule,
+on the package's own way from a module to a trainer; the reference is the same trainer with one stage, in one process.
+Compared after every step: the loss, each gradient of each rank, the same where several hold a parameter, and the
+bytes sent with those forecast; after the last step each parameter. Through lockstep all stages are in one process and
+there is one backward: the quick look.
+
+`passed` lists the types where all of that is so in fp32: bit for bit (`exact`), or, where several stages add up a
 gradient in another order, to 1e-5 of its largest entry. `failed` says why the others are not. `partly`: of those that
 passed, which used only a part of their parameters, and how much (a model of text and images is given text alone where
-it runs so).
+it runs so). `thin`: which have fewer than two blocks in some stage, and how many in each. --limit: seconds for each
+number of stages, and for the reference.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
+import os
+import signal
 import sys
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -28,7 +40,8 @@ import torch
 from result import publish
 from zoo.case import short
 from zoo.check import check
-from zoo.kinds import CLASSES, kinds_of
+from zoo.crew import Failed, check_through_gloo
+from zoo.kinds import CLASSES, class_of, kinds_of
 
 ALL = 0.95  # of the parameters; experts and positions beyond the batch have no gradient
 
@@ -38,15 +51,22 @@ def main() -> None:
     read.add_argument("--classes", default=",".join(CLASSES))
     read.add_argument("--types", default="", help="these alone")
     read.add_argument("--stages", default="2,3")
+    read.add_argument("--through", default="gloo", choices=("gloo", "lockstep"))
+    read.add_argument("--schedules", default="gpipe,one_f_one_b", help="of the stages, through gloo")
     read.add_argument("--jobs", type=int, default=1)
-    read.add_argument("--limit", type=float, default=120.0, help="seconds per type")
+    read.add_argument("--limit", type=float, default=120.0, help="seconds")
     read.add_argument("--json", action="store_true", help="nothing but the last line")
     asked = read.parse_args()
     torch.set_num_threads(1)
     kinds = asked.types.split(",") if asked.types else [k for c in asked.classes.split(",") for k in kinds_of(c)]
     stages = [int(n) for n in asked.stages.split(",")]
     found: dict[str, dict[str, Any]] = {}
-    for kind, result in run(kinds, stages, asked.jobs, asked.limit):
+    began = time.monotonic()
+    checked = partial(check, stages=stages)
+    if asked.through == "gloo":
+        checked = partial(check_through_gloo, stages=stages, schedules=asked.schedules.split(","), limit_s=asked.limit)
+    patience_s = asked.limit * (len(stages) + 2 if asked.through == "gloo" else 1)
+    for kind, result in run(kinds, checked, asked.jobs, patience_s):
         found[kind] = result
         if not asked.json:
             print(f"{len(found)}/{len(kinds)} {kind}: {result}", file=sys.stderr, flush=True)
@@ -56,38 +76,68 @@ def main() -> None:
         "exact": sorted(k for k, r in found.items() if r.get("exact")),
         "partly": {k: r["reached"] for k, r in sorted(found.items()) if r.get("reached", 1) < ALL},
         "recipes": {k: r["recipe"] for k, r in sorted(found.items()) if "recipe" in r},
+        "thin": {k: r["blocks"] for k, r in sorted(found.items()) if is_thin(r)},
         "stages": stages,
+        "through": asked.through,
+        **({"schedules": asked.schedules.split(",")} if asked.through == "gloo" else {}),
+        "counts": counts(found),
+        "seconds": round(time.monotonic() - began),
     }
-    if asked.types or asked.classes != ",".join(CLASSES):
+    if asked.types or "causal" not in asked.classes or asked.through != "gloo":
         print(json.dumps(figures))
     else:
         publish("zoo", figures)
 
 
-def run(kinds: list[str], stages: list[int], jobs: int, limit_s: float) -> Any:
+def is_thin(result: Mapping[str, Any]) -> bool:
+    return any(min(blocks, default=0) < 2 for blocks in result.get("blocks", {}).values())
+
+
+def counts(found: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Class -> how many passed of how many."""
+    said = {}
+    for name in CLASSES:
+        mine = [result for kind, result in found.items() if class_of(kind) == name]
+        if mine:
+            said[name] = f"{sum('failed' not in r for r in mine)} of {len(mine)}"
+    return said
+
+
+def run(kinds: list[str], checked: Callable[[str], dict[str, Any]], jobs: int, limit_s: float) -> Any:
     """(type, result) as they come, from forked processes: what is imported here is imported once."""
     import transformers
     import transformers.modeling_utils  # noqa: F401
 
     fork, waiting = multiprocessing.get_context("fork"), list(reversed(kinds))
     live: dict[Connection, tuple[str, Any, float]] = {}
-    while waiting or live:
-        while waiting and len(live) < jobs:
-            kind = waiting.pop()
-            ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=work, args=(kind, stages, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            live[ours] = (kind, process, time.monotonic() + limit_s)
-        ready = wait(list(live), timeout=1.0)
-        for pipe in list(live):
-            kind, process, until = live[pipe]
-            if pipe in ready or time.monotonic() > until:
-                yield kind, received(pipe) if pipe in ready else {"failed": f"took more than {limit_s:g} s"}
-                process.kill()
-                process.join()
-                pipe.close()
-                del live[pipe]
+    try:
+        while waiting or live:
+            while waiting and len(live) < jobs:
+                kind = waiting.pop()
+                ours, theirs = fork.Pipe(duplex=False)
+                process = fork.Process(target=work, args=(kind, checked, theirs))
+                process.start()
+                theirs.close()
+                live[ours] = (kind, process, time.monotonic() + limit_s)
+            ready = wait(list(live), timeout=1.0)
+            for pipe in list(live):
+                kind, process, until = live[pipe]
+                if pipe in ready or time.monotonic() > until:
+                    yield kind, received(pipe) if pipe in ready else {"failed": f"took more than {limit_s:g} s"}
+                    end(process)
+                    pipe.close()
+                    del live[pipe]
+    finally:
+        for _, process, _ in live.values():
+            end(process)
+
+
+def end(process: Any) -> None:
+    """It, and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 def received(pipe: Connection) -> dict[str, Any]:
@@ -97,12 +147,15 @@ def received(pipe: Connection) -> dict[str, Any]:
         return {"failed": "its process ended without a word"}
 
 
-def work(kind: str, stages: list[int], pipe: Connection) -> None:
+def work(kind: str, checked: Callable[[str], dict[str, Any]], pipe: Connection) -> None:
+    os.setpgid(0, 0)
     torch.set_num_threads(1)
     try:
-        pipe.send(check(kind, stages))
+        pipe.send(checked(kind))
+    except Failed as error:
+        pipe.send({"failed": str(error)})
     except BaseException as error:
-        pipe.send({"failed": short(error) if len(str(error)) < 160 else f"{type(error).__name__}: {error}"[:700]})
+        pipe.send({"failed": short(error, 700)})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gossamer.loss import IGNORE, Objective
+from gossamer.model.call import caller_of
 from zoo.inputs import Form, batch_of, forms
 from zoo.kinds import class_of, config_class, model_class
 from zoo.shrink import recipes
@@ -27,6 +29,10 @@ MOST_TRIES = 400  # of shapes of inputs, per type
 
 class Unbuilt(Exception):
     """No recipe gave a config whose model runs uncut."""
+
+
+class Different(Exception):
+    """The cut model does not do what the uncut one does."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +71,32 @@ def module_of(case: Case) -> nn.Module:
     return _module(case.kind, config)
 
 
-def loss_of(module: Any, batch: Mapping[str, Any]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Own(Objective):
     """The model's own loss; else that of a language model where it gives logits for each label, else a mean square."""
-    known = inspect.signature(module.forward).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    named = {k: v for k, v in batch.items() if k in known or (takes_all and k == "attention_mask")}
-    if hasattr(module.config, "use_cache") and ("use_cache" in known or takes_all):
-        named["use_cache"] = False
-    output = module(**named)
-    if getattr(output, "loss", None) is not None:
-        return output.loss.mean()
-    logits, labels = output.logits if hasattr(output, "logits") else output[0], batch["labels"]
-    if logits.dim() == 3 and logits.shape[:2] == labels.shape:
-        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
-        return F.cross_entropy(logits.float().flatten(0, -2), shifted.flatten())
-    real = [x.float() for x in tree_leaves(logits) if isinstance(x, Tensor) and x.is_floating_point()]
-    return torch.stack([x.square().mean() for x in real]).sum()
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        if getattr(output, "loss", None) is not None:
+            return output.loss.mean()
+        logits, labels = output.logits if hasattr(output, "logits") else output[0], batch["labels"]
+        if logits.dim() == 3 and logits.shape[:2] == labels.shape:
+            shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+            return F.cross_entropy(logits.float().flatten(0, -2), shifted.flatten())
+        real = [x.float() for x in tree_leaves(logits) if isinstance(x, Tensor) and x.is_floating_point()]
+        return torch.stack([x.square().mean() for x in real]).sum()
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return (batch["labels"] != IGNORE).sum()
 
 
-def short(error: BaseException) -> str:
+def loss_of(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Of the model as the package calls it."""
+    return Own()(caller_of(module, batch)(module, batch), batch)
+
+
+def short(error: BaseException, most: int = 160) -> str:
     said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:160]}"
+    return f"{type(error).__name__}: {said[:most]}"
 
 
 def _module(kind: str, config: Any) -> nn.Module:

@@ -18,17 +18,13 @@ from gossamer.model.cut.lockstep import run_lockstep, stages_of
 from gossamer.model.cut.trace import trace
 from gossamer.model.randomness import UnitSeeds, unit_seeds
 from gossamer.model.units import block_names, unit_names
-from zoo.case import found, loss_of, module_of
+from zoo.case import Different, found, loss_of, module_of
 from zoo.inputs import batch_of
 
 TOLERANCE = 1e-5  # of the largest entry of a gradient
 NOISE = 1e-4  # a gradient below this part of the largest of all (the bias of attention's keys) is rounding alone
 BESIDE = 0.01  # price of a unit that is no block: stages get equal numbers of blocks
 Batch = Mapping[str, Any]
-
-
-class Different(Exception):
-    """The cut model does not do what the uncut one does."""
 
 
 def check(kind: str, stages: Sequence[int]) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class _Run:
     def __call__(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         rows = dict(batch)
         with self.precision.forward(self.device):
-            return self.objective(caller_of(module)(module, rows), rows).float()
+            return self.objective(caller_of(module, rows)(module, rows), rows).float()
 
 
 def _built(source: Source, flow: Flow, mine: list[Part], asked: Asked) -> tuple[nn.Module, dict[int, Stage]]:

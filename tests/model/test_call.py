@@ -63,6 +63,18 @@ def test_each_forward_gets_what_it_takes() -> None:
     assert torch.equal(starred["args"][0], ids) and torch.equal(starred["labels"], ids)
 
 
+class Images(Records):
+    def forward(self, pixels: Tensor, size: int, labels: Tensor | None = None) -> None:
+        self.seen = {"pixels": pixels, "size": size, "labels": labels}
+
+
+def test_what_is_no_text_goes_by_name() -> None:
+    images = {"pixels": torch.ones(2, 3, 4, 4), "size": torch.tensor(4), "labels": torch.ones(2)}
+    module = Images()
+    caller_of(module, images)(module, images)
+    assert all(module.seen[key] is images[key] for key in images)
+
+
 def test_a_plain_module_is_called_with_the_tokens() -> None:
     module = Plain()
     caller = caller_of(module)

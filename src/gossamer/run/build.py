@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -100,7 +101,7 @@ def engine_of(parts: Parts) -> Engine:
         compile_units(module)
     return Engine(
         module=module,
-        caller=caller_of(module),
+        caller=caller_of(module, parts.train.batch(np.zeros(1, np.int64))),
         objective=parts.objective,
         precision=precision_of(config.train.precision),
         randomness=unit_seeds(module, seed=config.train.seed),

@@ -1,0 +1,279 @@
+"""A trial: a model in stages trained for a few steps over real processes, as a run trains it, and compared number by
+number with the same model in one stage, alone, on the same micro-batches.
+
+The reference leaves what it found in files; each rank looks up there what it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossamer.cutting import Asked, ModuleSource, hold
+from gossamer.exchanging import levels_of
+from gossamer.model.cut.cuts import Cuts, even_cuts
+from gossamer.model.cut.ways import Ways
+from gossamer.model.units import block_names
+from gossamer.run.batches import Batch, Batches
+from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
+from gossamer.run.saver import Saver
+from gossamer.run.stage import Engine
+from gossamer.run.trainer import Trainer
+from gossamer.spec import records
+from gossamer.spec.config import RunConfig
+from gossamer.wire.channel import Channel
+from gossamer.wire.channel.echo import Echo
+from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.pump import Pump
+from zoo.case import Case, Different, Own, loss_of
+from zoo.check import BESIDE, NOISE, TOLERANCE
+from zoo.inputs import batch_of
+
+STEPS, MICROBATCHES = 3, 4
+WIRE_S = 60.0  # an exchange that takes longer has failed
+CPU = torch.device("cpu")
+
+
+class CaseBatches(Batches):
+    """Each of the numbered sequences is a micro-batch of two rows; of every other one the first row is padded, where
+    the model has a mask."""
+
+    def __init__(self, case: Case) -> None:
+        self._form = case.form
+
+    def __len__(self) -> int:
+        return STEPS * MICROBATCHES
+
+    def batch(self, indices: np.ndarray[Any, Any]) -> Batch:
+        (index,) = (int(i) for i in indices)
+        return batch_of(self._form, seed=index, padded=index % 2 == 1)
+
+    def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What all its ranks are told. `cuts`: first unit of every stage; none where the model is one."""
+
+    case: Case
+    cuts: tuple[str, ...]
+    schedules: tuple[str, ...]
+    folder: Path  # where the reference is, and where the ranks meet
+
+    @property
+    def ranks(self) -> int:
+        return max(1, len(self.cuts))
+
+    @property
+    def config(self) -> RunConfig:
+        plan: dict[str, Any] = {"mesh": {"pipe": self.ranks}, "exchange": "dense", "schedule": self.schedules[0]}
+        train = {
+            "steps": STEPS,
+            "batch": MICROBATCHES,
+            "accumulate": MICROBATCHES,
+            "clip": 0.0,
+            "optimizer": {"sgd": {"lr": 1e-2, "momentum": 0.9}},
+            "schedule": "constant",
+            "on_nonfinite": "stop",
+        }
+        plan |= {"cuts": list(self.cuts)} if self.cuts else {}
+        return RunConfig.model_validate({"train": train, "plan": plan})
+
+
+@dataclass
+class Seat:
+    """One rank of a trial. Plays one schedule after the other from the same start."""
+
+    parts: Parts
+    engine: Engine
+    pump: Pump
+    folder: Path
+    start: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cut = self.parts.cut
+        mine = None if cut is None else cut.holds
+        self.start = {n: x.detach().clone() for n, x in _state(self.parts.module) if mine is None or n in mine}
+
+    def play(self, schedule: str) -> Iterator[tuple[Trainer, records.Step]]:
+        """The trainer after every step."""
+        self._begin_again()
+        said: list[records.Record] = []
+        plan = self.parts.plan.model_copy(update={"schedule": schedule})
+        trainer = build(replace(self.parts, plan=plan), self.engine, self.pump, _around(self.folder, said))
+        for _ in range(STEPS):
+            trainer.one_step()
+            (step,) = (record for record in said if isinstance(record, records.Step))
+            said.clear()
+            yield trainer, step
+        trainer.replica.close()
+
+    @torch.no_grad()
+    def _begin_again(self) -> None:
+        parameters = dict(self.parts.module.named_parameters())
+        for name, tensor in self.start.items():
+            if name in parameters:
+                parameters[name].copy_(tensor)
+            else:
+                owner, _, leaf = name.rpartition(".")
+                self.parts.module.get_submodule(owner)._buffers[leaf] = tensor.clone()
+
+
+def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _around(folder: Path, said: list[records.Record]) -> Surroundings:
+    saver = Saver(
+        directory=folder / "unused",
+        rank=0,
+        ranks=1,
+        writer=0,
+        writers=1,
+        keep=1,
+        generation=0,
+        sink=said.append,
+        identity={},
+    )
+    return Surroundings(sink=said.append, at=lambda step, phase: None, asked_to_stop=lambda: False, saver=saver)
+
+
+@contextmanager
+def seated(trial: Trial, module: nn.Module, rank: int) -> Iterator[Seat]:
+    """The way of `gossamer.train`, without its probes and its records."""
+    module.register_forward_pre_hook(_draw_alike)
+    config, data = trial.config, CaseBatches(trial.case)
+    asked = Asked(config=config, ranks=trial.ranks, rank=rank, batches=data, objective=Own(), device=CPU)
+    held = hold(ModuleSource(module), asked)
+    parts = Parts(
+        module=held.module,
+        objective=Own(),
+        train=data,
+        validation=None,
+        config=config,
+        plan=held.plan,
+        device=CPU,
+        cut=held.cut,
+    )
+    check_before_start(parts)
+    pump = Pump(_channel(trial, parts, rank))
+    try:
+        check_agreement(pump, {"plan": parts.plan.model_dump_json(), "model": fingerprint(parts.outline)})
+        yield Seat(parts, engine_of(parts), pump, trial.folder)
+    finally:
+        pump.close()
+        pump.channel.close()
+
+
+def _channel(trial: Trial, parts: Parts, rank: int) -> Channel:
+    levels = levels_of(parts.plan, trial.ranks)
+    if trial.ranks == 1:
+        return Echo(0, levels)
+    store = dist.FileStore(str(trial.folder / f"meeting-{trial.ranks}"), trial.ranks)
+    return Group(Meeting(store, rank, levels, interface="lo", timeout_s=WIRE_S))
+
+
+def _draw_alike(*_: Any) -> None:
+    """What a forward draws from generators that are not torch's does not depend on what ran before."""
+    random.seed(0)
+    np.random.seed(0)
+
+
+def refer(trial: Trial, module: nn.Module, stages: Sequence[int]) -> dict[str, Any]:
+    """Train in one process, keep the numbers, and say where to cut."""
+    reached: set[str] = set()
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    cuts = dict(_cuts(trial.case, module, stages))
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name))
+    with seated(trial, module, 0) as seat:
+        for schedule in trial.schedules:
+            _keep(trial, seat, schedule)
+    return {
+        "cuts": cuts,
+        "blocks": block_names(module),
+        "reached": round(sum(sizes[n] for n in reached) / sum(sizes.values()), 3),
+        "trained": [name for name, p in module.named_parameters() if p.requires_grad],
+    }
+
+
+def _cuts(case: Case, module: nn.Module, stages: Sequence[int]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Stages of equal numbers of blocks."""
+    flow = Ways(module, loss_of, Cuts(())).flow(batch_of(case.form, seed=0, padded=False))
+    prices = dict.fromkeys(flow.units, BESIDE) | dict.fromkeys(block_names(module), 1.0)
+    for count in stages:
+        yield count, even_cuts(flow, count, costs=prices).first
+
+
+def _keep(trial: Trial, seat: Seat, schedule: str) -> None:
+    gradients, losses, parameters = [], [], {}
+    for trainer, step in seat.play(schedule):
+        found = {name: g.clone() for name, g in trainer.replica.gradients().items()}
+        sick = [name for name, g in found.items() if not bool(torch.isfinite(g).all())]
+        if sick or not np.isfinite(step.loss):
+            raise Different(f"uncut, the loss is {step.loss}{f', {sick[0]} has a gradient not finite' if sick else ''}")
+        gradients.append(found)
+        losses.append(step.loss)
+        parameters = {name: p.detach().clone() for name, p in trainer.params.items()}
+    kept = {"gradients": gradients, "losses": losses, "parameters": parameters}
+    torch.save(kept, trial.folder / f"{schedule}.pt")
+
+
+def compare(trial: Trial, module: nn.Module, rank: int) -> dict[str, Any]:
+    """Train as one rank among all. Raises Different; says whether all was equal bit for bit, and what it held."""
+    exact, sent = True, 0
+    digests: dict[str, str] = {}
+    with seated(trial, module, rank) as seat:
+        assert seat.parts.cut is not None
+        shared = seat.parts.cut.shared()
+        forecast = {k: n for k, n in seat.parts.plan.forecast.wire_bytes.items() if k.startswith(f"{rank}>") and n}
+        for schedule in trial.schedules:
+            kept = torch.load(trial.folder / f"{schedule}.pt", mmap=True, weights_only=True)
+            for number, (trainer, step) in enumerate(seat.play(schedule)):
+                where = f"{trial.ranks} stages, {schedule}, step {number + 1}"
+                gradients = trainer.replica.gradients()
+                exact &= _same_loss(where, step.loss, kept["losses"][number])
+                exact &= _same(f"{where}: the gradient of", gradients, kept["gradients"][number])
+                digests |= {f"{where}: {n}": _digest(gradients[n]) for n in shared if n in gradients}
+                if {k: n for k, n in step.wire_bytes.items() if n} != forecast:
+                    raise Different(f"{where}: rank {rank} sent {step.wire_bytes} bytes, forecast {forecast}")
+                sent = sum(step.wire_bytes.values())
+            exact &= _same(f"{where}: the parameter", trainer.params, kept["parameters"])
+    return {"exact": exact, "held": list(trainer.params), "digests": digests, "sent": sent}
+
+
+def _same_loss(where: str, ours: float, theirs: float) -> bool:
+    if not abs(ours - theirs) <= TOLERANCE * abs(theirs):
+        raise Different(f"{where}: loss {ours} instead of {theirs}")
+    return ours == theirs
+
+
+def _same(what: str, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    """Whether bit for bit; raises where not even close."""
+    noise = NOISE * max((float(t.abs().max()) for t in theirs.values() if t.numel()), default=0.0)
+    exact = True
+    for name, mine in ours.items():
+        if torch.equal(mine, theirs[name]):
+            continue
+        exact = False
+        error = float((mine - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=noise))
+        if not error <= TOLERANCE:
+            raise Different(f"{what} {name} is off by {error:.1e} of its largest entry")
+    return exact
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
