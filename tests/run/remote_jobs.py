@@ -1,0 +1,92 @@
+"""Modules of many shapes, trained in stages through the real job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gossamer.cutting import Asked, ModuleSource, hold
+from gossamer.job import Job, Where, run_job
+from gossamer.loss import Objective
+from gossamer.run.batches import DatasetBatches
+from gossamer.run.build import Parts
+from gossamer.spec.config import RunConfig
+from gossamer.view.rundir import RunDirectory
+from model.cuttable import MODULES
+from pool import Seat
+
+
+@dataclass(frozen=True, slots=True)
+class Energy(Objective):
+    """The mean square of whatever comes out; every row counts one."""
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        return output.square().mean()
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return torch.tensor(len(batch["input_ids"]))
+
+
+class Inputs(Dataset):
+    def __init__(self, like: Tensor) -> None:
+        self.items = torch.randn(32, *like.shape[1:], generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.items[index]}
+
+
+def train(seat: Seat, *, kind: str, folder: str, plan: dict[str, Any], steps: int = 3) -> dict[str, Any]:
+    """Sums over every parameter this rank holds, after some steps of SGD."""
+    build, like = MODULES[kind]
+    torch.manual_seed(0)
+    module = build()
+    section = {"steps": steps, "batch": 8, "accumulate": 4, "evaluate_every": 0, "checkpoint_every": 0, "clip": 0.0}
+    section |= {"optimizer": {"sgd": {"lr": 0.1}}, "schedule": "constant"}
+    given = {"train": section, "plan": plan, "machines": {"timeout_s": 40}}
+    config, cpu = RunConfig.model_validate(given), torch.device("cpu")
+    data, objective = DatasetBatches(Inputs(like())), Energy()
+    asked = Asked(config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu)
+    held = hold(ModuleSource(module), asked)
+    parts = Parts(
+        module=held.module,
+        objective=objective,
+        train=data,
+        validation=None,
+        config=config,
+        plan=held.plan,
+        device=cpu,
+        cut=held.cut,
+    )
+    job = Job(
+        parts=parts,
+        where=Where(
+            rank=seat.rank,
+            ranks=seat.ranks,
+            hosts=1,
+            writer=seat.rank,
+            writers=seat.ranks,
+            store=seat.store(),
+            interface="lo",
+        ),
+        directory=RunDirectory(Path(folder) / "run"),
+        described=kind,
+        data="inputs",
+        text="inputs",
+        resume=False,
+        at=lambda step, phase: None,
+        asked_to_stop=lambda: False,
+    )
+    run_job(job)
+    names = held.module.named_parameters()
+    mine = {n: p for n, p in names if held.cut is None or n in held.cut.holds}
+    return json.loads(json.dumps({n: p.detach().double().flatten()[:64].tolist() for n, p in mine.items()}))
