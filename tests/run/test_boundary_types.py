@@ -15,25 +15,24 @@ from run.test_trainer import losses, records
 
 _BATCHES, _SHAPE = 4, (2, 9, 12)  # of what one micro-batch's blocks hand on: a float32, a bool and an int64 each
 _WAYS: list[tuple[Any, float]] = [  # with how far from plain a loss may be
-    ("plain", 1e-5),
-    ({"coded": {"codec": "int8"}}, 1e-3),
+    ({"coded": {"codec": "int8"}}, 1 / 127),
     ({"top_k": {"fraction": 0.5}}, 0.2),
 ]
 
 
 def test_a_boundary_in_few_bits_keeps_masks(pool, tmp_path: Path) -> None:
     train = {"accumulate": _BATCHES}
-    pool.run("run.jobs:train", 1, folder=str(tmp_path / "one"), steps=3, kind="marks", sections={"train": train})
+    pool.run("run.jobs:train", 1, folder=str(tmp_path / "one"), steps=2, kind="marks", sections={"train": train})
     rest = set()
     for number, (boundary, within) in enumerate(_WAYS):
         folder = tmp_path / str(number)
         sections = {"train": train, "plan": {"mesh": {"pipe": 2}, "boundary": boundary, "cuts": [0, 2]}}
-        pool.run("run.jobs:train", 2, folder=str(folder), steps=3, kind="marks", sections=sections)
+        pool.run("run.jobs:train", 2, folder=str(folder), steps=2, kind="marks", sections=sections)
         assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=within)
         plan = RunDirectory(folder / "run").plan()
         assert isinstance(plan, Plan)
         (mine,) = (n for link, n in plan.forecast.wire_bytes.items() if link.startswith("0>"))
-        assert [sum(step["wire_bytes"].values()) for step in records(folder, "step")] == [mine] * 3
+        assert [sum(step["wire_bytes"].values()) for step in records(folder, "step")] == [mine] * 2
         way = crossing.build(boundary, key="plan.boundary")
         rest.add(mine - _BATCHES * way.nbytes(Form(_SHAPE, torch.float32)))
     masks = _BATCHES * Form(_SHAPE, torch.int64).nbytes + _BATCHES * Form(_SHAPE, torch.bool).nbytes

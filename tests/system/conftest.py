@@ -14,7 +14,7 @@ import pytest
 from system.command import Done, Place, eventually
 
 
-def _policed(folder: Path) -> Iterator[Place]:
+def policed(folder: Path) -> Iterator[Place]:
     place = Place.make(folder)
     yield place
     place.end_all()
@@ -28,7 +28,7 @@ def _policed(folder: Path) -> Iterator[Place]:
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
     """A folder with a corpus; no process started in it survives the test."""
-    yield from _policed(tmp_path / "place")
+    yield from policed(tmp_path / "place")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Trained:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     """Read only: take a copy to change it."""
-    for place in _policed(tmp_path_factory.mktemp("trained") / "place"):
+    for place in policed(tmp_path_factory.mktemp("trained") / "place"):
         config = place.config(train={"steps": 6}, machines={"processes": 2})
         done = place.run("train", config, "--json")
         assert done.code == 0, done.out[-3000:] + done.err[-3000:]
