@@ -58,6 +58,7 @@ def main() -> None:
     read.add_argument("--json", action="store_true", help="nothing but the last line")
     asked = read.parse_args()
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # and with it all that was started
     kinds = asked.types.split(",") if asked.types else [k for c in asked.classes.split(",") for k in kinds_of(c)]
     stages = [int(n) for n in asked.stages.split(",")]
     found: dict[str, dict[str, Any]] = {}
@@ -149,6 +150,7 @@ def received(pipe: Connection) -> dict[str, Any]:
 
 def work(kind: str, checked: Callable[[str], dict[str, Any]], pipe: Connection) -> None:
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     try:
         pipe.send(checked(kind))
