@@ -122,7 +122,7 @@ def _holds(module: nn.Module, flow: Flow, low: int, high: int) -> frozenset[str]
     lent = {name for name, at in flow.lent.items() if any(low <= call < high for call in at)}
     parameters = {name for name, _ in module.named_parameters()}
     others = {canonical[n] for n in canonical if n not in inside}
-    kept = {n for n in others if n not in parameters or (is_last and n not in flow.loose)}
+    kept = {n for n in others if n not in parameters or (is_last and n not in flow.loose and n not in flow.lent)}
     return frozenset(names | loose | lent | kept)
 
 
