@@ -62,6 +62,11 @@ def world(one: Exchange, ranks: int, inputs: Sequence[Bucket], states: Sequence[
     return run_lockstep(channels, methods), channels
 
 
+def kept(given: Tensor, outcome: Outcome) -> Tensor:
+    """The part of what a rank had given that the mean accounts for."""
+    return given if outcome.lost is None else given - outcome.lost
+
+
 def steps_in_lockstep(one: Exchange, ranks: int, steps: int, where: Layout) -> list[list[Outcome]]:
     """Outcomes [step][rank] of consecutive exchanges."""
     states, found = [one.init(where) for _ in range(ranks)], []

@@ -282,7 +282,7 @@ def test_two_shot_carries_messages_of_any_length(ranks: int) -> None:
     wanted = sum(w * x.flat.double() for w, x in zip(crew.weights(ranks), inputs, strict=True))
     outcomes, channels = crew.world(one, ranks, inputs, [one.init(where)] * ranks)
     for rank, (outcome, channel) in enumerate(zip(outcomes, channels, strict=True)):
-        assert outcome.kept is None and torch.equal(outcome.mean, outcomes[0].mean)
+        assert outcome.lost is None and torch.equal(outcome.mean, outcomes[0].mean)
         torch.testing.assert_close(outcome.mean.double(), wanted, rtol=1e-5, atol=1e-6)
         caps = one.traffic(where, channel.levels, rank)
         assert channel.meter.messages == len(caps) == 4

@@ -127,7 +127,7 @@ def test_factors_are_finite_and_the_same_on_all_ranks_at_every_step(one: Exchang
             assert all(torch.equal(tensor, other[name]) for other in states)
             if isinstance(one, AcpSgd) and tensor.dim():
                 torch.testing.assert_close(tensor @ tensor.T, torch.eye(3), rtol=0, atol=1e-5)
-        assert all(bool(torch.isfinite(o.mean).all() and torch.isfinite(o.kept).all()) for o in outcomes)
+        assert all(bool(torch.isfinite(o.mean).all() and torch.isfinite(o.lost).all()) for o in outcomes)
     for outcomes, wanted in zip(found[3:], given[3:], strict=True):  # it sees again what there is to see
         assert torch.linalg.norm(outcomes[0].mean) > 0.1 * torch.linalg.norm(wanted)
 
@@ -222,7 +222,7 @@ def test_batches_give_what_matrices_give_one_by_one(one: Exchange) -> None:
         for outcomes, mine in zip(found, alone, strict=True):
             for o, m in zip(outcomes, mine, strict=True):
                 torch.testing.assert_close(o.mean[here], m.mean, rtol=1e-5, atol=1e-5)
-                torch.testing.assert_close(o.kept[here], m.kept, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(o.lost[here], m.lost, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "cols", "r"), [(600, 1024, 4), (3, 1536, 2), (40, 1000, 4), (300, 1024, 20)])
@@ -269,7 +269,7 @@ def test_warm_up_may_be_longer_before_than_after() -> None:
     where, warm = crew.layout(), WarmUp(Dense(), first=TwoShot(Int8()), steps=1)
     assert len(warm.traffic(where, Levels.flat(2), 0)) == 2
     outcomes, channels = crew.world(warm, 2, [crew.bucket(where, r) for r in range(2)], [warm.init(where)] * 2, step=1)
-    assert outcomes[0].kept is None and channels[0].meter.messages == 2
+    assert outcomes[0].lost is None and channels[0].meter.messages == 2
 
 
 def test_warm_up_says_what_both_hold() -> None:

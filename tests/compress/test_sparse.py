@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.crew import kept
 from compress.few import NUMEL, exchanged, gaussian, layout, sparse, weighted
 from gossamer import compress
 from gossamer.compress import codec
@@ -82,7 +83,7 @@ def test_bits_tell_the_places_they_were_made_of(numel: int, density: float) -> N
 def test_a_message_with_room_for_fewer_takes_what_it_can_and_says_so() -> None:
     """Equal numbers all reach the threshold: capacity is what is sent, and the places change from step to step."""
     one, x = compress.build({"sampled_topk": {"fraction": 0.01}}), torch.full((400_000,), 0.5)
-    first, second = (exchanged(one, [x], step)[0][0].kept for step in (0, 1))
+    first, second = (kept(x, exchanged(one, [x], step)[0][0]) for step in (0, 1))
     assert int((first != 0).sum()) == int((second != 0).sum()) == 4000
     assert not torch.equal(first, second)
 
@@ -91,11 +92,12 @@ def test_a_message_with_room_for_fewer_takes_what_it_can_and_says_so() -> None:
 @pytest.mark.parametrize("name", SHARED)
 def test_places_are_agreed_without_a_message(name: str, fraction: float) -> None:
     one = compress.build({name: {"fraction": fraction}})
-    outcomes, _ = exchanged(one, [gaussian(seed=r) for r in range(3)])
-    supports = [o.kept != 0 for o in outcomes]
+    given = [gaussian(seed=r) for r in range(3)]
+    outcomes, _ = exchanged(one, given)
+    supports = [kept(x, o) != 0 for x, o in zip(given, outcomes, strict=True)]
     assert all(torch.equal(s, supports[0]) for s in supports) and bool(supports[0].any())
-    later, _ = exchanged(one, [gaussian(seed=r) for r in range(3)], step=1)
-    assert not torch.equal(later[0].kept != 0, supports[0]), "the same places every step"
+    later, _ = exchanged(one, given, step=1)
+    assert not torch.equal(kept(given[0], later[0]) != 0, supports[0]), "the same places every step"
 
 
 @pytest.mark.parametrize("name", CONTRACTING)
@@ -105,7 +107,7 @@ def test_contraction_holds(name: str, kind: str) -> None:
     one, x = compress.build({name: {"fraction": 0.25}} if name in SHARED else name), kinds()[kind]
     delta = one.contraction(layout(NUMEL))
     assert delta is not None and 0 < delta <= 1
-    errors = [float((exchanged(one, [x], s)[0][0].kept.double() - x.double()).square().sum()) for s in range(20)]
+    errors = [float(exchanged(one, [x], s)[0][0].lost.double().square().sum()) for s in range(20)]
     norm = float(x.double().square().sum())
     spread = torch.tensor(errors, dtype=torch.float64).std() / 20**0.5
     assert sum(errors) / 20 <= (1 - delta) * norm * 1.0001 + 5 * float(spread)
@@ -113,7 +115,7 @@ def test_contraction_holds(name: str, kind: str) -> None:
 
 def test_contraction_holds_for_the_declared_part_where_samples_decide() -> None:
     one, x = compress.build("sampled_topk"), gaussian(400_000)
-    sent = [int((exchanged(one, [x], step)[0][0].kept != 0).sum()) for step in range(30)]
+    sent = [int((kept(x, exchanged(one, [x], step)[0][0]) != 0).sum()) for step in range(30)]
     assert all(s <= 4000 for s in sent) and sum(sent) / 30 >= 0.95 * 4000
 
 
@@ -166,7 +168,7 @@ def test_sending_all_is_the_dense_mean(name: str, ranks: int) -> None:
     dense, _ = exchanged(compress.build("dense"), inputs)
     outcomes, _ = exchanged(compress.build({name: {"fraction": 1.0}}), inputs)
     torch.testing.assert_close(outcomes[0].mean, dense[0].mean, rtol=1e-6, atol=1e-7)
-    assert torch.equal(outcomes[0].kept, inputs[0])
+    assert torch.equal(kept(inputs[0], outcomes[0]), inputs[0])
 
 
 def codec_named(name: str) -> Any:
@@ -183,9 +185,9 @@ def test_gather_serves_every_codec(name: str, numel: int) -> None:
     one = compress.build({"gather": {"codec": codec_named(name)}})
     outcomes, _ = exchanged(one, inputs)
     assert all(torch.equal(o.mean, outcomes[0].mean) for o in outcomes)
-    wanted = weighted([x if o.kept is None else o.kept for x, o in zip(inputs, outcomes, strict=True)])
+    wanted = weighted([kept(x, o) for x, o in zip(inputs, outcomes, strict=True)])
     torch.testing.assert_close(outcomes[0].mean.double(), wanted, rtol=1e-5, atol=1e-6)
-    assert (outcomes[0].kept is None) == one.traits.lossless
+    assert (outcomes[0].lost is None) == one.traits.lossless
 
 
 @pytest.mark.parametrize(

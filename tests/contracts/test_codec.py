@@ -82,6 +82,24 @@ def test_rows_are_encoded_one_by_one(name: str, numel: int) -> None:
 
 
 @each
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_an_encoding_loses_is_what_decoding_lacks(name: str, numel: int, in_place: bool) -> None:
+    """The message is that of `encode`, and adding is decoding and adding, up to the last bits."""
+    one, x = CODECS[name], gaussian(numel)
+    given = x.clone()
+    lost = x if in_place else torch.full_like(x, float("nan"))
+    message = one.encode_losing(x, key(), lost)
+    assert torch.equal(message, one.encode(given, key()))
+    assert in_place or torch.equal(x, given), "encoding changed its input"
+    decoded = one.decode(message, numel, key())
+    torch.testing.assert_close(lost, given - decoded, rtol=1e-5, atol=1e-6)
+    total = given.clone()
+    one.add(total, message, 0.3, key())
+    torch.testing.assert_close(total, given + 0.3 * decoded, rtol=1e-5, atol=1e-6)
+
+
+@each
 def test_the_same_key_gives_the_same_bytes(name: str) -> None:
     one, x = CODECS[name], gaussian(1000)
     assert torch.equal(one.encode(x, key()), one.encode(x, key()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from gossamer import compress
 from gossamer.spec.errors import BadInput
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.channel.echo import Echo
-from gossamer.wire.channel.lockstep import run_lockstep
+from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
 from gossamer.wire.channel.priced import Priced
 from gossamer.wire.message import Combine, State
 
@@ -62,25 +64,27 @@ def test_the_mean_is_what_was_kept(name: str, ranks: int) -> None:
     """mean = sum_i w_i kept_i; with nothing lost, the weighted mean itself."""
     one, where = crew.example(name), crew.layout()
     inputs = [crew.bucket(where, r) for r in range(ranks)]
-    given = [x.flat.clone().double() for x in inputs]
+    given = [x.flat.clone() for x in inputs]
     outcomes, _ = crew.world(one, ranks, inputs, [one.init(where) for _ in range(ranks)])
     shares = crew.weights(ranks)
-    if outcomes[0].kept is None and not one.traits.lossless:
+    if outcomes[0].lost is None and not one.traits.lossless:
         pytest.skip("remembers what it did not send")
-    kept = [g if o.kept is None else o.kept.double() for g, o in zip(given, outcomes, strict=True)]
-    assert all(k.shape == (where.numel,) for k in kept)
-    wanted = sum(shares[r] * kept[r] for r in range(ranks))
+    assert all(o.lost is None or (o.lost.shape == (where.numel,) and o.lost.dtype == torch.float32) for o in outcomes)
+    wanted = sum(shares[r] * crew.kept(given[r].double(), outcomes[r]) for r in range(ranks))
     torch.testing.assert_close(outcomes[0].mean.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @each
-def test_a_lossy_exchange_leaves_its_input_alone(name: str) -> None:
-    one, where = crew.example(name), crew.layout()
-    inputs = [crew.bucket(where, r) for r in range(2)]
-    before = [x.flat.clone() for x in inputs]
-    crew.world(one, 2, inputs, [one.init(where)] * 2)
-    if not one.traits.lossless:
-        assert all(torch.equal(x.flat, b) for x, b in zip(inputs, before, strict=True))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_whether_somebody_asks_what_is_lost_changes_nothing_else(name: str, ranks: int) -> None:
+    one, where, levels = crew.example(name), crew.layout(), crew.levels_of(ranks)
+    found = []
+    for accounts in (True, False):
+        rounds = [replace(crew.at(r, ranks, levels=levels), accounts=accounts) for r in range(ranks)]
+        methods = [one.run(crew.bucket(where, at.rank), one.init(where), at) for at in rounds]
+        found.append(run_lockstep(Lockstep.world(ranks, levels), methods))
+    for asked, unasked in zip(*found, strict=True):
+        assert torch.equal(asked.mean, unasked.mean) and same(flat_state(asked.state), flat_state(unasked.state))
 
 
 @each
@@ -137,12 +141,8 @@ def test_a_rank_without_weight_does_not_count(name: str) -> None:
     """A rank whose sequences hold no label has a share of zero, and zero gradients."""
     one, where, levels = crew.example(name), crew.layout(), crew.levels_of(2)
     inputs = [crew.bucket(where, 0), Bucket(where, torch.zeros(where.numel))]
-    from dataclasses import replace
-
     alone = torch.tensor([1.0, 0.0], dtype=torch.float64)
     rounds = [replace(crew.at(r, 2, levels=levels), weights=alone) for r in range(2)]
-    from gossamer.wire.channel.lockstep import Lockstep
-
     given = inputs[0].flat.clone()
     methods = [one.run(x, one.init(where), r) for x, r in zip(inputs, rounds, strict=True)]
     outcomes = run_lockstep(Lockstep.world(2, levels), methods)

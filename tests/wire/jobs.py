@@ -63,7 +63,7 @@ def random_arrival(seat: Seat, *, jobs: int, look_ahead: int, threads: int = 3) 
         for job in range(jobs):
             outcome = step.result(job)
             total = seat.ranks * (job + 1.0)
-            if not bool((outcome.mean == total).all() and (outcome.kept == 100 * total).all()):
+            if not bool((outcome.mean == total).all() and (outcome.lost == 100 * total).all()):
                 wrong.append(job)
         for sender in senders:
             sender.join()

@@ -108,7 +108,7 @@ def test_dropping_a_step_closes_its_methods_and_the_next_step_works() -> None:
     assert closed == [True]
     step = pump.begin([1])
     step.submit(0, method(1))
-    assert step.result(0).kept is None
+    assert step.result(0).lost is None
     pump.close()
 
 

@@ -55,7 +55,7 @@ class Traits:
 class Exchange(ABC):
     """A frozen dataclass: its fields are its whole configuration; state is passed in and handed back, never mutated.
 
-    The bucket belongs to the exchange while it runs. Only a loss-free exchange (`Outcome.kept` None) may overwrite it.
+    The bucket belongs to the exchange while it runs: afterwards its storage may hold the mean, or what was lost.
     Everything is computed in float32; the mean has the bucket's type.
     """
 
@@ -80,7 +80,7 @@ class Exchange(ABC):
         """
 
     def contraction(self, layout: Layout) -> float | None:
-        """delta, where E|x - kept|^2 <= (1 - delta)|x|^2 holds for every x; None where no delta > 0 does."""
+        """delta, where E|lost|^2 <= (1 - delta)|x|^2 holds for every x; None where no delta > 0 does."""
         return 1.0 if self.traits.lossless else None
 
     def check(self, layout: Layout, levels: Levels) -> None:

@@ -65,6 +65,15 @@ class Batch:
             return
         _multiply(left.mT, right, out=self.matrices(flat))
 
+    def take(self, flat: Tensor, left: Tensor, right: Tensor) -> None:
+        """Subtract left^T right from the matrices where they lie in `flat`."""
+        numel = self.rows * self.cols
+        if not self._together:  # then they are small
+            for start, product in zip(self.starts, torch.bmm(left.mT, right), strict=True):
+                flat[start : start + numel].view(self.rows, self.cols).sub_(product)
+            return
+        self.matrices(flat).baddbmm_(left.mT, right, alpha=-1)
+
     @property
     def left_numel(self) -> int:
         """Numbers of all left factors."""
@@ -119,10 +128,10 @@ class Split:
             mean[start:stop].copy_(part)
         return [part.view(shape) for part, shape in zip(parts[len(numels) :], shapes, strict=True)]
 
-    def keep_dense(self, flat: Tensor, kept: Tensor) -> None:
-        """What is sent as it is, is kept as it is."""
+    def clear_dense(self, flat: Tensor) -> None:
+        """Of what is sent as it is, nothing is lost."""
         for start, stop in self.dense:
-            kept[start:stop].copy_(flat[start:stop])
+            flat[start:stop].zero_()
 
 
 def split(layout: Layout, rank: int, *, steps: int) -> Split:

@@ -39,11 +39,9 @@ def mean_of(messages: Tensor, capacity: int, shares: Sequence[float], layout: La
     return mean.to(layout.dtype)
 
 
-def only(flat: Tensor, places: Tensor) -> Tensor:
-    """`flat` at `places`, zero elsewhere."""
-    kept = torch.zeros_like(flat)
-    kept[places] = flat[places]
-    return kept
+def without(flat: Tensor, places: Tensor) -> Tensor:
+    """A new `flat` with zeros at `places`."""
+    return flat.index_fill(0, places, 0.0)
 
 
 def taken(flat: Tensor, chosen: Tensor, block: int) -> Tensor:

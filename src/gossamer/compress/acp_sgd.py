@@ -2,7 +2,7 @@
 
 Equations (per matrix of the bucket; even turns, and on odd turns the same of M^T with P and Q exchanged):
     P_i  = M_i Q,   P_all = sum_i w_i P_i
-    mean = P_all Q^T;   kept_i = P_i Q^T
+    mean = P_all Q^T;   lost_i = M_i - P_i Q^T
     P   <- orth(P_all), a column of zeros being the one before
 Symbols: M_i (n1, n2) a tensor of rank i, first dimension against the rest; w_i its weight; P (n1, r), Q (n2, r) the
 orthonormal factors; r = min(rank, n1, n2). Turns are counted in the state, which all ranks hold alike: a rejected step
@@ -58,8 +58,7 @@ class AcpSgd(Exchange):
 
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
         cut, flat = self._split(x.layout), x.flat.float()
-        mean, kept = torch.empty_like(flat), torch.empty_like(flat)
-        cut.keep_dense(flat, kept)
+        mean = torch.empty_like(flat)
         turn = _turn(state.tensors)
         right_is_sent = turn % 2 == 1
         known, new = ("p", "q") if right_is_sent else ("q", "p")
@@ -68,14 +67,15 @@ class AcpSgd(Exchange):
         mine = [torch.bmm(f, m if right_is_sent else m.mT) for f, m in zip(fixed, matrices, strict=True)]
         (reply,) = yield Message((cut.pack(flat, mine, at.share),), Combine.SUM)
         agreed = cut.unpack(reply, [b.right if right_is_sent else b.left for b in cut.batches], mean)
+        cut.clear_dense(flat)  # from here on, `flat` turns into what is lost
         tensors, after = dict(state.tensors), torch.tensor(turn + 1)
         for batch, shared, own, both in zip(cut.batches, fixed, mine, agreed, strict=True):
             batch.put(mean, *((shared, both) if right_is_sent else (both, shared)))
-            batch.put(kept, *((shared, own) if right_is_sent else (own, shared)))
+            batch.take(flat, *((shared, own) if right_is_sent else (own, shared)))
             factor = orthonormal(unit_rows(both, batch.gather(state.tensors, new)))
             tensors |= batch.named(factor, new)
             tensors |= {f"turn@{name}": after for name in batch.names}
-        return Outcome(mean.to(x.layout.dtype), kept, State(tensors))
+        return Outcome(mean.to(x.layout.dtype), flat, State(tensors))
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         cut = self._split(layout)

@@ -31,7 +31,7 @@ from gossamer.wire.message import Levels, Outcome, Round, Rounds, State, Traffic
 
 @dataclass(frozen=True, slots=True)
 class DeltaReference(Exchange):
-    """Around any exchange that says what it kept."""
+    """Around any exchange that says what it lost."""
 
     inner: Exchange
 
@@ -50,9 +50,8 @@ class DeltaReference(Exchange):
         (inner,), r = state.inner, state.tensors["r"]
         out = yield from self.inner.run(Bucket(as_float(x.layout), x.flat.float() - r), inner, at)
         moved = r + out.mean
-        kept = None if out.kept is None else out.kept + r
         mean = moved.to(x.layout.dtype, copy=True)  # whoever gets it may change it
-        return Outcome(mean, kept, State({"r": moved}, (out.state,)))
+        return Outcome(mean, out.lost, State({"r": moved}, (out.state,)))
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return self.inner.traffic(as_float(layout), levels, rank)

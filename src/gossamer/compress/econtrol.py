@@ -40,7 +40,7 @@ _UNKNOWN = 0.01  # right for one number in 50, and slow for more
 
 @dataclass(frozen=True, slots=True)
 class EControl(Exchange):
-    """Around any exchange that says what it kept; `eta` is the part of the error that goes out with a step."""
+    """Around any exchange that says what it lost; `eta` is the part of the error that goes out with a step."""
 
     inner: Exchange
     eta: float | None = None
@@ -64,9 +64,11 @@ class EControl(Exchange):
         flat, share, rate = x.flat.float(), at.share, rate_of(at, self.track_lr)
         push = self.eta_of(x.layout) / (rate * share) if rate * share else 0.0
         sent = _news(flat, h, e, share=share, push=push)
-        out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, at)
+        out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, replace(at, accounts=True))
         agg = state.tensors["agg"] + out.mean
-        kept = _news(flat, h, e, share=share, push=push) if out.kept is None else out.kept  # its storage may be used
+        kept = _news(flat, h, e, share=share, push=push)  # again: what was sent may have been overwritten
+        if out.lost is not None:
+            kept -= out.lost
         known = torch.add(h, kept, alpha=share, out=sent)
         mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
         owed = torch.empty_like(e)

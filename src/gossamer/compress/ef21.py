@@ -31,7 +31,7 @@ from gossamer.wire.message import Levels, Outcome, Round, Rounds, State, Traffic
 
 @dataclass(frozen=True, slots=True)
 class EF21(Exchange):
-    """Around any exchange that says what it kept."""
+    """Around any exchange that says what it lost."""
 
     inner: Exchange
 
@@ -50,9 +50,11 @@ class EF21(Exchange):
         (inner,), h, share = state.inner, state.tensors["h"], at.share
         flat = x.flat.float()
         sent = difference(flat, h, share)
-        out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, at)
+        out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, replace(at, accounts=True))
         agg = state.tensors["agg"] + out.mean
-        kept = difference(flat, h, share) if out.kept is None else out.kept  # a loss-free one may use the storage
+        kept = difference(flat, h, share)  # again: what was sent may have been overwritten
+        if out.lost is not None:
+            kept -= out.lost
         known = {"h": torch.add(h, kept, alpha=share, out=sent), "agg": agg}
         mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
         return Outcome(mean, None, State(known, (out.state,)))

@@ -31,7 +31,7 @@ from gossamer.wire.message import Levels, Outcome, Round, Rounds, State, Traffic
 
 @dataclass(frozen=True, slots=True)
 class EF21SGDM(Exchange):
-    """Around any exchange that says what it kept; `a` is the part of a new gradient in the momentum."""
+    """Around any exchange that says what it lost; `a` is the part of a new gradient in the momentum."""
 
     inner: Exchange
     a: float = 0.1
@@ -53,9 +53,11 @@ class EF21SGDM(Exchange):
         (inner,), h, share = state.inner, state.tensors["h"], at.share
         m = (state.tensors["m"] * (1 - self.a)).add_(x.flat.float(), alpha=self.a * share)
         sent = _news(m, h, share)
-        out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, at)
+        out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, replace(at, accounts=True))
         agg = state.tensors["agg"] + out.mean
-        kept = _news(m, h, share) if out.kept is None else out.kept  # a loss-free one may use the storage
+        kept = _news(m, h, share)  # again: what was sent may have been overwritten
+        if out.lost is not None:
+            kept -= out.lost
         known = {"m": m, "h": torch.add(h, kept, alpha=share, out=sent), "agg": agg}
         mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
         return Outcome(mean, None, State(known, (out.state,)))

@@ -1,7 +1,7 @@
 """Gather: every rank encodes its whole bucket once and sends it to all; everybody decodes and sums.
 
 Equations:
-    kept_i = D(C(x_i));   mean = sum_i w_i kept_i,   in rank order
+    mean = sum_i w_i D(C(x_i)), in rank order;   lost_i = x_i - D(C(x_i))
 Symbols: x_i (numel,) input of rank i; w_i its weight; C `codec`, D its decoding.
 Wire:    GATHER of one message of numel numbers; where messages differ in length, before it a GATHER of the lengths
 (4 bytes), and the messages are filled up to the longest.   State: none.   Work: one encoding, n decodings.
@@ -41,15 +41,15 @@ class Gather(Exchange):
 
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
         numel, key = x.layout.numel, key_of(at, x.layout)
-        sent = self.codec.encode(x.flat.float(), key)
-        kept = None if self.traits.lossless else self.codec.decode(sent, numel, key)
+        flat, loses = x.flat.float(), at.accounts and not self.traits.lossless
+        sent = self.codec.encode_losing(flat, key, flat) if loses else self.codec.encode(flat, key)
         if self.codec.traits.fixed_size:
             (messages,) = yield Message((sent,), Combine.GATHER)
             # Rows of nothing are not aligned, so they are not decoded.
-            mean = self.codec.mean(messages, numel, at.shares, key) if numel else x.flat.float().clone()
+            mean = self.codec.mean(messages, numel, at.shares, key) if numel else flat.clone()
         else:
             mean = yield from self._uneven(sent, numel, at, key)
-        return Outcome(mean.to(x.layout.dtype), kept, state)
+        return Outcome(mean.to(x.layout.dtype), flat if loses else None, state)
 
     def _uneven(self, sent: Tensor, numel: int, at: Round, key: Key) -> Generator[Message, tuple[Tensor, ...], Tensor]:
         length = torch.tensor([sent.numel()], dtype=torch.int32, device=sent.device)

@@ -2,9 +2,9 @@
 
 Equations (island I of rank i; W_I = sum of w_i over I; every owner o of an island for its own entries of the bucket):
     m_I    = sum_{i in I} (w_i / W_I) D(C(x_i))       summed by the owner, in rank order
-    M      = sum_I W_I kept_I                         by `between`, among the owners of the same entries in all islands
+    M      = sum_I W_I (m_I - lost_I)                 by `between`, among the owners of the same entries in all islands
     mean   = D(C(M))                                  sent by the owners to the ranks of their islands
-    kept_i = D(C(x_i)), and at the owner  + (W_I / w_o) (kept_I - m_I + mean - M)
+    lost_i = x_i - D(C(x_i)), and at the owner  + (W_I / w_o) (lost_I + M - mean)
 Symbols: x_i (numel,) input of rank i; w_i its weight; C `inside`, D its inverse (the identity where none is given).
 Levels:  `island` and `between` (see wire.message.Levels.islands). Of every island as many ranks own entries as the
 smallest has; the others run `between` on nothing and in a group of one, so that all ranks send as many messages.
@@ -69,14 +69,14 @@ class Hierarchical(Exchange):
         sub = Bucket(here.mine.layout, island.to(x.layout.dtype))
         out = yield from self._across(sub, part_of(inner, here), here, at)
         mean = yield from self._spread(out.mean, here, keys)
-        kept = None
-        if out.kept is not None or not self._exact:
-            kept = self._decoded(sent, here, keys).to(torch.float32, copy=True)
-            lost = mean[here.mine.slice].float() - out.mean.float()
-            lost += 0.0 if out.kept is None else out.kept - island
+        lost = None
+        if at.accounts and (out.lost is not None or not self._exact):
+            lost = x.flat.float() - self._decoded(sent, here, keys).float()
+            across = out.mean.float() - mean[here.mine.slice].float()
+            across += 0.0 if out.lost is None else out.lost
             if at.share > 0:
-                kept[here.mine.slice].add_(lost, alpha=float(here.totals(at.weights)[at.rank]) / at.share)
-        return Outcome(mean, kept, State(inner=(put_back(inner, here, out.state),)))
+                lost[here.mine.slice].add_(across, alpha=float(here.totals(at.weights)[at.rank]) / at.share)
+        return Outcome(mean, lost, State(inner=(put_back(inner, here, out.state),)))
 
     def _reduce(self, sent: Tensor, here: Place, at: Round, keys: list[Key]) -> _Turns:
         """The mean of my island, of the entries I own, in float32."""

@@ -2,7 +2,7 @@
 
 Equations (per matrix of the bucket):
     P     = orth(sum_i w_i M_i Q)
-    mean  = P (sum_i w_i M_i^T P)^T = P P^T sum_i w_i M_i;   kept_i = P P^T M_i
+    mean  = P (sum_i w_i M_i^T P)^T = P P^T sum_i w_i M_i;   lost_i = M_i - P P^T M_i
     Q     <- sum_i w_i M_i^T P, every column divided by its largest magnitude (a column of zeros: the one before)
 Symbols: M_i (n1, n2) a tensor of rank i, first dimension against the rest; w_i its weight; P (n1, r); Q (n2, r).
 Tensors for which r (n1 + n2) >= n1 n2, r = min(rank, n1, n2), and vectors go along in the first message as they are.
@@ -11,8 +11,8 @@ State:   r n2 float32 per matrix, "q@name", the same on all ranks.   Work: 8 r n
 Paper:   Vogels, Karimireddy, Jaggi, arXiv 1905.13727.   Contraction: none, M may be orthogonal to Q.
 Good when: links of 1 Gbit/s and less, matrices much larger than r.   Not for: vectors, embeddings at low rank, the
 first steps (see warm_up), machines of several kinds (every rank computes P from the same bytes).   Wants feedback.
-Unlike the paper: orth by Householder reflections, not Gram-Schmidt; what rank i keeps is its own part of the mean,
-not the mean, so that w_i counts: both leave the same sum for feedback, hence the same means from then on.
+Unlike the paper: orth by Householder reflections, not Gram-Schmidt; what rank i loses is missing in its own part of
+the mean, not in the mean, so that w_i counts: both leave the same sum for feedback, hence the same means from then on.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class PowerSgd(Exchange):
 
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
         cut, flat = self._split(x.layout), x.flat.float()
-        mean, kept = torch.empty_like(flat), torch.empty_like(flat)
-        cut.keep_dense(flat, kept)
+        mean = torch.empty_like(flat)
         matrices = [b.matrices(flat) for b in cut.batches]
         before = [b.gather(state.tensors, "q") for b in cut.batches]
         sent = [torch.bmm(q, m.mT) for q, m in zip(before, matrices, strict=True)]  # (batch, r, n1)
         (reply,) = yield Message((cut.pack(flat, sent, at.share),), Combine.SUM)
         lefts = [orthonormal(p) for p in cut.unpack(reply, [b.left for b in cut.batches], mean)]
+        cut.clear_dense(flat)  # from here on, `flat` turns into what is lost
         if not cut.batches:
-            return Outcome(mean.to(x.layout.dtype), kept, state)
+            return Outcome(mean.to(x.layout.dtype), flat, state)
         mine = [torch.bmm(p, m) for p, m in zip(lefts, matrices, strict=True)]  # (batch, r, n2)
         second = Split((), cut.batches)
         (reply,) = yield Message((second.pack(flat, mine, at.share),), Combine.SUM)
@@ -65,9 +65,10 @@ class PowerSgd(Exchange):
         tensors: dict[str, Tensor] = {}
         for batch, left, own, right, old in zip(cut.batches, lefts, mine, agreed, before, strict=True):
             batch.put(mean, left, right)
-            batch.put(kept, left, own)
+            if at.accounts:
+                batch.take(flat, left, own)
             tensors |= batch.named(unit_rows(right, old), "q")
-        return Outcome(mean.to(x.layout.dtype), kept, State(tensors))
+        return Outcome(mean.to(x.layout.dtype), flat if at.accounts else None, State(tensors))
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         cut = self._split(layout)

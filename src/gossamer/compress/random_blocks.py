@@ -51,7 +51,7 @@ class RandomBlocks(Exchange):
         sent = taken(flat, chosen, block)
         (total,) = yield Message((sent * at.share,), Combine.SUM)
         mean, kept = (placed(rows, chosen, flat.numel()) for rows in (total, sent))
-        return Outcome(mean.to(x.layout.dtype), kept, state)
+        return Outcome(mean.to(x.layout.dtype), flat - kept, state)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return (Traffic(Combine.SUM, self._count(layout) * self._block(layout), 4),)

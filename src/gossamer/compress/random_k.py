@@ -48,9 +48,9 @@ class RandomK(Exchange):
         places = drawn(x.layout.numel, k, key_of(at, x.layout), flat.device)
         values = flat[places].mul_(flat.numel() / k if self.unbiased and k else 1.0)
         (total,) = yield Message((values * at.share,), Combine.SUM)
-        kept = torch.zeros_like(flat).index_copy_(0, places, values)
+        lost = flat.index_add(0, places, values, alpha=-1)
         mean = torch.zeros_like(flat).index_copy_(0, places, total)
-        return Outcome(mean.to(x.layout.dtype), kept, state)
+        return Outcome(mean.to(x.layout.dtype), lost, state)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return (Traffic(Combine.SUM, count_of(self.fraction, layout.numel), 4),)
@@ -59,7 +59,7 @@ class RandomK(Exchange):
         part = count_of(self.fraction, layout.numel) / max(1, layout.numel)
         if not self.unbiased or part == 0:
             return part
-        left = 2 - 1 / part  # E|x - kept|^2 = (1 / part - 1) |x|^2
+        left = 2 - 1 / part  # E|lost|^2 = (1 / part - 1) |x|^2
         return left if left > 0 else None
 
 

@@ -64,7 +64,7 @@ class S2Reducer(Exchange):
         columns = ceil(self.cells * count_bits(union) / self.rows)
         if self.rows * columns >= flat.numel():
             (mean,) = yield Message((flat * at.share,), Combine.SUM)
-            return Outcome(mean.to(x.layout.dtype), flat.clone(), state)
+            return Outcome(mean.to(x.layout.dtype), torch.zeros_like(flat), state)
         places = places_of_bits(union).to(flat.device)
         hashes = Hashes.draw(places, self.rows, columns, key_of(at, x.layout).agreed(flat.device))
         sketch = hashes.encode(flat[places])
@@ -72,7 +72,7 @@ class S2Reducer(Exchange):
         answers = hashes.decode(total)  # (rows, union)
         row = median(answers)
         mean, kept = (_spread(a.gather(0, row)[0], places, flat) for a in (answers, hashes.decode(sketch)))
-        return Outcome(mean.to(x.layout.dtype), kept, state)
+        return Outcome(mean.to(x.layout.dtype), flat - kept, state)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return Traffic(Combine.OR, -(-layout.numel // 8), 1), Traffic(Combine.SUM, layout.numel, 4)

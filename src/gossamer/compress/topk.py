@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from gossamer.compress import Exchange, Traits
 from gossamer.compress._key import key_of
-from gossamer.compress._sparse import check_fraction, count_of, mean_of, only, packed
+from gossamer.compress._sparse import check_fraction, count_of, mean_of, packed, without
 from gossamer.ops.places import largest
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
@@ -42,7 +42,7 @@ class TopK(Exchange):
         flat, k = x.flat.float(), count_of(self.fraction, x.layout.numel)
         places = largest(flat, k, key_of(at, x.layout).generator(flat.device))
         (messages,) = yield Message((packed(flat, places, k),), Combine.GATHER)
-        return Outcome(mean_of(messages, k, at.shares, x.layout), only(flat, places), state)
+        return Outcome(mean_of(messages, k, at.shares, x.layout), without(flat, places), state)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return (Traffic(Combine.GATHER, 8 * count_of(self.fraction, layout.numel), 1),)

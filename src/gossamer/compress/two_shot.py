@@ -3,12 +3,12 @@
 Equations (n ranks, chunk c belongs to rank c):
     m_c  = w_c x_c[c] + sum_{i != c} w_i D(C(x_i[c]))      what its owner sums: its own numbers need no code
     mean = (D(C'(m_0)), ..., D(C'(m_{n-1})))
-    kept_i = D(C(x_i)), and on its own chunk  x_i + (D(C'(m_i)) - m_i) / w_i
+    lost_i = x_i - D(C(x_i)), and on its own chunk  (m_i - D(C'(m_i))) / w_i
 Symbols: x_i (numel,) input of rank i; w_i its weight; C `codec`, C' `back` (the same codec where none is given).
-The owner takes the loss of the second encoding on itself, so mean = sum_i w_i kept_i and feedback around it sees both.
+The owner takes the loss of the second encoding on itself, so that feedback around it sees both.
 Wire:    SHUFFLE of n messages of ceil(numel / n) numbers, then GATHER of one: 2 (n-1)/n of an encoded bucket. Where
 messages are as long as they need to be, a MAX of 4 bytes goes before each, and all are padded to the longest.
-State:   none.   Work: per element one encoding, one decoding, and another decoding for `kept`.
+State:   none.   Work: per element one encoding, which finds out what is lost as well, and one decoding.
 Paper:   the scatter-reduce-all-gather of Markov et al., CGX, arXiv 2111.08617; in LoongForge and DeepSpeed for 8 bits.
 Good when: the link is slower than encoding.   Exact where the codec is lossless, in a fixed order of summing.
 """
@@ -47,43 +47,37 @@ class TwoShot(Exchange):
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
         ranks, me = len(at.members), at.place
         chunk = self._chunk(x.layout.numel, ranks)
-        rows = _rows(x.flat.float(), ranks, chunk)
+        rows = _rows(x.flat.float(), ranks, chunk)  # of each, what is lost takes its place once it is encoded
+        loses = at.accounts and not self.traits.lossless
         key, key_back = key_of(at, x.layout), key_of(at, x.layout, turn=1)
-        sent = yield from _even(self.codec, self._for_others(rows, me, key))  # (ranks, nbytes)
+        sent = yield from _even(self.codec, self._for_others(rows, me, key, loses=loses))  # (ranks, nbytes)
         (arrived,) = yield Message((sent,), Combine.SHUFFLE)
         mine = self._summed(rows[me], arrived, at, key)
-        answer = yield from _even(self._back, self._back.encode(mine, key_back))
+        answer = yield from _even(self._back, _encoded(self._back, mine, key_back, rows[me] if loses else None))
         (answers,) = yield Message((answer,), Combine.GATHER)
         mean = self._back.decode(answers, chunk, key_back)  # (ranks, chunk)
-        kept = None if self.traits.lossless else self._kept(rows[me], sent, mean[me] - mine, at, key)
-        return Outcome(_flat(mean, x.layout), None if kept is None else _flat(kept, x.layout).float(), state)
+        rows[me].mul_(1 / at.share if at.share > 0 else 0.0)
+        return Outcome(_flat(mean, x.layout).to(x.layout.dtype), _flat(rows, x.layout) if loses else None, state)
 
-    def _for_others(self, rows: Tensor, me: int, key: Key) -> Tensor:
+    def _for_others(self, rows: Tensor, me: int, key: Key, *, loses: bool) -> Tensor:
         """(ranks, nbytes): every row encoded but my own, which travels nowhere."""
         if not self.codec.traits.fixed_size:
-            return self.codec.encode(rows, key)
-        sent = torch.zeros((len(rows), self.codec.nbytes(rows.shape[1])), dtype=torch.uint8, device=rows.device)
+            return _encoded(self.codec, rows, key, None)
+        sent = rows.new_empty((len(rows), self.codec.nbytes(rows.shape[1])), dtype=torch.uint8)
+        sent[me] = 0
         for others in (slice(0, me), slice(me + 1, None)):
-            if len(rows[others]):
-                sent[others] = self.codec.encode(rows[others], replace(key, own=key.own + (others.start or 0)))
+            if len(here := rows[others]):
+                own = replace(key, own=key.own + (others.start or 0))
+                sent[others] = _encoded(self.codec, here, own, here if loses else None)
         return sent
 
     def _summed(self, own: Tensor, arrived: Tensor, at: Round, key: Key) -> Tensor:
         """The weighted sum of my chunk: my own numbers as they are, then what the others sent, in rank order."""
-        me, total = at.place, own * at.share
-        for others in (slice(0, me), slice(me + 1, None)):
-            if len(arrived[others]):
-                total += self.codec.mean(arrived[others], own.numel(), at.shares[others], key)
+        total = own * at.share
+        for rank, (message, share) in enumerate(zip(arrived, at.shares, strict=True)):
+            if rank != at.place:
+                self.codec.add(total, message, share, key)
         return total
-
-    def _kept(self, own: Tensor, sent: Tensor, lost_back: Tensor, at: Round, key: Key) -> Tensor:
-        me, numel = at.place, own.numel()
-        kept = torch.empty((len(sent), numel), dtype=torch.float32, device=own.device)
-        for others in (slice(0, me), slice(me + 1, None)):
-            if len(sent[others]):
-                kept[others] = self.codec.decode(sent[others], numel, key)
-        kept[me] = torch.add(own, lost_back, alpha=1 / at.share) if at.share > 0 else own
-        return kept
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         ranks = len(levels.group("all", rank))
@@ -101,6 +95,10 @@ class TwoShot(Exchange):
         each = max(1, -(-numel // ranks))
         block = self.codec.block
         return -(-each // block) * block if each > 64 * block else each
+
+
+def _encoded(codec: Codec, x: Tensor, key: Key, lost: Tensor | None) -> Tensor:
+    return codec.encode(x, key) if lost is None else codec.encode_losing(x, key, lost)
 
 
 def _agreeing(codec: Codec) -> tuple[Traffic, ...]:
@@ -122,4 +120,4 @@ def _rows(flat: Tensor, ranks: int, chunk: int) -> Tensor:
 
 
 def _flat(rows: Tensor, layout: Layout) -> Tensor:
-    return rows.flatten()[: layout.numel].to(layout.dtype)
+    return rows.view(-1)[: layout.numel]

@@ -83,7 +83,7 @@ class UnevenTopK(Exchange):
             mask = torch.where((senders >= 1) & (senders <= self.overlap), self.gamma, 1.0)
             mean.mul_(mask)
             kept.mul_(mask)
-        return Outcome(mean.to(x.layout.dtype), kept, state)
+        return Outcome(mean.to(x.layout.dtype), flat - kept, state)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         splits, arriving = self._splits(layout.numel, levels.group("all", rank), rank)

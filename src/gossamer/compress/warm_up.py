@@ -55,15 +55,13 @@ class WarmUp(Exchange):
         first, inner = state.inner
         rounds = len(self.traffic(x.layout, at.levels, at.rank))
         is_first = at.key[1] < self.steps
-        if is_first and self.first.traits.lossless and not self.traits.lossless:
-            x = Bucket(x.layout, x.flat.clone())  # it may use its input's storage, which we did not say we do
         one, own = (self.first, first) if is_first else (self.inner, inner)
         spent = len(one.traffic(x.layout, at.levels, at.rank))
         out = yield from one.run(x, own, at)
         for _ in range(rounds - spent):
             yield Message((torch.empty(0, dtype=torch.uint8),), Combine.SUM)
         after = (out.state, inner) if is_first else (first, out.state)
-        return Outcome(out.mean, out.kept, State({}, after))
+        return Outcome(out.mean, out.lost, State({}, after))
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         first, inner = (one.traffic(layout, levels, rank) for one in (self.first, self.inner))

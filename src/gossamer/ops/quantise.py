@@ -20,22 +20,27 @@ def quantise(
     out: Tensor,
     generator: torch.Generator | None = None,
     bits: int = 8,
+    lost: Tensor | None = None,
 ) -> None:
     """Write x (..., numel) float32 as integers in [-levels, levels] to `out`, and the size of one integer step to
     `scales` (..., ceil(numel / block)). `out` is (..., numel) int8; with fewer bits (..., ceil(numel bits / 8)) uint8,
     and the block a multiple of 8. Rounds to nearest, or up or down at random so that the mean is right. A block with a
-    number that is not finite gets a scale that is not finite.
+    number that is not finite gets a scale that is not finite. What rounding takes off x goes to `lost`, which may be x.
     """
     rows, room = as_rows(x), scratch(x, block)
+    rest = None if lost is None else as_rows(lost)
     scales, out = as_rows(scales), as_rows(out)
     noise = None if generator is None else _Shake(room, generator)
     codes = scratch(x, block, torch.int8) if bits < 8 else None
     for span in spans(rows, block):
-        steps = _steps(span.numbers(rows), span.scratch(room), levels, span.blocks(scales), noise)
+        values, scale = span.numbers(rows), span.blocks(scales)
+        steps = _steps(values, span.scratch(room), levels, scale, noise)
         if codes is None:
             span.numbers(out).copy_(steps)
         else:
             span.packed(out, bits).copy_(_packed(span.scratch(codes).copy_(steps), bits))
+        if rest is not None:
+            torch.addcmul(values, steps, scale.unsqueeze(-1), value=-1, out=span.numbers(rest))
 
 
 def dequantise(levels: Tensor, scales: Tensor, block: int, bits: int = 8, numel: int | None = None) -> Tensor:
@@ -45,13 +50,18 @@ def dequantise(levels: Tensor, scales: Tensor, block: int, bits: int = 8, numel:
     levels, scales, rows = as_rows(levels), as_rows(scales), as_rows(out)
     codes = scratch(out, block, torch.int8) if bits < 8 else None
     for span in spans(rows, block):
-        target = span.numbers(rows)
-        if codes is None:
-            target.copy_(span.numbers(levels))
-        else:
-            target.copy_(_unpacked(span.packed(levels, bits), bits, span, codes))
+        target = span.numbers(rows).copy_(_steps_of(levels, span, bits, codes))
         target.mul_(span.blocks(scales).unsqueeze(-1))
     return out
+
+
+def add_dequantised(total: Tensor, levels: Tensor, scales: Tensor, block: int, bits: int = 8) -> None:
+    """Add what `dequantise` gives to `total` (..., numel) float32, in place."""
+    levels, scales, rows, room = as_rows(levels), as_rows(scales), as_rows(total), scratch(total, block)
+    codes = scratch(total, block, torch.int8) if bits < 8 else None
+    for span in spans(rows, block):
+        steps = span.scratch(room).copy_(_steps_of(levels, span, bits, codes))
+        span.numbers(rows).addcmul_(steps, span.blocks(scales).unsqueeze(-1))
 
 
 def largest(values: Tensor, room: Tensor) -> Tensor:
@@ -90,6 +100,11 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     odd = -numel % 8
     flat = codes.view(rows, numel)
     return small.pack(torch.nn.functional.pad(flat, (0, odd)) if odd else flat, bits)[:, : -(-numel * bits // 8)]
+
+
+def _steps_of(levels: Tensor, span: Span, bits: int, codes: Tensor | None) -> Tensor:
+    """The integers of one span, (rows, blocks, width) int8; those in fewer bits are spread out in `codes`."""
+    return span.numbers(levels) if codes is None else _unpacked(span.packed(levels, bits), bits, span, codes)
 
 
 def _unpacked(packed: Tensor, bits: int, span: Span, codes: Tensor) -> Tensor:

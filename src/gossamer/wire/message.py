@@ -116,7 +116,7 @@ class Round:
     """The circumstances of one exchange: who I am, with whom, whose share counts how much.
 
     `weights` (ranks,) float64, sums to 1 over each group of level `all`: the share of every rank's input in the mean.
-    `key` is (seed, step).
+    `key` is (seed, step). `accounts`: whether anybody will look at what the exchange lost.
     """
 
     rank: int
@@ -124,6 +124,7 @@ class Round:
     weights: Tensor
     key: tuple[int, int]
     lr: float
+    accounts: bool = True
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -175,13 +176,14 @@ class State:
 class Outcome:
     """The end of an exchange.
 
-    `mean`: weighted mean over ranks, flat like the bucket. `kept`: the part of MY input that the mean accounts for, so
-    that mean = sum_i w_i kept_i; None says all of it, now (a loss-free exchange, which may then have used its input's
-    storage) or in time (feedback, which remembers the rest itself). `state`: the NEW state.
+    `mean`: weighted mean over ranks, flat like the bucket. `lost`: the part of MY input that the mean does not account
+    for, float32, so that mean = sum_i w_i kept_i with kept_i = x_i - lost_i. None: nothing is lost, now (a loss-free
+    exchange) or in time (feedback, which remembers it itself), or nobody asked (`Round.accounts`). `state`: the new
+    one.
     """
 
     mean: Tensor
-    kept: Tensor | None
+    lost: Tensor | None
     state: State
 
 

@@ -75,11 +75,21 @@ class Codec(ABC):
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
         """(..., nbytes(numel)) uint8 to a new (..., numel) float32. Uses `key.shared` alone: `own` differs."""
 
+    def encode_losing(self, x: Tensor, key: Key, lost: Tensor) -> Tensor:
+        """The message of `encode`; what it loses, x - decode(message), is written to `lost`, which may be x itself."""
+        message = self.encode(x, key)
+        torch.sub(x, self.decode(message, x.shape[-1], key), out=lost)
+        return message
+
+    def add(self, total: Tensor, message: Tensor, share: float, key: Key) -> None:
+        """total (numel,) += share decode(message), in place."""
+        total.add_(self.decode(message, total.numel(), key), alpha=share)
+
     def mean(self, messages: Tensor, numel: int, shares: Sequence[float], key: Key) -> Tensor:
         """sum_i shares[i] decode(messages[i]), (n, nbytes) to (numel,), summed in row order: the same on every rank."""
         total = self.decode(messages[0], numel, key).mul_(shares[0])
         for message, share in zip(messages[1:], shares[1:], strict=True):
-            total.add_(self.decode(message, numel, key), alpha=share)
+            self.add(total, message, share, key)
         return total
 
 

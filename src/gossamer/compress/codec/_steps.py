@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.compress.codec import Codec, Key
 from gossamer.ops.blocks import empty_message, part
-from gossamer.ops.quantise import dequantise, quantise
+from gossamer.ops.quantise import add_dequantised, dequantise, quantise
 from gossamer.spec.errors import bad_input
 
 
@@ -30,15 +30,25 @@ class Steps(Codec):
         return 4 * -(-numel // self.block) + 4 * -(-numel * self.bits // 32)
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
+        return self._encoded(x, key, None)
+
+    def encode_losing(self, x: Tensor, key: Key, lost: Tensor) -> Tensor:
+        return self._encoded(x, key, lost)
+
+    def _encoded(self, x: Tensor, key: Key, lost: Tensor | None) -> Tensor:
         out = empty_message(x, self.nbytes(x.shape[-1]))
         scales, codes = self._parts(out, x.shape[-1])
         rng = key.generator(x.device) if self.rounds_at_random else None
-        quantise(x, self.block, self.levels, scales, codes, rng, bits=self.bits)
+        quantise(x, self.block, self.levels, scales, codes, rng, bits=self.bits, lost=lost)
         return out
 
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
         scales, codes = self._parts(message, numel)
         return dequantise(codes, scales, self.block, bits=self.bits, numel=numel)
+
+    def add(self, total: Tensor, message: Tensor, share: float, key: Key) -> None:
+        scales, codes = self._parts(message, total.numel())
+        add_dequantised(total, codes, scales * share, self.block, bits=self.bits)
 
     def nearest_contraction(self) -> float | None:
         """Of rounding to nearest: one large number in a block, all others just below half a step."""

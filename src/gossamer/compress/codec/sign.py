@@ -23,7 +23,7 @@ from torch import Tensor
 from gossamer.compress.codec import Codec, Key, Traits
 from gossamer.ops.bits import pack
 from gossamer.ops.blocks import as_rows, empty_message, part, scratch, spans
-from gossamer.ops.quantise import dequantise
+from gossamer.ops.quantise import add_dequantised, dequantise
 from gossamer.spec.errors import bad_input
 
 
@@ -63,6 +63,10 @@ class Sign(Codec):
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
         scales, codes = self._parts(message, numel)
         return dequantise(codes, scales, self.block_numel, bits=1, numel=numel)
+
+    def add(self, total: Tensor, message: Tensor, share: float, key: Key) -> None:
+        scales, codes = self._parts(message, total.numel())
+        add_dequantised(total, codes, scales * share, self.block_numel, bits=1)
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         blocks = -(-numel // self.block_numel)
