@@ -1,6 +1,6 @@
 """One type through real processes: a reference, then for each number of stages a crew of fresh processes over gloo.
 
-What was imported, and the model itself, are there before the processes are forked.
+What was imported, the model and its cuts are there before the processes are forked.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from gossamer.model.units import block_names
 from zoo.case import Different, found, module_of, short
-from zoo.trial import Trial, compare, refer
+from zoo.trial import Trial, compare, cuts_of, refer
 
 ENDING_S = 3.0  # that the others of a crew have to say why, when one has failed
 LATER = ("PeerLost", "WireMismatch")  # what a rank says whose peer has failed
@@ -31,17 +32,19 @@ def check_through_gloo(kind: str, stages: Sequence[int], schedules: Sequence[str
     warnings.simplefilter("ignore")
     case = found(kind)
     module = module_of(case)
+    cuts = cuts_of(case, module, stages)  # here: what a trace loads and learns of operators, all that is forked has
+    blocks = block_names(module)
     with tempfile.TemporaryDirectory() as folder:
         whole = Trial(case, (), tuple(schedules), Path(folder))
-        (known,) = forked(lambda rank: refer(whole, module, stages), 1, limit_s, "the reference")
+        (known,) = forked(partial(refer, whole, module), 1, limit_s, "the reference")
         exact, sent, least = True, {}, {}
         for count in stages:
-            trial = Trial(case, known["cuts"][count], tuple(schedules), Path(folder))
+            trial = Trial(case, cuts[count], tuple(schedules), Path(folder))
             answers = forked(partial(compare, trial, module), count, limit_s, f"{count} stages")
             _agree(answers, known["trained"], f"{count} stages")
             exact &= all(answer["exact"] for answer in answers)
             sent[count] = [answer["sent"] for answer in answers]
-            least[count] = blocks_of(known["blocks"], known["cuts"][count])
+            least[count] = blocks_of(blocks, cuts[count])
     return {
         "recipe": case.recipe,
         "exact": exact,
@@ -105,7 +108,7 @@ def _gathered(pipes: Sequence[Connection], until: float, what: str) -> list[dict
         left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
         ready = wait(list(left), timeout=max(0.0, until - time.monotonic()))
         if not ready:
-            hung = f"{what}: rank {min(left.values())} took too long"
+            hung = f"{what}: no end of rank {' and '.join(map(str, left.values()))} within the limit"
             return [*found.values(), {"failed": f"PeerLost: {hung}" if any(map(_is_bad, found.values())) else hung}]
         for pipe in ready:
             try:

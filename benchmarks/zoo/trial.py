@@ -190,31 +190,27 @@ def _draw_alike(*_: Any) -> None:
     np.random.seed(0)
 
 
-def refer(trial: Trial, module: nn.Module, stages: Sequence[int]) -> dict[str, Any]:
-    """Train in one process, keep the numbers, and say where to cut."""
+def cuts_of(case: Case, module: nn.Module, stages: Sequence[int]) -> dict[int, tuple[str, ...]]:
+    """For each number of stages, those of equal numbers of blocks."""
+    flow = Ways(module, loss_of, Cuts(())).flow(batch_of(case.form, seed=0, padded=False))
+    prices = dict.fromkeys(flow.units, BESIDE) | dict.fromkeys(block_names(module), 1.0)
+    return {count: even_cuts(flow, count, costs=prices).first for count in stages}
+
+
+def refer(trial: Trial, module: nn.Module, rank: int) -> dict[str, Any]:
+    """Train in one process and keep the numbers; says which part of the parameters had a gradient."""
     reached: set[str] = set()
     sizes = {name: p.numel() for name, p in module.named_parameters()}
-    cuts = dict(_cuts(trial.case, module, stages))
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name))
-    with seated(trial, module, 0) as seat:
+    with seated(trial, module, rank) as seat:
         for schedule in trial.schedules:
             _keep(trial, seat, schedule)
     return {
-        "cuts": cuts,
-        "blocks": block_names(module),
         "reached": round(sum(sizes[n] for n in reached) / sum(sizes.values()), 3),
         "trained": [name for name, p in module.named_parameters() if p.requires_grad],
     }
-
-
-def _cuts(case: Case, module: nn.Module, stages: Sequence[int]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Stages of equal numbers of blocks."""
-    flow = Ways(module, loss_of, Cuts(())).flow(batch_of(case.form, seed=0, padded=False))
-    prices = dict.fromkeys(flow.units, BESIDE) | dict.fromkeys(block_names(module), 1.0)
-    for count in stages:
-        yield count, even_cuts(flow, count, costs=prices).first
 
 
 def _keep(trial: Trial, seat: Seat, schedule: str) -> None:
