@@ -6,7 +6,7 @@ Every rank looks at the whole model without its weights, finds the same cuts, an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from gossamer.model.cut.flow import Flow
 from gossamer.model.cut.partial import Skeleton, hollowed
 from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.ways import Ways
+from gossamer.model.given import check_units, units_of
 from gossamer.model.origin import Origin
 from gossamer.model.precision import Precision, precision_of
 from gossamer.model.units import block_names
@@ -136,31 +137,39 @@ def hold(source: Source, asked: Asked, plan: Plan | None = None) -> Held:
     stages = plan.mesh.pipe if plan is not None else asked.config.plan.mesh.pipe
     if stages in (1, "auto"):
         module = source.whole().to(asked.device)
-        return Held(plan or make_plan(asked.config, module, ranks=asked.ranks, device=asked.device), module)
+        return Held(_begun(plan, module, asked), module)
     found = outlined(source, asked, plan)
     placement = found.cut.placement
     mine = [part for part in found.cut.parts if placement[part.stage] == asked.rank % found.plan.mesh.pipe]
-    module, stages_here = _built(source, found.flow, mine, asked)
+    module, stages_here = _built(source, found, mine, asked)
     return Held(found.plan, module, replace(found.cut, stages=stages_here))
 
 
 def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined:
     """The plan of a model in stages with its cuts and its forecast. Raises BadInput."""
     config, outline = asked.config, source.outline()
-    plan = plan or make_plan(config, outline, ranks=asked.ranks, device=asked.device)
+    plan = _begun(plan, outline, asked)
     run = _Run(asked.objective, precision_of(config.train.precision), asked.device)
     first = Feed(asked.batches, plan, 0, config.train.seed).fetch(0)[0].rows
-    flow = Ways(outline, run, Cuts(())).flow(first)
+    flow = Ways(outline, run, Cuts(()), plan.units).flow(first)
     if plan.cuts:
         cuts = Cuts(plan.cuts)
     else:
-        cuts, why = _cuts(flow, outline, plan.mesh.pipe, config)
+        cuts, why = _cuts(flow, outline, plan, config)
         plan = plan.model_copy(update={"cuts": cuts.first, "reasons": {**plan.reasons, "cuts": why}})
-    cut = Cut(Ways(outline, run, cuts), parts_of(outline, flow, cuts), {}, schedule_of(plan, 0).placement)
+    cut = Cut(Ways(outline, run, cuts, plan.units), parts_of(outline, flow, cuts), {}, schedule_of(plan, 0).placement)
     cut.ways.know(first, flow, cut.parts)
     _check_room(cut, asked)
     plan = plan.model_copy(update={"forecast": forecast_of(plan, cut, asked.batches, config)})
     return Outlined(plan, cut, flow)
+
+
+def _begun(plan: Plan | None, module: nn.Module, asked: Asked) -> Plan:
+    """The plan that was given, or a new one, as far as a model says it that was not traced yet."""
+    if plan is None:
+        return make_plan(asked.config, module, ranks=asked.ranks, device=asked.device)
+    check_units(module, plan.units)
+    return plan if plan.units else plan.model_copy(update={"units": units_of(module, asked.config.plan.units)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +186,17 @@ class _Run:
             return self.objective(caller_of(module, rows)(module, rows), rows).float()
 
 
-def _built(source: Source, flow: Flow, mine: list[Part], asked: Asked) -> tuple[nn.Module, dict[int, Stage]]:
+def _built(source: Source, found: Outlined, mine: list[Part], asked: Asked) -> tuple[nn.Module, dict[int, Stage]]:
     holds = frozenset[str]().union(*(part.holds for part in mine))
     module = source.part(holds).to(asked.device)
     if asked.config.model.compile:
-        compile_units(module)
-    stages = {part.stage: Stage(module, flow, part, keep=holds) for part in mine}
+        compile_units(module, found.plan.units)
+    stages = {part.stage: Stage(module, found.flow, part, keep=holds) for part in mine}
     return module, stages
 
 
-def _cuts(flow: Flow, outline: nn.Module, stages: int, config: RunConfig) -> tuple[Cuts, str]:
-    asked = config.plan.cuts
+def _cuts(flow: Flow, outline: nn.Module, plan: Plan, config: RunConfig) -> tuple[Cuts, str]:
+    asked, stages = config.plan.cuts, plan.mesh.pipe
     if asked == "auto":
         return even_cuts(flow, stages), f"{stages} stages of as equal work as whole units allow"
     if len(asked) != stages:
@@ -197,15 +206,15 @@ def _cuts(flow: Flow, outline: nn.Module, stages: int, config: RunConfig) -> tup
             do="list as many as there are stages (plan.mesh.pipe), the first of them 0",
             key="plan.cuts",
         )
-    first = flow.calls[0].name if asked[0] == 0 else _unit(asked[0], outline)
-    return Cuts((first, *(_unit(each, outline) for each in asked[1:]))), "given"
+    blocks = block_names(outline, plan.units)
+    first = flow.calls[0].name if asked[0] == 0 else _unit(asked[0], blocks)
+    return Cuts((first, *(_unit(each, blocks) for each in asked[1:]))), "given"
 
 
-def _unit(given: int | str, outline: nn.Module) -> str:
+def _unit(given: int | str, blocks: Sequence[str]) -> str:
     """The name of a unit that was given by it, or as the number of a block."""
     if isinstance(given, str):
         return given
-    blocks = block_names(outline)
     if not 0 <= given < len(blocks):
         raise bad_input(
             wanted=f"the number of a block, 0 to {len(blocks) - 1}"

@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from gossamer import plan as planner
+from gossamer.model.given import units_of
 from gossamer.run.checkpoint import trainable
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
@@ -15,9 +16,10 @@ from gossamer.spec.plan import Plan
 
 
 def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device: torch.device) -> Plan:
-    """Ask the planner; the same answer on every rank."""
+    """Ask the planner; the same answer on every rank. Raises BadInput."""
     shapes = tuple((name, tuple(p.shape)) for name, p in trainable(module).items())
-    request = planner.Request(config=config, ranks=ranks, device=device.type, shapes=shapes)
+    units = units_of(module, config.plan.units)
+    request = planner.Request(config=config, ranks=ranks, device=device.type, shapes=shapes, units=units)
     return planner.build("data_parallel").plan(request)
 
 

@@ -268,7 +268,7 @@ def test_batches_of_another_shape_are_traced_again() -> None:
     module = MODULES["gnn"][0]()
     batches = [{"x": rows(count=5)}, {"x": rows(count=7)}]
     cuts = even_cuts(flow_of(module, batches[0]), 3)
-    ways = Ways(copy.deepcopy(module), mean_square, cuts)
+    ways = Ways(copy.deepcopy(module), mean_square, cuts, unit_names(module))
     stages = stages_of(module, ways.of(batches[0])[0], cuts)
     for batch in batches:
         flow, parts = ways.of(batch)

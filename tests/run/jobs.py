@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,42 @@ class Small(nn.Module):
         return self.norm(x) @ self.embed.weight.T
 
 
+class Row(nn.Module):
+    """No list of blocks: children of a child, called in a row, with dropout between them. Python's `random` too."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 12)
+        self.body = Body(dropout)
+        self.head = nn.Linear(12, 16)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return self.head(self.body(self.embed(input_ids) * scale[:, None, None]))
+
+
+class Body(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(12, 12), nn.Sequential(nn.Linear(12, 12)), Noisy()
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second, self.third):
+            x = x + nn.functional.dropout(torch.tanh(layer(x)), self.dropout, self.training)
+            x = x * random.uniform(1.0, 1.1) if self.training else x
+        return x
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x) * random.uniform(0.9, 1.1) if self.training else self.mix(x)
+
+
 def train(
     seat: Seat,
     *,
@@ -114,7 +151,13 @@ def train(
         given[name] = {**given.get(name, {}), **section}
     config = RunConfig.model_validate(given)
     torch.manual_seed(0)
-    module = {"small": lambda: Small(dropout), "marks": Marks, "doubles": lambda: Marks().double()}[kind]()
+    kinds = {
+        "small": lambda: Small(dropout),
+        "row": lambda: Row(dropout),
+        "marks": Marks,
+        "doubles": lambda: Marks().double(),
+    }
+    module = kinds[kind]()
     for name in frozen:
         module.get_submodule(name).requires_grad_(False)
     directory = RunDirectory(Path(folder or seat.folder) / "run")

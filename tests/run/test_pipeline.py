@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from run.test_trainer import losses, records
 
@@ -38,6 +39,23 @@ def test_losses_are_those_of_one_process(pool, tmp_path: Path, ranks: int, stage
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
     evaluations = [records(tmp_path / name, "evaluation")[-1]["loss"] for name in ("one", "many")]
     assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
+
+
+def test_units_that_the_user_names(pool, tmp_path: Path) -> None:
+    """Parts of a child, called in a row with dropout between them: keyed alike in one process and in stages."""
+    named = {"units": ["body.first", "body.second", "body.third"]}
+    arguments = {"steps": 6, "dropout": 0.3, "kind": "row"}
+    one = {"train": {"accumulate": 4}, "plan": named}
+    pool.run("run.jobs:train", 1, folder=str(tmp_path / "1"), sections=one, **arguments)
+    for stages, cuts in ((2, ["embed", "body.second"]), (3, ["embed", "body.second", "body.third"])):
+        folder = tmp_path / str(stages)
+        pool.run("run.jobs:train", stages, folder=str(folder), sections=staged(stages, cuts=cuts, **named), **arguments)
+        assert losses(folder) == pytest.approx(losses(tmp_path / "1"), rel=1e-6)
+        plan = yaml.safe_load((folder / "run" / "plan.yaml").read_text())
+        assert plan["units"] == ["embed", "body.first", "body.second", "body.third", "head"]
+    found = {"train": {"accumulate": 4}}
+    pool.run("run.jobs:train", 1, folder=str(tmp_path / "found"), sections=found, **arguments)
+    assert losses(tmp_path / "found") != pytest.approx(losses(tmp_path / "1"), rel=1e-6), "other units, other numbers"
 
 
 def test_replicas_of_stages(pool, tmp_path: Path) -> None:
@@ -118,6 +136,8 @@ def test_evaluation_and_gradients_of_frozen_parts(pool, tmp_path: Path) -> None:
         (3, {"mesh": {"pipe": 2}}, "a multiple of 2 processes"),
         (5, {"mesh": {"pipe": 5}}, "at least 5 units for 5 stages"),
         (2, {"mesh": {"pipe": 2}, "cuts": ["embed", "layers.7"]}, "there is no unit 'layers.7'"),
+        (2, {"mesh": {"pipe": 2}, "units": ["layers.7"]}, "there is no module 'layers.7'"),
+        (1, {"units": ["layers"]}, "which nobody calls"),
         (2, {"mesh": {"pipe": 2}, "cuts": [0, 9]}, "the number of a block, 0 to 1"),
         (2, {"mesh": {"pipe": 2}, "cuts": [0]}, "the first unit of each of 2 stages"),
         (2, {"mesh": {"pipe": 2}, "microbatches": 9}, "9 micro-batches on every replica"),

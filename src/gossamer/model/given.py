@@ -1,15 +1,48 @@
-"""Units that the user names, where a model has no repeated blocks, or other ones are wanted."""
+"""The units of a run: found, or named by the user, where a model has no repeated blocks, or other ones are wanted."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 
+from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
 
 _KEY = "plan.units"
+
+
+def units_of(module: nn.Module, asked: Sequence[str] | Literal["auto"]) -> tuple[str, ...]:
+    """The units of a model, as `plan.units` asks for them: found once, and used wherever units are spoken of.
+
+    What torch.compile wrapped as a whole is one unit. Raises BadInput.
+    """
+    if isinstance(module, OptimizedModule):
+        if asked == "auto":
+            return ("",)
+        raise bad_input(
+            wanted="a module whose units can be reached",
+            got="one that torch.compile wrapped as a whole",
+            do="give the module itself, and set model.compile, which compiles its units",
+            key=_KEY,
+        )
+    return unit_names(module) if asked == "auto" else given_units(module, asked)
+
+
+def check_units(module: nn.Module, names: Sequence[str]) -> None:
+    """That a plan's units are modules of this model; raises BadInput."""
+    known = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    strange = next((name for name in names if name not in known), None)
+    if strange is not None:
+        raise bad_input(
+            wanted=f"a plan of this model, with units {', '.join(units_of(module, 'auto')[:3])}, ...",
+            got=f"one with the unit {strange}, which it has not",
+            do="plan again",
+            key=_KEY,
+        )
 
 
 def given_units(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:

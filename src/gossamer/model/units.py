@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -36,9 +36,9 @@ def _paths(module: nn.Module) -> list[str]:
     return paths
 
 
-def block_names(module: nn.Module) -> tuple[str, ...]:
-    """The units that are repeated blocks: those inside a ModuleList."""
-    names = unit_names(module)
+def block_names(module: nn.Module, units: Sequence[str] = ()) -> tuple[str, ...]:
+    """Those of `units` that are repeated blocks: inside a ModuleList. Default: of `unit_names`."""
+    names = units or unit_names(module)
     return tuple(n for n in names if n and isinstance(module.get_submodule(n.rpartition(".")[0]), nn.ModuleList))
 
 

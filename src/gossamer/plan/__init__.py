@@ -21,12 +21,15 @@ from gossamer.wire.message import Levels
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a planner is asked. `shapes` are the trainable parameters in the model's order, when they are known."""
+    """What a planner is asked. When they are known, `shapes`: the trainable parameters in the model's order; `units`:
+    what of it is never divided.
+    """
 
     config: RunConfig
     ranks: int
     device: str = "cpu"
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    units: tuple[str, ...] = ()
 
 
 class Planner(ABC):

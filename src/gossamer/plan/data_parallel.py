@@ -41,12 +41,17 @@ class DataParallel(Planner):
         pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe)
         exchange, reasons["exchange"] = _exchange(config, mesh)
         _check_adapt(config, mesh)
+        if request.units:
+            reasons["units"] = (
+                "given" if config.plan.units != "auto" else "the repeated blocks, and what else owns parameters"
+            )
         plan = Plan(
             mesh=mesh,
             share=share,
             rows=rows,
             microbatches=pieces,
             schedule=_schedule(config, mesh),
+            units=request.units,
             boundary=_boundary(config, mesh),
             exchange=exchange,
             islands=_islands(config, mesh.size),

@@ -98,13 +98,13 @@ def engine_of(parts: Parts) -> Engine:
     config, module = parts.config, parts.module
     module.train()
     if config.model.compile and parts.cut is None:  # what is cut was compiled before
-        compile_units(module)
+        compile_units(module, parts.plan.units)
     return Engine(
         module=module,
         caller=caller_of(module, parts.train.batch(np.zeros(1, np.int64))),
         objective=parts.objective,
         precision=precision_of(config.train.precision),
-        randomness=unit_seeds(module, seed=config.train.seed),
+        randomness=unit_seeds(module, parts.plan.units, seed=config.train.seed),
         device=parts.device,
     )
 

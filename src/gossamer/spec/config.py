@@ -107,6 +107,7 @@ class PlanSection(Section):
     cuts: list[int | str] | Auto = Field(
         "auto", description="first unit of every stage: its name, or the number of a block; the first stage's is 0"
     )
+    units: list[str] | Auto = Field("auto", description="the modules to cut between; auto: the repeated blocks")
     microbatches: Positive | Auto = Field("auto", description="micro-batches per replica and step, as train.accumulate")
     schedule: Written = Field("auto", description="a method of `gossamer methods pipeline/schedule`")
     boundary: Written | list[Written] = Field(

@@ -45,6 +45,7 @@ class Plan(BaseModel):
     rows: tuple[int, ...]
     microbatches: tuple[int, ...]
     schedule: Written = "one_stage"
+    units: tuple[str, ...] = ()  # what is never divided, and has randomness of its own; empty: not known yet
     cuts: tuple[str, ...] = ()  # the first unit of every stage; empty: the model is one stage
     boundary: Written | tuple[Written, ...] = "plain"  # how tensors cross between stages: one way, or one per border
     exchange: Exchanges = "dense"

@@ -174,7 +174,7 @@ def _check_count(flow: Flow, stages: int) -> None:
         raise bad_input(
             wanted=f"a model of units that can be {stages} stages",
             got="one without repeated blocks, lists of modules or children that own parameters",
-            do="name the modules to cut between, or use fewer stages",
+            do="name the modules to cut between (plan.units), or use fewer stages",
             key=_KEY,
         )
     raise bad_input(

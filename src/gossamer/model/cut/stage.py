@@ -21,6 +21,7 @@ from gossamer.model.cut.cuts import Part, canonical_names
 from gossamer.model.cut.flow import Call, Flow, Inside, Leaf, Value, containers_of, hollow
 from gossamer.model.cut.live import Live
 from gossamer.model.cut.tree import Shape, flatten
+from gossamer.model.randomness import Keyed
 from gossamer.spec.errors import RunFailed
 
 
@@ -53,6 +54,7 @@ class Stage:
         _hollow_out(module, part.holds | keep, self.names)
         for name in flow.units:
             unit = module.get_submodule(name)
+            assert not isinstance(unit.forward, Keyed), "a ghost would not seed: key the randomness of a stage last"
             unit.forward = self._unit(name, unit.forward)  # type: ignore[method-assign]
         self._wrapped: set[str] = set()
         self.follow(flow, part)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from gossamer.model.cut.cuts import Cuts, Part, parts_of
 from gossamer.model.cut.flow import Flow
 from gossamer.model.cut.trace import trace
-from gossamer.model.units import unit_names
 
 Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 Known = dict[tuple[bool, Signature], tuple[Flow, tuple[Part, ...]]]
@@ -30,6 +29,7 @@ class Ways:
     module: nn.Module  # a skeleton: only ever traced
     run: Callable[[nn.Module, Mapping[str, Tensor]], Any]  # as in training: the loss of a batch
     cuts: Cuts
+    units: tuple[str, ...]
     known: Known = field(default_factory=dict, repr=False)
 
     def of(self, batch: Mapping[str, Tensor], *, training: bool = True) -> tuple[Flow, tuple[Part, ...]]:
@@ -43,7 +43,7 @@ class Ways:
     def flow(self, batch: Mapping[str, Tensor], *, training: bool = True) -> Flow:
         """What the model does with a batch, however it is cut."""
         self.module.train(training)
-        return trace(self.module, lambda: self.run(self.module, batch), units=unit_names(self.module))
+        return trace(self.module, lambda: self.run(self.module, batch), units=self.units)
 
     def know(self, batch: Mapping[str, Tensor], flow: Flow, parts: tuple[Part, ...]) -> None:
         """What a batch in training was found to do."""
