@@ -6,9 +6,9 @@ Every rank looks at the whole model without its weights, finds the same cuts, an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from gossamer.model.compiled import compile_units
 from gossamer.model.cut.cuts import Cuts, Part, even_cuts, parts_of
 from gossamer.model.cut.flow import Flow
 from gossamer.model.cut.partial import Skeleton, hollowed
+from gossamer.model.cut.segments import with_segments
 from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.ways import Ways
 from gossamer.model.given import check_units, units_of
@@ -127,6 +128,7 @@ class Outlined:
     plan: Plan
     cut: Cut
     flow: Flow  # of the first micro-batch
+    units_of: Callable[[nn.Module], tuple[str, ...]]  # of this model, whoever built it
 
 
 def hold(source: Source, asked: Asked, plan: Plan | None = None) -> Held:
@@ -151,17 +153,19 @@ def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined
     plan = _begun(plan, outline, asked)
     run = _Run(asked.objective, precision_of(config.train.precision), asked.device)
     first = Feed(asked.batches, plan, 0, config.train.seed).fetch(0)[0].rows
-    flow = Ways(outline, run, Cuts(()), plan.units).flow(first)
+    find = partial(_units, plan, run, first)
+    units = find(outline)
+    flow = Ways(outline, run, Cuts(()), units).flow(first)
     if plan.cuts:
         cuts = Cuts(plan.cuts)
     else:
         cuts, why = _cuts(flow, outline, plan, config)
         plan = plan.model_copy(update={"cuts": cuts.first, "reasons": {**plan.reasons, "cuts": why}})
-    cut = Cut(Ways(outline, run, cuts, plan.units), parts_of(outline, flow, cuts), {}, schedule_of(plan, 0).placement)
+    cut = Cut(Ways(outline, run, cuts, units), parts_of(outline, flow, cuts), {}, schedule_of(plan, 0).placement)
     cut.ways.know(first, flow, cut.parts)
     _check_room(cut, asked)
     plan = plan.model_copy(update={"forecast": forecast_of(plan, cut, asked.batches, config)})
-    return Outlined(plan, cut, flow)
+    return Outlined(plan, cut, flow, find)
 
 
 def _begun(plan: Plan | None, module: nn.Module, asked: Asked) -> Plan:
@@ -186,11 +190,17 @@ class _Run:
             return self.objective(caller_of(module, rows)(module, rows), rows).float()
 
 
+def _units(plan: Plan, run: _Run, rows: Mapping[str, Tensor], module: nn.Module) -> tuple[str, ...]:
+    """The plan's; a model that is one unit gets stretches of its graph for units."""
+    return plan.units if plan.units != ("",) else with_segments(module, partial(run, module, rows))
+
+
 def _built(source: Source, found: Outlined, mine: list[Part], asked: Asked) -> tuple[nn.Module, dict[int, Stage]]:
     holds = frozenset[str]().union(*(part.holds for part in mine))
     module = source.part(holds).to(asked.device)
+    units = found.units_of(module)
     if asked.config.model.compile:
-        compile_units(module, found.plan.units)
+        compile_units(module, units)
     stages = {part.stage: Stage(module, found.flow, part, keep=holds) for part in mine}
     return module, stages
 

@@ -14,7 +14,7 @@ SCHEDULES: list[Any] = ["one_f_one_b", {"gpipe": {"recompute": True, "split": Tr
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["one_f_one_b", "gpipe"])
-@pytest.mark.parametrize("kind", sorted(MODULES))
+@pytest.mark.parametrize("kind", [*sorted(MODULES), "bare"])
 def test_every_parameter_moves_as_in_one_process(pool, tmp_path: Path, kind: str, schedule: Any) -> None:
     (whole,) = pool.run("run.remote_jobs:train", 1, kind=kind, folder=str(tmp_path / "one"), plan={})
     plan = {"mesh": {"pipe": 3}, "schedule": schedule}

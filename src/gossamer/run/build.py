@@ -58,6 +58,11 @@ class Parts:
         """The whole model, by its names and shapes; where the module is a part of it, without its numbers."""
         return self.module if self.cut is None else self.cut.ways.module
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Of the model."""
+        return self.plan.units if self.cut is None else self.cut.ways.units
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
@@ -104,7 +109,7 @@ def engine_of(parts: Parts) -> Engine:
         caller=caller_of(module, parts.train.batch(np.zeros(1, np.int64))),
         objective=parts.objective,
         precision=precision_of(config.train.precision),
-        randomness=unit_seeds(module, parts.plan.units, seed=config.train.seed),
+        randomness=unit_seeds(module, parts.units, seed=config.train.seed),
         device=parts.device,
     )
 
