@@ -96,7 +96,7 @@ def test_bytes_are_those_forecast(pool, tmp_path: Path) -> None:
 
     sections = staged(2, boundary={"coded": {"codec": "int8"}})
     sections["train"] = {"accumulate": 3}
-    first, *_ = pool.run("run.jobs:train", 4, folder=str(tmp_path), steps=3, sections=sections)
+    pool.run("run.jobs:train", 4, folder=str(tmp_path), steps=3, sections=sections)
     plan = RunDirectory(tmp_path / "run").plan()
     assert isinstance(plan, Plan)
     mine = {link: n for link, n in plan.forecast.wire_bytes.items() if link.startswith("0>")}
