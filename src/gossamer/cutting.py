@@ -27,10 +27,10 @@ from gossamer.model.given import check_units, units_of
 from gossamer.model.origin import Origin
 from gossamer.model.precision import Precision, precision_of
 from gossamer.model.units import block_names
+from gossamer.pipeline.planned import schedule_of
 from gossamer.plan import Border, Staged, price_of_stages
 from gossamer.planning import make_plan
 from gossamer.run.batches import Batches, Feed
-from gossamer.run.build import schedule_of
 from gossamer.run.cut import Cut, boundary_of
 from gossamer.run.machine import memory
 from gossamer.spec.config import RunConfig
@@ -136,13 +136,14 @@ def hold(source: Source, asked: Asked, plan: Plan | None = None) -> Held:
 
     Raises BadInput where the model cannot be cut so. No rank needs another one for it.
     """
-    stages = plan.mesh.pipe if plan is not None else asked.config.plan.mesh.pipe
-    if stages in (1, "auto"):
+    wanted = asked.config.plan
+    in_stages = plan.mesh.pipe > 1 if plan else wanted.mesh.pipe not in (1, "auto") or wanted.stages != "auto"
+    if not in_stages:
         module = source.whole().to(asked.device)
         return Held(_begun(plan, module, asked), module)
     found = outlined(source, asked, plan)
-    placement = found.cut.placement
-    mine = [part for part in found.cut.parts if placement[part.stage] == asked.rank % found.plan.mesh.pipe]
+    here = found.cut.stages_at(found.plan.place_of(asked.rank)[1])
+    mine = [part for part in found.cut.parts if part.stage in here]
     module, stages_here = _built(source, found, mine, asked)
     return Held(found.plan, module, replace(found.cut, stages=stages_here))
 
@@ -161,7 +162,7 @@ def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined
     else:
         cuts, why = _cuts(flow, outline, plan, config)
         plan = plan.model_copy(update={"cuts": cuts.first, "reasons": {**plan.reasons, "cuts": why}})
-    cut = Cut(Ways(outline, run, cuts, units), parts_of(outline, flow, cuts), {}, schedule_of(plan, 0).placement)
+    cut = Cut(Ways(outline, run, cuts, units), parts_of(outline, flow, cuts), {}, _groups(plan))
     cut.ways.know(first, flow, cut.parts)
     _check_room(cut, asked)
     plan = plan.model_copy(update={"forecast": forecast_of(plan, cut, asked.batches, config)})
@@ -237,17 +238,25 @@ def _unit(given: int | str, blocks: Sequence[str]) -> str:
     return blocks[given]
 
 
+def _groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every stage, within a replica."""
+    schedule = schedule_of(plan, 0)
+    return tuple(schedule.ranks_of(stage) for stage in range(schedule.stages))
+
+
 def forecast_of(plan: Plan, cut: Cut, batches: Batches, config: RunConfig) -> Cost:
     """The bytes of the first step: what crosses the borders is what its micro-batches make of them."""
     shapes = {name: tuple(p.shape) for name, p in cut.ways.module.named_parameters() if p.requires_grad}
-    places = range(plan.mesh.pipe)
-    held = tuple(tuple((n, s) for n, s in shapes.items() if place in cut.holders(n)) for place in places)
+    places = range(plan.width)
+    held = tuple(tuple((n, s) for n, s in shapes.items() if any(p in g for g in cut.holders(n))) for p in places)
     borders: list[Border] = []
     for replica in range(plan.mesh.replica):
-        for piece in Feed(batches, plan, replica, config.train.seed).fetch(0):
+        for number, piece in Feed(batches, plan, replica, config.train.seed).fetch(0).items():
             flow, parts = cut.ways.of(piece.rows)
-            borders += [Border(replica, part.stage, boundary_of(flow, part).sends) for part in parts[:-1]]
-    return price_of_stages(plan, Staged(cut.placement, held, cut.shared()), borders)
+            borders += [Border(replica, part.stage, number, boundary_of(flow, part).sends) for part in parts[:-1]]
+    by_count = {m: schedule_of(plan, plan.microbatches.index(m)) for m in set(plan.microbatches)}
+    schedules = tuple(by_count[m] for m in plan.microbatches)
+    return price_of_stages(plan, Staged(schedules, held, cut.shared()), borders)
 
 
 def _check_room(cut: Cut, asked: Asked) -> None:

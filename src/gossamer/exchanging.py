@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gossamer import compress
 from gossamer.measuring import Measured
+from gossamer.pipeline.links import levels_of_stages
 from gossamer.plan import price_of
 from gossamer.plan.exchange import (
     CANDIDATES,
@@ -46,7 +47,7 @@ _DRIFT = 2.0  # by what factor it must have changed
 def levels_of(plan: Plan, ranks: int) -> Levels:
     """The levels of a plan's links."""
     if plan.mesh.pipe > 1:
-        return Levels.mesh(plan.mesh.replica, plan.mesh.pipe)
+        return levels_of_stages(plan)
     return Levels.islands(plan.islands) if plan.islands else Levels.flat(ranks)
 
 

@@ -121,7 +121,7 @@ def _exchanger(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Rec
     config, where, plan = job.parts.config, job.where, job.parts.plan
     return Exchanger(
         engine=engine,
-        feed=Feed(job.parts.train, plan, where.rank // plan.mesh.pipe, config.train.seed),
+        feed=Feed(job.parts.train, plan, plan.place_of(where.rank)[0], config.train.seed),
         pump=pump,
         lossy=config.plan.lossy,
         plan=plan,

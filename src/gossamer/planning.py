@@ -33,6 +33,6 @@ def read_plan(path: Path, *, ranks: int) -> Plan:
         raise BadInput(f"cannot read the plan {path}: {error.strerror}") from None
     except (ValidationError, yaml.YAMLError) as error:
         raise BadInput(f"{path} is no plan: {str(error).splitlines()[0]}. Make one with --dry") from None
-    if plan.mesh.size != ranks:
-        raise BadInput(f"{path} is a plan for {plan.mesh.size} ranks, there are {ranks}: start as many, or plan again")
+    if plan.ranks != ranks:
+        raise BadInput(f"{path} is a plan for {plan.ranks} ranks, there are {ranks}: start as many, or plan again")
     return plan

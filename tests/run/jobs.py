@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from gossamer import loss
-from gossamer.cutting import Asked, ModuleSource, hold
+from gossamer.cutting import Asked, Held, ModuleSource, hold
 from gossamer.job import Job, Where, run_job
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.build import Parts
@@ -205,7 +205,14 @@ def train(
         run_job(job)
     except (Interrupted, StepRejected) as error:
         ended = f"{type(error).__name__}: {error}"
-    return {"digest": digest(held.module), "ended": ended, "seen": float(held.module.seen)}
+    seen = float(held.module.seen)
+    return {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held)}
+
+
+def digests(held: Held) -> dict[str, str]:
+    """Of every parameter of this rank, bit for bit."""
+    here = [(n, p.detach()) for n, p in held.module.named_parameters() if held.cut is None or n in held.cut.holds]
+    return {name: hashlib.sha256(p.contiguous().numpy().tobytes()).hexdigest() for name, p in here}
 
 
 def digest(module: nn.Module) -> str:

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 
 from gossamer.compress.transfer import Form, Link
 from gossamer.compress.transfer import crossing as crossings
 from gossamer.compress.transfer.crossing.plain import Plain
+from gossamer.pipeline.schedule import Schedule
 from gossamer.spec.plan import Plan
 from gossamer.wire.message import Levels
 
+Links = Mapping[tuple[int, int], Link]  # (stage that sends, micro-batch) -> how it gets to the next stage
 
-def links_of(plan: Plan, levels: Levels, placement: Sequence[int], replica: int) -> dict[int, Link]:
-    """Those of one replica, by the stage that sends; none between stages of one rank. `placement[stage]` is a rank
-    within the replica. Raises BadInput for a way that cannot be built.
+
+def links_of(plan: Plan, levels: Levels, schedule: Schedule, replica: int) -> Links:
+    """Those of one replica, whose schedule it is; none where a micro-batch stays on its rank. Raises BadInput for a way
+    that cannot be built.
     """
-    first = replica * plan.mesh.pipe
-    found: dict[int, Link] = {}
-    for stage, (here, there) in enumerate(pairwise(placement)):
-        if here != there:
-            found[stage] = Link(
-                source=first + here,
-                target=first + there,
-                levels=levels,
-                level="pipe",
-                crossing=crossings.build(plan.boundary_of(stage), key="plan.boundary"),
-                name=str(stage),
-            )
+    first = replica * plan.width
+    found: dict[tuple[int, int], Link] = {}
+    for stage in range(schedule.stages - 1):
+        crossing = crossings.build(plan.boundary_of(stage), key="plan.boundary")
+        for batch in range(schedule.microbatches):
+            if schedule.crosses(stage, batch):
+                found[stage, batch] = Link(
+                    source=first + schedule.rank_of(stage, batch),
+                    target=first + schedule.rank_of(stage + 1, batch),
+                    levels=levels,
+                    level="pipe",
+                    crossing=crossing,
+                    name=str(stage),
+                )
     return found
+
+
+def levels_of_stages(plan: Plan) -> Levels:
+    """Who meets whom where a model lies in stages."""
+    return Levels.staged(plan.stages) if plan.stages else Levels.mesh(plan.mesh.replica, plan.mesh.pipe)
 
 
 def way_of(link: Link, form: Form) -> Link:

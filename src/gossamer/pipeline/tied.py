@@ -1,9 +1,10 @@
 """Tied: parameters that several stages hold, whose gradients are one sum.
 
-Every stage first has the mean of its own part over the replicas; then the stages of a pipeline give each other their
-parts, and each adds them up in the same order: so all copies see the same gradient bit for bit, and stay equal.
+Every stage first has the mean of its own part over its ranks, on each of them; then the stages give each other their
+parts, and each rank adds them up in the same order: so all copies see the same gradient bit for bit, and stay equal.
+A rank gets a stage's part from its counterpart there: where there are as many ranks, the one in the same place.
 Equations: g = sum over the stages s that hold the parameter of g_s, the last stage first.
-Wire: per holder and parameter, its gradient to each of the other holders.
+Wire:    per holder, parameter and other stage that holds it, one gradient to the holder.
 """
 
 from __future__ import annotations
@@ -15,17 +16,25 @@ import torch
 from torch import Tensor
 
 from gossamer.compress.transfer import Form, Link
+from gossamer.spec.plan import Plan
 from gossamer.wire.message import Levels, Traffic
 from gossamer.wire.pump import Pump
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """`holders`: parameter -> ranks of this rank's pipeline that hold it, by stage. In the same order everywhere."""
+    """`holders`: parameter -> by stage, the ranks of this pipeline that hold it. In the same order on all of them."""
 
     rank: int
     levels: Levels
-    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    holders: Mapping[str, Groups] = field(default_factory=dict)
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """What an earlier stage holds too."""
+        return frozenset(n for n, groups in self.holders.items() if any(self.rank in group for group in groups[1:]))
 
     @torch.no_grad()
     def add(self, gradients: Mapping[str, Tensor], pump: Pump) -> None:
@@ -45,7 +54,8 @@ class Tied:
         }
         under.finish()
         for name in dict.fromkeys(name for name, _ in ways):
-            parts = [gradients[name] if r == self.rank else came[name, r].detach() for r in self.holders[name]]
+            sources = [self.rank if self.rank in g else self._counterpart(name, g) for g in self.holders[name]]
+            parts = [gradients[name] if r == self.rank else came[name, r].detach() for r in sources]
             total = parts[-1].clone()
             for part in reversed(parts[:-1]):
                 total += part
@@ -56,10 +66,22 @@ class Tied:
         return tuple(link.traffic(forms[name], self.rank) for name, link in self._ways())
 
     def _ways(self) -> Iterator[tuple[str, Link]]:
-        for name, ranks in self.holders.items():
-            if self.rank in ranks:
-                others = [r for r in ranks if r != self.rank]
-                for other in others:
-                    yield name, Link(source=other, target=self.rank, levels=self.levels, level="pipe", name=name)
-                for other in others:
-                    yield name, Link(source=self.rank, target=other, levels=self.levels, level="pipe", name=name)
+        for name, groups in self.holders.items():
+            mine = next((group for group in groups if self.rank in group), ())
+            others = [group for group in groups if mine and group != mine]
+            for group in others:
+                source = self._counterpart(name, group)
+                yield name, Link(source=source, target=self.rank, levels=self.levels, level="pipe", name=name)
+            for target in (r for group in others for i, r in enumerate(group) if mine[i % len(mine)] == self.rank):
+                yield name, Link(source=self.rank, target=target, levels=self.levels, level="pipe", name=name)
+
+    def _counterpart(self, name: str, group: tuple[int, ...]) -> int:
+        """The rank of another stage that this one hears from."""
+        mine = next(g for g in self.holders[name] if self.rank in g)
+        return group[mine.index(self.rank) % len(group)]
+
+
+def holders_of(plan: Plan, replica: int, shared: Mapping[str, Groups]) -> dict[str, Groups]:
+    """`shared` within a replica, as ranks of the run."""
+    first = replica * plan.width
+    return {name: tuple(tuple(first + r for r in group) for group in groups) for name, groups in shared.items()}

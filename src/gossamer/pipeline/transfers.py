@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gossamer.compress.transfer import Form, Link, Passage
+from gossamer.compress.transfer import Form, Passage
 from gossamer.model.cut.flow import Value
-from gossamer.pipeline.links import way_of
+from gossamer.pipeline.links import Links, way_of
 from gossamer.spec.action import Action, Op
 from gossamer.wire.pump import Pump, Transfers
 
@@ -54,20 +54,20 @@ class Lane:
 
 
 class StepTransfers:
-    """One rank's transfers of one step. `links[s]` leads from stage s to s + 1, where they are on two ranks;
-    `boundaries[b][s]` is that of stage s for micro-batch b; `at` is (seed, step).
+    """One rank's transfers of one step. `links[s, b]` takes micro-batch b from stage s to s + 1, where these are on two
+    ranks; `boundaries[b][s]` is the boundary of stage s for it; `at` is (seed, step).
     """
 
     def __init__(
         self,
         pump: Pump,
-        links: Mapping[int, Link],
+        links: Links,
         row: Sequence[Action],
-        boundaries: Sequence[Mapping[int, Boundary]],
+        boundaries: Mapping[int, Mapping[int, Boundary]],
         at: tuple[int, int],
     ) -> None:
         self._lanes = _lanes(links, row, boundaries, at)
-        self._mine = {stage for boundary in boundaries for stage in boundary}
+        self._links = links
         self._under: Transfers | None = None
         self._inbox: dict[tuple[int, int], dict[Value, Tensor]] = {}
         self._outbox: dict[tuple[int, int], dict[Value, Tensor]] = {}
@@ -88,7 +88,7 @@ class StepTransfers:
 
     def made(self, stage: int, batch: int, sent: Mapping[Value, Tensor]) -> None:
         """The stage's forward is done: `sent` is for the next one."""
-        box, to = (self._inbox, stage + 1) if stage + 1 in self._mine else (self._outbox, stage)
+        box, to = (self._outbox, stage) if (stage, batch) in self._links else (self._inbox, stage + 1)
         if sent:
             box[to, batch] = dict(sent)
 
@@ -98,7 +98,7 @@ class StepTransfers:
 
     def made_gradients(self, stage: int, batch: int, back: Mapping[Value, Tensor]) -> None:
         """The stage's backward is done: `back` is for the one before."""
-        box, to = (self._gradients, stage - 1) if stage - 1 in self._mine else (self._back, stage)
+        box, to = (self._back, stage) if (stage - 1, batch) in self._links else (self._gradients, stage - 1)
         if back:
             box[to, batch] = dict(back)
 
@@ -129,9 +129,9 @@ class StepTransfers:
 
 
 def _lanes(
-    links: Mapping[int, Link],
+    links: Links,
     row: Sequence[Action],
-    boundaries: Sequence[Mapping[int, Boundary]],
+    boundaries: Mapping[int, Mapping[int, Boundary]],
     at: tuple[int, int],
 ) -> dict[Action, list[Lane]]:
     """The lanes of every sending or receiving action, messages numbered in the order in which they begin."""
@@ -141,7 +141,7 @@ def _lanes(
         first = action.stage if action.op in (Op.SEND_F, Op.RECV_B) else action.stage - 1  # the stage that made it
         key = (first, action.batch, edge.value)
         if key not in passages:
-            passages[key] = way_of(links[first], edge.form).passage(edge.form, (*at, action.batch))
+            passages[key] = way_of(links[first, action.batch], edge.form).passage(edge.form, (*at, action.batch))
         found.setdefault(action, []).append(Lane(edge, passages[key], job))
     for action in row:
         if action.op in _SENDS or action.op in _RECEIVES:
@@ -149,7 +149,7 @@ def _lanes(
     return found
 
 
-def _in_order(row: Sequence[Action], boundaries: Sequence[Mapping[int, Boundary]]) -> Iterator[tuple[Action, Edge]]:
+def _in_order(row: Sequence[Action], boundaries: Mapping[int, Mapping[int, Boundary]]) -> Iterator[tuple[Action, Edge]]:
     """As the messages begin. Sends among themselves, and receives, keep the order of the list."""
     computed = 0
     ranked: list[tuple[int, bool, int]] = []

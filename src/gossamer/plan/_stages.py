@@ -9,8 +9,9 @@ import torch
 
 from gossamer import compress
 from gossamer.compress.transfer import Form
-from gossamer.pipeline.links import links_of
-from gossamer.pipeline.tied import Tied
+from gossamer.pipeline.links import levels_of_stages, links_of, way_of
+from gossamer.pipeline.schedule import Schedule
+from gossamer.pipeline.tied import Tied, holders_of
 from gossamer.pipeline.transfers import Edge
 from gossamer.plan._price import Shapes, agreement, gradient_buckets
 from gossamer.spec.cost import Cost
@@ -21,27 +22,28 @@ from gossamer.wire.message import Levels, Traffic
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What one micro-batch of a replica brings over the border behind `stage`."""
+    """What micro-batch `batch` of a replica brings over the border behind `stage`."""
 
     replica: int
     stage: int
+    batch: int
     edges: tuple[Edge, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Where a model in stages lies. `held[place]`: trained parameters of a place in the pipeline; `shared`: those of
-    several places, and these.
+    """Where a model in stages lies. `schedules`: of every replica; `held[rank]`: trained parameters of a rank of one;
+    `shared`: those of several stages, and the ranks of these within a replica.
     """
 
-    placement: tuple[int, ...]
+    schedules: tuple[Schedule, ...]
     held: tuple[Shapes, ...]
-    shared: Mapping[str, tuple[int, ...]]
+    shared: Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 def price_of_stages(plan: Plan, staged: Staged, borders: Sequence[Border]) -> Cost:
     """Payload bytes of a step: boundary tensors there and gradients back, gradients of replicas, tied parameters."""
-    levels = Levels.mesh(plan.mesh.replica, plan.mesh.pipe)
+    levels = levels_of_stages(plan)
     links: dict[str, int] = {}
     for rank in levels.everyone:
         channel = Priced(rank, levels)
@@ -54,26 +56,27 @@ def price_of_stages(plan: Plan, staged: Staged, borders: Sequence[Border]) -> Co
 
 
 def _crossing(plan: Plan, staged: Staged, borders: Sequence[Border], levels: Levels, rank: int) -> list[Traffic]:
-    replica = rank // plan.mesh.pipe
-    links = links_of(plan, levels, staged.placement, replica)
+    replica, _ = plan.place_of(rank)
+    links = links_of(plan, levels, staged.schedules[replica], replica)
     found: list[Traffic] = []
     for border in borders:
-        link = links.get(border.stage)
+        link = links.get((border.stage, border.batch))
         if link is None or border.replica != replica or rank not in (link.source, link.target):
             continue
         for edge in border.edges:
-            found.append(link.traffic(edge.form, rank))
-            found += [link.traffic(edge.form, rank, back=True)] if edge.needs_grad else []
+            way = way_of(link, edge.form)
+            found.append(way.traffic(edge.form, rank))
+            found += [way.traffic(edge.form, rank, back=True)] if edge.needs_grad else []
     return found
 
 
 def _gradients(plan: Plan, staged: Staged, levels: Levels, rank: int) -> list[Traffic]:
-    first, place = rank // plan.mesh.pipe * plan.mesh.pipe, rank % plan.mesh.pipe
+    replica, place = plan.place_of(rank)
     shapes = staged.held[place]
     exchange = compress.rules(plan.exchange).by_name(name for name, _ in shapes)
     found: list[Traffic] = []
     for layout, one in gradient_buckets(shapes, exchange, bucket_bytes=plan.bucket_bytes):
         found += one.traffic(layout, levels, rank)
-    tied = Tied(rank, levels, {n: tuple(first + p for p in places) for n, places in staged.shared.items()})
+    tied = Tied(rank, levels, holders_of(plan, replica, staged.shared))
     forms = {name: Form(shape, torch.float32) for name, shape in shapes}
     return [*found, *tied.traffic(forms)]

@@ -6,6 +6,7 @@ The trivial planner, and the control every later plan is judged against. It reso
     microbatches  the fewest whose tokens stay below `microbatch_tokens`, and of a model in stages four per stage (the
                   rank's idle share is then below a fifth), unless `train.accumulate` or `plan.microbatches` says
     schedule      one_f_one_b for stages, which keeps the fewest micro-batches alive
+    stages        the ranks of every stage, where they are given: else each replica has one rank for every stage
     cuts          auto stays: the work of every unit is known when the model was traced (gossamer.cutting)
     exchange      auto stays: it is chosen from measured links when all ranks are there (gossamer.exchanging)
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from gossamer.data import share_rows
 from gossamer.plan import Planner, Request, adapt, price_of
+from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_of
 from gossamer.spec.choice import Exchanges, Written, told
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
@@ -34,11 +36,13 @@ class DataParallel(Planner):
 
     def plan(self, request: Request) -> Plan:
         config, reasons = request.config, {}
-        mesh = _mesh(config.plan.mesh, request.ranks)
-        share = _share(config, mesh.replica)
-        reasons["share"] = "given" if config.plan.share != "auto" else f"equal parts for {mesh.replica} replicas"
-        rows = share_rows(config.train.batch, share)
-        pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe)
+        stages = stages_of(config.plan, request.ranks)
+        mesh = Mesh(pipe=len(stages)) if stages else _mesh(config.plan.mesh, request.ranks)
+        share = shares_of(config.plan, stages) if stages else _share(config, mesh.replica)
+        whose = "the ranks of each stage" if stages else f"{mesh.replica} replicas"
+        reasons["share"] = "given" if config.plan.share != "auto" else f"equal parts for {whose}"
+        rows = (config.train.batch,) if stages else share_rows(config.train.batch, share)
+        pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe, stages)
         exchange, reasons["exchange"] = _exchange(config, mesh)
         _check_adapt(config, mesh)
         if request.units:
@@ -51,27 +55,33 @@ class DataParallel(Planner):
             rows=rows,
             microbatches=pieces,
             schedule=_schedule(config, mesh),
+            stages=stages,
             units=request.units,
             boundary=_boundary(config, mesh),
             exchange=exchange,
-            islands=_islands(config, mesh.size),
+            islands=_islands(config, request.ranks),
             sync="every_step" if config.plan.sync == "auto" else config.plan.sync,
             backend="nccl" if request.device == "cuda" else "gloo",
             reasons=reasons,
         )
         return plan.model_copy(update={"forecast": _forecast(plan, request)}) if request.shapes else plan
 
-    def _microbatches(self, config: RunConfig, rows: tuple[int, ...], stages: int) -> tuple[tuple[int, ...], str]:
-        """Per replica, and why."""
+    def _microbatches(
+        self, config: RunConfig, rows: tuple[int, ...], stages: int, groups: Groups
+    ) -> tuple[tuple[int, ...], str]:
+        """Per replica, and why. `groups`: the ranks of every stage, where they are given."""
         wanted, key = config.plan.microbatches, "plan.microbatches"
         if wanted == "auto":
             wanted, key = config.train.accumulate, "train.accumulate"
         if wanted == "auto":
             fitting = max(1, self.microbatch_tokens // config.data.sequence)  # rows of one micro-batch
-            least = 1 if stages == 1 else _PER_STAGE * stages
+            each = f"{sum(map(len, groups))} ranks" if groups else f"{stages} stages"
+            least = 1 if stages == 1 else _PER_STAGE * (sum(map(len, groups)) or stages)
             why = f"at most {self.microbatch_tokens} tokens each"
-            why += f", {_PER_STAGE} for each of {stages} stages where there are rows" if stages > 1 else ""
-            return tuple(max(-(-r // fitting), min(r, least)) for r in rows), why
+            why += f", {_PER_STAGE} for each of {each} where there are rows" if stages > 1 else ""
+            found = tuple(max(-(-r // fitting), min(r, least)) for r in rows)
+            check_microbatches(groups, found[0], "train.batch")
+            return found, why
         if wanted > min(rows):
             raise bad_input(
                 wanted=f"{wanted} micro-batches on every replica",
@@ -79,6 +89,7 @@ class DataParallel(Planner):
                 do=f"lower {key} or raise train.batch",
                 key=key,
             )
+        check_microbatches(groups, wanted, key)
         return (wanted,) * len(rows), "given"
 
 

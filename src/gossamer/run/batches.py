@@ -86,26 +86,33 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The micro-batches of one replica, step by step: every rank that holds a part of it fetches the same."""
+    """The micro-batches of one replica, step by step: every rank that holds a part of it fetches the same, or `only`
+    those that it has a part in.
+    """
 
     batches: Batches
     plan: Plan
     replica: int
     seed: int
+    only: frozenset[int] | None = None
 
     def samples(self, step: int) -> tuple[int, int]:
         """Global sample numbers [from, to) of `step`, over all ranks: the ledger's entry."""
         return step * self.plan.batch, (step + 1) * self.plan.batch
 
-    def fetch(self, step: int) -> list[MicroBatch]:
-        """What this replica computes in `step` (counted from 0)."""
+    def fetch(self, step: int) -> dict[int, MicroBatch]:
+        """What this replica computes in `step` (counted from 0), by the number of the micro-batch."""
         first_row = sum(self.plan.rows[: self.replica])
         start = step * self.plan.batch + first_row
         order = Order(self.seed, len(self.batches))
         pieces = cut(self.plan.rows[self.replica], self.plan.microbatches[self.replica])
         borders = [0, *accumulate(pieces)]
         found = order(np.arange(start, start + borders[-1]))
-        return [MicroBatch(first_row + a, self.batches.batch(found[a:b])) for a, b in pairwise(borders)]
+        return {
+            number: MicroBatch(first_row + a, self.batches.batch(found[a:b]))
+            for number, (a, b) in enumerate(pairwise(borders))
+            if self.only is None or number in self.only
+        }
 
 
 def cut(rows: int, pieces: int) -> list[int]:

@@ -19,11 +19,10 @@ from gossamer.model.precision import precision_of
 from gossamer.model.randomness import unit_seeds
 from gossamer.optim import rate
 from gossamer.optim.master import Master
-from gossamer.pipeline import schedule
-from gossamer.pipeline.check import check
-from gossamer.pipeline.links import links_of
-from gossamer.pipeline.passes import with_transfers
-from gossamer.pipeline.tied import Tied
+from gossamer.pipeline.links import Links, links_of
+from gossamer.pipeline.planned import forward_only_of, schedule_of
+from gossamer.pipeline.schedule import Schedule
+from gossamer.pipeline.tied import Tied, holders_of
 from gossamer.run.batches import Batches, Feed
 from gossamer.run.checkpoint import Contents, trainable
 from gossamer.run.cut import Cut, CutPiece
@@ -123,8 +122,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     tied = _tied(parts, rank, levels)
     rule = Master(inner=optim.build(config.train.optimizer, key="train.optimizer"))  # copies half types alone
     exchange = compress.rules(plan.exchange).by_name(params)
-    elsewhere = frozenset(name for name, ranks in tied.holders.items() if rank in ranks[1:])
-    replica = sync.Replica(params, exchange, pump, bucket_bytes=plan.bucket_bytes, counted_elsewhere=elsewhere)
+    replica = sync.Replica(params, exchange, pump, bucket_bytes=plan.bucket_bytes, counted_elsewhere=tied.elsewhere)
     scaling = Scaling.of(engine.precision)
     rule_state = rule.init(params)
     around.saver.contents = Contents(module, rule, rule_state, replica, scaling, parts.cut)
@@ -139,7 +137,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         rule=rule,
         rule_state=rule_state,
         rate=rate.build(config.train.schedule, key="train.schedule"),
-        feed=Feed(parts.train, plan, rank // plan.mesh.pipe, config.train.seed),
+        feed=Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches),
         validation=parts.validation,
         params=params,
         goal=Goal(
@@ -162,16 +160,6 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     )
 
 
-def schedule_of(plan: Plan, replica: int) -> schedule.Schedule:
-    """What the ranks of a replica's pipeline do in a step. Raises BadInput where the maker cannot."""
-    maker = schedule.build(plan.schedule, key="plan.schedule")
-    stages = max(1, len(plan.cuts))
-    made = maker.make(stages=stages, ranks=plan.mesh.pipe, microbatches=plan.microbatches[replica])
-    lowered = with_transfers(made)
-    check(lowered)
-    return lowered
-
-
 def _pieces(parts: Parts, engine: Engine) -> dict[int, Piece]:
     if parts.cut is None:
         return {0: Whole(engine)}
@@ -179,15 +167,21 @@ def _pieces(parts: Parts, engine: Engine) -> dict[int, Piece]:
 
 
 def _pipeline(parts: Parts, rank: int, levels: Levels) -> Pipeline:
-    replica, place = divmod(rank, parts.plan.mesh.pipe)
-    made = schedule_of(parts.plan, replica)
-    return Pipeline(rank=place, schedule=made, links=links_of(parts.plan, levels, made.placement, replica))
+    plan = parts.plan
+    replica, place = plan.place_of(rank)
+    made = schedule_of(plan, replica)
+
+    def evaluating(microbatches: int) -> tuple[Schedule, Links]:
+        forward_only = forward_only_of(plan, made, microbatches)
+        return forward_only, links_of(plan, levels, forward_only, replica)
+
+    links = links_of(plan, levels, made, replica)
+    return Pipeline(rank=place, schedule=made, links=links, evaluating=evaluating)
 
 
 def _tied(parts: Parts, rank: int, levels: Levels) -> Tied:
-    first = rank // parts.plan.mesh.pipe * parts.plan.mesh.pipe
     shared = {} if parts.cut is None else parts.cut.shared()
-    return Tied(rank, levels, {name: tuple(first + place for place in places) for name, places in shared.items()})
+    return Tied(rank, levels, holders_of(parts.plan, parts.plan.place_of(rank)[0], shared))
 
 
 def check_agreement(pump: Pump, facts: dict[str, str]) -> None:

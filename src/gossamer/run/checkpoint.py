@@ -69,9 +69,9 @@ class Contents:
         What several stages hold is the affair of the first that has a writer here.
         """
         first = self.replica.rank - writer
-        places = [rank % cut.ranks for rank in range(first, first + writers)]
-        mine = self.replica.rank % cut.ranks
-        leaders = {name: next(p for p in cut.holders(_bare(name)) if p in places) for name, _ in shared}
+        places = [cut.stages_at(rank % cut.ranks) for rank in range(first, first + writers)]
+        mine = places[writer]
+        leaders = {name: next(s for s in _stages_with(cut, _bare(name)) if s in places) for name, _ in shared}
         alike = [i for i, place in enumerate(places) if place == mine]
         return [(n, t) for n, t in shared if leaders[n] == mine], alike.index(writer), len(alike)
 
@@ -140,6 +140,11 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def trainable(module: nn.Module) -> Mapping[str, Tensor]:
     """The parameters that are trained, by canonical name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _stages_with(cut: Cut, name: str) -> Iterator[tuple[int, ...]]:
+    """What lies together on the ranks that hold a tensor, by stage."""
+    return (cut.stages_at(group[0]) for group in cut.holders(name))
 
 
 def _bare(name: str) -> str:

@@ -28,12 +28,16 @@ class Cut:
     ways: Ways
     parts: tuple[Part, ...]
     stages: Mapping[int, Stage]
-    placement: tuple[int, ...]  # stage -> rank within the pipeline
+    groups: tuple[tuple[int, ...], ...]  # stage -> its ranks, within the pipeline
 
     @property
     def ranks(self) -> int:
         """Of one pipeline."""
-        return max(self.placement) + 1
+        return max(map(max, self.groups)) + 1
+
+    def stages_at(self, rank: int) -> tuple[int, ...]:
+        """What lies on a rank within the pipeline."""
+        return tuple(stage for stage, group in enumerate(self.groups) if rank in group)
 
     @property
     def holds(self) -> frozenset[str]:
@@ -45,13 +49,13 @@ class Cut:
         """Of the whole model's parameters and buffers."""
         return frozenset(canonical_names(self.ways.module).values())
 
-    def holders(self, name: str) -> tuple[int, ...]:
+    def holders(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Ranks within the pipeline that hold a parameter or buffer, by stage; every one where no stage owns it."""
-        found = tuple(dict.fromkeys(self.placement[p.stage] for p in self.parts if name in p.holds))
-        return found or tuple(range(self.ranks))
+        found = tuple(dict.fromkeys(self.groups[p.stage] for p in self.parts if name in p.holds))
+        return found or tuple(dict.fromkeys(self.groups))
 
-    def shared(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that are trained and held by several ranks of the pipeline, and these."""
+    def shared(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Parameters that are trained and held by several stages on different ranks, and these ranks."""
         trained = (name for name, p in self.ways.module.named_parameters() if p.requires_grad)
         return {name: at for name in trained if len(at := self.holders(name)) > 1}
 

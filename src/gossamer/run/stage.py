@@ -85,15 +85,16 @@ class Whole(Piece):
 class StepWork:
     """One step of one rank: what the actions of its list do, called by the player.
 
-    Gradients are those of the mean loss over all valid labels of the replica: micro-batch b counts with
-    weight_b / (sum of weights), so unequal micro-batches are exact. `scale` multiplies the loss (fp16).
+    Gradients are those of the mean loss over `labels` of them: micro-batch b counts with weight_b / labels, so unequal
+    micro-batches are exact. `scale` multiplies the loss (fp16).
     """
 
     pieces: Mapping[int, Piece]  # the stages of this rank
     stages: int
     step: int
-    microbatches: list[MicroBatch]
-    weights: list[float]  # valid labels of every micro-batch
+    microbatches: Mapping[int, MicroBatch]  # that this rank has a part in, by number
+    weights: Mapping[int, float]  # valid labels of each of them
+    labels: Callable[[], float]  # of all that the pipeline works on
     scale: float
     transfers: StepTransfers
     recomputed: frozenset[tuple[int, int]]  # (stage, micro-batch) that keeps no graph until it is recomputed
@@ -107,8 +108,8 @@ class StepWork:
 
     @property
     def weight(self) -> float:
-        """Valid labels of this replica in this step."""
-        return sum(self.weights)
+        """Valid labels of this rank's micro-batches in this step."""
+        return sum(self.weights.values())
 
     @property
     def speaks(self) -> bool:
@@ -120,7 +121,7 @@ class StepWork:
         received, keep = self.transfers.received(stage, batch), (stage, batch) not in self.recomputed
         live = self.pieces[stage].forward(piece, self.step, received, keep_graph=keep)
         if stage + 1 == self.stages:
-            self.losses[batch] = live.result.detach() * self._part(batch)
+            self.losses[batch] = live.result.detach() * self._part(batch, self.weight)
         self._live[stage, batch] = live
         self.transfers.made(stage, batch, live.sent)
         self.compute_s += time.perf_counter() - began
@@ -158,16 +159,16 @@ class StepWork:
             yield
         self.compute_s += time.perf_counter() - began
 
-    def _part(self, batch: int) -> float:
-        """Of the micro-batch, in the loss of the replica."""
-        return self.weights[batch] / self.weight if self.weight else 0.0
+    def _part(self, batch: int, labels: float) -> float:
+        """Of the micro-batch, in the mean over so many labels."""
+        return self.weights[batch] / labels if labels else 0.0
 
     def _scaled(self, stage: int, batch: int, live: Live) -> Tensor | None:
         """What the last stage's backward begins with."""
         if stage + 1 < self.stages:
             return None
         loss: Tensor = live.result
-        part = self._part(batch)
+        part = self._part(batch, self.labels())
         # Rows without a valid label have a mean over nothing (nan); they still must run backward, with zeros.
         return loss * (part * self.scale) if part else torch.nan_to_num(loss) * 0.0
 
@@ -184,7 +185,7 @@ class StepWork:
             self.on_reduce()
 
     def loss(self) -> float:
-        """Mean over the replica's valid labels; 0 where there are none, or another rank knows it."""
+        """Mean over this rank's valid labels; 0 where there are none, or another rank knows it."""
         parts = [loss for batch, loss in self.losses.items() if self.weights[batch]]
         return float(torch.stack(parts).sum()) if parts else 0.0
 
@@ -195,8 +196,8 @@ class EvaluationWork:
 
     pieces: Mapping[int, Piece]
     stages: int
-    batches: list[MicroBatch]
-    weights: list[float]
+    batches: Mapping[int, MicroBatch]
+    weights: Mapping[int, float]
     transfers: StepTransfers
     total: float = 0.0  # sum of the losses of all valid labels, nats; where this rank holds the last stage
     weight: float = 0.0  # how many there are

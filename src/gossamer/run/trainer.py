@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from gossamer.compress import Exchange
-from gossamer.compress.transfer import Link
 from gossamer.ops.norm import scale_
 from gossamer.optim import Rule
 from gossamer.optim.rate import Rate
-from gossamer.pipeline.passes import with_transfers
+from gossamer.pipeline.links import Links
 from gossamer.pipeline.player import play
 from gossamer.pipeline.rank import RankWorld
 from gossamer.pipeline.schedule import Schedule
-from gossamer.pipeline.schedule.forward_only import ForwardOnly
 from gossamer.pipeline.tied import Tied
 from gossamer.pipeline.transfers import StepTransfers
 from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
@@ -73,19 +71,28 @@ class Pipeline:
 
     rank: int  # within it
     schedule: Schedule  # of a training step
-    links: Mapping[int, Link]  # from a stage to the next
+    links: Links
+    evaluating: Callable[[int], tuple[Schedule, Links]]  # the same stages without a backward, for so many micro-batches
 
     @property
     def row(self) -> Sequence[Action]:
         """What this rank does."""
         return self.schedule.ranks[self.rank]
 
-    def forward_only(self, microbatches: int) -> Schedule:
+    @property
+    def batches(self) -> frozenset[int]:
+        """The micro-batches that this rank has a part in."""
+        return self.schedule.batches_of(self.rank)
+
+    @property
+    def together(self) -> bool:
+        """Whether stages lie on several ranks, so that paths of micro-batches cross."""
+        return bool(self.schedule.dealt)
+
+    def forward_only(self, microbatches: int) -> Pipeline:
         """The same stages without a backward."""
-        placement = self.schedule.placement
-        ranks = len(self.schedule.ranks)
-        made = ForwardOnly(placement).make(stages=len(placement), ranks=ranks, microbatches=microbatches)
-        return with_transfers(made)
+        schedule, links = self.evaluating(microbatches)
+        return replace(self, schedule=schedule, links=links)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,7 +145,7 @@ class Trainer:
         step, began = self.progress.step, time.perf_counter()
         self.at(step, "fetch")
         pieces = self.feed.fetch(step)
-        for piece in pieces:
+        for piece in pieces.values():
             piece.rows.update(moved(piece.rows, self.engine.device))
         data_s = time.perf_counter() - began
         while True:
@@ -166,10 +173,11 @@ class Trainer:
             )
         return agreement.ask > 0
 
-    def _attempt(self, step: int, pieces: list[MicroBatch]) -> tuple[StepWork, Agreement]:
+    def _attempt(self, step: int, pieces: Mapping[int, MicroBatch]) -> tuple[StepWork, Agreement]:
         scale, lr = self.scaling.factor, self.rate.factor(step, self.goal.steps)
         weights = self._weights(pieces)
-        window = Window(step, self.goal.seed, lr, sum(weights), scale)
+        mine, together = sum(weights.values()), self.pipeline.together
+        window = Window(step, self.goal.seed, lr, mine, scale, together)
         self.replica.timing.exposed_s = 0.0
         self.replica.begin(window)
         work = StepWork(
@@ -178,8 +186,9 @@ class Trainer:
             step=step,
             microbatches=pieces,
             weights=weights,
+            labels=self.replica.labels if together else lambda: mine,
             scale=scale,
-            transfers=self._transfers(pieces, self.pipeline.row, step),
+            transfers=self._transfers(pieces, self.pipeline, step),
             recomputed=frozenset((a.stage, a.batch) for a in self.pipeline.row if a.op is Op.RECOMPUTE),
             on_last_backward=self.replica.watch,
             on_reduce=lambda: self._reduce(step),
@@ -190,13 +199,13 @@ class Trainer:
         self.at(step, "agree")
         return work, self.replica.agree(Vote(work.loss(), int(self.asked_to_stop()), work.speaks))
 
-    def _weights(self, pieces: Sequence[MicroBatch]) -> list[float]:
-        return [float(self.engine.objective.weight(piece.rows)) for piece in pieces]
+    def _weights(self, pieces: Mapping[int, MicroBatch]) -> dict[int, float]:
+        return {number: float(self.engine.objective.weight(piece.rows)) for number, piece in pieces.items()}
 
-    def _transfers(self, pieces: Sequence[MicroBatch], row: Sequence[Action], step: int) -> StepTransfers:
+    def _transfers(self, pieces: Mapping[int, MicroBatch], pipeline: Pipeline, step: int) -> StepTransfers:
         """Begin those of a play. After what the pump has to do before the first of them, before all else."""
-        boundaries = [{s: held.boundary(piece.rows) for s, held in self.pieces.items()} for piece in pieces]
-        return StepTransfers(self.pump, self.pipeline.links, row, boundaries, (self.goal.seed, step))
+        boundaries = {n: {s: held.boundary(p.rows) for s, held in self.pieces.items()} for n, p in pieces.items()}
+        return StepTransfers(self.pump, pipeline.links, pipeline.row, boundaries, (self.goal.seed, step))
 
     def _reduce(self, step: int) -> None:
         self.at(step, "exchange")
@@ -249,11 +258,12 @@ class Trainer:
         """
         if not chosen:
             return 0.0, 0.0
-        batches = [MicroBatch(0, moved(split.batch(rows), self.engine.device)) for rows in chosen]
-        schedule, rank = self.pipeline.forward_only(len(batches)), self.pipeline.rank
-        transfers = self._transfers(batches, schedule.ranks[rank], 0)
-        work = EvaluationWork(self.pieces, schedule.stages, batches, self._weights(batches), transfers)
-        play(schedule, RankWorld(rank, work))
+        pipeline = self.pipeline.forward_only(len(chosen))
+        mine = sorted(pipeline.batches)
+        batches = {n: MicroBatch(0, moved(split.batch(chosen[n]), self.engine.device)) for n in mine}
+        transfers = self._transfers(batches, pipeline, 0)
+        work = EvaluationWork(self.pieces, pipeline.schedule.stages, batches, self._weights(batches), transfers)
+        play(pipeline.schedule, RankWorld(pipeline.rank, work))
         transfers.finish()
         return work.total, work.weight
 
@@ -267,8 +277,8 @@ class Trainer:
         step_s: float,
         data_s: float,
     ) -> None:
-        sequence_tokens = sum(next(iter(p.rows.values())).numel() for p in work.microbatches)
-        tokens = sequence_tokens * self.feed.plan.batch // max(1, self.feed.plan.rows[self.feed.replica])
+        mine = [next(iter(piece.rows.values())) for piece in work.microbatches.values()]
+        tokens = sum(t.numel() for t in mine) * self.feed.plan.batch // sum(len(t) for t in mine)
         self.sink(
             records.Step(
                 step=step + 1,

@@ -103,7 +103,12 @@ class PlanSection(Section):
     """What the planner must keep; `auto` is filled in by it."""
 
     mesh: MeshSection = MeshSection()
-    share: list[Annotated[float, Field(gt=0)]] | Auto = Field("auto", description="part of the batch per replica")
+    share: list[Annotated[float, Field(gt=0)]] | Auto = Field(
+        "auto", description="part of the batch per replica; with `stages`, of its stage's work per rank"
+    )
+    stages: list[list[int]] | Auto = Field(
+        "auto", description="the ranks of every stage, as many as each needs; auto: one of every replica"
+    )
     cuts: list[int | str] | Auto = Field(
         "auto", description="first unit of every stage: its name, or the number of a block; the first stage's is 0"
     )

@@ -34,6 +34,8 @@ class Plan(BaseModel):
     """Everything a run needs to know about the split of the work; nothing about the model's values.
 
     `rows[r]` is the number of sequences of each step that replica r computes, `microbatches[r]` in how many pieces.
+    Where `stages` says on which ranks each stage lies, these are one replica that divides its micro-batches stage by
+    stage, and `share` is every rank's part of its stage.
     `reasons` says, per decision, why it was taken: what `--explain` prints.
     """
 
@@ -47,6 +49,7 @@ class Plan(BaseModel):
     schedule: Written = "one_stage"
     units: tuple[str, ...] = ()  # what is never divided, and has randomness of its own; empty: not known yet
     cuts: tuple[str, ...] = ()  # the first unit of every stage; empty: the model is one stage
+    stages: tuple[tuple[int, ...], ...] = ()  # the ranks of every stage; empty: each replica has one of its own
     boundary: Written | tuple[Written, ...] = "plain"  # how tensors cross between stages: one way, or one per border
     exchange: Exchanges = "dense"
     adapted_from: Exchanges = ""  # what `plan.adapt` started from and compares with; "": it changed nothing
@@ -62,14 +65,39 @@ class Plan(BaseModel):
     def _consistent(self) -> Plan:
         replicas = self.mesh.replica
         for name in ("share", "rows", "microbatches"):
-            if len(getattr(self, name)) != replicas:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries, the mesh has {replicas} replicas")
+            wanted = self.ranks if self.stages and name == "share" else replicas
+            if len(getattr(self, name)) != wanted:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries, the mesh has {wanted} replicas")
         for replica, (rows, pieces) in enumerate(zip(self.rows, self.microbatches, strict=True)):
             if not 1 <= pieces <= rows:
                 raise ValueError(
                     f"replica {replica} has {rows} rows and {pieces} micro-batches: need 1 <= that <= rows"
                 )
+        if self.stages:
+            self._check_stages()
         return self
+
+    def _check_stages(self) -> None:
+        if (self.mesh.replica, self.mesh.pipe) != (1, len(self.stages)):
+            raise ValueError(f"stages lists {len(self.stages)} for a mesh of {self.mesh.replica} x {self.mesh.pipe}")
+        if sorted(rank for group in self.stages for rank in group) != list(range(self.ranks)):
+            raise ValueError(f"stages {self.stages} must name every rank once, from 0 on")
+        if self.microbatches[0] < max(map(len, self.stages)):
+            raise ValueError(f"{self.microbatches[0]} micro-batches are fewer than the ranks of a stage: {self.stages}")
+
+    @property
+    def width(self) -> int:
+        """Ranks that one replica of the model lies on."""
+        return sum(map(len, self.stages)) or self.mesh.pipe
+
+    @property
+    def ranks(self) -> int:
+        """All that take part."""
+        return self.width if self.stages else self.mesh.size
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Which replica it is a part of, and which rank it is there."""
+        return divmod(rank, self.width)
 
     def boundary_of(self, stage: int) -> Written:
         """How tensors cross from `stage` to the next."""

@@ -35,6 +35,7 @@ class Window:
     lr: float
     weight: float  # valid labels of this rank
     scale: float = 1.0  # what the loss was multiplied with (fp16): divided out before anything is encoded
+    together: bool = False  # each loss was divided by the labels of all ranks that hold these parameters, not by mine
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,10 @@ class Replica:
         self._adopt_views()
         self._exchanging = self._pump.begin(self._rounds)
 
+    def labels(self) -> float:
+        """Valid labels of all ranks that hold these parameters, once the step has begun: waits for the last of them."""
+        return float(self._all_weights()[list(self.levels.group("all", self.rank))].sum())
+
     def watch(self) -> None:
         """The next backward is the step's last: from now on a full bucket goes out."""
         self._watching = True
@@ -327,8 +332,10 @@ class Replica:
         share = weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
         at = Round(self.rank, self.levels, share, (window.seed, window.step), window.lr)
         slot.sent = True
-        if window.scale != 1.0:
-            slot.bucket.flat.mul_(1.0 / window.scale)
+        # Of a rank without labels all gradients are zeros already.
+        scale = window.scale * (float(share[self.rank]) or 1.0) if window.together else window.scale
+        if scale != 1.0:
+            slot.bucket.flat.mul_(1.0 / scale)
         # A sum is the cheapest look at all numbers; a lossy method might not send the one that is not finite.
         slot.finite = slot.exchange.traits.lossless or math.isfinite(slot.bucket.flat.sum().item())
         self._exchanging.submit(index, slot.exchange.run(slot.bucket, slot.state, at))

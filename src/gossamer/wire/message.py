@@ -89,6 +89,12 @@ class Levels:
         pipes = tuple(tuple(ranks[r * stages : (r + 1) * stages]) for r in range(replicas))
         return Levels({"all": same, "pipe": pipes, "world": (tuple(ranks),)})
 
+    @staticmethod
+    def staged(stages: Sequence[Sequence[int]]) -> Levels:
+        """Stages on any number of ranks each: `all`, the ranks of one stage; `pipe` and `world`, every rank."""
+        everyone = (tuple(sorted(rank for group in stages for rank in group)),)
+        return Levels({"all": tuple(tuple(sorted(group)) for group in stages), "pipe": everyone, "world": everyone})
+
     @property
     def whole(self) -> str:
         """The level at which every rank meets every other."""
