@@ -30,6 +30,7 @@ import torch
 from gossamer import compress
 from gossamer.compress import codec
 from gossamer.compress.codec import Key
+from gossamer.run.allocator import keep_freed_memory
 from gossamer.spec.errors import BadInput
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.channel.echo import Echo
@@ -74,6 +75,7 @@ def main() -> None:
     read.add_argument("--device", default="cpu")
     asked = read.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a run does
     device, only = torch.device(asked.device), set(asked.only.split(",")) - {""}
     rows: list[tuple[Row, dict[str, Part]]] = []
     for name, written in wanted(codec, CODECS, only).items():
@@ -163,7 +165,7 @@ class Runner:
         ranks = len(self.levels.group("all", 0))
         channel = Echo(0, self.levels)
         share = torch.full((ranks,), 1 / ranks, dtype=torch.float64)
-        at = Round(0, self.levels, share, (7, self.step), 0.1)
+        at = Round(0, self.levels, share, (7, self.step), 0.1, accounts=False)
         bucket = Bucket(self.where, self.x.clone())
         seconds = timed(lambda: self._drive(bucket, at, channel), self.where.device)
         self.step, self.sent = self.step + 1, sum(channel.meter.snapshot().values())

@@ -288,6 +288,29 @@ def test_two_shot_carries_messages_of_any_length(ranks: int) -> None:
         assert channel.meter.messages == len(caps) == 4
 
 
+TWO = {
+    **{name: name for name in codec.names() if name != "hadamard"},
+    "float16": {"cast": {"dtype": "float16"}},
+    "rotated": {"hadamard": {"inner": "int4", "signs": True}},
+    "rotated, of any length": {"hadamard": "lossless"},
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", TWO)
+def test_two_shot_says_what_any_codec_lost(name: str, ranks: int) -> None:
+    """mean = sum_i w_i kept_i; also where the second encoding is another one."""
+    where = crew.layout({"w": (300, 11), "b": (7,)})
+    for back in ({}, {"back": "identity"}, {"back": "int8"}):
+        one = compress.build({"two_shot": {"codec": TWO[name], **back}})
+        inputs = [crew.bucket(where, r) for r in range(ranks)]
+        given = [x.flat.clone().double() for x in inputs]
+        outcomes, _ = crew.world(one, ranks, inputs, [one.init(where)] * ranks)
+        kept = [w * crew.kept(x, o) for w, x, o in zip(crew.weights(ranks), given, outcomes, strict=True)]
+        torch.testing.assert_close(outcomes[0].mean.double(), sum(kept), rtol=1e-5, atol=1e-6)
+        assert (outcomes[0].lost is None) == one.traits.lossless
+
+
 @pytest.mark.parametrize(
     ("written", "key"),
     [

@@ -33,7 +33,7 @@ def seconds_of(exchange: Measurable, layout: Layout, levels: Levels, rank: int) 
 
 def _round(levels: Levels, rank: int, step: int) -> Round:
     ranks = sum(len(group) for group in levels.groups["all"])
-    return Round(rank, levels, torch.full((ranks,), 1 / ranks, dtype=torch.float64), (0, step), 1.0)
+    return Round(rank, levels, torch.full((ranks,), 1 / ranks, dtype=torch.float64), (0, step), 1.0, accounts=False)
 
 
 def _exchanged(exchange: Measurable, x: Bucket, state: State, at: Round) -> Outcome:

@@ -47,22 +47,26 @@ class TwoShot(Exchange):
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
         ranks, me = len(at.members), at.place
         chunk = self._chunk(x.layout.numel, ranks)
-        rows = _rows(x.flat.float(), ranks, chunk)  # of each, what is lost takes its place once it is encoded
+        rows = _rows(x.flat.float(), ranks, chunk)  # in the end, what is lost of them
         loses = at.accounts and not self.traits.lossless
         key, key_back = key_of(at, x.layout), key_of(at, x.layout, turn=1)
         sent = yield from _even(self.codec, self._for_others(rows, me, key, loses=loses))  # (ranks, nbytes)
         (arrived,) = yield Message((sent,), Combine.SHUFFLE)
         mine = self._summed(rows[me], arrived, at, key)
-        answer = yield from _even(self._back, _encoded(self._back, mine, key_back, rows[me] if loses else None))
+        answer = yield from _even(self._back, _encoded(self._back, mine, key_back, mine if loses else None))
         (answers,) = yield Message((answer,), Combine.GATHER)
         mean = self._back.decode(answers, chunk, key_back)  # (ranks, chunk)
-        rows[me].mul_(1 / at.share if at.share > 0 else 0.0)
+        if loses:
+            mine.mul_(1 / at.share if at.share > 0 else 0.0)
         return Outcome(_flat(mean, x.layout).to(x.layout.dtype), _flat(rows, x.layout) if loses else None, state)
 
     def _for_others(self, rows: Tensor, me: int, key: Key, *, loses: bool) -> Tensor:
         """(ranks, nbytes): every row encoded but my own, which travels nowhere."""
-        if not self.codec.traits.fixed_size:
-            return _encoded(self.codec, rows, key, None)
+        if not self.codec.traits.fixed_size:  # all at once, as one length must do for all
+            mine = rows[me].clone()
+            sent = _encoded(self.codec, rows, key, rows if loses else None)
+            rows[me] = mine
+            return sent
         sent = rows.new_empty((len(rows), self.codec.nbytes(rows.shape[1])), dtype=torch.uint8)
         sent[me] = 0
         for others in (slice(0, me), slice(me + 1, None)):
@@ -72,8 +76,8 @@ class TwoShot(Exchange):
         return sent
 
     def _summed(self, own: Tensor, arrived: Tensor, at: Round, key: Key) -> Tensor:
-        """The weighted sum of my chunk: my own numbers as they are, then what the others sent, in rank order."""
-        total = own * at.share
+        """The weighted sum of my chunk, in its place: my own numbers as they are, then what the others sent."""
+        total = own.mul_(at.share)
         for rank, (message, share) in enumerate(zip(arrived, at.shares, strict=True)):
             if rank != at.place:
                 self.codec.add(total, message, share, key)

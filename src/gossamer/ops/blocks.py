@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18  # numbers worked on at a time: they stay in the cache between passes, and calls stay rare
+CHUNK = 1 << 19  # numbers worked on at a time: they stay in the cache between passes, and calls stay rare
 
 
 @dataclass(frozen=True, slots=True)

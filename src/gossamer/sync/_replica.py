@@ -330,7 +330,7 @@ class Replica:
         weights = self._all_weights()
         total = weights[list(self.levels.group("all", self.rank))].sum()
         share = weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
-        at = Round(self.rank, self.levels, share, (window.seed, window.step), window.lr)
+        at = Round(self.rank, self.levels, share, (window.seed, window.step), window.lr, accounts=False)
         slot.sent = True
         # Of a rank without labels all gradients are zeros already.
         scale = window.scale * (float(share[self.rank]) or 1.0) if window.together else window.scale
