@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 from gossamer.cutting import forecast_of
 from gossamer.plan import adapt
@@ -24,14 +25,16 @@ Tell = Callable[[str, int], None]
 def with_borders(parts: Parts, channel: Channel, tell: Tell) -> Parts:
     """The same parts under a plan whose borders the policy has chosen; all ranks call it, and come to the same plan.
 
-    Where replicas differ, a border is treated as the slowest of its links asks for.
+    A border of several links is treated as the slowest of them asks for.
     """
     written = parts.config.plan.adapt
     if parts.cut is None or written == "none":
         return parts
     policy = adapt.build(written, key="plan.adapt")
-    found = neighbours(channel)
-    slowest = {stage: _slowest(parts.plan, stage, found) for stage in range(parts.plan.mesh.pipe - 1)}
+    pairs = {stage: _pairs(parts.plan, stage) for stage in range(parts.plan.mesh.pipe - 1)}
+    shifts = {(there - here) % parts.plan.ranks for ways in pairs.values() for here, there in ways}
+    found = neighbours(channel, sorted(shifts))
+    slowest = {stage: min((found[f"{a}>{b}"] for a, b in ways), key=_rate) for stage, ways in pairs.items()}
     names = {stage: f"{stage}>{stage + 1}" for stage in slowest}
     choices = policy.choose(
         Statistics(names=(), crossing={names[s]: n for s, n in _crossing(parts).items()}),
@@ -46,10 +49,15 @@ def with_borders(parts: Parts, channel: Channel, tell: Tell) -> Parts:
     return replace(parts, plan=plan)
 
 
-def _slowest(plan: Plan, stage: int, links: dict[str, Link]) -> Link:
-    """Of the links of all replicas over one border."""
-    firsts = range(stage, plan.mesh.size, plan.mesh.pipe)
-    return min((links[f"{rank}>{rank + 1}"] for rank in firsts), key=lambda link: link.bytes_per_s)
+def _pairs(plan: Plan, stage: int) -> list[tuple[int, int]]:
+    """The ranks before and behind a border, of all replicas."""
+    if plan.stages:
+        return list(product(plan.stages[stage], plan.stages[stage + 1]))
+    return [(rank, rank + 1) for rank in range(stage, plan.mesh.size, plan.mesh.pipe)]
+
+
+def _rate(link: Link) -> float:
+    return link.bytes_per_s
 
 
 def _crossing(parts: Parts) -> dict[int, int]:

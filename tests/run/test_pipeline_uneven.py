@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,19 @@ def trained(pool: Any, folder: Path, stages: list[list[int]] | None = None, **mo
     return pool.run("run.jobs:train", ranks, folder=str(folder), sections=sections, **{"steps": 6, **more})
 
 
+@pytest.fixture(scope="module")
+def alone(pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Path]:
+    """Where one process was trained with so much dropout."""
+
+    @cache
+    def folder(dropout: float) -> Path:
+        path = tmp_path_factory.mktemp("one")
+        trained(pool, path, dropout=dropout)
+        return path
+
+    return folder
+
+
 def told(folder: Path) -> dict[str, list[float]]:
     """What the records of a run say of its numbers."""
     return {
@@ -49,11 +64,12 @@ def assert_alike(many: Path, one: Path) -> None:
 
 
 @pytest.mark.parametrize("stages", LAYOUTS, ids=str)
-def test_numbers_are_those_of_one_process(pool, tmp_path: Path, stages: list[list[int]]) -> None:
+def test_numbers_are_those_of_one_process(
+    pool, alone: Callable[[float], Path], tmp_path: Path, stages: list[list[int]]
+) -> None:
     """Losses, norms of all gradients and evaluations; with dropout, tied weights and void labels."""
-    trained(pool, tmp_path / "one", dropout=0.2)
     trained(pool, tmp_path / "many", stages, dropout=0.2)
-    assert_alike(tmp_path / "many", tmp_path / "one")
+    assert_alike(tmp_path / "many", alone(0.2))
 
 
 @pytest.mark.parametrize(
@@ -66,10 +82,9 @@ def test_numbers_are_those_of_one_process(pool, tmp_path: Path, stages: list[lis
     ],
     ids=str,
 )
-def test_schedules_shares_and_cuts(pool, tmp_path: Path, plan: dict[str, Any]) -> None:
-    trained(pool, tmp_path / "one")
+def test_schedules_shares_and_cuts(pool, alone: Callable[[float], Path], tmp_path: Path, plan: dict[str, Any]) -> None:
     trained(pool, tmp_path / "many", [[0, 1], [2]], plan=plan)
-    assert_alike(tmp_path / "many", tmp_path / "one")
+    assert_alike(tmp_path / "many", alone(0.0))
 
 
 def test_copies_of_a_stage_stay_bit_equal(pool, tmp_path: Path) -> None:
@@ -113,13 +128,20 @@ def test_stop_and_resume_is_bit_equal_to_never_stopping(pool, tmp_path: Path, st
     ids=str,
 )
 def test_a_checkpoint_is_read_in_any_layout(
-    pool, tmp_path: Path, saved: list[list[int]] | None, resumed: list[list[int]] | None
+    pool, alone: Callable[[float], Path], tmp_path: Path, saved: list[list[int]] | None, resumed: list[list[int]] | None
 ) -> None:
-    trained(pool, tmp_path / "one")
     trained(pool, tmp_path / "many", saved, until=3)
     (tmp_path / "many" / "run" / "plan.yaml").unlink(missing_ok=True)
     trained(pool, tmp_path / "many", resumed, resume=True)
-    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert losses(tmp_path / "many") == pytest.approx(losses(alone(0.0)), rel=1e-5)
+
+
+def test_a_border_goes_by_the_slowest_of_its_links(pool, tmp_path: Path) -> None:
+    trained(pool, tmp_path, [[0, 1], [2]], steps=1, plan={"adapt": {"ada_topk": {"ratio": 4.0}}})
+    plan = RunDirectory(tmp_path / "run").plan()
+    assert plan is not None and plan.boundary == ({"top_k": {"fraction": 0.125}},), "half of an entry sent is its place"
+    mine = {link: n for link, n in plan.forecast.wire_bytes.items() if link.startswith("0>")}
+    assert [step["wire_bytes"] for step in records(tmp_path, "step")] == [mine]
 
 
 def test_a_bad_sample_moves_no_stage(pool, tmp_path: Path) -> None:

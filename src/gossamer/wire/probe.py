@@ -65,16 +65,16 @@ def probe(channel: Channel, *, ways: bool = False) -> Links:
     return Links(islands=islands, levels=levels, uplinks=uplinks, downlinks=downlinks)
 
 
-def neighbours(channel: Channel) -> dict[str, Link]:
-    """The link from every rank to the next one ("0>1"; the last one's leads to rank 0), measured while all send, as the
-    stages of a pipeline do. The same answer on every rank. Raises PeerLost.
+def neighbours(channel: Channel, shifts: Sequence[int] = (1,)) -> dict[str, Link]:
+    """The link from every rank to the one so many further ("0>1"; past the last one rank 0 follows), measured while all
+    send, as the stages of a pipeline do. The same answer on every rank. Raises PeerLost.
     """
-    ranks = channel.levels.everyone
-    latency, rates = _latency(channel), _shifted_rates(channel, 1)
-    return {
-        f"{rank}>{ranks[(i + 1) % len(ranks)]}": Link(latency_s=latency, bytes_per_s=rates[i])
-        for i, rank in enumerate(ranks)
-    }
+    ranks, found = channel.levels.everyone, dict[str, Link]()
+    latency = _latency(channel)
+    for shift in shifts:
+        for i, rate in enumerate(_shifted_rates(channel, shift)):
+            found[f"{ranks[i]}>{ranks[(i + shift) % len(ranks)]}"] = Link(latency_s=latency, bytes_per_s=rate)
+    return found
 
 
 def islands_of(rates: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], ...]:
