@@ -56,10 +56,16 @@ class Origin(ABC):
     def bare(self, seed: int) -> nn.Module:
         """`build` without reading any weights: random ones, a function of `seed` alone, in place of those to load."""
 
+    @property
+    @abstractmethod
+    def has_weights(self) -> bool:
+        """Whether there is anything to load: then `load` fills all that it is asked for."""
+
     @abstractmethod
     def load(self, module: nn.Module, names: frozenset[str]) -> None:
         """Read those of the weights that are named in `names` (first names, where tied), and no others, into a module
-        from `bare`. Nothing to do where there are none. Raises BadInput."""
+        from `bare`, even where it has no memory for them. Nothing to do where there are none. Raises BadInput.
+        """
 
     @abstractmethod
     def files(self) -> Files:

@@ -79,6 +79,10 @@ class Factory(Origin):
     def bare(self, seed: int) -> nn.Module:
         return self.build(seed)
 
+    @property
+    def has_weights(self) -> bool:
+        return False
+
     def load(self, module: nn.Module, names: frozenset[str]) -> None:
         pass
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import importlib
+import mmap
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gossamer.model.origin import Files, Origin
 from gossamer.model.origin import _transformers as kit
 from gossamer.model.origin._digest import digest
 from gossamer.model.origin._seeded import seeded
-from gossamer.model.origin._weights import put
+from gossamer.model.origin._weights import give
 from gossamer.model.profile import tied_names
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.store.gguf import GgufSummary, read_summary
+from gossamer.store.gguf import GgufSummary, read_summary, without_words
 
 _KEY = "model.gguf"
 _READER = "transformers.modeling_gguf_pytorch_utils"
+_SLAB = 1 << 18  # numbers that are dequantised at a time
+
+Take = Callable[[str, Tensor], None]  # a tensor's name in the model, and the tensor
 
 
 @dataclass(frozen=True)
@@ -54,39 +60,36 @@ class Gguf(Origin):
         return self._summary.context or None
 
     def build(self, seed: int) -> nn.Module:
-        config = self._config
-        with seeded(seed), kit.quietly(_KEY, wanted=f"the weights of a {config.model_type} in {self.of}") as library:
-            module = kit.fresh(library, config, self.dtype)
-            missing, unexpected = module.load_state_dict(_tensors(self._file, module), strict=False)
-        tied = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        tied -= {name for name, _ in module.named_parameters()}
-        if wrong := sorted({*missing} - tied) + sorted(unexpected):
-            raise bad_input(
-                wanted=f"the weights of a {config.model_type} in {self.of}",
-                got=f"{len(wrong)} names that do not match: {', '.join(wrong[:3])}",
-                do="give a file of a model that transformers knows, or its safetensors by model.hf",
-                key=_KEY,
-            )
+        module = self.bare(seed)
+        self.load(module, frozenset(module.state_dict()) - {n for group in tied_names(module) for n in group[1:]})
         return module
+
+    @property
+    def has_weights(self) -> bool:
+        return True
 
     def bare(self, seed: int) -> nn.Module:
         with seeded(seed), kit.quietly(_KEY, wanted=f"a model as in {self.of}") as library:
             return kit.fresh(library, self._config, self.dtype)
 
     def load(self, module: nn.Module, names: frozenset[str]) -> None:
-        wanted = names & module.state_dict().keys()
-        with kit.quietly(_KEY, wanted=f"the weights of a {self._config.model_type} in {self.of}"):
-            found = _tensors(self._file, module, wanted)
         first = {name: group[0] for group in tied_names(module) for name in group}
-        found = {first.get(name, name): tensor for name, tensor in found.items()}
-        if missing := sorted(wanted - found.keys()):
+        wanted = frozenset(name for name in module.state_dict() if first.get(name, name) in names)
+        missing = {first.get(name, name) for name in wanted}
+
+        def take(name: str, tensor: Tensor) -> None:
+            give(module, first.get(name, name), tensor)
+            missing.discard(first.get(name, name))
+
+        with kit.quietly(_KEY, wanted=f"the weights of a {self._config.model_type} in {self.of}"):
+            _read(self._file, module, wanted, take)
+        if missing:
             raise bad_input(
-                wanted=f"{len(wanted)} tensors in {self.of}",
-                got=f"none for {', '.join(missing[:3])} ({len(missing)} in all)",
-                do="give a complete file",
+                wanted=f"{len(wanted)} tensors of a {self._config.model_type} in {self.of}",
+                got=f"none for {', '.join(sorted(missing)[:3])} ({len(missing)} in all)",
+                do="give a complete file of a model that transformers knows, or its safetensors by model.hf",
                 key=_KEY,
             )
-        put(module, wanted, found)
 
     def files(self) -> Files:
         """The tokenizer in the file, as transformers writes it."""
@@ -114,7 +117,8 @@ class Gguf(Origin):
 
     @cached_property
     def _config(self) -> Any:
-        with kit.quietly(_KEY, wanted=f"a model that transformers knows in {self.of}") as library:
+        wanted = f"a model that transformers knows in {self.of}"
+        with kit.quietly(_KEY, wanted=wanted) as library, without_words():
             config = library.AutoConfig.from_pretrained(
                 str(self._file.parent), gguf_file=self._file.name, local_files_only=True
             )
@@ -123,36 +127,37 @@ class Gguf(Origin):
             return config
 
 
-def _tensors(file: Path, module: nn.Module, wanted: frozenset[str] | None = None) -> dict[str, Tensor]:
-    """The tensors in `file`, fp32, under the names `module` has for them; those in `wanted`, or all."""
+def _read(file: Path, module: nn.Module, wanted: frozenset[str], take: Take) -> None:
+    """Hand over the tensors in `file` that are called one of `wanted` in `module`, fp32, one after the other."""
     reader, package = importlib.import_module(_READER), importlib.import_module("gguf")
-    only = _Only(wanted)
-    silent = kit.replaced(reader, "tqdm", only.tensors)
-    mapped = kit.replaced(reader, "get_gguf_hf_weights_map", only.mapping)
     # the reader asks for one and the same table once per module: 4 of 10 seconds for a model of 30 blocks
-    once = kit.replaced(package, "get_tensor_name_map", lru_cache(maxsize=None))
-    with silent, mapped, once:
-        loaded = reader.load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=module)
-    tensors: dict[str, Tensor] = loaded["tensors"]
-    return tensors
+    with without_words(), kit.replaced(package, "get_tensor_name_map", lru_cache(maxsize=None)):
+        parsed = reader.load_gguf_checkpoint(str(file)) | {"tensors": {}}
+        opened = package.GGUFReader(str(file))
+        kind = bytes(opened.fields["general.architecture"].parts[-1]).decode()
+        processor = reader.TENSOR_PROCESSORS.get(kind, reader.TensorProcessor)(config=parsed["config"])
+        names = reader.get_gguf_hf_weights_map(module, processor)
+    for held in opened.tensors:
+        if names.get(held.name, held.name) not in wanted:
+            continue
+        made = processor.process(
+            weights=_dequantised(held), name=held.name, tensor_key_mapping=names, parsed_parameters=parsed
+        )
+        if made.name in names:
+            take(names[made.name], torch.from_numpy(np.ascontiguousarray(made.weights)))
+    for name, tensor in parsed["tensors"].items():  # put together from several
+        take(name, tensor)
 
 
-@dataclass
-class _Only:
-    """Keeps a reader from dequantising what is not wanted; it walks over all tensors behind a progress bar."""
-
-    wanted: frozenset[str] | None
-    names: Mapping[str, str] = field(default_factory=dict)  # in the file -> in the model
-
-    def mapping(self, original: Any) -> Any:
-        def mapped(*args: Any, **kwargs: Any) -> Any:
-            self.names = original(*args, **kwargs)  # calls itself for every module; the outermost ends last
-            return self.names
-
-        return mapped
-
-    def tensors(self, _: Any) -> Any:
-        def walked(tensors: Any, **__: Any) -> Any:
-            return (t for t in tensors if self.wanted is None or self.names.get(t.name, t.name) in self.wanted)
-
-        return walked
+def _dequantised(held: Any) -> Any:
+    """In slabs of rows: the package would hold all numbers twice."""
+    package = importlib.import_module("gguf")
+    rows = max(1, len(held.data) * _SLAB // held.n_elements)
+    whole: Any = None
+    for start in range(0, len(held.data), rows):
+        slab = package.dequantize(held.data[start : start + rows], held.tensor_type)
+        if whole is None:
+            whole = np.empty((len(held.data), *slab.shape[1:]), dtype=slab.dtype)
+        whole[start : start + rows] = slab
+        held.data._mmap.madvise(mmap.MADV_DONTNEED)  # what was read of the file need not stay in memory
+    return whole

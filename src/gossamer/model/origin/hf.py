@@ -17,7 +17,7 @@ from gossamer.model.origin import Files, Origin
 from gossamer.model.origin import _transformers as kit
 from gossamer.model.origin._digest import digest
 from gossamer.model.origin._seeded import seeded
-from gossamer.model.origin._weights import load_safetensors, put
+from gossamer.model.origin._weights import give, load_safetensors
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
@@ -102,7 +102,8 @@ class Hf(Origin):
         assert self._directory is not None
         if missing := load_safetensors(self._directory, module, names):
             whole = self.build(0).state_dict()
-            put(module, missing, {name: whole[name] for name in missing})
+            for name in missing:
+                give(module, name, whole[name])
 
     def files(self) -> Files:
         if self._directory is None:
