@@ -56,9 +56,10 @@ def measure(case: str, stage: int, stages: int) -> dict[str, Any]:
 def build(case: str, stage: int, stages: int) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).parent))
     hold_one(case, 0, stages, tiny=True)
-    before = high_water()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = memory_bytes("VmRSS")
     module = hold_one(case, stage, stages, tiny=False)
-    taken = high_water() - before
+    taken = memory_bytes("VmHWM") - before
     part = part_bytes(module)
     return {"part_mib": round(part / 2**20, 1), "taken_mib": round(taken / 2**20, 1), "ratio": round(taken / part, 3)}
 
@@ -143,10 +144,10 @@ def part_bytes(module: Any) -> int:
     return sum(storages.values())
 
 
-def high_water() -> int:
-    """Bytes."""
+def memory_bytes(which: str) -> int:
+    """Of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(which))
 
 
 if __name__ == "__main__":

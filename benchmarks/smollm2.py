@@ -23,6 +23,7 @@ from result import publish
 
 GOSSAMER = (sys.executable, "-m", "gossamer")
 STAGES = 4
+NO_STEP = 1e-60  # as a learning rate: 0 in float32
 
 
 def main() -> None:
@@ -60,7 +61,6 @@ class Place:
 
     def train(self, name: str, *, steps: int, processes: int, lr: float, **changes: Mapping[str, Any]) -> Path:
         """The folder of a finished run."""
-        optimizer = {"adamw": {"lr": lr, "weight_decay": 0.0}} if lr == 0 else {"adamw": {"lr": lr}}
         config: dict[str, dict[str, Any]] = {
             "model": {"gguf": str(self.gguf)},
             "data": {
@@ -69,7 +69,7 @@ class Place:
                 "sequence": 64,
                 "cache": str(self.folder / "cache"),
             },
-            "train": {"steps": steps, "batch": 4, "optimizer": optimizer, "evaluate_sequences": 4},
+            "train": {"steps": steps, "batch": 4, "optimizer": {"adamw": {"lr": lr}}, "evaluate_sequences": 4},
             "machines": {"processes": processes},
             "run": {"directory": str(self.folder / "runs"), "name": name, "display": "plain"},
         }
@@ -110,7 +110,7 @@ def of_stages(place: Place, steps: int) -> dict[str, Any]:
     ours = losses(run)
     apart = max(abs(a / b - 1) for a, b in zip(ours, one, strict=True))
     difference = logit_difference(run, place.export(run))
-    idle = place.export(place.train("idle", steps=1, processes=STAGES, lr=0.0, **piped))
+    idle = place.export(place.train("idle", steps=1, processes=STAGES, lr=NO_STEP, **piped))
     taken = sorted(record["step_s"] for record in step_records(run))
     return {
         "losses": ours,

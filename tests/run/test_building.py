@@ -1,0 +1,71 @@
+"""A process that builds one stage of four never holds more than its own part, but for what any model takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# The tiny stage first: imports, and the allocator's first arenas, are no part of the model.
+_SCRIPT = """
+import json, sys
+from pathlib import Path
+import torch
+from torch import nn
+from gossamer import loss
+from gossamer.cutting import Asked, OriginSource, hold
+from gossamer.model.origin import origin_of
+from gossamer.run.batches import DatasetBatches
+from gossamer.spec.config import RunConfig
+
+class Blocks(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(8))
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+def mebibytes(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+def objective(output, batch):
+    return output.square().mean()
+
+def held(width):
+    rows = [{"x": torch.zeros(width)} for _ in range(8)]
+    config = RunConfig.model_validate({
+        "model": {"factory": "__main__:Blocks", "config": {"width": width}},
+        "train": {"batch": 8}, "plan": {"mesh": {"pipe": 4}},
+    })
+    asked = Asked(config=config, ranks=4, rank=int(sys.argv[1]), batches=DatasetBatches(rows), objective=objective,
+                  device=torch.device("cpu"))
+    return hold(OriginSource(origin_of(config.model), 0), asked).module
+
+held(16)
+Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+before = mebibytes("VmRSS")
+module = held(2896)
+part = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}.values())
+print(json.dumps([part / 2**20, mebibytes("VmHWM") - before]))
+"""
+# Skeletons of the modules, their trace, and the C library's slack: the same for models of any size.
+_ALLOWED_MIB = 8
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux to measure memory")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_building_a_stage_takes_its_own_part_and_a_tenth(stage: int) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(stage)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    part, taken = json.loads(done.stdout.splitlines()[-1])
+    assert 63 < part < 66, "two blocks of eight, each 32 MiB"
+    assert taken <= 1.1 * part + _ALLOWED_MIB
