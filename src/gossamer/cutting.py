@@ -163,6 +163,7 @@ def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined
         cuts, why = _cuts(flow, outline, plan, config)
         plan = plan.model_copy(update={"cuts": cuts.first, "reasons": {**plan.reasons, "cuts": why}})
     cut = Cut(Ways(outline, run, cuts, units), parts_of(outline, flow, cuts), {}, _groups(plan))
+    cut.ways.check_chance(first, flow)
     cut.ways.know(first, flow, cut.parts)
     _check_room(cut, asked)
     plan = plan.model_copy(update={"forecast": forecast_of(plan, cut, asked.batches, config)})

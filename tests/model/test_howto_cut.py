@@ -13,13 +13,14 @@ from torch import nn
 
 from gossamer.compress.transfer import crossing
 from gossamer.model.cut.cuts import Cuts, even_cuts, parts_of
-from gossamer.model.cut.trace import trace
+from gossamer.model.cut.ways import Ways
 from gossamer.model.units import unit_names
 from gossamer.pipeline import schedule
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 from model.cuttable import Chain, rows
 from model.plain import WIDTH as WIDE
+from model.test_chance import Dropping, by_torch
 from model.test_cut import Branching, Frozen, Leaking
 from model.test_cut_modules import Boxes
 
@@ -53,7 +54,7 @@ def _with_alternatives(block: str) -> list[str]:
 
 def test_every_key_is_one_of_the_configuration() -> None:
     texts = [text for block in blocks("yaml") for text in _with_alternatives(block)]
-    assert len(texts) == 6
+    assert len(texts) == 7
     for text in texts:
         plan = RunConfig.model_validate(yaml.safe_load(text)).plan
         for way in plan.boundary if isinstance(plan.boundary, list) else [plan.boundary]:
@@ -64,7 +65,9 @@ def test_every_key_is_one_of_the_configuration() -> None:
 
 def _refuse(module: nn.Module, cuts: int | tuple[str, ...], width: int = 12) -> None:
     x = rows() if width == 12 else torch.randn(5, width)
-    flow = trace(module, lambda: module(x.requires_grad_()).sum(), units=unit_names(module))
+    ways = Ways(module, lambda module, _: module(x.requires_grad_()).sum(), Cuts(()), unit_names(module))
+    flow = ways.flow({})
+    ways.check_chance({}, flow)
     parts_of(module, flow, even_cuts(flow, cuts) if isinstance(cuts, int) else Cuts(cuts))
 
 
@@ -75,6 +78,7 @@ REFUSED: list[tuple[nn.Module, int | tuple[str, ...], int]] = [
     (Branching(), ("blocks.0", "blocks.2"), 12),
     (Leaking(), 2, 12),
     (Boxes(), 2, WIDE),
+    (Dropping(by_torch, 0.5), 2, 4),
     (Frozen(), 2, 12),
 ]
 

@@ -30,7 +30,7 @@ def draws(module: nn.Module, *names: str) -> tuple[frozenset[str], ...]:
     found = []
     for name in names:
         inside = list(module.get_submodule(name).modules())
-        kind = frozenset((type(m), getattr(vars(m).get("forward"), "__code__", None)) for m in inside)
+        kind = frozenset((type(m), *(getattr(f, "__code__", None) for f in _held(m))) for m in inside)
         if kind not in read:
             read[kind] = _read(inside)
         found.append(read[kind])
@@ -41,9 +41,15 @@ def _read(modules: Sequence[nn.Module]) -> frozenset[str]:
     reader = _Reader()
     for module in modules:
         reader.follow(type(module).forward, module)
-        reader.follow(vars(module).get("forward"), module)
+        for held in _held(module):
+            reader.follow(held, module)
     reader.read()
     return frozenset(reader.found)
+
+
+def _held(module: nn.Module) -> list[Any]:
+    """Functions that a module keeps: its own forward, an activation, what it was given to call."""
+    return [held for held in vars(module).values() if isinstance(held, FunctionType | MethodType | functools.partial)]
 
 
 @dataclass
@@ -89,7 +95,7 @@ class _Reader:
                 self.found.add(NUMPY)
             if held is np and "random" in names:
                 self.found.add(NUMPY)
-        if "random" in names and "random" not in function.__globals__:
+        if any(name.partition(".")[0] in (PYTHON, NUMPY) for name in names):
             self.found.update(_imported(function.__code__))
 
     def _follow_name(self, function: FunctionType, name: str, names: frozenset[str], owner: Any) -> None:

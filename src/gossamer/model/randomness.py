@@ -7,9 +7,9 @@ forward (shared layers) draw the same numbers each time. `forward` is wrapped, n
 Python's `random` and numpy's generator are keyed likewise, where the code of the model, or of the unit, may draw from
 them (`draws.py`): those of the whole once per micro-batch, and in units that use them, per unit.
 
-Cost, measured on one core of an EPYC: see `tests/model/test_randomness.py` for what is seeded when.
-    per unit         4 us;  + 10 us where it may draw from Python's, + 6 us from numpy's
-    per micro-batch  5 us;  + 25 us                                 + 6 us
+Cost on one core of an EPYC:
+    per unit         3.4 us;  where it may draw from Python's 7 us more, from numpy's 3 us more
+    per micro-batch  5 us;    where the model may,           14 us more,              2 us more
 Order: units are compiled (`compiled.py`) and staged (`cut/stage.py`) first, and keyed last, so that the seeding stays
 outside of compiled code, and ghosts seed as the real units do.
 Recompute: non-reentrant checkpointing runs a unit's forward again and gets the same numbers, provided that backward

@@ -106,6 +106,7 @@ class Flow:
     loose: Mapping[str, frozenset[int]]  # parameter or buffer read outside of its units -> positions
     lent: Mapping[str, frozenset[int]]  # the same, read inside other units' calls -> those calls
     units: tuple[str, ...]
+    by_chance: bool = False  # the code between units may have looked at a random number
     names: Mapping[str, int] = field(default_factory=dict)  # call name -> number
 
     def __post_init__(self) -> None:

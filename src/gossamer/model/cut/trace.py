@@ -10,47 +10,45 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gossamer.model.cut.chance import Lot
 from gossamer.model.cut.flow import Flow
-from gossamer.model.cut.operators import Operators, Real, Unreal, unlogged
+from gossamer.model.cut.operators import Real, Unreal, unlogged
 from gossamer.model.cut.undo import undone
 from gossamer.model.cut.watch import Watch
 from gossamer.spec.errors import BadInput, RunFailed
 
 
-def trace(module: nn.Module, run: Callable[[], Any], *, units: Sequence[str], fake: bool = True) -> Flow:
+def trace(
+    module: nn.Module, run: Callable[[], Any], *, units: Sequence[str], fake: bool = True, lot: Lot = Lot.ANY
+) -> Flow:
     """Run `run`, which calls `module` once and returns all that its caller wants of it (a loss); say what it did.
 
     Parameters, buffers and generators are left as they were. Under gradients, as training does. First without
     activations; where the forward needs numbers that are not there (or not `fake`) `run` is called again, on real
     tensors and without their graph, and where it needs that too (a gradient within the forward), as in training.
+    Generators begin as `lot` says: every rank sees the same.
     """
     if fake:
         unreal = Unreal(module)
         try:
-            flow = _traced(module, run, units, unreal, unlogged())
+            flow = _traced(Watch(module, tuple(units), unreal, lot), run, unlogged())
         except Exception:  # whatever it was, the real run goes on, or says it better
             unreal.refused = True
         if not unreal.refused:
             return flow
     try:
-        return _traced(module, run, units, Real(), _without_graph())
+        return _traced(Watch(module, tuple(units), Real(), lot), run, _without_graph())
     except BadInput:
         raise
     except Exception:
-        return _traced(module, run, units, Real(), nullcontext())
+        return _traced(Watch(module, tuple(units), Real(), lot), run, nullcontext())
 
 
-def _traced(
-    module: nn.Module,
-    run: Callable[[], Any],
-    units: Sequence[str],
-    operators: Operators,
-    graph: AbstractContextManager[None],
-) -> Flow:
-    watch = Watch(module, tuple(units), operators)
+def _traced(watch: Watch, run: Callable[[], Any], graph: AbstractContextManager[None]) -> Flow:
     with ExitStack() as stack:
         stack.callback(watch.buffers.put_back)
-        stack.enter_context(undone(module))
+        stack.enter_context(undone(watch.module))
+        watch.lot.begin()
         stack.enter_context(torch.enable_grad())
         stack.enter_context(graph)
         stack.enter_context(_uncached())

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gossamer.model.cut.chance import Draws, Lot
 from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Leaf, Made, Value, containers_of
 from gossamer.model.cut.operators import Operators, written
 from gossamer.model.cut.tree import Shape, flatten
@@ -53,10 +54,10 @@ class Seen:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode and the hooks of one traced forward."""
 
-    def __init__(self, module: nn.Module, units: tuple[str, ...], operators: Operators) -> None:
+    def __init__(self, module: nn.Module, units: tuple[str, ...], operators: Operators, lot: Lot = Lot.ANY) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.module, self.units, self.operators = module, units, operators
-        self.key = operators.key
+        self.key, self.lot, self.draws = operators.key, lot, Draws()
         self.buffers = Buffers.of(module, self.key)
         self.calls: list[Seen] = []
         self.current: int | None = None
@@ -76,6 +77,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.within = {name: {id(m) for m in module.get_submodule(name).modules()} for name in units}
 
     def install(self, stack: ExitStack) -> None:
+        self.draws.enter()
         for name in self.units:
             unit = self.module.get_submodule(name)
             stack.callback(_put_back, unit, vars(unit).get("forward"))
@@ -92,9 +94,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = [self.key(x) for x in written(func, args, kwargs)]
         self.changed.update(value for key in changed for value in self.named.get(key, ()))
         if func in _LOOKS:
-            self._look(values)
+            self._look(values, {self.key(x) for x in ins})
         made = [k for x in outs if (k := self.key(x)) not in self.static]
         if self.current is None:
+            self.lot.bend(func, out)
+            self.draws.follow(func, {self.key(x) for x in ins}, made + changed)
             for key in made + [k for k in changed if k not in self.static]:
                 self.taint[key] = self.taint.get(key, frozenset()) | values
             return out
@@ -134,10 +138,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif key not in self.owned[self.calls[self.current].unit]:
             self.lent.setdefault(name, set()).add(self.current)
 
-    def _look(self, values: frozenset[Value]) -> None:
+    def _look(self, values: frozenset[Value], read: set[int]) -> None:
         if self.current is not None:
             self.calls[self.current].looked = True
             return
+        self.draws.look(read)
         for value in values:
             self.branches.setdefault(value, set()).add(len(self.calls))
 
@@ -155,6 +160,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return forward
 
     def _begin(self, name: str, args: Any, kwargs: Any) -> int:
+        self.draws.leave()
         self.current = len(self.calls)
         turn = sum(seen.unit == name for seen in self.calls)
         seen = Seen(name, turn, flatten((args, kwargs))[0], containers=containers_of((args, kwargs)))
@@ -171,6 +177,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.taint[key] = self.taint.get(key, frozenset()) | {Value(number, HIDDEN)}
         self._keep_insides(number, seen, unit)
         seen.arguments = []
+        self.draws.enter()
 
     def _leaf(self, seen: Seen, leaf: Any, value: Value) -> Leaf:
         same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
@@ -242,6 +249,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def finish(self, ends: list[Tensor]) -> None:
         """What the caller got depends on these."""
+        self.draws.leave()
         for unit, leaf in self.without_grad:
             if leaf.requires_grad:  # now, and not when the unit returned it: its graph is made a second time
                 raise bad_input(
@@ -262,6 +270,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             loose={name: frozenset(at) for name, at in self.loose.items()},
             lent={name: frozenset(at) for name, at in self.lent.items()},
             units=self.units,
+            by_chance=self.draws.decide,
         )
 
     def _call(self, number: int, seen: Seen) -> Call:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossamer.model.cut.chance import Lot, check_way
 from gossamer.model.cut.cuts import Cuts, Part, parts_of
 from gossamer.model.cut.flow import Flow
 from gossamer.model.cut.trace import trace
+from gossamer.model.units import unit_names
 
 Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 Known = dict[tuple[bool, Signature], tuple[Flow, tuple[Part, ...]]]
@@ -29,7 +31,7 @@ class Ways:
     module: nn.Module  # a skeleton: only ever traced
     run: Callable[[nn.Module, Mapping[str, Tensor]], Any]  # as in training: the loss of a batch
     cuts: Cuts
-    units: tuple[str, ...]
+    units: tuple[str, ...] = ()  # none: those of `unit_names`
     known: Known = field(default_factory=dict, repr=False)
 
     def of(self, batch: Mapping[str, Tensor], *, training: bool = True) -> tuple[Flow, tuple[Part, ...]]:
@@ -40,10 +42,24 @@ class Ways:
             self.known[kind] = flow, parts_of(self.module, flow, self.cuts)
         return self.known[kind]
 
-    def flow(self, batch: Mapping[str, Tensor], *, training: bool = True) -> Flow:
+    def flow(self, batch: Mapping[str, Tensor], *, training: bool = True, lot: Lot = Lot.ANY) -> Flow:
         """What the model does with a batch, however it is cut."""
         self.module.train(training)
-        return trace(self.module, lambda: self.run(self.module, batch), units=self.units)
+        return trace(
+            self.module, lambda: self.run(self.module, batch), units=self.units or unit_names(self.module), lot=lot
+        )
+
+    def check_chance(self, batch: Mapping[str, Tensor], flow: Flow) -> None:
+        """That no random number decides which units a batch in training calls, as far as can be seen. Raises BadInput.
+
+        Costs two forwards more, where the code between units may look at random numbers.
+        """
+        for lot in (Lot.LOWEST, Lot.HIGHEST) if flow.by_chance else ():
+            try:
+                other = self.flow(batch, lot=lot)
+            except Exception:  # such numbers may be too strange for what else they are drawn for
+                continue
+            check_way(self.module, flow, other)
 
     def know(self, batch: Mapping[str, Tensor], flow: Flow, parts: tuple[Part, ...]) -> None:
         """What a batch in training was found to do."""
