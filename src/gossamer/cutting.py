@@ -75,7 +75,8 @@ class OriginSource(Source):
         return self.skeleton.module
 
     def part(self, holds: frozenset[str]) -> nn.Module:
-        module = self.skeleton.build(self._build, holds)
+        # What is loaded brings its own memory.
+        module = self.skeleton.build(self._build, frozenset() if self.origin.has_weights else holds)
         self.origin.load(module, holds)
         return module
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from torch import nn
 
 from gossamer.model.cut.flow import HIDDEN, Call, Flow, Value
+from gossamer.model.cut.keepers import Keepers, check_readers, keepers_of
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
 
@@ -69,11 +70,15 @@ def _work(call: Call) -> float:
     return call.flop + _FLOP_PER_BYTE * call.parameter_bytes
 
 
-def parts_of(module: nn.Module, flow: Flow, cuts: Cuts) -> tuple[Part, ...]:
-    """What every stage is; raises BadInput where the model cannot be cut there, and says which tensor is in the way."""
+def parts_of(module: nn.Module, flow: Flow, cuts: Cuts, keepers: Keepers | None = None) -> tuple[Part, ...]:
+    """What every stage is; raises BadInput where the model cannot be cut there, and says which tensor is in the way.
+
+    `keepers`: as another flow has them, where this one is of a forward that changes nothing (an evaluation).
+    """
     starts = _starts(module, flow, cuts)
     bounds = [*starts, flow.end]
     edges = [_edges(flow, low) for low in bounds]
+    keepers = keepers if keepers is not None else keepers_of(flow, bounds, edges)
     parts = tuple(
         Part(
             stage=stage,
@@ -82,12 +87,13 @@ def parts_of(module: nn.Module, flow: Flow, cuts: Cuts) -> tuple[Part, ...]:
             high=high,
             receives=edges[stage],
             sends=edges[stage + 1] if high < flow.end else (),
-            holds=_holds(module, flow, low, high),
+            holds=(_holds(module, flow, low, high) - keepers.keys()) | {n for n in keepers if stage in keepers[n]},
         )
         for stage, (low, high) in enumerate(pairwise(bounds))
     )
     for part in parts:
         _check(flow, part)
+    check_readers(flow, bounds, keepers)
     return parts
 
 

@@ -97,6 +97,26 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """A buffer is changed by call `at`; if `loose` by the code before that, to what it computes from `values`."""
+
+    at: int
+    loose: bool
+    values: frozenset[Value] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a forward does with a buffer. `readers`: calls, and the end, that depend on it; `looks`: positions where
+    Python looks at a number computed from it.
+    """
+
+    changes: frozenset[Change]
+    readers: frozenset[int]
+    looks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Flow:
     """One forward of one kind of batch. Position p is the code between call p - 1 and call p; `len(calls)` the end."""
 
@@ -107,6 +127,7 @@ class Flow:
     lent: Mapping[str, frozenset[int]]  # the same, read inside other units' calls -> those calls
     units: tuple[str, ...]
     by_chance: bool = False  # the code between units may have looked at a random number
+    buffers: Mapping[str, Use] = field(default_factory=dict)
     names: Mapping[str, int] = field(default_factory=dict)  # call name -> number
 
     def __post_init__(self) -> None:

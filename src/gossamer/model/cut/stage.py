@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,7 +51,8 @@ class Stage:
         self.names = canonical_names(module)
         self._turn: _Turn | None = None
         self._answers: list[Any] = []
-        _hollow_out(module, part.holds | keep, self.names)
+        changed = {n for n, use in flow.buffers.items() if any(change.loose for change in use.changes)}
+        _hollow_out(module, part.holds | keep, self.names, changed)
         for name in flow.units:
             unit = module.get_submodule(name)
             assert not isinstance(unit.forward, Keyed), "a ghost would not seed: key the randomness of a stage last"
@@ -250,8 +251,10 @@ def _put(container: MutableMapping[Any, Any] | list[Any], key: Any, held: Any) -
         container[key] = held
 
 
-def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str]) -> None:
-    """Replace every parameter and buffer outside `holds` by one without storage; tied ones stay tied."""
+def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str], changed: Container[str]) -> None:
+    """Replace every parameter and buffer outside `holds` by one without storage; tied ones stay tied. Buffers in
+    `changed` get storage, for the model's own code writes to them wherever it runs.
+    """
     empty: dict[str, Tensor] = {}
     for path, owner in module.named_modules():
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
@@ -260,7 +263,7 @@ def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, st
                 continue
             if canonical not in empty:
                 device = torch.device("cpu") if tensor.is_meta else tensor.device
-                blank = hollow(tuple(tensor.shape), tensor.dtype, device)
+                blank = hollow(tuple(tensor.shape), tensor.dtype, device, own=canonical in changed)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 empty[canonical] = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
             setattr(owner, name, empty[canonical])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from gossamer.model.cut.chance import Draws, Lot
 from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Leaf, Made, Value, containers_of
 from gossamer.model.cut.operators import Operators, written
+from gossamer.model.cut.running import Running, Step
 from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.cut.undo import Buffers
 from gossamer.model.flop import flop_of
@@ -59,6 +60,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.module, self.units, self.operators = module, units, operators
         self.key, self.lot, self.draws = operators.key, lot, Draws()
         self.buffers = Buffers.of(module, self.key)
+        self.running = Running(module, self.key)
         self.calls: list[Seen] = []
         self.current: int | None = None
         self.taint: dict[int, frozenset[Value]] = {}
@@ -96,6 +98,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _LOOKS:
             self._look(values, {self.key(x) for x in ins})
         made = [k for x in outs if (k := self.key(x)) not in self.static]
+        self._follow_buffers(self.running.ran(func, args, kwargs, out), values, is_look=func in _LOOKS)
         if self.current is None:
             self.lot.bend(func, out)
             self.draws.follow(func, {self.key(x) for x in ins}, made + changed)
@@ -112,6 +115,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return out
 
+    def _follow_buffers(self, step: Step, values: frozenset[Value], *, is_look: bool) -> None:
+        if self.current is not None:
+            self.running.in_unit(step, self.current)
+            return
+        if self.running.in_code(step, len(self.calls), values):  # whoever runs this needs them
+            self._reach(values)
+        if is_look:
+            self.running.look(step, len(self.calls))
+
+    def _reach(self, values: Iterable[Value]) -> None:
+        for value in values:
+            self.readers.setdefault(value, set()).add(len(self.calls))
+
     def _static(self, module: nn.Module) -> dict[int, str]:
         """Storage -> canonical name of every parameter and buffer."""
         found: dict[int, str] = {}
@@ -123,7 +139,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values: frozenset[Value] = frozenset()
         for tensor in ins:
             key = self.key(tensor)
-            values |= self.taint.get(key, frozenset())
+            values |= self.taint.get(key, frozenset()) | self.running.put.get(key, frozenset())
             home = self.born.get(key)
             if home is not None and home != self.current:
                 values |= {Value(home, HIDDEN)}
@@ -160,6 +176,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return forward
 
     def _begin(self, name: str, args: Any, kwargs: Any) -> int:
+        self._reach(self.running.assigned(len(self.calls), self.taint, loose=True))
         self.draws.leave()
         self.current = len(self.calls)
         turn = sum(seen.unit == name for seen in self.calls)
@@ -169,6 +186,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.current
 
     def _end(self, number: int, unit: nn.Module, output: Any) -> None:
+        list(self.running.assigned(number, self.taint, loose=False))
         seen, self.current = self.calls[number], None
         leaves, seen.spec = flatten(output)
         seen.leaves = [self._leaf(seen, leaf, Value(number, i)) for i, leaf in enumerate(leaves)]
@@ -258,8 +276,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     do="use checkpoint(..., use_reentrant=False)",
                     key="model",
                 )
-        for value in self._read(ends):
-            self.readers.setdefault(value, set()).add(len(self.calls))
+        self._reach(self.running.assigned(len(self.calls), self.taint, loose=True))
+        self._reach(self._read(ends))
+        for name in self.running.read(ends):
+            self.running.readers.setdefault(name, set()).add(len(self.calls))
 
     def flow(self) -> Flow:
         calls = tuple(self._call(i, seen) for i, seen in enumerate(self.calls))
@@ -269,6 +289,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             branches={value: frozenset(at) for value, at in self.branches.items()},
             loose={name: frozenset(at) for name, at in self.loose.items()},
             lent={name: frozenset(at) for name, at in self.lent.items()},
+            buffers=self.running.uses(),
             units=self.units,
             by_chance=self.draws.decide,
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gossamer.model.cut.chance import Lot, check_way
 from gossamer.model.cut.cuts import Cuts, Part, parts_of
 from gossamer.model.cut.flow import Flow
+from gossamer.model.cut.keepers import Keepers
 from gossamer.model.cut.trace import trace
 from gossamer.model.units import unit_names
 
@@ -39,7 +40,7 @@ class Ways:
         kind = (training, signature_of(batch))
         if kind not in self.known:
             flow = self.flow(batch, training=training)
-            self.known[kind] = flow, parts_of(self.module, flow, self.cuts)
+            self.known[kind] = flow, parts_of(self.module, flow, self.cuts, None if training else self._keepers())
         return self.known[kind]
 
     def flow(self, batch: Mapping[str, Tensor], *, training: bool = True, lot: Lot = Lot.ANY) -> Flow:
@@ -62,5 +63,19 @@ class Ways:
             check_way(self.module, flow, other)
 
     def know(self, batch: Mapping[str, Tensor], flow: Flow, parts: tuple[Part, ...]) -> None:
-        """What a batch in training was found to do."""
+        """What a batch in training was found to do.
+
+        Raises BadInput where an evaluation would read a buffer in a stage that does not keep it.
+        """
         self.known[True, signature_of(batch)] = flow, parts
+        if any(change.loose for use in flow.buffers.values() for change in use.changes):
+            self.of(batch, training=False)
+
+    def _keepers(self) -> Keepers:
+        """Of the buffers that training changes."""
+        trained = next((found for (training, _), found in self.known.items() if training), None)
+        if trained is None:
+            return {}
+        flow, parts = trained
+        changed = (name for name, use in flow.buffers.items() if use.changes)
+        return {name: frozenset(p.stage for p in parts if name in p.holds) for name in changed}

@@ -1,0 +1,120 @@
+"""Buffers that a forward changes (running means): who changes them, and what depends on what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gossamer.model.cut.flow import Change, Use, Value
+from gossamer.model.cut.operators import written
+
+Nothing: frozenset[Any] = frozenset()
+
+
+@dataclass
+class Running:
+    """Follows the buffers of `module` through one forward. Positions are those of Flow."""
+
+    module: nn.Module
+    key: Callable[[Tensor], int]
+    names: dict[int, str] = field(default_factory=dict)  # memory -> buffer
+    put: dict[int, frozenset[Value]] = field(default_factory=dict)  # memory of buffers -> what the model's code puts in
+    stains: dict[int, frozenset[str]] = field(default_factory=dict)  # memory -> buffers that this code computes it from
+    changes: dict[str, set[Change]] = field(default_factory=dict)
+    readers: dict[str, set[int]] = field(default_factory=dict)
+    looks: dict[str, set[int]] = field(default_factory=dict)
+    places: list[tuple[dict[str, Tensor | None], str, str]] = field(default_factory=list)  # where one is kept, its name
+    last: list[Tensor | None] = field(default_factory=list)  # what was there when last seen
+
+    def __post_init__(self) -> None:
+        canonical: dict[int, str] = {}
+        for path, owner in self.module.named_modules():
+            for leaf, tensor in owner._buffers.items():
+                if tensor is not None:
+                    name = canonical.setdefault(id(tensor), f"{path}.{leaf}" if path else leaf)
+                    self.names.setdefault(self.key(tensor), name)
+                    self.places.append((owner._buffers, leaf, name))
+                    self.last.append(tensor)
+
+    def ran(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Step:
+        """An operator, and the buffers in it."""
+        outs = [self.key(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
+        changed = [self.names[k] for x in _changed(func, args, kwargs) if (k := self.key(x)) in self.names]
+        return Step(self.read(tree_leaves((args, kwargs))), changed, outs)
+
+    def in_unit(self, step: Step, call: int) -> None:
+        """The operator ran in a call of a unit."""
+        for name in step.read:
+            self.readers.setdefault(name, set()).add(call)
+        for name in step.changed:
+            self.changes.setdefault(name, set()).add(Change(call, False))
+
+    def in_code(self, step: Step, position: int, values: frozenset[Value]) -> bool:
+        """The operator ran between units, on what depends on `values`. Whether it changed a buffer."""
+        for key in step.outs:
+            if key in self.names:
+                if self.names[key] in step.changed:
+                    self.put[key] = self.put.get(key, Nothing) | values
+            elif step.read:
+                self.stains[key] = self.stains.get(key, Nothing) | step.read
+        for name in step.changed:
+            self.changes.setdefault(name, set()).add(Change(position, True, values))
+        return bool(step.changed)
+
+    def look(self, step: Step, position: int) -> None:
+        """Python looks at a number, between units."""
+        for name in step.read:
+            self.looks.setdefault(name, set()).add(position)
+
+    def read(self, held: Iterable[Any]) -> frozenset[str]:
+        """The buffers that these depend on."""
+        found: frozenset[str] = Nothing
+        for key in (self.key(x) for x in held if isinstance(x, Tensor)):
+            found |= self.stains.get(key, Nothing) | ({self.names[key]} if key in self.names else Nothing)
+        return found
+
+    def assigned(self, position: int, taint: Mapping[int, frozenset[Value]], *, loose: bool) -> Iterator[Value]:
+        """Note buffers in whose place there is another tensor now; what the model's code has put there."""
+        for i, (owner, leaf, name) in enumerate(self.places):
+            now = owner.get(leaf)
+            if now is self.last[i]:
+                continue
+            self.last[i] = now
+            values: frozenset[Value] = Nothing
+            if now is not None:
+                values = taint.get(self.key(now), Nothing) if loose else Nothing
+                self.names.setdefault(self.key(now), name)
+            self.changes.setdefault(name, set()).add(Change(position, loose, values))
+            yield from values
+
+    def uses(self) -> dict[str, Use]:
+        """Of all buffers that something was done with."""
+        names = self.changes.keys() | self.readers.keys() | self.looks.keys()
+        return {
+            name: Use(*(frozenset(kind.get(name, ())) for kind in (self.changes, self.readers, self.looks)))  # type: ignore[arg-type]
+            for name in sorted(names)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an operator does with buffers: those that its arguments depend on, those it changes, the memory it gives."""
+
+    read: frozenset[str]
+    changed: list[str]
+    outs: list[int]
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """What an operator changes; of a normalisation, which need not say so, everything where it trains."""
+    if "batch_norm" not in func.name():
+        yield from written(func, args, kwargs)
+        return
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("training", given.get("train", True)):
+        yield from (x for x in (given.get("running_mean"), given.get("running_var")) if isinstance(x, Tensor))
