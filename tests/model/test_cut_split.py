@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gossamer.model.cut.cuts import Cuts, even_cuts, parts_of
 from gossamer.model.cut.flow import Value
+from gossamer.model.cut.live import Live
 from gossamer.model.cut.lockstep import Loss, Outcome, gradients_of, run_lockstep, stages_of
 from gossamer.model.cut.split import backward_input
-from gossamer.model.cut.live import Live
 from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.trace import trace
 from gossamer.model.randomness import unit_seeds
