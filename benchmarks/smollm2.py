@@ -70,7 +70,7 @@ class Place:
                 "cache": str(self.folder / "cache"),
             },
             "train": {"steps": steps, "batch": 4, "optimizer": {"adamw": {"lr": lr}}, "evaluate_sequences": 4},
-            "machines": {"processes": processes},
+            "machines": {"processes": processes, "timeout_s": 600},
             "run": {"directory": str(self.folder / "runs"), "name": name, "display": "plain"},
         }
         for section, values in changes.items():
@@ -150,10 +150,16 @@ def logit_difference(run: Path, exported: Path) -> float:
 def changed(exported: Path, gguf: Path) -> list[str]:
     """Names of the tensors in which the export is not the GGUF as transformers reads it, bit for bit."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     ours = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
-    theirs = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).state_dict()
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    found = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
+    missing, _ = model.load_state_dict(found, strict=False)
+    assert missing == ["lm_head.weight"], "the head is the embedding"
+    theirs = model.state_dict()
     assert ours.keys() == theirs.keys()
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
