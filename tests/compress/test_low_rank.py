@@ -69,6 +69,32 @@ def test_it_is_linear(one: Exchange) -> None:
         torch.testing.assert_close(alone.mean, outcomes[0].mean, rtol=1e-4, atol=1e-5)
 
 
+def test_a_left_factor_in_eight_bits_spans_nearly_the_same_space_and_loses_nothing_besides() -> None:
+    """What is kept is a projection of what was given, whatever space the rounded factor spans."""
+    where, coded = crew.layout({"w": (300, 40)}), PowerSgd(rank=3, left=TwoShot(Int8()))
+    rng = torch.Generator().manual_seed(5)
+    strong = torch.randn(300, 3, generator=rng) @ torch.randn(3, 40, generator=rng)
+    drawn = [strong.flatten() + 0.1 * crew.bucket(where, r).flat for r in range(RANKS)]
+    plain, _ = steps(PowerSgd(rank=3), where, 4, lambda r, s: drawn[r].clone())
+    found, given = steps(coded, where, 4, lambda r, s: drawn[r].clone())
+    for few, many, wanted in zip(found, plain, given, strict=True):
+        missed, least = (torch.linalg.norm(o[0].mean.double() - wanted) for o in (few, many))
+        assert missed < 1.05 * least
+        for o, x in zip(few, drawn, strict=True):
+            kept = (x - o.lost).view(300, 40).double()
+            assert abs(float((kept * o.lost.view(300, 40)).sum())) < 1e-4 * float(torch.linalg.norm(kept)) ** 2
+    layout, levels = crew.layout({"w": (8192, 384), "b": (384,)}), Levels.flat(2)
+    prices = [Priced(0, levels) for _ in range(2)]
+    for price, left in zip(prices, (Dense(), TwoShot(Int8())), strict=True):
+        price.charge(PowerSgd(16, left).traffic(layout, levels, 0))
+    assert 3.4 * prices[1].meter.total_bytes < prices[0].meter.total_bytes
+
+
+def test_feedback_inside_a_factor_is_refused() -> None:
+    with pytest.raises(BadInput, match="put feedback around"):
+        PowerSgd(left=ErrorFeedback(TwoShot(Int8())))
+
+
 @both
 def test_a_matrix_of_low_rank_arrives_whole_from_the_second_step_on(one: Exchange) -> None:
     rng = torch.Generator().manual_seed(3)

@@ -16,7 +16,7 @@ from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
 from gossamer.wire.channel.priced import Priced
 from gossamer.wire.message import Combine, State
 
-NAMES = compress.names()
+NAMES = (*compress.names(), *crew.NESTED)
 each = pytest.mark.parametrize("name", NAMES)
 SIZES = {
     "empty": {"e": (0,)},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -115,10 +115,18 @@ class Split:
     def dense_numel(self) -> int:
         return sum(stop - start for start, stop in self.dense)
 
-    def pack(self, flat: Tensor, factors: Sequence[Tensor], share: float) -> Tensor:
-        """The message of the dense ranges and the factors, weighted."""
+    def first(self, layout: Layout) -> Layout:
+        """What `pack` makes of a bucket laid out so, with the left factors: a bucket of its own, in float32."""
+        sizes: list[tuple[str, tuple[int, ...]]] = [(f"dense@{a}", (b - a,)) for a, b in self.dense]
+        sizes += [(f"p@{batch.names[0]}", batch.left) for batch in self.batches]
+        starts = accumulate((prod(shape) for _, shape in sizes), initial=0)
+        entries = tuple(Entry(name, shape, start) for (name, shape), start in zip(sizes, starts, strict=False))
+        return Layout(entries, torch.float32, layout.device)
+
+    def pack(self, flat: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        """The dense ranges and the factors, one behind the other."""
         ranges = [flat[start:stop] for start, stop in self.dense]
-        return torch.cat([flat[:0], *ranges, *(f.reshape(-1) for f in factors)]).mul_(share)
+        return torch.cat([flat[:0], *ranges, *(f.reshape(-1) for f in factors)])
 
     def unpack(self, message: Tensor, shapes: Sequence[tuple[int, int, int]], mean: Tensor) -> list[Tensor]:
         """The factors of a message, as views; its dense ranges are copied to their places in `mean`."""
@@ -128,10 +136,13 @@ class Split:
             mean[start:stop].copy_(part)
         return [part.view(shape) for part, shape in zip(parts[len(numels) :], shapes, strict=True)]
 
-    def clear_dense(self, flat: Tensor) -> None:
-        """Of what is sent as it is, nothing is lost."""
+    def lose_dense(self, flat: Tensor, lost: Tensor | None = None) -> None:
+        """The dense ranges of `flat` become what was lost of them: nothing, or the begin of `lost`, as packed."""
+        at = 0
         for start, stop in self.dense:
-            flat[start:stop].zero_()
+            size = stop - start
+            flat[start:stop] = 0.0 if lost is None else lost[at : at + size]
+            at += size
 
 
 def split(layout: Layout, rank: int, *, steps: int) -> Split:

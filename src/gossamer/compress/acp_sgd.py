@@ -65,9 +65,9 @@ class AcpSgd(Exchange):
         fixed = [b.gather(state.tensors, known) for b in cut.batches]
         matrices = [b.matrices(flat) for b in cut.batches]
         mine = [torch.bmm(f, m if right_is_sent else m.mT) for f, m in zip(fixed, matrices, strict=True)]
-        (reply,) = yield Message((cut.pack(flat, mine, at.share),), Combine.SUM)
+        (reply,) = yield Message((cut.pack(flat, mine).mul_(at.share),), Combine.SUM)
         agreed = cut.unpack(reply, [b.right if right_is_sent else b.left for b in cut.batches], mean)
-        cut.clear_dense(flat)  # from here on, `flat` turns into what is lost
+        cut.lose_dense(flat)  # from here on, `flat` turns into what is lost
         tensors, after = dict(state.tensors), torch.tensor(turn + 1)
         for batch, shared, own, both in zip(cut.batches, fixed, mine, agreed, strict=True):
             batch.put(mean, *((shared, both) if right_is_sent else (both, shared)))

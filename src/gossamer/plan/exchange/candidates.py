@@ -38,5 +38,9 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate({"two_shot": {"codec": {"cast": {"dtype": "bfloat16"}}}}, "bf16 two-shot", lossy=False),
     Candidate(_fed_back({"two_shot": {"codec": "int8"}}), "int8 two-shot"),
     Candidate(_fed_back({"two_shot": {"codec": "int4"}}), "int4 two-shot"),
-    Candidate(_fed_back({"powersgd": {"rank": 16}}), "PowerSGD rank 16", least_numel=1 << 14),
+    Candidate(
+        _fed_back({"powersgd": {"rank": 16, "left": {"two_shot": {"codec": "int8"}}}}),
+        "int8 PowerSGD rank 16",
+        least_numel=1 << 14,
+    ),
 )
