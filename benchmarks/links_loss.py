@@ -2,9 +2,10 @@
 
     python benchmarks/links_loss.py [--rate 100mbit] [--hosts 2] [--tokens 2000000] [--seeds 3] [--precision bf16]
 
-Takes the exchange from the row of `auto` in docs/results/links.json (run links.py first). In lockstep, as links.py does
-with --losses: the loss depends on the exchange, the hosts and the seed, and on no link. What was measured is kept in
-the user's cache, and a study that was ended goes on there. Hours on two cores; `loss_of_dense` is the figure.
+Takes the exchange from the row of `auto` in docs/results/links.json (run links.py first), or from another such record.
+In lockstep, as links.py does with --losses: the loss depends on the exchange, the hosts and the seed, and on no link.
+What was measured is kept in the user's cache, and a study that was ended goes on there. Hours on two cores;
+`loss_of_dense` is the figure.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ def main() -> None:
     read.add_argument("--hosts", type=int, default=2)
     read.add_argument("--tokens", type=int, default=2_000_000)
     read.add_argument("--tune-tokens", type=int, default=125_000)
-    read.add_argument("--lrs", default="5e-4,1e-3,2e-3")
+    read.add_argument("--lrs", default="2.5e-4,5e-4,1e-3,2e-3")
     read.add_argument("--seeds", type=int, default=3)
     read.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     read.add_argument("--cache", type=Path, default=venvs.folder())
+    read.add_argument("--record", type=Path, default=RECORD, help="what links.py wrote")
     read.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     asked = read.parse_args()
-    auto = Subject(chosen(asked.rate, asked.hosts), asked.hosts)
+    auto = Subject(chosen(asked.record, asked.rate, asked.hosts), asked.hosts)
     dense = Subject("dense", asked.hosts)
     rates = tuple(float(r) for r in asked.lrs.split(","))
     budget = Budget(asked.tokens, asked.seeds, rates, asked.tune_tokens, asked.precision, asked.jobs)
@@ -55,12 +57,12 @@ def main() -> None:
     )
 
 
-def chosen(rate: str, hosts: int) -> Any:
+def chosen(record: Path, rate: str, hosts: int) -> Any:
     """What `auto` chose in the recorded sweep."""
-    rows = json.loads(RECORD.read_text())["rows"]
+    rows = json.loads(record.read_text())["rows"]
     here = [r for r in rows if (r["method"], r["rate"], r["hosts"]) == ("auto", rate, hosts) and not r["round_trip_ms"]]
     if not here or "exchange" not in here[0]:
-        raise SystemExit(f"{RECORD} has no row of auto at {rate} on {hosts} hosts: run benchmarks/links.py first")
+        raise SystemExit(f"{record} has no row of auto at {rate} on {hosts} hosts: run benchmarks/links.py first")
     return here[0]["exchange"]
 
 
