@@ -9,13 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.loss import Objective
-from gossamer.model.call import caller_of
 from gossamer.model.compiled import compile_units
 from gossamer.model.cut.cuts import Cuts, Part, even_cuts, parts_of
 from gossamer.model.cut.flow import Flow
@@ -25,13 +23,13 @@ from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.ways import Ways
 from gossamer.model.given import check_units, units_of
 from gossamer.model.origin import Origin
-from gossamer.model.precision import Precision, precision_of
+from gossamer.model.precision import precision_of
 from gossamer.model.units import block_names
 from gossamer.pipeline.planned import schedule_of
 from gossamer.plan import Border, Staged, price_of_stages
 from gossamer.planning import make_plan
 from gossamer.run.batches import Batches, Feed
-from gossamer.run.cut import Cut, boundary_of
+from gossamer.run.cut import Cut, Forward, boundary_of
 from gossamer.run.machine import memory
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
@@ -153,7 +151,7 @@ def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined
     """The plan of a model in stages with its cuts and its forecast. Raises BadInput."""
     config, outline = asked.config, source.outline()
     plan = _begun(plan, outline, asked)
-    run = _Run(asked.objective, precision_of(config.train.precision), asked.device)
+    run = Forward(asked.objective, precision_of(config.train.precision), asked.device)
     first = Feed(asked.batches, plan, 0, config.train.seed).fetch(0)[0].rows
     find = partial(_units, plan, run, first)
     units = find(outline)
@@ -179,21 +177,7 @@ def _begun(plan: Plan | None, module: nn.Module, asked: Asked) -> Plan:
     return plan if plan.units else plan.model_copy(update={"units": units_of(module, asked.config.plan.units)})
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A forward as training has it, to learn what it does."""
-
-    objective: Objective
-    precision: Precision
-    device: torch.device
-
-    def __call__(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-        rows = dict(batch)
-        with self.precision.forward(self.device):
-            return self.objective(caller_of(module, rows)(module, rows), rows).float()
-
-
-def _units(plan: Plan, run: _Run, rows: Mapping[str, Tensor], module: nn.Module) -> tuple[str, ...]:
+def _units(plan: Plan, run: Forward, rows: Mapping[str, Tensor], module: nn.Module) -> tuple[str, ...]:
     """The plan's; a model that is one unit gets stretches of its graph for units."""
     return plan.units if plan.units != ("",) else with_segments(module, partial(run, module, rows))
 

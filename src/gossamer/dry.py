@@ -48,6 +48,7 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
         plan=plan,
         device=cpu,
         cut=held.cut,
+        words=corpus.tokenizer,
     )
     check_before_start(parts)
     facts = facts_of(parts.outline)

@@ -87,6 +87,7 @@ def train_inline(
                         plan=held.plan,
                         device=device,
                         cut=held.cut,
+                        words=None if corpus is None else corpus.tokenizer,
                     ),
                     where=_where(place, settings),
                     directory=directory,

@@ -74,6 +74,7 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
         plan=held.plan,
         device=device,
         cut=held.cut,
+        words=corpus.tokenizer,
     )
     ready.heartbeat.at(phase="connect")
     run_job(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from gossamer import loss
 from gossamer.cutting import Asked, Held, ModuleSource, hold
 from gossamer.job import Job, Where, run_job
+from gossamer.model.sample import generate
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.build import Parts
 from gossamer.spec.config import RunConfig
@@ -92,6 +93,33 @@ class Small(nn.Module):
         return self.norm(x) @ self.embed.weight.T
 
 
+class Causal(nn.Module):
+    """Blocks whose tokens see the mean of all before them; tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 12)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        counts = torch.arange(1, x.shape[1] + 1)[:, None]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x.cumsum(1) / counts))
+        return 0.1 * x @ self.embed.weight.T
+
+
+class Letters:
+    """A tokenizer: p is token 15."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(chr(ord("a") + i) for i in ids)
+
+
 class Row(nn.Module):
     """No list of blocks: children of a child, called in a row, with dropout between them. Python's `random` too."""
 
@@ -158,6 +186,7 @@ def train(
     bad: int = -1,
     hosts: int = 1,
     frozen: Sequence[str] = (),
+    words: bool = True,
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One run; `until` asks to stop after so many steps. What its records say, and a digest of the parameters."""
@@ -173,6 +202,7 @@ def train(
         "small": lambda: Small(dropout),
         "row": lambda: Row(dropout),
         "marks": Marks,
+        "causal": Causal,
         "late": Late,
         "doubles": lambda: Marks().double(),
     }
@@ -200,6 +230,7 @@ def train(
         plan=held.plan,
         device=cpu,
         cut=held.cut,
+        words=Letters() if words else None,
     )
     job = Job(
         parts=parts,
@@ -225,7 +256,11 @@ def train(
     except (Interrupted, StepRejected) as error:
         ended = f"{type(error).__name__}: {error}"
     seen = float(held.module.seen)
-    return {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held)}
+    found = {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held)}
+    if config.train.sample and held.cut is None:
+        of = {"tokens": config.train.sample_tokens, "window": config.data.sequence, "top_k": 50}
+        found["text"] = generate(held.module, Letters(), config.train.sample, seed=config.train.seed, **of)
+    return found
 
 
 def digests(held: Held) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -41,20 +41,36 @@ def generate(
     Equal arguments give equal text. An empty prompt begins after `stop`, else after token 0. Raises BadInput.
     """
     _check(tokens=tokens, temperature=temperature, top_k=top_k, window=window)
-    given = [int(i) for i in tokenizer.encode(prompt)]
-    ids = list(given) or [stop if stop is not None else 0]
     generator = torch.Generator().manual_seed(seed)
     caller, was_training = caller_of(module), module.training
+
+    def choose(ids: Sequence[int]) -> int:
+        return draw(_next_logits(module, caller, ids), generator, temperature=temperature, top_k=top_k)
+
     module.eval()
     try:
-        for _ in range(tokens):
-            logits = _next_logits(module, caller, ids[-window:])
-            chosen = _draw(logits, temperature, top_k, generator)
-            if chosen == stop:
-                break
-            ids.append(chosen)
+        return go_on(tokenizer, prompt, choose, tokens=tokens, window=window, stop=stop)
     finally:
         module.train(was_training)
+
+
+def go_on(
+    tokenizer: Codec,
+    prompt: str,
+    choose: Callable[[Sequence[int]], int],
+    *,
+    tokens: int,
+    window: int,
+    stop: int | None = None,
+) -> str:
+    """The text of what `choose` makes follow, token by token, of the last `window` tokens; without the prompt."""
+    given = [int(i) for i in tokenizer.encode(prompt)]
+    ids = list(given) or [stop if stop is not None else 0]
+    for _ in range(tokens):
+        chosen = choose(ids[-window:])
+        if chosen == stop:
+            break
+        ids.append(chosen)
     before = tokenizer.decode(given)
     return tokenizer.decode(ids if given else ids[1:])[len(before) :]  # decoded alone, a first space may get lost
 
@@ -64,7 +80,11 @@ def _next_logits(module: nn.Module, caller: Caller, ids: Sequence[int]) -> Tenso
     """(vocabulary,) float32 on the CPU: what the model says follows `ids`."""
     first = next(module.parameters(), None)
     batch = {"input_ids": torch.tensor([ids], device=first.device if first is not None else None)}
-    output = caller(module, batch)
+    return logits_of(caller(module, batch))[0, -1].float().cpu()
+
+
+def logits_of(output: Any) -> Tensor:
+    """(batch, sequence, vocabulary): what a forward without labels returned. Raises BadInput where it has none."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if logits is None and isinstance(output, dict):
         logits = output.get("logits")
@@ -77,10 +97,11 @@ def _next_logits(module: nn.Module, caller: Caller, ids: Sequence[int]) -> Tenso
             do="let forward return its logits where no labels are given",
             key="model",
         )
-    return logits[0, -1].float().cpu()
+    return logits
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def draw(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int) -> int:
+    """One token out of `logits` (vocabulary,)."""
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < logits.numel():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from gossamer.model.call import caller_of
 from gossamer.model.compiled import compile_units
 from gossamer.model.precision import precision_of
 from gossamer.model.randomness import unit_seeds
+from gossamer.model.sample import Codec
 from gossamer.optim import rate
 from gossamer.optim.master import Master
 from gossamer.pipeline.links import Links, links_of
@@ -25,12 +26,14 @@ from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.tied import Tied, holders_of
 from gossamer.run.batches import Batches, Feed
 from gossamer.run.checkpoint import Contents, trainable
-from gossamer.run.cut import Cut, CutPiece
+from gossamer.run.cut import Cut, CutPiece, Forward
+from gossamer.run.forward import Pipeline
 from gossamer.run.policy import NonFinite
+from gossamer.run.sampling import Logits, Sampler
 from gossamer.run.saver import Saver
 from gossamer.run.scaling import Scaling
 from gossamer.run.stage import Engine, Piece, Whole
-from gossamer.run.trainer import Goal, Pipeline, Replan, Sink, Trainer
+from gossamer.run.trainer import Goal, Replan, Sink, Trainer
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
@@ -51,6 +54,7 @@ class Parts:
     plan: Plan
     device: torch.device
     cut: Cut | None = None  # where the module is stages of a model
+    words: Codec | None = None  # the tokenizer, where the data is text
 
     @property
     def outline(self) -> nn.Module:
@@ -85,6 +89,10 @@ def check_before_start(parts: Parts) -> None:
             got=f"{len(parts.train)} of {config.data.sequence} tokens",
             do="lower train.batch or data.sequence, or give more text",
             key="train.batch",
+        )
+    if config.train.sample and parts.words is None:
+        raise bad_input(
+            wanted="data that is text", got="sequences without a tokenizer", do="leave it out", key="train.sample"
         )
     rate.build(config.train.schedule, key="train.schedule").factor(0, config.train.steps)  # a warm-up that fits
     if not trainable(parts.outline):
@@ -139,6 +147,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         rate=rate.build(config.train.schedule, key="train.schedule"),
         feed=Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches),
         validation=parts.validation,
+        sampler=_sampler(parts, engine, pipeline, pump),
         params=params,
         goal=Goal(
             steps=config.train.steps,
@@ -164,6 +173,26 @@ def _pieces(parts: Parts, engine: Engine) -> dict[int, Piece]:
     if parts.cut is None:
         return {0: Whole(engine)}
     return {number: CutPiece(engine, parts.cut.ways, stage) for number, stage in parts.cut.stages.items()}
+
+
+def _sampler(parts: Parts, engine: Engine, pipeline: Pipeline, pump: Pump) -> Sampler | None:
+    train, cut = parts.config.train, parts.cut
+    if not train.sample:
+        return None
+    assert parts.words is not None  # see check_before_start
+    logits = replace(engine, objective=Logits(), caller=caller_of(engine.module))
+    if cut is not None:
+        cut = replace(cut, ways=cut.ways.running(Forward(Logits(), engine.precision, engine.device)))
+    return Sampler(
+        prompt=train.sample,
+        tokens=train.sample_tokens,
+        window=parts.config.data.sequence,
+        seed=train.seed,
+        words=parts.words,
+        pieces=_pieces(replace(parts, cut=cut), logits),
+        pipeline=pipeline,
+        pump=pump,
+    )
 
 
 def _pipeline(parts: Parts, rank: int, levels: Levels) -> Pipeline:

@@ -5,18 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gossamer.compress.transfer import Form
+from gossamer.loss import Objective
+from gossamer.model.call import caller_of
 from gossamer.model.cut.cuts import Part, canonical_names
 from gossamer.model.cut.flow import Flow, Value
 from gossamer.model.cut.live import Live
 from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.ways import Ways
+from gossamer.model.precision import Precision
 from gossamer.pipeline.transfers import Boundary, Edge
 from gossamer.run.batches import Batch, MicroBatch
 from gossamer.run.stage import Engine, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward as training has it, to learn what it does."""
+
+    objective: Objective
+    precision: Precision
+    device: torch.device
+
+    def __call__(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        rows = dict(batch)
+        with self.precision.forward(self.device):
+            return self.objective(caller_of(module, rows)(module, rows), rows).float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,38 +188,3 @@ class StepWork:
         """Mean over this rank's valid labels; 0 where there are none, or another rank knows it."""
         parts = [loss for batch, loss in self.losses.items() if self.weights[batch]]
         return float(torch.stack(parts).sum()) if parts else 0.0
-
-
-@dataclass(slots=True)
-class EvaluationWork:
-    """Forward only: sums of losses and labels over some pieces, without a graph."""
-
-    pieces: Mapping[int, Piece]
-    stages: int
-    batches: Mapping[int, MicroBatch]
-    weights: Mapping[int, float]
-    transfers: StepTransfers
-    total: float = 0.0  # sum of the losses of all valid labels, nats; where this rank holds the last stage
-    weight: float = 0.0  # how many there are
-
-    def forward(self, stage: int, batch: int) -> None:
-        piece = self.pieces[stage]
-        live = piece.forward(self.batches[batch], 0, self.transfers.received(stage, batch))
-        self.transfers.made(stage, batch, live.sent)
-        if stage + 1 == self.stages and self.weights[batch]:
-            self.total += float(live.result) * self.weights[batch]
-            self.weight += self.weights[batch]
-
-    def send(self, action: Action) -> None:
-        self.transfers.send(action)
-
-    def receive(self, action: Action) -> None:
-        self.transfers.receive(action)
-
-    def backward(self, stage: int, batch: int) -> None:
-        raise AssertionError("an evaluation has no backward")
-
-    backward_input = backward_weight = recompute = backward
-
-    def reduce(self, stage: int) -> None:
-        raise AssertionError("an evaluation has no gradients")

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,18 +18,17 @@ from gossamer.compress import Exchange
 from gossamer.ops.norm import scale_
 from gossamer.optim import Rule
 from gossamer.optim.rate import Rate
-from gossamer.pipeline.links import Links
 from gossamer.pipeline.player import play
 from gossamer.pipeline.rank import RankWorld
-from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.tied import Tied
-from gossamer.pipeline.transfers import StepTransfers
 from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
+from gossamer.run.forward import Pipeline, run_forward, transfers_of
 from gossamer.run.policy import NonFinite, Verdict
+from gossamer.run.sampling import Sampler
 from gossamer.run.scaling import Scaling
-from gossamer.run.stage import Engine, EvaluationWork, Piece, StepWork
+from gossamer.run.stage import Engine, Piece, StepWork
 from gossamer.spec import records
-from gossamer.spec.action import Action, Op
+from gossamer.spec.action import Op
 from gossamer.spec.errors import Interrupted, StepRejected
 from gossamer.sync import Agreement, Replica, Sync, Vote, Window
 from gossamer.wire.pump import Pump
@@ -65,36 +64,6 @@ class Replan:
     bucket_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """A replica's stages in time and place. One stage is a pipeline too."""
-
-    rank: int  # within it
-    schedule: Schedule  # of a training step
-    links: Links
-    evaluating: Callable[[int], tuple[Schedule, Links]]  # the same stages without a backward, for so many micro-batches
-
-    @property
-    def row(self) -> Sequence[Action]:
-        """What this rank does."""
-        return self.schedule.ranks[self.rank]
-
-    @property
-    def batches(self) -> frozenset[int]:
-        """The micro-batches that this rank has a part in."""
-        return self.schedule.batches_of(self.rank)
-
-    @property
-    def together(self) -> bool:
-        """Whether stages lie on several ranks, so that paths of micro-batches cross."""
-        return bool(self.schedule.dealt)
-
-    def forward_only(self, microbatches: int) -> Pipeline:
-        """The same stages without a backward."""
-        schedule, links = self.evaluating(microbatches)
-        return replace(self, schedule=schedule, links=links)
-
-
 @dataclass(slots=True, kw_only=True)
 class Trainer:
     """One rank's trainer. All parts are built by run.build; this only lets them meet."""
@@ -111,6 +80,7 @@ class Trainer:
     rate: Rate
     feed: Feed
     validation: Batches | None
+    sampler: Sampler | None
     params: Mapping[str, Tensor]
     goal: Goal
     policy: NonFinite
@@ -188,7 +158,7 @@ class Trainer:
             weights=weights,
             labels=self.replica.labels if together else lambda: mine,
             scale=scale,
-            transfers=self._transfers(pieces, self.pipeline, step),
+            transfers=transfers_of(self.pump, self.pieces, self.pipeline, pieces, (self.goal.seed, step)),
             recomputed=frozenset((a.stage, a.batch) for a in self.pipeline.row if a.op is Op.RECOMPUTE),
             on_last_backward=self.replica.watch,
             on_reduce=lambda: self._reduce(step),
@@ -201,11 +171,6 @@ class Trainer:
 
     def _weights(self, pieces: Mapping[int, MicroBatch]) -> dict[int, float]:
         return {number: float(self.engine.objective.weight(piece.rows)) for number, piece in pieces.items()}
-
-    def _transfers(self, pieces: Mapping[int, MicroBatch], pipeline: Pipeline, step: int) -> StepTransfers:
-        """Begin those of a play. After what the pump has to do before the first of them, before all else."""
-        boundaries = {n: {s: held.boundary(p.rows) for s, held in self.pieces.items()} for n, p in pieces.items()}
-        return StepTransfers(self.pump, pipeline.links, pipeline.row, boundaries, (self.goal.seed, step))
 
     def _reduce(self, step: int) -> None:
         self.at(step, "exchange")
@@ -224,7 +189,17 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """Mean validation loss over the same sequences on any number of ranks; None without validation data."""
+        """Mean validation loss over the same sequences on any number of ranks; None without validation data. Then what
+        the model writes, where that was asked for.
+        """
+        loss = self._evaluate()
+        if self.sampler is not None:
+            self.at(self.progress.step, "sample")
+            text = self.sampler.text(self.replica.gather)
+            self.sink(records.Sample(step=self.progress.step, prompt=self.sampler.prompt, text=text))
+        return loss
+
+    def _evaluate(self) -> float | None:
         if self.validation is None or len(self.validation) == 0:
             return None
         began = time.perf_counter()
@@ -261,11 +236,10 @@ class Trainer:
         pipeline = self.pipeline.forward_only(len(chosen))
         mine = sorted(pipeline.batches)
         batches = {n: MicroBatch(0, moved(split.batch(chosen[n]), self.engine.device)) for n in mine}
-        transfers = self._transfers(batches, pipeline, 0)
-        work = EvaluationWork(self.pieces, pipeline.schedule.stages, batches, self._weights(batches), transfers)
-        play(pipeline.schedule, RankWorld(pipeline.rank, work))
-        transfers.finish()
-        return work.total, work.weight
+        weights = self._weights(batches)
+        means = run_forward(self.pump, self.pieces, pipeline, batches)
+        known = {n: float(mean) for n, mean in means.items() if weights[n]}
+        return sum(mean * weights[n] for n, mean in known.items()), sum(weights[n] for n in known)
 
     def _record(
         self,

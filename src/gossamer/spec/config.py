@@ -66,6 +66,8 @@ class TrainSection(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     evaluate_every: Annotated[int, Field(ge=0)] = Field(200, description="steps; 0: only at the end")
     evaluate_sequences: Positive = Field(256, description="validation sequences per evaluation, at most")
+    sample: str = Field("", description="a text the model is to go on with after every evaluation; empty: none")
+    sample_tokens: Positive = Field(40, description="how many tokens of it")
     checkpoint_every: Annotated[int, Field(ge=0)] = Field(500, description="steps; 0: only at the end")
     keep_checkpoints: Positive = 2
     on_nonfinite: Literal["retry_skip_stop", "skip", "stop"] = Field(

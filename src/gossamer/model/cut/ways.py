@@ -35,6 +35,11 @@ class Ways:
     units: tuple[str, ...] = ()  # none: those of `unit_names`
     known: Known = field(default_factory=dict, repr=False)
 
+    def running(self, run: Callable[[nn.Module, Mapping[str, Tensor]], Any]) -> Ways:
+        """The same model in the same stages, of whose forwards something else is wanted. No training comes of it."""
+        trained = {kind: found for kind, found in self.known.items() if kind[0]}
+        return Ways(self.module, run, self.cuts, self.units, trained)
+
     def of(self, batch: Mapping[str, Tensor], *, training: bool = True) -> tuple[Flow, tuple[Part, ...]]:
         """Costs a forward of the whole model where there was no such batch before."""
         kind = (training, signature_of(batch))

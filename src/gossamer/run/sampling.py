@@ -1,0 +1,78 @@
+"""What a model writes while it is trained: its stages where they are, forward only, one token after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.loss import Objective
+from gossamer.model.sample import Codec, draw, go_on, logits_of
+from gossamer.run.batches import MicroBatch
+from gossamer.run.forward import Pipeline, run_forward
+from gossamer.run.stage import Piece
+from gossamer.wire.pump import Pump
+
+TEMPERATURE, TOP_K = 0.8, 50  # as `gossamer sample` has them
+_GRAIN = 32  # lengths of sequences are multiples of it: a stage learns once what a forward of such a shape does
+
+Gather = Callable[[tuple[float, ...]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Logits(Objective):
+    """In the place of a loss: (sequence, vocabulary) of the first sequence."""
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        return logits_of(output)[0]
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return torch.zeros((), dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """`pieces` are the stages of this rank, with `Logits` for an objective; `window`: tokens that the model sees.
+
+    Sequences are filled up on their right, which changes nothing for a model whose tokens see only those before them.
+    """
+
+    prompt: str
+    tokens: int
+    window: int
+    seed: int
+    words: Codec
+    pieces: Mapping[int, Piece]
+    pipeline: Pipeline
+    pump: Pump
+
+    def text(self, gather: Gather) -> str:
+        """What follows the prompt: the same on all ranks, which all call it. `gather` collects a row from each."""
+        generator = torch.Generator().manual_seed(self.seed)
+        engine = next(iter(self.pieces.values())).engine
+        was_training = engine.module.training
+
+        def choose(ids: Sequence[int]) -> int:
+            logits = self._logits(ids, engine.device)
+            drawn = -1 if logits is None else draw(logits, generator, temperature=TEMPERATURE, top_k=TOP_K)
+            # Replicas on machines of several kinds may differ in the last bit: the first one's token is everybody's.
+            return int(next(token for (token,) in gather((float(drawn),)).tolist() if token >= 0))
+
+        engine.module.eval()
+        try:
+            return go_on(self.words, self.prompt, choose, tokens=self.tokens, window=self.window)
+        finally:
+            engine.module.train(was_training)
+
+    def _logits(self, ids: Sequence[int], device: torch.device) -> Tensor | None:
+        """(vocabulary,) of what follows `ids`, on the ranks that hold the last stage and take part."""
+        length = min(self.window, -(-len(ids) // _GRAIN) * _GRAIN)
+        filled = [*ids, *[ids[-1]] * (length - len(ids))]
+        pipeline = self.pipeline.forward_only(1)
+        rows = {"input_ids": torch.tensor([filled], device=device)}
+        batches = {number: MicroBatch(0, rows) for number in pipeline.batches}
+        found = run_forward(self.pump, self.pieces, pipeline, batches)
+        return found[0][len(ids) - 1].float().cpu() if found else None

@@ -1,0 +1,50 @@
+"""What a model writes while it is trained: what `generate` says of it, wherever its stages are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from run.test_trainer import records
+
+TRAIN = {
+    "optimizer": {"adamw": {"lr": 0.02}},
+    "accumulate": 4,
+    "evaluate_every": 3,
+    "sample": "adg",
+    "sample_tokens": 45,
+}
+
+
+def texts(pool: Any, folder: Path, ranks: int, **plan: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """A run's samples, and what its ranks said."""
+    sections = {"train": TRAIN, "data": {"sequence": 40}, "plan": plan}
+    said = pool.run("run.jobs:train", ranks, folder=str(folder), steps=6, kind="causal", sections=sections)
+    assert [r["step"] for r in records(folder, "sample")] == [3, 6]
+    assert {r["prompt"] for r in records(folder, "sample")} == {"adg"}
+    return [r["text"] for r in records(folder, "sample")], said
+
+
+def test_the_text_is_that_of_the_whole_model(pool, tmp_path: Path) -> None:
+    """Beyond the window, too; and training is what it is without samples."""
+    expected, (alone,) = texts(pool, tmp_path / "1", 1)
+    assert expected[-1] == alone["text"] and len(expected[-1]) == 45 and expected[0] != expected[-1]
+    silent = {"train": {k: v for k, v in TRAIN.items() if not k.startswith("sample")}, "data": {"sequence": 40}}
+    (other,) = pool.run("run.jobs:train", 1, folder=str(tmp_path / "0"), steps=6, kind="causal", sections=silent)
+    assert other["digest"] == alone["digest"]
+    assert not records(tmp_path / "0", "sample")
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (2, {}),
+        (3, {"mesh": {"pipe": 3}}),
+        (4, {"mesh": {"pipe": 2}}),
+        (3, {"mesh": {"pipe": 2}, "stages": [[0, 1], [2]]}),
+    ]
+    for number, (ranks, plan) in enumerate(layouts):
+        assert texts(pool, tmp_path / f"many {number}", ranks, **plan)[0] == expected
+
+
+def test_data_without_a_tokenizer_is_refused(pool, tmp_path: Path) -> None:
+    sections = {"train": {"sample": "a"}}
+    arguments = {"folder": str(tmp_path), "words": False, "kind": "causal", "sections": sections}
+    (answer,) = pool.attempt("run.jobs:train", 1, **arguments)
+    assert "train.sample: wanted data that is text" in answer["error"]
