@@ -164,7 +164,7 @@ def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined
     cut = Cut(Ways(outline, run, cuts, units), parts_of(outline, flow, cuts), {}, _groups(plan))
     cut.ways.check_chance(first, flow)
     cut.ways.know(first, flow, cut.parts)
-    _check_room(cut, asked)
+    _check_room(plan, cut, asked)
     plan = plan.model_copy(update={"forecast": forecast_of(plan, cut, asked.batches, config)})
     return Outlined(plan, cut, flow, find)
 
@@ -245,20 +245,24 @@ def forecast_of(plan: Plan, cut: Cut, batches: Batches, config: RunConfig) -> Co
     return price_of_stages(plan, Staged(schedules, held, cut.shared()), borders)
 
 
-def _check_room(cut: Cut, asked: Asked) -> None:
-    """That each stage's own state, and what shares the memory with it, fits where it is to lie."""
+def _check_room(plan: Plan, cut: Cut, asked: Asked) -> None:
+    """That the state of every rank's stages, and what shares the memory with it, fits where it is to lie."""
     on_gpu = asked.device.type == "cuda"
     there = torch.cuda.get_device_properties(asked.device).total_memory if on_gpu else memory()[0]
     sizes = {p.stage: state_bytes_of(cut, p) for p in cut.parts}
-    together = min(len(sizes), 1 if on_gpu else asked.local_ranks)
-    for stage, needed in sizes.items():
-        beside = sum(sorted((n for s, n in sizes.items() if s != stage), reverse=True)[: together - 1])
-        if needed + beside > there:
-            where = "GPU" if on_gpu else f"machine, which {together} stages share"
+    held = [cut.stages_at(plan.place_of(rank)[1]) for rank in range(asked.ranks)]
+    together = 1 if on_gpu else asked.local_ranks
+    for first in range(0, asked.ranks, together):  # a machine's ranks follow each other
+        here = [stage for stages in held[first : first + together] for stage in stages]
+        needed = sum(sizes[stage] for stage in here)
+        if needed > there:
+            stage = max(here, key=lambda stage: sizes[stage])
+            beside, others = needed - sizes[stage], f" of {len(here) - 1} others" if len(here) > 1 else ""
             raise bad_input(
-                wanted=f"room for stage {stage} (from {cut.ways.cuts.first[stage]}): {show_gib(needed)} of parameters, "
-                f"gradients and optimizer state{f', beside {show_gib(beside)} of others' if beside else ''}",
-                got=f"{show_gib(there)} on the {where}: {show_gib(needed + beside - there)} too little",
+                wanted=f"room for stage {stage} (from {cut.ways.cuts.first[stage]}): {show_gib(sizes[stage])} of "
+                f"parameters, gradients and optimizer state{f', beside {show_gib(beside)}{others}' if others else ''}",
+                got=f"{show_gib(there)} on the {'GPU' if on_gpu else 'machine'} of ranks {first} to "
+                f"{min(first + together, asked.ranks) - 1}: {show_gib(needed - there)} too little",
                 do="cut the model into more stages, use more machines, or a smaller model.dtype",
                 key="plan.mesh.pipe",
             )
