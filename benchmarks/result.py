@@ -44,11 +44,12 @@ def commit() -> str:
     return git("rev-parse", "--short", "HEAD") + ("+" if dirty else "")
 
 
-def publish(name: str, figures: dict[str, Any]) -> None:
-    """Write docs/results/<name>.json and print the figures as the last line."""
+def publish(name: str, figures: dict[str, Any], *, script: str = "") -> None:
+    """Write docs/results/<name>.json and print the figures as the last line. `script`: its name, where the record has
+    another."""
     record = {
         **figures,
-        "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{script or name}.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),
         "commit": commit(),
         "machine": machine(),
