@@ -17,8 +17,8 @@ there is one backward: the quick look.
 gradient in another order, to 1e-5 of its largest entry. `failed` says why the others are not. `partly`: of those that
 passed, which used only a part of their parameters, and how much (a model of text and images is given text alone where
 it runs so). `thin`: which have fewer than two blocks in some stage, and how many in each. --limit: seconds for each
-number of stages, and for the reference. The record is zoo.json where causal is among the classes, and zoo_others.json of
-all others.
+number of stages, and for the reference. The record: zoo.json where causal is among the classes, zoo_others.json of all
+others.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_prints_every_action_once(maker: ScheduleMaker) -> None:
 
 def test_the_clock_agrees_with_the_work(maker: ScheduleMaker) -> None:
     """Busy time is the work there is, the makespan at least that of the fullest rank; nothing stays in memory."""
-    costs = StageCosts(seconds=SECONDS, live_bytes=3, boundary_bytes=5)
+    costs = StageCosts(seconds=SECONDS, live_bytes=3, kept_bytes=3, boundary_bytes=5)
     for (stages, _, microbatches), one in made(maker):
         trace = forecast(with_transfers(one), [costs] * stages)
         per_chunk = 3.0 if one.trains else 1.0

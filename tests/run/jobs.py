@@ -110,6 +110,14 @@ class Causal(nn.Module):
         return 0.1 * x @ self.embed.weight.T
 
 
+class Wordless(Causal):
+    """Says nothing unless it is told what to say."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        logits = super().forward(input_ids)
+        return logits if labels is not None else logits.mean()
+
+
 class Letters:
     """A tokenizer: p is token 15."""
 
@@ -203,6 +211,7 @@ def train(
         "row": lambda: Row(dropout),
         "marks": Marks,
         "causal": Causal,
+        "wordless": Wordless,
         "late": Late,
         "doubles": lambda: Marks().double(),
     }

@@ -76,7 +76,7 @@ def test_numbers_are_those_of_one_process(
     "plan",
     [
         {"schedule": "gpipe"},
-        {"schedule": {"one_f_one_b": {"split": True, "recompute": True}}},
+        {"schedule": {"split_backward": {"inner": "recompute"}}},
         {"share": [3, 1, 1]},
         {"cuts": ["embed", "norm"]},
     ],

@@ -10,7 +10,7 @@ import pytest
 from model.cuttable import MODULES
 from run.test_trainer import losses
 
-SCHEDULES: list[Any] = ["one_f_one_b", {"gpipe": {"recompute": True, "split": True}}]
+SCHEDULES: list[Any] = ["one_f_one_b", {"recompute": {"split_backward": {"inner": "gpipe"}}}]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["one_f_one_b", "gpipe"])

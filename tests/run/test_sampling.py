@@ -48,3 +48,12 @@ def test_data_without_a_tokenizer_is_refused(pool, tmp_path: Path) -> None:
     arguments = {"folder": str(tmp_path), "words": False, "kind": "causal", "sections": sections}
     (answer,) = pool.attempt("run.jobs:train", 1, **arguments)
     assert "train.sample: wanted data that is text" in answer["error"]
+
+
+def test_a_model_without_logits_is_refused_at_once(pool, tmp_path: Path) -> None:
+    for ranks, plan in ((1, {}), (2, {"mesh": {"pipe": 2}})):
+        sections = {"train": {**TRAIN, "sample": "a"}, "plan": plan}
+        folder = tmp_path / str(ranks)
+        answers = pool.attempt("run.jobs:train", ranks, folder=str(folder), kind="wordless", sections=sections)
+        assert all("wanted logits" in answer["error"] for answer in answers)
+        assert not (folder / "run" / "records.jsonl").exists() or not records(folder, "step")

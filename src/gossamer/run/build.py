@@ -183,7 +183,7 @@ def _sampler(parts: Parts, engine: Engine, pipeline: Pipeline, pump: Pump) -> Sa
     logits = replace(engine, objective=Logits(), caller=caller_of(engine.module))
     if cut is not None:
         cut = replace(cut, ways=cut.ways.running(Forward(Logits(), engine.precision, engine.device)))
-    return Sampler(
+    found = Sampler(
         prompt=train.sample,
         tokens=train.sample_tokens,
         window=parts.config.data.sequence,
@@ -193,6 +193,13 @@ def _sampler(parts: Parts, engine: Engine, pipeline: Pipeline, pump: Pump) -> Sa
         pipeline=pipeline,
         pump=pump,
     )
+    with found.evaluating():  # a forward that gives no logits is to be known now, and not hours later
+        rows = found.rows([0])
+        if cut is None:
+            logits.loss(rows, step=0, key=0)
+        else:
+            cut.ways.of(rows, training=False)
+    return found
 
 
 def _pipeline(parts: Parts, rank: int, levels: Levels) -> Pipeline:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from gossamer.loss import Objective
 from gossamer.model.sample import Codec, draw, go_on, logits_of
-from gossamer.run.batches import MicroBatch
+from gossamer.run.batches import Batch, MicroBatch
 from gossamer.run.forward import Pipeline, run_forward
-from gossamer.run.stage import Piece
+from gossamer.run.stage import Engine, Piece
 from gossamer.wire.pump import Pump
 
 TEMPERATURE, TOP_K = 0.8, 50  # as `gossamer sample` has them
@@ -52,27 +53,40 @@ class Sampler:
     def text(self, gather: Gather) -> str:
         """What follows the prompt: the same on all ranks, which all call it. `gather` collects a row from each."""
         generator = torch.Generator().manual_seed(self.seed)
-        engine = next(iter(self.pieces.values())).engine
-        was_training = engine.module.training
 
         def choose(ids: Sequence[int]) -> int:
-            logits = self._logits(ids, engine.device)
+            logits = self._logits(ids)
             drawn = -1 if logits is None else draw(logits, generator, temperature=TEMPERATURE, top_k=TOP_K)
             # Replicas on machines of several kinds may differ in the last bit: the first one's token is everybody's.
             return int(next(token for (token,) in gather((float(drawn),)).tolist() if token >= 0))
 
-        engine.module.eval()
-        try:
+        with self.evaluating():
             return go_on(self.words, self.prompt, choose, tokens=self.tokens, window=self.window)
-        finally:
-            engine.module.train(was_training)
 
-    def _logits(self, ids: Sequence[int], device: torch.device) -> Tensor | None:
-        """(vocabulary,) of what follows `ids`, on the ranks that hold the last stage and take part."""
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model not in training, for as long as this lasts."""
+        module = self._engine.module
+        was_training = module.training
+        module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            module.train(was_training)
+
+    def rows(self, ids: Sequence[int]) -> Batch:
+        """A batch of one sequence, filled up."""
         length = min(self.window, -(-len(ids) // _GRAIN) * _GRAIN)
-        filled = [*ids, *[ids[-1]] * (length - len(ids))]
-        pipeline = self.pipeline.forward_only(1)
-        rows = {"input_ids": torch.tensor([filled], device=device)}
+        return {"input_ids": torch.tensor([[*ids, *[ids[-1]] * (length - len(ids))]], device=self._engine.device)}
+
+    def _logits(self, ids: Sequence[int]) -> Tensor | None:
+        """(vocabulary,) of what follows `ids`, on the ranks that hold the last stage and take part."""
+        pipeline, rows = self.pipeline.forward_only(1), self.rows(ids)
         batches = {number: MicroBatch(0, rows) for number in pipeline.batches}
         found = run_forward(self.pump, self.pieces, pipeline, batches)
         return found[0][len(ids) - 1].float().cpu() if found else None
+
+    @property
+    def _engine(self) -> Engine:
+        return next(iter(self.pieces.values())).engine

@@ -2,7 +2,7 @@
 
 Order on every rank: F0 .. F(m-1), B(m-1) .. B0.   Live: m micro-batches on every rank.
 Bubble: (p - 1) / (m + p - 1) for p stages of equal cost and m micro-batches.
-Deviation: recomputing, which the paper always does, is asked for by `recompute`.
+Deviation: recomputing, which the paper always does, is a method around this one (see recompute).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gossamer.pipeline.passes import with_recompute, with_split_backward
 from gossamer.pipeline.schedule import Schedule, ScheduleMaker, StageCosts
 from gossamer.pipeline.schedule._demand import at_least_one, one_stage_per_rank, within
 from gossamer.spec.action import Action, Op
@@ -18,12 +17,7 @@ from gossamer.spec.action import Action, Op
 
 @dataclass(frozen=True, slots=True)
 class GPipe(ScheduleMaker):
-    """`recompute`: only inputs are kept until the backward. `split`: the gradient of the input leaves before that of
-    the weights is made.
-    """
-
-    recompute: bool = False
-    split: bool = False
+    """Has no parameters."""
 
     def make(
         self,
@@ -38,7 +32,7 @@ class GPipe(ScheduleMaker):
         one_stage_per_rank("gpipe", stages=stages, ranks=ranks)
         within([microbatches] * stages, costs, memory_cap, do="use one_f_one_b, which keeps fewer, or smaller ones")
         batches = range(microbatches)
-        made = Schedule(
+        return Schedule(
             name="gpipe",
             ranks=tuple(
                 (
@@ -51,5 +45,3 @@ class GPipe(ScheduleMaker):
             placement=tuple(range(stages)),
             microbatches=microbatches,
         )
-        made = with_split_backward(made) if self.split else made
-        return with_recompute(made) if self.recompute else made

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gossamer.pipeline.passes import with_recompute, with_split_backward
 from gossamer.pipeline.schedule import Schedule, ScheduleMaker, StageCosts
 from gossamer.pipeline.schedule._demand import at_least_one, one_stage_per_rank, within
 from gossamer.spec.action import Action, Op
@@ -18,12 +17,7 @@ from gossamer.spec.action import Action, Op
 
 @dataclass(frozen=True, slots=True)
 class OneFOneB(ScheduleMaker):
-    """`recompute`: only inputs are kept until the backward. `split`: the gradient of the input leaves before that of
-    the weights is made.
-    """
-
-    recompute: bool = False
-    split: bool = False
+    """Has no parameters."""
 
     def make(
         self,
@@ -38,14 +32,12 @@ class OneFOneB(ScheduleMaker):
         one_stage_per_rank("one_f_one_b", stages=stages, ranks=ranks)
         live = [min(microbatches, stages - stage) for stage in range(stages)]
         within(live, costs, memory_cap, do="make the micro-batches smaller, or cut the model into more stages")
-        made = Schedule(
+        return Schedule(
             name="one_f_one_b",
             ranks=tuple(tuple(_row(stage, stages - 1 - stage, microbatches)) for stage in range(stages)),
             placement=tuple(range(stages)),
             microbatches=microbatches,
         )
-        made = with_split_backward(made) if self.split else made
-        return with_recompute(made) if self.recompute else made
 
 
 def _row(stage: int, following: int, microbatches: int) -> Iterator[Action]:

@@ -1,0 +1,36 @@
+"""Recompute: of a micro-batch that waits for its backward a stage keeps what it received, and runs its forward again.
+
+Order: that of `inner`, with R before every backward.   Live: one micro-batch; of the others the boundary tensors alone.
+Paper: Chen et al., arXiv:1604.06174 (here with the stage for a segment); Huang et al., arXiv:1811.06965, section 2.3.
+Work:  one forward more per micro-batch.   Good when: activations do not fit.   `memory_cap` is weighed as without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gossamer.pipeline.passes import with_recompute
+from gossamer.pipeline.schedule import Schedule, ScheduleMaker, StageCosts
+from gossamer.pipeline.schedule.one_f_one_b import OneFOneB
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute(ScheduleMaker):
+    """Around any other schedule."""
+
+    inner: ScheduleMaker = field(default_factory=OneFOneB)
+
+    def make(
+        self,
+        *,
+        stages: int,
+        ranks: int,
+        microbatches: int,
+        costs: Sequence[StageCosts] | None = None,
+        memory_cap: Sequence[int] | None = None,
+    ) -> Schedule:
+        made = self.inner.make(
+            stages=stages, ranks=ranks, microbatches=microbatches, costs=costs, memory_cap=memory_cap
+        )
+        return with_recompute(made)

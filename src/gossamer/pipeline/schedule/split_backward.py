@@ -1,0 +1,36 @@
+"""SplitBackward: the gradient of a stage's input leaves before that of its weights is made (Zero Bubble's B and W).
+
+Order: that of `inner`, with every B as B_INPUT and B_WEIGHT: the stage before waits for the first of them only.
+Paper: Qi et al., arXiv:2401.10241, section 2; here W follows its B at once, and fills no bubble.
+Work:  what of the graph lies between both is walked twice.   Good when: there are many stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gossamer.pipeline.passes import with_split_backward
+from gossamer.pipeline.schedule import Schedule, ScheduleMaker, StageCosts
+from gossamer.pipeline.schedule.one_f_one_b import OneFOneB
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBackward(ScheduleMaker):
+    """Around any other schedule."""
+
+    inner: ScheduleMaker = field(default_factory=OneFOneB)
+
+    def make(
+        self,
+        *,
+        stages: int,
+        ranks: int,
+        microbatches: int,
+        costs: Sequence[StageCosts] | None = None,
+        memory_cap: Sequence[int] | None = None,
+    ) -> Schedule:
+        made = self.inner.make(
+            stages=stages, ranks=ranks, microbatches=microbatches, costs=costs, memory_cap=memory_cap
+        )
+        return with_split_backward(made)
