@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gossamer import compress
+from gossamer import compress, sync
 from gossamer.measuring import Measured
 from gossamer.pipeline.links import levels_of_stages
-from gossamer.plan import price_of
+from gossamer.plan import price_apart, price_of
 from gossamer.plan.exchange import (
     CANDIDATES,
     Decision,
@@ -48,7 +48,15 @@ def levels_of(plan: Plan, ranks: int) -> Levels:
     """The levels of a plan's links."""
     if plan.mesh.pipe > 1:
         return levels_of_stages(plan)
-    return Levels.islands(plan.islands) if plan.islands else Levels.flat(ranks)
+    if not plan.islands:
+        return Levels.flat(ranks)
+    levels = Levels.islands(plan.islands)
+    return levels.twice() if trains_apart(plan) else levels
+
+
+def trains_apart(plan: Plan) -> bool:
+    """Whether not all gradients meet at every step."""
+    return sync.build(plan.sync, key="plan.sync").loop is not None
 
 
 def asks_for_islands(written: Exchanges) -> bool:
@@ -76,7 +84,9 @@ class Exchanger:
         """Before step 1: the plan with an exchange in place of `auto`, its reason and forecast, and with the islands
         that its exchange asks for.
         """
-        if self.plan.exchange == "auto" and hosts == 1:
+        if trains_apart(self.plan):
+            self._part(hosts)
+        elif self.plan.exchange == "auto" and hosts == 1:
             why = "all-reduce: every process is on this machine"
             self.plan = self.plan.model_copy(
                 update={"exchange": "dense", "reasons": {**self.plan.reasons, "exchange": why}}
@@ -86,9 +96,26 @@ class Exchanger:
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
         elif asks_for_islands(self.plan.exchange) and not self.plan.islands:
             self._learn(probe(self.pump.channel))
-        self._watch.active = automatic and hosts > 1
+        self._watch.active = automatic and hosts > 1 and not trains_apart(self.plan)
         self._watch.rate(self.pump)  # what has passed so far was no training
         return self.plan
+
+    def _part(self, hosts: int) -> None:
+        """Who trains together: what is given, else what the links say, else everybody alone."""
+        alone = tuple((rank,) for rank in self.pump.channel.levels.everyone)
+        if not self.plan.islands:
+            links = probe(self.pump.channel) if hosts > 1 else None
+            islands = links.islands if links is not None and links.has_islands else alone
+            self.plan = self.plan.model_copy(update={"islands": islands})
+            self.pump.channel.widen(Levels.islands(islands).twice())
+        loop = sync.build(self.plan.sync, key="plan.sync").loop
+        assert loop is not None
+        shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
+        forecast = price_apart(loop, self.plan, shapes, self.pump.channel.levels)
+        said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet every {loop.every} steps"
+        reasons = {**self.plan.reasons, "sync": said}
+        self.plan = self.plan.model_copy(update={"forecast": forecast, "reasons": reasons})
+        self.tell(f"sync: {said}", 0)
 
     def replan(self, step: int) -> Replan | None:
         """At a step's border: None, or what the drifted links make better."""

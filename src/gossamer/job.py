@@ -89,6 +89,7 @@ def run_job(job: Job) -> dict[str, Any]:
         generation=where.generation,
     )
     pump = Pump(Group(meeting), look_ahead=plan.look_ahead, observe=job.observe)
+    beside = Pump(pump.channel, look_ahead=plan.look_ahead)
     try:
         sink = _Sink(job.directory, job.show) if where.rank == 0 else _forget
         saver = _saver(job, sink)
@@ -103,7 +104,12 @@ def run_job(job: Job) -> dict[str, Any]:
         exchanger.keep(parts.plan)
         adapting = Adapting.of(config.plan, exchanger)
         around = Surroundings(
-            sink=sink, at=job.at, asked_to_stop=job.asked_to_stop, saver=saver, replan=asking(exchanger, adapting)
+            sink=sink,
+            at=job.at,
+            asked_to_stop=job.asked_to_stop,
+            saver=saver,
+            beside=beside,
+            replan=asking(exchanger, adapting),
         )
         trainer = build(parts, engine, pump, around)
         if adapting is not None:
@@ -114,6 +120,7 @@ def run_job(job: Job) -> dict[str, Any]:
         return _train(trainer, saver, sink, began)
     finally:
         pump.close()
+        beside.close()
         pump.channel.close()
 
 

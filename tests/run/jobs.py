@@ -214,6 +214,7 @@ def train(
         "wordless": Wordless,
         "late": Late,
         "doubles": lambda: Marks().double(),
+        "halves": lambda: Causal().bfloat16(),
     }
     module = kinds[kind]()
     for name in frozen:
@@ -275,14 +276,17 @@ def train(
 def digests(held: Held) -> dict[str, str]:
     """Of every parameter of this rank, bit for bit."""
     here = [(n, p.detach()) for n, p in held.module.named_parameters() if held.cut is None or n in held.cut.holds]
-    return {name: hashlib.sha256(p.contiguous().numpy().tobytes()).hexdigest() for name, p in here}
+    return {
+        name: hashlib.sha256(p.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, p in here
+    }
 
 
 def digest(module: nn.Module) -> str:
     """Of all parameters, bit for bit."""
     found = hashlib.sha256()
     for _, param in sorted(module.named_parameters()):
-        found.update(param.detach().contiguous().numpy().tobytes())
+        found.update(param.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

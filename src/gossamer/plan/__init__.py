@@ -6,16 +6,19 @@ One planner per file. `auto` in a configuration is always resolved here, and eve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gossamer import compress
-from gossamer.plan._price import Shapes, gradient_buckets, step_bytes
+from gossamer.plan._price import Shapes, gradient_buckets, round_bytes, step_bytes
 from gossamer.plan._stages import Border, Staged, price_of_stages
 from gossamer.spec.choice import Exchanges
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.plan import Plan
 from gossamer.spec.room import Room
+from gossamer.sync import Loop
 from gossamer.wire.message import Levels
 
 
@@ -43,13 +46,30 @@ class Planner(ABC):
 def price_of(written: Exchanges, shapes: Shapes, levels: Levels, *, bucket_bytes: int) -> Cost:
     """The bytes of a step with this exchange: per link, and per rank that sends them."""
     exchange = compress.rules(written).by_name(name for name, _ in shapes)
-    links = step_bytes(gradient_buckets(shapes, exchange, bucket_bytes=bucket_bytes), levels)
+    return _cost(step_bytes(gradient_buckets(shapes, exchange, bucket_bytes=bucket_bytes), levels), levels)
+
+
+def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
+    """The bytes of a step of islands that train apart, a round's among its steps: the mean, rounded down. Raises
+    BadInput for an exchange of gradients that cannot serve inside an island.
+    """
+    exchange = compress.rules(plan.exchange).by_name(name for name, _ in shapes)
+    buckets = gradient_buckets(shapes, exchange, bucket_bytes=plan.bucket_bytes)
+    for layout, one in buckets:
+        one.check(layout, levels.only("island"))
+    links = Counter(step_bytes(buckets, levels, meets="island"))
+    for link, sent in round_bytes(loop, shapes, levels, units=plan.units, bucket_bytes=plan.bucket_bytes).items():
+        links[link] += sent // loop.every
+    return _cost(links, levels)
+
+
+def _cost(links: Mapping[str, int], levels: Levels) -> Cost:
     ranks = sorted(r for group in levels.groups["all"] for r in group)
     sent = tuple(sum(n for link, n in links.items() if link.startswith(f"{r}>")) for r in ranks)
-    return Cost(wire_bytes=links, sent_bytes=sent)
+    return Cost(wire_bytes=dict(links), sent_bytes=sent)
 
 
-__all__ = ["Border", "Planner", "Request", "Staged", "build", "names", "price_of", "price_of_stages"]
+__all__ = ["Border", "Planner", "Request", "Staged", "build", "names", "price_apart", "price_of", "price_of_stages"]
 ROOM: Room[Planner] = Room(__name__, Planner)
 names = ROOM.names
 build = ROOM.build

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from gossamer.compress import Exchange
-from gossamer.sync import buckets_of
+from gossamer.sync import Loop, buckets_of, traffic_of_round
 from gossamer.wire.bucket import Layout
 from gossamer.wire.channel.priced import Priced
 from gossamer.wire.message import Combine, Levels, Traffic
@@ -28,13 +29,28 @@ def gradient_buckets(shapes: Shapes, exchange: Mapping[str, Exchange], *, bucket
     return buckets_of(params, exchange, bucket_bytes=bucket_bytes)
 
 
-def step_bytes(buckets: Buckets, levels: Levels) -> dict[str, int]:
-    """Payload bytes of one training step per link ("0>1"), all ranks."""
+def step_bytes(buckets: Buckets, levels: Levels, *, meets: str = "all") -> dict[str, int]:
+    """Payload bytes of one training step per link ("0>1"), all ranks; gradients meet at the level `meets`."""
     links: dict[str, int] = {}
+    seen = levels if meets == "all" else levels.only(meets)
     for rank in sorted({r for groups in levels.groups.values() for group in groups for r in group}):
         channel = Priced(rank, levels)
         channel.charge(agreement(levels))
         for layout, exchange in buckets:
-            channel.charge(exchange.traffic(layout, levels, rank))
+            sent = exchange.traffic(layout, seen, rank)
+            channel.charge(sent if seen is levels else tuple(replace(t, level=meets) for t in sent))
+        links.update(channel.meter.snapshot())
+    return links
+
+
+def round_bytes(
+    loop: Loop, shapes: Shapes, levels: Levels, *, units: Sequence[str], bucket_bytes: int
+) -> dict[str, int]:
+    """Payload bytes of `loop.every` steps of islands apart, all but their gradients', per link, all ranks."""
+    params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
+    links: dict[str, int] = {}
+    for rank in levels.everyone:
+        channel = Priced(rank, levels)
+        channel.charge(traffic_of_round(loop, params, levels, rank, units=units, bucket_bytes=bucket_bytes))
         links.update(channel.meter.snapshot())
     return links

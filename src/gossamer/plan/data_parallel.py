@@ -15,14 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gossamer import sync
 from gossamer.data import share_rows
-from gossamer.plan import Planner, Request, adapt, price_of
+from gossamer.plan import Planner, Request, adapt, price_apart, price_of
 from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_of
 from gossamer.spec.choice import Exchanges, Written, told
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Mesh, Plan
+from gossamer.sync import Loop
 from gossamer.wire.message import Levels
 
 _PER_STAGE = 4  # micro-batches
@@ -43,8 +45,9 @@ class DataParallel(Planner):
         reasons["share"] = "given" if config.plan.share != "auto" else f"equal parts for {whose}"
         rows = (config.train.batch,) if stages else share_rows(config.train.batch, share)
         pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe, stages)
-        exchange, reasons["exchange"] = _exchange(config, mesh)
-        _check_adapt(config, mesh)
+        loop = _loop(config, mesh)
+        exchange, reasons["exchange"] = _exchange(config, mesh, loop)
+        _check_adapt(config, mesh, loop)
         if request.units:
             reasons["units"] = (
                 "given" if config.plan.units != "auto" else "the repeated blocks, and what else owns parameters"
@@ -117,9 +120,24 @@ def _mesh(asked: MeshSection, ranks: int) -> Mesh:
     return Mesh(replica=ranks // stages, pipe=stages)
 
 
-def _exchange(config: RunConfig, mesh: Mesh) -> tuple[Exchanges, str]:
+def _loop(config: RunConfig, mesh: Mesh) -> Loop | None:
+    """The outer loop that is asked for. Raises BadInput where it cannot serve."""
+    loop = None if config.plan.sync == "auto" else sync.build(config.plan.sync, key="plan.sync").loop
+    if loop is not None and mesh.pipe > 1:
+        raise bad_input(
+            wanted="every process to hold the whole model, where islands train apart",
+            got=f"a model in {mesh.pipe} stages",
+            do="leave plan.mesh.pipe at 1, or plan.sync at every_step",
+            key="plan.sync",
+        )
+    return loop
+
+
+def _exchange(config: RunConfig, mesh: Mesh, loop: Loop | None) -> tuple[Exchanges, str]:
     if config.plan.exchange != "auto":
         return config.plan.exchange, "given"
+    if loop is not None:
+        return "dense", "all-reduce of the gradients of an island; what goes between islands is plan.sync's"
     if mesh.pipe > 1:
         return "dense", "all-reduce: of a model in stages only what is given is compressed"
     return "auto", "chosen before step 1, as the links are"
@@ -145,9 +163,16 @@ def _boundary(config: RunConfig, mesh: Mesh) -> Written | tuple[Written, ...]:
     return tuple(asked)
 
 
-def _check_adapt(config: RunConfig, mesh: Mesh) -> None:
+def _check_adapt(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
     if config.plan.adapt == "none":
         return
+    if loop is not None:
+        raise bad_input(
+            wanted="gradients that all ranks exchange at every step, which is what a policy adapts",
+            got=f"plan.sync {told(config.plan.sync)}",
+            do="leave plan.adapt at none",
+            key="plan.adapt",
+        )
     if mesh.pipe > 1 and not adapt.build(config.plan.adapt, key="plan.adapt").for_links:
         raise bad_input(
             wanted="a policy for the links between stages, ada_topk",
@@ -189,4 +214,9 @@ def _forecast(plan: Plan, request: Request) -> Cost:
     if plan.mesh.pipe > 1:
         return Cost()  # which parameters lie on which rank is known when the cuts are
     written = "dense" if plan.exchange == "auto" else plan.exchange  # a choice to come sends no more
-    return price_of(written, request.shapes, Levels.flat(plan.mesh.replica), bucket_bytes=plan.bucket_bytes)
+    levels = Levels.flat(plan.mesh.replica)
+    loop = sync.build(plan.sync, key="plan.sync").loop
+    if loop is None:
+        return price_of(written, request.shapes, levels, bucket_bytes=plan.bucket_bytes)
+    levels = Levels.islands(plan.islands or [[rank] for rank in range(plan.ranks)])
+    return price_apart(loop, plan, request.shapes, levels)

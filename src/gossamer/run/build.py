@@ -75,6 +75,7 @@ class Surroundings:
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
     saver: Saver
+    beside: Pump | None = None  # for what is under way beside the steps, where islands train apart
     replan: Callable[[int], Replan | None] = lambda step: None
 
 
@@ -130,18 +131,36 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     tied = _tied(parts, rank, levels)
     rule = Master(inner=optim.build(config.train.optimizer, key="train.optimizer"))  # copies half types alone
     exchange = compress.rules(plan.exchange).by_name(params)
-    replica = sync.Replica(params, exchange, pump, bucket_bytes=plan.bucket_bytes, counted_elsewhere=tied.elsewhere)
+    together = sync.build(plan.sync, key="plan.sync")
+    replica = sync.Replica(
+        params,
+        exchange,
+        pump,
+        bucket_bytes=plan.bucket_bytes,
+        counted_elsewhere=tied.elsewhere,
+        meets="all" if together.loop is None else "island",
+    )
     scaling = Scaling.of(engine.precision)
     rule_state = rule.init(params)
-    around.saver.contents = Contents(module, rule, rule_state, replica, scaling, parts.cut)
+    apart = sync.Apart.of(
+        together.loop,
+        params,
+        {name: rule_state[name].get("master", p.detach()) for name, p in params.items()},
+        replica,
+        around.beside,
+        units=parts.units,
+        bucket_bytes=plan.bucket_bytes,
+    )
+    around.saver.contents = Contents(module, rule, rule_state, replica, scaling, apart, parts.cut)
     return Trainer(
         engine=engine,
         pieces=_pieces(parts, engine),
         pipeline=pipeline,
         tied=tied,
         pump=pump,
-        sync=sync.build(plan.sync, key="plan.sync"),
+        sync=together,
         replica=replica,
+        apart=apart,
         rule=rule,
         rule_state=rule_state,
         rate=rate.build(config.train.schedule, key="train.schedule"),

@@ -3,6 +3,8 @@
 Names: "model/<parameter or buffer>", "optim/<slot>/<parameter>", "exchange/<path>@<parameter>" (one per rank),
 "precision/<field>", "rng/torch" (one per rank). Everything is keyed by canonical names, so another number of ranks or
 another cut reads the same file. Replicated tensors are written once: each rank of a host writes its part of them.
+Of islands that train apart, "model/<parameter>" is what they agree on and "outer/..." what else they share;
+"island/..." and "optim/..." are one per rank.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from gossamer.run.scaling import Scaling
 from gossamer.spec.errors import BadInput
 from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
 from gossamer.store.slices import Piece, Slice
-from gossamer.sync import Replica
+from gossamer.sync import Apart, Replica
 
 RunState = dict[str, dict[str, Tensor]]
 
@@ -34,16 +36,19 @@ class Contents:
     rule_state: RunState
     replica: Replica
     scaling: Scaling
+    apart: Apart
     cut: Cut | None = None  # where the module is stages of a model
 
     def replicated(self) -> dict[str, Tensor]:
         """The same on every rank that holds it."""
         found: dict[str, Tensor] = {}
+        common = self.apart.common()
         for name, tensor in named_state(self.module):
             if self.cut is None or name in self.cut.holds:
-                found[f"model/{name}"] = tensor
-        for param, slots in self.rule_state.items():
-            found.update({f"optim/{slot}/{param}": tensor for slot, tensor in slots.items()})
+                found[f"model/{name}"] = common.get(name, tensor)
+        if not common:
+            found.update(self._slots())
+        found.update({f"outer/{name}": tensor for name, tensor in self.apart.shared().items()})
         found.update({f"precision/{name}": tensor for name, tensor in self.scaling.state().items()})
         return found
 
@@ -51,7 +56,14 @@ class Contents:
         """This rank's own."""
         found = {f"exchange/{name}": tensor for name, tensor in self.replica.states().items()}
         found["rng/torch"] = torch.get_rng_state()
+        if own := self.apart.own():
+            found.update({f"island/{name}": tensor for name, tensor in own.items()})
+            found.update(self._slots())
         return found
+
+    def _slots(self) -> dict[str, Tensor]:
+        """What the update rule keeps."""
+        return {f"optim/{slot}/{p}": t for p, slots in self.rule_state.items() for slot, t in slots.items()}
 
     def pieces(self, writer: int, writers: int) -> list[Piece]:
         """What writer number `writer` of `writers` on this host has to write: they are ranks one behind the other."""
@@ -79,7 +91,9 @@ class Contents:
         """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for."""
         expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
         everywhere = frozenset[str]() if self.cut is None else self.cut.names
-        checkpoint.check_against(expected, elsewhere=lambda name: _bare(name) in everywhere)
+        checkpoint.check_against(
+            expected, elsewhere=lambda name: _bare(name) in everywhere or name.startswith("outer/arrived/")
+        )
 
     @torch.no_grad()
     def fill(self, checkpoint: Checkpoint, *, residuals: str = "merge") -> str:
@@ -93,20 +107,40 @@ class Contents:
             tensor.copy_(checkpoint.read(name))
         self.scaling.load({n: checkpoint.read(f"precision/{n}") for n in self.scaling.state()})
         former, rank = int(checkpoint.meta["ranks"]), self.replica.rank
+        told = self._fill_apart(checkpoint, former, residuals) if self.apart.fragments else ""
         if former == self.replica.ranks:
             torch.set_rng_state(checkpoint.read("rng/torch", replica=rank))
         names = list(self.replica.states())
         held = {n: checkpoint.replicas(f"exchange/{n}") for n in names}
         if former == self.replica.ranks and all(rank in replicas for replicas in held.values()):
             self.replica.restore({n: checkpoint.read(f"exchange/{n}", replica=rank) for n in names})
-            return ""
+            return told
         there = former > 1 and all(replicas == tuple(range(former)) for replicas in held.values())
         if there and residuals == "merge":
             merged = {n: _merged(checkpoint, f"exchange/{n}", former, self.replica.ranks) for n in names}
             self.replica.restore(merged)
-            return f"resumed on {self.replica.ranks} ranks what {former} saved: exchange residuals were merged"
+            return f"{told}resumed on {self.replica.ranks} ranks what {former} saved: exchange residuals were merged"
         why = "residuals: drop" if there else "not every rank's is stored here, or the exchange is another one"
-        return f"exchange residuals start anew ({why})" if names else ""
+        return f"{told}exchange residuals start anew ({why})" if names else told.removesuffix("; ")
+
+    def _fill_apart(self, checkpoint: Checkpoint, former: int, residuals: str) -> str:
+        """What islands have for themselves; what to tell the user. On another number of ranks they start from the
+        anchor, with the mean of what the update rules kept.
+        """
+        rank, ranks = self.replica.rank, self.replica.ranks
+        shared = {n.removeprefix("outer/"): checkpoint.read(n) for n in checkpoint.names() if n.startswith("outer/")}
+        there = {n: checkpoint.replicas(f"island/{n}") for n in self.apart.own()}
+        same = former == ranks and all(rank in replicas for replicas in there.values())
+        for name, tensor in self._slots().items():
+            held = [rank] if same else range(former)
+            tensor.copy_(torch.stack([checkpoint.read(name, replica=r) for r in held]).double().mean(0))
+        if same:
+            self.apart.restore(shared, {n: checkpoint.read(f"island/{n}", replica=rank) for n in there})
+            return ""
+        owed = [n for n in there if n.startswith(("rounds/", "steps/")) and there[n] == tuple(range(former))]
+        kept = {n: _merged(checkpoint, f"island/{n}", former, ranks) for n in owed if residuals == "merge"}
+        self.apart.restore(shared, kept)
+        return f"resumed on {ranks} ranks what {former} saved: all islands start from what they had agreed on; "
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from gossamer.run.stage import Engine, Piece, StepWork
 from gossamer.spec import records
 from gossamer.spec.action import Op
 from gossamer.spec.errors import Interrupted, StepRejected
-from gossamer.sync import Agreement, Replica, Sync, Vote, Window
+from gossamer.sync import Agreement, Apart, Moved, Replica, Sync, Vote, Window
 from gossamer.wire.pump import Pump
 
 Sink = Callable[[records.Record], None]
@@ -75,6 +75,7 @@ class Trainer:
     pump: Pump
     sync: Sync
     replica: Replica
+    apart: Apart
     rule: Rule
     rule_state: dict[str, dict[str, Tensor]]
     rate: Rate
@@ -104,6 +105,7 @@ class Trainer:
                 self.evaluate()
             if stop or (goal.checkpoint_every and step % goal.checkpoint_every == 0) or step == goal.steps:
                 self.at(step, "save")
+                self.apart.settle(step)
                 self.save(progress, stop or step == goal.steps)
                 saved = step
             if stop and step < goal.steps:
@@ -124,7 +126,7 @@ class Trainer:
             if verdict is not Verdict.RETRY:
                 break
             self._tell("warning", step, f"{self._why(agreement)}: the step is tried again", agreement)
-        lr = self.rate.factor(step, self.goal.steps)
+        lr = self._factor(step)
         if verdict is Verdict.COMMIT:
             self._update(step, lr, agreement)
         else:
@@ -132,6 +134,7 @@ class Trainer:
             self.progress.rejected += 1
             self._tell("error", step, f"{self._why(agreement)}: the step was rejected, no parameter moved", agreement)
         self.progress.step += 1
+        self._meet(lr if verdict is Verdict.COMMIT else 0.0, sum(work.weights.values()))
         self._record(step, agreement, verdict, lr, work, time.perf_counter() - began, data_s)
         self.settle()
         if verdict is Verdict.COMMIT and (changed := self.replan(self.progress.step)) is not None:
@@ -144,10 +147,10 @@ class Trainer:
         return agreement.ask > 0
 
     def _attempt(self, step: int, pieces: Mapping[int, MicroBatch]) -> tuple[StepWork, Agreement]:
-        scale, lr = self.scaling.factor, self.rate.factor(step, self.goal.steps)
+        scale, lr = self.scaling.factor, self._factor(step)
         weights = self._weights(pieces)
         mine, together = sum(weights.values()), self.pipeline.together
-        window = Window(step, self.goal.seed, lr, mine, scale, together)
+        window = Window(step, self.goal.seed, lr, mine, scale, together, self.sync.level(step))
         self.replica.timing.exposed_s = 0.0
         self.replica.begin(window)
         work = StepWork(
@@ -163,7 +166,7 @@ class Trainer:
             on_last_backward=self.replica.watch,
             on_reduce=lambda: self._reduce(step),
         )
-        self.sync.open(self.replica, window)
+        self.replica.open(window)
         self.at(step, "compute")
         play(self.pipeline.schedule, RankWorld(self.pipeline.rank, work))
         self.at(step, "agree")
@@ -174,7 +177,7 @@ class Trainer:
 
     def _reduce(self, step: int) -> None:
         self.at(step, "exchange")
-        self.sync.reduce(self.replica)
+        self.replica.reduce()
         self.tied.add(self.replica.gradients(), self.pump)
 
     def _update(self, step: int, lr: float, agreement: Agreement) -> None:
@@ -187,16 +190,28 @@ class Trainer:
         self.rule.update(self.params, self.replica.gradients(), self.rule_state, lr_scale=lr, step=updates)
         self.scaling.committed()
 
+    def _meet(self, lr: float, samples: float) -> None:
+        """Islands that train apart come together, where it is time."""
+        done, self.apart.exposed_s = self.progress.step, 0.0
+        self.at(done, "meet")
+        self.apart.after(Moved(done, lr * self.rule.lr, samples, self.goal.seed, last=done == self.goal.steps))
+        self.replica.timing.exposed_s += self.apart.exposed_s
+
+    def _factor(self, step: int) -> float:
+        """What the rule's learning rate is multiplied with in a step."""
+        return self.rate.factor(step, self.goal.steps) * self.apart.factor
+
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean validation loss over the same sequences on any number of ranks; None without validation data. Then what
-        the model writes, where that was asked for.
+        the model writes, where that was asked for. Of islands that train apart it is the model they agree on.
         """
-        loss = self._evaluate()
-        if self.sampler is not None:
-            self.at(self.progress.step, "sample")
-            text = self.sampler.text(self.replica.gather)
-            self.sink(records.Sample(step=self.progress.step, prompt=self.sampler.prompt, text=text))
+        with self.apart.agreed(self.progress.step):
+            loss = self._evaluate()
+            if self.sampler is not None:
+                self.at(self.progress.step, "sample")
+                text = self.sampler.text(self.replica.gather)
+                self.sink(records.Sample(step=self.progress.step, prompt=self.sampler.prompt, text=text))
         return loss
 
     def _evaluate(self) -> float | None:

@@ -120,6 +120,8 @@ def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
 def _coerce(value: Any, hint: Any, *, key: str) -> Any:
     from pydantic import TypeAdapter, ValidationError
 
+    if value is None and type(None) in get_args(hint):  # also where the other kind is a method
+        return None
     try:
         return TypeAdapter(hint).validate_python(value)  # lax: YAML reads 1e-4 as a string
     except ValidationError as error:

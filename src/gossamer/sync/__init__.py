@@ -1,7 +1,9 @@
-"""When replicas exchange, and what: every step (here), later local steps, outer loops and gossip.
+"""When replicas exchange, and what: gradients at every step, or, of islands that train apart, what has become of the
+parameters in many steps: rarely, late and small.
 
-A method decides what crosses the wire in a step; the mechanics (buckets that fill while backward runs, the pump,
-the agreement before the update) are a `Replica`'s.
+A method says at which level the gradients of a step meet, and gives the settings of the one outer loop. The mechanics
+are a `Replica`'s (buckets that fill while backward runs, the pump, the agreement before the update) and those of
+`Apart` (anchor, displacement, fragments, delay, what is taken over of the result).
 """
 
 from __future__ import annotations
@@ -9,21 +11,38 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from gossamer.spec.room import Room
+from gossamer.sync._apart import Apart, Moved, traffic_of_round
+from gossamer.sync._loop import Loop
 from gossamer.sync._replica import Agreement, Replica, Vote, Window, buckets_of
 
-__all__ = ["ROOM", "Agreement", "Replica", "Sync", "Vote", "Window", "build", "buckets_of", "names"]
+__all__ = [
+    "ROOM",
+    "Agreement",
+    "Apart",
+    "Loop",
+    "Moved",
+    "Replica",
+    "Sync",
+    "Vote",
+    "Window",
+    "build",
+    "buckets_of",
+    "names",
+    "traffic_of_round",
+]
 
 
 class Sync(ABC):
-    """A frozen dataclass; everything that changes is in the Replica."""
+    """A frozen dataclass; everything that changes is in the Replica and in Apart."""
 
+    @property
     @abstractmethod
-    def open(self, replica: Replica, window: Window) -> None:
-        """Before the first forward of a step: declare what will be sent in it."""
+    def loop(self) -> Loop | None:
+        """The outer loop of islands that train apart; None where all gradients meet at every step."""
 
-    @abstractmethod
-    def reduce(self, replica: Replica) -> None:
-        """After the last backward: gradients become what the update rule is to see."""
+    def level(self, done: int) -> str:
+        """Whose gradients meet in the step after `done` others: `all`, or those of an `island`."""
+        return "all" if self.loop is None or done < self.loop.start else "island"
 
 
 ROOM: Room[Sync] = Room(__name__, Sync)

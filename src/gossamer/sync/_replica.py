@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from gossamer.compress import Exchange, is_owed, owes
 from gossamer.ops.norm import global_norm_squared
 from gossamer.spec.errors import WireMismatch, bad_input
+from gossamer.sync._named import named, refilled
 from gossamer.wire.bucket import Bucket, Layout, partition
-from gossamer.wire.message import Combine, Message, Outcome, Round, State
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, State, sent_at
 from gossamer.wire.pump import Pump, Step
 
 
@@ -36,6 +37,7 @@ class Window:
     weight: float  # valid labels of this rank
     scale: float = 1.0  # what the loss was multiplied with (fp16): divided out before anything is encoded
     together: bool = False  # each loss was divided by the labels of all ranks that hold these parameters, not by mine
+    level: str = "all"  # whose gradients meet in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Agreement:
     finite: bool
     loss: float  # mean over all valid labels
     weight: float  # valid labels of all ranks
-    norm: float  # of the mean gradient, of all stages
+    norm: float  # of the mean gradient, of all stages; where only an island's gradients meet, of this one's
     ask: int  # the largest request
     bad_ranks: tuple[int, ...]
 
@@ -85,8 +87,9 @@ class Replica:
     `params` are the trainable parameters by canonical name (tied ones once), `exchange` how their gradients meet: one
     for all, or one by parameter name. Their `.grad` become views of flat buckets, so a gradient is written once and
     sent from where it lies. Where the model is in stages they are those of this rank's, and `counted_elsewhere` names
-    the ones that another stage holds too and counts in the norm. Raises BadInput where an exchange cannot serve its
-    buckets or this wire.
+    the ones that another stage holds too and counts in the norm. `meets`: the level at which the exchange must serve,
+    where it is not `all`; each Window says at which level its gradients meet. Raises BadInput where an exchange cannot
+    serve its buckets or this wire.
     """
 
     def __init__(
@@ -97,7 +100,9 @@ class Replica:
         *,
         bucket_bytes: int,
         counted_elsewhere: frozenset[str] = frozenset(),
+        meets: str = "all",
     ) -> None:
+        self.meets = meets
         self.rank = pump.channel.rank
         self.levels = pump.channel.levels
         self.ranks = len(self.levels.everyone)
@@ -120,10 +125,9 @@ class Replica:
     def _lay_out(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
         cut = buckets_of(self._params, exchanges, bucket_bytes=bucket_bytes)
         for layout, one in cut:
-            one.check(layout, self.levels)
+            one.check(layout, self._meeting_at(self.meets))
         self._slots.clear()  # the old buffers go before the new ones come
         self._slots.extend(_Slot(layout.allocate(), one, one.init(layout)) for layout, one in cut)
-        self._rounds = [len(s.exchange.traffic(s.bucket.layout, self.levels, self.rank)) for s in self._slots]
         self._slot_of = {name: i for i, s in enumerate(self._slots) for name, _ in s.bucket.slices()}
 
     def adopt(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
@@ -187,11 +191,23 @@ class Replica:
         for slot in self._slots:
             slot.waits, slot.sent, slot.outcome = len(slot.bucket.layout.entries), False, None
         self._adopt_views()
-        self._exchanging = self._pump.begin(self._rounds)
+        levels = self._meeting_at(window.level)
+        rounds = [len(s.exchange.traffic(s.bucket.layout, levels, self.rank)) for s in self._slots]
+        self._exchanging = self._pump.begin(rounds)
+
+    def _meeting_at(self, level: str) -> Levels:
+        """What exchanges see of the levels where only the ranks of `level` are to meet."""
+        return self.levels if level == "all" else self.levels.only(level)
 
     def labels(self) -> float:
-        """Valid labels of all ranks that hold these parameters, once the step has begun: waits for the last of them."""
-        return float(self._all_weights()[list(self.levels.group("all", self.rank))].sum())
+        """Valid labels of all ranks whose gradients meet, once the step has begun: waits for the last of them."""
+        return float(self._all_weights()[list(self.levels.group(self._window.level, self.rank))].sum())
+
+    def shares(self, level: str = "all") -> Tensor:
+        """(ranks,) float64: every rank's part of what its group at `level` has seen in this step, by valid labels."""
+        weights, members = self._all_weights(), list(self.levels.group(level, self.rank))
+        total = weights[members].sum()
+        return weights / total if total > 0 else torch.full_like(weights, 1 / len(members))
 
     def watch(self) -> None:
         """The next backward is the step's last: from now on a full bucket goes out."""
@@ -226,7 +242,10 @@ class Replica:
             steps = [int(s) for s in votes[:, 0].tolist()]
             raise WireMismatch(f"the ranks are at different steps, by rank: {steps}")
         sick = ~(torch.isfinite(votes[:, 1]) & torch.isfinite(votes[:, 2]))
-        firsts = [group[0] for group in self.levels.groups["all"]]  # every group has one mean among its ranks
+        groups = self.levels.groups["all"]  # every group has one mean among its ranks, and is a part of the model
+        if self._window.level != "all":  # or a model of its own
+            groups = (self.levels.group(self._window.level, self.rank),)
+        firsts = [group[0] for group in groups]
         total = float(votes[:, 3].sum())
         return Agreement(
             finite=not bool(sick.any()),
@@ -272,37 +291,16 @@ class Replica:
             slot.outcome = None
 
     def states(self) -> dict[str, Tensor]:
-        """All exchange state, by "path@parameter": a method's own name for it, or cut up where it is shaped like the
-        bucket, or else under the bucket's first parameter.
-        """
+        """All exchange state, by "path@parameter"."""
         found: dict[str, Tensor] = {}
         for slot in self._slots:
-            for path, tensor in slot.state.flatten():
-                if "@" in path:
-                    found[path] = tensor
-                elif tensor.shape == slot.bucket.flat.shape:
-                    views = Bucket(slot.bucket.layout, tensor).slices()
-                    found.update({f"{path}@{name}": view for name, view in views})
-                else:
-                    found[f"{path}@{slot.bucket.layout.entries[0].name}"] = tensor
+            found.update(named(slot.bucket.layout, slot.state))
         return found
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Take back what `states` gave; buckets may be cut differently as long as all state is shaped by parameter.
-        What has another size than here (a factor of another rank, from before a change) starts anew.
-        """
+        """Take back what `states` gave; buckets may be cut differently as long as all state is shaped by parameter."""
         for slot in self._slots:
-            fresh: dict[str, Tensor] = {}
-            for path, tensor in slot.state.flatten():
-                if "@" in path:
-                    there = states[path]
-                    fresh[path] = there.to(tensor) if there.shape == tensor.shape else tensor
-                elif tensor.shape == slot.bucket.flat.shape:
-                    parts = [states[f"{path}@{e.name}"].reshape(-1) for e in slot.bucket.layout.entries]
-                    fresh[path] = torch.cat(parts).to(tensor)
-                else:
-                    fresh[path] = states[f"{path}@{slot.bucket.layout.entries[0].name}"].to(tensor)
-            slot.state = slot.state.replace(fresh)
+            slot.state = refilled(slot.bucket.layout, slot.state, states)
 
     def close(self) -> None:
         """Let the parameters go: hooks off, gradients off."""
@@ -327,10 +325,9 @@ class Replica:
 
     def _send(self, index: int) -> None:
         slot, window = self._slots[index], self._window
-        weights = self._all_weights()
-        total = weights[list(self.levels.group("all", self.rank))].sum()
-        share = weights / total if total > 0 else torch.full_like(weights, 1 / len(weights))
-        at = Round(self.rank, self.levels, share, (window.seed, window.step), window.lr, accounts=False)
+        share = self.shares(window.level)
+        levels = self._meeting_at(window.level)
+        at = Round(self.rank, levels, share, (window.seed, window.step), window.lr, accounts=False)
         slot.sent = True
         # Of a rank without labels all gradients are zeros already.
         scale = window.scale * (float(share[self.rank]) or 1.0) if window.together else window.scale
@@ -338,7 +335,8 @@ class Replica:
             slot.bucket.flat.mul_(1.0 / scale)
         # A sum is the cheapest look at all numbers; a lossy method might not send the one that is not finite.
         slot.finite = slot.exchange.traits.lossless or math.isfinite(slot.bucket.flat.sum().item())
-        self._exchanging.submit(index, slot.exchange.run(slot.bucket, slot.state, at))
+        method = slot.exchange.run(slot.bucket, slot.state, at)
+        self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))
 
     def _all_weights(self) -> Tensor:
         if self._weights is None:

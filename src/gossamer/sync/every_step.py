@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.sync import Sync
-from gossamer.sync._replica import Replica, Window
+from gossamer.sync import Loop, Sync
 
 
 @dataclass(frozen=True, slots=True)
 class EveryStep(Sync):
     """Data parallelism as everybody knows it."""
 
-    def open(self, replica: Replica, window: Window) -> None:
-        replica.open(window)
-
-    def reduce(self, replica: Replica) -> None:
-        replica.reduce()
+    @property
+    def loop(self) -> Loop | None:
+        return None

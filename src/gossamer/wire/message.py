@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias
 
@@ -109,12 +109,27 @@ class Levels:
         """What a method sees that runs at `level` alone: that level's groups, called `all`."""
         return Levels({"all": self.groups[level]})
 
+    def twice(self) -> Levels:
+        """Every level a second time, under `late(level)`: for messages that are under way beside those of the steps,
+        in an order of their own.
+        """
+        own = {level: groups for level, groups in self.groups.items() if not level.startswith(_LATE)}
+        return Levels({**own, **{late(level): groups for level, groups in own.items()}})
+
     def group(self, level: str, rank: int) -> tuple[int, ...]:
         """The ranks that `rank` exchanges with at `level`, itself included."""
         for group in self.groups[level]:
             if rank in group:
                 return group
         raise KeyError(f"rank {rank} is in no group of level {level!r}")
+
+
+_LATE = "late "
+
+
+def late(level: str) -> str:
+    """The name of the same groups for messages that go beside those of the steps (see `Levels.twice`)."""
+    return f"{_LATE}{level}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +209,20 @@ class Outcome:
 
 
 Rounds: TypeAlias = Generator[Message, tuple[Tensor, ...], Outcome]
+
+
+def sent_at(method: Rounds, level_of: Callable[[str], str]) -> Rounds:
+    """`method`, whose messages go out at `level_of` the level that it names."""
+    reply = None
+    try:
+        while True:
+            message = next(method) if reply is None else method.send(reply)
+            reply = yield replace(message, level=level_of(message.level))
+    except StopIteration as end:
+        outcome: Outcome = end.value
+        return outcome
+    finally:
+        method.close()
 
 
 @dataclass(frozen=True, slots=True)

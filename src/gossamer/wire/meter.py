@@ -9,6 +9,7 @@ SHUFFLE      direct, 1/n of the bytes to every other rank, or as its `splits` sa
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 
 from torch import Tensor
@@ -48,14 +49,16 @@ class Meter:
         self.rank = rank
         self.links: Counter[str] = Counter()
         self.messages = 0
+        self._lock = threading.Lock()  # several pumps may send over one channel
 
     def count(self, message: Message, group: tuple[int, ...]) -> None:
         """Add one message that goes to `group`."""
-        self.messages += 1
-        for part in message.parts:
-            size = part.numel() * part.element_size()
-            for peer, sent in self._sent(message, part, size, group).items():
-                self.links[f"{self.rank}>{peer}"] += sent
+        with self._lock:
+            self.messages += 1
+            for part in message.parts:
+                size = part.numel() * part.element_size()
+                for peer, sent in self._sent(message, part, size, group).items():
+                    self.links[f"{self.rank}>{peer}"] += sent
 
     def _sent(self, message: Message, part: Tensor, size: int, group: tuple[int, ...]) -> dict[int, int]:
         if message.splits is None:
@@ -65,7 +68,8 @@ class Meter:
 
     @property
     def total_bytes(self) -> int:
-        return sum(self.links.values())
+        return sum(self.snapshot().values())
 
     def snapshot(self) -> dict[str, int]:
-        return dict(self.links)
+        with self._lock:
+            return dict(self.links)

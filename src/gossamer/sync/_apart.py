@@ -1,0 +1,458 @@
+"""Islands that train apart: where they parted, how far each has gone, and how they come together again.
+
+An island takes steps of its own from a common point, the anchor. From time to time its displacement from there meets
+those of the others; the anchor moves by what comes of it, on all islands alike, and the island goes on from there.
+Fragments of the model do so one after the other, and training goes on while they are under way: displacements have
+groups and a pump of their own, so that no step waits behind them.
+
+One step of the driver, after the update of training step t:
+    land     fragments whose exchange has had its time: the rule moves their anchor, the island takes it over
+    leave    fragments whose turn it is: displacement = anchor - own; who takes part, and with what weight, is gathered
+    launch   their exchange; with a delay of 0 they land at once
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gossamer.compress import Exchange
+from gossamer.sync._fragments import fragments_of
+from gossamer.sync._island_wide import among_all
+from gossamer.sync._loop import Loop
+from gossamer.sync._named import named, refilled
+from gossamer.sync._replica import Replica
+from gossamer.sync.outer import OuterRound, OuterState
+from gossamer.wire.bucket import Bucket, Layout, as_float, partition
+from gossamer.wire.message import Combine, Levels, Outcome, Round, State, Traffic, late, sent_at
+from gossamer.wire.pump import Pump, Step
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What the driver is told of a step that has ended: how many there are now, its rate, what this rank saw in it."""
+
+    done: int
+    rate: float
+    samples: float
+    seed: int
+    last: bool = False  # no step comes after it: everything meets now
+
+
+@dataclass(slots=True)
+class _Part:
+    """One bucket of a fragment."""
+
+    layout: Layout
+    anchor: Tensor  # (numel,) float32
+    state: State  # of the exchange of rounds
+    was: Tensor  # where the island was before this step; empty where single steps do not meet
+    each: State  # of the exchange of single steps
+
+    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield from Bucket(self.layout, flat).slices()
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A fragment's displacement on its way. `takes_part`: whether this rank's counts in it."""
+
+    since: int
+    at: OuterRound
+    takes_part: bool
+    under_way: Step | None
+    outcomes: tuple[Outcome, ...] = ()
+
+    def wait(self) -> tuple[Outcome, ...]:
+        if self.under_way is not None:
+            self.outcomes = tuple(self.under_way.result(i) for i in range(len(self.under_way.rounds)))
+            self.under_way = None
+        return self.outcomes
+
+
+@dataclass(slots=True)
+class _Fragment:
+    parts: list[_Part]
+    outer: OuterState
+    rounds: int = 0
+    steps: int = 0
+    rates: float = 0.0
+    samples: float = 0.0  # of this rank
+    flight: _Flight | None = None
+
+    @property
+    def anchors(self) -> list[Tensor]:
+        return [part.anchor for part in self.parts]
+
+    def counts(self) -> list[float]:
+        """How far it is, and since when (-1: not) and as what it is under way."""
+        now = [self.rounds, self.steps, self.rates]
+        if self.flight is None:
+            return [*now, -1, 0, 0, 0, 0, 0, 0]
+        at = self.flight.at
+        return [*now, self.flight.since, at.number, at.steps, at.rates, *at.key]
+
+    def take_counts(self, counts: Sequence[float], arrived: Mapping[str, Tensor], *, takes_part: bool) -> None:
+        """What `counts` gave; what was under way has arrived since."""
+        rounds, steps, self.rates, since, number, of, rates, *key = counts
+        self.rounds, self.steps, self.flight = int(rounds), int(steps), None
+        if since < 0:
+            return
+        at = OuterRound(int(number), int(of), rates, (int(key[0]), int(key[1]), int(key[2])))
+        means = [torch.cat([arrived[e.name].reshape(-1) for e in part.layout.entries]) for part in self.parts]
+        outcomes = tuple(Outcome(mean, None, part.state) for mean, part in zip(means, self.parts, strict=True))
+        self.flight = _Flight(int(since), at, takes_part, None, outcomes)
+
+
+@dataclass(slots=True)
+class Apart:
+    """One rank's end of the outer loop. Where there is no loop it holds nothing, and every call does nothing.
+
+    `params`: what is trained, by name; `truth`: the same names, with the float32 copies that the update rule moves in
+    place of parameters in half types. `pump` runs over the levels of `Levels.twice`, for nothing else.
+    """
+
+    loop: Loop | None
+    params: Mapping[str, Tensor]
+    truth: Mapping[str, Tensor]
+    replica: Replica
+    pump: Pump | None
+    exchange: Exchange | None  # of displacements, among all ranks
+    each: Exchange | None
+    fragments: list[_Fragment] = field(default_factory=list)
+    exposed_s: float = 0.0  # waited for, since it was last set to 0
+
+    @staticmethod
+    def of(
+        loop: Loop | None,
+        params: Mapping[str, Tensor],
+        truth: Mapping[str, Tensor],
+        replica: Replica,
+        pump: Pump | None,
+        *,
+        units: Sequence[str] = (),
+        bucket_bytes: int,
+    ) -> Apart:
+        """All islands must hold the same parameters now. Raises BadInput where an exchange cannot serve."""
+        if loop is None:
+            return Apart(None, params, truth, replica, None, None, None)
+        levels = replica.levels
+        exchange = among_all(loop.exchange, levels, keeps=loop.keeps)
+        each = among_all(loop.each, levels, keeps=True) if loop.each is not None else None
+        found = Apart(loop, params, truth, replica, pump, exchange, each)
+        for names in fragments_of(truth, loop.fragments, units):
+            layouts = partition({n: truth[n] for n in names}, bucket_bytes=bucket_bytes)
+            parts = [_part(as_float(layout), exchange, each, levels) for layout in layouts]
+            found.fragments.append(_Fragment(parts, loop.rule.init([part.anchor for part in parts])))
+        found.anchor_here()
+        return found
+
+    @torch.no_grad()
+    def anchor_here(self) -> None:
+        """The anchor is where this rank is: all islands are there."""
+        for part in self._parts():
+            for name, view in part.views(part.anchor):
+                view.copy_(self.truth[name])
+            if part.was.numel():
+                part.was.copy_(part.anchor)
+
+    @property
+    def factor(self) -> float:
+        """What the learning rate of this island's steps is multiplied with."""
+        if self.loop is None:
+            return 1.0
+        found = [self.loop.rule.inner_factor(fragment.outer) for fragment in self.fragments]
+        return sum(found) / len(found)
+
+    @torch.no_grad()
+    def after(self, moved: Moved) -> None:
+        """A training step has ended, on all islands, with an update or without."""
+        loop = self.loop
+        if loop is None:
+            return
+        if moved.done <= loop.start:
+            if moved.done == loop.start or moved.last:
+                self.anchor_here()
+            return
+        for fragment in self.fragments:
+            fragment.steps, fragment.rates = fragment.steps + 1, fragment.rates + moved.rate
+            fragment.samples += moved.samples
+        if self.each is not None:
+            self._meet_at_once(moved)
+        landing = [f for f in self.fragments if f.flight and (moved.last or moved.done - f.flight.since >= loop.delay)]
+        leaving = [f for i, f in enumerate(self.fragments) if loop.sends(i, moved.done) or (moved.last and f.steps)]
+        if not loop.returns:
+            self._land(landing, final=moved.last)
+        gone = [self._displacement(f) for f in leaving]
+        if loop.returns:  # what lands now was sent a round ago, and the island starts again from where it leads
+            self._land(landing, final=moved.last)
+            self._return(leaving)
+        self._launch(leaving, gone, moved)
+        if moved.last or not loop.delay:
+            self._land([f for f in leaving if f.flight], final=moved.last)
+
+    def _displacement(self, fragment: _Fragment) -> list[Tensor]:
+        gone = []
+        for part in fragment.parts:
+            flat = part.anchor.clone()
+            for name, view in part.views(flat):
+                view.sub_(self.truth[name])
+            gone.append(flat)
+        return gone
+
+    def _launch(self, leaving: Sequence[_Fragment], gone: Sequence[list[Tensor]], moved: Moved) -> None:
+        """Who takes part is gathered first: an island whose displacement is not finite is left out, and all know."""
+        if not leaving:
+            return
+        sound = [all(math.isfinite(d.sum().item()) for d in flats) for flats in gone]
+        row = [n for f, ok in zip(leaving, sound, strict=True) for n in (f.samples if ok else 0.0, float(ok))]
+        rows = self._waiting(lambda: self.replica.gather(tuple(row)))  # (ranks, 2 per fragment)
+        for index, (fragment, flats) in enumerate(zip(leaving, gone, strict=True)):
+            weights = _weights(rows[:, 2 * index], rows[:, 2 * index + 1])
+            number = self.fragments.index(fragment)
+            at = OuterRound(fragment.rounds, fragment.steps, fragment.rates, (moved.seed, moved.done, number))
+            fragment.steps, fragment.rates, fragment.samples = 0, 0.0, 0.0
+            if weights is None:  # nobody has anything to say: back to where all were
+                self._return([fragment])
+                continue
+            if not sound[index]:
+                for flat in flats:
+                    flat.zero_()
+            flight = _Flight(moved.done, at, sound[index], None)
+            fragment.rounds, fragment.flight = fragment.rounds + 1, flight
+            self._exchange(fragment, flight, flats, Round(*self._here, weights, at.key[:2], 1.0, self._loop.keeps))
+
+    def _exchange(self, fragment: _Fragment, flight: _Flight, flats: list[Tensor], at: Round) -> None:
+        if len(at.levels.groups["island"]) == 1:  # one island has nobody to meet
+            pairs = zip(flats, fragment.parts, strict=True)
+            flight.outcomes = tuple(Outcome(flat, None, part.state) for flat, part in pairs)
+            return
+        assert self.exchange is not None
+        flight.under_way = self._begin(self.exchange, fragment.parts, flats, [p.state for p in fragment.parts], at)
+
+    def _begin(
+        self, exchange: Exchange, parts: Sequence[_Part], flats: Sequence[Tensor], states: Sequence[State], at: Round
+    ) -> Step:
+        assert self.pump is not None
+        step = self.pump.begin([len(exchange.traffic(part.layout, at.levels, at.rank)) for part in parts])
+        for index, (part, flat, state) in enumerate(zip(parts, flats, states, strict=True)):
+            step.submit(index, sent_at(exchange.run(Bucket(part.layout, flat), state, at), late))
+        return step
+
+    def _land(self, landing: Sequence[_Fragment], *, final: bool) -> None:
+        """Move the anchors by what has come; in the end nothing of an island's own is left."""
+        for fragment in landing:
+            flight, fragment.flight = fragment.flight, None
+            assert flight is not None
+            outcomes = self._waiting(flight.wait)
+            means = [o.mean.float() for o in outcomes]
+            arrived = all(math.isfinite(mean.sum().item()) for mean in means)  # the same bits on all ranks
+            if arrived:
+                for part, outcome in zip(fragment.parts, outcomes, strict=True):
+                    part.state = outcome.state
+                self._loop.rule.step(fragment.anchors, means, fragment.outer, flight.at)
+            keeps_own = arrived and flight.takes_part and not final
+            losses = [o.lost if keeps_own else None for o in outcomes]
+            self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0)
+
+    def _take_over(self, fragment: _Fragment, losses: Sequence[Tensor | None], mix: float) -> None:
+        """Go to the anchor; what was `lost` on the way stays with the island, and of its own parameters a part."""
+        for part, lost in zip(fragment.parts, losses, strict=True):
+            there = part.anchor if lost is None or not self._loop.keeps else part.anchor - lost
+            for name, view in part.views(there):
+                self._set(name, view if not mix else torch.lerp(view, self.truth[name], mix))
+            if part.was.numel():
+                part.was.copy_(there)
+
+    def _return(self, fragments: Sequence[_Fragment]) -> None:
+        for fragment in fragments:
+            self._take_over(fragment, [None] * len(fragment.parts), 0.0)
+
+    def _set(self, name: str, value: Tensor) -> None:
+        self.truth[name].copy_(value)
+        if self.params[name] is not self.truth[name]:
+            self.params[name].copy_(value)
+
+    def _meet_at_once(self, moved: Moved) -> None:
+        """What the step moved meets through `each`; of what that loses, every island keeps its own in its parameters.
+
+        x_i <- was_i - lost_i - mean and anchor <- anchor - mean: the difference is what each has for itself.
+        """
+        assert self.each is not None
+        parts = list(self._parts())
+        steps = []
+        for part in parts:
+            flat = part.was.clone()
+            for name, view in part.views(flat):
+                view.sub_(self.truth[name])
+            steps.append(flat)
+        at = Round(*self._here, self.replica.shares(), (moved.seed, moved.done), 1.0, True)
+        if len(at.levels.groups["island"]) == 1:
+            outcomes = [Outcome(flat, None, part.each) for flat, part in zip(steps, parts, strict=True)]
+        else:
+            step = self._begin(self.each, parts, steps, [part.each for part in parts], at)
+            outcomes = self._waiting(lambda: [step.result(i) for i in range(len(parts))])
+        for part, outcome in zip(parts, outcomes, strict=True):
+            part.each = outcome.state
+            part.anchor.sub_(outcome.mean)
+            part.was.sub_(outcome.mean)
+            if outcome.lost is not None:
+                part.was.sub_(outcome.lost)
+            for name, view in part.views(part.was):
+                self._set(name, view)
+
+    @contextmanager
+    def agreed(self, done: int) -> Iterator[None]:
+        """With the parameters as all islands know them, the anchor, in place of this one's own."""
+        if self.loop is None or done <= self.loop.start:
+            yield
+            return
+        with torch.no_grad():
+            own = {name: self.params[name].clone() for name in self.params}
+            for part in self._parts():
+                for name, view in part.views(part.anchor):
+                    self.params[name].copy_(view)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in own.items():
+                    self.params[name].copy_(tensor)
+
+    def settle(self, done: int) -> None:
+        """Before a checkpoint after `done` steps: what is under way is waited for, and lands when its time has come."""
+        if self.loop is not None and done <= self.loop.start:
+            self.anchor_here()
+        for fragment in self.fragments:
+            if fragment.flight is not None:
+                self._waiting(fragment.flight.wait)
+
+    def common(self) -> dict[str, Tensor]:
+        """The anchor by parameter, in place: what the islands agree on."""
+        return {name: view for part in self._parts() for name, view in part.views(part.anchor)}
+
+    def shared(self) -> dict[str, Tensor]:
+        """What else is the same on all ranks, after `settle`: what the rule keeps, counters, and what is to land."""
+        found: dict[str, Tensor] = {}
+        for index, fragment in enumerate(self.fragments):
+            for slot, tensors in fragment.outer.items():
+                if slot in self._loop.rule.numbers:
+                    found[f"{slot}/{index}"] = tensors[0]
+                    continue
+                for part, tensor in zip(fragment.parts, tensors, strict=True):
+                    found.update({f"{slot}/{name}": view for name, view in part.views(tensor)})
+            found[f"counts/{index}"] = torch.tensor(fragment.counts(), dtype=torch.float64)
+            if fragment.flight is not None:
+                for part, outcome in zip(fragment.parts, fragment.flight.outcomes, strict=True):
+                    found.update({f"arrived/{name}": view for name, view in part.views(outcome.mean.float())})
+        return found
+
+    def own(self) -> dict[str, Tensor]:
+        """What is this rank's alone, after `settle`: its parameters, and the state of its exchanges."""
+        found = {f"at/{name}": self.truth[name] for name in self.common()}
+        for index, fragment in enumerate(self.fragments):
+            outcomes = fragment.flight.outcomes if fragment.flight else ()
+            states = [o.state for o in outcomes] or [part.state for part in fragment.parts]
+            for part, state in zip(fragment.parts, states, strict=True):
+                found.update({f"rounds/{n}": t for n, t in named(part.layout, state).items()})
+                found.update({f"steps/{n}": t for n, t in named(part.layout, part.each).items()})
+            takes_part = float(fragment.flight.takes_part) if fragment.flight else 1.0
+            found[f"seen/{index}"] = torch.tensor([fragment.samples, takes_part], dtype=torch.float64)
+        return found
+
+    def restore(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Take back what `shared` and `own` gave, and what `common` did, which is in place already. Of `own`, what
+        another number of ranks cannot take back may be missing: then this rank starts from the anchor.
+        """
+        for index, fragment in enumerate(self.fragments):
+            for slot, tensors in fragment.outer.items():
+                if slot in self._loop.rule.numbers:
+                    tensors[0].copy_(shared[f"{slot}/{index}"])
+                    continue
+                for part, tensor in zip(fragment.parts, tensors, strict=True):
+                    for name, view in part.views(tensor):
+                        view.copy_(shared[f"{slot}/{name}"])
+            samples, takes_part = own[f"seen/{index}"].tolist() if f"seen/{index}" in own else (0.0, 1.0)
+            fragment.samples = samples
+            for part in fragment.parts:
+                part.state = refilled(part.layout, part.state, _under("rounds", own))
+                part.each = refilled(part.layout, part.each, _under("steps", own))
+            arrived = _under("arrived", shared)
+            fragment.take_counts(shared[f"counts/{index}"].tolist(), arrived, takes_part=takes_part > 0)
+            for part in fragment.parts:
+                for name, view in part.views(part.anchor):
+                    self._set(name, own.get(f"at/{name}", view))
+                    if part.was.numel():
+                        dict(part.views(part.was))[name].copy_(self.truth[name])
+
+    def _parts(self) -> Iterator[_Part]:
+        for fragment in self.fragments:
+            yield from fragment.parts
+
+    @property
+    def _loop(self) -> Loop:
+        assert self.loop is not None
+        return self.loop
+
+    @property
+    def _here(self) -> tuple[int, Levels]:
+        return self.replica.rank, self.replica.levels
+
+    def _waiting(self, what: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        found = what()
+        self.exposed_s += time.perf_counter() - began
+        return found
+
+
+def traffic_of_round(
+    loop: Loop,
+    params: Mapping[str, Tensor],
+    levels: Levels,
+    rank: int,
+    *,
+    units: Sequence[str] = (),
+    bucket_bytes: int,
+) -> tuple[Traffic, ...]:
+    """What `rank` sends in `loop.every` steps beside gradients, weights and votes."""
+    if len(levels.groups["island"]) == 1:
+        return (Traffic(Combine.GATHER, 2, 8),) * loop.fragments
+    found: list[Traffic] = []
+    for names in fragments_of(params, loop.fragments, units):
+        found.append(Traffic(Combine.GATHER, 2, 8))
+        for layout in map(as_float, partition({n: params[n] for n in names}, bucket_bytes=bucket_bytes)):
+            found += among_all(loop.exchange, levels, keeps=loop.keeps).traffic(layout, levels, rank)
+            if loop.each is not None:
+                found += among_all(loop.each, levels, keeps=True).traffic(layout, levels, rank) * loop.every
+    return tuple(found)
+
+
+def _part(layout: Layout, exchange: Exchange, each: Exchange | None, levels: Levels) -> _Part:
+    exchange.check(layout, levels)
+    if each is not None:
+        each.check(layout, levels)
+    room = torch.zeros(layout.numel, device=layout.device)
+    was, state = (torch.zeros_like(room), each.init(layout)) if each is not None else (room.new_empty(0), State())
+    return _Part(layout, room, exchange.init(layout), was, state)
+
+
+def _under(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those under a name, without it."""
+    return {name.removeprefix(f"{kind}/"): t for name, t in tensors.items() if name.startswith(f"{kind}/")}
+
+
+def _weights(samples: Tensor, takes_part: Tensor) -> Tensor | None:
+    """The shares of the ranks, by samples seen; None where nobody takes part."""
+    if not bool(takes_part.any()):
+        return None
+    counted = samples if float(samples.sum()) > 0 else takes_part
+    return counted / counted.sum()

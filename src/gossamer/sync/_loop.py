@@ -1,0 +1,61 @@
+"""The settings of an outer loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gossamer.compress import Exchange
+from gossamer.spec.errors import bad_input
+from gossamer.sync.outer import OuterRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """How islands come together again. In steps, all of them:
+
+    every:     from one exchange of a parameter to the next.
+    rule:      how the anchor, which is the same on all islands, moves by the mean displacement.
+    exchange:  how displacements meet.
+    fragments: parts of the model that are exchanged one after the other, every / fragments steps apart.
+    delay:     how long training goes on while an exchange is under way.
+    mix:       the part of an island's own parameters that stays when the moved anchor comes: 0 is none.
+    start:     how many steps all gradients meet at first, before the islands part.
+    returns:   whether an island goes back to the anchor when it has sent its displacement, as in CO2, where the one it
+               gets at that time is the displacement of the round before.
+    keeps:     whether what an exchange lost of an island's displacement stays in its parameters (error reset).
+    each:      how the movement of every single step meets, beside the rounds; None: not at all.
+
+    Raises BadInput where they do not go together.
+    """
+
+    every: int
+    rule: OuterRule
+    exchange: Exchange
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+    start: int = 0
+    returns: bool = False
+    keeps: bool = False
+    each: Exchange | None = None
+
+    def __post_init__(self) -> None:
+        _demand(self.every >= 1, "every", "a period of at least 1 step", self.every, "1 exchanges after every step")
+        fits = 1 <= self.fragments <= self.every
+        _demand(fits, "fragments", f"1 to {self.every} fragments (every)", self.fragments, "each has a step of its own")
+        longest = self.every if self.returns else self.every - 1
+        fits = 0 <= self.delay <= longest
+        do = "an exchange must end before the next one of the same parameters begins: raise every"
+        _demand(fits, "delay", f"a delay of 0 to {longest} steps", self.delay, do)
+        _demand(0 <= self.mix <= 1, "mix", "a part from 0 to 1", self.mix, "0 takes the common parameters alone")
+        _demand(self.start >= 0, "start", "a number of steps from 0 on", self.start, "0 parts the islands at once")
+
+    def sends(self, fragment: int, done: int) -> bool:
+        """Whether a fragment's displacement goes out after `done` steps."""
+        since = done - self.start - (fragment * self.every) // self.fragments
+        return done > self.start and since >= 0 and since % self.every == 0
+
+
+def _demand(holds: bool, key: str, wanted: str, got: float, do: str) -> None:
+    if not holds:
+        raise bad_input(wanted=wanted, got=f"{got:g}", do=do, key=key)

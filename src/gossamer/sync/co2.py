@@ -1,0 +1,45 @@
+"""Co2: local steps, and an exchange that takes the whole next round, so that nobody ever waits for it.
+
+Equations (round t of H steps, island i):
+    D_t = sum_i w_i (x_t - x_{i,t})   is under way during round t + 1
+    x_{t+1} = outer(x_t, D_{t-1}),  and every island starts its round t + 1 there
+Symbols: x_t anchor at the start of round t; x_{i,t} where island i has come to in it; w_i samples seen.
+Wire:    every H steps what `exchange` sends of one displacement, hidden where it takes less than H steps.
+State:   the anchor, what `outer` keeps, and the displacement under way, each as large as the model.
+Paper:   Sun et al., CO2, ICLR 2024, arXiv 2401.16265.
+Good when: one exchange takes about as long as a round.   Not for: few rounds: each displacement comes a round late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gossamer.compress import Exchange
+from gossamer.compress.dense import Dense
+from gossamer.sync import Loop, Sync
+from gossamer.sync.outer import OuterRule
+from gossamer.sync.outer.stale_momentum import StaleMomentum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Co2(Sync):
+    """`every`: steps of a round; `start`: steps in which all gradients meet, before the islands part."""
+
+    every: int = 24
+    start: int = 0
+    exchange: Exchange = field(default_factory=Dense)
+    outer: OuterRule = field(default_factory=StaleMomentum)
+
+    def __post_init__(self) -> None:
+        assert self.loop  # refuses what does not fit
+
+    @property
+    def loop(self) -> Loop:
+        return Loop(
+            every=self.every,
+            delay=self.every,
+            start=self.start,
+            returns=True,
+            exchange=self.exchange,
+            rule=self.outer,
+        )

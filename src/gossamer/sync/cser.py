@@ -1,0 +1,46 @@
+"""Cser: every step meets at once as far as `each` carries it; the rest stays in the island's own parameters, and is
+brought together every H steps as far as `exchange` carries it (error reset, in place of error feedback).
+
+Equations (island i, step p_i, residual e_i = x_i - a):
+    x_i <- x_i - mean_j C2(p_j) - (p_i - C2(p_i)) ;   a <- a - mean_j C2(p_j)
+    every H steps:  a <- a + mean_j C1(e_j) ;   x_i <- a + (e_i - C1(e_i))
+Symbols: a anchor, the same on all islands; C2 `each`, C1 `exchange`; means weighted by samples seen.
+Wire:    per step what `each` sends of the model, and every H steps what `exchange` does.   State: the anchor and where
+the island was before the step, each as large as the model.
+Paper:   Xie et al., CSER, NeurIPS 2020, arXiv 2007.13221. There C1 and C2 are random blocks (random_blocks here), and
+the step that of SGD; here it is whatever the update rule makes of the island's gradient.
+Good when: compressed very hard: nothing is held back, so nothing comes late.   Not for: sharded parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gossamer.compress import Exchange
+from gossamer.compress.random_blocks import RandomBlocks
+from gossamer.sync import Loop, Sync
+from gossamer.sync.outer.average import Average
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cser(Sync):
+    """`each: null` is the same without partial synchronisation of steps; exchange: dense leaves no residual."""
+
+    every: int = 8
+    exchange: Exchange = field(default_factory=lambda: RandomBlocks(fraction=1 / 4))
+    each: Exchange | None = field(default_factory=lambda: RandomBlocks(fraction=1 / 32))
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.loop  # refuses what does not fit
+
+    @property
+    def loop(self) -> Loop:
+        return Loop(
+            every=self.every,
+            start=self.start,
+            keeps=True,
+            each=self.each,
+            exchange=self.exchange,
+            rule=Average(),
+        )

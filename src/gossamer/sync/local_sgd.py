@@ -1,0 +1,35 @@
+"""LocalSgd: islands take steps of their own and then meet in the mean of their parameters.
+
+Equations (island i, period H):
+    x_i <- x_i - step(g_i)   H times ;   x_i <- sum_j w_j x_j
+Symbols: w_j samples that island j has seen, over those of all; g_i mean gradient of the island, over its own labels.
+Wire:    every H steps what `exchange` sends of one displacement.   State: the anchor, as large as the model.
+Paper:   Stich, ICLR 2019, arXiv 1805.09767; with `start`, post-local SGD, Lin et al., ICLR 2020, arXiv 1808.07217.
+Update rules keep their state for themselves: nothing of it is averaged.
+Good when: islands see data of one kind.   Not for: long periods from scratch (see diloco).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gossamer.compress import Exchange
+from gossamer.compress.dense import Dense
+from gossamer.sync import Loop, Sync
+from gossamer.sync.outer.average import Average
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSgd(Sync):
+    """`every`: steps of a round; `start`: steps in which all gradients meet, before the islands part."""
+
+    every: int = 8
+    start: int = 0
+    exchange: Exchange = field(default_factory=Dense)
+
+    def __post_init__(self) -> None:
+        assert self.loop  # refuses what does not fit
+
+    @property
+    def loop(self) -> Loop:
+        return Loop(every=self.every, start=self.start, exchange=self.exchange, rule=Average())

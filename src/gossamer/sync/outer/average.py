@@ -1,0 +1,32 @@
+"""Average: the islands meet in the mean of where they have come to.
+
+Equations:
+    x <- x - D
+Symbols: x anchor; D mean displacement, sum_i w_i (x - x_i) over islands i with weights w_i (samples seen).
+State:   none.   Work: one pass.
+Paper:   McDonald et al. 2010; "federated averaging", McMahan et al., arXiv 1602.05629.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossamer.sync.outer import OuterRound, OuterRule, OuterState
+
+
+@dataclass(frozen=True, slots=True)
+class Average(OuterRule):
+    """The plain mean."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ()
+
+    @torch.no_grad()
+    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterRound) -> None:
+        for x, d in zip(anchor, mean, strict=True):
+            x.sub_(d)

@@ -1,0 +1,41 @@
+"""Nesterov: the mean displacement as a gradient of SGD with Nesterov momentum; the outer optimizer of DiLoCo.
+
+Equations:
+    m <- mu m + D ;   x <- x - lr (D + mu m)
+Symbols: x anchor; D mean displacement; m `momentum` (state), zero at first; mu the field of that name.
+State:   1 tensor as large as the anchor.   Work: two passes.
+Paper:   Douillard et al., DiLoCo, arXiv 2311.08105, algorithm 1; lr 0.7, mu 0.9 there, lr 0.4 when streaming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossamer.optim._demand import below_one, positive
+from gossamer.sync.outer import OuterRound, OuterRule, OuterState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nesterov(OuterRule):
+    """As torch.optim.SGD(nesterov=True) does it; with mu = 0, plain steps of the outer rate."""
+
+    lr: float = 0.7
+    mu: float = 0.9
+
+    def __post_init__(self) -> None:
+        positive("lr", self.lr)
+        below_one("mu", self.mu)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum",)
+
+    @torch.no_grad()
+    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterRound) -> None:
+        for x, d, m in zip(anchor, mean, state["momentum"], strict=True):
+            m.mul_(self.mu).add_(d)
+            x.add_(d, alpha=-self.lr).add_(m, alpha=-self.lr * self.mu)

@@ -1,0 +1,44 @@
+"""SlowMomentum: momentum over rounds, in units of the learning rate, so that a changing rate does not stretch it.
+
+Equations:
+    u <- beta u + D / g ;   x <- x - lr g u
+Symbols: x anchor; D mean displacement; g the sum of the learning rates of the round's steps; u `momentum` (state).
+State:   1 tensor as large as the anchor.   Work: two passes.   A round at rate 0 moves nothing.
+Paper:   Wang et al., SlowMo, ICLR 2020, arXiv 1910.00643, algorithm 1. There g is the one rate of the round; the sum
+is the same up to the unit of u where rates do not change inside a round, and right where they do (warm-up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossamer.optim._demand import below_one, positive
+from gossamer.sync.outer import OuterRound, OuterRule, OuterState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowMomentum(OuterRule):
+    """With beta = 0 and lr = 1, the mean."""
+
+    lr: float = 1.0
+    beta: float = 0.7
+
+    def __post_init__(self) -> None:
+        positive("lr", self.lr)
+        below_one("beta", self.beta)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum",)
+
+    @torch.no_grad()
+    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterRound) -> None:
+        if at.rates <= 0:
+            return
+        for x, d, u in zip(anchor, mean, state["momentum"], strict=True):
+            u.mul_(self.beta).add_(d, alpha=1 / at.rates)
+            x.add_(u, alpha=-self.lr * at.rates)

@@ -1,0 +1,200 @@
+"""What every member of the sync room keeps, and every outer rule: over gloo, through the driver and the real job."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer import sync
+from gossamer.plan._price import Shapes, round_bytes
+from gossamer.wire.message import Levels
+from pool import Pool
+from sync.apart_jobs import RATE, SHAPES, gradient, start
+
+# Every member, with rounds short enough for a few steps.
+SETTINGS: dict[str, Any] = {
+    "every_step": "every_step",
+    "local_sgd": {"local_sgd": {"every": 3}},
+    "post_local_sgd": {"post_local_sgd": {"every": 2, "start": 2}},
+    "qsparse_local_sgd": {
+        "qsparse_local_sgd": {"every": 2, "exchange": {"error_feedback": {"topk": {"fraction": 0.2}}}}
+    },
+    "diloco": {"diloco": {"every": 3}},
+    "streaming_diloco": {"streaming_diloco": {"every": 4, "fragments": 2, "delay": 1}},
+    "dsm": {"dsm": {"every": 3, "outer": {"sign_momentum": {"randomized": True, "decay": 0.01}}}},
+    "slowmo": {"slowmo": {"every": 3}},
+    "fedhyper": {"fedhyper": {"every": 2}},
+    "co2": {"co2": {"every": 2}},
+    "cser": {"cser": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
+    "cser_pl": {"cser_pl": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
+}
+APART = sorted(set(SETTINGS) - {"every_step"})
+ISLANDS = {2: [[0], [1]], 3: [[0, 1], [2]]}
+
+
+def test_every_member_is_here() -> None:
+    assert set(SETTINGS) == set(sync.names())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_all_ranks_end_bit_for_bit_in_the_same_place(pool: Pool, name: str, ranks: int) -> None:
+    found = pool.run("sync.apart_jobs:rounds", ranks, written=SETTINGS[name], steps=7, islands=ISLANDS[ranks])
+    assert all(one["at"][-1] == found[0]["at"][-1] for one in found)
+    assert all(one["anchor"] == found[0]["anchor"] for one in found)  # after every step
+    assert all(abs(x) < 10 for x in found[0]["at"][-1])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_ranks_of_one_island_are_never_apart(pool: Pool, name: str) -> None:
+    first, second, alone = pool.run(
+        "sync.apart_jobs:rounds", 3, written=SETTINGS[name], steps=5, islands=ISLANDS[3], finish=False
+    )
+    assert first["at"] == second["at"]
+    assert first["at"] != alone["at"]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_bytes_of_a_round_are_known_before(pool: Pool, name: str) -> None:
+    loop = sync.build(SETTINGS[name]).loop
+    assert loop is not None
+    first = loop.start + loop.every  # the second round: by then all fragments take turns
+    found = pool.run("sync.apart_jobs:rounds", 2, written=SETTINGS[name], steps=first + loop.every, finish=False)
+    shapes: Shapes = tuple(SHAPES.items())
+    links = round_bytes(loop, shapes, Levels.islands(ISLANDS[2]), units=("a", "b"), bucket_bytes=1 << 20)
+    votes = loop.every * (8 + 5 * 8)  # gathered at every step: a weight and a vote
+    for rank, one in enumerate(found):
+        assert sum(one["sent"][first:]) == links[f"{rank}>{1 - rank}"] + votes
+
+
+def reference(steps: int, every: int, lr: float, mu: float, ranks: int, weights: list[float]) -> list[torch.Tensor]:
+    """DiLoCo as its paper writes it, in one process, with torch's own outer optimizer."""
+    anchor = {n: t.clone().requires_grad_() for n, t in start().items()}
+    outside = torch.optim.SGD(anchor.values(), lr=lr, momentum=mu, nesterov=mu > 0)
+    own = [{n: t.detach().clone() for n, t in anchor.items()} for _ in range(ranks)]
+    for step in range(steps):
+        for rank in range(ranks):
+            for name, value in own[rank].items():
+                value.sub_(gradient(name, value, rank, step), alpha=RATE)
+        if (step + 1) % every == 0 or step == steps - 1:
+            total = sum(weights)
+            for name, value in anchor.items():
+                gone = [w / total * (value.detach() - one[name]) for w, one in zip(weights, own, strict=True)]
+                value.grad = torch.stack(gone).sum(0)
+            outside.step()
+            own = [{n: t.detach().clone() for n, t in anchor.items()} for _ in range(ranks)]
+    return torch.cat([anchor[n].detach().flatten() for n in sorted(anchor)])
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [3.0, 1.0]])
+@pytest.mark.parametrize(("lr", "mu"), [(1.0, 0.0), (0.7, 0.9)])
+def test_diloco_is_its_paper_s(pool: Pool, lr: float, mu: float, weights: list[float]) -> None:
+    written = {"diloco": {"every": 3, "outer": {"nesterov": {"lr": lr, "mu": mu}}}}
+    found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=8, samples=weights)
+    wanted = reference(8, 3, lr, mu, 2, weights)
+    assert torch.allclose(torch.tensor(found[0]["at"][-1]), wanted, rtol=1e-5, atol=1e-6)
+
+
+# What reduces to plain data parallelism, which all members share: SGD steps of the mean gradient.
+TOGETHER = [
+    {"local_sgd": {"every": 1}},
+    {"diloco": {"every": 1, "outer": {"nesterov": {"lr": 1.0, "mu": 0.0}}}},
+    {"diloco": {"every": 1, "outer": {"slow_momentum": {"beta": 0.0}}}},
+    {"diloco": {"every": 1, "outer": {"hypergradient": {"inner": "average", "low": 1.0, "high": 1.0}}}},
+    {"cser": {"every": 3, "each": "dense"}},
+    {"cser": {"every": 1, "each": None, "exchange": "dense"}},
+    {"local_sgd": {"every": 3, "start": 100}},
+]
+
+
+@pytest.mark.parametrize("written", TOGETHER, ids=json.dumps)
+def test_a_period_of_one_is_plain_data_parallelism(pool: Pool, written: Any) -> None:
+    plain = pool.run("sync.apart_jobs:rounds", 2, written="every_step", steps=5)
+    found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=5)
+    assert torch.allclose(torch.tensor(found[0]["at"]), torch.tensor(plain[0]["at"]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"local_sgd": {"every": 3}},
+        {"local_sgd": {"every": 3, "exchange": {"two_shot": {"codec": "int4"}}}},
+        {"diloco": {"every": 4, "fragments": 2, "outer": "average", "mix": 0.5}},
+        {"cser": {"every": 3}},
+    ],
+    ids=json.dumps,
+)
+def test_one_island_trains_as_if_there_were_no_rounds(pool: Pool, written: Any) -> None:
+    plain = pool.run("sync.apart_jobs:rounds", 2, written="every_step", steps=5)
+    found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=5, islands=[[0, 1]])
+    assert torch.allclose(torch.tensor(found[0]["at"]), torch.tensor(plain[0]["at"]), rtol=1e-5, atol=1e-6)
+
+
+def test_no_fragments_no_delay_no_mix_is_diloco_bit_for_bit(pool: Pool) -> None:
+    streaming = {"streaming_diloco": {"every": 3, "fragments": 1, "delay": 0, "mix": 0.0, "exchange": "dense"}}
+    plain = {"diloco": {"every": 3, "outer": {"nesterov": {"lr": 0.4}}}}
+    one, other = (pool.run("sync.apart_jobs:rounds", 2, written=w, steps=7) for w in (streaming, plain))
+    assert one == other
+
+
+def test_who_takes_nothing_over_goes_on_alone(pool: Pool) -> None:
+    written = {"diloco": {"every": 2, "mix": 1.0}}
+    found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=5, finish=False)
+    for rank, one in enumerate(found):
+        alone = {n: t.clone() for n, t in start().items()}
+        for step in range(5):
+            for name, value in alone.items():
+                value.sub_(gradient(name, value, rank, step), alpha=RATE)
+        wanted = torch.cat([alone[n].flatten() for n in sorted(alone)])
+        assert torch.allclose(torch.tensor(one["at"][-1]), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "each", [None, {"random_blocks": {"fraction": 0.25, "block_numel": 8}}, {"topk": {"fraction": 0.1}}]
+)
+def test_cser_s_mean_is_that_of_plain_sgd(pool: Pool, each: Any) -> None:
+    """Nothing is held back: the mean of the islands follows SGD with the gradients where they are, whatever is lost."""
+    exchange = {"random_blocks": {"fraction": 0.5, "block_numel": 8}}
+    written = {"cser": {"every": 2, "each": each, "exchange": exchange}}
+    found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=5, finish=False)
+    at = torch.tensor([one["at"] for one in found])  # (rank, step, number)
+    names = sorted(SHAPES)
+    for step in range(1, 5):
+        moved = torch.zeros(at.shape[-1])
+        for rank in range(2):
+            pieces = torch.split(at[rank, step - 1], [torch.Size(SHAPES[n]).numel() for n in names])
+            flats = [gradient(n, p.view(SHAPES[n]), rank, step).flatten() for n, p in zip(names, pieces, strict=True)]
+            moved += torch.cat(flats) / 2
+        assert torch.allclose(at[:, step].mean(0), at[:, step - 1].mean(0) - RATE * moved, atol=1e-5)
+
+
+def test_what_is_quantised_is_bounded_by_the_displacement(pool: Pool) -> None:
+    exact = pool.run("sync.apart_jobs:rounds", 2, written={"local_sgd": {"every": 3}}, steps=3)
+    coded = {"local_sgd": {"every": 3, "exchange": {"two_shot": {"codec": "int8"}}}}
+    found = pool.run("sync.apart_jobs:rounds", 2, written=coded, steps=3)
+    off = torch.tensor(found[0]["at"][-1]) - torch.tensor(exact[0]["at"][-1])
+    moved = torch.tensor(exact[0]["at"][-1]) - torch.cat([start()[n].flatten() for n in sorted(SHAPES)])
+    assert 0 < off.abs().max() < 0.02 * moved.abs().max()
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "streaming_diloco", "dsm", "co2", "cser"])
+def test_an_island_that_is_not_finite_is_left_out_and_comes_back(pool: Pool, name: str) -> None:
+    apart = [[0], [1], [2]]
+    found = pool.run("sync.apart_jobs:rounds", 3, written=SETTINGS[name], steps=2, islands=apart, poison=[1, 1])
+    assert all(one["at"][-1] == found[0]["at"][-1] for one in found)
+    assert all(abs(x) < 10 for x in found[0]["at"][-1])
+
+
+def test_who_is_left_out_does_not_count(pool: Pool) -> None:
+    written = {"local_sgd": {"every": 2}}
+    three = pool.run("sync.apart_jobs:rounds", 3, written=written, steps=2, poison=[2, 1], samples=[1.0, 3.0, 5.0])
+    two = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=2, samples=[1.0, 3.0])
+    assert torch.allclose(torch.tensor(three[2]["at"][-1]), torch.tensor(two[0]["at"][-1]), rtol=1e-6, atol=1e-7)
+
+
+def test_where_nobody_is_finite_all_go_back(pool: Pool) -> None:
+    found = pool.run("sync.apart_jobs:rounds", 1, written={"local_sgd": {"every": 2}}, steps=2, poison=[0, 1])
+    assert found[0]["at"][-1] == [x for n in sorted(SHAPES) for x in start()[n].flatten().tolist()]

@@ -1,0 +1,112 @@
+"""Islands that train apart, as whole runs: ends, checkpoints inside a round, other numbers of islands, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.test_sync import APART, SETTINGS
+from pool import Pool
+
+
+def sections(written: Any, **machines: Any) -> dict[str, dict[str, Any]]:
+    return {"plan": {"sync": written}, "machines": machines} if machines else {"plan": {"sync": written}}
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "records.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_run_stopped_in_a_round_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, name: str) -> None:
+    given = {"steps": 8, "dropout": 0.1, "sections": sections(SETTINGS[name])}
+    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
+    assert whole[0]["digest"] == whole[1]["digest"]
+    for until in (3, 5):
+        folder = str(tmp_path / f"parts{until}")
+        stopped = pool.run("run.jobs:train", 2, folder=folder, until=until, **given)
+        assert "Interrupted" in stopped[0]["ended"]
+        again = pool.run("run.jobs:train", 2, folder=folder, resume=True, **given)
+        assert [one["digest"] for one in again] == [one["digest"] for one in whole]
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "streaming_diloco", "qsparse_local_sgd", "co2", "cser"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_other_islands_go_on_from_what_was_agreed(pool: Pool, tmp_path: Path, name: str, ranks: int) -> None:
+    given = {"folder": str(tmp_path), "steps": 9, "sections": sections(SETTINGS[name])}
+    pool.run("run.jobs:train", 2, until=5, **given)
+    found = pool.run("run.jobs:train", ranks, resume=True, **given)
+    assert all(one["digest"] == found[0]["digest"] and not one["ended"] for one in found)
+    said = [one["message"] for one in records(tmp_path) if one["kind"] == "event"]
+    assert any("start from what they had agreed on" in message for message in said)
+
+
+def test_islands_of_unequal_size_and_share(pool: Pool, tmp_path: Path) -> None:
+    given = sections({"diloco": {"every": 3}}, islands=[[0, 1], [2]])
+    given["plan"]["share"] = [1, 1, 2]
+    found = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=7, sections=given)
+    assert all(one["digest"] == found[0]["digest"] for one in found)
+    steps = [one for one in records(tmp_path) if one["kind"] == "step"]
+    across = [sum(n for link, n in one["wire_bytes"].items() if link.endswith(">2")) for one in steps]
+    small = 2 * 8 * (1 + 5)  # weights and votes go to everybody
+    assert [n > 10 * small for n in across] == [False, False, True, False, False, True, True]
+
+
+def test_tied_and_frozen_parameters_and_buffers(pool: Pool, tmp_path: Path) -> None:
+    given = {"folder": str(tmp_path), "steps": 6, "sections": sections({"diloco": {"every": 2, "fragments": 2}})}
+    found = pool.run("run.jobs:train", 2, kind="late", frozen=["layers.1"], **given)
+    assert found[0]["digest"] == found[1]["digest"]
+
+
+def test_a_rejected_step_does_not_shift_the_rounds(pool: Pool, tmp_path: Path) -> None:
+    given = sections({"local_sgd": {"every": 2}})
+    given["train"] = {"on_nonfinite": "skip"}
+    found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=6, bad=9, sections=given)
+    assert found[0]["digest"] == found[1]["digest"]
+    steps = [one for one in records(tmp_path) if one["kind"] == "step"]
+    assert not all(one["committed"] for one in steps)
+    sent = [sum(one["wire_bytes"].values()) for one in steps]
+    assert [n > 1000 for n in sent] == [False, True] * 3
+
+
+def test_a_period_longer_than_the_run_meets_once(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(
+        "run.jobs:train", 2, folder=str(tmp_path), steps=5, sections=sections({"local_sgd": {"every": 50}})
+    )
+    assert found[0]["digest"] == found[1]["digest"]
+
+
+def test_half_parameters_follow_their_float32_copies(pool: Pool, tmp_path: Path) -> None:
+    given = {"steps": 8, "kind": "halves", "sections": sections({"diloco": {"every": 3}})}
+    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
+    assert whole[0]["digest"] == whole[1]["digest"]
+    pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), until=4, **given)
+    again = pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), resume=True, **given)
+    assert again[1]["digest"] == whole[0]["digest"]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (sections({"diloco": {"every": 0}}), "plan.sync.diloco.every: wanted a period of at least 1 step, got 0"),
+    (sections({"diloco": {"every": 4, "fragments": 5}}), "plan.sync.diloco.fragments: wanted 1 to 4 fragments"),
+    (sections({"diloco": {"every": 4, "delay": 4}}), "plan.sync.diloco.delay: wanted a delay of 0 to 3 steps, got 4"),
+    (sections({"diloco": {"mix": 1.5}}), "plan.sync.diloco.mix: wanted a part from 0 to 1, got 1.5"),
+    (sections({"local_sgd": {"start": -1}}), "plan.sync.local_sgd.start: wanted a number of steps from 0 on, got -1"),
+    (sections({"diloco": {"outer": {"nesterov": {"mu": 1.0}}}}), "plan.sync.diloco.outer.nesterov.mu"),
+    (sections({"dilocco": {}}), "no sync is called 'dilocco'"),
+    ({"plan": {"sync": "diloco", "adapt": "l_greco"}}, "plan.adapt: wanted gradients that all ranks exchange"),
+    ({"plan": {"sync": "diloco", "mesh": {"pipe": 2}}}, "plan.sync: wanted every process to hold the whole model"),
+    (
+        {"plan": {"sync": "diloco", "exchange": {"hierarchical": {"between": "dense"}}}},
+        "wanted islands of ranks, got the levels all",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), BAD, ids=[said[:40] for _, said in BAD])
+def test_bad_input(pool: Pool, tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    answers = pool.attempt("run.jobs:train", 2, folder=str(tmp_path), steps=4, sections=given)
+    assert all(one["kind"] == "BadInput" for one in answers), answers
+    assert said in answers[0]["error"]

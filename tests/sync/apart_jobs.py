@@ -1,0 +1,90 @@
+"""What pool workers run to look inside islands that train apart: a few steps of SGD on quadratics of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gossamer import compress, sync
+from gossamer.sync import Apart, Moved, Replica, Vote, Window
+from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.message import Levels
+from gossamer.wire.pump import Pump
+from pool import Seat
+
+RATE = 0.1
+SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "b.weight": (40, 7), "b.bias": (3,)}
+
+
+def start() -> dict[str, torch.Tensor]:
+    """The same on all ranks."""
+    seed = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=seed) for name, shape in SHAPES.items()}
+
+
+def gradient(name: str, value: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+    """Of a quadratic whose minimum is another one on every rank, with noise that depends on the step."""
+    seed = torch.Generator().manual_seed(1000 * rank + 10 * step + len(name))
+    centre = torch.randn(value.shape, generator=torch.Generator().manual_seed(100 + rank + len(name)))
+    return value - centre + 0.1 * torch.randn(value.shape, generator=seed)
+
+
+def rounds(
+    seat: Seat,
+    *,
+    written: Any,
+    steps: int,
+    islands: list[list[int]] | None = None,
+    samples: list[float] | None = None,
+    poison: list[int] | None = None,
+    finish: bool = True,
+    bucket_bytes: int = 1 << 20,
+) -> dict[str, Any]:
+    """Where this rank and the anchor are after every step; what it sent; `poison`: [rank, step] whose parameters are
+    not finite afterwards.
+    """
+    torch.set_num_threads(1)
+    levels = Levels.islands(islands or [[r] for r in range(seat.ranks)]).twice()
+    channel = Group(Meeting(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0))
+    pump, beside = Pump(channel), Pump(channel)
+    params = {name: p.requires_grad_() for name, p in start().items()}
+    method = sync.build(written)
+    meets = "all" if method.loop is None else "island"
+    replica = Replica(params, compress.build("dense"), pump, bucket_bytes=bucket_bytes, meets=meets)
+    truth = {name: p.detach() for name, p in params.items()}
+    apart = Apart.of(method.loop, params, truth, replica, beside, units=("a", "b"), bucket_bytes=bucket_bytes)
+    weight = samples[seat.rank] if samples else 1.0
+    at, anchors, sent = [], [], []
+    for step in range(steps):
+        before = channel.meter.total_bytes
+        replica.open(Window(step, 0, 1.0, weight, level=method.level(step)))
+        replica.watch()
+        loss = sum((p * gradient(n, p.detach(), seat.rank, step)).sum() for n, p in params.items())
+        loss.backward()
+        replica.reduce()
+        assert replica.agree(Vote(0.0)).finite
+        replica.commit()
+        with torch.no_grad():
+            for name, mean in replica.gradients().items():
+                params[name].sub_(mean, alpha=RATE)
+        if poison == [seat.rank, step]:
+            with torch.no_grad():
+                params["a.bias"].fill_(float("nan"))
+        apart.after(Moved(step + 1, RATE, weight, 0, last=finish and step == steps - 1))
+        if apart.loop is not None:
+            apart.settle(step + 1)  # so that what is under way is counted where it was sent
+        sent.append(channel.meter.total_bytes - before)
+        at.append(flat(truth))
+        anchors.append(flat(apart.common()) if apart.loop else [])
+    factor = apart.factor
+    replica.close()
+    for one in (pump, beside):
+        one.close()
+    channel.close()
+    return {"at": at, "anchor": anchors, "sent": sent, "factor": factor}
+
+
+def flat(tensors: dict[str, torch.Tensor]) -> list[float]:
+    """All numbers, by name."""
+    return [x for _, t in sorted(tensors.items()) for x in t.flatten().tolist()]
