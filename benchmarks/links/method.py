@@ -15,6 +15,7 @@ class Method:
     plan: Any = None
     venv: str = ""
     like: str = ""  # a peer whose mathematics is that of one of our exchanges has that one's loss
+    period: int = 1  # steps after which what is exchanged repeats itself: a round lasts whole ones, and its mean counts
 
     def exchange(self) -> Any:
         """The exchange as written, for what has one before a plan is made."""
@@ -23,6 +24,10 @@ class Method:
 
 def _ours(name: str, exchange: Any, **plan: Any) -> Method:
     return Method(name, False, {"exchange": exchange, **plan})
+
+
+def _apart(name: str, period: int, sync: Any) -> Method:
+    return Method(name, False, {"exchange": "dense", "sync": sync}, period=period)
 
 
 def _two_shot(codec: str) -> Any:
@@ -39,6 +44,11 @@ OURS = [
     _ours("ef_sign", _two_shot("sign")),
     _ours("ef_topk", {"error_feedback": {"topk": {"fraction": 0.01}}}),
     _ours("ef_powersgd", {"error_feedback": {"powersgd": {"rank": 4}}}),
+    _apart("local_sgd", 8, {"local_sgd": {"every": 8}}),
+    _apart("diloco", 48, {"diloco": {"every": 48}}),
+    _apart("diloco_int4", 48, {"diloco": {"every": 48, "exchange": {"two_shot": {"codec": "int4"}}}}),
+    _apart("streaming_diloco", 48, {"streaming_diloco": {"every": 48}}),
+    _apart("co2", 24, {"co2": {"every": 24}}),
 ]
 PEERS = [
     Method("ddp", True, like="dense"),
@@ -47,6 +57,8 @@ PEERS = [
     Method("ddp_powersgd_one_bucket", True),
     *(Method(f"zero{stage}", True, venv="deepspeed", like="dense") for stage in range(4)),
     Method("torchft", True, venv="torchft", like="dense"),
+    Method("torchft_local_sgd", True, venv="torchft", period=8),
+    Method("torchft_diloco", True, venv="torchft", period=48),
 ]
 KNOWN = {m.name: m for m in [*OURS, *PEERS]}
 ALONE = Method("no_exchange", True)  # what a host computes when it exchanges nothing

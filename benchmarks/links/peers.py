@@ -36,10 +36,10 @@ def start(name: str, module: nn.Module) -> Peer:
         from links.deepspeed_peer import Zero
 
         return Zero(module, stage=int(name[-1]))
-    if name == "torchft":
-        from links.torchft_peer import Torchft
+    if name.startswith("torchft"):
+        from links import torchft_peer
 
-        return Torchft(module)
+        return torchft_peer.Torchft(module) if name == "torchft" else torchft_peer.Apart(module, name)
     return Ddp(module, name)
 
 

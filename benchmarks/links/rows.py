@@ -50,6 +50,8 @@ def subject(row: dict[str, Any]) -> Subject | None:
     """What has the loss of a row; None for a peer whose mathematics nothing of ours repeats."""
     method = KNOWN.get(row["method"])
     islands = tuple(row["islands"])
+    if method is not None and method.period > 1:
+        return None  # its loss is not that of an exchange of gradients
     if method is not None and method.peer:
         exchange = method.like if method.like == FP16_HOOK else _of(method.like)
         return Subject(exchange, row["hosts"]) if exchange and row["step_s"] else None
@@ -98,7 +100,8 @@ def _row(some: Rounds, free: dict[str, Any]) -> dict[str, Any]:
     row |= {"peak_bytes": None, "final_loss": None, "seconds_to_target": None, "rounds": len(some)}
     if not good:
         return {**row, "error": some[0][1]["error"], "command": some[0][1]["command"]}
-    step_s = median(s for r in good for s in r["steps_s"])
+    middle = median if turn.method.period == 1 else mean
+    step_s = middle([s for r in good for s in r["steps_s"]])
     row |= {
         "step_s": round(step_s, 4),
         "step_s_of_rounds": [round(r["step_s"], 4) for r in good],

@@ -90,6 +90,7 @@ def run(todo: Iterator[Turn], kept: Kept, commit: str, say: Callable[[str], None
 def _turn(method: Method, link: Link, pace: Pace, steps: int, turn: int) -> Turn:
     step_s = expected_s(method, link, pace)
     count = max(1, min(steps, int(pace.budget_s / step_s)))
+    count = method.period * max(1, count // method.period)
     warm = pace.warm if step_s * (pace.warm + count) < 2 * pace.budget_s else 1
     # A run that was started on a loaded machine is not to be taken for one that hangs.
     limit = _START_S + 30.0 * link.hosts / pace.cores + 3.0 * step_s * (warm + count)
@@ -107,8 +108,8 @@ def expected_s(method: Method, link: Link, pace: Pace) -> float:
 
 def _bytes(method: Method, hosts: int) -> float:
     dense = 4.0 * setting.PARAMETERS * 2 * (hosts - 1) / hosts
-    if method.peer:
-        return dense * _OF_DENSE.get(method.name, 1.0)
+    if method.peer or method.period > 1:
+        return dense * _OF_DENSE.get(method.name, 1.0) / method.period
     if method.plan["exchange"] == "auto":
         return dense * (0.05 if method.plan.get("lossy") else 0.5)
     shapes = tuple((name, tuple(p.shape)) for name, p in setting.gpt2().named_parameters())

@@ -223,9 +223,9 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
 
 def _in_words(plan: Plan) -> str:
     """The exchanges of a plan, without the parameters they are for."""
-    if not isinstance(plan.exchange, list):
-        return told(plan.exchange)
-    return " and ".join(dict.fromkeys(told(written) for _, _, written in plan.exchange))
+    written = plan.exchange if isinstance(plan.exchange, list) else [("", "", plan.exchange)]
+    said = " and ".join(dict.fromkeys(told(one) for _, _, one in written))
+    return said if plan.sync == "every_step" else f"{told(plan.sync)} between islands, in them {said}"
 
 
 def _forget(record: records.Record) -> None:

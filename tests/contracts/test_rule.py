@@ -148,5 +148,6 @@ def test_goes_down_a_bowl(rule: optim.Rule) -> None:
     first = params["w"].square().sum()
     state = rule.init(params)
     for step in range(100):
-        rule.update(params, {"w": 2 * params["w"]}, state, lr_scale=0.05 / rule.lr, step=step)
+        rate = 0.05 / getattr(rule, "trust", 1.0)  # of Lars, whose steps are so small a part of a layer
+        rule.update(params, {"w": 2 * params["w"]}, state, lr_scale=rate / rule.lr, step=step)
     assert params["w"].square().sum() < 0.05 * first

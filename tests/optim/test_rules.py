@@ -1,4 +1,4 @@
-"""AdamW and SGD against torch.optim and against ten lines of numpy."""
+"""Update rules against torch.optim and against ten lines of numpy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 
 from gossamer import optim
 from gossamer.optim.adamw import AdamW
+from gossamer.optim.lamb import Lamb
+from gossamer.optim.lans import Lans
+from gossamer.optim.lars import Lars
 from gossamer.optim.sgd import SGD
 from gossamer.spec.errors import BadInput
 
@@ -143,3 +146,83 @@ def test_impossible_values_are_named(written: dict, key: str) -> None:
     with pytest.raises(BadInput) as caught:
         optim.build(written, key="train.optimizer")
     assert caught.value.key == f"train.optimizer.{key}"
+
+
+def by_layer(move: Callable[[int, dict[str, np.ndarray], np.ndarray, np.ndarray, bool], np.ndarray]) -> Tensors:
+    """Twenty steps of a rule that is written for one tensor, in float64."""
+    params = {n: t.double().numpy() for n, t in start().items()}
+    kept: dict[str, dict[str, np.ndarray]] = {n: {} for n in params}
+    for step, grads in enumerate(gradients(20)):
+        for name, w in params.items():
+            moved = move(step, kept[name], w, grads[name].double().numpy(), w.ndim >= 2)
+            params[name] = w - moved / (1 + step)
+    return {n: torch.as_tensor(w) for n, w in params.items()}
+
+
+def close(a: Tensors, b: Tensors) -> bool:
+    return all(torch.allclose(a[n].double(), b[n], rtol=1e-5, atol=1e-6) for n in SHAPES)
+
+
+def adam_parts(step: int, kept: dict[str, np.ndarray], g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(m, sqrt(v) + eps), both without bias."""
+    kept["m"] = 0.9 * kept.get("m", 0 * g) + 0.1 * g
+    kept["v"] = 0.999 * kept.get("v", 0 * g) + 0.001 * g * g
+    return kept["m"] / (1 - 0.9 ** (step + 1)), np.sqrt(kept["v"] / (1 - 0.999 ** (step + 1))) + 1e-6
+
+
+def scaled(w: np.ndarray, u: np.ndarray) -> np.ndarray:
+    return min(np.linalg.norm(w), 10.0) / np.linalg.norm(u) * u
+
+
+def test_lamb_is_its_paper_s() -> None:
+    def move(step: int, kept: dict, w: np.ndarray, g: np.ndarray, adapts: bool) -> np.ndarray:
+        m, below = adam_parts(step, kept, g)
+        u = m / below
+        return 1e-2 * (scaled(w, u + 0.01 * w) if adapts else u)
+
+    assert close(ours(Lamb(lr=1e-2)), by_layer(move))
+
+
+def test_lans_is_its_paper_s() -> None:
+    def move(step: int, kept: dict, w: np.ndarray, g: np.ndarray, adapts: bool) -> np.ndarray:
+        g = g / np.linalg.norm(g)
+        m, below = adam_parts(step, kept, g)
+        if not adapts:
+            return 1e-2 * (0.9 * m / below + 0.1 * g / below)
+        return 1e-2 * (0.9 * scaled(w, m / below + 0.01 * w) + 0.1 * scaled(w, g / below + 0.01 * w))
+
+    assert close(ours(Lans(lr=1e-2)), by_layer(move))
+
+
+def test_lars_is_its_paper_s() -> None:
+    params = {n: t.double().numpy() for n, t in start().items()}
+    momenta = {n: 0 * w for n, w in params.items()}
+    for step, grads in enumerate(gradients(20)):
+        for name, w in params.items():
+            g = grads[name].double().numpy()
+            if w.ndim >= 2:
+                g = g + 5e-4 * w
+                g = 0.02 * np.linalg.norm(w) / np.linalg.norm(g) * g
+            momenta[name] = 0.9 * momenta[name] + g / (1 + step)
+            params[name] = w - momenta[name]
+    assert close(ours(Lars(lr=1.0, trust=0.02)), {n: torch.as_tensor(w) for n, w in params.items()})
+
+
+@pytest.mark.parametrize("rule", [Lamb(), Lans(), Lars()])
+def test_a_layer_without_gradient_or_size_is_no_division_by_zero(rule: optim.Rule) -> None:
+    params = {"still": torch.ones(3, 3), "zero": torch.zeros(3, 3)}
+    rule.update(params, {"still": torch.zeros(3, 3), "zero": torch.ones(3, 3)}, rule.init(params), lr_scale=1.0, step=0)
+    assert all(bool(p.isfinite().all()) for p in params.values())
+    assert bool((params["zero"] != 0).all())
+
+
+@pytest.mark.parametrize("rule", [Lamb(weight_decay=0.0), Lans(weight_decay=0.0)])
+def test_the_size_of_a_gradient_does_not_matter(rule: optim.Rule) -> None:
+    found = []
+    for size in (1.0, 1000.0):
+        params = start()
+        state = rule.init(params)
+        for step, grads in enumerate(gradients(5)):
+            rule.update(params, {n: size * g for n, g in grads.items()}, state, lr_scale=1.0, step=step)
+        found.append(params)
+    assert all(torch.allclose(found[0][n], found[1][n], atol=1e-4) for n in SHAPES)

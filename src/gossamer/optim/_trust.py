@@ -1,0 +1,23 @@
+"""Trust ratios: how far a layer may go in one step, measured by how large it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def ratios(params: Sequence[Tensor], updates: Sequence[Tensor], *, largest: float) -> list[Tensor]:
+    """min(|w|, largest) / |u| of each pair, 1 where one of both is 0; of the updates' type, 0-dim."""
+    found = []
+    for w, u in zip(torch._foreach_norm(list(params)), torch._foreach_norm(list(updates)), strict=True):
+        ratio = w.clamp(max=largest) / u
+        found.append(torch.where((w > 0) & (u > 0), ratio, torch.ones_like(ratio)))
+    return found
+
+
+def unit(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each over its norm; what is zero stays zero."""
+    norms = torch._foreach_norm(list(tensors))
+    return [t / torch.where(n > 0, n, torch.ones_like(n)) for t, n in zip(tensors, norms, strict=True)]

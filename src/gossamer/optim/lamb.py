@@ -1,0 +1,73 @@
+"""Lamb: steps of Adam, each layer's as long as the layer is large: for very large batches.
+
+Paper: You et al., ICLR 2020, arXiv:1904.00962, algorithm 2.
+Equations, for update t = 1, 2, ... and rate a = lr * lr_scale:
+    m <- b1 m + (1 - b1) g ;  v <- b2 v + (1 - b2) g^2
+    u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w
+    w <- w - a (phi(|w|) / |u|) u,   phi(z) = min(z, largest);  a ratio of 1 where w or u is zero
+Symbols: w parameter, g gradient, m `mean` and v `square` (state), all of one shape; (b1, b2) = betas; |.| is the norm
+of a parameter.
+State:   2 tensors per parameter.   Work: about six passes.
+Unlike the paper: tensors with fewer than two dimensions do not decay and have a ratio of 1, unless `vectors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossamer.optim import Rule, State
+from gossamer.optim._demand import below_one, not_negative, positive
+from gossamer.optim._lists import lists, zeros
+from gossamer.optim._trust import ratios
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lamb(Rule):
+    """`largest`: limit of a parameter's norm in its ratio; `vectors`: whether norms and biases are treated alike."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    largest: float = 10.0
+    vectors: bool = False
+
+    def __post_init__(self) -> None:
+        positive("lr", self.lr)
+        for beta in self.betas:
+            below_one("betas", beta)
+        positive("eps", self.eps)
+        not_negative("weight_decay", self.weight_decay)
+        positive("largest", self.largest)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def init(self, params: Mapping[str, Tensor]) -> State:
+        return zeros(params, self.slots)
+
+    @torch.no_grad()
+    def update(
+        self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
+    ) -> None:
+        b1, b2 = self.betas
+        rate = self.lr * lr_scale
+        for adapts, group in lists(params, grads, state, self.slots, apart=lambda p: self.vectors or p.ndim >= 2):
+            means, squares = group.slots
+            torch._foreach_lerp_(means, group.grads, 1 - b1)
+            torch._foreach_mul_(squares, b2)
+            torch._foreach_addcmul_(squares, group.grads, group.grads, 1 - b2)
+            below = torch._foreach_div(squares, 1 - b2 ** (step + 1))
+            torch._foreach_sqrt_(below)
+            torch._foreach_add_(below, self.eps)
+            updates = list(torch._foreach_div(means, 1 - b1 ** (step + 1)))
+            torch._foreach_div_(updates, below)
+            if adapts:
+                torch._foreach_add_(updates, group.params, alpha=self.weight_decay)
+                torch._foreach_mul_(updates, ratios(group.params, updates, largest=self.largest))
+            torch._foreach_add_(group.params, updates, alpha=-rate)

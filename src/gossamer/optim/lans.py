@@ -1,0 +1,81 @@
+"""Lans: LAMB on gradients of norm one, with a Nesterov step: the update rule of CLAN.
+
+Paper: Zheng et al., arXiv:2006.13484, algorithm 2.
+Equations, for update t = 1, 2, ... and rate a = lr * lr_scale:
+    g <- g / |g|
+    m <- b1 m + (1 - b1) g ;  v <- b2 v + (1 - b2) g^2 ;  h = sqrt(v / (1 - b2^t)) + eps
+    r = (m / (1 - b1^t)) / h + weight_decay w ;   c = g / h + weight_decay w
+    w <- w - a phi(|w|) (b1 r / |r| + (1 - b1) c / |c|),   phi(z) = min(z, largest);  phi = 1, and no division, where
+    w, r or c is zero
+Symbols: w parameter, g gradient, m `mean` and v `square` (state), all of one shape; (b1, b2) = betas; |.| is the norm
+of a parameter. The gradient is the one that all ranks agreed on: its norm is that of what was decoded.
+State:   2 tensors per parameter.   Work: about ten passes.
+Unlike the paper: tensors with fewer than two dimensions do not decay and keep the length of their own step, unless
+`vectors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossamer.optim import Rule, State
+from gossamer.optim._demand import below_one, not_negative, positive
+from gossamer.optim._lists import lists, zeros
+from gossamer.optim._trust import ratios, unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lans(Rule):
+    """`largest`: limit of a parameter's norm in its ratio; `vectors`: whether norms and biases are treated alike."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    largest: float = 10.0
+    vectors: bool = False
+
+    def __post_init__(self) -> None:
+        positive("lr", self.lr)
+        for beta in self.betas:
+            below_one("betas", beta)
+        positive("eps", self.eps)
+        not_negative("weight_decay", self.weight_decay)
+        positive("largest", self.largest)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def init(self, params: Mapping[str, Tensor]) -> State:
+        return zeros(params, self.slots)
+
+    @torch.no_grad()
+    def update(
+        self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
+    ) -> None:
+        b1, b2 = self.betas
+        rate = self.lr * lr_scale
+        for adapts, group in lists(params, grads, state, self.slots, apart=lambda p: self.vectors or p.ndim >= 2):
+            means, squares = group.slots
+            units = unit(group.grads)
+            torch._foreach_lerp_(means, units, 1 - b1)
+            torch._foreach_mul_(squares, b2)
+            torch._foreach_addcmul_(squares, units, units, 1 - b2)
+            below = torch._foreach_div(squares, 1 - b2 ** (step + 1))
+            torch._foreach_sqrt_(below)
+            torch._foreach_add_(below, self.eps)
+            slow = list(torch._foreach_div(means, 1 - b1 ** (step + 1)))
+            torch._foreach_div_(slow, below)
+            torch._foreach_div_(units, below)
+            for part, moves in ((b1, slow), (1 - b1, units)):
+                if adapts:
+                    torch._foreach_add_(moves, group.params, alpha=self.weight_decay)
+                    torch._foreach_mul_(moves, ratios(group.params, moves, largest=self.largest))
+                torch._foreach_mul_(moves, part)
+            torch._foreach_add_(slow, units)
+            torch._foreach_add_(group.params, slow, alpha=-rate)

@@ -1,0 +1,102 @@
+"""What pool workers run for claims about islands that train apart: a small network learns to continue real text."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import typing
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer import compress, optim, sync
+from gossamer.sync import Apart, Moved, Replica, Vote, Window
+from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.message import Levels
+from gossamer.wire.pump import Pump
+from pool import Seat
+
+CONTEXT, HELD_OUT = 8, 4000
+
+
+@cache
+def text() -> Tensor:
+    """Some 300 kB of Python that everybody has, as bytes."""
+    source = "".join(map(inspect.getsource, (argparse, logging, inspect, typing)))
+    return torch.frombuffer(bytearray(source.encode()), dtype=torch.uint8).long()
+
+
+class Next(nn.Module):
+    """The next byte from the last eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.first, self.last = nn.Linear(16 * CONTEXT, 64), nn.Linear(64, 256)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(self.embed(rows).flatten(1))))
+
+
+def loss_at(model: Next, places: Tensor) -> Tensor:
+    """Mean over the bytes that follow `places`."""
+    rows = text()[places[:, None] + torch.arange(CONTEXT)]
+    return nn.functional.cross_entropy(model(rows), text()[places + CONTEXT])
+
+
+def learn(
+    seat: Seat,
+    *,
+    written: Any,
+    steps: int,
+    rule: Any,
+    exchange: Any = "dense",
+    batch: int = 32,
+    islands: list[list[int]] | None = None,
+    warm: int = 0,
+) -> dict[str, Any]:
+    """Train; every rank has a part of the text of its own. Rates rise in `warm` steps and fall to nothing. The loss
+    on text that nobody has seen, of what all agree on in the end; bytes sent by this rank, per step.
+    """
+    torch.manual_seed(0)
+    model = Next()
+    params = dict(model.named_parameters())
+    levels = Levels.islands(islands or [[r] for r in range(seat.ranks)]).twice()
+    channel = Group(Meeting(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0))
+    pump, beside = Pump(channel), Pump(channel)
+    method, update = sync.build(written), optim.build(rule)
+    meets = "all" if method.loop is None else "island"
+    replica = Replica(params, compress.build(exchange), pump, bucket_bytes=1 << 20, meets=meets)
+    truth = {name: p.detach() for name, p in params.items()}
+    apart = Apart.of(
+        method.loop, params, truth, replica, beside, units=("embed", "first", "last"), bucket_bytes=1 << 20
+    )
+    state = update.init(truth)
+    part = (len(text()) - HELD_OUT - CONTEXT) // seat.ranks
+    drawn = torch.Generator().manual_seed(seat.rank)
+    sent = []
+    for step in range(steps):
+        before = channel.meter.total_bytes
+        factor = min(1.0, (step + 1) / max(1, warm)) * (1 - step / steps) * apart.factor
+        replica.open(Window(step, 0, factor, float(batch), level=method.level(step)))
+        replica.watch()
+        places = seat.rank * part + torch.randint(0, part, (batch,), generator=drawn)
+        loss_at(model, places).backward()
+        replica.reduce()
+        assert replica.agree(Vote(0.0)).finite
+        replica.commit()
+        update.update(truth, replica.gradients(), state, lr_scale=factor, step=step)
+        apart.after(Moved(step + 1, factor * update.lr, float(batch), 0, last=step == steps - 1))
+        if apart.loop is not None:
+            apart.settle(step + 1)
+        sent.append(channel.meter.total_bytes - before)
+    with torch.no_grad():
+        loss = float(loss_at(model, len(text()) - HELD_OUT - CONTEXT + torch.arange(HELD_OUT)))
+    replica.close()
+    for one in (pump, beside):
+        one.close()
+    channel.close()
+    return {"loss": loss, "sent": sent}
