@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gossamer.compress import Exchange
+from gossamer.compress.dense import Dense
 from gossamer.sync._fragments import fragments_of
 from gossamer.sync._island_wide import among_all
 from gossamer.sync._loop import Loop
@@ -229,15 +230,20 @@ class Apart:
                     flat.zero_()
             flight = _Flight(moved.done, at, sound[index], None)
             fragment.rounds, fragment.flight = fragment.rounds + 1, flight
-            self._exchange(fragment, flight, flats, Round(*self._here, weights, at.key[:2], 1.0, self._loop.keeps))
+            here = Round(*self._here, weights, at.key[:2], 1.0, self._loop.keeps)
+            self._exchange(fragment, flight, flats, here, final=moved.last)
 
-    def _exchange(self, fragment: _Fragment, flight: _Flight, flats: list[Tensor], at: Round) -> None:
+    def _exchange(self, fragment: _Fragment, flight: _Flight, flats: list[Tensor], at: Round, *, final: bool) -> None:
         if len(at.levels.groups["island"]) == 1:  # one island has nobody to meet
             pairs = zip(flats, fragment.parts, strict=True)
             flight.outcomes = tuple(Outcome(flat, None, part.state) for flat, part in pairs)
             return
         assert self.exchange is not None
-        flight.under_way = self._begin(self.exchange, fragment.parts, flats, [p.state for p in fragment.parts], at)
+        exchange, states = self.exchange, [part.state for part in fragment.parts]
+        if final and self._loop.keeps:  # what the islands kept so far would be lost: the model is their mean
+            exchange = among_all(Dense(), at.levels, keeps=False)
+            states = [exchange.init(part.layout) for part in fragment.parts]
+        flight.under_way = self._begin(exchange, fragment.parts, flats, states, at)
 
     def _begin(
         self, exchange: Exchange, parts: Sequence[_Part], flats: Sequence[Tensor], states: Sequence[State], at: Round
@@ -258,7 +264,7 @@ class Apart:
             arrived = all(math.isfinite(mean.sum().item()) for mean in means)  # the same bits on all ranks
             if arrived:
                 for part, outcome in zip(fragment.parts, outcomes, strict=True):
-                    part.state = outcome.state
+                    part.state = part.state if final and self._loop.keeps else outcome.state
                 self._loop.rule.step(fragment.anchors, means, fragment.outer, flight.at)
             keeps_own = arrived and flight.takes_part and not final
             losses = [o.lost if keeps_own else None for o in outcomes]
