@@ -158,7 +158,8 @@ class Exchanger:
 
     def _price(self, written: Exchanges) -> Cost:
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
-        return price_of(written, shapes, self.pump.channel.levels, bucket_bytes=self.plan.bucket_bytes)
+        levels, plan = self.pump.channel.levels, self.plan
+        return price_of(written, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
 
     def links(self) -> Links:
         """The links as they are now: some seconds, between two steps."""
@@ -233,7 +234,8 @@ def _planned(plan: Plan, decision: Decision, links: Links, params: Mapping[str, 
     link = links.levels.get("between", links.levels["all"])
     said = f"{decision.reason} (links: {show_rate(link.bytes_per_s)}, {1e3 * link.latency_s:.1f} ms)"
     shapes = tuple((name, tuple(p.shape)) for name, p in params.items())
-    cost, line = price_of(decision.written, shapes, levels, bucket_bytes=plan.bucket_bytes), decision.forecast
+    cost = price_of(decision.written, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
+    line = decision.forecast
     times = {"compute_s": line.step_s - line.exposed_s, "wire_s": line.wire_s, "exposed_s": line.exposed_s}
     return plan.model_copy(
         update={

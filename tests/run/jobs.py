@@ -195,6 +195,8 @@ def train(
     hosts: int = 1,
     frozen: Sequence[str] = (),
     words: bool = True,
+    values: bool = False,
+    fresh_plan: bool = False,
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One run; `until` asks to stop after so many steps. What its records say, and a digest of the parameters."""
@@ -220,7 +222,7 @@ def train(
     for name in frozen:
         module.get_submodule(name).requires_grad_(False)
     directory = RunDirectory(Path(folder or seat.folder) / "run")
-    kept = directory.plan() if resume else None
+    kept = directory.plan() if resume and not fresh_plan else None
     ended, done = "", [0]
 
     def at(step: int, phase: str) -> None:
@@ -267,6 +269,8 @@ def train(
         ended = f"{type(error).__name__}: {error}"
     seen = float(held.module.seen)
     found = {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held)}
+    if values:
+        found["values"] = [x for _, p in sorted(held.module.named_parameters()) for x in p.detach().flatten().tolist()]
     if config.train.sample and held.cut is None:
         of = {"tokens": config.train.sample_tokens, "window": config.data.sequence, "top_k": 50}
         found["text"] = generate(held.module, Letters(), config.train.sample, seed=config.train.seed, **of)

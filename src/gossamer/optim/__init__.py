@@ -30,6 +30,11 @@ class Rule(ABC):
     def slots(self) -> tuple[str, ...]:
         """Names of the tensors that are kept per parameter."""
 
+    @property
+    def by_element(self) -> bool:
+        """Whether each number moves by what is known of it alone: a part of a parameter then moves as in the whole."""
+        return True
+
     @abstractmethod
     def init(self, params: Mapping[str, Tensor]) -> State:
         """The state before the first update, for every parameter, on its device."""

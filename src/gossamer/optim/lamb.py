@@ -45,6 +45,10 @@ class Lamb(Rule):
         positive("largest", self.largest)
 
     @property
+    def by_element(self) -> bool:
+        return False
+
+    @property
     def slots(self) -> tuple[str, ...]:
         return ("mean", "square")
 

@@ -48,6 +48,10 @@ class Lans(Rule):
         positive("largest", self.largest)
 
     @property
+    def by_element(self) -> bool:
+        return False
+
+    @property
     def slots(self) -> tuple[str, ...]:
         return ("mean", "square")
 

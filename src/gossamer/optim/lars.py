@@ -41,6 +41,10 @@ class Lars(Rule):
         not_negative("weight_decay", self.weight_decay)
 
     @property
+    def by_element(self) -> bool:
+        return False
+
+    @property
     def slots(self) -> tuple[str, ...]:
         return ("momentum",)
 

@@ -33,6 +33,10 @@ class Master(Rule):
         return self.inner.lr
 
     @property
+    def by_element(self) -> bool:
+        return self.inner.by_element
+
+    @property
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "master")
 

@@ -49,6 +49,10 @@ class OneBitAdam(Rule):
         not_negative("floor", self.floor)
 
     @property
+    def by_element(self) -> bool:
+        return False
+
+    @property
     def slots(self) -> tuple[str, ...]:
         return ("mean", "square")
 

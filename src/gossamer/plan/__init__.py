@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossamer import compress
-from gossamer.plan._price import Shapes, gradient_buckets, round_bytes, step_bytes
+from gossamer import compress, memory
+from gossamer.plan._price import Shapes, gather_bytes, gradient_buckets, round_bytes, step_bytes
 from gossamer.plan._stages import Border, Staged, price_of_stages
-from gossamer.spec.choice import Exchanges
+from gossamer.spec.choice import Exchanges, Written
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.plan import Plan
@@ -43,10 +43,17 @@ class Planner(ABC):
         """The plan; raises BadInput for what cannot be planned, NoPlan where nothing fits."""
 
 
-def price_of(written: Exchanges, shapes: Shapes, levels: Levels, *, bucket_bytes: int) -> Cost:
-    """The bytes of a step with this exchange: per link, and per rank that sends them."""
-    exchange = compress.rules(written).by_name(name for name, _ in shapes)
-    return _cost(step_bytes(gradient_buckets(shapes, exchange, bucket_bytes=bucket_bytes), levels), levels)
+def price_of(
+    written: Exchanges, shapes: Shapes, levels: Levels, *, bucket_bytes: int, states: Written = "whole"
+) -> Cost:
+    """The bytes of a step with this exchange and these states: per link, and per rank that sends them."""
+    sharding = memory.build(states, key="plan.states")
+    named = compress.rules(written).by_name(name for name, _ in shapes)
+    buckets = gradient_buckets(shapes, {n: sharding.exchange(e) for n, e in named.items()}, bucket_bytes=bucket_bytes)
+    links = Counter(step_bytes(buckets, levels))
+    if sharding.is_sharded:
+        links.update(gather_bytes(buckets, levels))
+    return _cost(links, levels)
 
 
 def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:

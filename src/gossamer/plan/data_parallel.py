@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer import sync
+from gossamer import memory, optim, sync
 from gossamer.data import share_rows
 from gossamer.plan import Planner, Request, adapt, price_apart, price_of
 from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_of
@@ -48,6 +48,7 @@ class DataParallel(Planner):
         loop = _loop(config, mesh)
         exchange, reasons["exchange"] = _exchange(config, mesh, loop)
         _check_adapt(config, mesh, loop)
+        _check_states(config, mesh, loop)
         if request.units:
             reasons["units"] = (
                 "given" if config.plan.units != "auto" else "the repeated blocks, and what else owns parameters"
@@ -63,6 +64,7 @@ class DataParallel(Planner):
             boundary=_boundary(config, mesh),
             exchange=exchange,
             islands=_islands(config, request.ranks),
+            states=config.plan.states,
             sync="every_step" if config.plan.sync == "auto" else config.plan.sync,
             backend="nccl" if request.device == "cuda" else "gloo",
             reasons=reasons,
@@ -182,6 +184,22 @@ def _check_adapt(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
         )
 
 
+def _check_states(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
+    if not memory.build(config.plan.states, key="plan.states").is_sharded:
+        return
+    key, do = "plan.states", "leave plan.states at whole"
+    if mesh.pipe > 1 or loop is not None:
+        got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
+        raise bad_input(wanted="whole replicas that meet at every step, for sharded states", got=got, do=do, key=key)
+    if not optim.build(config.train.optimizer, key="train.optimizer").by_element:
+        raise bad_input(
+            wanted="a rule that moves each number by itself, such as adamw, as no rank sees a whole parameter",
+            got=f"train.optimizer {told(config.train.optimizer)}",
+            do=do,
+            key=key,
+        )
+
+
 def _islands(config: RunConfig, replicas: int) -> tuple[tuple[int, ...], ...]:
     asked = config.machines.islands
     if asked == "auto":
@@ -217,6 +235,6 @@ def _forecast(plan: Plan, request: Request) -> Cost:
     levels = Levels.flat(plan.mesh.replica)
     loop = sync.build(plan.sync, key="plan.sync").loop
     if loop is None:
-        return price_of(written, request.shapes, levels, bucket_bytes=plan.bucket_bytes)
+        return price_of(written, request.shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
     levels = Levels.islands(plan.islands or [[rank] for rank in range(plan.ranks)])
     return price_apart(loop, plan, request.shapes, levels)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gossamer import compress, optim, sync
+from gossamer import compress, memory, optim, sync
 from gossamer.loss import Objective
+from gossamer.memory import States
 from gossamer.model.call import caller_of
 from gossamer.model.compiled import compile_units
 from gossamer.model.precision import precision_of
@@ -130,7 +131,10 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     pipeline = _pipeline(parts, rank, levels)
     tied = _tied(parts, rank, levels)
     rule = Master(inner=optim.build(config.train.optimizer, key="train.optimizer"))  # copies half types alone
-    exchange = compress.rules(plan.exchange).by_name(params)
+    sharding = memory.build(plan.states, key="plan.states")
+    exchange = {n: sharding.exchange(one) for n, one in compress.rules(plan.exchange).by_name(params).items()}
+    members = levels.group("all", rank)
+    states = States.of(rule, params, is_sharded=sharding.is_sharded, place=members.index(rank), ranks=len(members))
     together = sync.build(plan.sync, key="plan.sync")
     replica = sync.Replica(
         params,
@@ -139,19 +143,19 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         bucket_bytes=plan.bucket_bytes,
         counted_elsewhere=tied.elsewhere,
         meets="all" if together.loop is None else "island",
+        owned=states.own if states.is_sharded else None,
     )
     scaling = Scaling.of(engine.precision)
-    rule_state = rule.init(params)
     apart = sync.Apart.of(
         together.loop,
         params,
-        {name: rule_state[name].get("master", p.detach()) for name, p in params.items()},
+        {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()},
         replica,
         around.beside,
         units=parts.units,
         bucket_bytes=plan.bucket_bytes,
     )
-    around.saver.contents = Contents(module, rule, rule_state, replica, scaling, apart, parts.cut)
+    around.saver.contents = Contents(module, states, replica, scaling, apart, parts.cut)
     return Trainer(
         engine=engine,
         pieces=_pieces(parts, engine),
@@ -162,7 +166,8 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         replica=replica,
         apart=apart,
         rule=rule,
-        rule_state=rule_state,
+        states=states,
+        sharding=sharding,
         rate=rate.build(config.train.schedule, key="train.schedule"),
         feed=Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches),
         validation=parts.validation,

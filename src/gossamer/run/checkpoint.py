@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gossamer.optim import Rule
+from gossamer.memory import States
 from gossamer.run.cut import Cut
 from gossamer.run.scaling import Scaling
 from gossamer.spec.errors import BadInput
@@ -24,16 +24,13 @@ from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
 from gossamer.store.slices import Piece, Slice
 from gossamer.sync import Apart, Replica
 
-RunState = dict[str, dict[str, Tensor]]
-
 
 @dataclass(frozen=True, slots=True)
 class Contents:
     """The tensors of one rank's run."""
 
     module: nn.Module
-    rule: Rule
-    rule_state: RunState
+    states: States
     replica: Replica
     scaling: Scaling
     apart: Apart
@@ -46,7 +43,7 @@ class Contents:
         for name, tensor in named_state(self.module):
             if self.cut is None or name in self.cut.holds:
                 found[f"model/{name}"] = common.get(name, tensor)
-        if not common:
+        if not common and not self.states.is_sharded:
             found.update(self._slots())
         found.update({f"outer/{name}": tensor for name, tensor in self.apart.shared().items()})
         found.update({f"precision/{name}": tensor for name, tensor in self.scaling.state().items()})
@@ -63,7 +60,18 @@ class Contents:
 
     def _slots(self) -> dict[str, Tensor]:
         """What the update rule keeps."""
-        return {f"optim/{slot}/{p}": t for p, slots in self.rule_state.items() for slot, t in slots.items()}
+        return {f"optim/{slot}/{param}": tensor for slot, param, _, tensor in self.states.slots()}
+
+    def _sharded(self) -> list[Piece]:
+        """This rank's rows of what the update rule keeps, where it has no more."""
+        if not self.states.is_sharded:
+            return []
+        found = []
+        for slot, param, rows, tensor in self.states.slots():
+            shape = tuple(self.states.params[param].shape)
+            start, size = (rows.start, *(0 for _ in shape[1:])), tuple(tensor.shape)
+            found.append((Slice(f"optim/{slot}/{param}", shape, start if shape else (), size), tensor))
+        return found
 
     def pieces(self, writer: int, writers: int) -> list[Piece]:
         """What writer number `writer` of `writers` on this host has to write: they are ranks one behind the other."""
@@ -72,7 +80,7 @@ class Contents:
             shared, writer, writers = self._of_stage(self.cut, shared, writer, writers)
         mine = [shared[i] for i in _balanced(shared, writer, writers)]
         pieces = [(whole(name, tensor, -1), tensor) for name, tensor in mine]
-        return pieces + [(whole(n, t, self.replica.rank), t) for n, t in self.private().items()]
+        return pieces + self._sharded() + [(whole(n, t, self.replica.rank), t) for n, t in self.private().items()]
 
     def _of_stage(
         self, cut: Cut, shared: list[tuple[str, Tensor]], writer: int, writers: int
@@ -90,6 +98,7 @@ class Contents:
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for."""
         expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
+        expected |= {of.name: (of.shape, str(tensor.dtype)) for of, tensor in self._sharded()}
         everywhere = frozenset[str]() if self.cut is None else self.cut.names
         checkpoint.check_against(
             expected, elsewhere=lambda name: _bare(name) in everywhere or name.startswith("outer/arrived/")
@@ -105,6 +114,8 @@ class Contents:
         """
         for name, tensor in self.replicated().items():
             tensor.copy_(checkpoint.read(name))
+        for of, tensor in self._sharded():
+            tensor.copy_(checkpoint.read(of.name, of.start, of.size))
         self.scaling.load({n: checkpoint.read(f"precision/{n}") for n in self.scaling.state()})
         former, rank = int(checkpoint.meta["ranks"]), self.replica.rank
         told = self._fill_apart(checkpoint, former, residuals) if self.apart.fragments else ""
@@ -210,4 +221,4 @@ def _balanced(shared: list[tuple[str, Tensor]], writer: int, writers: int) -> li
     return sorted(mine)
 
 
-__all__ = ["Contents", "RunState", "named_state", "read_model", "trainable", "whole"]
+__all__ = ["Contents", "named_state", "read_model", "trainable", "whole"]

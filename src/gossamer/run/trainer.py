@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer.compress import Exchange
+from gossamer.memory import Sharding, States
 from gossamer.ops.norm import scale_
 from gossamer.optim import Rule
 from gossamer.optim.rate import Rate
@@ -77,7 +78,8 @@ class Trainer:
     replica: Replica
     apart: Apart
     rule: Rule
-    rule_state: dict[str, dict[str, Tensor]]
+    states: States
+    sharding: Sharding
     rate: Rate
     feed: Feed
     validation: Batches | None
@@ -138,7 +140,8 @@ class Trainer:
         self._record(step, agreement, verdict, lr, work, time.perf_counter() - began, data_s)
         self.settle()
         if verdict is Verdict.COMMIT and (changed := self.replan(self.progress.step)) is not None:
-            self.replica.adopt(changed.exchange, bucket_bytes=changed.bucket_bytes)
+            exchange = {name: self.sharding.exchange(one) for name, one in changed.exchange.items()}
+            self.replica.adopt(exchange, bucket_bytes=changed.bucket_bytes)
         if verdict is Verdict.STOP:
             raise StepRejected(
                 f"step {step + 1}: {self._why(agreement)}, {self.policy.in_a_row} rejected steps in a row. "
@@ -187,7 +190,8 @@ class Trainer:
             scale_(self.replica.flats(), clip / (agreement.norm + 1e-6))
         self.replica.commit()
         updates = step - self.progress.rejected  # rejected steps moved nothing, and count for no bias correction
-        self.rule.update(self.params, self.replica.gradients(), self.rule_state, lr_scale=lr, step=updates)
+        self.states.update(self.replica.gradients(), lr_scale=lr, step=updates)
+        self.states.gather(self.replica.layouts, self.pump)
         self.scaling.committed()
 
     def _meet(self, lr: float, samples: float) -> None:

@@ -22,6 +22,7 @@ ROOM_OF = {
     "plan.schedule": "pipeline/schedule",
     "plan.exchange": "compress",
     "plan.sync": "sync",
+    "plan.states": "memory",
     "plan.adapt": "plan/adapt",
     "run.trackers": "view/tracker",
 }

@@ -54,6 +54,7 @@ class Plan(BaseModel):
     exchange: Exchanges = "dense"
     adapted_from: Exchanges = ""  # what `plan.adapt` started from and compares with; "": it changed nothing
     sync: Written = "every_step"
+    states: Written = "whole"  # where the update rule's state lies
     islands: tuple[tuple[int, ...], ...] = ()  # ranks behind one fast link each; empty: not known, or no islands
     bucket_bytes: int = BUCKET_BYTES
     look_ahead: int = 4

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -90,6 +90,8 @@ class Replica:
     the ones that another stage holds too and counts in the norm. `meets`: the level at which the exchange must serve,
     where it is not `all`; each Window says at which level its gradients meet. Raises BadInput where an exchange cannot
     serve its buckets or this wire.
+
+    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it.
     """
 
     def __init__(
@@ -101,8 +103,9 @@ class Replica:
         bucket_bytes: int,
         counted_elsewhere: frozenset[str] = frozenset(),
         meets: str = "all",
+        owned: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
-        self.meets = meets
+        self.meets, self._owned = meets, owned
         self.rank = pump.channel.rank
         self.levels = pump.channel.levels
         self.ranks = len(self.levels.everyone)
@@ -246,6 +249,8 @@ class Replica:
         if self._window.level != "all":  # or a model of its own
             groups = (self.levels.group(self._window.level, self.rank),)
         firsts = [group[0] for group in groups]
+        if self._owned is not None:  # each speaks for its own part
+            firsts = [rank for group in groups for rank in group]
         total = float(votes[:, 3].sum())
         return Agreement(
             finite=not bool(sick.any()),
@@ -269,6 +274,9 @@ class Replica:
     def _norm_squared(self) -> float:
         """Of this rank's gradients, each parameter counted on one stage."""
         counted: list[Tensor] = []
+        if self._owned is not None:
+            counted = [self._owned(name, view) for slot in self._slots for name, view in slot.bucket.slices()]
+            return global_norm_squared(counted).item() if counted else 0.0
         for bucket in (slot.bucket for slot in self._slots):
             mine = [view for name, view in bucket.slices() if name not in self._counted_elsewhere]
             counted += [bucket.flat] if len(mine) == len(bucket.layout.entries) else mine

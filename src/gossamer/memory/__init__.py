@@ -1,0 +1,34 @@
+"""Where the update rule's state lies: on every rank, or a part on each of the ranks that hold the same parameters.
+
+A method says how gradients meet and whose rows of a parameter are whose; the mechanics are `States`' (the update of
+one's own rows, the gather of everybody's).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from gossamer.compress import Exchange
+from gossamer.memory._rows import Rows, rows_of
+from gossamer.memory._states import States, gather_traffic
+from gossamer.spec.room import Room
+
+__all__ = ["ROOM", "Rows", "Sharding", "States", "build", "gather_traffic", "names", "rows_of"]
+
+
+class Sharding(ABC):
+    """A frozen dataclass; everything that changes is in States."""
+
+    @property
+    @abstractmethod
+    def is_sharded(self) -> bool:
+        """Whether a rank holds the state of its own rows alone."""
+
+    @abstractmethod
+    def exchange(self, given: Exchange) -> Exchange:
+        """How gradients meet that `given` was asked for: a rank needs the mean of its own rows alone."""
+
+
+ROOM: Room[Sharding] = Room(__name__, Sharding)
+names = ROOM.names
+build = ROOM.build

@@ -1,0 +1,112 @@
+"""Scatter: the first half of an exchange: every rank gets the mean of its own rows, and no others'.
+
+Equations (n ranks, rows r belong to rank r):
+    mean[r] = w_r x_r[r] + sum_{i != r} w_i D(C(x_i[r])),   on rank r alone
+    lost_i = x_i - D(C(x_i)), zero on its own rows
+Wire:    SHUFFLE of n messages, each as long as the largest rank's rows: (n-1)/n of an encoded bucket, half of what an
+all-reduce sends, and half of what gloo's reduce-scatter does.   State: none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gossamer.compress import Exchange, Traits
+from gossamer.compress._key import key_of
+from gossamer.compress.codec import Codec
+from gossamer.memory._rows import rows_of
+from gossamer.spec.errors import bad_input
+from gossamer.wire.bucket import Bucket, Layout
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter(Exchange):
+    """In the bucket's own type, or through a codec. What the bucket holds of others' rows afterwards means nothing."""
+
+    codec: Codec | None = None
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(lossless=self.codec is None or self.codec.traits.lossless)
+
+    def init(self, layout: Layout) -> State:
+        return State()
+
+    def run(self, x: Bucket, state: State, at: Round) -> Rounds:
+        parts, me = parts_of(x.layout, len(at.members)), at.place
+        rows = packed(x.flat, parts)  # (ranks, most)
+        own = rows[me].float().mul_(at.share)
+        sent, key, lost = rows, key_of(at, x.layout), None
+        if self.codec is not None:
+            lost = rows.float()
+            sent = self.codec.encode_losing(lost, key, lost)
+            lost[me] = 0
+        (arrived,) = yield Message((sent,), Combine.SHUFFLE)
+        for place, share in enumerate(at.shares):
+            if place == me:
+                continue
+            if self.codec is None:
+                own.add_(arrived[place], alpha=share)
+            else:
+                self.codec.add(own, arrived[place], share, key)
+        unpacked(own.to(x.flat.dtype), parts[me], x.flat)
+        return Outcome(x.flat, None if lost is None or not at.accounts else spread(lost, parts, x.flat), state)
+
+    def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
+        parts = parts_of(layout, len(levels.group("all", rank)))
+        if self.codec is None:
+            return (Traffic(Combine.SHUFFLE, len(parts) * most(parts), layout.dtype.itemsize),)
+        return (Traffic(Combine.SHUFFLE, len(parts) * self.codec.nbytes(most(parts)), 1),)
+
+    def check(self, layout: Layout, levels: Levels) -> None:
+        if self.codec is not None and not self.codec.traits.fixed_size:
+            do = "give a cast, int8 or int4"
+            raise bad_input(wanted="a codec whose messages have a fixed size", got=repr(self.codec), do=do)
+
+
+Part = tuple[tuple[int, int], ...]  # (start, numel) in a flat buffer of the rows of one rank, entry by entry
+
+
+def parts_of(layout: Layout, ranks: int) -> tuple[Part, ...]:
+    """Where every rank's rows lie in a bucket."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for e in layout.entries:
+        row = prod(e.shape[1:])
+        for mine, rows in zip(found, rows_of(e.name, e.shape, ranks), strict=True):
+            if rows.count * row:
+                mine.append((e.start + rows.start * row, rows.count * row))
+    return tuple(map(tuple, found))
+
+
+def most(parts: tuple[Part, ...]) -> int:
+    """Elements of the rank that has most."""
+    return max(sum(numel for _, numel in part) for part in parts)
+
+
+def packed(flat: Tensor, parts: tuple[Part, ...]) -> Tensor:
+    """(ranks, most): every rank's rows one behind the other, and zeros."""
+    found = flat.new_zeros(len(parts), most(parts))
+    for row, part in zip(found, parts, strict=True):
+        torch.cat([flat[at : at + n] for at, n in part] or [flat[:0]], out=row[: sum(n for _, n in part)])
+    return found
+
+
+def unpacked(row: Tensor, part: Part, flat: Tensor) -> None:
+    """Put one rank's rows back where they lie in `flat`."""
+    done = 0
+    for at, numel in part:
+        flat[at : at + numel] = row[done : done + numel]
+        done += numel
+
+
+def spread(rows: Tensor, parts: tuple[Part, ...], like: Tensor) -> Tensor:
+    """All ranks' rows as one flat float32 buffer."""
+    flat = torch.zeros_like(like, dtype=torch.float32)
+    for row, part in zip(rows, parts, strict=True):
+        unpacked(row, part, flat)
+    return flat

@@ -1,0 +1,91 @@
+"""The update rule's state on one rank, the update itself, and how everybody comes to know what others have updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gossamer.memory._rows import Rows, rows_of
+from gossamer.memory._scatter import most, packed, parts_of, unpacked
+from gossamer.optim import Rule, State
+from gossamer.wire.bucket import Bucket, Layout
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Rounds, Traffic
+from gossamer.wire.message import State as Stateless
+from gossamer.wire.pump import Pump
+
+
+@dataclass(slots=True)
+class States:
+    """Of the parameters whose gradients lie in `layouts`. `rows`: this rank's, by name; where it holds all of every
+    parameter, there is nothing to gather.
+    """
+
+    rule: Rule
+    params: Mapping[str, Tensor]
+    rows: Mapping[str, Rows]
+    is_sharded: bool
+    held: State
+
+    @staticmethod
+    def of(rule: Rule, params: Mapping[str, Tensor], *, is_sharded: bool, place: int, ranks: int) -> States:
+        """`place` among the `ranks` that hold the same parameters."""
+        mine = {n: rows_of(n, p.shape, ranks)[place] if is_sharded else _all(p) for n, p in params.items()}
+        own = {n: rows.of(params[n]) for n, rows in mine.items() if _any(rows)}
+        return States(rule, params, mine, is_sharded, rule.init(own))
+
+    def own(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's rows of something shaped like a parameter; nothing of it where it has none."""
+        rows = self.rows[name]
+        return rows.of(tensor) if _any(rows) else tensor.reshape(-1)[:0]
+
+    def update(self, grads: Mapping[str, Tensor], *, lr_scale: float, step: int) -> None:
+        """Move this rank's rows, given the mean gradients, of which the others' rows are not looked at."""
+        mine = {name: self.rows[name] for name in grads if _any(self.rows[name])}
+        params = {name: rows.of(self.params[name].detach()) for name, rows in mine.items()}
+        own = {name: rows.of(grads[name]) for name, rows in mine.items()}
+        self.rule.update(params, own, self.held, lr_scale=lr_scale, step=step)
+
+    def gather(self, layouts: Sequence[Layout], pump: Pump) -> None:
+        """After an update: take over what the others have updated."""
+        if not self.is_sharded:
+            return
+        levels, rank = pump.channel.levels, pump.channel.rank
+        members = levels.group("all", rank)
+        step = pump.begin([1] * len(layouts))
+        for job, layout in enumerate(layouts):
+            step.submit(job, self._gathered(layout, members.index(rank), len(members)))
+        for job in range(len(layouts)):
+            step.result(job)
+
+    def _gathered(self, layout: Layout, me: int, ranks: int) -> Rounds:
+        parts = parts_of(layout, ranks)
+        bucket = layout.allocate()
+        for name, view in bucket.slices():
+            view.copy_(self.params[name].detach())
+        (rows,) = yield Message((packed(bucket.flat, parts)[me],), Combine.GATHER)
+        for row, part in zip(rows, parts, strict=True):
+            unpacked(row, part, bucket.flat)
+        for name, view in Bucket(layout, bucket.flat).slices():
+            self.params[name].detach().copy_(view)
+        return Outcome(bucket.flat, None, Stateless())
+
+    def slots(self) -> Iterator[tuple[str, str, Rows, Tensor]]:
+        """(slot, parameter, this rank's rows, tensor) of all state."""
+        for name, slots in self.held.items():
+            for slot, tensor in slots.items():
+                yield slot, name, self.rows[name], tensor
+
+
+def gather_traffic(layout: Layout, levels: Levels, rank: int) -> Traffic:
+    """What a gather after an update sends of a bucket."""
+    return Traffic(Combine.GATHER, most(parts_of(layout, len(levels.group("all", rank)))), layout.dtype.itemsize)
+
+
+def _all(param: Tensor) -> Rows:
+    return Rows(0, param.shape[0] if param.dim() else 1)
+
+
+def _any(rows: Rows) -> bool:
+    return rows.count > 0

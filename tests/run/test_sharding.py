@@ -1,0 +1,145 @@
+"""Sharded states, as whole runs: the same training with a part of the update rule's state on every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer import memory
+from gossamer.store.checkpoint import open_checkpoint
+from pool import Pool
+
+EXCHANGES: list[Any] = [
+    "dense",
+    {"two_shot": {"codec": "bfloat16"}},
+    {"error_feedback": {"two_shot": {"codec": "int8"}}},
+    {"error_feedback": {"topk": {"fraction": 0.1}}},
+]
+
+
+def sections(states: str, exchange: Any = "dense", **train: Any) -> dict[str, dict[str, Any]]:
+    return {"plan": {"states": states, "exchange": exchange}, "train": train}
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "records.jsonl").read_text().splitlines()
+    return [one for one in map(json.loads, lines) if one["kind"] == kind]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_it_is_plain_data_parallelism(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    """Clipped and unclipped steps, dropout, tied weights, unequal rows: equal to 1e-6, on all ranks bit for bit."""
+    found = {}
+    for states in ("whole", "zero1"):
+        given = {"folder": str(tmp_path / states), "steps": 6, "dropout": 0.1, "values": True}
+        found[states] = pool.run("run.jobs:train", ranks, sections=sections(states), **given)
+    assert all(one["digest"] == found["zero1"][0]["digest"] for one in found["zero1"])
+    ours, plain = (torch.tensor(found[states][0]["values"]) for states in ("zero1", "whole"))
+    assert torch.allclose(ours, plain, rtol=1e-6, atol=1e-6)
+    norms = [[one["grad_norm"] for one in records(tmp_path / states, "step")] for states in ("zero1", "whole")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=json.dumps)
+def test_any_exchange_and_its_bytes(pool: Pool, tmp_path: Path, exchange: Any) -> None:
+    """Coded gradients lose what they lose; all ranks end in the same place, and what was sent was known before."""
+    found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=6, sections=sections("zero1", exchange))
+    assert found[0]["digest"] == found[1]["digest"]
+    plan = (tmp_path / "run" / "plan.yaml").read_text()
+    (said,) = [line.split(": ")[1] for line in plan.splitlines() if "0>1:" in line]
+    for one in records(tmp_path, "step"):
+        assert one["wire_bytes"]["0>1"] == int(said)
+
+
+def test_dense_sends_what_an_all_reduce_does(pool: Pool, tmp_path: Path) -> None:
+    sent = {}
+    for states in ("whole", "zero1"):
+        folder = tmp_path / states
+        pool.run("run.jobs:train", 2, folder=str(folder), steps=2, sections=sections(states))
+        sent[states] = sum(records(folder, "step")[0]["wire_bytes"].values())
+    assert sent["zero1"] == pytest.approx(sent["whole"], rel=0.03)
+
+
+@pytest.mark.parametrize("exchange", [EXCHANGES[0], EXCHANGES[2]], ids=json.dumps)
+def test_a_stopped_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, exchange: Any) -> None:
+    given = {"steps": 8, "dropout": 0.1, "sections": sections("zero1", exchange)}
+    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
+    pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), until=4, **given)
+    again = pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), resume=True, **given)
+    assert [one["digest"] for one in again] == [one["digest"] for one in whole]
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks", "after"), [("zero1", 3, "zero1"), ("zero1", 1, "whole"), ("whole", 2, "zero1")]
+)
+def test_states_fit_other_ranks_and_other_shardings(
+    pool: Pool, tmp_path: Path, before: str, ranks: int, after: str
+) -> None:
+    straight = pool.run("run.jobs:train", 1, folder=str(tmp_path / "straight"), steps=8, values=True)
+    folder = str(tmp_path / "parts")
+    pool.run("run.jobs:train", 2, folder=folder, steps=8, until=4, sections=sections(before))
+    given = {"folder": folder, "steps": 8, "resume": True, "values": True, "fresh_plan": True}
+    again = pool.run("run.jobs:train", ranks, sections=sections(after), **given)
+    assert torch.allclose(torch.tensor(again[0]["values"]), torch.tensor(straight[0]["values"]), rtol=1e-5, atol=1e-6)
+
+
+def test_every_rank_holds_its_part_and_no_more(pool: Pool, tmp_path: Path) -> None:
+    """Two moments of float32 for 1/n of the parameters, but for a row of each."""
+    pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=2, sections=sections("zero1"))
+    held = open_checkpoint(tmp_path / "run" / "checkpoints", 2)
+    names = [name for name in held.names() if name.startswith("optim/mean/")]
+    shapes = {name: held.shape(name) for name in names}
+    for rank in range(3):
+        mine = {
+            name: memory.rows_of(name.removeprefix("optim/mean/"), shape, 3)[rank] for name, shape in shapes.items()
+        }
+        rows = {name: torch.Size(shape[1:]).numel() for name, shape in shapes.items()}
+        numel = sum(mine[name].count * rows[name] for name in names)
+        total = sum(torch.Size(shape).numel() for shape in shapes.values())
+        assert abs(numel - total / 3) <= sum(rows.values())
+
+
+def test_a_gradient_that_is_not_finite_is_seen_by_all(pool: Pool, tmp_path: Path) -> None:
+    given = sections("zero1", on_nonfinite="skip")
+    found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=6, bad=9, sections=given)
+    assert found[0]["digest"] == found[1]["digest"]
+    committed = [one["committed"] for one in records(tmp_path, "step")]
+    assert not all(committed) and any(committed)
+
+
+def test_half_parameters(pool: Pool, tmp_path: Path) -> None:
+    given = {"steps": 6, "kind": "halves", "values": True}
+    plain = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), sections=sections("whole"), **given)
+    ours = pool.run("run.jobs:train", 2, folder=str(tmp_path / "ours"), sections=sections("zero1"), **given)
+    assert torch.allclose(torch.tensor(ours[0]["values"]), torch.tensor(plain[0]["values"]), rtol=1e-2, atol=1e-3)
+
+
+BAD = [
+    ({"plan": {"states": "zero1", "sync": "diloco"}}, "plan.states: wanted whole replicas that meet at every step"),
+    ({"plan": {"states": "zero1", "mesh": {"pipe": 2}}}, "plan.states: wanted whole replicas that meet at every step"),
+    ({"plan": {"states": "zero1"}, "train": {"optimizer": "lamb"}}, "wanted a rule that moves each number by itself"),
+    ({"plan": {"states": "zero9"}}, "no sharding is called 'zero9'"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), BAD, ids=[said[:40] for _, said in BAD])
+def test_bad_input(pool: Pool, tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    answers = pool.attempt("run.jobs:train", 2, folder=str(tmp_path), steps=4, sections=given)
+    assert all(one["kind"] == "BadInput" for one in answers), answers
+    assert said in answers[0]["error"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 64])
+def test_rows_are_dealt_out_once(ranks: int) -> None:
+    for name, shape in {"w": (17, 9), "b": (9,), "scalar": (), "one": (1, 4), "none": (0, 3)}.items():
+        rows = memory.rows_of(name, shape, ranks)
+        assert len(rows) == ranks
+        assert sum(one.count for one in rows) == (shape[0] if shape else 1)
+        at = 0
+        for one in rows:
+            assert one.count == 0 or one.start == at
+            at += one.count
