@@ -197,6 +197,7 @@ def train(
     words: bool = True,
     values: bool = False,
     fresh_plan: bool = False,
+    disks: bool = False,
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One run; `until` asks to stop after so many steps. What its records say, and a digest of the parameters."""
@@ -221,7 +222,7 @@ def train(
     module = kinds[kind]()
     for name in frozen:
         module.get_submodule(name).requires_grad_(False)
-    directory = RunDirectory(Path(folder or seat.folder) / "run")
+    directory = RunDirectory(Path((folder or str(seat.folder)).format(rank=seat.rank)) / "run")
     kept = directory.plan() if resume and not fresh_plan else None
     ended, done = "", [0]
 
@@ -250,8 +251,8 @@ def train(
             rank=seat.rank,
             ranks=seat.ranks,
             hosts=hosts,
-            writer=seat.rank,
-            writers=seat.ranks,
+            writer=0 if disks else seat.rank,
+            writers=1 if disks else seat.ranks,
             store=seat.store(),
             interface="lo",
         ),

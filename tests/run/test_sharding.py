@@ -87,6 +87,18 @@ def test_states_fit_other_ranks_and_other_shardings(
     assert torch.allclose(torch.tensor(again[0]["values"]), torch.tensor(straight[0]["values"]), rtol=1e-5, atol=1e-6)
 
 
+def test_hosts_with_disks_of_their_own(pool: Pool, tmp_path: Path) -> None:
+    """No disk has all rows: each rank finds its own again, and no others."""
+    given = {"steps": 8, "sections": sections("zero1")}
+    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
+    apart = {"folder": str(tmp_path / "disk{rank}"), "disks": True, **given}
+    pool.run("run.jobs:train", 2, until=4, **apart)
+    again = pool.run("run.jobs:train", 2, resume=True, **apart)
+    assert [one["digest"] for one in again] == [one["digest"] for one in whole]
+    answers = pool.attempt("run.jobs:train", 1, resume=True, fresh_plan=True, **apart)
+    assert "wanted rank 0 of 1" in answers[0]["error"]
+
+
 def test_every_rank_holds_its_part_and_no_more(pool: Pool, tmp_path: Path) -> None:
     """Two moments of float32 for 1/n of the parameters, but for a row of each."""
     pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=2, sections=sections("zero1"))

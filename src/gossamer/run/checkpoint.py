@@ -4,7 +4,8 @@ Names: "model/<parameter or buffer>", "optim/<slot>/<parameter>", "exchange/<pat
 "precision/<field>", "rng/torch" (one per rank). Everything is keyed by canonical names, so another number of ranks or
 another cut reads the same file. Replicated tensors are written once: each rank of a host writes its part of them.
 Of islands that train apart, "model/<parameter>" is what they agree on and "outer/..." what else they share;
-"island/..." and "optim/..." are one per rank.
+"island/..." and "optim/..." are one per rank. Of sharded states each rank writes its rows of "optim/...", or, where not
+all ranks see the disk, "states/optim/..." (one per rank).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from gossamer.memory import States
 from gossamer.run.cut import Cut
 from gossamer.run.scaling import Scaling
-from gossamer.spec.errors import BadInput
+from gossamer.spec.errors import BadInput, CheckpointMismatch
 from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
 from gossamer.store.slices import Piece, Slice
 from gossamer.sync import Apart, Replica
@@ -75,12 +76,15 @@ class Contents:
 
     def pieces(self, writer: int, writers: int) -> list[Piece]:
         """What writer number `writer` of `writers` on this host has to write: they are ranks one behind the other."""
-        shared = list(self.replicated().items())
+        shared, all_here = list(self.replicated().items()), writers
         if self.cut is not None:
             shared, writer, writers = self._of_stage(self.cut, shared, writer, writers)
         mine = [shared[i] for i in _balanced(shared, writer, writers)]
         pieces = [(whole(name, tensor, -1), tensor) for name, tensor in mine]
-        return pieces + self._sharded() + [(whole(n, t, self.replica.rank), t) for n, t in self.private().items()]
+        rows = self._sharded()
+        if all_here < self.replica.ranks:  # a disk that only some ranks see holds no tensor that all have parts of
+            rows = [(whole(f"states/{of.name}", tensor, self.replica.rank), tensor) for of, tensor in rows]
+        return pieces + rows + [(whole(n, t, self.replica.rank), t) for n, t in self.private().items()]
 
     def _of_stage(
         self, cut: Cut, shared: list[tuple[str, Tensor]], writer: int, writers: int
@@ -98,7 +102,8 @@ class Contents:
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for."""
         expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
-        expected |= {of.name: (of.shape, str(tensor.dtype)) for of, tensor in self._sharded()}
+        if not _by_rank(checkpoint):
+            expected |= {of.name: (of.shape, str(tensor.dtype)) for of, tensor in self._sharded()}
         everywhere = frozenset[str]() if self.cut is None else self.cut.names
         checkpoint.check_against(
             expected, elsewhere=lambda name: _bare(name) in everywhere or name.startswith("outer/arrived/")
@@ -115,7 +120,10 @@ class Contents:
         for name, tensor in self.replicated().items():
             tensor.copy_(checkpoint.read(name))
         for of, tensor in self._sharded():
-            tensor.copy_(checkpoint.read(of.name, of.start, of.size))
+            if _by_rank(checkpoint):
+                tensor.copy_(self._of_this_rank(checkpoint, f"states/{of.name}"))
+            else:
+                tensor.copy_(checkpoint.read(of.name, of.start, of.size))
         self.scaling.load({n: checkpoint.read(f"precision/{n}") for n in self.scaling.state()})
         former, rank = int(checkpoint.meta["ranks"]), self.replica.rank
         told = self._fill_apart(checkpoint, former, residuals) if self.apart.fragments else ""
@@ -133,6 +141,16 @@ class Contents:
             return f"{told}resumed on {self.replica.ranks} ranks what {former} saved: exchange residuals were merged"
         why = "residuals: drop" if there else "not every rank's is stored here, or the exchange is another one"
         return f"{told}exchange residuals start anew ({why})" if names else told.removesuffix("; ")
+
+    def _of_this_rank(self, checkpoint: Checkpoint, name: str) -> Tensor:
+        """A state that was written by rank, as no disk held all of it."""
+        former, ranks, rank = int(checkpoint.meta["ranks"]), self.replica.ranks, self.replica.rank
+        if former != ranks or rank not in checkpoint.replicas(name):
+            raise CheckpointMismatch(
+                f"{checkpoint.folder} holds the sharded state of ranks {list(checkpoint.replicas(name))} of {former}, "
+                f"wanted rank {rank} of {ranks}: resume with as many ranks, each on the host where it was"
+            )
+        return checkpoint.read(name, replica=rank)
 
     def _fill_apart(self, checkpoint: Checkpoint, former: int, residuals: str) -> str:
         """What islands have for themselves; what to tell the user. On another number of ranks they start from the
@@ -185,6 +203,11 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def trainable(module: nn.Module) -> Mapping[str, Tensor]:
     """The parameters that are trained, by canonical name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _by_rank(checkpoint: Checkpoint) -> bool:
+    """Whether sharded state stands there rank by rank, and not as the tensors it is of."""
+    return any(name.startswith("states/") for name in checkpoint.names())
 
 
 def _stages_with(cut: Cut, name: str) -> Iterator[tuple[int, ...]]:
