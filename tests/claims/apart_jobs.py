@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer import compress, optim, sync
+from gossamer import compress, memory, optim, sync
 from gossamer.sync import Apart, Moved, Replica, Vote, Window
 from gossamer.wire.channel.group import Group, Meeting
 from gossamer.wire.message import Levels
@@ -54,6 +54,7 @@ def learn(
     steps: int,
     rule: Any,
     exchange: Any = "dense",
+    states: Any = "whole",
     batch: int = 32,
     islands: list[list[int]] | None = None,
     warm: int = 0,
@@ -69,12 +70,21 @@ def learn(
     pump, beside = Pump(channel), Pump(channel)
     method, update = sync.build(written), optim.build(rule)
     meets = "all" if method.loop is None else "island"
-    replica = Replica(params, compress.build(exchange), pump, bucket_bytes=1 << 20, meets=meets)
+    sharding = memory.build(states)
+    held = memory.States.of(
+        update,
+        params,
+        is_sharded=sharding.is_sharded,
+        weights=sharding.weights,
+        place=seat.rank,
+        ranks=seat.ranks,
+    )
+    meet, owned = sharding.exchange(compress.build(exchange)), held.own if sharding.is_sharded else None
+    replica = Replica(params, meet, pump, bucket_bytes=1 << 20, meets=meets, owned=owned)
     truth = {name: p.detach() for name, p in params.items()}
     apart = Apart.of(
         method.loop, params, truth, replica, beside, units=("embed", "first", "last"), bucket_bytes=1 << 20
     )
-    state = update.init(truth)
     part = (len(text()) - HELD_OUT - CONTEXT) // seat.ranks
     drawn = torch.Generator().manual_seed(seat.rank)
     sent = []
@@ -88,7 +98,8 @@ def learn(
         replica.reduce()
         assert replica.agree(Vote(0.0)).finite
         replica.commit()
-        update.update(truth, replica.gradients(), state, lr_scale=factor, step=step)
+        held.update(replica.gradients(), lr_scale=factor, step=step)
+        held.gather(replica.layouts, pump, key=(0, step))
         apart.after(Moved(step + 1, factor * update.lr, float(batch), 0, last=step == steps - 1))
         if apart.loop is not None:
             apart.settle(step + 1)
@@ -99,4 +110,12 @@ def learn(
     for one in (pump, beside):
         one.close()
     channel.close()
-    return {"loss": loss, "sent": sent}
+    drift = max(
+        (
+            float((main - held.own(name, truth[name])).abs().max())
+            for slot, name, _, main in held.slots()
+            if slot == "main"
+        ),
+        default=0.0,
+    )
+    return {"loss": loss, "sent": sent, "drift": drift, "first": float(truth["first.weight"].double().sum())}

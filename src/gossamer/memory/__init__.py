@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from gossamer.compress import Exchange
+from gossamer.compress.codec import Codec
 from gossamer.memory._rows import Rows, rows_of
 from gossamer.memory._states import States, gather_traffic
 from gossamer.spec.room import Room
@@ -23,6 +24,11 @@ class Sharding(ABC):
     @abstractmethod
     def is_sharded(self) -> bool:
         """Whether a rank holds the state of its own rows alone."""
+
+    @property
+    def weights(self) -> Codec | None:
+        """How what a rank has moved its rows by gets to the others; None: the rows themselves do, as they are."""
+        return None
 
     @abstractmethod
     def exchange(self, given: Exchange) -> Exchange:

@@ -40,7 +40,7 @@ class Scatter(Exchange):
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
         parts, me = parts_of(x.layout, len(at.members)), at.place
         rows = packed(x.flat, parts)  # (ranks, most)
-        own = rows[me].float().mul_(at.share)
+        own = rows[me].float() * at.share  # a copy: the rows become what is lost
         sent, key, lost = rows, key_of(at, x.layout), None
         if self.codec is not None:
             lost = rows.float()

@@ -4,36 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
+from gossamer.compress._key import key_at
+from gossamer.compress.codec import Codec
 from gossamer.memory._rows import Rows, rows_of
 from gossamer.memory._scatter import most, packed, parts_of, unpacked
 from gossamer.optim import Rule, State
-from gossamer.wire.bucket import Bucket, Layout
+from gossamer.wire.bucket import Bucket, Layout, as_float
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Rounds, Traffic
 from gossamer.wire.message import State as Stateless
 from gossamer.wire.pump import Pump
 
+_MAIN = "main"
+
 
 @dataclass(slots=True)
 class States:
-    """Of the parameters whose gradients lie in `layouts`. `rows`: this rank's, by name; where it holds all of every
-    parameter, there is nothing to gather.
+    """`rows`: this rank's, by name; where it holds all of every parameter, there is nothing to gather. `weights`: a
+    code for what the rows have moved by. Then the rule moves float32 copies of its own, `main` among its state, and the
+    parameters are what all ranks make of the code, this one's own rows too: so they are the same everywhere, and what
+    was lost on the way is part of the next difference.
     """
 
     rule: Rule
     params: Mapping[str, Tensor]
     rows: Mapping[str, Rows]
     is_sharded: bool
+    weights: Codec | None
     held: State
 
     @staticmethod
-    def of(rule: Rule, params: Mapping[str, Tensor], *, is_sharded: bool, place: int, ranks: int) -> States:
+    def of(
+        rule: Rule, params: Mapping[str, Tensor], *, is_sharded: bool, weights: Codec | None, place: int, ranks: int
+    ) -> States:
         """`place` among the `ranks` that hold the same parameters."""
         mine = {n: rows_of(n, p.shape, ranks)[place] if is_sharded else _all(p) for n, p in params.items()}
-        own = {n: rows.of(params[n]) for n, rows in mine.items() if _any(rows)}
-        return States(rule, params, mine, is_sharded, rule.init(own))
+        own = {n: rows.of(params[n].detach()) for n, rows in mine.items() if _any(rows)}
+        if weights is not None:
+            own = {n: view.float().clone() for n, view in own.items()}
+        held = rule.init(own)
+        for name in own if weights is not None else ():
+            held[name][_MAIN] = own[name]
+        return States(rule, params, mine, is_sharded, weights, held)
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's rows of something shaped like a parameter; nothing of it where it has none."""
@@ -43,19 +59,24 @@ class States:
     def update(self, grads: Mapping[str, Tensor], *, lr_scale: float, step: int) -> None:
         """Move this rank's rows, given the mean gradients, of which the others' rows are not looked at."""
         mine = {name: self.rows[name] for name in grads if _any(self.rows[name])}
-        params = {name: rows.of(self.params[name].detach()) for name, rows in mine.items()}
+        params = {name: self._moved_by_rule(name) for name in mine}
         own = {name: rows.of(grads[name]) for name, rows in mine.items()}
         self.rule.update(params, own, self.held, lr_scale=lr_scale, step=step)
 
-    def gather(self, layouts: Sequence[Layout], pump: Pump) -> None:
-        """After an update: take over what the others have updated."""
+    def _moved_by_rule(self, name: str) -> Tensor:
+        return self.held[name].get(_MAIN, self.rows[name].of(self.params[name].detach()))
+
+    def gather(self, layouts: Sequence[Layout], pump: Pump, *, key: tuple[int, int]) -> None:
+        """After an update: take over what the others have updated. `key`: (seed, step)."""
         if not self.is_sharded:
             return
         levels, rank = pump.channel.levels, pump.channel.rank
         members = levels.group("all", rank)
         step = pump.begin([1] * len(layouts))
         for job, layout in enumerate(layouts):
-            step.submit(job, self._gathered(layout, members.index(rank), len(members)))
+            place = (*key, layout.entries[0].name, "gather")
+            rows = self._gathered if self.weights is None else partial(self._differences, self.weights, place)
+            step.submit(job, rows(layout, members.index(rank), len(members)))
         for job in range(len(layouts)):
             step.result(job)
 
@@ -71,6 +92,22 @@ class States:
             self.params[name].detach().copy_(view)
         return Outcome(bucket.flat, None, Stateless())
 
+    @torch.no_grad()
+    def _differences(self, codec: Codec, place: tuple[int | str, ...], layout: Layout, me: int, ranks: int) -> Rounds:
+        parts, key = parts_of(layout, ranks), key_at(place, me)
+        bucket = as_float(layout).allocate()
+        for name, view in bucket.slices():
+            if name in self.held:
+                rows = self.rows[name]
+                rows.of(view).copy_(self.held[name][_MAIN] - rows.of(self.params[name]).float())
+        (messages,) = yield Message((codec.encode(packed(bucket.flat, parts)[me], key),), Combine.GATHER)
+        moved = codec.decode(messages, most(parts), key)  # (ranks, most)
+        for row, part in zip(moved, parts, strict=True):
+            unpacked(row, part, bucket.flat)
+        for name, view in bucket.slices():
+            self.params[name].copy_(self.params[name].float() + view)
+        return Outcome(bucket.flat, None, Stateless())
+
     def slots(self) -> Iterator[tuple[str, str, Rows, Tensor]]:
         """(slot, parameter, this rank's rows, tensor) of all state."""
         for name, slots in self.held.items():
@@ -78,9 +115,12 @@ class States:
                 yield slot, name, self.rows[name], tensor
 
 
-def gather_traffic(layout: Layout, levels: Levels, rank: int) -> Traffic:
+def gather_traffic(layout: Layout, levels: Levels, rank: int, weights: Codec | None) -> Traffic:
     """What a gather after an update sends of a bucket."""
-    return Traffic(Combine.GATHER, most(parts_of(layout, len(levels.group("all", rank)))), layout.dtype.itemsize)
+    longest = most(parts_of(layout, len(levels.group("all", rank))))
+    if weights is None:
+        return Traffic(Combine.GATHER, longest, layout.dtype.itemsize)
+    return Traffic(Combine.GATHER, weights.nbytes(longest), 1)
 
 
 def _all(param: Tensor) -> Rows:

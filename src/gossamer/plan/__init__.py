@@ -52,7 +52,7 @@ def price_of(
     buckets = gradient_buckets(shapes, {n: sharding.exchange(e) for n, e in named.items()}, bucket_bytes=bucket_bytes)
     links = Counter(step_bytes(buckets, levels))
     if sharding.is_sharded:
-        links.update(gather_bytes(buckets, levels))
+        links.update(gather_bytes(buckets, levels, sharding.weights))
     return _cost(links, levels)
 
 

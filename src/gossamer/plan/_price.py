@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from gossamer.compress import Exchange
+from gossamer.compress.codec import Codec
 from gossamer.memory import gather_traffic
 from gossamer.sync import Loop, buckets_of, traffic_of_round
 from gossamer.wire.bucket import Layout
@@ -44,12 +45,12 @@ def step_bytes(buckets: Buckets, levels: Levels, *, meets: str = "all") -> dict[
     return links
 
 
-def gather_bytes(buckets: Buckets, levels: Levels) -> dict[str, int]:
+def gather_bytes(buckets: Buckets, levels: Levels, weights: Codec | None) -> dict[str, int]:
     """Payload bytes per link of what every rank has updated, on its way to all others."""
     links: dict[str, int] = {}
     for rank in levels.everyone:
         channel = Priced(rank, levels)
-        channel.charge(gather_traffic(layout, levels, rank) for layout, _ in buckets)
+        channel.charge(gather_traffic(layout, levels, rank, weights) for layout, _ in buckets)
         links.update(channel.meter.snapshot())
     return links
 

@@ -134,7 +134,14 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     sharding = memory.build(plan.states, key="plan.states")
     exchange = {n: sharding.exchange(one) for n, one in compress.rules(plan.exchange).by_name(params).items()}
     members = levels.group("all", rank)
-    states = States.of(rule, params, is_sharded=sharding.is_sharded, place=members.index(rank), ranks=len(members))
+    states = States.of(
+        rule,
+        params,
+        is_sharded=sharding.is_sharded,
+        weights=sharding.weights,
+        place=members.index(rank),
+        ranks=len(members),
+    )
     together = sync.build(plan.sync, key="plan.sync")
     replica = sync.Replica(
         params,

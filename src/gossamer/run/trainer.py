@@ -191,7 +191,7 @@ class Trainer:
         self.replica.commit()
         updates = step - self.progress.rejected  # rejected steps moved nothing, and count for no bias correction
         self.states.update(self.replica.gradients(), lr_scale=lr, step=updates)
-        self.states.gather(self.replica.layouts, self.pump)
+        self.states.gather(self.replica.layouts, self.pump, key=(self.goal.seed, step))
         self.scaling.committed()
 
     def _meet(self, lr: float, samples: float) -> None:
