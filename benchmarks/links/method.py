@@ -49,7 +49,7 @@ OURS = [
     _apart("diloco", 48, {"diloco": {"every": 48}}),
     _apart("diloco_int4", 48, {"diloco": {"every": 48, "exchange": {"two_shot": {"codec": "int4"}}}}),
     _apart("streaming_diloco", 48, {"streaming_diloco": {"every": 48}}),
-    _apart("co2", 24, {"co2": {"every": 24}}),
+    _apart("co2_int4", 24, {"co2": {"every": 24, "exchange": {"two_shot": {"codec": "int4"}}}}),
 ]
 PEERS = [
     Method("ddp", True, like="dense"),
