@@ -119,6 +119,7 @@ class Replica:
         )
         self._watching = False
         self._sent_before: dict[str, int] = {}
+        self._beside_before: dict[str, int] = {}
         self._weights: Tensor | None = None
         self._weighing = self._exchanging = Step(())
         self._window = Window(0, 0, 0.0, 0.0)
@@ -181,7 +182,7 @@ class Replica:
     def begin(self, window: Window) -> None:
         """The first of a step: let every rank know the others' weights."""
         self._window, self._weights, self._watching = window, None, False
-        self._sent_before = self._pump.channel.meter.snapshot()
+        self._sent_before, _ = self._pump.channel.meter.apart()
         self._weighing = self._pump.begin((1,))
         self._weighing.submit(0, self._gather((window.weight,)))
 
@@ -283,9 +284,14 @@ class Replica:
         return global_norm_squared(counted).item() if counted else 0.0
 
     def sent_bytes(self) -> dict[str, int]:
-        """Payload bytes this rank has sent since the step was opened, by link."""
-        now = self._pump.channel.meter.snapshot()
-        return {link: count - self._sent_before.get(link, 0) for link, count in now.items()}
+        """Payload bytes this rank has sent since the step was opened, by link; of what goes beside the steps, since it
+        was asked before: it goes when it can.
+        """
+        now, beside = self._pump.channel.meter.apart()
+        sent = {link: count - self._sent_before.get(link, 0) for link, count in now.items()}
+        sent |= {link: sent[link] + count - self._beside_before.get(link, 0) for link, count in beside.items()}
+        self._beside_before = beside
+        return sent
 
     def commit(self) -> None:
         """The step took effect: the exchanges' new states are the states."""

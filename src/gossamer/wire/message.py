@@ -113,7 +113,7 @@ class Levels:
         """Every level a second time, under `late(level)`: for messages that are under way beside those of the steps,
         in an order of their own.
         """
-        own = {level: groups for level, groups in self.groups.items() if not level.startswith(_LATE)}
+        own = {level: groups for level, groups in self.groups.items() if not is_late(level)}
         return Levels({**own, **{late(level): groups for level, groups in own.items()}})
 
     def group(self, level: str, rank: int) -> tuple[int, ...]:
@@ -130,6 +130,11 @@ _LATE = "late "
 def late(level: str) -> str:
     """The name of the same groups for messages that go beside those of the steps (see `Levels.twice`)."""
     return f"{_LATE}{level}"
+
+
+def is_late(level: str) -> bool:
+    """Whether a level is one of those."""
+    return level.startswith(_LATE)
 
 
 @dataclass(frozen=True, slots=True)

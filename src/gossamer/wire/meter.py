@@ -14,7 +14,7 @@ from collections import Counter
 
 from torch import Tensor
 
-from gossamer.wire.message import Combine, Message
+from gossamer.wire.message import Combine, Message, is_late
 
 _SEGMENT_BYTES = 1 << 20  # gloo cuts a ring's chunks into segments of at most this size
 
@@ -48,6 +48,7 @@ class Meter:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.links: Counter[str] = Counter()
+        self.late: Counter[str] = Counter()  # the part of it that went beside the steps
         self.messages = 0
         self._lock = threading.Lock()  # several pumps may send over one channel
 
@@ -59,6 +60,8 @@ class Meter:
                 size = part.numel() * part.element_size()
                 for peer, sent in self._sent(message, part, size, group).items():
                     self.links[f"{self.rank}>{peer}"] += sent
+                    if is_late(message.level):
+                        self.late[f"{self.rank}>{peer}"] += sent
 
     def _sent(self, message: Message, part: Tensor, size: int, group: tuple[int, ...]) -> dict[int, int]:
         if message.splits is None:
@@ -73,3 +76,8 @@ class Meter:
     def snapshot(self) -> dict[str, int]:
         with self._lock:
             return dict(self.links)
+
+    def apart(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Of it, what went with the steps, and what beside them."""
+        with self._lock:
+            return {link: sent - self.late[link] for link, sent in self.links.items()}, dict(self.late)
