@@ -92,10 +92,12 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
     directory = open_run(run_dir)
     resolved = reload(run_dir, overrides or [])
     config = resolved.config
+    before = directory.config()
     with nothing_half_made(directory):
         directory.keep(config, resolved.origin)
         ranks = config.machines.processes * max(1, len(config.machines.hosts))
-        if (ranks, config.train.batch) != _planned(directory):
+        asked = (config.plan, config.machines.islands) != (before.plan, before.machines.islands)
+        if asked or (ranks, config.train.batch) != _planned(directory):
             directory.plan_file.unlink(missing_ok=True)  # plan again
         launch = Launch(directory=directory, config=config, resume=True)
         if config.machines.hosts:

@@ -44,6 +44,22 @@ def test_other_islands_go_on_from_what_was_agreed(pool: Pool, tmp_path: Path, na
     assert any("start from what they had agreed on" in message for message in said)
 
 
+def test_trained_together_then_apart_then_together(pool: Pool, tmp_path: Path) -> None:
+    """Each time from what all agreed on: from a stop inside a round that is the anchor, and the mean of the rules'
+    state, the same on all ranks.
+    """
+    ways = ["every_step", SETTINGS["cser"], "every_step", SETTINGS["streaming_diloco"]]
+    for turn, written in enumerate(ways):
+        given = {"folder": str(tmp_path), "steps": 17, "resume": turn > 0, "fresh_plan": True}
+        until = {} if turn == 3 else {"until": 4 * (turn + 1) + 1}
+        found = pool.run("run.jobs:train", 2, sections=sections(written), **until, **given)
+        if turn != 1:  # stopped apart
+            assert found[0]["digest"] == found[1]["digest"]
+    steps = [one for one in records(tmp_path) if one["kind"] == "step"]
+    assert [one["step"] for one in steps] == list(range(1, 18))
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
 def test_islands_of_unequal_size_and_share(pool: Pool, tmp_path: Path) -> None:
     given = sections({"diloco": {"every": 3}}, islands=[[0, 1], [2]])
     given["plan"]["share"] = [1, 1, 2]

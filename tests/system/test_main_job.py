@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.utils.data import Dataset
 
 import gossamer
@@ -50,6 +51,17 @@ def test_resume_with_more_steps_goes_on_at_the_next_sample(trained: Trained, pla
     assert [start["step"] for start in records(run, "start")] == [0, 6]
     assert [tuple(step["samples"]) for step in records(run, "step")][6:] == [(24, 28), (28, 32)]
     assert {**losses(run), **losses(trained.run)} == losses(run)
+
+
+def test_resume_with_another_plan_plans_again(trained: Trained, place: Place) -> None:
+    run = trained.copy(place.folder / "runs" / "copy")
+    wanted = ("plan.sync={local_sgd: {every: 2}}", "plan.states=zero1")
+    for steps, asked in zip((10, 12), (wanted[:1], ("plan.sync=every_step", wanted[1])), strict=True):
+        trained.place.good("resume", run, f"train.steps={steps}", *asked)
+    kept = yaml.safe_load((run / "plan.yaml").read_text())
+    assert (kept["sync"], kept["states"]) == ("every_step", "zero1")
+    sent = [sum(step["wire_bytes"].values()) for step in records(run, "step")][6:]
+    assert [n > 1000 for n in sent] == [False, True, False, True, True, True]
 
 
 def test_resume_on_another_number_of_ranks(trained: Trained, place: Place) -> None:

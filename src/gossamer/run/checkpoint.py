@@ -22,7 +22,7 @@ from gossamer.run.cut import Cut
 from gossamer.run.scaling import Scaling
 from gossamer.spec.errors import BadInput, CheckpointMismatch
 from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
-from gossamer.store.slices import Piece, Slice
+from gossamer.store.slices import REPLICATED, Piece, Slice
 from gossamer.sync import Apart, Replica
 
 
@@ -102,12 +102,23 @@ class Contents:
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for."""
         expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
-        if not _by_rank(checkpoint):
-            expected |= {of.name: (of.shape, str(tensor.dtype)) for of, tensor in self._sharded()}
+        expected |= {of.name: (of.shape, str(tensor.dtype)) for of, tensor in self._sharded()}
+        expected = {n: kind for n, kind in expected.items() if not self._starts_anew(checkpoint, n)}
         everywhere = frozenset[str]() if self.cut is None else self.cut.names
+        other_ways = ("outer/", "optim/main/", *(("optim/",) if self.apart.fragments else ()))
         checkpoint.check_against(
-            expected, elsewhere=lambda name: _bare(name) in everywhere or name.startswith("outer/arrived/")
+            expected, elsewhere=lambda name: _bare(name) in everywhere or name.startswith(other_ways)
         )
+
+    def _starts_anew(self, checkpoint: Checkpoint, name: str) -> bool:
+        """Whether something that is the same on all ranks is not stored as such: what was trained in another way
+        (together or apart, whole or sharded) goes on from what is there.
+        """
+        if name.startswith("outer/"):
+            return not _was_apart(checkpoint)
+        if name.startswith("optim/main/"):
+            return not checkpoint.replicas(name)
+        return name.startswith("optim/") and (_by_rank(checkpoint) or _was_apart(checkpoint))
 
     @torch.no_grad()
     def fill(self, checkpoint: Checkpoint, *, residuals: str = "merge") -> str:
@@ -118,12 +129,12 @@ class Contents:
         all that was not sent will be; `drop` starts anew.
         """
         for name, tensor in self.replicated().items():
-            tensor.copy_(checkpoint.read(name))
+            if name.startswith("optim/"):
+                tensor.copy_(_agreed(checkpoint, _whole_of(name, tensor)))
+            elif not self._starts_anew(checkpoint, name):
+                tensor.copy_(checkpoint.read(name))
         for of, tensor in self._sharded():
-            if _by_rank(checkpoint):
-                tensor.copy_(self._of_this_rank(checkpoint, f"states/{of.name}"))
-            else:
-                tensor.copy_(checkpoint.read(of.name, of.start, of.size))
+            tensor.copy_(self._rows(checkpoint, of))
         self.scaling.load({n: checkpoint.read(f"precision/{n}") for n in self.scaling.state()})
         former, rank = int(checkpoint.meta["ranks"]), self.replica.rank
         told = self._fill_apart(checkpoint, former, residuals) if self.apart.fragments else ""
@@ -142,6 +153,15 @@ class Contents:
         why = "residuals: drop" if there else "not every rank's is stored here, or the exchange is another one"
         return f"{told}exchange residuals start anew ({why})" if names else told.removesuffix("; ")
 
+    def _rows(self, checkpoint: Checkpoint, of: Slice) -> Tensor:
+        """This rank's rows of a state, however it was kept."""
+        if _by_rank(checkpoint):
+            return self._of_this_rank(checkpoint, f"states/{of.name}")
+        if of.name.startswith("optim/main/") and not checkpoint.replicas(of.name):  # it is what the parameter is
+            name = of.name.removeprefix("optim/main/")
+            return self.states.own(name, self.states.params[name])
+        return _agreed(checkpoint, of)
+
     def _of_this_rank(self, checkpoint: Checkpoint, name: str) -> Tensor:
         """A state that was written by rank, as no disk held all of it."""
         former, ranks, rank = int(checkpoint.meta["ranks"]), self.replica.ranks, self.replica.rank
@@ -157,12 +177,16 @@ class Contents:
         anchor, with the mean of what the update rules kept.
         """
         rank, ranks = self.replica.rank, self.replica.ranks
+        if not _was_apart(checkpoint):
+            for name, tensor in self._slots().items():
+                tensor.copy_(checkpoint.read(name))
+            self.apart.part()
+            return "the islands part from what all ranks had trained together; "
         shared = {n.removeprefix("outer/"): checkpoint.read(n) for n in checkpoint.names() if n.startswith("outer/")}
         there = {n: checkpoint.replicas(f"island/{n}") for n in self.apart.own()}
         same = former == ranks and all(rank in replicas for replicas in there.values())
         for name, tensor in self._slots().items():
-            held = [rank] if same else range(former)
-            tensor.copy_(torch.stack([checkpoint.read(name, replica=r) for r in held]).double().mean(0))
+            tensor.copy_(checkpoint.read(name, replica=rank) if same else _agreed(checkpoint, _whole_of(name, tensor)))
         if same:
             self.apart.restore(shared, {n: checkpoint.read(f"island/{n}", replica=rank) for n in there})
             return ""
@@ -203,6 +227,23 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def trainable(module: nn.Module) -> Mapping[str, Tensor]:
     """The parameters that are trained, by canonical name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _whole_of(name: str, tensor: Tensor) -> Slice:
+    return Slice.whole(name, tuple(tensor.shape))
+
+
+def _was_apart(checkpoint: Checkpoint) -> bool:
+    """Whether islands trained apart."""
+    return "outer/counts/0" in checkpoint.names()
+
+
+def _agreed(checkpoint: Checkpoint, of: Slice) -> Tensor:
+    """A part of an update rule's state that all ranks shared, or the mean of what islands had each."""
+    ranks = [r for r in checkpoint.replicas(of.name) if r != REPLICATED]
+    if not ranks:
+        return checkpoint.read(of.name, of.start, of.size)
+    return torch.stack([checkpoint.read(of.name, of.start, of.size, r).double() for r in ranks]).mean(0)
 
 
 def _by_rank(checkpoint: Checkpoint) -> bool:

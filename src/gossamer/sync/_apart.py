@@ -342,6 +342,10 @@ class Apart:
             if fragment.flight is not None:
                 self._waiting(fragment.flight.wait)
 
+    def part(self) -> None:
+        """Start from the anchor, which is in place."""
+        self._return(self.fragments)
+
     def common(self) -> dict[str, Tensor]:
         """The anchor by parameter, in place: what the islands agree on."""
         return {name: view for part in self._parts() for name, view in part.views(part.anchor)}
