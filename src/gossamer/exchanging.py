@@ -35,7 +35,7 @@ from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_rate
 from gossamer.wire.channel import gathered
 from gossamer.wire.message import Levels
-from gossamer.wire.probe import probe
+from gossamer.wire.probe import PAIRS_RANKS, probe
 from gossamer.wire.pump import Pump
 
 _LEAST_BUCKET_BYTES = 1 << 20
@@ -102,10 +102,8 @@ class Exchanger:
 
     def _part(self, hosts: int) -> None:
         """Who trains together: what is given, else what the links say, else everybody alone."""
-        alone = tuple((rank,) for rank in self.pump.channel.levels.everyone)
         if not self.plan.islands:
-            links = probe(self.pump.channel) if hosts > 1 else None
-            islands = links.islands if links is not None and links.has_islands else alone
+            islands = self._islands(hosts)
             self.plan = self.plan.model_copy(update={"islands": islands})
             self.pump.channel.widen(Levels.islands(islands).twice())
         loop = sync.build(self.plan.sync, key="plan.sync").loop
@@ -116,6 +114,16 @@ class Exchanger:
         reasons = {**self.plan.reasons, "sync": said}
         self.plan = self.plan.model_copy(update={"forecast": forecast, "reasons": reasons})
         self.tell(f"sync: {said}", 0)
+
+    def _islands(self, hosts: int) -> tuple[tuple[int, ...], ...]:
+        everyone = self.pump.channel.levels.everyone
+        if hosts > 1 and len(everyone) > PAIRS_RANKS and len(everyone) % hosts == 0:  # too many pairs to measure
+            each = len(everyone) // hosts
+            return tuple(everyone[at : at + each] for at in range(0, len(everyone), each))
+        links = probe(self.pump.channel) if hosts > 1 else None
+        if links is not None and links.has_islands:
+            return links.islands
+        return tuple((rank,) for rank in everyone)
 
     def replan(self, step: int) -> Replan | None:
         """At a step's border: None, or what the drifted links make better."""

@@ -171,6 +171,20 @@ def test_cser_s_mean_is_that_of_plain_sgd(pool: Pool, each: Any) -> None:
         assert torch.allclose(at[:, step].mean(0), at[:, step - 1].mean(0) - RATE * moved, atol=1e-5)
 
 
+def test_the_last_steps_count_though_a_fragment_is_under_way(pool: Pool) -> None:
+    """One island: what has left lands and is mixed in, and what the island has gone since then leaves as well."""
+    loop = {"every": 4, "delay": 2, "mix": 0.5, "outer": "average"}
+    found = pool.run("sync.apart_jobs:rounds", 1, written={"diloco": loop}, steps=6)
+    own = {n: t.clone() for n, t in start().items()}
+    for step in range(6):
+        for name, value in own.items():
+            value.sub_(gradient(name, value, 0, step), alpha=RATE)
+        if step == 3:
+            left = {n: t.clone() for n, t in own.items()}
+    wanted = torch.cat([(0.5 * own[n] + 0.5 * left[n]).flatten() for n in sorted(own)])
+    assert torch.allclose(torch.tensor(found[0]["at"][-1]), wanted, atol=1e-6)
+
+
 def test_what_is_quantised_is_bounded_by_the_displacement(pool: Pool) -> None:
     exact = pool.run("sync.apart_jobs:rounds", 2, written={"local_sgd": {"every": 3}}, steps=3)
     coded = {"local_sgd": {"every": 3, "exchange": {"two_shot": {"codec": "int8"}}}}
@@ -180,10 +194,13 @@ def test_what_is_quantised_is_bounded_by_the_displacement(pool: Pool) -> None:
     assert 0 < off.abs().max() < 0.02 * moved.abs().max()
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "diloco", "streaming_diloco", "dsm", "co2", "cser"])
-def test_an_island_that_is_not_finite_is_left_out_and_comes_back(pool: Pool, name: str) -> None:
+POISONED = [SETTINGS[name] for name in ("local_sgd", "diloco", "streaming_diloco", "dsm", "co2", "cser")]
+
+
+@pytest.mark.parametrize("written", [*POISONED, {"cser": {"every": 3, "each": "dense"}}], ids=json.dumps)
+def test_an_island_that_is_not_finite_is_left_out_and_comes_back(pool: Pool, written: Any) -> None:
     apart = [[0], [1], [2]]
-    found = pool.run("sync.apart_jobs:rounds", 3, written=SETTINGS[name], steps=2, islands=apart, poison=[1, 1])
+    found = pool.run("sync.apart_jobs:rounds", 3, written=written, steps=2, islands=apart, poison=[1, 1])
     assert all(one["at"][-1] == found[0]["at"][-1] for one in found)
     assert all(abs(x) < 10 for x in found[0]["at"][-1])
 

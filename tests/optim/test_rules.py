@@ -213,7 +213,7 @@ def test_a_layer_without_gradient_or_size_is_no_division_by_zero(rule: optim.Rul
     params = {"still": torch.ones(3, 3), "zero": torch.zeros(3, 3)}
     rule.update(params, {"still": torch.zeros(3, 3), "zero": torch.ones(3, 3)}, rule.init(params), lr_scale=1.0, step=0)
     assert all(bool(p.isfinite().all()) for p in params.values())
-    assert bool((params["zero"] != 0).all())
+    assert bool((params["zero"].abs() > 0.0009).all())  # at its own rate, and not at a part of nothing
 
 
 @pytest.mark.parametrize("rule", [Lamb(weight_decay=0.0), Lans(weight_decay=0.0)])

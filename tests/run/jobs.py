@@ -110,6 +110,17 @@ class Causal(nn.Module):
         return 0.1 * x @ self.embed.weight.T
 
 
+class Thin(Causal):
+    """Parameters of fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Parameter(torch.randn(1, 1, 12)), nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.scale * super().forward(input_ids) + (self.first @ self.embed.weight.T)
+
+
 class Wordless(Causal):
     """Says nothing unless it is told what to say."""
 
@@ -217,6 +228,7 @@ def train(
         "wordless": Wordless,
         "late": Late,
         "doubles": lambda: Marks().double(),
+        "thin": Thin,
         "halves": lambda: Causal().bfloat16(),
     }
     module = kinds[kind]()

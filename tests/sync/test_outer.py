@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gossamer.spec.errors import BadInput
 from gossamer.sync import outer
 from gossamer.sync.outer import OuterRound, OuterRule, OuterState
 
@@ -138,3 +139,9 @@ def test_a_hypergradient_multiplies_what_the_inner_rule_does() -> None:
     anchor, _ = run(rule, [drawn(1), drawn(1)])
     for x, start, d in zip(anchor, drawn(99), drawn(1), strict=True):
         assert torch.allclose(x, start - 0.5 * d - math.exp(0.3) * 0.5 * d, atol=1e-5)
+
+
+def test_one_hypergradient_inside_another_is_refused() -> None:
+    inner = {"hypergradient": {"of": "inner", "inner": "average"}}
+    with pytest.raises(BadInput, match="another outer rule inside"):
+        outer.build({"hypergradient": {"inner": inner}})

@@ -26,7 +26,10 @@ from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Roun
 
 @dataclass(frozen=True, slots=True)
 class Scatter(Exchange):
-    """In the bucket's own type, or through a codec. What the bucket holds of others' rows afterwards means nothing."""
+    """In the bucket's own type, or through a codec. Of others' rows the bucket holds zeros afterwards.
+
+    Feedback around it books what a half type rounds off a rank's own rows with that rank's weight alone.
+    """
 
     codec: Codec | None = None
 
@@ -39,7 +42,7 @@ class Scatter(Exchange):
 
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
         parts, me = parts_of(x.layout, len(at.members)), at.place
-        rows = packed(x.flat, parts)  # (ranks, most)
+        rows = torch.stack([packed(x.flat, part, most(parts)) for part in parts])  # (ranks, most)
         own = rows[me].float() * at.share  # a copy: the rows become what is lost
         sent, key, lost = rows, key_of(at, x.layout), None
         if self.codec is not None:
@@ -54,7 +57,7 @@ class Scatter(Exchange):
                 own.add_(arrived[place], alpha=share)
             else:
                 self.codec.add(own, arrived[place], share, key)
-        unpacked(own.to(x.flat.dtype), parts[me], x.flat)
+        unpacked(own.to(x.flat.dtype), parts[me], x.flat.zero_())
         return Outcome(x.flat, None if lost is None or not at.accounts else spread(lost, parts, x.flat), state)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
@@ -88,12 +91,11 @@ def most(parts: tuple[Part, ...]) -> int:
     return max(sum(numel for _, numel in part) for part in parts)
 
 
-def packed(flat: Tensor, parts: tuple[Part, ...]) -> Tensor:
-    """(ranks, most): every rank's rows one behind the other, and zeros."""
-    found = flat.new_zeros(len(parts), most(parts))
-    for row, part in zip(found, parts, strict=True):
-        torch.cat([flat[at : at + n] for at, n in part] or [flat[:0]], out=row[: sum(n for _, n in part)])
-    return found
+def packed(flat: Tensor, part: Part, length: int) -> Tensor:
+    """(length,): one rank's rows one behind the other, and zeros."""
+    row = flat.new_zeros(length)
+    torch.cat([flat[at : at + n] for at, n in part] or [flat[:0]], out=row[: sum(n for _, n in part)])
+    return row
 
 
 def unpacked(row: Tensor, part: Part, flat: Tensor) -> None:

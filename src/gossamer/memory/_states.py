@@ -85,7 +85,7 @@ class States:
         bucket = layout.allocate()
         for name, view in bucket.slices():
             view.copy_(self.params[name].detach())
-        (rows,) = yield Message((packed(bucket.flat, parts)[me],), Combine.GATHER)
+        (rows,) = yield Message((packed(bucket.flat, parts[me], most(parts)),), Combine.GATHER)
         for row, part in zip(rows, parts, strict=True):
             unpacked(row, part, bucket.flat)
         for name, view in Bucket(layout, bucket.flat).slices():
@@ -100,7 +100,7 @@ class States:
             if name in self.held:
                 rows = self.rows[name]
                 rows.of(view).copy_(self.held[name][_MAIN] - rows.of(self.params[name]).float())
-        (messages,) = yield Message((codec.encode(packed(bucket.flat, parts)[me], key),), Combine.GATHER)
+        (messages,) = yield Message((codec.encode(packed(bucket.flat, parts[me], most(parts)), key),), Combine.GATHER)
         moved = codec.decode(messages, most(parts), key)  # (ranks, most)
         for row, part in zip(moved, parts, strict=True):
             unpacked(row, part, bucket.flat)

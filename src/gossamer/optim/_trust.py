@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 
-def ratios(params: Sequence[Tensor], updates: Sequence[Tensor], *, largest: float) -> list[Tensor]:
-    """min(|w|, largest) / |u| of each pair, 1 where one of both is 0; of the updates' type, 0-dim."""
+def ratios(params: Sequence[Tensor], updates: Sequence[Tensor], *, largest: float, trust: float = 1.0) -> list[Tensor]:
+    """trust min(|w|, largest) / |u| of each pair, 1 where one of both is 0; of the updates' type, 0-dim."""
     found = []
     for w, u in zip(torch._foreach_norm(list(params)), torch._foreach_norm(list(updates)), strict=True):
-        ratio = w.clamp(max=largest) / u
+        ratio = trust * w.clamp(max=largest) / u
         found.append(torch.where((w > 0) & (u > 0), ratio, torch.ones_like(ratio)))
     return found
 

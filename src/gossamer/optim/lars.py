@@ -3,7 +3,7 @@
 Paper: You, Gitman, Ginsburg, arXiv:1708.03888, algorithm 1.
 Equations, with rate a = lr * lr_scale:
     g <- g + weight_decay w
-    m <- momentum m + (trust |w| / |g|) a g ;   w <- w - m          a ratio of 1 where w or g is zero
+    m <- momentum m + (trust |w| / |g|) a g ;   w <- w - m          a factor of 1 where w or g is zero
 Symbols: w parameter, g gradient, m `momentum` (state), all of one shape; |.| is the norm of a parameter.
 State:   1 tensor per parameter.   Work: about four passes.   As in the paper, the rate is inside the momentum.
 Unlike the paper: tensors with fewer than two dimensions do not decay and have a ratio of 1, unless `vectors`.
@@ -61,8 +61,7 @@ class Lars(Rule):
             moves = [g.clone() for g in group.grads]
             if adapts:
                 torch._foreach_add_(moves, group.params, alpha=self.weight_decay)
-                trusted = ratios(group.params, moves, largest=math.inf)
-                torch._foreach_mul_(moves, list(torch._foreach_mul(trusted, self.trust)))
+                torch._foreach_mul_(moves, ratios(group.params, moves, largest=math.inf, trust=self.trust))
             torch._foreach_mul_(momenta, self.momentum)
             torch._foreach_add_(momenta, moves, alpha=rate)
             torch._foreach_sub_(group.params, momenta)

@@ -9,7 +9,7 @@ Equations, for update t = 1, 2, ... and rate a = lr * lr_scale, T = freeze:
 Symbols: w parameter, g gradient, m `mean` and v `square` (state), all of one shape; (b1, b2) = betas.
 State:   2 tensors per parameter.   Work: one fused pass while t <= T, then about six.
 Good when: the exchange is {momentum: {inner: {warm_up: {steps: T, inner: ...}}}} with beta = b1, error feedback and a
-code inside: m is then what the code made of it. With T beyond the run's end it is AdamW.
+code inside, and train.clip is 0: m is then what the code made of it. With T beyond the run's end it is AdamW.
 Unlike the paper: the floor. A second moment frozen while a row was hardly ever used makes its steps explode.
 """
 

@@ -13,6 +13,7 @@ The trivial planner, and the control every later plan is judged against. It reso
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from gossamer import memory, optim, sync
@@ -137,6 +138,13 @@ def _loop(config: RunConfig, mesh: Mesh) -> Loop | None:
 
 def _exchange(config: RunConfig, mesh: Mesh, loop: Loop | None) -> tuple[Exchanges, str]:
     if config.plan.exchange != "auto":
+        if config.train.clip and '"momentum"' in json.dumps(config.plan.exchange):
+            raise bad_input(
+                wanted="no clipping around the exchange `momentum`, whose norm is mostly its code's error",
+                got=f"train.clip {config.train.clip:g}",
+                do="set train.clip to 0",
+                key="plan.exchange",
+            )
         return config.plan.exchange, "given"
     if loop is not None:
         return "dense", "all-reduce of the gradients of an island; what goes between islands is plan.sync's"
@@ -191,6 +199,9 @@ def _check_states(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
     if mesh.pipe > 1 or loop is not None:
         got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
         raise bad_input(wanted="whole replicas that meet at every step, for sharded states", got=got, do=do, key=key)
+    if config.plan.adapt != "none":
+        got = f"plan.adapt {told(config.plan.adapt)}, which measures whole mean gradients"
+        raise bad_input(wanted="no policy, where a rank knows the mean of its own rows alone", got=got, do=do, key=key)
     if not optim.build(config.train.optimizer, key="train.optimizer").by_element:
         raise bad_input(
             wanted="a rule that moves each number by itself, such as adamw, as no rank sees a whole parameter",

@@ -106,6 +106,8 @@ class Contents:
         expected = {n: kind for n, kind in expected.items() if not self._starts_anew(checkpoint, n)}
         everywhere = frozenset[str]() if self.cut is None else self.cut.names
         other_ways = ("outer/", "optim/main/", *(("optim/",) if self.apart.fragments else ()))
+        if self.states.is_sharded:  # a parameter of few rows has its state on some ranks alone
+            everywhere |= frozenset(self.states.params)
         checkpoint.check_against(
             expected, elsewhere=lambda name: _bare(name) in everywhere or name.startswith(other_ways)
         )
@@ -243,6 +245,11 @@ def _agreed(checkpoint: Checkpoint, of: Slice) -> Tensor:
     ranks = [r for r in checkpoint.replicas(of.name) if r != REPLICATED]
     if not ranks:
         return checkpoint.read(of.name, of.start, of.size)
+    if ranks != list(range(int(checkpoint.meta["ranks"]))):  # a mean over these would be another one on each disk
+        raise CheckpointMismatch(
+            f"{checkpoint.folder} holds {of.name} of ranks {ranks} of {checkpoint.meta['ranks']}, wanted all of them: "
+            "copy the hosts' checkpoints together, or resume with as many ranks, each on the host where it was"
+        )
     return torch.stack([checkpoint.read(of.name, of.start, of.size, r).double() for r in ranks]).mean(0)
 
 

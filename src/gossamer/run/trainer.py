@@ -191,15 +191,18 @@ class Trainer:
         self.replica.commit()
         updates = step - self.progress.rejected  # rejected steps moved nothing, and count for no bias correction
         self.states.update(self.replica.gradients(), lr_scale=lr, step=updates)
+        began = time.perf_counter()
         self.states.gather(self.replica.layouts, self.pump, key=(self.goal.seed, step))
+        self.replica.timing.exposed_s += time.perf_counter() - began
         self.scaling.committed()
 
     def _meet(self, lr: float, samples: float) -> None:
         """Islands that train apart come together, where it is time."""
-        done, self.apart.exposed_s = self.progress.step, 0.0
+        done = self.progress.step
         self.at(done, "meet")
         self.apart.after(Moved(done, lr * self.rule.lr, samples, self.goal.seed, last=done == self.goal.steps))
-        self.replica.timing.exposed_s += self.apart.exposed_s
+        self.replica.timing.exposed_s += self.apart.exposed_s  # and what a checkpoint waited for since the last step
+        self.apart.exposed_s = 0.0
 
     def _factor(self, step: int) -> float:
         """What the rule's learning rate is multiplied with in a step."""

@@ -133,5 +133,7 @@ def _default(value: ast.expr | None) -> str | None:
     """`field(default=3)` is 3, `field(default_factory=dict)` is dict()."""
     if isinstance(value, ast.Call) and ast.unparse(value.func) in ("field", "dataclasses.field"):
         given = {k.arg: ast.unparse(k.value) for k in value.keywords}
-        return given.get("default") or (f"{given['default_factory']}()" if "default_factory" in given else None)
+        made = given.get("default_factory", "")
+        made = made.removeprefix("lambda: ") if made.startswith("lambda: ") else f"{made}()" if made else ""
+        return given.get("default") or made or None
     return ast.unparse(value) if value is not None else None

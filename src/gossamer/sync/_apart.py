@@ -110,7 +110,8 @@ class _Fragment:
             return
         at = OuterRound(int(number), int(of), rates, (int(key[0]), int(key[1]), int(key[2])))
         means = [torch.cat([arrived[e.name].reshape(-1) for e in part.layout.entries]) for part in self.parts]
-        outcomes = tuple(Outcome(mean, None, part.state) for mean, part in zip(means, self.parts, strict=True))
+        pairs = zip(means, self.parts, strict=True)
+        outcomes = tuple(Outcome(mean.to(part.anchor), None, part.state) for mean, part in pairs)
         self.flight = _Flight(int(since), at, takes_part, None, outcomes)
 
 
@@ -192,7 +193,7 @@ class Apart:
         landing = [f for f in self.fragments if f.flight and (moved.last or moved.done - f.flight.since >= loop.delay)]
         leaving = [f for i, f in enumerate(self.fragments) if loop.sends(i, moved.done) or (moved.last and f.steps)]
         if not loop.returns:
-            self._land(landing, final=moved.last)
+            self._land(landing, final=False)  # in the last step they leave once more
         gone = [self._displacement(f) for f in leaving]
         if loop.returns:  # what lands now was sent a round ago, and the island starts again from where it leads
             self._land(landing, final=moved.last)
@@ -285,7 +286,7 @@ class Apart:
 
     def _set(self, name: str, value: Tensor) -> None:
         self.truth[name].copy_(value)
-        if self.params[name] is not self.truth[name]:
+        if self.params[name].data_ptr() != self.truth[name].data_ptr():
             self.params[name].copy_(value)
 
     def _meet_at_once(self, moved: Moved) -> None:
@@ -301,7 +302,16 @@ class Apart:
             for name, view in part.views(flat):
                 view.sub_(self.truth[name])
             steps.append(flat)
-        at = Round(*self._here, self.replica.shares(), (moved.seed, moved.done), 1.0, True)
+        sound = all(math.isfinite(flat.sum().item()) for flat in steps)
+        takes_part = self._waiting(lambda: self.replica.gather((float(sound),)))[:, 0]
+        weights = _weights(self.replica.shares() * takes_part, takes_part)
+        if not sound:  # this step is undone; the others' is taken over
+            for flat in steps:
+                flat.zero_()
+        if weights is None:
+            self._follow(parts)
+            return
+        at = Round(*self._here, weights, (moved.seed, moved.done), 1.0, True)
         if len(at.levels.groups["island"]) == 1:
             outcomes = [Outcome(flat, None, part.each) for flat, part in zip(steps, parts, strict=True)]
         else:
@@ -311,8 +321,13 @@ class Apart:
             part.each = outcome.state
             part.anchor.sub_(outcome.mean)
             part.was.sub_(outcome.mean)
-            if outcome.lost is not None:
+            if outcome.lost is not None and sound:
                 part.was.sub_(outcome.lost)
+        self._follow(parts)
+
+    def _follow(self, parts: Sequence[_Part]) -> None:
+        """The parameters become what `was` has become."""
+        for part in parts:
             for name, view in part.views(part.was):
                 self._set(name, view)
 
@@ -435,7 +450,8 @@ def traffic_of_round(
 ) -> tuple[Traffic, ...]:
     """What `rank` sends in `loop.every` steps beside gradients, weights and votes."""
     if len(levels.groups["island"]) == 1:
-        return (Traffic(Combine.GATHER, 2, 8),) * loop.fragments
+        votes = (Traffic(Combine.GATHER, 1, 8),) * (loop.every if loop.each is not None else 0)
+        return (Traffic(Combine.GATHER, 2, 8),) * loop.fragments + votes
     found: list[Traffic] = []
     for names in fragments_of(params, loop.fragments, units):
         found.append(Traffic(Combine.GATHER, 2, 8))
@@ -443,6 +459,8 @@ def traffic_of_round(
             found += among_all(loop.exchange, levels, keeps=loop.keeps).traffic(layout, levels, rank)
             if loop.each is not None:
                 found += among_all(loop.each, levels, keeps=True).traffic(layout, levels, rank) * loop.every
+    if loop.each is not None:
+        found += (Traffic(Combine.GATHER, 1, 8),) * loop.every
     return tuple(found)
 
 

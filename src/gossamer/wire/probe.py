@@ -24,7 +24,7 @@ _FIRST_BYTES = 1 << 14
 _LARGEST_BYTES = 1 << 24  # to every peer: beyond, a link is fast enough not to matter
 _SMALL_REPEATS = 9
 _PAIR_REPEATS = 2
-_PAIRS_RANKS = 16  # beyond, pairs are not measured one by one
+PAIRS_RANKS = 16  # beyond, pairs are not measured one by one
 _GAP = 2.5  # links that differ by less are one kind of link
 _WIDE = 1.5  # by how much a single rank's way out or in must be faster to be told
 
@@ -48,7 +48,7 @@ def probe(channel: Channel, *, ways: bool = False) -> Links:
     latency = _latency(channel)
     overall = _rate(channel, _to_all(channel))
     levels = {"all": Link(latency_s=latency, bytes_per_s=overall)}
-    if not (2 if ways else 3) <= len(everyone) <= _PAIRS_RANKS:
+    if not (2 if ways else 3) <= len(everyone) <= PAIRS_RANKS:
         return Links(islands=(everyone,), levels=levels)
     rates = _pair_rates(channel)
     islands = islands_of(rates)

@@ -42,6 +42,10 @@ class Hypergradient(OuterRule):
         if not self.low <= 1 <= self.high:
             got = f"{self.low:g} to {self.high:g}"
             raise bad_input(wanted="limits with 1 between them", got=got, do="1 is where it starts", key="low")
+        if isinstance(self.inner, Hypergradient):  # both would adapt the same number
+            raise bad_input(
+                wanted="another outer rule inside", got="hypergradient", do="take one of the two", key="inner"
+            )
 
     @property
     def slots(self) -> tuple[str, ...]:
