@@ -79,6 +79,7 @@ def arguments() -> argparse.Namespace:
     read.add_argument("--alternations", type=int, default=5)
     read.add_argument("--cache", type=Path, default=venvs.folder())
     read.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="losses at a time")
+    read.add_argument("--record", default="links", help="name of the file in docs/results")
     read.add_argument("--quick", action="store_true")
     read.add_argument("--json", action="store_true", help="no table")
     given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")}
@@ -137,7 +138,7 @@ def finish(asked: argparse.Namespace, figures: dict[str, Any]) -> None:
     if asked.quick:  # no record: too short to be one
         print(json.dumps({**figures, "command": " ".join(["python", "benchmarks/links.py", *sys.argv[1:]])}))
     else:
-        publish("links", figures)
+        publish(asked.record, figures, script="links")
 
 
 def say(line: str) -> None:
