@@ -33,6 +33,7 @@ from gossamer.spec.cost import Cost
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_rate
+from gossamer.sync import Loop
 from gossamer.wire.channel import gathered
 from gossamer.wire.message import Levels
 from gossamer.wire.probe import PAIRS_RANKS, probe
@@ -51,12 +52,12 @@ def levels_of(plan: Plan, ranks: int) -> Levels:
     if not plan.islands:
         return Levels.flat(ranks)
     levels = Levels.islands(plan.islands)
-    return levels.twice() if trains_apart(plan) else levels
+    return levels if _loop_of(plan) is None else levels.twice()
 
 
-def trains_apart(plan: Plan) -> bool:
-    """Whether not all gradients meet at every step."""
-    return sync.build(plan.sync, key="plan.sync").loop is not None
+def _loop_of(plan: Plan) -> Loop | None:
+    """The outer loop of islands that train apart; None where all gradients meet at every step."""
+    return sync.build(plan.sync, key="plan.sync").loop
 
 
 def asks_for_islands(written: Exchanges) -> bool:
@@ -84,8 +85,8 @@ class Exchanger:
         """Before step 1: the plan with an exchange in place of `auto`, its reason and forecast, and with the islands
         that its exchange asks for.
         """
-        if trains_apart(self.plan):
-            self._part(hosts)
+        if (loop := _loop_of(self.plan)) is not None:
+            self._part(loop, hosts)
         elif self.plan.exchange == "auto" and hosts == 1:
             why = "all-reduce: every process is on this machine"
             self.plan = self.plan.model_copy(
@@ -96,18 +97,16 @@ class Exchanger:
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
         elif asks_for_islands(self.plan.exchange) and not self.plan.islands:
             self._learn(probe(self.pump.channel))
-        self._watch.active = automatic and hosts > 1 and not trains_apart(self.plan)
+        self._watch.active = automatic and hosts > 1 and loop is None
         self._watch.rate(self.pump)  # what has passed so far was no training
         return self.plan
 
-    def _part(self, hosts: int) -> None:
+    def _part(self, loop: Loop, hosts: int) -> None:
         """Who trains together: what is given, else what the links say, else everybody alone."""
         if not self.plan.islands:
             islands = self._islands(hosts)
             self.plan = self.plan.model_copy(update={"islands": islands})
             self.pump.channel.widen(Levels.islands(islands).twice())
-        loop = sync.build(self.plan.sync, key="plan.sync").loop
-        assert loop is not None
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         forecast = price_apart(loop, self.plan, shapes, self.pump.channel.levels)
         said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet every {loop.every} steps"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gossamer.optim import Rule, State
-from gossamer.optim._demand import below_one, not_negative, positive
+from gossamer.optim._adam import check
 from gossamer.optim._lists import lists, zeros
 
 
@@ -35,11 +35,7 @@ class AdamW(Rule):
     decay_1d: bool = False
 
     def __post_init__(self) -> None:
-        positive("lr", self.lr)
-        for beta in self.betas:
-            below_one("betas", beta)
-        positive("eps", self.eps)
-        not_negative("weight_decay", self.weight_decay)
+        check(self)
 
     @property
     def slots(self) -> tuple[str, ...]:

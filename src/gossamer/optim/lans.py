@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from gossamer.optim import Rule, State
-from gossamer.optim._demand import below_one, not_negative, positive
+from gossamer.optim._adam import check, moments
+from gossamer.optim._demand import positive
 from gossamer.optim._lists import lists, zeros
 from gossamer.optim._trust import ratios, unit
 
@@ -40,11 +41,7 @@ class Lans(Rule):
     vectors: bool = False
 
     def __post_init__(self) -> None:
-        positive("lr", self.lr)
-        for beta in self.betas:
-            below_one("betas", beta)
-        positive("eps", self.eps)
-        not_negative("weight_decay", self.weight_decay)
+        check(self)
         positive("largest", self.largest)
 
     @property
@@ -62,18 +59,11 @@ class Lans(Rule):
     def update(
         self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
     ) -> None:
-        b1, b2 = self.betas
+        b1, _ = self.betas
         rate = self.lr * lr_scale
         for adapts, group in lists(params, grads, state, self.slots, apart=lambda p: self.vectors or p.ndim >= 2):
-            means, squares = group.slots
             units = unit(group.grads)
-            torch._foreach_lerp_(means, units, 1 - b1)
-            torch._foreach_mul_(squares, b2)
-            torch._foreach_addcmul_(squares, units, units, 1 - b2)
-            below = torch._foreach_div(squares, 1 - b2 ** (step + 1))
-            torch._foreach_sqrt_(below)
-            torch._foreach_add_(below, self.eps)
-            slow = list(torch._foreach_div(means, 1 - b1 ** (step + 1)))
+            slow, below = moments(self, group, units, step)
             torch._foreach_div_(slow, below)
             torch._foreach_div_(units, below)
             for part, moves in ((b1, slow), (1 - b1, units)):

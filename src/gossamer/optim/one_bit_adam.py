@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from gossamer.optim import Rule, State
-from gossamer.optim._demand import below_one, not_negative, positive
+from gossamer.optim._adam import check
+from gossamer.optim._demand import not_negative
 from gossamer.optim._lists import Lists, lists, zeros
 from gossamer.optim.adamw import AdamW
 
@@ -40,11 +41,7 @@ class OneBitAdam(Rule):
     floor: float = 0.05
 
     def __post_init__(self) -> None:
-        positive("lr", self.lr)
-        for beta in self.betas:
-            below_one("betas", beta)
-        positive("eps", self.eps)
-        not_negative("weight_decay", self.weight_decay)
+        check(self)
         not_negative("freeze", self.freeze)
         not_negative("floor", self.floor)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,26 +33,20 @@ def gradient_buckets(shapes: Shapes, exchange: Mapping[str, Exchange], *, bucket
 
 def step_bytes(buckets: Buckets, levels: Levels, *, meets: str = "all") -> dict[str, int]:
     """Payload bytes of one training step per link ("0>1"), all ranks; gradients meet at the level `meets`."""
-    links: dict[str, int] = {}
     seen = levels if meets == "all" else levels.only(meets)
-    for rank in sorted({r for groups in levels.groups.values() for group in groups for r in group}):
-        channel = Priced(rank, levels)
-        channel.charge(agreement(levels))
+
+    def sent(rank: int) -> Iterator[Traffic]:
+        yield from agreement(levels)
         for layout, exchange in buckets:
-            sent = exchange.traffic(layout, seen, rank)
-            channel.charge(sent if seen is levels else tuple(replace(t, level=meets) for t in sent))
-        links.update(channel.meter.snapshot())
-    return links
+            for one in exchange.traffic(layout, seen, rank):
+                yield one if seen is levels else replace(one, level=meets)
+
+    return by_link(levels, sent)
 
 
 def gather_bytes(buckets: Buckets, levels: Levels, weights: Codec | None) -> dict[str, int]:
     """Payload bytes per link of what every rank has updated, on its way to all others."""
-    links: dict[str, int] = {}
-    for rank in levels.everyone:
-        channel = Priced(rank, levels)
-        channel.charge(gather_traffic(layout, levels, rank, weights) for layout, _ in buckets)
-        links.update(channel.meter.snapshot())
-    return links
+    return by_link(levels, lambda rank: (gather_traffic(layout, levels, rank, weights) for layout, _ in buckets))
 
 
 def round_bytes(
@@ -60,9 +54,16 @@ def round_bytes(
 ) -> dict[str, int]:
     """Payload bytes of `loop.every` steps of islands apart, all but their gradients', per link, all ranks."""
     params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
+    return by_link(
+        levels, lambda rank: traffic_of_round(loop, params, levels, rank, units=units, bucket_bytes=bucket_bytes)
+    )
+
+
+def by_link(levels: Levels, sent: Callable[[int], Iterable[Traffic]]) -> dict[str, int]:
+    """Payload bytes per link of what every rank sends."""
     links: dict[str, int] = {}
     for rank in levels.everyone:
         channel = Priced(rank, levels)
-        channel.charge(traffic_of_round(loop, params, levels, rank, units=units, bucket_bytes=bucket_bytes))
+        channel.charge(sent(rank))
         links.update(channel.meter.snapshot())
     return links

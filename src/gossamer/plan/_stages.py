@@ -13,10 +13,9 @@ from gossamer.pipeline.links import levels_of_stages, links_of, way_of
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.tied import Tied, holders_of
 from gossamer.pipeline.transfers import Edge
-from gossamer.plan._price import Shapes, agreement, gradient_buckets
+from gossamer.plan._price import Shapes, agreement, by_link, gradient_buckets
 from gossamer.spec.cost import Cost
 from gossamer.spec.plan import Plan
-from gossamer.wire.channel.priced import Priced
 from gossamer.wire.message import Levels, Traffic
 
 
@@ -44,13 +43,14 @@ class Staged:
 def price_of_stages(plan: Plan, staged: Staged, borders: Sequence[Border]) -> Cost:
     """Payload bytes of a step: boundary tensors there and gradients back, gradients of replicas, tied parameters."""
     levels = levels_of_stages(plan)
-    links: dict[str, int] = {}
-    for rank in levels.everyone:
-        channel = Priced(rank, levels)
-        channel.charge(agreement(levels))
-        channel.charge(_crossing(plan, staged, borders, levels, rank))
-        channel.charge(_gradients(plan, staged, levels, rank))
-        links.update(channel.meter.snapshot())
+    links = by_link(
+        levels,
+        lambda rank: (
+            *agreement(levels),
+            *_crossing(plan, staged, borders, levels, rank),
+            *_gradients(plan, staged, levels, rank),
+        ),
+    )
     sent = tuple(sum(n for link, n in links.items() if link.startswith(f"{r}>")) for r in levels.everyone)
     return Cost(wire_bytes=links, sent_bytes=sent)
 

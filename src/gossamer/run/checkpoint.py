@@ -101,6 +101,11 @@ class Contents:
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for."""
+        if _by_rank(checkpoint) and not self.states.is_sharded:
+            raise CheckpointMismatch(
+                f"{checkpoint.folder} holds sharded states rank by rank, as no disk saw all of them: resume with the "
+                "plan.states that it was saved with"
+            )
         expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
         expected |= {of.name: (of.shape, str(tensor.dtype)) for of, tensor in self._sharded()}
         expected = {n: kind for n, kind in expected.items() if not self._starts_anew(checkpoint, n)}

@@ -35,6 +35,10 @@ __all__ = [
 class Sync(ABC):
     """A frozen dataclass; everything that changes is in the Replica and in Apart."""
 
+    def __post_init__(self) -> None:
+        """Raises BadInput for settings of the outer loop that do not go together."""
+        _ = self.loop
+
     @property
     @abstractmethod
     def loop(self) -> Loop | None:

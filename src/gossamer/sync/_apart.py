@@ -25,12 +25,11 @@ from torch import Tensor
 
 from gossamer.compress import Exchange
 from gossamer.compress.dense import Dense
-from gossamer.sync._fragments import fragments_of
+from gossamer.sync._fragments import Flight, Fragment, Part, fragments_of
 from gossamer.sync._island_wide import among_all
 from gossamer.sync._loop import Loop
-from gossamer.sync._named import named, refilled
 from gossamer.sync._replica import Replica
-from gossamer.sync.outer import OuterRound, OuterState
+from gossamer.sync.outer import OuterRound
 from gossamer.wire.bucket import Bucket, Layout, as_float, partition
 from gossamer.wire.message import Combine, Levels, Outcome, Round, State, Traffic, late, sent_at
 from gossamer.wire.pump import Pump, Step
@@ -50,72 +49,6 @@ class Moved:
 
 
 @dataclass(slots=True)
-class _Part:
-    """One bucket of a fragment."""
-
-    layout: Layout
-    anchor: Tensor  # (numel,) float32
-    state: State  # of the exchange of rounds
-    was: Tensor  # where the island was before this step; empty where single steps do not meet
-    each: State  # of the exchange of single steps
-
-    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        yield from Bucket(self.layout, flat).slices()
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A fragment's displacement on its way. `takes_part`: whether this rank's counts in it."""
-
-    since: int
-    at: OuterRound
-    takes_part: bool
-    under_way: Step | None
-    outcomes: tuple[Outcome, ...] = ()
-
-    def wait(self) -> tuple[Outcome, ...]:
-        if self.under_way is not None:
-            self.outcomes = tuple(self.under_way.result(i) for i in range(len(self.under_way.rounds)))
-            self.under_way = None
-        return self.outcomes
-
-
-@dataclass(slots=True)
-class _Fragment:
-    parts: list[_Part]
-    outer: OuterState
-    rounds: int = 0
-    steps: int = 0
-    rates: float = 0.0
-    samples: float = 0.0  # of this rank
-    flight: _Flight | None = None
-
-    @property
-    def anchors(self) -> list[Tensor]:
-        return [part.anchor for part in self.parts]
-
-    def counts(self) -> list[float]:
-        """How far it is, and since when (-1: not) and as what it is under way."""
-        now = [self.rounds, self.steps, self.rates]
-        if self.flight is None:
-            return [*now, -1, 0, 0, 0, 0, 0, 0]
-        at = self.flight.at
-        return [*now, self.flight.since, at.number, at.steps, at.rates, *at.key]
-
-    def take_counts(self, counts: Sequence[float], arrived: Mapping[str, Tensor], *, takes_part: bool) -> None:
-        """What `counts` gave; what was under way has arrived since."""
-        rounds, steps, self.rates, since, number, of, rates, *key = counts
-        self.rounds, self.steps, self.flight = int(rounds), int(steps), None
-        if since < 0:
-            return
-        at = OuterRound(int(number), int(of), rates, (int(key[0]), int(key[1]), int(key[2])))
-        means = [torch.cat([arrived[e.name].reshape(-1) for e in part.layout.entries]) for part in self.parts]
-        pairs = zip(means, self.parts, strict=True)
-        outcomes = tuple(Outcome(mean.to(part.anchor), None, part.state) for mean, part in pairs)
-        self.flight = _Flight(int(since), at, takes_part, None, outcomes)
-
-
-@dataclass(slots=True)
 class Apart:
     """One rank's end of the outer loop. Where there is no loop it holds nothing, and every call does nothing.
 
@@ -130,7 +63,7 @@ class Apart:
     pump: Pump | None
     exchange: Exchange | None  # of displacements, among all ranks
     each: Exchange | None
-    fragments: list[_Fragment] = field(default_factory=list)
+    fragments: list[Fragment] = field(default_factory=list)
     exposed_s: float = 0.0  # waited for, since it was last set to 0
 
     @staticmethod
@@ -154,7 +87,7 @@ class Apart:
         for names in fragments_of(truth, loop.fragments, units):
             layouts = partition({n: truth[n] for n in names}, bucket_bytes=bucket_bytes)
             parts = [_part(as_float(layout), exchange, each, levels) for layout in layouts]
-            found.fragments.append(_Fragment(parts, loop.rule.init([part.anchor for part in parts])))
+            found.fragments.append(Fragment(parts, loop.rule.init([part.anchor for part in parts])))
         found.anchor_here()
         return found
 
@@ -202,7 +135,7 @@ class Apart:
         if moved.last or not loop.delay:
             self._land([f for f in leaving if f.flight], final=moved.last)
 
-    def _displacement(self, fragment: _Fragment) -> list[Tensor]:
+    def _displacement(self, fragment: Fragment) -> list[Tensor]:
         gone = []
         for part in fragment.parts:
             flat = part.anchor.clone()
@@ -211,7 +144,7 @@ class Apart:
             gone.append(flat)
         return gone
 
-    def _launch(self, leaving: Sequence[_Fragment], gone: Sequence[list[Tensor]], moved: Moved) -> None:
+    def _launch(self, leaving: Sequence[Fragment], gone: Sequence[list[Tensor]], moved: Moved) -> None:
         """Who takes part is gathered first: an island whose displacement is not finite is left out, and all know."""
         if not leaving:
             return
@@ -229,12 +162,12 @@ class Apart:
             if not sound[index]:
                 for flat in flats:
                     flat.zero_()
-            flight = _Flight(moved.done, at, sound[index], None)
+            flight = Flight(moved.done, at, sound[index], None)
             fragment.rounds, fragment.flight = fragment.rounds + 1, flight
             here = Round(*self._here, weights, at.key[:2], 1.0, self._loop.keeps)
             self._exchange(fragment, flight, flats, here, final=moved.last)
 
-    def _exchange(self, fragment: _Fragment, flight: _Flight, flats: list[Tensor], at: Round, *, final: bool) -> None:
+    def _exchange(self, fragment: Fragment, flight: Flight, flats: list[Tensor], at: Round, *, final: bool) -> None:
         if len(at.levels.groups["island"]) == 1:  # one island has nobody to meet
             pairs = zip(flats, fragment.parts, strict=True)
             flight.outcomes = tuple(Outcome(flat, None, part.state) for flat, part in pairs)
@@ -247,7 +180,7 @@ class Apart:
         flight.under_way = self._begin(exchange, fragment.parts, flats, states, at)
 
     def _begin(
-        self, exchange: Exchange, parts: Sequence[_Part], flats: Sequence[Tensor], states: Sequence[State], at: Round
+        self, exchange: Exchange, parts: Sequence[Part], flats: Sequence[Tensor], states: Sequence[State], at: Round
     ) -> Step:
         assert self.pump is not None
         step = self.pump.begin([len(exchange.traffic(part.layout, at.levels, at.rank)) for part in parts])
@@ -255,7 +188,7 @@ class Apart:
             step.submit(index, sent_at(exchange.run(Bucket(part.layout, flat), state, at), late))
         return step
 
-    def _land(self, landing: Sequence[_Fragment], *, final: bool) -> None:
+    def _land(self, landing: Sequence[Fragment], *, final: bool) -> None:
         """Move the anchors by what has come; in the end nothing of an island's own is left."""
         for fragment in landing:
             flight, fragment.flight = fragment.flight, None
@@ -271,7 +204,7 @@ class Apart:
             losses = [o.lost if keeps_own else None for o in outcomes]
             self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0)
 
-    def _take_over(self, fragment: _Fragment, losses: Sequence[Tensor | None], mix: float) -> None:
+    def _take_over(self, fragment: Fragment, losses: Sequence[Tensor | None], mix: float) -> None:
         """Go to the anchor; what was `lost` on the way stays with the island, and of its own parameters a part."""
         for part, lost in zip(fragment.parts, losses, strict=True):
             there = part.anchor if lost is None or not self._loop.keeps else part.anchor - lost
@@ -280,7 +213,7 @@ class Apart:
             if part.was.numel():
                 part.was.copy_(there)
 
-    def _return(self, fragments: Sequence[_Fragment]) -> None:
+    def _return(self, fragments: Sequence[Fragment]) -> None:
         for fragment in fragments:
             self._take_over(fragment, [None] * len(fragment.parts), 0.0)
 
@@ -325,7 +258,7 @@ class Apart:
                 part.was.sub_(outcome.lost)
         self._follow(parts)
 
-    def _follow(self, parts: Sequence[_Part]) -> None:
+    def _follow(self, parts: Sequence[Part]) -> None:
         """The parameters become what `was` has become."""
         for part in parts:
             for name, view in part.views(part.was):
@@ -369,29 +302,14 @@ class Apart:
         """What else is the same on all ranks, after `settle`: what the rule keeps, counters, and what is to land."""
         found: dict[str, Tensor] = {}
         for index, fragment in enumerate(self.fragments):
-            for slot, tensors in fragment.outer.items():
-                if slot in self._loop.rule.numbers:
-                    found[f"{slot}/{index}"] = tensors[0]
-                    continue
-                for part, tensor in zip(fragment.parts, tensors, strict=True):
-                    found.update({f"{slot}/{name}": view for name, view in part.views(tensor)})
-            found[f"counts/{index}"] = torch.tensor(fragment.counts(), dtype=torch.float64)
-            if fragment.flight is not None:
-                for part, outcome in zip(fragment.parts, fragment.flight.outcomes, strict=True):
-                    found.update({f"arrived/{name}": view for name, view in part.views(outcome.mean.float())})
+            found.update(fragment.shared(index, self._loop.rule.numbers))
         return found
 
     def own(self) -> dict[str, Tensor]:
         """What is this rank's alone, after `settle`: its parameters, and the state of its exchanges."""
         found = {f"at/{name}": self.truth[name] for name in self.common()}
         for index, fragment in enumerate(self.fragments):
-            outcomes = fragment.flight.outcomes if fragment.flight else ()
-            states = [o.state for o in outcomes] or [part.state for part in fragment.parts]
-            for part, state in zip(fragment.parts, states, strict=True):
-                found.update({f"rounds/{n}": t for n, t in named(part.layout, state).items()})
-                found.update({f"steps/{n}": t for n, t in named(part.layout, part.each).items()})
-            takes_part = float(fragment.flight.takes_part) if fragment.flight else 1.0
-            found[f"seen/{index}"] = torch.tensor([fragment.samples, takes_part], dtype=torch.float64)
+            found.update(fragment.own(index))
         return found
 
     def restore(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -399,27 +317,15 @@ class Apart:
         another number of ranks cannot take back may be missing: then this rank starts from the anchor.
         """
         for index, fragment in enumerate(self.fragments):
-            for slot, tensors in fragment.outer.items():
-                if slot in self._loop.rule.numbers:
-                    tensors[0].copy_(shared[f"{slot}/{index}"])
-                    continue
-                for part, tensor in zip(fragment.parts, tensors, strict=True):
-                    for name, view in part.views(tensor):
-                        view.copy_(shared[f"{slot}/{name}"])
-            samples, takes_part = own[f"seen/{index}"].tolist() if f"seen/{index}" in own else (0.0, 1.0)
-            fragment.samples = samples
-            for part in fragment.parts:
-                part.state = refilled(part.layout, part.state, _under("rounds", own))
-                part.each = refilled(part.layout, part.each, _under("steps", own))
-            arrived = _under("arrived", shared)
-            fragment.take_counts(shared[f"counts/{index}"].tolist(), arrived, takes_part=takes_part > 0)
-            for part in fragment.parts:
-                for name, view in part.views(part.anchor):
-                    self._set(name, own.get(f"at/{name}", view))
-                    if part.was.numel():
-                        dict(part.views(part.was))[name].copy_(self.truth[name])
+            fragment.restore(index, self._loop.rule.numbers, shared, own)
+        for part in self._parts():
+            for name, view in part.views(part.anchor):
+                self._set(name, own.get(f"at/{name}", view))
+            if part.was.numel():
+                for name, view in part.views(part.was):
+                    view.copy_(self.truth[name])
 
-    def _parts(self) -> Iterator[_Part]:
+    def _parts(self) -> Iterator[Part]:
         for fragment in self.fragments:
             yield from fragment.parts
 
@@ -449,33 +355,25 @@ def traffic_of_round(
     bucket_bytes: int,
 ) -> tuple[Traffic, ...]:
     """What `rank` sends in `loop.every` steps beside gradients, weights and votes."""
-    if len(levels.groups["island"]) == 1:
-        votes = (Traffic(Combine.GATHER, 1, 8),) * (loop.every if loop.each is not None else 0)
-        return (Traffic(Combine.GATHER, 2, 8),) * loop.fragments + votes
-    found: list[Traffic] = []
+    alone = len(levels.groups["island"]) == 1  # one island has nobody to meet
+    found = [Traffic(Combine.GATHER, 1, 8)] * (loop.every if loop.each is not None else 0)
     for names in fragments_of(params, loop.fragments, units):
         found.append(Traffic(Combine.GATHER, 2, 8))
         for layout in map(as_float, partition({n: params[n] for n in names}, bucket_bytes=bucket_bytes)):
-            found += among_all(loop.exchange, levels, keeps=loop.keeps).traffic(layout, levels, rank)
-            if loop.each is not None:
+            if not alone:
+                found += among_all(loop.exchange, levels, keeps=loop.keeps).traffic(layout, levels, rank)
+            if not alone and loop.each is not None:
                 found += among_all(loop.each, levels, keeps=True).traffic(layout, levels, rank) * loop.every
-    if loop.each is not None:
-        found += (Traffic(Combine.GATHER, 1, 8),) * loop.every
     return tuple(found)
 
 
-def _part(layout: Layout, exchange: Exchange, each: Exchange | None, levels: Levels) -> _Part:
+def _part(layout: Layout, exchange: Exchange, each: Exchange | None, levels: Levels) -> Part:
     exchange.check(layout, levels)
     if each is not None:
         each.check(layout, levels)
     room = torch.zeros(layout.numel, device=layout.device)
     was, state = (torch.zeros_like(room), each.init(layout)) if each is not None else (room.new_empty(0), State())
-    return _Part(layout, room, exchange.init(layout), was, state)
-
-
-def _under(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those under a name, without it."""
-    return {name.removeprefix(f"{kind}/"): t for name, t in tensors.items() if name.startswith(f"{kind}/")}
+    return Part(layout, room, exchange.init(layout), was, state)
 
 
 def _weights(samples: Tensor, takes_part: Tensor) -> Tensor | None:

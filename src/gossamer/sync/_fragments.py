@@ -1,10 +1,131 @@
-"""A model in fragments that are exchanged one after the other."""
+"""A model in fragments that are exchanged one after the other: which they are, and what each of them has to keep."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from gossamer.sync._named import named, refilled
+from gossamer.sync.outer import OuterRound, OuterState
+from gossamer.wire.bucket import Bucket, Layout
+from gossamer.wire.message import Outcome, State
+from gossamer.wire.pump import Step
+
+
+@dataclass(slots=True)
+class Part:
+    """One bucket of a fragment."""
+
+    layout: Layout
+    anchor: Tensor  # (numel,) float32
+    state: State  # of the exchange of rounds
+    was: Tensor  # where the island was before this step; empty where single steps do not meet
+    each: State  # of the exchange of single steps
+
+    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield from Bucket(self.layout, flat).slices()
+
+
+@dataclass(slots=True)
+class Flight:
+    """A fragment's displacement on its way. `takes_part`: whether this rank's counts in it."""
+
+    since: int
+    at: OuterRound
+    takes_part: bool
+    under_way: Step | None
+    outcomes: tuple[Outcome, ...] = ()
+
+    def wait(self) -> tuple[Outcome, ...]:
+        if self.under_way is not None:
+            self.outcomes = tuple(self.under_way.result(i) for i in range(len(self.under_way.rounds)))
+            self.under_way = None
+        return self.outcomes
+
+
+@dataclass(slots=True)
+class Fragment:
+    parts: list[Part]
+    outer: OuterState
+    rounds: int = 0
+    steps: int = 0
+    rates: float = 0.0
+    samples: float = 0.0  # of this rank
+    flight: Flight | None = None
+
+    @property
+    def anchors(self) -> list[Tensor]:
+        return [part.anchor for part in self.parts]
+
+    def shared(self, index: int, numbers: Collection[str]) -> dict[str, Tensor]:
+        """What is the same on all ranks, but for the anchor. `index`: of this fragment; `numbers`: the slots of the
+        outer rule that are single numbers. Nothing may be under way that has not been waited for.
+        """
+        found = {f"{slot}/{index}": self.outer[slot][0] for slot in numbers}
+        for slot, tensors in self.outer.items():
+            if slot not in numbers:
+                found.update(self._by_name(slot, tensors))
+        found[f"counts/{index}"] = torch.tensor(self._counts(), dtype=torch.float64)
+        if self.flight is not None:
+            found.update(self._by_name("arrived", [outcome.mean.float() for outcome in self.flight.outcomes]))
+        return found
+
+    def own(self, index: int) -> dict[str, Tensor]:
+        """What is this rank's alone, but for its parameters."""
+        found: dict[str, Tensor] = {}
+        outcomes = self.flight.outcomes if self.flight else ()
+        states = [o.state for o in outcomes] or [part.state for part in self.parts]
+        for part, state in zip(self.parts, states, strict=True):
+            found.update({f"rounds/{n}": t for n, t in named(part.layout, state).items()})
+            found.update({f"steps/{n}": t for n, t in named(part.layout, part.each).items()})
+        takes_part = float(self.flight.takes_part) if self.flight else 1.0
+        found[f"seen/{index}"] = torch.tensor([self.samples, takes_part], dtype=torch.float64)
+        return found
+
+    def restore(
+        self, index: int, numbers: Collection[str], shared: Mapping[str, Tensor], own: Mapping[str, Tensor]
+    ) -> None:
+        """Take back what `shared` and `own` gave; of `own` all may be missing."""
+        for slot, tensors in self.outer.items():
+            if slot in numbers:
+                tensors[0].copy_(shared[f"{slot}/{index}"])
+            else:
+                for name, view in self._by_name(slot, tensors).items():
+                    view.copy_(shared[name])
+        self.samples, takes_part = own[f"seen/{index}"].tolist() if f"seen/{index}" in own else (0.0, 1.0)
+        for part in self.parts:
+            part.state = refilled(part.layout, part.state, _under("rounds", own))
+            part.each = refilled(part.layout, part.each, _under("steps", own))
+        counts = shared[f"counts/{index}"].tolist()
+        self._take_counts(counts, _under("arrived", shared), takes_part=takes_part > 0)
+
+    def _by_name(self, kind: str, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Buffers like the anchor's, in place: "kind/parameter"."""
+        pairs = zip(self.parts, flats, strict=True)
+        return {f"{kind}/{name}": view for part, flat in pairs for name, view in part.views(flat)}
+
+    def _counts(self) -> list[float]:
+        """How far it is, and since when (-1: not) and as what it is under way."""
+        now = [self.rounds, self.steps, self.rates]
+        if self.flight is None:
+            return [*now, -1, 0, 0, 0, 0, 0, 0]
+        at = self.flight.at
+        return [*now, self.flight.since, at.number, at.steps, at.rates, *at.key]
+
+    def _take_counts(self, counts: Sequence[float], arrived: Mapping[str, Tensor], *, takes_part: bool) -> None:
+        """What `_counts` gave; what was under way has arrived since."""
+        rounds, steps, self.rates, since, number, of, rates, *key = counts
+        self.rounds, self.steps, self.flight = int(rounds), int(steps), None
+        if since < 0:
+            return
+        at = OuterRound(int(number), int(of), rates, (int(key[0]), int(key[1]), int(key[2])))
+        means = [torch.cat([arrived[e.name].reshape(-1) for e in part.layout.entries]) for part in self.parts]
+        pairs = zip(means, self.parts, strict=True)
+        outcomes = tuple(Outcome(mean.to(part.anchor), None, part.state) for mean, part in pairs)
+        self.flight = Flight(int(since), at, takes_part, None, outcomes)
 
 
 def fragments_of(params: Mapping[str, Tensor], fragments: int, units: Sequence[str] = ()) -> list[list[str]]:
@@ -32,3 +153,8 @@ def _unit_of(name: str, units: Sequence[str]) -> str:
     """The innermost unit that holds a parameter, or the module that owns it."""
     inside = [unit for unit in units if name.startswith(f"{unit}.")]
     return max(inside, key=len) if inside else name.rpartition(".")[0]
+
+
+def _under(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those under a name, without it."""
+    return {name.removeprefix(f"{kind}/"): t for name, t in tensors.items() if name.startswith(f"{kind}/")}

@@ -132,6 +132,7 @@ class Replica:
             one.check(layout, self._meeting_at(self.meets))
         self._slots.clear()  # the old buffers go before the new ones come
         self._slots.extend(_Slot(layout.allocate(), one, one.init(layout)) for layout, one in cut)
+        self._rounds: dict[str, list[int]] = {}  # of every bucket's exchange, by the level at which gradients meet
         self._slot_of = {name: i for i, s in enumerate(self._slots) for name, _ in s.bucket.slices()}
 
     def adopt(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
@@ -195,9 +196,11 @@ class Replica:
         for slot in self._slots:
             slot.waits, slot.sent, slot.outcome = len(slot.bucket.layout.entries), False, None
         self._adopt_views()
-        levels = self._meeting_at(window.level)
-        rounds = [len(s.exchange.traffic(s.bucket.layout, levels, self.rank)) for s in self._slots]
-        self._exchanging = self._pump.begin(rounds)
+        if window.level not in self._rounds:
+            levels = self._meeting_at(window.level)
+            rounds = [len(s.exchange.traffic(s.bucket.layout, levels, self.rank)) for s in self._slots]
+            self._rounds[window.level] = rounds
+        self._exchanging = self._pump.begin(self._rounds[window.level])
 
     def _meeting_at(self, level: str) -> Levels:
         """What exchanges see of the levels where only the ranks of `level` are to meet."""

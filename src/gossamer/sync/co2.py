@@ -30,9 +30,6 @@ class Co2(Sync):
     exchange: Exchange = field(default_factory=Dense)
     outer: OuterRule = field(default_factory=StaleMomentum)
 
-    def __post_init__(self) -> None:
-        assert self.loop  # refuses what does not fit
-
     @property
     def loop(self) -> Loop:
         return Loop(

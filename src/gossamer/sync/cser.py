@@ -31,9 +31,6 @@ class Cser(Sync):
     each: Exchange | None = field(default_factory=lambda: RandomBlocks(fraction=1 / 32))
     start: int = 0
 
-    def __post_init__(self) -> None:
-        assert self.loop  # refuses what does not fit
-
     @property
     def loop(self) -> Loop:
         return Loop(

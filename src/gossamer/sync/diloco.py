@@ -36,9 +36,6 @@ class Diloco(Sync):
     exchange: Exchange = field(default_factory=Dense)
     outer: OuterRule = field(default_factory=Nesterov)
 
-    def __post_init__(self) -> None:
-        assert self.loop  # refuses what does not fit
-
     @property
     def loop(self) -> Loop:
         return Loop(

@@ -27,9 +27,6 @@ class LocalSgd(Sync):
     start: int = 0
     exchange: Exchange = field(default_factory=Dense)
 
-    def __post_init__(self) -> None:
-        assert self.loop  # refuses what does not fit
-
     @property
     def loop(self) -> Loop:
         return Loop(every=self.every, start=self.start, exchange=self.exchange, rule=Average())

@@ -7,30 +7,19 @@ Work:  what of the graph lies between both is walked twice.   Good when: there a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gossamer.pipeline.passes import with_split_backward
-from gossamer.pipeline.schedule import Schedule, ScheduleMaker, StageCosts
+from gossamer.pipeline.schedule import Schedule, ScheduleMaker
+from gossamer.pipeline.schedule._around import Around
 from gossamer.pipeline.schedule.one_f_one_b import OneFOneB
 
 
 @dataclass(frozen=True, slots=True)
-class SplitBackward(ScheduleMaker):
+class SplitBackward(Around):
     """Around any other schedule."""
 
     inner: ScheduleMaker = field(default_factory=OneFOneB)
 
-    def make(
-        self,
-        *,
-        stages: int,
-        ranks: int,
-        microbatches: int,
-        costs: Sequence[StageCosts] | None = None,
-        memory_cap: Sequence[int] | None = None,
-    ) -> Schedule:
-        made = self.inner.make(
-            stages=stages, ranks=ranks, microbatches=microbatches, costs=costs, memory_cap=memory_cap
-        )
+    def changed(self, made: Schedule) -> Schedule:
         return with_split_backward(made)

@@ -1,0 +1,48 @@
+"""What rules in the manner of Adam share: their settings' limits, and their two moments."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gossamer.optim._demand import below_one, not_negative, positive
+from gossamer.optim._lists import Lists
+
+
+class Adaptive(Protocol):
+    """The settings of such a rule."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+
+
+def check(rule: Adaptive) -> None:
+    """Raises BadInput for settings out of their limits."""
+    positive("lr", rule.lr)
+    for beta in rule.betas:
+        below_one("betas", beta)
+    positive("eps", rule.eps)
+    not_negative("weight_decay", rule.weight_decay)
+
+
+def moments(rule: Adaptive, group: Lists, grads: list[Tensor], step: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Move the slots (`mean`, `square`) of a group by `grads`; m / (1 - b1^t) and sqrt(v / (1 - b2^t)) + eps of them,
+    t = step + 1, as new tensors.
+    """
+    b1, b2 = rule.betas
+    means, squares = group.slots
+    torch._foreach_lerp_(means, grads, 1 - b1)
+    torch._foreach_mul_(squares, b2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - b2)
+    below = list(torch._foreach_div(squares, 1 - b2 ** (step + 1)))
+    torch._foreach_sqrt_(below)
+    torch._foreach_add_(below, rule.eps)
+    return list(torch._foreach_div(means, 1 - b1 ** (step + 1))), below
