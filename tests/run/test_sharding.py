@@ -126,6 +126,10 @@ def test_hosts_with_disks_of_their_own(pool: Pool, tmp_path: Path) -> None:
     assert [one["digest"] for one in again] == [one["digest"] for one in whole]
     answers = pool.attempt("run.jobs:train", 1, resume=True, fresh_plan=True, **apart)
     assert "wanted rank 0 of 1" in answers[0]["error"]
+    answers = pool.attempt(
+        "run.jobs:train", 2, resume=True, fresh_plan=True, **{**apart, "sections": sections("whole")}
+    )
+    assert all("the plan.states that it was saved with" in one["error"] for one in answers)
 
 
 def test_every_rank_holds_its_part_and_no_more(pool: Pool, tmp_path: Path) -> None:
