@@ -357,14 +357,25 @@ def traffic_of_round(
     """What `rank` sends in `loop.every` steps beside gradients, weights and votes."""
     alone = len(levels.groups["island"]) == 1  # one island has nobody to meet
     found = [Traffic(Combine.GATHER, 1, 8)] * (loop.every if loop.each is not None else 0)
-    for names in fragments_of(params, loop.fragments, units):
+    for fragment in exchanges_of_round(loop, params, levels, units=units, bucket_bytes=bucket_bytes):
         found.append(Traffic(Combine.GATHER, 2, 8))
-        for layout in map(as_float, partition({n: params[n] for n in names}, bucket_bytes=bucket_bytes)):
+        for layout, exchange in fragment:
             if not alone:
-                found += among_all(loop.exchange, levels, keeps=loop.keeps).traffic(layout, levels, rank)
+                found += exchange.traffic(layout, levels, rank)
             if not alone and loop.each is not None:
                 found += among_all(loop.each, levels, keeps=True).traffic(layout, levels, rank) * loop.every
     return tuple(found)
+
+
+def exchanges_of_round(
+    loop: Loop, params: Mapping[str, Tensor], levels: Levels, *, units: Sequence[str] = (), bucket_bytes: int
+) -> list[list[tuple[Layout, Exchange]]]:
+    """What displacements of every fragment go through, bucket by bucket."""
+    exchange = among_all(loop.exchange, levels, keeps=loop.keeps)
+    return [
+        [(as_float(layout), exchange) for layout in partition({n: params[n] for n in names}, bucket_bytes=bucket_bytes)]
+        for names in fragments_of(params, loop.fragments, units)
+    ]
 
 
 def _part(layout: Layout, exchange: Exchange, each: Exchange | None, levels: Levels) -> Part:
