@@ -34,9 +34,9 @@ def train(study: Any, judge: Callable[[nn.Module], float]) -> dict[str, Any]:
         folder = Path(text)
         setting.gpt2(study.seed).save_pretrained(folder / "init")
         (folder / "run.yaml").write_text(json.dumps(_config(study, folder)))
-        _gossamer("train", str(folder / "run.yaml"), folder=folder)
-        _gossamer("export", str(folder / "run"), "--to", "hf", str(folder / "end"), folder=folder)
-        lines = [json.loads(line) for line in (folder / "run" / "records.jsonl").read_text().splitlines()]
+        run = Path(_gossamer("train", str(folder / "run.yaml"), folder=folder)["directory"])
+        _gossamer("export", str(run), "--to", "hf", str(folder / "end"), folder=folder)
+        lines = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
         final = judge(GPT2LMHeadModel.from_pretrained(folder / "end").eval())
     each = setting.tokens(study.hosts)
     curve = [[line["step"] * each, line["loss"]] for line in lines if line["kind"] == "evaluation"]
@@ -75,10 +75,13 @@ def _config(study: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def _gossamer(*argv: str, folder: Path) -> None:
+def _gossamer(*argv: str, folder: Path) -> dict[str, Any]:
+    """What it says in its last line."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(
-        [sys.executable, "-m", "gossamer", *argv], env=env, cwd=folder, capture_output=True, text=True
+        [sys.executable, "-m", "gossamer", *argv, "--json"], env=env, cwd=folder, capture_output=True, text=True
     )
     if done.returncode:
         raise RuntimeError(f"gossamer {argv[0]} ended with {done.returncode}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
