@@ -1,8 +1,8 @@
 """CO2 (Sun et al., arXiv 2401.16265): a round's exchange is hidden behind the next round, so steps cost what they cost
 alone: 100 % of the throughput without communication.
 
-Two hosts at 100 Mbit/s, a GPT-2 of 17.4M parameters, float32 displacements of 70 MB every 8 steps: 5.6 s on the wire, of
-some 13 s that a round computes. Local SGD of the same period waits for them.
+Two hosts at 100 Mbit/s, a GPT-2 of 17.4M parameters, float32 displacements of 70 MB every 8 steps: 5.6 s on the wire
+of some 13 s that a round computes. Local SGD of the same period waits for them.
 """
 
 from __future__ import annotations
