@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from gossamer.run.checkpoint import trainable
 from gossamer.run.rehearse import rehearse
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
-from gossamer.spec.choice import Exchanges
+from gossamer.spec.choice import Choice, Exchanges
 from gossamer.spec.cost import Cost
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
@@ -107,12 +107,37 @@ class Exchanger:
             islands = self._islands(hosts)
             self.plan = self.plan.model_copy(update={"islands": islands})
             self.pump.channel.widen(Levels.islands(islands).twice())
+        said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet every {loop.every} steps"
+        round_s = 0.0
+        if loop.steps:
+            loop, round_s, each = self._paced(loop)
+            said += f": {each}, {round_s:.3g} s of computing a round"
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         forecast = price_apart(loop, self.plan, shapes, self.pump.channel.levels)
-        said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet every {loop.every} steps"
+        forecast = forecast.model_copy(update={"compute_s": round_s / loop.every})
         reasons = {**self.plan.reasons, "sync": said}
         self.plan = self.plan.model_copy(update={"forecast": forecast, "reasons": reasons})
         self.tell(f"sync: {said}", 0)
+
+    def _paced(self, loop: Loop) -> tuple[Loop, float, str]:
+        """How many steps of a round each island makes, as given or as there is time for; what a round takes; in words.
+        An island is as fast as its slowest rank.
+        """
+        mine = rehearse(self.engine, self.feed, trainable(self.engine.module)).compute_s
+        by_rank = gathered(self.pump.channel, [mine])[:, 0].tolist()
+        islands = self.plan.islands
+        seconds = [max(by_rank[rank] for rank in island) for island in islands]
+        if loop.steps == "auto":
+            choice = Choice.parse(self.plan.sync)
+            steps = list(sync.by_speed(seconds, loop.every))
+            written = Choice(choice.name, {**choice.parameters, "steps": steps}).written()
+            self.plan = self.plan.model_copy(update={"sync": written})
+            loop = replace(loop, steps=tuple(steps))
+        pairs = list(zip(loop.steps_of(islands), seconds, strict=True))
+        said = ", ".join(
+            f"{list(island)} makes {n} of {s:.3g} s" for island, (n, s) in zip(islands, pairs, strict=True)
+        )
+        return loop, max(n * s for n, s in pairs), said
 
     def _islands(self, hosts: int) -> tuple[tuple[int, ...], ...]:
         everyone = self.pump.channel.levels.everyone

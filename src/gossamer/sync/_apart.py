@@ -39,13 +39,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What the driver is told of a step that has ended: how many there are now, its rate, what this rank saw in it."""
+    """What the driver is told of a step that has ended: how many there are now, its rate, what this rank saw in it, and
+    whether its island made it at all.
+    """
 
     done: int
     rate: float
     samples: float
     seed: int
     last: bool = False  # no step comes after it: everything meets now
+    made: bool = True
 
 
 @dataclass(slots=True)
@@ -110,7 +113,7 @@ class Apart:
 
     @torch.no_grad()
     def after(self, moved: Moved) -> None:
-        """A training step has ended, on all islands, with an update or without."""
+        """A training step of this island has ended, with an update or without: then at rate 0, of no samples."""
         loop = self.loop
         if loop is None:
             return
@@ -119,8 +122,8 @@ class Apart:
                 self.anchor_here()
             return
         for fragment in self.fragments:
-            fragment.steps, fragment.rates = fragment.steps + 1, fragment.rates + moved.rate
-            fragment.samples += moved.samples
+            fragment.steps, fragment.made = fragment.steps + 1, fragment.made + moved.made
+            fragment.rates, fragment.samples = fragment.rates + moved.rate, fragment.samples + moved.samples
         if self.each is not None:
             self._meet_at_once(moved)
         landing = [f for f in self.fragments if f.flight and (moved.last or moved.done - f.flight.since >= loop.delay)]
@@ -149,16 +152,20 @@ class Apart:
         if not leaving:
             return
         sound = [all(math.isfinite(d.sum().item()) for d in flats) for flats in gone]
-        row = [n for f, ok in zip(leaving, sound, strict=True) for n in (f.samples if ok else 0.0, float(ok))]
-        rows = self._waiting(lambda: self.replica.gather(tuple(row)))  # (ranks, 2 per fragment)
+        row: list[float] = []
+        for fragment, ok in zip(leaving, sound, strict=True):
+            row += [fragment.samples if ok else 0.0, float(ok), fragment.rates, float(fragment.made)]
+        rows = self._waiting(lambda: self.replica.gather(tuple(row)))  # (ranks, 4 per fragment)
         for index, (fragment, flats) in enumerate(zip(leaving, gone, strict=True)):
-            weights = _weights(rows[:, 2 * index], rows[:, 2 * index + 1])
-            number = self.fragments.index(fragment)
-            at = OuterRound(fragment.rounds, fragment.steps, fragment.rates, (moved.seed, moved.done, number))
-            fragment.steps, fragment.rates, fragment.samples = 0, 0.0, 0.0
+            samples, takes_part, *gone_by = rows[:, 4 * index : 4 * index + 4].unbind(1)
+            weights = _weights(samples, takes_part)
+            fragment.steps, fragment.made, fragment.rates, fragment.samples = 0, 0, 0.0, 0.0
             if weights is None:  # nobody has anything to say: back to where all were
                 self._return([fragment])
                 continue
+            rates, steps = (float((weights * of).sum()) for of in gone_by)
+            number = self.fragments.index(fragment)
+            at = OuterRound(fragment.rounds, steps, rates, (moved.seed, moved.done, number))
             if not sound[index]:
                 for flat in flats:
                     flat.zero_()
@@ -236,8 +243,8 @@ class Apart:
                 view.sub_(self.truth[name])
             steps.append(flat)
         sound = all(math.isfinite(flat.sum().item()) for flat in steps)
-        takes_part = self._waiting(lambda: self.replica.gather((float(sound),)))[:, 0]
-        weights = _weights(self.replica.shares() * takes_part, takes_part)
+        row = (moved.samples if sound else 0.0, float(sound))
+        weights = _weights(*self._waiting(lambda: self.replica.gather(row)).unbind(1))
         if not sound:  # this step is undone; the others' is taken over
             for flat in steps:
                 flat.zero_()
@@ -354,11 +361,11 @@ def traffic_of_round(
     units: Sequence[str] = (),
     bucket_bytes: int,
 ) -> tuple[Traffic, ...]:
-    """What `rank` sends in `loop.every` steps beside gradients, weights and votes."""
+    """What `rank` sends in `loop.every` steps beside gradients, weights, votes and words."""
     alone = len(levels.groups["island"]) == 1  # one island has nobody to meet
-    found = [Traffic(Combine.GATHER, 1, 8)] * (loop.every if loop.each is not None else 0)
+    found = [Traffic(Combine.GATHER, 2, 8)] * (loop.every if loop.each is not None else 0)
     for names in fragments_of(params, loop.fragments, units):
-        found.append(Traffic(Combine.GATHER, 2, 8))
+        found.append(Traffic(Combine.GATHER, 4, 8))
         for layout in map(as_float, partition({n: params[n] for n in names}, bucket_bytes=bucket_bytes)):
             if not alone:
                 found += among_all(loop.exchange, levels, keeps=loop.keeps).traffic(layout, levels, rank)

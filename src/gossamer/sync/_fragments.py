@@ -51,8 +51,9 @@ class Fragment:
     parts: list[Part]
     outer: OuterState
     rounds: int = 0
-    steps: int = 0
-    rates: float = 0.0
+    steps: int = 0  # since it was sent, on whatever island
+    made: int = 0  # of these, by this island
+    rates: float = 0.0  # sum of the learning rates of those
     samples: float = 0.0  # of this rank
     flight: Flight | None = None
 
@@ -82,7 +83,7 @@ class Fragment:
             found.update({f"rounds/{n}": t for n, t in named(part.layout, state).items()})
             found.update({f"steps/{n}": t for n, t in named(part.layout, part.each).items()})
         takes_part = float(self.flight.takes_part) if self.flight else 1.0
-        found[f"seen/{index}"] = torch.tensor([self.samples, takes_part], dtype=torch.float64)
+        found[f"seen/{index}"] = torch.tensor([self.samples, takes_part, self.rates, self.made], dtype=torch.float64)
         return found
 
     def restore(
@@ -95,7 +96,9 @@ class Fragment:
             else:
                 for name, view in self._by_name(slot, tensors).items():
                     view.copy_(shared[name])
-        self.samples, takes_part = own[f"seen/{index}"].tolist() if f"seen/{index}" in own else (0.0, 1.0)
+        nothing = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+        self.samples, takes_part, self.rates, made = own.get(f"seen/{index}", nothing).tolist()
+        self.made = int(made)
         for part in self.parts:
             part.state = refilled(part.layout, part.state, _under("rounds", own))
             part.each = refilled(part.layout, part.each, _under("steps", own))
@@ -109,7 +112,7 @@ class Fragment:
 
     def _counts(self) -> list[float]:
         """How far it is, and since when (-1: not) and as what it is under way."""
-        now = [self.rounds, self.steps, self.rates]
+        now = [self.rounds, self.steps]
         if self.flight is None:
             return [*now, -1, 0, 0, 0, 0, 0, 0]
         at = self.flight.at
@@ -117,11 +120,11 @@ class Fragment:
 
     def _take_counts(self, counts: Sequence[float], arrived: Mapping[str, Tensor], *, takes_part: bool) -> None:
         """What `_counts` gave; what was under way has arrived since."""
-        rounds, steps, self.rates, since, number, of, rates, *key = counts
+        rounds, steps, since, number, of, rates, *key = counts
         self.rounds, self.steps, self.flight = int(rounds), int(steps), None
         if since < 0:
             return
-        at = OuterRound(int(number), int(of), rates, (int(key[0]), int(key[1]), int(key[2])))
+        at = OuterRound(int(number), of, rates, (int(key[0]), int(key[1]), int(key[2])))
         means = [torch.cat([arrived[e.name].reshape(-1) for e in part.layout.entries]) for part in self.parts]
         pairs = zip(means, self.parts, strict=True)
         outcomes = tuple(Outcome(mean.to(part.anchor), None, part.state) for mean, part in pairs)
