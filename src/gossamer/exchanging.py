@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from gossamer.run.checkpoint import trainable
 from gossamer.run.rehearse import rehearse
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
-from gossamer.spec.choice import Exchanges, Written
+from gossamer.spec.choice import Choice, Exchanges, Written
 from gossamer.spec.cost import Cost
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
@@ -115,27 +115,53 @@ class Exchanger:
         chosen = choose_period(decision, facts, steps=self.steps, lossy=self.lossy, periods=PERIODS)
         self._adopt("sync", chosen.sync or "every_step", chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
-        if (loop := _loop_of(self.plan)) is not None and chosen.pace is not None:
-            self._part_into(islands, loop)
-            times = {"step_s": chosen.pace.step_s, "exposed_s": chosen.pace.exposed_s}
-            self.plan = self.plan.model_copy(update={"forecast": self.plan.forecast.model_copy(update=times)})
+        if (loop := _loop_of(self.plan)) is not None and chosen.forecast is not None:
+            self._part_into(islands)
+            self._price_apart(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
         return loop
 
     def _part(self, loop: Loop, hosts: int) -> None:
         """Who trains together: what is given, else what the links say, else everybody alone."""
-        self._part_into(self.plan.islands or self._islands(hosts), loop)
+        self._part_into(self.plan.islands or self._islands(hosts))
         said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet every {loop.every} steps"
+        round_s = 0.0
+        if loop.steps:
+            loop, round_s, each = self._paced(loop)
+            said += f": {each}, {round_s:.3g} s of computing a round"
+        self._price_apart(loop, compute_s=round_s / loop.every)
         self._adopt("sync", self.plan.sync, said)
         self.tell(f"sync: {said}", 0)
 
-    def _part_into(self, islands: tuple[tuple[int, ...], ...], loop: Loop) -> None:
+    def _part_into(self, islands: tuple[tuple[int, ...], ...]) -> None:
         levels = Levels.islands(islands).twice()
         if self.pump.channel.levels != levels:
             self.pump.channel.widen(levels)
         self.plan = self.plan.model_copy(update={"islands": islands})
+
+    def _price_apart(self, loop: Loop, **times: float) -> None:
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         forecast = price_apart(loop, self.plan, shapes, self.pump.channel.levels)
-        self.plan = self.plan.model_copy(update={"forecast": forecast})
+        self.plan = self.plan.model_copy(update={"forecast": forecast.model_copy(update=times)})
+
+    def _paced(self, loop: Loop) -> tuple[Loop, float, str]:
+        """How many steps of a round each island makes, as given or as there is time for; what a round takes; in words.
+        An island is as fast as its slowest rank.
+        """
+        mine = rehearse(self.engine, self.feed, trainable(self.engine.module)).compute_s
+        by_rank = gathered(self.pump.channel, [mine])[:, 0].tolist()
+        islands = self.plan.islands
+        seconds = [max(by_rank[rank] for rank in island) for island in islands]
+        if loop.steps == "auto":
+            choice = Choice.parse(self.plan.sync)
+            steps = list(sync.by_speed(seconds, loop.every))
+            written = Choice(choice.name, {**choice.parameters, "steps": steps}).written()
+            self.plan = self.plan.model_copy(update={"sync": written})
+            loop = replace(loop, steps=tuple(steps))
+        pairs = list(zip(loop.steps_of(islands), seconds, strict=True))
+        said = ", ".join(
+            f"{list(island)} makes {n} of {s:.3g} s" for island, (n, s) in zip(islands, pairs, strict=True)
+        )
+        return loop, max(n * s for n, s in pairs), said
 
     def _islands(self, hosts: int) -> tuple[tuple[int, ...], ...]:
         everyone = self.pump.channel.levels.everyone

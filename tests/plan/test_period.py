@@ -8,12 +8,12 @@ from gossamer import sync
 from gossamer.plan.exchange import (
     PERIODS,
     Decision,
-    Pace,
+    Parted,
     Period,
     RoundFacts,
     Timeline,
     choose_period,
-    pace_of,
+    forecast_apart,
     written_of,
 )
 
@@ -30,30 +30,30 @@ def facts(round_s: float, *, step_s: float = 1.0) -> RoundFacts:
 
 
 def test_a_wire_that_keeps_up_is_waited_for_by_nobody() -> None:
-    assert pace_of(SHORT, facts(4.0)) == Pace(step_s=1.0, exposed_s=0.0, delay=2)
+    assert forecast_apart(SHORT, facts(4.0)) == Parted(step_s=1.0, exposed_s=0.0, delay=2)
 
 
 def test_the_delay_hides_the_longest_fragment() -> None:
-    pace = pace_of(LONG, RoundFacts(1.0, (0.5, 3.2, 0.5)))
-    assert pace.delay == 5 and pace.step_s == 1.0
+    line = forecast_apart(LONG, RoundFacts(1.0, (0.5, 3.2, 0.5)))
+    assert line.delay == 5 and line.step_s == 1.0
 
 
 def test_a_round_that_takes_longer_than_its_steps_stretches_them() -> None:
-    pace = pace_of(SHORT, facts(16.0))
-    assert pace.step_s == 2.0 and pace.exposed_s == 1.0 and pace.delay <= SHORT.every - 1
+    line = forecast_apart(SHORT, facts(16.0))
+    assert line.step_s == 2.0 and line.exposed_s == 1.0 and line.delay <= SHORT.every - 1
 
 
 def test_encoding_shares_the_core_with_the_steps() -> None:
-    pace = pace_of(SHORT, RoundFacts(1.0, (0.1,), cpu_s=0.8, stolen=0.5))
-    assert pace.step_s == pytest.approx(1.05) and pace.exposed_s == 0.0
+    line = forecast_apart(SHORT, RoundFacts(1.0, (0.1,), cpu_s=0.8, stolen=0.5))
+    assert line.step_s == pytest.approx(1.05) and line.exposed_s == 0.0
 
 
 def test_the_shortest_period_that_keeps_up_is_taken() -> None:
     slow = choose_period(at_every_step(3.0), facts(6.0), steps=1000, lossy=True, periods=(SHORT, LONG))
-    assert slow.sync == written_of(SHORT, 3, 1000) and slow.pace is not None
+    assert slow.sync == written_of(SHORT, 3, 1000) and slow.forecast is not None
     assert "every 8 steps" in slow.reason and "5% more steps" in slow.reason
     slower = choose_period(at_every_step(30.0), facts(60.0), steps=1000, lossy=True, periods=(SHORT, LONG))
-    assert slower.pace is not None and slower.pace.step_s == 1.0  # 7.9 steps' wire in 8 steps would be 7.5 s a step
+    assert slower.forecast is not None and slower.forecast.step_s == 1.0
     assert "every 64 steps" in slower.reason
 
 
@@ -71,7 +71,7 @@ def test_a_fast_link_keeps_gradients_together() -> None:
 
 def test_without_permission_islands_stay_together_and_the_gain_is_told() -> None:
     chosen = choose_period(at_every_step(9.0), facts(6.0), steps=1000, lossy=False, periods=(SHORT,))
-    assert chosen.sync is None and chosen.pace is None
+    assert chosen.sync is None and chosen.forecast is None
     assert "plan.lossy: true would part the islands for 8 steps" in chosen.reason
 
 

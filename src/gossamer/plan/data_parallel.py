@@ -14,7 +14,7 @@ The trivial planner, and the control every later plan is judged against. It reso
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gossamer import memory, optim, sync
 from gossamer.data import share_rows
@@ -262,5 +262,7 @@ def _forecast(plan: Plan, request: Request) -> Cost:
     loop = None if plan.sync == "auto" else sync.build(plan.sync, key="plan.sync").loop
     if loop is None:
         return price_of(written, request.shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
-    levels = Levels.islands(plan.islands or [[rank] for rank in range(plan.ranks)])
-    return price_apart(loop, plan, request.shapes, levels)
+    islands = plan.islands or [[rank] for rank in range(plan.ranks)]
+    if loop.steps == "auto" or len(loop.steps) != len(islands):  # not known yet: no island makes more than all
+        loop = replace(loop, steps=())
+    return price_apart(loop, plan, request.shapes, Levels.islands(islands))

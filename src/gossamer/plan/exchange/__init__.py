@@ -11,12 +11,12 @@ from gossamer.plan.exchange.choose import Decision, choose
 from gossamer.plan.exchange.facts import BucketFacts, Facts, Option, wire_seconds
 from gossamer.plan.exchange.period import (
     PERIODS,
-    Pace,
+    Parted,
     Period,
     RoundFacts,
     Together,
     choose_period,
-    pace_of,
+    forecast_apart,
     written_of,
 )
 from gossamer.plan.exchange.timeline import Timeline, timeline, waited_for
@@ -29,7 +29,7 @@ __all__ = [
     "Decision",
     "Facts",
     "Option",
-    "Pace",
+    "Parted",
     "Period",
     "RoundFacts",
     "Timeline",
@@ -37,7 +37,7 @@ __all__ = [
     "across_islands",
     "choose",
     "choose_period",
-    "pace_of",
+    "forecast_apart",
     "timeline",
     "waited_for",
     "wire_seconds",

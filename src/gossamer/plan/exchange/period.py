@@ -41,7 +41,7 @@ class RoundFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Parted:
     """Forecast of islands apart: seconds of a mean step, how many wait for the wire, and the delay."""
 
     step_s: float
@@ -55,7 +55,7 @@ class Together:
 
     sync: Written | None
     reason: str
-    pace: Pace | None = None
+    forecast: Parted | None = None
 
 
 def choose_period(
@@ -66,26 +66,26 @@ def choose_period(
     """
     usable = [p for p in periods if 4 * p.every <= steps]
     at_once = decision.forecast.step_s * (1 + decision.dearer)
-    best = min(usable, key=lambda p: pace_of(p, facts).step_s * (1 + p.dearer), default=None)
+    best = min(usable, key=lambda p: forecast_apart(p, facts).step_s * (1 + p.dearer), default=None)
     if best is None:
         return Together(None, f"every step: {steps} steps are too few to part")
-    pace = pace_of(best, facts)
-    if pace.step_s * (1 + best.dearer) > at_once * (1 - WORTH):
+    line = forecast_apart(best, facts)
+    if line.step_s * (1 + best.dearer) > at_once * (1 - WORTH):
         return Together(
             None,
             f"every step ({show_seconds(decision.forecast.step_s)}): meeting every {best.every} steps "
-            f"({show_seconds(pace.step_s)}) takes {100 * best.dearer:.0f}% more of them",
+            f"({show_seconds(line.step_s)}) takes {100 * best.dearer:.0f}% more of them",
         )
     gain = (
-        f"{show_seconds(pace.step_s)} a step instead of {show_seconds(decision.forecast.step_s)}, of which "
-        f"{show_seconds(pace.exposed_s)} wait for the wire, for {100 * best.dearer:.0f}% more steps"
+        f"{show_seconds(line.step_s)} a step instead of {show_seconds(decision.forecast.step_s)}, of which "
+        f"{show_seconds(line.exposed_s)} wait for the wire, for {100 * best.dearer:.0f}% more steps"
     )
     if not lossy:
         return Together(None, f"every step; plan.lossy: true would part the islands for {best.every} steps: {gain}")
-    return Together(written_of(best, pace.delay, steps), f"islands meet every {best.every} steps: {gain}", pace)
+    return Together(written_of(best, line.delay, steps), f"islands meet every {best.every} steps: {gain}", line)
 
 
-def pace_of(period: Period, facts: RoundFacts) -> Pace:
+def forecast_apart(period: Period, facts: RoundFacts) -> Parted:
     """Steps are as long as an island's own, unless the wire has not done with a round when the next one begins.
 
     The delay is the shortest that hides the longest fragment, and one step for what comes late.
@@ -95,7 +95,7 @@ def pace_of(period: Period, facts: RoundFacts) -> Pace:
     longest = max(facts.fragments_s, default=0.0)
     delay = min(period.every - 1, math.ceil(longest / step_s) + 1)
     late = sum(max(0.0, one - delay * step_s) for one in facts.fragments_s) / period.every
-    return Pace(step_s + late, step_s + late - own, delay)
+    return Parted(step_s + late, step_s + late - own, delay)
 
 
 def written_of(period: Period, delay: int, steps: int) -> Written:
