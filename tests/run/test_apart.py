@@ -112,7 +112,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (sections({"local_sgd": {"start": -1}}), "plan.sync.local_sgd.start: wanted a number of steps from 0 on, got -1"),
     (sections({"diloco": {"outer": {"nesterov": {"mu": 1.0}}}}), "plan.sync.diloco.outer.nesterov.mu"),
     (sections({"gossip": {"full": 0}}), "plan.sync.gossip.full: wanted a full average every 1 or more rounds, got 0"),
-    (sections({"gossip": {"gamma": 2}}), "plan.sync.gossip.gamma: wanted a step towards the neighbours in (0, 1], got 2"),
+    (
+        sections({"gossip": {"gamma": 2}}),
+        "plan.sync.gossip.gamma: wanted a step towards the neighbours in (0, 1], got 2",
+    ),
     (sections({"gossip": {"codec": "lossless"}}), "plan.sync.gossip.codec: wanted a codec whose messages have a fixed"),
     (sections({"gossip": {"graph": "rings"}}), "plan.sync.gossip.graph: no graph is called 'rings'"),
     (sections({"dilocco": {}}), "no sync is called 'dilocco'"),

@@ -24,10 +24,16 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("skips", "step 4: rank 1 on host {host}: its parameters or optimizer state are not the others' (after step 2)"),
+        (
+            "skips",
+            "step 4: rank 1 on host {host}: its parameters or optimizer state are not the others' (after step 2)",
+        ),
         ("rate", "step 4: rank 1 on host {host}: its parameters or optimizer state are not the others' (after step 2)"),
         ("bit", "step 4: rank 1 on host {host}: its parameters or optimizer state are not the others' (after step 2)"),
-        ("moment", "step 4: rank 1 on host {host}: its parameters or optimizer state are not the others' (after step 2)"),
+        (
+            "moment",
+            "step 4: rank 1 on host {host}: its parameters or optimizer state are not the others' (after step 2)",
+        ),
         ("label", "step 3: rank 1 on host {host}: its gradient of its own samples is "),
         ("idle", "step 3: rank 1 on host {host}: its gradient of its own samples is 1 of its size"),
         ("judges", "step 3: rank 1 on host {host}: its gradient of rank "),

@@ -1,4 +1,4 @@
-"""What pool workers run with a fault in one of them: the fault is patched into the worker, the code knows nothing of it."""
+"""What pool workers run with a fault in one of them, patched into the worker: the code itself knows nothing of it."""
 
 from __future__ import annotations
 

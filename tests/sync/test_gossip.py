@@ -1,4 +1,4 @@
-"""Gossip: the mean stays, what differs contracts as its graph says, and a code that loses much loses nothing of the mean."""
+"""Gossip: the mean stays, what differs contracts as its graph says, and a code that loses much keeps the mean."""
 
 from __future__ import annotations
 
@@ -146,7 +146,9 @@ def test_after_a_full_average_all_are_one_and_in_between_they_are_not(
     for step in range(7):
         agree = all(one["at"][step] == found[0]["at"][step] for one in found)
         is_full = (step + 1) % 3 == 0
-        met = given == {"graph": "complete", "codec": "identity"} or (given["graph"] != "complete" and len(islands) == 2)
+        met = given == {"graph": "complete", "codec": "identity"} or (
+            given["graph"] != "complete" and len(islands) == 2
+        )
         assert agree if is_full else (not agree or met)
 
 

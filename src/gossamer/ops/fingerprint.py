@@ -3,10 +3,10 @@
 Equations (element k of all tensors one behind the other; r_k a word that depends on a seed and k alone):
     p_b    = sum_{k mod width = b} s_k x_k,   s_k = +1 or -1, a bit of r_k        (float64)
     digest = sum_k bits(x_k) (2 r_k + 1)  mod 2^64
-E |p(x) - p(y)|^2 = |x - y|^2 over seeds: the distance of two fingerprints is that of what they are of. A digest misses
-the change of one number with a probability of 2^-32 at most.
+E |p(x) - p(y)|^2 = |x - y|^2 over seeds: the distance of two fingerprints is that of what they are of. A digest
+misses the change of one number with a probability of 2^-32 at most.
 Words are counted, not drawn: the same on all kinds of device.
-Paper:   random projections, Achlioptas 2003; the classes of p as in feature hashing, Weinberger et al., arXiv 0902.2206.
+Paper:   Achlioptas, Database-friendly random projections, 2003; classes as in feature hashing, arXiv 0902.2206.
 """
 
 from __future__ import annotations

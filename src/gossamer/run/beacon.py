@@ -1,8 +1,8 @@
 """Random numbers that nobody can know, or choose, before all have spoken; one per draw, the same on every rank.
 
-Each rank begins with a secret x_0 and tells all others x_N, where x_{k+1} = hash(x_k). In draw k it tells x_{N-k}, which
-all hold against what it told before; the number is a hash over what all have told. One rank that keeps its secret is
-enough. After N draws everybody begins again.
+Each rank begins with a secret x_0 and tells all others x_N, where x_{k+1} = hash(x_k). In draw k it tells x_{N-k},
+which all hold against what it told before; the number is a hash over what all have told. One rank that keeps its secret
+is enough. After N draws everybody begins again.
 """
 
 from __future__ import annotations

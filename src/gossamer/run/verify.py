@@ -1,4 +1,4 @@
-"""Do the ranks do what they should? Steps that nobody can foresee are done once more by others, and outvoted ranks named.
+"""Do the ranks do what they should? Steps that nobody can foresee are done once more by others, who outvote.
 
 In a checked step (one in `every`, drawn when all gradients are sent, see beacon.py) every rank does the work of two
 others once more, dealt out anew each time. Of a rank's gradient there are then three fingerprints, of what it sent and
@@ -7,12 +7,12 @@ digest of its parameters and of what the update rule keeps, which are the same b
 
     row_i     = (loss, valid labels, |g_i|, p(g_i))          p: 64 random projections (ops/fingerprint.py)
     d(a, b)   = max(|loss_a - loss_b| / |loss|, |p_a - p_b| / |p|),   honest: d <= tolerance
-    tolerance = margin max d between reruns of one work, by all ranks, on other numbers of threads, before the first step
+    tolerance = margin max d between reruns of one work, by all ranks on several numbers of threads, before step 1
 Where a trio does not agree, the noise is measured again on that very work before anybody is named.
 Wire:    24 bytes per rank and step; a digest and three rows (1.6 kB) per rank and check.   State: one gradient.
-Paper:   arXiv 2307.01898 asks for fingerprints and a majority of three, and gives no algorithm for training: this is ours.
-Not seen: a rank that says of its gradient what is right and sends another, beyond that it happened (the mean is then not
-the sum of what all say; known for exchanges that lose nothing). Two ranks of a trio that lie alike win.
+Paper:   arXiv 2307.01898 asks for fingerprints and a majority of three; the algorithm is ours.
+Not seen: who says of its gradient what is right and sends another: only that somebody does (the mean is then not the
+sum of what all say; known for exchanges that lose nothing). Two ranks of a trio that lie alike win.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Verifier:
         usual = max(sorted(noise)[len(noise) // 2], self._floor)
         self.tolerance = self.wanted.margin * max(self._floor, *(n for n in noise if n <= _OUTLIER * usual))
         named = {
-            rank: [f"its gradient of rank 0's samples is {n:.2g} of its size from most ranks', which are {usual:.2g} apart"]
+            rank: [
+                f"its gradient of rank 0's samples is {n:.2g} of its size from most ranks', which are {usual:.2g} apart"
+            ]
             for rank, n in enumerate(noise)
             if n > _OUTLIER * usual
         }
@@ -200,7 +202,7 @@ class Verifier:
             self._tell("error", step, said, rank=min(named, default=-1))
             return
         raise Untrustworthy(
-            f"step {step + 1}: {said}. Nothing of it was saved since: resume from the last checkpoint, without that machine"
+            f"step {step + 1}: {said}. Nothing was saved since: resume from the last checkpoint, without that machine"
         )
 
     def _tell(self, level: str, step: int, message: str, *, rank: int = -1) -> None:

@@ -209,7 +209,7 @@ class Apart:
         return self._loop.keeps and (final or self._loop.meets_in_full(flight.at.number))
 
     def _anew(self, part: Part) -> State:
-        """Of an exchange whose islands kept something, when that has met: it spoke of displacements that are no more."""
+        """What the exchange remembers when all has met: it was of displacements that are no more."""
         assert self.exchange is not None
         return part.state if owes(self.exchange) else self.exchange.init(part.layout)
 

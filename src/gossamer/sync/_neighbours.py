@@ -1,12 +1,12 @@
-"""What gossip does with displacements: an exchange that agrees on nothing, in which everyone keeps its neighbours' mean.
+"""What gossip does with displacements: an exchange that agrees on nothing, in which all keep their neighbours' mean.
 
 Equations (rank i, displacement D_i = a - x_i from the anchor a, mixing matrix W of the round):
     h_i  <- C(D_i), or h_i + C(D_i - h_i) where neighbours stay and C loses something
     D_i' =  D_i + gamma (sum_j W_ij h_j - h_i)
     mean = 0,   lost_i = D_i'
-so that a loop that keeps what is lost goes on at x_i = a - D_i' from an anchor that has not moved. mean = sum_i w_i (D_i
-- D_i') holds, as the mean of all D is what W leaves alone, whatever C loses. Without loss and with gamma = 1 this is
-D_i' = sum_j W_ij D_j, summed in rank order.
+so that a loop that keeps what is lost goes on at x_i = a - D_i' from an anchor that has not moved. What an outcome
+promises holds, mean = sum_i w_i (D_i - D_i'), as the mean of all D is what W leaves alone, whatever C loses. Without
+loss and with gamma = 1 this is D_i' = sum_j W_ij D_j, summed in rank order.
 Symbols: h what the wire knows of D, the same bits at both ends; C, decoded; w_i weights, sum_i w_i = 1.
 Wire:    1 uneven SHUFFLE, the code of D to every neighbour.   State: numel float32 for itself and for each neighbour,
 where those stay and C loses something; else none.

@@ -92,8 +92,8 @@ class Replica:
     where it is not `all`; each Window says at which level its gradients meet. Raises BadInput where an exchange cannot
     serve its buckets or this wire.
 
-    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it. `keeps_sent`: a copy
-    of what this rank gives to the exchange is kept, until the next step.
+    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it. `keeps_sent`: a
+    copy of what this rank gives to the exchange is kept, until the next step.
     """
 
     def __init__(

@@ -49,9 +49,7 @@ class Gossip(Sync):
             raise bad_input(wanted=wanted, got=str(self.full), do=do, key="full")
         if not self.codec.traits.fixed_size:
             do = "name another codec: gossamer methods compress/codec"
-            raise bad_input(
-                wanted="a codec whose messages have a fixed size", got=repr(self.codec), do=do, key="codec"
-            )
+            raise bad_input(wanted="a codec whose messages have a fixed size", got=repr(self.codec), do=do, key="codec")
         Sync.__post_init__(self)
 
     @property
