@@ -168,7 +168,8 @@ class Verifier:
         came = self.witness.row(0.0, 0.0, self.replica.gradients(), seed)[3:]
         size = (shares[:, 0] * rows[:, 2]).sum()
         apart = float((came - (shares * rows[:, 3:]).sum(0)).norm() / size) if size > 0 else 0.0
-        if apart <= 4 * self.replica.ranks * self._eps:
+        coarse = max(torch.finfo(p.dtype).eps for p in self.witness.params.values())  # what the mean is rounded to
+        if apart <= 4 * self.replica.ranks * coarse:
             return []
         return [f"the mean gradient is {apart:.2g} from the sum of what all say they sent: some rank sent another"]
 
@@ -183,15 +184,9 @@ class Verifier:
         return self.replica.gather(tuple(torch.cat(rows).tolist())).view(-1, len(_RERUNS), ROW)
 
     @property
-    def _eps(self) -> float:
-        """What gradients are rounded to."""
-        return max(torch.finfo(p.dtype).eps for p in self.witness.params.values())
-
-    @property
     def _floor(self) -> float:
         """What is taken for noise though none was measured."""
-        coarse = max(self._eps, torch.finfo(self.witness.engine.precision.compute).eps)
-        return max(_EPS * torch.finfo(torch.float32).eps, coarse)
+        return _EPS * torch.finfo(torch.float32).eps
 
     def _end(self, step: int, named: dict[int, list[str]], undecided: Sequence[str]) -> None:
         found = [f"rank {r} on host {self._hosts[r]}: {'; '.join(named[r])}" for r in sorted(named)]

@@ -80,7 +80,8 @@ class Neighbours(Exchange):
 
 def _whole(parts: list[float]) -> tuple[int, ...]:
     """Whole numbers near `parts` with their sum."""
-    found, carried = [], 0.0
+    found: list[int] = []
+    carried = 0.0
     for part in parts:
         carried += part
         found.append(round(carried) - sum(found))
