@@ -46,6 +46,18 @@ def test_streaming_sends_a_third_at_a_time_at_no_loss(pool: Pool) -> None:
     assert streaming < 1.01 * at_once
 
 
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [({"graph": "pairs"}, 0.7), ({"graph": "ring", "codec": "int4"}, 0.26)],
+    ids=["pairs", "ring, int4"],
+)
+def test_gossip_ends_where_averaging_with_all_does(pool: Pool, given: dict[str, Any], part: float) -> None:
+    together, all_sent = learn(pool, {"local_sgd": {"every": 1}}, sgd(0.5))
+    gossip, sent = learn(pool, {"gossip": {"every": 1, "full": 16, **given}}, sgd(0.5))
+    assert sum(sent) < part * sum(all_sent)
+    assert gossip < 1.02 * together
+
+
 @pytest.mark.parametrize("factor", [0.25, 4.0])
 def test_a_hypergradient_mends_an_outer_rate_that_is_four_times_off(pool: Pool, factor: float) -> None:
     def outer(lr: float) -> Any:

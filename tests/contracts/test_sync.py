@@ -30,6 +30,7 @@ SETTINGS: dict[str, Any] = {
     "fedhyper": {"fedhyper": {"every": 2}},
     "co2": {"co2": {"every": 2}},
     "cser": {"cser": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
+    "gossip": {"gossip": {"every": 2, "full": 2}},
     "cser_pl": {"cser_pl": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
 }
 APART = sorted(set(SETTINGS) - {"every_step"})
@@ -62,8 +63,8 @@ def test_ranks_of_one_island_are_never_apart(pool: Pool, name: str) -> None:
 def test_bytes_of_a_round_are_known_before(pool: Pool, name: str) -> None:
     loop = sync.build(SETTINGS[name]).loop
     assert loop is not None
-    first = loop.start + loop.every  # the second round: by then all fragments take turns
-    found = pool.run("sync.apart_jobs:rounds", 2, written=SETTINGS[name], steps=first + loop.every, finish=False)
+    first = loop.start + loop.cycle  # by then all fragments take turns
+    found = pool.run("sync.apart_jobs:rounds", 2, written=SETTINGS[name], steps=first + loop.cycle, finish=False)
     shapes: Shapes = tuple(SHAPES.items())
     links = round_bytes(loop, shapes, Levels.islands(ISLANDS[2]), units=("a", "b"), bucket_bytes=1 << 20)
     for rank, one in enumerate(found):  # alone on their islands, they vote alone
@@ -136,6 +137,8 @@ TOGETHER = [
     {"cser": {"every": 3, "each": "dense"}},
     {"cser": {"every": 1, "each": None, "exchange": "dense"}},
     {"local_sgd": {"every": 3, "start": 100}},
+    {"gossip": {"graph": "complete", "full": 100}},
+    {"gossip": {"full": 1}},
 ]
 
 
@@ -241,7 +244,7 @@ def test_what_is_quantised_is_bounded_by_the_displacement(pool: Pool) -> None:
     assert 0 < off.abs().max() < 0.02 * moved.abs().max()
 
 
-POISONED = [SETTINGS[name] for name in ("local_sgd", "diloco", "streaming_diloco", "dsm", "co2", "cser")]
+POISONED = [SETTINGS[name] for name in ("local_sgd", "diloco", "streaming_diloco", "dsm", "co2", "cser", "gossip")]
 
 
 @pytest.mark.parametrize("written", [*POISONED, {"cser": {"every": 3, "each": "dense"}}], ids=json.dumps)

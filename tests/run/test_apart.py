@@ -37,7 +37,7 @@ def test_a_run_stopped_in_a_round_goes_on_bit_for_bit(pool: Pool, tmp_path: Path
         assert [one["digest"] for one in again] == [one["digest"] for one in whole]
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "streaming_diloco", "qsparse_local_sgd", "co2", "cser"])
+@pytest.mark.parametrize("name", ["local_sgd", "streaming_diloco", "qsparse_local_sgd", "co2", "cser", "gossip"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_other_islands_go_on_from_what_was_agreed(pool: Pool, tmp_path: Path, name: str, ranks: int) -> None:
     given = {"folder": str(tmp_path), "steps": 9, "sections": sections(SETTINGS[name])}
@@ -215,6 +215,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (sections({"diloco": {"every": 4, "steps": [3, 2]}}), "and of one island 4 (every), got [3, 2]"),
     (sections({"local_sgd": {"every": 4, "steps": [4]}}), "plan.sync.steps: wanted the steps of 2 islands"),
     (sections({"cser": {"every": 4, "steps": [4, 2]}}), "plan.sync.cser: Cser has no parameter 'steps'"),
+    (sections({"gossip": {"full": 0}}), "plan.sync.gossip.full: wanted a full average every 1 or more rounds, got 0"),
+    (
+        sections({"gossip": {"gamma": 2}}),
+        "plan.sync.gossip.gamma: wanted a step towards the neighbours in (0, 1], got 2",
+    ),
+    (sections({"gossip": {"codec": "lossless"}}), "plan.sync.gossip.codec: wanted a codec whose messages have a fixed"),
+    (sections({"gossip": {"graph": "rings"}}), "plan.sync.gossip.graph: no graph is called 'rings'"),
     (sections({"dilocco": {}}), "no sync is called 'dilocco'"),
     ({"plan": {"sync": "diloco", "adapt": "l_greco"}}, "plan.adapt: wanted gradients that all ranks exchange"),
     ({"plan": {"sync": "diloco", "mesh": {"pipe": 2}}}, "plan.sync: wanted every process to hold the whole model"),

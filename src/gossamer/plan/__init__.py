@@ -57,7 +57,7 @@ def price_of(
 
 
 def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
-    """The bytes of a step of islands that train apart, a round's among its steps: the mean, rounded down. Raises
+    """The bytes of a step of islands that train apart, rounds' among its steps: the mean, rounded down. Raises
     BadInput for an exchange of gradients that cannot serve inside an island.
     """
     exchange = compress.rules(plan.exchange).by_name(name for name, _ in shapes)
@@ -71,7 +71,7 @@ def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
     inside = step_bytes(buckets, levels, meets="island")  # of a step, of which some islands make a part
     links = Counter({link: int(sent * part[int(link.partition(">")[0])]) for link, sent in inside.items()})
     for link, sent in round_bytes(loop, shapes, levels, units=plan.units, bucket_bytes=plan.bucket_bytes).items():
-        links[link] += sent // loop.every
+        links[link] += sent // loop.cycle
     links.update(word_bytes(levels))
     return _cost(links, levels)
 

@@ -52,7 +52,7 @@ def gather_bytes(buckets: Buckets, levels: Levels, weights: Codec | None) -> dic
 def round_bytes(
     loop: Loop, shapes: Shapes, levels: Levels, *, units: Sequence[str], bucket_bytes: int
 ) -> dict[str, int]:
-    """Payload bytes of a round of islands apart, of what meets in it, per link, all ranks."""
+    """Payload bytes of `loop.cycle` steps of islands apart, of what meets in them, per link, all ranks."""
     params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
     return by_link(
         levels, lambda rank: traffic_of_round(loop, params, levels, rank, units=units, bucket_bytes=bucket_bytes)

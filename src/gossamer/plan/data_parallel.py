@@ -50,6 +50,8 @@ class DataParallel(Planner):
         exchange, reasons["exchange"] = _exchange(config, mesh, loop)
         _check_adapt(config, mesh, loop)
         _check_states(config, mesh, loop)
+        if config.train.verify.every:
+            reasons["verify"] = _verified(config, mesh, loop)
         if request.units:
             reasons["units"] = (
                 "given" if config.plan.units != "auto" else "the repeated blocks, and what else owns parameters"
@@ -224,6 +226,19 @@ def _check_states(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
             do=do,
             key=key,
         )
+
+
+def _verified(config: RunConfig, mesh: Mesh, loop: Loop | None) -> str:
+    """What verification costs. Raises BadInput where it cannot serve."""
+    every, key = config.train.verify.every, "train.verify.every"
+    if mesh.pipe > 1 or loop is not None:
+        got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
+        wanted = "whole replicas that hold the same at every step, so that each can do another's work"
+        raise bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sync to every_step", key=key)
+    if mesh.replica < 3:
+        do = "set it to 0, or machines.processes to 3 or more"
+        raise bad_input(wanted="3 replicas, of which two can outvote one", got=str(mesh.replica), do=do, key=key)
+    return f"1 step in {every} is done again by two others: {200 / every:.3g} % more compute"
 
 
 def _islands(config: RunConfig, replicas: int) -> tuple[tuple[int, ...], ...]:

@@ -35,6 +35,8 @@ from gossamer.run.saver import Saver
 from gossamer.run.scaling import Scaling
 from gossamer.run.stage import Engine, Piece, Whole
 from gossamer.run.trainer import Goal, Replan, Sink, Trainer
+from gossamer.run.verify import Verifier
+from gossamer.run.witness import Witness
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
@@ -151,6 +153,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         counted_elsewhere=tied.elsewhere,
         meets="all" if together.loop is None else "island",
         owned=states.own if states.is_sharded else None,
+        keeps_sent=config.train.verify.every > 0,
     )
     scaling = Scaling.of(engine.precision)
     apart = sync.Apart.of(
@@ -164,6 +167,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     )
     loop, progress = together.loop, around.saver.progress
     pace = loop.pace(levels.groups["island"]) if loop is not None else sync.Pace()
+    feed = Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace)
     around.saver.contents = Contents(module, states, replica, scaling, apart, progress, parts.cut)
     return Trainer(
         engine=engine,
@@ -179,7 +183,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         states=states,
         sharding=sharding,
         rate=rate.build(config.train.schedule, key="train.schedule"),
-        feed=Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace),
+        feed=feed,
         validation=parts.validation,
         sampler=_sampler(parts, engine, pipeline, pump),
         params=params,
@@ -193,6 +197,13 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         ),
         policy=NonFinite(config.train.on_nonfinite),
         scaling=scaling,
+        verifier=Verifier(
+            wanted=config.train.verify,
+            witness=Witness(engine, feed, params),
+            replica=replica,
+            states=states,
+            sink=around.sink,
+        ),
         sink=around.sink,
         at=around.at,
         save=lambda progress, last: around.saver.save(progress, last=last),

@@ -28,6 +28,7 @@ from gossamer.run.policy import NonFinite, Verdict
 from gossamer.run.sampling import Sampler
 from gossamer.run.scaling import Scaling
 from gossamer.run.stage import Engine, Piece, StepWork
+from gossamer.run.verify import Verifier
 from gossamer.spec import records
 from gossamer.spec.action import Op
 from gossamer.spec.errors import Interrupted, StepRejected
@@ -97,6 +98,7 @@ class Trainer:
     goal: Goal
     policy: NonFinite
     scaling: Scaling
+    verifier: Verifier
     sink: Sink
     at: Callable[[int, str], None]  # tells the supervisor where this rank is: (step, phase)
     save: Callable[[Progress, bool], None]  # the flag: nothing comes after it
@@ -107,9 +109,12 @@ class Trainer:
     paused: Paused = field(default_factory=Paused)
 
     def run(self) -> None:
-        """Train to the goal. Raises Interrupted after saving when asked to stop, StepRejected by policy."""
+        """Train to the goal. Raises Interrupted after saving when asked to stop, StepRejected by policy,
+        Untrustworthy where a rank is found out.
+        """
         goal, progress = self.goal, self.progress
         saved = progress.step
+        self.verifier.begin(saved)
         while progress.step < goal.steps:
             stop = self.one_step()
             step = progress.step
@@ -118,6 +123,7 @@ class Trainer:
             if stop or (goal.checkpoint_every and step % goal.checkpoint_every == 0) or step == goal.steps:
                 self.at(step, "save")
                 self.apart.settle(step)
+                self.verifier.same_everywhere(step)
                 self.save(progress, stop or step == goal.steps)
                 saved = step
             if stop and step < goal.steps:
@@ -144,6 +150,8 @@ class Trainer:
             self._tell("warning", step, f"{self._why(agreement)}: the step is tried again", agreement)
         lr = self._factor(step)
         if verdict is Verdict.COMMIT:
+            self.at(step, "verify")
+            self.verifier.check(step, work.loss(), work.weight, scale=work.scale)
             self._update(step, lr, agreement)
         else:
             self.replica.reject()

@@ -74,6 +74,7 @@ class _Slot:
     sent: bool = False
     finite: bool = True  # what this rank sent; looked at where a lossy exchange could hide it
     outcome: Outcome | None = None
+    own: Bucket | None = None  # what this rank gave to the exchange, where that is kept
 
 
 @dataclass(slots=True)
@@ -93,7 +94,8 @@ class Replica:
     where it is not `all`; each Window says at which level its gradients meet. Raises BadInput where an exchange cannot
     serve its buckets or this wire.
 
-    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it.
+    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it. `keeps_sent`: a
+    copy of what this rank gives to the exchange is kept, until the next step.
     """
 
     def __init__(
@@ -106,8 +108,9 @@ class Replica:
         counted_elsewhere: frozenset[str] = frozenset(),
         meets: str = "all",
         owned: Callable[[str, Tensor], Tensor] | None = None,
+        keeps_sent: bool = False,
     ) -> None:
-        self.meets, self._owned = meets, owned
+        self.meets, self._owned, self._keeps_sent = meets, owned, keeps_sent
         self.rank = pump.channel.rank
         self.levels = pump.channel.levels
         self.ranks = len(self.levels.everyone)
@@ -177,6 +180,15 @@ class Replica:
         """By parameter name, in the order of the parameters; after `reduce` the mean over all ranks."""
         views = {name: view for s in self._slots for name, view in s.bucket.slices()}
         return {name: views[name] for name in self._params}
+
+    def sent_gradients(self) -> dict[str, Tensor]:
+        """This rank's own of the step, by parameter name, as it gave them to the exchange; where they are kept."""
+        return {name: view for s in self._slots if s.own is not None for name, view in s.own.slices()}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the mean that a rank gets is the weighted sum of what all gave, but for rounding."""
+        return self._owned is None and all(slot.exchange.traits.lossless for slot in self._slots)
 
     def flats(self) -> list[Tensor]:
         """The flat buffers of all buckets."""
@@ -367,6 +379,8 @@ class Replica:
         scale = window.scale * (float(share[self.rank]) or 1.0) if window.together else window.scale
         if scale != 1.0:
             slot.bucket.flat.mul_(1.0 / scale)
+        if self._keeps_sent:
+            slot.own = Bucket(slot.bucket.layout, slot.bucket.flat.clone())
         # A sum is the cheapest look at all numbers; a lossy method might not send the one that is not finite.
         slot.finite = slot.exchange.traits.lossless or math.isfinite(slot.bucket.flat.sum().item())
         one = self._method(slot.exchange, window.level)
