@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gossamer import compress, sync
+from gossamer import compress, memory, sync
 from gossamer.measuring import Measured
 from gossamer.pipeline.links import levels_of_stages
 from gossamer.plan import price_apart, price_of
@@ -29,7 +29,6 @@ from gossamer.run.rehearse import rehearse
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
 from gossamer.spec.choice import Exchanges
-from gossamer.spec.cost import Cost
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_rate
@@ -95,11 +94,16 @@ class Exchanger:
         elif self.plan.exchange == "auto":
             self._choose(probe(self.pump.channel))
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
-        elif asks_for_islands(self.plan.exchange) and not self.plan.islands:
+        elif not self.plan.islands and (asks_for_islands(self.plan.exchange) or self._shards(hosts)):
             self._learn(probe(self.pump.channel))
+            self._reprice()
         self._watch.active = automatic and hosts > 1 and loop is None
         self._watch.rate(self.pump)  # what has passed so far was no training
         return self.plan
+
+    def _shards(self, hosts: int) -> bool:
+        """Whether sharded states go by islands, if there are any."""
+        return hosts > 1 and memory.build(self.plan.states, key="plan.states").is_sharded
 
     def _part(self, loop: Loop, hosts: int) -> None:
         """Who trains together: what is given, else what the links say, else everybody alone."""
@@ -154,19 +158,20 @@ class Exchanger:
         written = compress.fed_back(written, lacking)
         if written == self.plan.exchange:
             return None
-        cost = self._price(written)
-        forecast = self.plan.forecast.model_copy(update={"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes})
-        update = {"exchange": written, "adapted_from": adapted_from, "forecast": forecast}
-        self.plan = self.plan.model_copy(update=update)
+        self.plan = self.plan.model_copy(update={"exchange": written, "adapted_from": adapted_from})
+        self._reprice()
         self._watch.first = 0.0  # other messages pass at another rate: the next window is the measure
         self.keep(self.plan)
         self.tell(said, step)
         return Replan(compress.rules(written).by_name(params), self.plan.bucket_bytes)
 
-    def _price(self, written: Exchanges) -> Cost:
+    def _reprice(self) -> None:
+        """Forecast the bytes of a step anew, on the links as they are known now."""
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         levels, plan = self.pump.channel.levels, self.plan
-        return price_of(written, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
+        cost = price_of(plan.exchange, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
+        forecast = plan.forecast.model_copy(update={"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes})
+        self.plan = plan.model_copy(update={"forecast": forecast})
 
     def links(self) -> Links:
         """The links as they are now: some seconds, between two steps."""

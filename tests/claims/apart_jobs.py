@@ -71,15 +71,9 @@ def learn(
     method, update = sync.build(written), optim.build(rule)
     meets = "all" if method.loop is None else "island"
     sharding = memory.build(states)
-    held = memory.States.of(
-        update,
-        params,
-        is_sharded=sharding.is_sharded,
-        weights=sharding.weights,
-        place=seat.rank,
-        ranks=seat.ranks,
-    )
-    meet, owned = sharding.exchange(compress.build(exchange)), held.own if sharding.is_sharded else None
+    deal = memory.Deal(levels, sharding.path(levels))
+    held = memory.States.of(update, params, deal, rank=seat.rank, weights=sharding.weights)
+    meet, owned = sharding.exchange(compress.build(exchange), deal.path), held.own if deal.path else None
     replica = Replica(params, meet, pump, bucket_bytes=1 << 20, meets=meets, owned=owned)
     truth = {name: p.detach() for name, p in params.items()}
     apart = Apart.of(

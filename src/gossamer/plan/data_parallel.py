@@ -243,7 +243,7 @@ def _forecast(plan: Plan, request: Request) -> Cost:
     if plan.mesh.pipe > 1:
         return Cost()  # which parameters lie on which rank is known when the cuts are
     written = "dense" if plan.exchange == "auto" else plan.exchange  # a choice to come sends no more
-    levels = Levels.flat(plan.mesh.replica)
+    levels = Levels.islands(plan.islands) if plan.islands else Levels.flat(plan.mesh.replica)
     loop = sync.build(plan.sync, key="plan.sync").loop
     if loop is None:
         return price_of(written, request.shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
