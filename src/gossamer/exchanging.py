@@ -7,7 +7,6 @@ function of it: so all ranks come to the same plan without anybody deciding for 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ from gossamer.run.checkpoint import trainable
 from gossamer.run.rehearse import rehearse
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
-from gossamer.spec.choice import Exchanges
+from gossamer.spec.choice import Exchanges, asks_for_islands
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_rate
@@ -57,12 +56,6 @@ def levels_of(plan: Plan, ranks: int) -> Levels:
 def _loop_of(plan: Plan) -> Loop | None:
     """The outer loop of islands that train apart; None where all gradients meet at every step."""
     return sync.build(plan.sync, key="plan.sync").loop
-
-
-def asks_for_islands(written: Exchanges) -> bool:
-    """Whether an exchange speaks of islands, or may come to."""
-    levels = {level for _, level, _ in written} if isinstance(written, list) else set()
-    return bool(levels - {"all"}) or '"hierarchical"' in json.dumps(written)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +89,8 @@ class Exchanger:
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
         elif not self.plan.islands and (asks_for_islands(self.plan.exchange) or self._shards(hosts)):
             self._learn(probe(self.pump.channel))
-            self._reprice()
+            if self.plan.islands:
+                self._reprice()
         self._watch.active = automatic and hosts > 1 and loop is None
         self._watch.rate(self.pump)  # what has passed so far was no training
         return self.plan
