@@ -60,7 +60,7 @@ def learn(
     warm: int = 0,
 ) -> dict[str, Any]:
     """Train; every rank has a part of the text of its own. Rates rise in `warm` steps and fall to nothing. The loss
-    on text that nobody has seen, of what all agree on in the end; bytes sent by this rank, per step.
+    on text that nobody has seen, of what all agree on in the end; bytes sent by this rank, per step and by link.
     """
     torch.manual_seed(0)
     model = Next()
@@ -100,6 +100,7 @@ def learn(
         sent.append(channel.meter.total_bytes - before)
     with torch.no_grad():
         loss = float(loss_at(model, len(text()) - HELD_OUT - CONTEXT + torch.arange(HELD_OUT)))
+    links = channel.meter.snapshot()
     replica.close()
     for one in (pump, beside):
         one.close()
@@ -112,4 +113,5 @@ def learn(
         ),
         default=0.0,
     )
-    return {"loss": loss, "sent": sent, "drift": drift, "first": float(truth["first.weight"].double().sum())}
+    first = float(truth["first.weight"].double().sum())
+    return {"loss": loss, "sent": sent, "links": links, "drift": drift, "first": first}

@@ -1,13 +1,11 @@
-"""States on islands, in lockstep: rows are dealt out once, means land on their owners, bytes per level are the formula's,
+"""States on islands, in lockstep: rows are dealt out once, means land on their owners, bytes by level are as derived,
 and what each rank has updated reaches all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from gossamer.spec.errors import BadInput
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
 from gossamer.wire.channel.priced import Priced
-from gossamer.wire.message import Combine, Levels, Outcome
+from gossamer.wire.message import Combine, Levels
 
 ISLANDS = {"2+2": (2, 2), "3+3": (3, 3), "2x3": (2, 2, 2), "2+1": (2, 1), "3+2": (3, 2), "1+3+2": (1, 3, 2), "4": (4,)}
 each_islands = pytest.mark.parametrize("islands", ISLANDS.values(), ids=ISLANDS)
@@ -126,12 +124,10 @@ def test_feedback_between_islands_pays_in_the_end(islands: tuple[int, ...], leve
         total = [t + o.mean for t, o in zip(total, outcomes, strict=True)]
         wanted += exchanged(compress.build("dense"), deal.levels, where, step=step)[0][0].mean
     for rank in range(ranks):
-        torch.testing.assert_close(
-            total[rank], at_level(where, deal, rank, wanted), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(total[rank], at_level(where, deal, rank, wanted), rtol=1e-5, atol=1e-5)
 
 
-def gathered(islands: Sequence[int], written: Any) -> tuple[list[dict[str, torch.Tensor]], list[Lockstep], Layout, Deal]:
+def gathered(islands: Sequence[int], written: Any) -> tuple[list[dict[str, torch.Tensor]], Layout]:
     """One update of SGD by hand and the gather after it, on all ranks."""
     sharding, levels = memory.build(written), levels_of(islands)
     deal = Deal(levels, sharding.path(levels))
@@ -152,13 +148,13 @@ def gathered(islands: Sequence[int], written: Any) -> tuple[list[dict[str, torch
         priced = Priced(rank, levels)
         priced.charge(memory.gather_traffic(where, deal, rank, sharding.weights))
         assert channel.meter.snapshot() == priced.meter.snapshot()
-    return held, channels, where, deal
+    return held, where
 
 
 @each_islands
 @pytest.mark.parametrize("written", [{"zero1": {"level": one}} for one in ("all", "island")], ids=["all", "island"])
 def test_what_is_updated_reaches_all(islands: tuple[int, ...], written: Any) -> None:
-    held, _, where, _ = gathered(islands, written)
+    held, where = gathered(islands, written)
     before, gradient = dict(crew.bucket(where, 99).slices()), dict(crew.bucket(where, 7).slices())
     for params in held:
         assert all(torch.equal(params[n], before[n] - gradient[n]) for n in params)
@@ -168,7 +164,7 @@ def test_what_is_updated_reaches_all(islands: tuple[int, ...], written: Any) -> 
 @each_level
 def test_coded_differences_are_the_same_everywhere(islands: tuple[int, ...], level: str) -> None:
     """Also where several islands code the same rows, rounding at random."""
-    held, _, where, _ = gathered(islands, {"sdp4bit": {"level": level}})
+    held, where = gathered(islands, {"sdp4bit": {"level": level}})
     before, gradient = dict(crew.bucket(where, 99).slices()), dict(crew.bucket(where, 7).slices())
     for params in held:
         assert all(torch.equal(params[n], held[0][n]) for n in params)

@@ -104,9 +104,7 @@ def test_states_of_an_island_are_written_once_and_fit_other_ways(pool: Pool, tmp
 
 
 def test_an_exchange_over_islands_alone_is_forecast_too(pool: Pool, tmp_path: Path) -> None:
-    pool.run(
-        "run.jobs:train", 4, folder=str(tmp_path), steps=2, sections=sections("whole", {"hierarchical": "dense"})
-    )
+    pool.run("run.jobs:train", 4, folder=str(tmp_path), steps=2, sections=sections("whole", {"hierarchical": "dense"}))
     check_bytes(tmp_path)
 
 

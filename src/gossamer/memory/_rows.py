@@ -75,7 +75,7 @@ class Deal:
         """The ranks that together have all rows once, in the order in which `rank` hears of them on the way back along
         the path.
         """
-        found = (rank,)
+        found: tuple[int, ...] = (rank,)
         for level in self.path:
             found = tuple(peer for one in found for peer in self.owners(level, one))
         return found
