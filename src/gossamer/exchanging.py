@@ -7,13 +7,12 @@ function of it: so all ranks come to the same plan without anybody deciding for 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from gossamer import compress, sync
+from gossamer import compress, memory, sync
 from gossamer.measuring import Measured
 from gossamer.pipeline.links import levels_of_stages
 from gossamer.plan import price_apart, price_of
@@ -23,8 +22,7 @@ from gossamer.run.checkpoint import trainable
 from gossamer.run.rehearse import rehearse
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
-from gossamer.spec.choice import Choice, Exchanges, Written
-from gossamer.spec.cost import Cost
+from gossamer.spec.choice import Choice, Exchanges, Written, asks_for_islands
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_rate
@@ -53,12 +51,6 @@ def levels_of(plan: Plan, ranks: int) -> Levels:
 def _loop_of(plan: Plan) -> Loop | None:
     """The outer loop of islands that train apart; None where gradients meet at every step, or that is open."""
     return None if plan.sync == "auto" else sync.build(plan.sync, key="plan.sync").loop
-
-
-def asks_for_islands(written: Exchanges) -> bool:
-    """Whether an exchange speaks of islands, or may come to."""
-    levels = {level for _, level, _ in written} if isinstance(written, list) else set()
-    return bool(levels - {"all"}) or '"hierarchical"' in json.dumps(written)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,8 +87,10 @@ class Exchanger:
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
             if self.plan.sync == "auto":
                 loop = self._choose_period(decision, links)
-        elif asks_for_islands(self.plan.exchange) and not self.plan.islands:
+        elif not self.plan.islands and (asks_for_islands(self.plan.exchange) or self._shards(hosts)):
             self._learn(probe(self.pump.channel))
+            if self.plan.islands:
+                self._reprice()
         self._watch.active = automatic and hosts > 1 and loop is None
         self._watch.rate(self.pump)  # what has passed so far was no training
         return self.plan
@@ -119,6 +113,10 @@ class Exchanger:
             self._part_into(islands)
             self._price_apart(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
         return loop
+
+    def _shards(self, hosts: int) -> bool:
+        """Whether sharded states go by islands, if there are any."""
+        return hosts > 1 and memory.build(self.plan.states, key="plan.states").is_sharded
 
     def _part(self, loop: Loop, hosts: int) -> None:
         """Who trains together: what is given, else what the links say, else everybody alone."""
@@ -203,19 +201,20 @@ class Exchanger:
         written = compress.fed_back(written, lacking)
         if written == self.plan.exchange:
             return None
-        cost = self._price(written)
-        forecast = self.plan.forecast.model_copy(update={"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes})
-        update = {"exchange": written, "adapted_from": adapted_from, "forecast": forecast}
-        self.plan = self.plan.model_copy(update=update)
+        self.plan = self.plan.model_copy(update={"exchange": written, "adapted_from": adapted_from})
+        self._reprice()
         self._watch.first = 0.0  # other messages pass at another rate: the next window is the measure
         self.keep(self.plan)
         self.tell(said, step)
         return Replan(compress.rules(written).by_name(params), self.plan.bucket_bytes)
 
-    def _price(self, written: Exchanges) -> Cost:
+    def _reprice(self) -> None:
+        """Forecast the bytes of a step anew, on the links as they are known now."""
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         levels, plan = self.pump.channel.levels, self.plan
-        return price_of(written, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
+        cost = price_of(plan.exchange, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
+        forecast = plan.forecast.model_copy(update={"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes})
+        self.plan = plan.model_copy(update={"forecast": forecast})
 
     def links(self) -> Links:
         """The links as they are now: some seconds, between two steps."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gossamer import compress, memory
+from gossamer.plan._partition import Place, least_wait, places_of_states
 from gossamer.plan._price import Shapes, gather_bytes, gradient_buckets, round_bytes, step_bytes, word_bytes
 from gossamer.plan._stages import Border, Staged, price_of_stages
 from gossamer.spec.choice import Exchanges, Written
@@ -48,11 +49,13 @@ def price_of(
 ) -> Cost:
     """The bytes of a step with this exchange and these states: per link, and per rank that sends them."""
     sharding = memory.build(states, key="plan.states")
+    deal = memory.Deal(levels, sharding.path(levels))
     named = compress.rules(written).by_name(name for name, _ in shapes)
-    buckets = gradient_buckets(shapes, {n: sharding.exchange(e) for n, e in named.items()}, bucket_bytes=bucket_bytes)
+    met = {name: sharding.exchange(one, deal.path) for name, one in named.items()}
+    buckets = gradient_buckets(shapes, met, bucket_bytes=bucket_bytes)
     links = Counter(step_bytes(buckets, levels))
     if sharding.is_sharded:
-        links.update(gather_bytes(buckets, levels, sharding.weights))
+        links.update(gather_bytes(buckets, deal, sharding.weights))
     return _cost(links, levels)
 
 
@@ -82,7 +85,20 @@ def _cost(links: Mapping[str, int], levels: Levels) -> Cost:
     return Cost(wire_bytes=dict(links), sent_bytes=sent)
 
 
-__all__ = ["Border", "Planner", "Request", "Staged", "build", "names", "price_apart", "price_of", "price_of_stages"]
+__all__ = [
+    "Border",
+    "Place",
+    "Planner",
+    "Request",
+    "Staged",
+    "build",
+    "least_wait",
+    "names",
+    "places_of_states",
+    "price_apart",
+    "price_of",
+    "price_of_stages",
+]
 ROOM: Room[Planner] = Room(__name__, Planner)
 names = ROOM.names
 build = ROOM.build

@@ -9,7 +9,7 @@ import torch
 
 from gossamer.compress import Exchange
 from gossamer.compress.codec import Codec
-from gossamer.memory import gather_traffic
+from gossamer.memory import Deal, gather_traffic
 from gossamer.sync import Loop, Word, buckets_of, traffic_of_round
 from gossamer.wire.bucket import Layout
 from gossamer.wire.channel.priced import Priced
@@ -44,9 +44,11 @@ def step_bytes(buckets: Buckets, levels: Levels, *, meets: str = "all") -> dict[
     return by_link(levels, sent)
 
 
-def gather_bytes(buckets: Buckets, levels: Levels, weights: Codec | None) -> dict[str, int]:
+def gather_bytes(buckets: Buckets, deal: Deal, weights: Codec | None) -> dict[str, int]:
     """Payload bytes per link of what every rank has updated, on its way to all others."""
-    return by_link(levels, lambda rank: (gather_traffic(layout, levels, rank, weights) for layout, _ in buckets))
+    return by_link(
+        deal.levels, lambda rank: (t for layout, _ in buckets for t in gather_traffic(layout, deal, rank, weights))
+    )
 
 
 def round_bytes(

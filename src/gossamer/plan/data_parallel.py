@@ -20,7 +20,7 @@ from gossamer import memory, optim, sync
 from gossamer.data import share_rows
 from gossamer.plan import Planner, Request, adapt, price_apart, price_of
 from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_of
-from gossamer.spec.choice import Exchanges, Written, told
+from gossamer.spec.choice import Exchanges, Written, asks_for_islands, told
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput, bad_input
@@ -272,8 +272,9 @@ def _share(config: RunConfig, replicas: int) -> tuple[float, ...]:
 def _forecast(plan: Plan, request: Request) -> Cost:
     if plan.mesh.pipe > 1:
         return Cost()  # which parameters lie on which rank is known when the cuts are
-    written = "dense" if plan.exchange == "auto" else plan.exchange  # a choice to come sends no more
-    levels = Levels.flat(plan.mesh.replica)
+    to_come = plan.exchange == "auto" or (asks_for_islands(plan.exchange) and not plan.islands)
+    written = "dense" if to_come else plan.exchange  # what is chosen or learned of the links sends no more
+    levels = Levels.islands(plan.islands) if plan.islands else Levels.flat(plan.mesh.replica)
     loop = None if plan.sync == "auto" else sync.build(plan.sync, key="plan.sync").loop
     if loop is None:
         return price_of(written, request.shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gossamer import compress, memory, optim, sync
 from gossamer.loss import Objective
-from gossamer.memory import States
+from gossamer.memory import Deal, States
 from gossamer.model.call import caller_of
 from gossamer.model.compiled import compile_units
 from gossamer.model.precision import precision_of
@@ -134,23 +134,18 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     tied = _tied(parts, rank, levels)
     rule = Master(inner=optim.build(config.train.optimizer, key="train.optimizer"))  # copies half types alone
     sharding = memory.build(plan.states, key="plan.states")
-    exchange = {n: sharding.exchange(one) for n, one in compress.rules(plan.exchange).by_name(params).items()}
-    members = levels.group("all", rank)
-    states = States.of(
-        rule,
-        params,
-        is_sharded=sharding.is_sharded,
-        weights=sharding.weights,
-        place=members.index(rank),
-        ranks=len(members),
-    )
+    sharding.check(levels)
+    deal = Deal(levels, sharding.path(levels))
+    written = compress.rules(plan.exchange).by_name(params)
+    exchange = {name: sharding.exchange(one, deal.path) for name, one in written.items()}
+    states = States.of(rule, params, deal, rank=rank, weights=sharding.weights)
     together = sync.build(plan.sync, key="plan.sync")
     replica = sync.Replica(
         params,
         exchange,
         pump,
         bucket_bytes=plan.bucket_bytes,
-        counted_elsewhere=tied.elsewhere,
+        counted_elsewhere=frozenset(params) if states.is_spare else tied.elsewhere,
         meets="all" if together.loop is None else "island",
         owned=states.own if states.is_sharded else None,
         keeps_sent=config.train.verify.every > 0,

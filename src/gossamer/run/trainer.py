@@ -166,7 +166,8 @@ class Trainer:
         self._record(step, agreement, verdict, lr, work, time.perf_counter() - began, data_s)
         self.settle()
         if verdict is Verdict.COMMIT and (changed := self.replan(self.progress.step)) is not None:
-            exchange = {name: self.sharding.exchange(one) for name, one in changed.exchange.items()}
+            path = self.states.deal.path
+            exchange = {name: self.sharding.exchange(one, path) for name, one in changed.exchange.items()}
             self.replica.adopt(exchange, bucket_bytes=changed.bucket_bytes)
         if verdict is Verdict.STOP:
             raise StepRejected(

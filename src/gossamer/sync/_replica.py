@@ -89,10 +89,10 @@ class Replica:
 
     `params` are the trainable parameters by canonical name (tied ones once), `exchange` how their gradients meet: one
     for all, or one by parameter name. Their `.grad` become views of flat buckets, so a gradient is written once and
-    sent from where it lies. Where the model is in stages they are those of this rank's, and `counted_elsewhere` names
-    the ones that another stage holds too and counts in the norm. `meets`: the level at which the exchange must serve,
-    where it is not `all`; each Window says at which level its gradients meet. Raises BadInput where an exchange cannot
-    serve its buckets or this wire.
+    sent from where it lies. Where the model is in stages they are those of this rank's. `counted_elsewhere` names the
+    ones that another rank counts in the norm: of a stage that holds them too, of an island that owns the same of them.
+    `meets`: the level at which the exchange must serve, where it is not `all`; each Window says at which level its
+    gradients meet. Raises BadInput where an exchange cannot serve its buckets or this wire.
 
     `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it. `keeps_sent`: a
     copy of what this rank gives to the exchange is kept, until the next step.
@@ -308,7 +308,8 @@ class Replica:
         """Of this rank's gradients, each parameter counted on one stage."""
         counted: list[Tensor] = []
         if self._owned is not None:
-            counted = [self._owned(name, view) for slot in self._slots for name, view in slot.bucket.slices()]
+            views = [item for slot in self._slots for item in slot.bucket.slices()]
+            counted = [self._owned(name, view) for name, view in views if name not in self._counted_elsewhere]
             return global_norm_squared(counted).item() if counted else 0.0
         for bucket in (slot.bucket for slot in self._slots):
             mine = [view for name, view in bucket.slices() if name not in self._counted_elsewhere]
