@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from gossamer import compress, sync
 from gossamer.measuring import Measured
 from gossamer.pipeline.links import levels_of_stages
 from gossamer.plan import price_apart, price_of
+from gossamer.plan.adapt import Policy
 from gossamer.plan.exchange import (
     CANDIDATES,
     Decision,
@@ -30,8 +32,10 @@ from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
 from gossamer.spec.choice import Choice, Exchanges
 from gossamer.spec.cost import Cost
+from gossamer.spec.errors import bad_input
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
+from gossamer.spec.statistics import Paths, Statistics
 from gossamer.spec.units import show_rate
 from gossamer.sync import Loop
 from gossamer.wire.channel import gathered
@@ -52,10 +56,10 @@ def levels_of(plan: Plan, ranks: int) -> Levels:
     if not plan.islands:
         return Levels.flat(ranks)
     levels = Levels.islands(plan.islands)
-    return levels if _loop_of(plan) is None else levels.twice()
+    return levels if loop_of(plan) is None else levels.twice()
 
 
-def _loop_of(plan: Plan) -> Loop | None:
+def loop_of(plan: Plan) -> Loop | None:
     """The outer loop of islands that train apart; None where all gradients meet at every step."""
     return sync.build(plan.sync, key="plan.sync").loop
 
@@ -64,6 +68,14 @@ def asks_for_islands(written: Exchanges) -> bool:
     """Whether an exchange speaks of islands, or may come to."""
     levels = {level for _, level, _ in written} if isinstance(written, list) else set()
     return bool(levels - {"all"}) or '"hierarchical"' in json.dumps(written)
+
+
+def paths_of(links: Links) -> Paths:
+    """Every rank's way out and in; the level's own link where nothing else was found."""
+    usual = links.levels["all"]
+    ranks = sorted(r for island in links.islands for r in island)
+    up, down = (tuple(ways.get(r, usual) for r in ranks) for ways in (links.uplinks, links.downlinks))
+    return Paths(up=up, down=down)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +89,7 @@ class Exchanger:
     plan: Plan
     tell: Callable[[str, int], None]  # an event: message, step
     keep: Callable[[Plan], None]  # a plan that has changed
+    policy: Policy | None = None  # for what goes between islands that train apart, by every rank's own way out and in
     waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
     _measured: Measured | None = None
     _watch: _Watch = field(default_factory=lambda: _Watch())
@@ -85,7 +98,7 @@ class Exchanger:
         """Before step 1: the plan with an exchange in place of `auto`, its reason and forecast, and with the islands
         that its exchange asks for.
         """
-        if (loop := _loop_of(self.plan)) is not None:
+        if (loop := loop_of(self.plan)) is not None:
             self._part(loop, hosts)
         elif self.plan.exchange == "auto" and hosts == 1:
             why = "all-reduce: every process is on this machine"
@@ -112,6 +125,8 @@ class Exchanger:
         if loop.steps:
             loop, round_s, each = self._paced(loop)
             said += f": {each}, {round_s:.3g} s of computing a round"
+        if self.policy is not None:
+            loop = self._by_ways(loop, self.policy)
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         forecast = price_apart(loop, self.plan, shapes, self.pump.channel.levels)
         forecast = forecast.model_copy(update={"compute_s": round_s / loop.every})
@@ -128,16 +143,38 @@ class Exchanger:
         islands = self.plan.islands
         seconds = [max(by_rank[rank] for rank in island) for island in islands]
         if loop.steps == "auto":
-            choice = Choice.parse(self.plan.sync)
-            steps = list(sync.by_speed(seconds, loop.every))
-            written = Choice(choice.name, {**choice.parameters, "steps": steps}).written()
-            self.plan = self.plan.model_copy(update={"sync": written})
-            loop = replace(loop, steps=tuple(steps))
+            loop = self._with(steps=list(sync.by_speed(seconds, loop.every)))
         pairs = list(zip(loop.steps_of(islands), seconds, strict=True))
         said = ", ".join(
             f"{list(island)} makes {n} of {s:.3g} s" for island, (n, s) in zip(islands, pairs, strict=True)
         )
         return loop, max(n * s for n, s in pairs), said
+
+    def _by_ways(self, loop: Loop, policy: Policy) -> Loop:
+        """What goes between islands as the policy says, of the ways out and in as they are now."""
+        islands = self.plan.islands
+        if any(len(island) > 1 for island in islands):
+            raise bad_input(
+                wanted="islands of one rank each, whose ways out are known",
+                got=str([list(island) for island in islands]),
+                do="leave plan.adapt at none, and name plan.sync's exchange",
+                key="plan.adapt",
+            )
+        numel = {name: p.numel() for name, p in trainable(self.engine.module).items()}
+        statistics = Statistics(names=tuple(numel), numel=tuple(numel.values()))
+        choices = policy.choose(statistics, paths_of(self.links()))
+        self.plan = self.plan.model_copy(update={"reasons": {**self.plan.reasons, "adapt": choices.reason}})
+        self.tell(f"adapted: {choices.reason}", 0)
+        return self._with(exchange=choices.rules[0][2])
+
+    def _with(self, **parameters: Any) -> Loop:
+        """The outer loop with other settings, which the plan keeps."""
+        choice = Choice.parse(self.plan.sync)
+        written = Choice(choice.name, {**choice.parameters, **parameters}).written()
+        self.plan = self.plan.model_copy(update={"sync": written})
+        loop = loop_of(self.plan)
+        assert loop is not None
+        return loop
 
     def _islands(self, hosts: int) -> tuple[tuple[int, ...], ...]:
         everyone = self.pump.channel.levels.everyone

@@ -57,11 +57,10 @@ class Loop:
         _demand(fits, "delay", f"a delay of 0 to {longest} steps", self.delay, do)
         _demand(0 <= self.mix <= 1, "mix", "a part from 0 to 1", self.mix, "0 takes the common parameters alone")
         _demand(self.start >= 0, "start", "a number of steps from 0 on", self.start, "0 parts the islands at once")
-        if self.steps and self.steps != "auto":
-            if min(self.steps) < 1 or max(self.steps) != self.every:
-                wanted = f"1 to {self.every} steps, and of one island {self.every} (every)"
-                do = "the fastest makes all steps of a round"
-                raise bad_input(wanted=wanted, got=str(list(self.steps)), do=do, key="steps")
+        if self.steps and self.steps != "auto" and (min(self.steps) < 1 or max(self.steps) != self.every):
+            wanted = f"1 to {self.every} steps, and of one island {self.every} (every)"
+            do = "the fastest makes all steps of a round"
+            raise bad_input(wanted=wanted, got=str(list(self.steps)), do=do, key="steps")
 
     def steps_of(self, islands: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """By island. Raises BadInput where `steps` are those of other islands."""
