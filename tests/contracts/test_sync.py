@@ -24,6 +24,7 @@ SETTINGS: dict[str, Any] = {
     },
     "diloco": {"diloco": {"every": 3}},
     "streaming_diloco": {"streaming_diloco": {"every": 4, "fragments": 2, "delay": 1}},
+    "dasgd": {"dasgd": {"every": 3}},
     "dsm": {"dsm": {"every": 3, "outer": {"sign_momentum": {"randomized": True, "decay": 0.01}}}},
     "slowmo": {"slowmo": {"every": 3}},
     "fedhyper": {"fedhyper": {"every": 2}},
@@ -178,6 +179,24 @@ def test_who_takes_nothing_over_goes_on_alone(pool: Pool) -> None:
                 value.sub_(gradient(name, value, rank, step), alpha=RATE)
         wanted = torch.cat([alone[n].flatten() for n in sorted(alone)])
         assert torch.allclose(torch.tensor(one["at"][-1]), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_what_is_carried_on_is_not_lost(pool: Pool, fragments: int) -> None:
+    """The islands' quadratics are alike but for their centres: where they are on the mean is a matter of their steps
+    alone, however they meet, unless steps are thrown away.
+    """
+    late = {"every": 4, "fragments": fragments, "delay": 2, "outer": "average"}
+    alone, kept, lost = (
+        pool.run("sync.apart_jobs:rounds", 2, written={"diloco": {**late, **how}}, steps=9, finish=False)
+        for how in ({"mix": 1.0}, {"carry": True}, {})
+    )
+
+    def middle(found: list[dict[str, Any]]) -> torch.Tensor:
+        return torch.tensor([one["at"] for one in found]).mean(0)
+
+    assert torch.allclose(middle(kept), middle(alone), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(middle(lost), middle(alone), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(

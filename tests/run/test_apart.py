@@ -210,6 +210,26 @@ def test_a_period_longer_than_the_run_meets_once(pool: Pool, tmp_path: Path) -> 
     assert found[0]["digest"] == found[1]["digest"]
 
 
+@pytest.mark.parametrize("islands", [[[0], [1]], [[0, 1]]], ids=["alone", "together"])
+def test_in_an_island_nothing_is_left_of_what_goes_between_islands(
+    pool: Pool, tmp_path: Path, islands: list[list[int]]
+) -> None:
+    """So one exchange serves both the steps before the islands part and those after."""
+    between = {"error_feedback": {"two_shot": {"codec": "int8"}}}
+    written = {"local_sgd": {"every": 3}}
+    found = []
+    for name, exchange in (("dense", "dense"), ("levels", {"hierarchical": {"between": between}})):
+        given = sections(written, islands=islands)
+        given["plan"]["exchange"] = exchange
+        found.append(pool.run("run.jobs:train", 2, folder=str(tmp_path / name), steps=7, sections=given))
+    assert [one["digest"] for one in found[0]] == [one["digest"] for one in found[1]]
+    lone = sections(written, islands=[[0], [1]])
+    lone["plan"]["exchange"] = between
+    if len(islands) == 2:
+        coded = pool.run("run.jobs:train", 2, folder=str(tmp_path / "coded"), steps=7, sections=lone)
+        assert coded[0]["digest"] == found[0][0]["digest"]
+
+
 def test_half_parameters_follow_their_float32_copies(pool: Pool, tmp_path: Path) -> None:
     given = {"steps": 8, "kind": "halves", "sections": sections({"diloco": {"every": 3}})}
     whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
@@ -237,10 +257,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "plan.adapt: wanted islands of one rank each",
     ),
     ({"plan": {"sync": "diloco", "mesh": {"pipe": 2}}}, "plan.sync: wanted every process to hold the whole model"),
-    (
-        {"plan": {"sync": "diloco", "exchange": {"hierarchical": {"between": "dense"}}}},
-        "wanted islands of ranks, got the levels all",
-    ),
+    ({"plan": {"sync": "auto", "exchange": "dense"}}, "plan.sync: wanted an exchange that is chosen with it, got"),
 ]
 
 

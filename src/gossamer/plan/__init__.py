@@ -62,8 +62,10 @@ def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
     """
     exchange = compress.rules(plan.exchange).by_name(name for name, _ in shapes)
     buckets = gradient_buckets(shapes, exchange, bucket_bytes=plan.bucket_bytes)
+    island = levels.only("island")
+    buckets = [(layout, one.for_island()) for layout, one in buckets]
     for layout, one in buckets:
-        one.check(layout, levels.only("island"))
+        one.check(layout, island)
     islands = levels.groups["island"]
     part = {r: n / loop.every for ranks, n in zip(islands, loop.steps_of(islands), strict=True) for r in ranks}
     inside = step_bytes(buckets, levels, meets="island")  # of a step, of which some islands make a part

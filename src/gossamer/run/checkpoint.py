@@ -195,7 +195,8 @@ class Contents:
             self.apart.part()
             return "the islands part from what all ranks had trained together; "
         shared = {n.removeprefix("outer/"): checkpoint.read(n) for n in checkpoint.names() if n.startswith("outer/")}
-        there = {n: checkpoint.replicas(f"island/{n}") for n in self.apart.own()}
+        under_way = (n.removeprefix("island/") for n in checkpoint.names() if n.startswith("island/left/"))
+        there = {n: checkpoint.replicas(f"island/{n}") for n in (*self.apart.own(), *under_way)}
         same = former == ranks and all(rank in replicas for replicas in there.values())
         for name, tensor in self._slots().items():
             tensor.copy_(checkpoint.read(name, replica=rank) if same else _agreed(checkpoint, _whole_of(name, tensor)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from gossamer.spec.room import Room
-from gossamer.sync._apart import Apart, Moved, traffic_of_round
+from gossamer.sync._apart import Apart, Moved, exchanges_of_round, traffic_of_round
 from gossamer.sync._loop import Loop
 from gossamer.sync._pace import Pace, by_speed
 from gossamer.sync._replica import Agreement, Replica, Vote, Window, buckets_of
@@ -33,6 +33,7 @@ __all__ = [
     "build",
     "buckets_of",
     "by_speed",
+    "exchanges_of_round",
     "names",
     "traffic_of_round",
 ]

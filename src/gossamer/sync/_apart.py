@@ -170,6 +170,8 @@ class Apart:
                 for flat in flats:
                     flat.zero_()
             flight = Flight(moved.done, at, sound[index], None)
+            if self._loop.carries and sound[index]:
+                flight.left = tuple(part.anchor - flat for part, flat in zip(fragment.parts, flats, strict=True))
             fragment.rounds, fragment.flight = fragment.rounds + 1, flight
             here = Round(*self._here, weights, at.key[:2], 1.0, self._loop.keeps)
             self._exchange(fragment, flight, flats, here, final=moved.last)
@@ -209,12 +211,28 @@ class Apart:
                 self._loop.rule.step(fragment.anchors, means, fragment.outer, flight.at)
             keeps_own = arrived and flight.takes_part and not final
             losses = [o.lost if keeps_own else None for o in outcomes]
-            self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0)
+            carried = self._moved_since(fragment, flight) if keeps_own and flight.left else ()
+            self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0, carried)
 
-    def _take_over(self, fragment: Fragment, losses: Sequence[Tensor | None], mix: float) -> None:
-        """Go to the anchor; what was `lost` on the way stays with the island, and of its own parameters a part."""
-        for part, lost in zip(fragment.parts, losses, strict=True):
+    def _moved_since(self, fragment: Fragment, flight: Flight) -> Sequence[Tensor]:
+        """How far the island has gone since its displacement was sent."""
+        moved = []
+        for part, left in zip(fragment.parts, flight.left, strict=True):
+            flat = left.neg()
+            for name, view in part.views(flat):
+                view.add_(self.truth[name])
+            moved.append(flat)
+        return moved
+
+    def _take_over(
+        self, fragment: Fragment, losses: Sequence[Tensor | None], mix: float, carried: Sequence[Tensor] = ()
+    ) -> None:
+        """Go to the anchor, and on from there by what is `carried`; what was `lost` on the way stays with the island,
+        and of its own parameters a part.
+        """
+        for index, (part, lost) in enumerate(zip(fragment.parts, losses, strict=True)):
             there = part.anchor if lost is None or not self._loop.keeps else part.anchor - lost
+            there = there + carried[index] if carried else there
             for name, view in part.views(there):
                 self._set(name, view if not mix else torch.lerp(view, self.truth[name], mix))
             if part.was.numel():
@@ -364,14 +382,25 @@ def traffic_of_round(
     """What `rank` sends in `loop.every` steps beside gradients, weights, votes and words."""
     alone = len(levels.groups["island"]) == 1  # one island has nobody to meet
     found = [Traffic(Combine.GATHER, 2, 8)] * (loop.every if loop.each is not None else 0)
-    for names in fragments_of(params, loop.fragments, units):
+    for fragment in exchanges_of_round(loop, params, levels, units=units, bucket_bytes=bucket_bytes):
         found.append(Traffic(Combine.GATHER, 4, 8))
-        for layout in map(as_float, partition({n: params[n] for n in names}, bucket_bytes=bucket_bytes)):
+        for layout, exchange in fragment:
             if not alone:
-                found += among_all(loop.exchange, levels, keeps=loop.keeps).traffic(layout, levels, rank)
+                found += exchange.traffic(layout, levels, rank)
             if not alone and loop.each is not None:
                 found += among_all(loop.each, levels, keeps=True).traffic(layout, levels, rank) * loop.every
     return tuple(found)
+
+
+def exchanges_of_round(
+    loop: Loop, params: Mapping[str, Tensor], levels: Levels, *, units: Sequence[str] = (), bucket_bytes: int
+) -> list[list[tuple[Layout, Exchange]]]:
+    """What displacements of every fragment go through, bucket by bucket."""
+    exchange = among_all(loop.exchange, levels, keeps=loop.keeps)
+    return [
+        [(as_float(layout), exchange) for layout in partition({n: params[n] for n in names}, bucket_bytes=bucket_bytes)]
+        for names in fragments_of(params, loop.fragments, units)
+    ]
 
 
 def _part(layout: Layout, exchange: Exchange, each: Exchange | None, levels: Levels) -> Part:

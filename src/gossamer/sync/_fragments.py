@@ -31,13 +31,16 @@ class Part:
 
 @dataclass(slots=True)
 class Flight:
-    """A fragment's displacement on its way. `takes_part`: whether this rank's counts in it."""
+    """A fragment's displacement on its way. `takes_part`: whether this rank's counts in it. `left`: where the island
+    was when it was sent, like the anchors; none where nobody will ask.
+    """
 
     since: int
     at: OuterRound
     takes_part: bool
     under_way: Step | None
     outcomes: tuple[Outcome, ...] = ()
+    left: tuple[Tensor, ...] = ()
 
     def wait(self) -> tuple[Outcome, ...]:
         if self.under_way is not None:
@@ -82,6 +85,8 @@ class Fragment:
         for part, state in zip(self.parts, states, strict=True):
             found.update({f"rounds/{n}": t for n, t in named(part.layout, state).items()})
             found.update({f"steps/{n}": t for n, t in named(part.layout, part.each).items()})
+        if self.flight is not None and self.flight.left:
+            found.update(self._by_name("left", self.flight.left))
         takes_part = float(self.flight.takes_part) if self.flight else 1.0
         found[f"seen/{index}"] = torch.tensor([self.samples, takes_part, self.rates, self.made], dtype=torch.float64)
         return found
@@ -104,6 +109,15 @@ class Fragment:
             part.each = refilled(part.layout, part.each, _under("steps", own))
         counts = shared[f"counts/{index}"].tolist()
         self._take_counts(counts, _under("arrived", shared), takes_part=takes_part > 0)
+        left = _under("left", own)
+        if self.flight is not None and all(e.name in left for part in self.parts for e in part.layout.entries):
+            self.flight.left = tuple(self._flats(left))
+
+    def _flats(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Copies as buffers like the anchor's."""
+        return [
+            torch.cat([tensors[e.name].reshape(-1) for e in part.layout.entries]).to(part.anchor) for part in self.parts
+        ]
 
     def _by_name(self, kind: str, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Buffers like the anchor's, in place: "kind/parameter"."""
@@ -125,9 +139,8 @@ class Fragment:
         if since < 0:
             return
         at = OuterRound(int(number), of, rates, (int(key[0]), int(key[1]), int(key[2])))
-        means = [torch.cat([arrived[e.name].reshape(-1) for e in part.layout.entries]) for part in self.parts]
-        pairs = zip(means, self.parts, strict=True)
-        outcomes = tuple(Outcome(mean.to(part.anchor), None, part.state) for mean, part in pairs)
+        pairs = zip(self._flats(arrived), self.parts, strict=True)
+        outcomes = tuple(Outcome(mean, None, part.state) for mean, part in pairs)
         self.flight = Flight(int(since), at, takes_part, None, outcomes)
 
 

@@ -24,6 +24,8 @@ class Loop:
     fragments: parts of the model that are exchanged one after the other, every / fragments steps apart.
     delay:     how long training goes on while an exchange is under way.
     mix:       the part of an island's own parameters that stays when the moved anchor comes: 0 is none.
+    carries:   whether an island takes with it what it moved while the exchange was under way: from the moved anchor it
+               goes on as far as it had gone since it sent its displacement. Else those steps are lost but for the mix.
     start:     how many steps all gradients meet at first, before the islands part.
     returns:   whether an island goes back to the anchor when it has sent its displacement, as in CO2, where the one it
                gets at that time is the displacement of the round before.
@@ -41,6 +43,7 @@ class Loop:
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
+    carries: bool = False
     start: int = 0
     returns: bool = False
     keeps: bool = False

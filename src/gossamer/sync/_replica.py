@@ -13,18 +13,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.compress import Exchange, is_owed, owes
+from gossamer.compress.dense import Dense
 from gossamer.ops.norm import global_norm_squared
 from gossamer.spec.errors import WireMismatch, bad_input
 from gossamer.sync._named import named, refilled
 from gossamer.wire.bucket import Bucket, Layout, partition
-from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, State, sent_at
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, sent_at
 from gossamer.wire.pump import Pump, Step
 
 
@@ -130,7 +131,7 @@ class Replica:
     def _lay_out(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
         cut = buckets_of(self._params, exchanges, bucket_bytes=bucket_bytes)
         for layout, one in cut:
-            one.check(layout, self._meeting_at(self.meets))
+            self._method(one, self.meets).check(layout, self._meeting_at(self.meets))
         self._slots.clear()  # the old buffers go before the new ones come
         self._slots.extend(_Slot(layout.allocate(), one, one.init(layout)) for layout, one in cut)
         self._rounds: dict[str, list[int]] = {}  # of every bucket's exchange, by the level at which gradients meet
@@ -199,13 +200,19 @@ class Replica:
         self._adopt_views()
         if window.level not in self._rounds:
             levels = self._meeting_at(window.level)
-            rounds = [len(s.exchange.traffic(s.bucket.layout, levels, self.rank)) for s in self._slots]
-            self._rounds[window.level] = rounds
+            pairs = [(self._method(s.exchange, window.level), s.bucket.layout) for s in self._slots]
+            self._rounds[window.level] = [len(one.traffic(layout, levels, self.rank)) for one, layout in pairs]
         self._exchanging = self._pump.begin(self._rounds[window.level])
 
     def _meeting_at(self, level: str) -> Levels:
         """What exchanges see of the levels where only the ranks of `level` are to meet."""
         return self.levels if level == "all" else self.levels.only(level)
+
+    def _method(self, exchange: Exchange, level: str) -> Exchange:
+        """The exchange where the ranks of `level` meet; one alone has nothing to compress."""
+        if level == "all":
+            return exchange
+        return Dense() if len(self.levels.group(level, self.rank)) == 1 else exchange.for_island()
 
     def labels(self) -> float:
         """Valid labels of all ranks whose gradients meet, once the step has begun: waits for the last of them."""
@@ -362,7 +369,11 @@ class Replica:
             slot.bucket.flat.mul_(1.0 / scale)
         # A sum is the cheapest look at all numbers; a lossy method might not send the one that is not finite.
         slot.finite = slot.exchange.traits.lossless or math.isfinite(slot.bucket.flat.sum().item())
-        method = slot.exchange.run(slot.bucket, slot.state, at)
+        one = self._method(slot.exchange, window.level)
+        if one is slot.exchange:
+            method = one.run(slot.bucket, slot.state, at)
+        else:
+            method = _keeping(slot.state, one.run(slot.bucket, State(), at))
         self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))
 
     def _all_weights(self) -> Tensor:
@@ -385,6 +396,12 @@ def buckets_of(
     found = [(layout, one) for one, held in groups.items() for layout in partition(held, bucket_bytes=bucket_bytes)]
     position = {name: i for i, name in enumerate(params)}
     return sorted(found, key=lambda item: -min(position[e.name] for e in item[0].entries))
+
+
+def _keeping(state: State, method: Rounds) -> Rounds:
+    """A method without state, in place of one that has some."""
+    out = yield from method
+    return replace(out, state=state)
 
 
 def _last(path: str) -> str:
