@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gossamer import __version__
-from gossamer.adapting import Adapting, asking
+from gossamer.adapting import Adapting, asking, between_islands
 from gossamer.bordering import with_borders
 from gossamer.exchanging import Exchanger, levels_of
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
@@ -135,6 +135,7 @@ def _exchanger(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Rec
         plan=plan,
         tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),
         keep=job.directory.keep_plan if where.writer == 0 else lambda plan: None,  # every host reads its own again
+        policy=between_islands(config.plan, plan),
     )
 
 

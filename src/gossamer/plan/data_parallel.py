@@ -193,9 +193,9 @@ def _boundary(config: RunConfig, mesh: Mesh) -> Written | tuple[Written, ...]:
 def _check_adapt(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
     if config.plan.adapt == "none":
         return
-    if loop is not None:
+    if loop is not None and not adapt.build(config.plan.adapt, key="plan.adapt").needs_paths:
         raise bad_input(
-            wanted="gradients that all ranks exchange at every step, which is what a policy adapts",
+            wanted="bcrs, or gradients that all ranks exchange at every step, which is what other policies adapt",
             got=f"plan.sync {told(config.plan.sync)}",
             do="leave plan.adapt at none",
             key="plan.adapt",
