@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from gossamer.spec.room import Room
-from gossamer.sync._apart import Apart, Moved, traffic_of_round
+from gossamer.sync._apart import Apart, Landed, Moved, traffic_of_round
 from gossamer.sync._loop import Loop
 from gossamer.sync._replica import Agreement, Replica, Vote, Window, buckets_of
 
@@ -19,6 +19,7 @@ __all__ = [
     "ROOM",
     "Agreement",
     "Apart",
+    "Landed",
     "Loop",
     "Moved",
     "Replica",
@@ -46,7 +47,7 @@ class Sync(ABC):
 
     def level(self, done: int) -> str:
         """Whose gradients meet in the step after `done` others: `all`, or those of an `island`."""
-        return "all" if self.loop is None or done < self.loop.start else "island"
+        return "island" if self.loop is not None and self.loop.apart(done) else "all"
 
 
 ROOM: Room[Sync] = Room(__name__, Sync)

@@ -20,6 +20,11 @@ class Loop:
     delay:     how long training goes on while an exchange is under way.
     mix:       the part of an island's own parameters that stays when the moved anchor comes: 0 is none.
     start:     how many steps all gradients meet at first, before the islands part.
+    spaced:    that they do so only in each of the first `spaced` of these steps, then in every second until there were
+               as many again, in every fourth, and so on: an island's step between two of them is a round of its own.
+               0: in all of them.
+    doubles:   that rounds are of one step when the islands part, and of twice as many after every `doubles` steps,
+               until they are of `every`. 0: of `every` at once.
     returns:   whether an island goes back to the anchor when it has sent its displacement, as in CO2, where the one it
                gets at that time is the displacement of the round before.
     keeps:     whether what an exchange lost of an island's displacement stays in its parameters (error reset).
@@ -35,6 +40,8 @@ class Loop:
     delay: int = 0
     mix: float = 0.0
     start: int = 0
+    spaced: int = 0
+    doubles: int = 0
     returns: bool = False
     keeps: bool = False
     each: Exchange | None = None
@@ -49,11 +56,38 @@ class Loop:
         _demand(fits, "delay", f"a delay of 0 to {longest} steps", self.delay, do)
         _demand(0 <= self.mix <= 1, "mix", "a part from 0 to 1", self.mix, "0 takes the common parameters alone")
         _demand(self.start >= 0, "start", "a number of steps from 0 on", self.start, "0 parts the islands at once")
+        do = "0 lets all gradients meet in all steps before start"
+        _demand(self.spaced >= 0, "spaced", "a number of steps from 0 on", self.spaced, do)
+        _demand(self.doubles >= 0, "doubles", "a number of steps from 0 on", self.doubles, "0 does not let rounds grow")
+        whole = self.fragments == 1 and not self.delay
+        do = "rounds of one step are of the whole model, without delay"
+        _demand(whole or not self.spaced + self.doubles, "fragments", "one fragment", self.fragments, do)
+
+    def apart(self, done: int) -> bool:
+        """Whether islands go their own ways in the step after `done` others; not before the first one."""
+        if done >= self.start or done < 0 or not self.spaced:
+            return done >= self.start
+        turn = (done // self.spaced + 1).bit_length() - 1  # in which steps that meet are 2^turn apart
+        return (done - self.spaced * (2**turn - 1)) % 2**turn > 0
 
     def sends(self, fragment: int, done: int) -> bool:
         """Whether a fragment's displacement goes out after `done` steps."""
-        since = done - self.start - (fragment * self.every) // self.fragments
-        return done > self.start and since >= 0 and since % self.every == 0
+        if done <= self.start:
+            return self.apart(done - 1)
+        period = self._period(done)
+        since = done - self.start - (fragment * period) // self.fragments
+        return since >= 0 and since % period == 0
+
+    @property
+    def steady(self) -> int:
+        """How many steps there are before the islands part and all rounds are of `every` steps."""
+        return self.start + self.doubles * (self.every - 1).bit_length()
+
+    def _period(self, done: int) -> int:
+        """That of a round that ends after `done` steps, more than `start`."""
+        if not self.doubles:
+            return self.every
+        return min(self.every, 1 << min((done - self.start - 1) // self.doubles, self.every.bit_length()))
 
 
 def _demand(holds: bool, key: str, wanted: str, got: float, do: str) -> None:
