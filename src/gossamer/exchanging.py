@@ -109,7 +109,8 @@ class Exchanger:
             self.pump.channel.widen(Levels.islands(islands).twice())
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         forecast = price_apart(loop, self.plan, shapes, self.pump.channel.levels)
-        said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet every {loop.every} steps"
+        when = f"every {loop.every} steps" + (f", from step {loop.steady} on" if loop.doubles else "")
+        said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet {when}"
         reasons = {**self.plan.reasons, "sync": said}
         self.plan = self.plan.model_copy(update={"forecast": forecast, "reasons": reasons})
         self.tell(f"sync: {said}", 0)

@@ -119,4 +119,7 @@ def learn(
         ),
         default=0.0,
     )
-    return {"loss": loss, "sent": sent, "drift": drift, "first": float(truth["first.weight"].double().sum())}
+    found = {"loss": loss, "sent": sent, "drift": drift, "first": float(truth["first.weight"].double().sum())}
+    if not held.is_sharded:
+        found["kept"] = sum(float(tensor.double().sum()) for *_, tensor in held.slots())
+    return found

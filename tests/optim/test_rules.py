@@ -13,7 +13,6 @@ from gossamer.optim.adamw import AdamW
 from gossamer.optim.lamb import Lamb
 from gossamer.optim.lans import Lans
 from gossamer.optim.lars import Lars
-from gossamer.optim.one_bit_lamb import OneBitLamb
 from gossamer.optim.sgd import SGD
 from gossamer.optim.zero_one_adam import ZeroOneAdam
 from gossamer.spec.errors import BadInput

@@ -68,6 +68,7 @@ class Rule(ABC):
         moved: where they parted minus where each came to, the mean, as it arrived on all of them; rates: the sum of the
         learning rates of those steps; step: number of updates made.
         """
+        return None
 
 
 ROOM: Room[Rule] = Room(__name__, Rule)  # type: ignore[type-abstract]

@@ -61,7 +61,7 @@ class Lamb(Rule):
             self.move(group, adapts=adapts, rate=rate, step=step)
 
     def move(self, group: Lists, *, adapts: bool, rate: float, step: int) -> list[Tensor]:
-        """Move a group, whose first two slots are this rule's, in place; phi(|w|) / |u| of each, none unless `adapts`."""
+        """Move a group, whose first two slots are this rule's, in place; phi(|w|) / |u| of each where it `adapts`."""
         updates, below = moments(self, group, group.grads, step)
         torch._foreach_div_(updates, below)
         found: list[Tensor] = []

@@ -1,5 +1,5 @@
-"""ZeroOneAdam: Adam whose second moment follows only the gradients that all ranks share, and whose momentum is what came
-of the steps that they did not.
+"""ZeroOneAdam: Adam whose second moment follows only gradients that all ranks share, and whose momentum becomes what
+came of the steps whose gradients they did not share.
 
 Paper: Lu et al., Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam, ICLR 2023,
 arXiv:2202.06009, algorithm 1.
@@ -67,9 +67,7 @@ class ZeroOneAdam(Rule):
     def update(
         self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
     ) -> None:
-        rule = AdamW(
-            lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, decay_1d=self.decay_1d
-        )
+        rule = AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, decay_1d=self.decay_1d)
         rule.update(params, grads, state, lr_scale=lr_scale, step=step)
 
     @torch.no_grad()
