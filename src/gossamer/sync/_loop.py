@@ -67,8 +67,8 @@ class Loop:
         """Whether islands go their own ways in the step after `done` others; not before the first one."""
         if done >= self.start or done < 0 or not self.spaced:
             return done >= self.start
-        turn = (done // self.spaced + 1).bit_length() - 1  # in which steps that meet are 2^turn apart
-        return (done - self.spaced * (2**turn - 1)) % 2**turn > 0
+        distance = 1 << (done // self.spaced + 1).bit_length() - 1  # of the steps in which all meet, here
+        return (done - self.spaced * (distance - 1)) % distance > 0
 
     def sends(self, fragment: int, done: int) -> bool:
         """Whether a fragment's displacement goes out after `done` steps."""
