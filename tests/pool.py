@@ -99,7 +99,8 @@ class Pool:
 
     @staticmethod
     def _start() -> subprocess.Popen[str]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+        paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]  # the workers import what the tests do
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         return subprocess.Popen(
             [sys.executable, "-u", str(HERE / "pool.py")],
             stdin=subprocess.PIPE,

@@ -1,4 +1,5 @@
 """The loss after so many tokens, in lockstep: all ranks in one process, the real exchanges, the real update rule.
+Of islands that train apart: by `links.apart`.
 
 It depends on the exchange, the number of hosts and the seed, and on no link: so it is measured once for all of them.
 `python -m links.losses` reads one study as JSON from its input and prints what it found.
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossamer import compress
 from gossamer.compress import Exchange, Traits
@@ -29,15 +30,16 @@ from gossamer.sync import buckets_of
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
-from links import setting
+from links import apart, setting
 
 FP16_HOOK = "fp16_hook"  # stands for an exchange: what torch's DDP does with it
+EVERY_STEP = "every_step"
 _EVALUATED, _EVALUATIONS = 64, 20  # sequences; times in a run
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """One training run. `exchange` as plan.exchange has it; `total` tokens shape the rate, `tokens` end the run."""
+    """One training run of so many tokens. `exchange` and `sync` as the plan section has them."""
 
     exchange: Any
     hosts: int
@@ -46,9 +48,13 @@ class Study:
     tokens: int
     islands: tuple[int, ...] = ()
     precision: str = "fp32"
+    sync: Any = EVERY_STEP
 
     def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        told = asdict(self)
+        if self.sync == EVERY_STEP:
+            del told["sync"]  # as it was written before there were others
+        return json.dumps(told, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,27 +125,36 @@ class Crew:
             found.update(Bucket(self.buckets[0][b].layout, outcomes[0].mean).slices())
         return found
 
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean validation loss over the same sequences for every study."""
-        split = setting.corpus().validation
-        total = weight = 0.0
-        for first in range(0, _EVALUATED, 8):
-            rows = split.batch(np.arange(first, first + 8) * (len(split) // _EVALUATED))
-            labels = float(valid_labels(rows["labels"]))
-            total += float(self._loss({k: v.to(self.device) for k, v in rows.items()})) * labels
-            weight += labels
-        return total / weight
-
     def _loss(self, rows: dict[str, Tensor]) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.study.precision == "bf16"):
-            loss: Tensor = self.module(**rows).loss
-        return loss
+        return loss_of(self.module, rows, self.study.precision)
+
+
+def loss_of(module: nn.Module, rows: dict[str, Tensor], precision: str) -> Tensor:
+    """On the device that the rows are on."""
+    device = next(iter(rows.values())).device.type
+    with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+        loss: Tensor = module(**rows).loss
+    return loss
+
+
+@torch.no_grad()
+def evaluate(module: nn.Module, device: torch.device, precision: str) -> float:
+    """Mean validation loss over the same sequences for every study."""
+    split = setting.corpus().validation
+    total = weight = 0.0
+    for first in range(0, _EVALUATED, 8):
+        rows = split.batch(np.arange(first, first + 8) * (len(split) // _EVALUATED))
+        labels = float(valid_labels(rows["labels"]))
+        total += float(loss_of(module, {k: v.to(device) for k, v in rows.items()}, precision)) * labels
+        weight += labels
+    return total / weight
 
 
 def train(study: Study) -> dict[str, Any]:
     """The validation losses on the way, [tokens, loss], and the last one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if study.sync != EVERY_STEP:
+        return apart.train(study, lambda module: evaluate(module, torch.device("cpu"), study.precision))
     crew, began = Crew(study, device), time.perf_counter()
     rule = AdamW(lr=study.lr, betas=setting.BETAS, weight_decay=setting.WEIGHT_DECAY)
     state, schedule = rule.init(crew.params), rate.build({"cosine": {"warmup": 0.05}})
@@ -156,7 +171,7 @@ def train(study: Study) -> dict[str, Any]:
                 scale_(list(grads.values()), setting.CLIP / (norm + 1e-6))
             rule.update(crew.params, grads, state, lr_scale=factor, step=step)
         if (step + 1) % every == 0 or step + 1 == steps:
-            curve.append([(step + 1) * each, crew.evaluate()])
+            curve.append([(step + 1) * each, evaluate(crew.module, device, study.precision)])
     return {"curve": curve, "final": curve[-1][1], "seconds": time.perf_counter() - began, "device": device.type}
 
 

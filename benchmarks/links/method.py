@@ -44,6 +44,7 @@ OURS = [
     _ours("ef_sign", _two_shot("sign")),
     _ours("ef_topk", {"error_feedback": {"topk": {"fraction": 0.01}}}),
     _ours("ef_powersgd", {"error_feedback": {"powersgd": {"rank": 4}}}),
+    Method("sync_auto", False, {"exchange": "auto", "lossy": True, "sync": "auto"}, period=64),
     _ours("states_zero1", "dense", states="zero1"),
     _apart("local_sgd", 8, {"local_sgd": {"every": 8}}),
     _apart("diloco", 48, {"diloco": {"every": 48}}),

@@ -162,5 +162,6 @@ def _ours(folder: Path, length: Length) -> dict[str, Any]:
         "peak_bytes": max(x["peak_bytes"] for x in timed),
         "loss": timed[-1]["loss"],
         "exchange": plan["exchange"],
-        "because": plan.get("reasons", {}).get("exchange", ""),
+        "sync": plan["sync"],
+        "because": plan.get("reasons", {}).get("exchange" if plan["sync"] == "every_step" else "sync", ""),
     }

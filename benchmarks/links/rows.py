@@ -113,7 +113,7 @@ def _row(some: Rounds, free: dict[str, Any]) -> dict[str, Any]:
         "peak_bytes": max(r["peak_bytes"] for r in good),
     }
     last = good[-1]
-    row |= {k: last[k] for k in ("exchange", "because", "version") if k in last}
+    row |= {k: last[k] for k in ("exchange", "sync", "because", "version") if k in last}
     others = [r["exchange"] for r in good if r.get("exchange") != last.get("exchange")]
     return {**row, "exchange_of_other_rounds": others} if others else row
 

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any
 
 from links.keep import Kept
-from links.losses import Study, crossing
+from links.losses import EVERY_STEP, Study, crossing
 
 Say = Callable[[str], None]
 _HERE = Path(__file__).parent.parent
@@ -40,6 +40,7 @@ class Subject:
     exchange: Any
     hosts: int
     islands: tuple[int, ...] = ()
+    sync: Any = EVERY_STEP
 
     def key(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -68,7 +69,9 @@ def seconds_to(found: dict[str, Any], target: float, *, tokens_per_s: float) -> 
 
 
 def _study(subject: Subject, budget: Budget, lr: float, seed: int, tokens: int) -> Study:
-    return Study(subject.exchange, subject.hosts, seed, lr, tokens, subject.islands, budget.precision)
+    return Study(
+        subject.exchange, subject.hosts, seed, lr, tokens, subject.islands, budget.precision, sync=subject.sync
+    )
 
 
 def _best(subject: Subject, budget: Budget, kept: Kept) -> float:
@@ -86,6 +89,7 @@ def _summary(lr: float, found: list[dict[str, Any]]) -> dict[str, Any]:
         "final_losses": [round(x, 5) for x in finals],
         "final_loss": mean(finals),
         "curves": [f["curve"] for f in found],
+        "sent_bytes": [f["sent_bytes"] for f in found if "sent_bytes" in f],
     }
 
 

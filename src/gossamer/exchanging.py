@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -17,18 +17,13 @@ from gossamer import compress, sync
 from gossamer.measuring import Measured
 from gossamer.pipeline.links import levels_of_stages
 from gossamer.plan import price_apart, price_of
-from gossamer.plan.exchange import (
-    CANDIDATES,
-    Decision,
-    across_islands,
-    choose,
-)
+from gossamer.plan.exchange import CANDIDATES, PERIODS, Decision, across_islands, choose, choose_period, written_of
 from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import trainable
 from gossamer.run.rehearse import rehearse
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
-from gossamer.spec.choice import Exchanges
+from gossamer.spec.choice import Choice, Exchanges, Written
 from gossamer.spec.cost import Cost
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
@@ -56,8 +51,8 @@ def levels_of(plan: Plan, ranks: int) -> Levels:
 
 
 def _loop_of(plan: Plan) -> Loop | None:
-    """The outer loop of islands that train apart; None where all gradients meet at every step."""
-    return sync.build(plan.sync, key="plan.sync").loop
+    """The outer loop of islands that train apart; None where gradients meet at every step, or that is open."""
+    return None if plan.sync == "auto" else sync.build(plan.sync, key="plan.sync").loop
 
 
 def asks_for_islands(written: Exchanges) -> bool:
@@ -74,6 +69,7 @@ class Exchanger:
     feed: Feed
     pump: Pump
     lossy: bool
+    steps: int  # of the run
     plan: Plan
     tell: Callable[[str, int], None]  # an event: message, step
     keep: Callable[[Plan], None]  # a plan that has changed
@@ -85,35 +81,88 @@ class Exchanger:
         """Before step 1: the plan with an exchange in place of `auto`, its reason and forecast, and with the islands
         that its exchange asks for.
         """
-        if (loop := _loop_of(self.plan)) is not None:
+        loop = _loop_of(self.plan)
+        if loop is not None:
             self._part(loop, hosts)
         elif self.plan.exchange == "auto" and hosts == 1:
-            why = "all-reduce: every process is on this machine"
-            self.plan = self.plan.model_copy(
-                update={"exchange": "dense", "reasons": {**self.plan.reasons, "exchange": why}}
-            )
+            why = "every process is on this machine"
+            self._adopt("exchange", "dense", f"all-reduce: {why}")
+            if self.plan.sync == "auto":
+                self._adopt("sync", "every_step", f"every step: {why}")
         elif self.plan.exchange == "auto":
-            self._choose(probe(self.pump.channel))
+            links = probe(self.pump.channel)
+            decision = self._choose(links)
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
+            if self.plan.sync == "auto":
+                loop = self._choose_period(decision, links)
         elif asks_for_islands(self.plan.exchange) and not self.plan.islands:
             self._learn(probe(self.pump.channel))
         self._watch.active = automatic and hosts > 1 and loop is None
         self._watch.rate(self.pump)  # what has passed so far was no training
         return self.plan
 
+    def _adopt(self, field: str, written: Written, reason: str) -> None:
+        self.plan = self.plan.model_copy(update={field: written, "reasons": {**self.plan.reasons, field: reason}})
+
+    def _choose_period(self, decision: Decision, links: Links) -> Loop | None:
+        """Whether gradients meet at every step; the loop of islands that do not."""
+        assert self._measured is not None
+        islands = self.plan.islands or tuple((rank,) for rank in self.pump.channel.levels.everyone)
+        loop = sync.build(written_of(PERIODS[0], 1, self.steps)).loop  # all of them send the same in a round
+        assert loop is not None
+        params, units = trainable(self.engine.module), self.plan.units
+        facts = self._measured.round_facts(loop, links, Levels.islands(islands), params, units, self.pump)
+        chosen = choose_period(decision, facts, steps=self.steps, lossy=self.lossy, periods=PERIODS)
+        self._adopt("sync", chosen.sync or "every_step", chosen.reason)
+        self.tell(f"sync: {chosen.reason}", 0)
+        if (loop := _loop_of(self.plan)) is not None and chosen.forecast is not None:
+            self._part_into(islands)
+            self._price_apart(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
+        return loop
+
     def _part(self, loop: Loop, hosts: int) -> None:
         """Who trains together: what is given, else what the links say, else everybody alone."""
-        if not self.plan.islands:
-            islands = self._islands(hosts)
-            self.plan = self.plan.model_copy(update={"islands": islands})
-            self.pump.channel.widen(Levels.islands(islands).twice())
-        shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
-        forecast = price_apart(loop, self.plan, shapes, self.pump.channel.levels)
+        self._part_into(self.plan.islands or self._islands(hosts))
         when = f"every {loop.every} steps" + (f", from step {loop.steady} on" if loop.doubles else "")
         said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet {when}"
-        reasons = {**self.plan.reasons, "sync": said}
-        self.plan = self.plan.model_copy(update={"forecast": forecast, "reasons": reasons})
+        round_s = 0.0
+        if loop.steps:
+            loop, round_s, each = self._paced(loop)
+            said += f": {each}, {round_s:.3g} s of computing a round"
+        self._price_apart(loop, compute_s=round_s / loop.every)
+        self._adopt("sync", self.plan.sync, said)
         self.tell(f"sync: {said}", 0)
+
+    def _part_into(self, islands: tuple[tuple[int, ...], ...]) -> None:
+        levels = Levels.islands(islands).twice()
+        if self.pump.channel.levels != levels:
+            self.pump.channel.widen(levels)
+        self.plan = self.plan.model_copy(update={"islands": islands})
+
+    def _price_apart(self, loop: Loop, **times: float) -> None:
+        shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
+        forecast = price_apart(loop, self.plan, shapes, self.pump.channel.levels)
+        self.plan = self.plan.model_copy(update={"forecast": forecast.model_copy(update=times)})
+
+    def _paced(self, loop: Loop) -> tuple[Loop, float, str]:
+        """How many steps of a round each island makes, as given or as there is time for; what a round takes; in words.
+        An island is as fast as its slowest rank.
+        """
+        mine = rehearse(self.engine, self.feed, trainable(self.engine.module)).compute_s
+        by_rank = gathered(self.pump.channel, [mine])[:, 0].tolist()
+        islands = self.plan.islands
+        seconds = [max(by_rank[rank] for rank in island) for island in islands]
+        if loop.steps == "auto":
+            choice = Choice.parse(self.plan.sync)
+            steps = list(sync.by_speed(seconds, loop.every))
+            written = Choice(choice.name, {**choice.parameters, "steps": steps}).written()
+            self.plan = self.plan.model_copy(update={"sync": written})
+            loop = replace(loop, steps=tuple(steps))
+        pairs = list(zip(loop.steps_of(islands), seconds, strict=True))
+        said = ", ".join(
+            f"{list(island)} makes {n} of {s:.3g} s" for island, (n, s) in zip(islands, pairs, strict=True)
+        )
+        return loop, max(n * s for n, s in pairs), said
 
     def _islands(self, hosts: int) -> tuple[tuple[int, ...], ...]:
         everyone = self.pump.channel.levels.everyone
@@ -180,7 +229,7 @@ class Exchanger:
             self.plan = self.plan.model_copy(update={"islands": links.islands})
             self.pump.channel.widen(Levels.islands(links.islands))
 
-    def _choose(self, links: Links) -> None:
+    def _choose(self, links: Links) -> Decision:
         self._learn(links)
         bucket_bytes = _bucket_bytes(links, self.plan.bucket_bytes)
         candidates = across_islands(CANDIDATES) if self.plan.islands else CANDIDATES
@@ -198,6 +247,7 @@ class Exchanger:
             params,
             self.pump.channel.levels,
         )
+        return decision
 
 
 @dataclass(slots=True)

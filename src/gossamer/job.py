@@ -131,6 +131,7 @@ def _exchanger(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Rec
         feed=Feed(job.parts.train, plan, plan.place_of(where.rank)[0], config.train.seed),
         pump=pump,
         lossy=config.plan.lossy,
+        steps=config.train.steps,
         plan=plan,
         tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),
         keep=job.directory.keep_plan if where.writer == 0 else lambda plan: None,  # every host reads its own again

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from gossamer import compress
 from gossamer.compress import Exchange
-from gossamer.plan.exchange import BucketFacts, Candidate, Facts, Option, wire_seconds
+from gossamer.compress.dense import Dense
+from gossamer.plan.exchange import BucketFacts, Candidate, Facts, Option, RoundFacts, timeline, wire_seconds
 from gossamer.run.rehearse import Rehearsal, stolen_share
 from gossamer.spec.errors import BadInput
 from gossamer.spec.links import Links
-from gossamer.sync import buckets_of
+from gossamer.spec.plan import BUCKET_BYTES
+from gossamer.sync import Loop, buckets_of, exchanges_of_round
 from gossamer.wire.bucket import Layout
 from gossamer.wire.channel import gathered
 from gossamer.wire.message import Levels
@@ -68,6 +70,27 @@ class Measured:
             buckets.append(BucketFacts(names, where.numel, ready_s, square / total, tuple(options)))
         return Facts(tuple(buckets), *self.times[:3])
 
+    def round_facts(
+        self, loop: Loop, links: Links, levels: Levels, params: Mapping[str, Tensor], units: Sequence[str], pump: Pump
+    ) -> RoundFacts:
+        """A step of an island by itself, and a round of `loop` between the islands of `levels`. All ranks measure what
+        encoding takes at once; the slowest counts.
+        """
+        inside = levels.only("island")
+        near = links.model_copy(update={"levels": {"all": links.levels.get("island", links.levels["all"])}})
+        buckets = tuple(
+            BucketFacts((), w.numel, at, 0.0, ()) for w, at in zip(self.layouts, self.times[3:], strict=True)
+        )
+        dense = [Option(0.0, *_on_wire(Dense(), where, inside, near), 0.0) for where in self.layouts]
+        fragments = exchanges_of_round(loop, params, levels, units=units, bucket_bytes=BUCKET_BYTES)
+        cpu_s = sum(compress.seconds_of(x, where, levels, pump.channel.rank) for one in fragments for where, x in one)
+        return RoundFacts(
+            step_s=timeline(Facts(buckets, *self.times[:3]), dense).step_s,
+            fragments_s=tuple(sum(_on_wire(x, where, levels, links)[0] for where, x in one) for one in fragments),
+            cpu_s=float(gathered(pump.channel, [cpu_s]).max()),
+            stolen=self.times[2],
+        )
+
 
 def _serves(candidate: Candidate, exchange: Exchange, where: Layout, levels: Levels) -> bool:
     if where.numel < candidate.least_numel:
@@ -82,13 +105,15 @@ def _serves(candidate: Candidate, exchange: Exchange, where: Layout, levels: Lev
 def _option(
     exchange: Exchange | None, where: Layout, levels: Levels, links: Links, cpu_s: float, loss: float
 ) -> Option | None:
-    if exchange is None:
-        return None
+    return None if exchange is None else Option(cpu_s, *_on_wire(exchange, where, levels, links), loss)
+
+
+def _on_wire(exchange: Exchange, where: Layout, levels: Levels, links: Links) -> tuple[float, int]:
+    """(seconds, bytes of the rank that sends most)."""
     everyone = sorted(r for group in levels.groups["all"] for r in group)
     half = _SAMPLED_RANKS // 2
     asked = everyone if len(everyone) <= _SAMPLED_RANKS else [*everyone[:half], *everyone[-half:]]
-    wire_s, sent = wire_seconds({r: exchange.traffic(where, levels, r) for r in asked}, levels, links)
-    return Option(cpu_s, wire_s, sent, loss)
+    return wire_seconds({r: exchange.traffic(where, levels, r) for r in asked}, levels, links)
 
 
 def _loss(exchange: Exchange, where: Layout, rehearsal: Rehearsal) -> float:

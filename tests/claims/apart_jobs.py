@@ -101,7 +101,7 @@ def learn(
         held.update(replica.gradients(), lr_scale=factor, step=step, apart=method.level(step) != "all")
         held.gather(replica.layouts, pump, key=(0, step))
         for landed in apart.after(Moved(step + 1, factor * update.lr, float(batch), 0, last=step == steps - 1)):
-            held.meet(landed.moved, rates=landed.rates, step=step + 1)
+            held.meet(landed.moved, rates=landed.rates)
         if apart.loop is not None:
             apart.settle(step + 1)
         sent.append(channel.meter.total_bytes - before)

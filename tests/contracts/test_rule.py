@@ -103,7 +103,7 @@ def after_steps_apart(rule: optim.Rule, params: Tensors, state: optim.State) -> 
     """Two steps, a meeting, a step in which all gradients meet."""
     for step in (3, 4):
         rule.update_apart(params, some(100 + step), state, lr_scale=0.5, step=step)
-    rule.meet(params, {n: 0.01 * p for n, p in some(7).items()}, state, rates=rule.lr, step=5)
+    rule.meet(params, {n: 0.01 * p for n, p in some(7).items()}, state, rates=rule.lr)
     rule.update(params, some(105), state, lr_scale=0.5, step=5)
     return params
 

@@ -24,6 +24,7 @@ SETTINGS: dict[str, Any] = {
     },
     "diloco": {"diloco": {"every": 3}},
     "streaming_diloco": {"streaming_diloco": {"every": 4, "fragments": 2, "delay": 1}},
+    "dasgd": {"dasgd": {"every": 3}},
     "dsm": {"dsm": {"every": 3, "outer": {"sign_momentum": {"randomized": True, "decay": 0.01}}}},
     "slowmo": {"slowmo": {"every": 3}},
     "fedhyper": {"fedhyper": {"every": 2}},
@@ -66,27 +67,35 @@ def test_bytes_of_a_round_are_known_before(pool: Pool, name: str) -> None:
     found = pool.run("sync.apart_jobs:rounds", 2, written=SETTINGS[name], steps=first + loop.every, finish=False)
     shapes: Shapes = tuple(SHAPES.items())
     links = round_bytes(loop, shapes, Levels.islands(ISLANDS[2]), units=("a", "b"), bucket_bytes=1 << 20)
-    votes = loop.every * (8 + 5 * 8)  # gathered at every step: a weight and a vote
-    for rank, one in enumerate(found):
-        assert sum(one["sent"][first:]) == links[f"{rank}>{1 - rank}"] + votes
+    for rank, one in enumerate(found):  # alone on their islands, they vote alone
+        assert sum(one["sent"][first:]) == links[f"{rank}>{1 - rank}"]
 
 
-def reference(steps: int, every: int, lr: float, mu: float, ranks: int, weights: list[float]) -> list[torch.Tensor]:
-    """DiLoCo as its paper writes it, in one process, with torch's own outer optimizer."""
+def reference(
+    steps: int, every: int, lr: float, mu: float, ranks: int, weights: list[float], made: list[set[int]] | None = None
+) -> list[torch.Tensor]:
+    """DiLoCo as its paper writes it, in one process, with torch's own outer optimizer. `made`: the steps of each rank,
+    where they do not make all.
+    """
     anchor = {n: t.clone().requires_grad_() for n, t in start().items()}
     outside = torch.optim.SGD(anchor.values(), lr=lr, momentum=mu, nesterov=mu > 0)
     own = [{n: t.detach().clone() for n, t in anchor.items()} for _ in range(ranks)]
+    seen = [0.0] * ranks
     for step in range(steps):
         for rank in range(ranks):
+            if made is not None and step not in made[rank]:
+                continue
+            seen[rank] += weights[rank]
             for name, value in own[rank].items():
                 value.sub_(gradient(name, value, rank, step), alpha=RATE)
         if (step + 1) % every == 0 or step == steps - 1:
-            total = sum(weights)
+            total = sum(seen)
             for name, value in anchor.items():
-                gone = [w / total * (value.detach() - one[name]) for w, one in zip(weights, own, strict=True)]
+                gone = [w / total * (value.detach() - one[name]) for w, one in zip(seen, own, strict=True)]
                 value.grad = torch.stack(gone).sum(0)
             outside.step()
             own = [{n: t.detach().clone() for n, t in anchor.items()} for _ in range(ranks)]
+            seen = [0.0] * ranks
     return torch.cat([anchor[n].detach().flatten() for n in sorted(anchor)])
 
 
@@ -97,6 +106,26 @@ def test_diloco_is_its_paper_s(pool: Pool, lr: float, mu: float, weights: list[f
     found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=8, samples=weights)
     wanted = reference(8, 3, lr, mu, 2, weights)
     assert torch.allclose(torch.tensor(found[0]["at"][-1]), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_an_island_of_slow_machines_makes_some_steps_and_counts_by_what_it_saw(pool: Pool) -> None:
+    outer = {"nesterov": {"lr": 0.7, "mu": 0.9}}
+    written = {"diloco": {"every": 4, "steps": [4, 1, 3], "outer": outer}}
+    found = pool.run("sync.apart_jobs:rounds", 3, written=written, steps=10, samples=[1.0, 2.0, 1.0])
+    assert found[0]["at"][-1] == found[1]["at"][-1] == found[2]["at"][-1]
+    made = [set(range(10)), {3, 7}, {1, 2, 3, 5, 6, 7, 9}]
+    wanted = reference(10, 4, 0.7, 0.9, 3, [1.0, 2.0, 1.0], made)
+    assert torch.allclose(torch.tensor(found[0]["at"][-1]), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["slowmo", "dsm", "streaming_diloco", "post_local_sgd"])
+def test_islands_that_make_other_steps_agree_in_the_end(pool: Pool, name: str) -> None:
+    """Rules in units of the learning rate see the mean of the islands' rates, the same on all."""
+    ((base, given),) = SETTINGS[name].items()
+    written = {base: {**given, "steps": [1, given["every"]]}}
+    found = pool.run("sync.apart_jobs:rounds", 3, written=written, steps=9, islands=ISLANDS[3])
+    assert all(one["at"][-1] == found[0]["at"][-1] for one in found)
+    assert all(one["anchor"] == found[0]["anchor"] for one in found)
 
 
 # What reduces to plain data parallelism, which all members share: SGD steps of the mean gradient.
@@ -175,6 +204,24 @@ def test_who_takes_nothing_over_goes_on_alone(pool: Pool) -> None:
                 value.sub_(gradient(name, value, rank, step), alpha=RATE)
         wanted = torch.cat([alone[n].flatten() for n in sorted(alone)])
         assert torch.allclose(torch.tensor(one["at"][-1]), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_what_is_carried_on_is_not_lost(pool: Pool, fragments: int) -> None:
+    """The islands' quadratics are alike but for their centres: where they are on the mean is a matter of their steps
+    alone, however they meet, unless steps are thrown away.
+    """
+    late = {"every": 4, "fragments": fragments, "delay": 2, "outer": "average"}
+    alone, kept, lost = (
+        pool.run("sync.apart_jobs:rounds", 2, written={"diloco": {**late, **how}}, steps=9, finish=False)
+        for how in ({"mix": 1.0}, {"carry": True}, {})
+    )
+
+    def middle(found: list[dict[str, Any]]) -> torch.Tensor:
+        return torch.tensor([one["at"] for one in found]).mean(0)
+
+    assert torch.allclose(middle(kept), middle(alone), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(middle(lost), middle(alone), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -252,31 +252,37 @@ def test_after_a_round_of_one_step_zero_one_adam_s_momentum_is_that_of_the_mean_
         for params, state in ranks:
             for name, p in params.items():
                 p.copy_(there[name] - moved[name])
-            rule.meet(params, moved, state, rates=1e-2, step=step + 1)
+            rule.meet(params, moved, state, rates=1e-2)
         mean = {n: sum(own[n] for own in grads) / 3 for n in there}
         rule.update_apart(alone, mean, kept, lr_scale=1.0, step=step)
         for params, state in ranks:
             assert all(torch.equal(params[n], ranks[0][0][n]) for n in params)
             assert all(torch.allclose(params[n], alone[n], atol=1e-6) for n in params)
-            assert all(torch.allclose(state[n]["mean"], kept[n]["mean"], rtol=2e-3, atol=1e-5) for n in params)
+            means = [{n: slots["mean"] / slots["mean_weight"] for n, slots in one.items()} for one in (state, kept)]
+            assert all(torch.allclose(means[0][n], means[1][n], rtol=2e-3, atol=1e-5) for n in params)
 
 
 def test_in_steps_apart_zero_one_adam_s_second_moment_stays() -> None:
-    """But for its bias, which is that of as many steps; and where all gradients meet again it goes on as Adam's."""
+    """Where all gradients meet again it goes on, on all ranks alike, however many steps each has made."""
     rule, params = ZeroOneAdam(floor=0.0), start()
     state = rule.init(params)
     drawn = list(gradients(12))
     for step in range(3):
         rule.update(params, drawn[step], state, lr_scale=1.0, step=step)
-    frozen = {n: slots["square"] / (1 - 0.95**3) for n, slots in state.items()}
-    for step in range(3, 11):
-        rule.update_apart(params, drawn[step], state, lr_scale=1.0, step=step)
-    for name, slots in state.items():
-        torch.testing.assert_close(slots["square"] / (1 - 0.95**11), frozen[name])
-    rule.update(params, drawn[11], state, lr_scale=1.0, step=11)
-    for name, slots in state.items():
-        wanted = 0.95 * (1 - 0.95**11) * frozen[name] + 0.05 * drawn[11][name] ** 2
-        torch.testing.assert_close(slots["square"], wanted)
+    frozen, found = clone(state), []
+    for steps in (6, 8):
+        one, kept = {n: p.clone() for n, p in params.items()}, clone(state)
+        for step in range(3, 3 + steps):
+            rule.update_apart(one, drawn[step], kept, lr_scale=1.0, step=step)
+        assert all(torch.equal(kept[n]["square"], frozen[n]["square"]) for n in one)
+        there = {n: p.clone() for n, p in params.items()}
+        rule.meet(there, {n: 0.01 * p for n, p in drawn[0].items()}, kept, rates=0.1)
+        rule.update(there, drawn[11], kept, lr_scale=1.0, step=3 + steps)
+        for name, slots in kept.items():
+            torch.testing.assert_close(slots["square"], 0.95 * frozen[name]["square"] + 0.05 * drawn[11][name] ** 2)
+            assert abs(float(slots["square_weight"]) - (1 - 0.95**4)) < 1e-6
+        found.append(there)
+    assert equal(found[0], found[1])
 
 
 def clone(state: optim.State) -> optim.State:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from contracts.test_sync import APART, SETTINGS
 from gossamer.store.checkpoint import latest_good
@@ -24,13 +27,14 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", APART)
 def test_a_run_stopped_in_a_round_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, name: str) -> None:
-    given = {"steps": 8, "dropout": 0.1, "sections": sections(SETTINGS[name])}
-    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
+    given = {"steps": 8, "dropout": 0.1, "sections": {**sections(SETTINGS[name]), "train": {"checkpoint_every": 5}}}
+    folders = {"whole": str(tmp_path / "whole"), "parts": str(tmp_path / "parts")}
+    whole = pool.run("run.jobs:train", 2, folder=folders["whole"], **given)
     assert whole[0]["digest"] == whole[1]["digest"]
-    for until in (3, 5):
-        folder = str(tmp_path / f"parts{until}")
-        stopped = pool.run("run.jobs:train", 2, folder=folder, until=until, **given)
-        assert "Interrupted" in stopped[0]["ended"]
+    shutil.rmtree(tmp_path / "whole" / "run" / "checkpoints" / "step-00000008")  # as if it had ended after the fifth
+    stopped = pool.run("run.jobs:train", 2, folder=folders["parts"], until=3, **given)
+    assert stopped[0]["ended"] == stopped[1]["ended"] != ""
+    for folder in folders.values():
         again = pool.run("run.jobs:train", 2, folder=folder, resume=True, **given)
         assert [one["digest"] for one in again] == [one["digest"] for one in whole]
 
@@ -73,6 +77,43 @@ def test_islands_of_unequal_size_and_share(pool: Pool, tmp_path: Path) -> None:
     assert [n > 10 * small for n in across] == [False, False, True, False, False, True, True]
 
 
+PACED = {"diloco": {"every": 4, "steps": [4, 2]}}
+
+
+@pytest.mark.parametrize("steps", [[4, 2], [2, 4]])
+def test_an_island_of_slow_machines_leaves_no_sample_out(pool: Pool, tmp_path: Path, steps: list[int]) -> None:
+    given = sections({"diloco": {"every": 4, "steps": steps}}, islands=[[0, 1], [2]])
+    given["plan"]["share"] = [3, 3, 2]
+    found = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=8, sections=given)
+    assert all(one["digest"] == found[0]["digest"] for one in found)
+    lines = [one for one in records(tmp_path) if one["kind"] == "step"]
+    assert [one["step"] for one in lines] == ([*range(1, 9)] if steps[0] == 4 else [2, 4, 6, 8])
+    ends = [0, *(one["samples"][1] for one in lines)]
+    assert [tuple(one["samples"]) for one in lines] == list(pairwise(ends))
+    rows = [6, 2] if steps[0] == 4 else [2, 6]
+    assert ends[-1] == 8 * max(rows) + 4 * min(rows) if steps[0] == 4 else 8 * 2 + 4 * 6
+    assert [one["tokens"] for one in lines] == [9 * (b - a) for a, b in pairwise(ends)]
+
+
+def test_islands_of_unequal_pace_go_on_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    given = {"steps": 10, "dropout": 0.1, "sections": {**sections(PACED), "train": {"checkpoint_every": 7}}}
+    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path), **given)
+    assert whole[0]["digest"] == whole[1]["digest"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000010")
+    again = pool.run("run.jobs:train", 2, folder=str(tmp_path), resume=True, **given)
+    assert [one["digest"] for one in again] == [one["digest"] for one in whole]
+
+
+def test_auto_steps_are_measured_and_kept(pool: Pool, tmp_path: Path) -> None:
+    given = sections({"streaming_diloco": {"every": 4, "fragments": 2, "delay": 1, "steps": "auto"}})
+    pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=5, sections=given)
+    plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
+    steps = plan["sync"]["streaming_diloco"]["steps"]
+    assert max(steps) == 4 and len(steps) == 2
+    assert "of computing a round" in plan["reasons"]["sync"]
+    assert plan["forecast"]["compute_s"] > 0
+
+
 def test_tied_and_frozen_parameters_and_buffers(pool: Pool, tmp_path: Path) -> None:
     given = {"folder": str(tmp_path), "steps": 6, "sections": sections({"diloco": {"every": 2, "fragments": 2}})}
     found = pool.run("run.jobs:train", 2, kind="late", frozen=["layers.1"], **given)
@@ -85,9 +126,48 @@ def test_a_rejected_step_does_not_shift_the_rounds(pool: Pool, tmp_path: Path) -
     found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=6, bad=9, sections=given)
     assert found[0]["digest"] == found[1]["digest"]
     steps = [one for one in records(tmp_path) if one["kind"] == "step"]
-    assert not all(one["committed"] for one in steps)
+    assert all(one["committed"] for one in steps), "it was the other island's"
+    said = [one["message"] for one in records(tmp_path) if one["kind"] == "event"]
+    assert any("the island of ranks [1] has rejected 1 of its last steps" in message for message in said)
+    rejected = [one["rejected"] for one in records(tmp_path) if one["kind"] == "islands"]
+    assert [sum(island) for island in zip(*rejected, strict=True)] == [0, 1]
     sent = [sum(one["wire_bytes"].values()) for one in steps]
     assert [n > 1000 for n in sent] == [False, True] * 3
+
+
+def test_what_an_island_rejected_is_its_own_after_a_resume(pool: Pool, tmp_path: Path) -> None:
+    """Bias corrections count the updates that its rule has made."""
+    given = {"steps": 8, "bad": 9, "sections": sections({"diloco": {"every": 4}})}
+    given["sections"]["train"] = {"on_nonfinite": "skip", "checkpoint_every": 6}
+    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path), **given)
+    assert any(one["kind"] == "event" and "rejected" in one["message"] for one in records(tmp_path))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000008")
+    again = pool.run("run.jobs:train", 2, folder=str(tmp_path), resume=True, **given)
+    assert [one["digest"] for one in again] == [one["digest"] for one in whole]
+
+
+def test_an_island_that_gives_up_says_why_and_the_others_see_it_go(pool: Pool, tmp_path: Path) -> None:
+    given = sections({"local_sgd": {"every": 50}})
+    given["train"] = {"on_nonfinite": "stop"}
+    answers = pool.attempt("run.jobs:train", 2, folder=str(tmp_path), steps=6, bad=9, sections=given)
+    assert answers[0]["kind"] == "PeerLost"
+    assert "not finite on rank 1" in answers[1]["result"]["ended"]
+
+
+def test_islands_tell_each_other_how_they_fare(pool: Pool, tmp_path: Path) -> None:
+    """Of step 1 all; from then on rank 0's own, and of all islands every other step."""
+    given = sections({"post_local_sgd": {"every": 4, "start": 1}}, islands=[[0, 1], [2]])
+    pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=8, sections=given)
+    steps = {one["step"]: one for one in records(tmp_path) if one["kind"] == "step"}
+    islands = [one for one in records(tmp_path) if one["kind"] == "islands"]
+    assert [one["step"] for one in islands] == [3, 5, 7, 8]
+    assert steps[1]["weight"] > steps[2]["weight"]
+    for one in islands[:-1]:
+        pair = [steps[one["step"] - 1], steps[one["step"]]]
+        assert one["weights"][0] == sum(step["weight"] for step in pair)
+        mean = sum(step["loss"] * step["weight"] for step in pair) / one["weights"][0]
+        assert one["losses"][0] == pytest.approx(mean)
+        assert one["losses"][1] != pytest.approx(mean)
 
 
 def test_a_period_longer_than_the_run_meets_once(pool: Pool, tmp_path: Path) -> None:
@@ -132,6 +212,26 @@ def test_a_rejected_step_leaves_all_ranks_with_the_same_second_moment(pool: Pool
         assert torch.equal(one, other) and bool(one.any())
 
 
+@pytest.mark.parametrize("islands", [[[0], [1]], [[0, 1]]], ids=["alone", "together"])
+def test_in_an_island_nothing_is_left_of_what_goes_between_islands(
+    pool: Pool, tmp_path: Path, islands: list[list[int]]
+) -> None:
+    """So one exchange serves both the steps before the islands part and those after."""
+    between = {"error_feedback": {"two_shot": {"codec": "int8"}}}
+    written = {"local_sgd": {"every": 3}}
+    found = []
+    for name, exchange in (("dense", "dense"), ("levels", {"hierarchical": {"between": between}})):
+        given = sections(written, islands=islands)
+        given["plan"]["exchange"] = exchange
+        found.append(pool.run("run.jobs:train", 2, folder=str(tmp_path / name), steps=7, sections=given))
+    assert [one["digest"] for one in found[0]] == [one["digest"] for one in found[1]]
+    lone = sections(written, islands=[[0], [1]])
+    lone["plan"]["exchange"] = between
+    if len(islands) == 2:
+        coded = pool.run("run.jobs:train", 2, folder=str(tmp_path / "coded"), steps=7, sections=lone)
+        assert coded[0]["digest"] == found[0][0]["digest"]
+
+
 def test_half_parameters_follow_their_float32_copies(pool: Pool, tmp_path: Path) -> None:
     given = {"steps": 8, "kind": "halves", "sections": sections({"diloco": {"every": 3}})}
     whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
@@ -154,13 +254,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"plan": {"sync": "local_sgd"}, "train": {"optimizer": "zero_one_adam"}},
         "train.optimizer: wanted first steps in which all gradients meet",
     ),
+    (sections({"diloco": {"every": 4, "steps": [4, 5]}}), "plan.sync.diloco.steps: wanted 1 to 4 steps"),
+    (sections({"diloco": {"every": 4, "steps": [3, 2]}}), "and of one island 4 (every), got [3, 2]"),
+    (sections({"local_sgd": {"every": 4, "steps": [4]}}), "plan.sync.steps: wanted the steps of 2 islands"),
+    (sections({"cser": {"every": 4, "steps": [4, 2]}}), "plan.sync.cser: Cser has no parameter 'steps'"),
     (sections({"dilocco": {}}), "no sync is called 'dilocco'"),
     ({"plan": {"sync": "diloco", "adapt": "l_greco"}}, "plan.adapt: wanted gradients that all ranks exchange"),
     ({"plan": {"sync": "diloco", "mesh": {"pipe": 2}}}, "plan.sync: wanted every process to hold the whole model"),
-    (
-        {"plan": {"sync": "diloco", "exchange": {"hierarchical": {"between": "dense"}}}},
-        "wanted islands of ranks, got the levels all",
-    ),
+    ({"plan": {"sync": "auto", "exchange": "dense"}}, "plan.sync: wanted an exchange that is chosen with it, got"),
 ]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 
 from gossamer import compress, sync
-from gossamer.sync import Apart, Moved, Replica, Vote, Window
+from gossamer.sync import Apart, Moved, Pace, Replica, Vote, Window, Word
 from gossamer.wire.channel.group import Group, Meeting
 from gossamer.wire.message import Levels
 from gossamer.wire.pump import Pump
@@ -56,8 +57,17 @@ def rounds(
     apart = Apart.of(method.loop, params, truth, replica, beside, units=("a", "b"), bucket_bytes=bucket_bytes)
     weight = samples[seat.rank] if samples else 1.0
     at, anchors, sent = [], [], []
+    together = method.loop
+    pace = together.pace(levels.groups["island"]) if together is not None else Pace()
     for step in range(steps):
         before = channel.meter.total_bytes
+        last = finish and step == steps - 1
+        if not pace.makes(seat.rank, step):
+            apart.after(Moved(step + 1, 0.0, 0.0, 0, last=last, made=False))
+            sent.append(channel.meter.total_bytes - before)
+            at.append(flat(truth))
+            anchors.append(flat(apart.common()))
+            continue
         replica.open(Window(step, 0, 1.0, weight, level=method.level(step)))
         replica.watch()
         loss = sum((p * gradient(n, p.detach(), seat.rank, step)).sum() for n, p in params.items())
@@ -71,7 +81,7 @@ def rounds(
         if poison == [seat.rank, step]:
             with torch.no_grad():
                 params["a.bias"].fill_(float("nan"))
-        apart.after(Moved(step + 1, RATE, weight, 0, last=finish and step == steps - 1))
+        apart.after(Moved(step + 1, RATE, weight, 0, last=last))
         if apart.loop is not None:
             apart.settle(step + 1)  # so that what is under way is counted where it was sent
         sent.append(channel.meter.total_bytes - before)
@@ -83,6 +93,32 @@ def rounds(
         one.close()
     channel.close()
     return {"at": at, "anchor": anchors, "sent": sent, "factor": factor}
+
+
+def words(seat: Seat, *, steps: int, asked: list[int], start: int = 0) -> list[list[Any]]:
+    """What this rank hears, and after which step; `asked`: [rank, step] that is asked to stop. It ends when all do."""
+    levels = Levels.islands([[r] for r in range(seat.ranks)]).twice()
+    channel = Group(Meeting(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0))
+    word, found = Word.of(channel, start), []
+    assert word is not None
+    for done in range(start + 1, steps + 1):
+        time.sleep(0.01 * seat.rank)
+        word.note(float(seat.rank), 2.0, committed=True)
+        ask = int(asked[0] == seat.rank and done >= asked[1])
+        heard = word.after(done, ask, last=done == steps)
+        found += [[done, one.step, one.ask, list(one.losses), list(one.weights)] for one in heard]
+        if any(one.ask for one in heard):
+            break
+    channel.close()
+    return found
+
+
+def alone(seat: Seat) -> bool:
+    """Whether there is no word where there is one island."""
+    channel = Group(Meeting(seat.store(), seat.rank, Levels.islands([[0]]).twice(), interface="lo", timeout_s=20.0))
+    found = Word.of(channel, 0) is None
+    channel.close()
+    return found
 
 
 def flat(tensors: dict[str, torch.Tensor]) -> list[float]:

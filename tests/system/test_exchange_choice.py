@@ -79,3 +79,28 @@ def test_without_permission_the_gain_is_told(place: Place) -> None:
     assert "error_feedback" not in str(plan["exchange"])
     assert "plan.lossy: true would take" in plan["reasons"]["exchange"]
     assert len(records(run, "step")) == 3
+
+
+def test_islands_part_where_the_line_is_too_slow_for_every_step(place: Place) -> None:
+    """Two islands of two hosts: what goes between them in a round fits the line, what a step sends does not."""
+    config = place.config(
+        "apart",
+        model=MODEL,
+        train={"steps": 80, "batch": 4, "checkpoint_every": 0, "evaluate_every": 0},
+        plan={"lossy": True, "sync": "auto"},
+        run={"name": "apart"},
+    )
+    lab = ("lab", "run", "--hosts", "4", "--islands", "2x2", "--rate", "1gbit", "--between", "1mbit", "--json")
+    place.good(*lab, "--", sys.executable, "-m", "gossamer", "train", config)
+    run = place.folder / "runs" / "apart"
+    plan = yaml.safe_load((run / "plan.yaml").read_text())
+    assert "diloco" in plan["sync"], plan["reasons"]
+    assert [sorted(i) for i in plan["islands"]] == [[0, 1], [2, 3]]
+    assert plan["reasons"]["sync"].startswith("islands meet every ")
+    assert any(e["message"].startswith("sync: islands meet every ") for e in records(run, "event"))
+    steps = records(run, "step")
+    assert len(steps) == 80
+    start = plan["sync"]["diloco"]["start"]
+    assert start == 8
+    across = [sum(n for link, n in s["wire_bytes"].items() if link in ("0>2", "0>3")) for s in steps]
+    assert max(across[start : start + 2]) < 0.2 * min(across[:start])  # nothing but votes until a fragment leaves

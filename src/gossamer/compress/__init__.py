@@ -83,6 +83,12 @@ class Exchange(ABC):
         """delta, where E|lost|^2 <= (1 - delta)|x|^2 holds for every x; None where no delta > 0 does."""
         return 1.0 if self.traits.lossless else None
 
+    def for_island(self) -> Exchange:
+        """What is left of it where only the ranks of an island meet, as while islands train apart: all of it, unless it
+        speaks of islands itself. Then that is a method without state.
+        """
+        return self
+
     def check(self, layout: Layout, levels: Levels) -> None:
         """Raises BadInput where this method cannot serve such a bucket or such a wire: asked when a plan is built."""
         return None

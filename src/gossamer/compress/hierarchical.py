@@ -27,6 +27,8 @@ from gossamer.compress import Exchange, Traits
 from gossamer.compress._island import Place, Run, part_of, put_back
 from gossamer.compress._key import key_of
 from gossamer.compress.codec import Codec, Key
+from gossamer.compress.dense import Dense
+from gossamer.compress.two_shot import TwoShot
 from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
@@ -142,6 +144,10 @@ class Hierarchical(Exchange):
         inner = self.between.traffic(here.mine.layout, levels.only("between"), rank)
         nothing = (Traffic(Combine.SUM, 0, 1),) * (self._rounds(here) - len(inner))
         return (there, *(replace(t, level="between") for t in (*inner, *nothing)), back)
+
+    def for_island(self) -> Exchange:
+        """An all-reduce, or through the codec."""
+        return Dense() if self.inside is None else TwoShot(self.inside)
 
     def check(self, layout: Layout, levels: Levels) -> None:
         if not {"island", "between"} <= set(levels.groups):

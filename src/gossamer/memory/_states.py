@@ -66,10 +66,10 @@ class States:
         update = self.rule.update_apart if apart else self.rule.update
         update(params, own, self.held, lr_scale=lr_scale, step=step)
 
-    def meet(self, moved: Mapping[str, Tensor], *, rates: float, step: int) -> None:
+    def meet(self, moved: Mapping[str, Tensor], *, rates: float) -> None:
         """Tell the rule that islands have met (see Rule.meet). All of every parameter must be this rank's."""
         params = {name: self._moved_by_rule(name) for name in moved}
-        self.rule.meet(params, moved, self.held, rates=rates, step=step)
+        self.rule.meet(params, moved, self.held, rates=rates)
 
     def _moved_by_rule(self, name: str) -> Tensor:
         return self.held[name].get(_MAIN, self.rows[name].of(self.params[name].detach()))

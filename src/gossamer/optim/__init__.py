@@ -60,13 +60,11 @@ class Rule(ABC):
         """The same, in a step in which islands train apart: `grads` are those of this one alone."""
         self.update(params, grads, state, lr_scale=lr_scale, step=step)
 
-    def meet(
-        self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: State, *, rates: float, step: int
-    ) -> None:
-        """Islands have met at `params`, some steps after they parted: by now most rules have nothing to do.
+    def meet(self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: State, *, rates: float) -> None:
+        """Islands have met at `params`, some steps after they parted: for most rules there is nothing to do.
 
         moved: where they parted minus where each came to, the mean, as it arrived on all of them; rates: the sum of the
-        learning rates of those steps; step: number of updates made.
+        learning rates of those steps, 0 where nobody has moved.
         """
         return None
 

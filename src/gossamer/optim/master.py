@@ -68,10 +68,8 @@ class Master(Rule):
         self.inner.update_apart(wide, grads, state, lr_scale=lr_scale, step=step)
         _round(params, wide)
 
-    def meet(
-        self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: State, *, rates: float, step: int
-    ) -> None:
-        self.inner.meet(_wide(params, moved, state), moved, state, rates=rates, step=step)
+    def meet(self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: State, *, rates: float) -> None:
+        self.inner.meet(_wide(params, moved, state), moved, state, rates=rates)
 
 
 def _wide(params: Mapping[str, Tensor], names: Iterable[str], state: State) -> dict[str, Tensor]:

@@ -65,8 +65,9 @@ class OneBitAdam(Rule):
             return
         rate = self.lr * lr_scale
         for decays, group in lists(params, grads, state, self.slots, apart=lambda p: self.decay_1d or p.ndim >= 2):
-            below = inverse(group.slots[1], seen=1 - self.betas[1] ** self.freeze, floor=self.floor, eps=self.eps)
-            frozen(self, group, below, decays=decays, rate=rate, step=step)
+            seen = 1 - self.betas[1] ** self.freeze if self.freeze else 1.0
+            below = inverse(group.slots[1], seen=seen, floor=self.floor, eps=self.eps)
+            frozen(self, group, below, seen=1 - self.betas[0] ** (step + 1), decays=decays, rate=rate)
 
     @property
     def _warm(self) -> AdamW:

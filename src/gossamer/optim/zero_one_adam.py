@@ -3,20 +3,22 @@ came of the steps whose gradients they did not share.
 
 Paper: Lu et al., Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam, ICLR 2023,
 arXiv:2202.06009, algorithm 1.
-Equations, for update t = 1, 2, ... and rate a = lr * lr_scale:
-    where all gradients meet:  AdamW
-    in steps of an island's own:
-        w <- w (1 - a weight_decay) ;   m <- b1 m + (1 - b1) g ;   v <- v (1 - b2^t) / (1 - b2^(t-1))
-        w <- w - a (m / (1 - b1^t)) / (h + eps),   h = sqrt(v / (1 - b2^t))
-        where h is at least `floor` times its root mean square over the parameter, and what has v = 0 stays
+Equations, for rate a = lr * lr_scale, h = sqrt(v / w2):
+    in every step:              w <- w (1 - a weight_decay) ;   m <- b1 m + (1 - b1) g ;   w1 <- b1 w1 + 1 - b1
+    where all gradients meet:   v <- b2 v + (1 - b2) g^2 ;   w2 <- b2 w2 + 1 - b2
+    in every step:              w <- w - a (m / w1) / (h + eps)
     where islands meet, A the sum of their rates since they parted, D the mean of what they moved, decay not counted:
-        m <- (1 - b1^t) D (h + eps) / A
-Symbols: w parameter, g gradient, m `mean` and v `square` (state), all of one shape; (b1, b2) = betas. So h stays as it
-is in steps of one's own, and is the same on all ranks, as m is where they meet.
-State:   2 tensors per parameter.   Work: one fused pass where all gradients meet, else about six.
+                                m <- D (h + eps) / A ;   w1 <- 1
+    in steps of an island's own, and where islands meet: h at least `floor` times its root mean square over the
+    parameter, and what has v = 0 stays
+Symbols: w parameter, g gradient, m `mean` and v `square` (state, of one shape), the sums of their weights w1 and w2
+(state, one number each, 0 until islands part: 1 - b^t); (b1, b2) = betas. So all of it is the same on all ranks where
+islands meet, whatever each of them has skipped.
+State:   2 tensors and 2 numbers per parameter.   Work: one fused pass until islands part, then about six.
 Good when: plan.sync is `zero_one`; with every_step it is AdamW. Clipping acts on the gradients, an island's on its own.
 Unlike the paper: the floor (a row that was hardly ever used would explode); decay is beside the gradient, and not in m;
-no bias of m and v; where all gradients meet, m follows their mean, as in the authors' code.
+no bias of m and v; where all gradients meet, m follows their mean, as in the authors' code; m is 0 after a round in
+which nobody has moved.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from torch import Tensor
 from gossamer.optim import Rule, State
 from gossamer.optim._adam import check, frozen, inverse
 from gossamer.optim._demand import not_negative
-from gossamer.optim._lists import lists, zeros
+from gossamer.optim._lists import Lists, lists, zeros
 from gossamer.optim.adamw import AdamW
+
+_WEIGHTS = ("mean_weight", "square_weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,43 +63,68 @@ class ZeroOneAdam(Rule):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        return ("mean", "square")
+        return ("mean", "square", *_WEIGHTS)
 
     def init(self, params: Mapping[str, Tensor]) -> State:
-        return zeros(params, self.slots)
+        found = zeros(params, ("mean", "square"))
+        for name, param in params.items():
+            found[name] |= {weight: torch.zeros((), device=param.device) for weight in _WEIGHTS}
+        return found
 
+    @torch.no_grad()
     def update(
         self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
     ) -> None:
-        rule = AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, decay_1d=self.decay_1d)
-        rule.update(params, grads, state, lr_scale=lr_scale, step=step)
+        if not self._has_parted(state):
+            self._together.update(params, grads, state, lr_scale=lr_scale, step=step)
+            return
+        b2 = self.betas[1]
+        for decays, group in lists(params, grads, state, self.slots, apart=self._decays):
+            _, squares, _, weights = group.slots
+            torch._foreach_mul_(squares, b2)
+            torch._foreach_addcmul_(squares, group.grads, group.grads, 1 - b2)
+            torch._foreach_mul_(weights, b2)
+            torch._foreach_add_(weights, 1 - b2)
+            self._move(group, decays=decays, rate=self.lr * lr_scale, floor=0.0)
 
     @torch.no_grad()
     def update_apart(
         self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
     ) -> None:
-        seen, before = self._seen(step + 1), self._seen(step)
+        if not self._has_parted(state):
+            for slots in state.values():
+                for weight, beta in zip(_WEIGHTS, self.betas, strict=True):
+                    slots[weight].fill_(1 - beta**step)
         for decays, group in lists(params, grads, state, self.slots, apart=self._decays):
-            if before and seen != before:
-                torch._foreach_mul_(group.slots[1], seen / before)
-            below = inverse(group.slots[1], seen=seen, floor=self.floor, eps=self.eps)
-            frozen(self, group, below, decays=decays, rate=self.lr * lr_scale, step=step)
+            self._move(group, decays=decays, rate=self.lr * lr_scale, floor=self.floor)
 
     @torch.no_grad()
-    def meet(
-        self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: State, *, rates: float, step: int
-    ) -> None:
-        if rates <= 0:
-            return
+    def meet(self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: State, *, rates: float) -> None:
         for decays, group in lists(params, moved, state, self.slots, apart=self._decays):
-            below = inverse(group.slots[1], seen=self._seen(step), floor=self.floor, eps=self.eps)
-            for mean, w, d, one in zip(group.slots[0], group.params, group.grads, below, strict=True):
-                own = d - rates * self.weight_decay * (w + d) if decays else d
-                mean.copy_(torch.where(one > 0, own / one, 0.0)).mul_((1 - self.betas[0] ** step) / rates)
+            means, squares, seen, weights = group.slots
+            below = inverse(squares, seen=weights, floor=self.floor, eps=self.eps)
+            for mean, w, d, one in zip(means, group.params, group.grads, below, strict=True):
+                mean.zero_()
+                if rates > 0:
+                    own = d / rates - self.weight_decay * (w + d) if decays else d / rates
+                    mean.copy_(torch.where(one > 0, own / one, 0.0))
+            for weight in seen:
+                weight.fill_(1.0)
+
+    def _move(self, group: Lists, *, decays: bool, rate: float, floor: float) -> None:
+        _, squares, seen, weights = group.slots
+        below = inverse(squares, seen=weights, floor=floor, eps=self.eps)
+        torch._foreach_mul_(seen, self.betas[0])
+        torch._foreach_add_(seen, 1 - self.betas[0])
+        frozen(self, group, below, seen=seen, decays=decays, rate=rate)
+
+    @staticmethod
+    def _has_parted(state: State) -> bool:
+        return any(bool(slots["mean_weight"]) for slots in [*state.values()][:1])
+
+    @property
+    def _together(self) -> AdamW:
+        return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, decay_1d=self.decay_1d)
 
     def _decays(self, param: Tensor) -> bool:
         return self.decay_1d or param.ndim >= 2
-
-    def _seen(self, updates: int) -> float:
-        """The sum of a second moment's weights."""
-        return 1 - self.betas[1] ** updates

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gossamer import compress, memory
-from gossamer.plan._price import Shapes, gather_bytes, gradient_buckets, round_bytes, step_bytes
+from gossamer.plan._price import Shapes, gather_bytes, gradient_buckets, round_bytes, step_bytes, word_bytes
 from gossamer.plan._stages import Border, Staged, price_of_stages
 from gossamer.spec.choice import Exchanges, Written
 from gossamer.spec.config import RunConfig
@@ -62,11 +62,17 @@ def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
     """
     exchange = compress.rules(plan.exchange).by_name(name for name, _ in shapes)
     buckets = gradient_buckets(shapes, exchange, bucket_bytes=plan.bucket_bytes)
+    island = levels.only("island")
+    buckets = [(layout, one.for_island()) for layout, one in buckets]
     for layout, one in buckets:
-        one.check(layout, levels.only("island"))
-    links = Counter(step_bytes(buckets, levels, meets="island"))
+        one.check(layout, island)
+    islands = levels.groups["island"]
+    part = {r: n / loop.every for ranks, n in zip(islands, loop.steps_of(islands), strict=True) for r in ranks}
+    inside = step_bytes(buckets, levels, meets="island")  # of a step, of which some islands make a part
+    links = Counter({link: int(sent * part[int(link.partition(">")[0])]) for link, sent in inside.items()})
     for link, sent in round_bytes(loop, shapes, levels, units=plan.units, bucket_bytes=plan.bucket_bytes).items():
         links[link] += sent // loop.every
+    links.update(word_bytes(levels))
     return _cost(links, levels)
 
 

@@ -10,15 +10,15 @@ import torch
 from gossamer.compress import Exchange
 from gossamer.compress.codec import Codec
 from gossamer.memory import gather_traffic
-from gossamer.sync import Loop, buckets_of, traffic_of_round
+from gossamer.sync import Loop, Word, buckets_of, traffic_of_round
 from gossamer.wire.bucket import Layout
 from gossamer.wire.channel.priced import Priced
 from gossamer.wire.message import Combine, Levels, Traffic
 
 
-def agreement(levels: Levels) -> tuple[Traffic, ...]:
-    """What every rank tells all others in a step: its weight before, its vote after."""
-    return (Traffic(Combine.GATHER, 1, 8, levels.whole), Traffic(Combine.GATHER, 5, 8, levels.whole))
+def agreement(level: str) -> tuple[Traffic, ...]:
+    """What every rank tells those of `level` in a step: its weight before, its vote after."""
+    return (Traffic(Combine.GATHER, 1, 8, level), Traffic(Combine.GATHER, 5, 8, level))
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -36,7 +36,7 @@ def step_bytes(buckets: Buckets, levels: Levels, *, meets: str = "all") -> dict[
     seen = levels if meets == "all" else levels.only(meets)
 
     def sent(rank: int) -> Iterator[Traffic]:
-        yield from agreement(levels)
+        yield from agreement(levels.whole if meets == "all" else meets)
         for layout, exchange in buckets:
             for one in exchange.traffic(layout, seen, rank):
                 yield one if seen is levels else replace(one, level=meets)
@@ -52,11 +52,18 @@ def gather_bytes(buckets: Buckets, levels: Levels, weights: Codec | None) -> dic
 def round_bytes(
     loop: Loop, shapes: Shapes, levels: Levels, *, units: Sequence[str], bucket_bytes: int
 ) -> dict[str, int]:
-    """Payload bytes of `loop.every` steps of islands apart, all but their gradients', per link, all ranks."""
+    """Payload bytes of a round of islands apart, of what meets in it, per link, all ranks."""
     params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
     return by_link(
         levels, lambda rank: traffic_of_round(loop, params, levels, rank, units=units, bucket_bytes=bucket_bytes)
     )
+
+
+def word_bytes(levels: Levels) -> dict[str, int]:
+    """Payload bytes per link of what ranks tell each other beside the steps, in a mean step, rounded down."""
+    if len(levels.groups["island"]) == 1:
+        return {}
+    return {link: sent // Word.every for link, sent in by_link(levels, lambda _: (Word.traffic,)).items()}
 
 
 def by_link(levels: Levels, sent: Callable[[int], Iterable[Traffic]]) -> dict[str, int]:

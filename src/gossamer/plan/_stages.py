@@ -46,7 +46,7 @@ def price_of_stages(plan: Plan, staged: Staged, borders: Sequence[Border]) -> Co
     links = by_link(
         levels,
         lambda rank: (
-            *agreement(levels),
+            *agreement(levels.whole),
             *_crossing(plan, staged, borders, levels, rank),
             *_gradients(plan, staged, levels, rank),
         ),

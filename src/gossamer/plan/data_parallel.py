@@ -14,7 +14,7 @@ The trivial planner, and the control every later plan is judged against. It reso
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gossamer import memory, optim, sync
 from gossamer.data import share_rows
@@ -67,7 +67,7 @@ class DataParallel(Planner):
             exchange=exchange,
             islands=_islands(config, request.ranks),
             states=config.plan.states,
-            sync="every_step" if config.plan.sync == "auto" else config.plan.sync,
+            sync=_sync(config, mesh),
             backend="nccl" if request.device == "cuda" else "gloo",
             reasons=reasons,
         )
@@ -142,6 +142,21 @@ def _loop(config: RunConfig, mesh: Mesh) -> Loop | None:
             key=_RULE,
         )
     return loop
+
+
+def _sync(config: RunConfig, mesh: Mesh) -> Written:
+    """`auto` stays, where islands could train apart: it is chosen from measured links (gossamer.exchanging)."""
+    asked, whole = config.plan, mesh.pipe == 1 and not memory.build(config.plan.states).is_sharded
+    if asked.sync != "auto":
+        return asked.sync
+    if asked.exchange != "auto":
+        raise bad_input(
+            wanted="an exchange that is chosen with it",
+            got=f"plan.exchange {told(asked.exchange)}",
+            do="leave plan.exchange at auto, or name a method of `gossamer methods sync`",
+            key="plan.sync",
+        )
+    return "auto" if whole and asked.adapt == "none" else "every_step"
 
 
 def _exchange(config: RunConfig, mesh: Mesh, loop: Loop | None) -> tuple[Exchanges, str]:
@@ -252,8 +267,10 @@ def _forecast(plan: Plan, request: Request) -> Cost:
         return Cost()  # which parameters lie on which rank is known when the cuts are
     written = "dense" if plan.exchange == "auto" else plan.exchange  # a choice to come sends no more
     levels = Levels.flat(plan.mesh.replica)
-    loop = sync.build(plan.sync, key="plan.sync").loop
+    loop = None if plan.sync == "auto" else sync.build(plan.sync, key="plan.sync").loop
     if loop is None:
         return price_of(written, request.shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
-    levels = Levels.islands(plan.islands or [[rank] for rank in range(plan.ranks)])
-    return price_apart(loop, plan, request.shapes, levels)
+    islands = plan.islands or [[rank] for rank in range(plan.ranks)]
+    if loop.steps == "auto" or len(loop.steps) != len(islands):  # not known yet: no island makes more than all
+        loop = replace(loop, steps=())
+    return price_apart(loop, plan, request.shapes, Levels.islands(islands))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from gossamer.data import Order, Split
 from gossamer.spec.errors import bad_input
 from gossamer.spec.plan import Plan
+from gossamer.sync import Pace
 
 Batch = dict[str, Tensor]
 
@@ -87,7 +88,7 @@ class MicroBatch:
 @dataclass(frozen=True, slots=True)
 class Feed:
     """The micro-batches of one replica, step by step: every rank that holds a part of it fetches the same, or `only`
-    those that it has a part in.
+    those that it has a part in. No sample is left out where replicas do not make all steps: the others take it.
     """
 
     batches: Batches
@@ -95,15 +96,28 @@ class Feed:
     replica: int
     seed: int
     only: frozenset[int] | None = None
+    pace: Pace = field(default_factory=Pace)
+
+    def makes(self, step: int) -> bool:
+        """Whether this replica has a part in `step`."""
+        return self.pace.makes(self.replica, step)
+
+    def made(self, step: int) -> int:
+        """In how many of the steps before `step` it had one."""
+        return self.pace.count(self.replica, step)
 
     def samples(self, step: int) -> tuple[int, int]:
         """Global sample numbers [from, to) of `step`, over all ranks: the ledger's entry."""
-        return step * self.plan.batch, (step + 1) * self.plan.batch
+        return self._before(step), self._before(step + 1)
+
+    def _before(self, step: int) -> int:
+        return sum(rows * self.pace.count(replica, step) for replica, rows in enumerate(self.plan.rows))
 
     def fetch(self, step: int) -> dict[int, MicroBatch]:
         """What this replica computes in `step` (counted from 0), by the number of the micro-batch."""
         first_row = sum(self.plan.rows[: self.replica])
-        start = step * self.plan.batch + first_row
+        there = (rows for other, rows in enumerate(self.plan.rows[: self.replica]) if self.pace.makes(other, step))
+        start = self._before(step) + sum(there)
         order = Order(self.seed, len(self.batches))
         pieces = cut(self.plan.rows[self.replica], self.plan.microbatches[self.replica])
         borders = [0, *accumulate(pieces)]

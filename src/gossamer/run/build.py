@@ -162,7 +162,9 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         units=parts.units,
         bucket_bytes=plan.bucket_bytes,
     )
-    around.saver.contents = Contents(module, states, replica, scaling, apart, parts.cut)
+    loop, progress = together.loop, around.saver.progress
+    pace = loop.pace(levels.groups["island"]) if loop is not None else sync.Pace()
+    around.saver.contents = Contents(module, states, replica, scaling, apart, progress, parts.cut)
     return Trainer(
         engine=engine,
         pieces=_pieces(parts, engine),
@@ -172,11 +174,12 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         sync=together,
         replica=replica,
         apart=apart,
+        word=sync.Word.of(pump.channel, loop.start) if loop is not None else None,
         rule=rule,
         states=states,
         sharding=sharding,
         rate=rate.build(config.train.schedule, key="train.schedule"),
-        feed=Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches),
+        feed=Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace),
         validation=parts.validation,
         sampler=_sampler(parts, engine, pipeline, pump),
         params=params,
@@ -196,7 +199,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         settle=around.saver.report,
         asked_to_stop=around.asked_to_stop,
         replan=around.replan,
-        progress=around.saver.progress,
+        progress=progress,
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gossamer.memory import States
 from gossamer.run.cut import Cut
 from gossamer.run.scaling import Scaling
+from gossamer.run.trainer import Progress
 from gossamer.spec.errors import BadInput, CheckpointMismatch
 from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
 from gossamer.store.slices import REPLICATED, Piece, Slice
@@ -35,6 +36,7 @@ class Contents:
     replica: Replica
     scaling: Scaling
     apart: Apart
+    progress: Progress
     cut: Cut | None = None  # where the module is stages of a model
 
     def replicated(self) -> dict[str, Tensor]:
@@ -47,7 +49,8 @@ class Contents:
         if not common and not self.states.is_sharded:
             found.update(self._slots())
         found.update({f"outer/{name}": tensor for name, tensor in self.apart.shared().items()})
-        found.update({f"precision/{name}": tensor for name, tensor in self.scaling.state().items()})
+        if not common:
+            found.update({f"precision/{name}": tensor for name, tensor in self.scaling.state().items()})
         return found
 
     def private(self) -> dict[str, Tensor]:
@@ -56,6 +59,8 @@ class Contents:
         found["rng/torch"] = torch.get_rng_state()
         if own := self.apart.own():
             found.update({f"island/{name}": tensor for name, tensor in own.items()})
+            found.update({f"island/precision/{name}": tensor for name, tensor in self.scaling.state().items()})
+            found["island/rejected"] = torch.tensor(self.progress.rejected)
             found.update(self._slots())
         return found
 
@@ -110,7 +115,7 @@ class Contents:
         expected |= {of.name: (of.shape, str(tensor.dtype)) for of, tensor in self._sharded()}
         expected = {n: kind for n, kind in expected.items() if not self._starts_anew(checkpoint, n)}
         everywhere = frozenset[str]() if self.cut is None else self.cut.names
-        other_ways = ("outer/", "optim/main/", *(("optim/",) if self.apart.fragments else ()))
+        other_ways = ("outer/", "optim/main/", *(("optim/", "precision/") if self.apart.fragments else ()))
         if self.states.is_sharded:  # a parameter of few rows has its state on some ranks alone
             everywhere |= frozenset(self.states.params)
         checkpoint.check_against(
@@ -123,7 +128,7 @@ class Contents:
         """
         if name.startswith("outer/"):
             return not _was_apart(checkpoint)
-        if name.startswith("optim/main/"):
+        if name.startswith(("optim/main/", "precision/")):
             return not checkpoint.replicas(name)
         return name.startswith("optim/") and (_by_rank(checkpoint) or _was_apart(checkpoint))
 
@@ -138,12 +143,12 @@ class Contents:
         for name, tensor in self.replicated().items():
             if name.startswith("optim/"):
                 tensor.copy_(_agreed(checkpoint, _whole_of(name, tensor)))
-            elif not self._starts_anew(checkpoint, name):
+            elif not self._starts_anew(checkpoint, name) and not name.startswith("precision/"):
                 tensor.copy_(checkpoint.read(name))
         for of, tensor in self._sharded():
             tensor.copy_(self._rows(checkpoint, of))
-        self.scaling.load({n: checkpoint.read(f"precision/{n}") for n in self.scaling.state()})
         former, rank = int(checkpoint.meta["ranks"]), self.replica.rank
+        self.scaling.load({n: _of_rank(checkpoint, f"precision/{n}", rank) for n in self.scaling.state()})
         told = self._fill_apart(checkpoint, former, residuals) if self.apart.fragments else ""
         if former == self.replica.ranks:
             torch.set_rng_state(checkpoint.read("rng/torch", replica=rank))
@@ -190,11 +195,13 @@ class Contents:
             self.apart.part()
             return "the islands part from what all ranks had trained together; "
         shared = {n.removeprefix("outer/"): checkpoint.read(n) for n in checkpoint.names() if n.startswith("outer/")}
-        there = {n: checkpoint.replicas(f"island/{n}") for n in self.apart.own()}
+        under_way = (n.removeprefix("island/") for n in checkpoint.names() if n.startswith("island/left/"))
+        there = {n: checkpoint.replicas(f"island/{n}") for n in (*self.apart.own(), *under_way)}
         same = former == ranks and all(rank in replicas for replicas in there.values())
         for name, tensor in self._slots().items():
             tensor.copy_(checkpoint.read(name, replica=rank) if same else _agreed(checkpoint, _whole_of(name, tensor)))
         if same:
+            self.progress.rejected = int(checkpoint.read("island/rejected", replica=rank))
             self.apart.restore(shared, {n: checkpoint.read(f"island/{n}", replica=rank) for n in there})
             return ""
         owed = [n for n in there if n.startswith(("rounds/", "steps/")) and there[n] == tuple(range(former))]
@@ -256,6 +263,14 @@ def _agreed(checkpoint: Checkpoint, of: Slice) -> Tensor:
             "copy the hosts' checkpoints together, or resume with as many ranks, each on the host where it was"
         )
     return torch.stack([checkpoint.read(of.name, of.start, of.size, r).double() for r in ranks]).mean(0)
+
+
+def _of_rank(checkpoint: Checkpoint, name: str, rank: int) -> Tensor:
+    """What all ranks shared, or what this one had while islands were apart: another one's, where it was not there."""
+    if checkpoint.replicas(name):
+        return checkpoint.read(name)
+    there = checkpoint.replicas(f"island/{name}")
+    return checkpoint.read(f"island/{name}", replica=rank if rank in there else there[0])
 
 
 def _by_rank(checkpoint: Checkpoint) -> bool:

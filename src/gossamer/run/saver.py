@@ -115,11 +115,11 @@ class Saver:
         self._check(checkpoint)
         for bad, problem in problems.items():
             self._tell("warning", f"{problem}; fell back to the one before; {self._set_aside(bad)}")
+        self.progress.step = int(checkpoint.meta["step"])
+        self.progress.rejected = int(checkpoint.meta["rejected"])
         told = self.contents.fill(checkpoint, residuals=self.residuals)
         if told:
             self._tell("info", told, step=checkpoint.step)
-        self.progress.step = int(checkpoint.meta["step"])
-        self.progress.rejected = int(checkpoint.meta["rejected"])
         return True
 
     def _tell(self, level: str, message: str, *, step: int = -1) -> None:

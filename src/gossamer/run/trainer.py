@@ -31,7 +31,7 @@ from gossamer.run.stage import Engine, Piece, StepWork
 from gossamer.spec import records
 from gossamer.spec.action import Op
 from gossamer.spec.errors import Interrupted, StepRejected
-from gossamer.sync import Agreement, Apart, Moved, Replica, Sync, Vote, Window
+from gossamer.sync import Agreement, Apart, Heard, Moved, Replica, Sync, Vote, Window, Word
 from gossamer.wire.pump import Pump
 
 Sink = Callable[[records.Record], None]
@@ -54,7 +54,15 @@ class Progress:
     """What a checkpoint restores, beside tensors: the number of steps behind us, and the policies' counters."""
 
     step: int = 0
-    rejected: int = 0
+    rejected: int = 0  # of this rank's island, where islands train apart
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Steps that this rank's island left to others since the last one it made itself."""
+
+    steps: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,7 @@ class Trainer:
     sync: Sync
     replica: Replica
     apart: Apart
+    word: Word | None  # between islands that train apart
     rule: Rule
     states: States
     sharding: Sharding
@@ -95,6 +104,7 @@ class Trainer:
     asked_to_stop: Callable[[], bool]
     replan: Callable[[int], Replan | None]  # asked at every step's border; the same answer on all ranks
     progress: Progress = field(default_factory=Progress)
+    paused: Paused = field(default_factory=Paused)
 
     def run(self) -> None:
         """Train to the goal. Raises Interrupted after saving when asked to stop, StepRejected by policy."""
@@ -115,8 +125,12 @@ class Trainer:
         self.evaluate()
 
     def one_step(self) -> bool:
-        """One step, committed or rejected by all ranks together. True when a rank was asked to stop."""
+        """One step, committed or rejected by all ranks together, or by those of an island that trains apart. True when
+        all are to stop after it.
+        """
         step, began = self.progress.step, time.perf_counter()
+        if not self.feed.makes(step):
+            return self._pause(began)
         self.at(step, "fetch")
         pieces = self.feed.fetch(step)
         for piece in pieces.values():
@@ -136,7 +150,11 @@ class Trainer:
             self.progress.rejected += 1
             self._tell("error", step, f"{self._why(agreement)}: the step was rejected, no parameter moved", agreement)
         self.progress.step += 1
-        self._meet(lr if verdict is Verdict.COMMIT else 0.0, sum(work.weights.values()))
+        committed = verdict is Verdict.COMMIT
+        self._meet(lr if committed else 0.0, sum(work.weights.values()) if committed else 0.0)
+        if self.word is not None and self.sync.level(step) != "all":
+            self.word.note(agreement.loss, agreement.weight, committed=committed)
+        stop = self._stops(agreement.ask)
         self._record(step, agreement, verdict, lr, work, time.perf_counter() - began, data_s)
         self.settle()
         if verdict is Verdict.COMMIT and (changed := self.replan(self.progress.step)) is not None:
@@ -147,7 +165,16 @@ class Trainer:
                 f"step {step + 1}: {self._why(agreement)}, {self.policy.in_a_row} rejected steps in a row. "
                 "Lower the learning rate, look at the samples named in records.jsonl, or set train.on_nonfinite: skip"
             )
-        return agreement.ask > 0
+        return stop
+
+    def _pause(self, began: float) -> bool:
+        """A step that other islands make, and this one has no time for. What happens between islands happens."""
+        self.progress.step += 1
+        self._meet(0.0, 0.0, made=False)
+        stop = self._stops()
+        self.settle()
+        self.paused = Paused(self.paused.steps + 1, self.paused.seconds + time.perf_counter() - began)
+        return stop
 
     def _attempt(self, step: int, pieces: Mapping[int, MicroBatch]) -> tuple[StepWork, Agreement]:
         scale, lr = self.scaling.factor, self._factor(step)
@@ -189,7 +216,8 @@ class Trainer:
         if clip and agreement.norm > clip:
             scale_(self.replica.flats(), clip / (agreement.norm + 1e-6))
         self.replica.commit()
-        updates = step - self.progress.rejected  # rejected steps moved nothing, and count for no bias correction
+        made = self.feed.made(step)
+        updates = made - self.progress.rejected  # rejected steps moved nothing, and count for no bias correction
         apart = self.sync.level(step) != "all"
         self.states.update(self.replica.gradients(), lr_scale=lr, step=updates, apart=apart)
         began = time.perf_counter()
@@ -197,15 +225,35 @@ class Trainer:
         self.replica.timing.exposed_s += time.perf_counter() - began
         self.scaling.committed()
 
-    def _meet(self, lr: float, samples: float) -> None:
+    def _meet(self, lr: float, samples: float, *, made: bool = True) -> None:
         """Islands that train apart come together, where it is time."""
-        done = self.progress.step
+        done, last = self.progress.step, self.progress.step == self.goal.steps
         self.at(done, "meet")
-        moved = Moved(done, lr * self.rule.lr, samples, self.goal.seed, last=done == self.goal.steps)
+        moved = Moved(done, lr * self.rule.lr, samples, self.goal.seed, last=last, made=made)
         for landed in self.apart.after(moved):
-            self.states.meet(landed.moved, rates=landed.rates, step=done - self.progress.rejected)
+            self.states.meet(landed.moved, rates=landed.rates)
         self.replica.timing.exposed_s += self.apart.exposed_s  # and what a checkpoint waited for since the last step
         self.apart.exposed_s = 0.0
+
+    def _stops(self, ask: int = 0) -> bool:
+        """Whether all ranks stop now: where all have voted, if one did `ask` it; else when all have heard of it."""
+        done = self.progress.step
+        if self.word is None or self.sync.level(done - 1) == "all":
+            return ask > 0
+        began = time.perf_counter()
+        heard = self.word.after(done, int(self.asked_to_stop()), last=done == self.goal.steps)
+        self.replica.timing.exposed_s += time.perf_counter() - began
+        for one in heard:
+            self._tell_of_islands(one)
+        return any(one.ask for one in heard)
+
+    def _tell_of_islands(self, heard: Heard) -> None:
+        losses = tuple(s / w if w else math.nan for s, w in zip(heard.losses, heard.weights, strict=True))
+        self.sink(records.Islands(step=heard.step, losses=losses, weights=heard.weights, rejected=heard.rejected))
+        for island, count in zip(self.replica.levels.groups["island"], heard.rejected, strict=True):
+            if count and self.replica.rank not in island:
+                said = f"the island of ranks {list(island)} has rejected {count} of its last steps: not finite"
+                self.sink(records.Event(level="error", message=said, step=heard.step, rank=island[0]))
 
     def _factor(self, step: int) -> float:
         """What the rule's learning rate is multiplied with in a step."""
@@ -277,7 +325,9 @@ class Trainer:
         data_s: float,
     ) -> None:
         mine = [next(iter(piece.rows.values())) for piece in work.microbatches.values()]
-        tokens = sum(t.numel() for t in mine) * self.feed.plan.batch // sum(len(t) for t in mine)
+        paused, self.paused = self.paused, Paused()
+        first, last = self.feed.samples(step - paused.steps)[0], self.feed.samples(step)[1]
+        tokens = sum(t.numel() for t in mine) * (last - first) // sum(len(t) for t in mine)
         self.sink(
             records.Step(
                 step=step + 1,
@@ -285,10 +335,10 @@ class Trainer:
                 loss=agreement.loss,
                 weight=agreement.weight,
                 tokens=tokens,
-                samples=self.feed.samples(step),
+                samples=(first, last),
                 lr=lr * self.rule.lr,
                 grad_norm=agreement.norm,
-                step_s=step_s,
+                step_s=step_s + paused.seconds,
                 compute_s=work.compute_s,
                 exposed_s=self.replica.timing.exposed_s,
                 wire_bytes=self.replica.sent_bytes(),

@@ -127,7 +127,9 @@ class PlanSection(Section):
         description="a method of `gossamer methods compress`; or lines, of which the first whose pattern (a regular "
         "expression) is found in a parameter's name holds; level: all, or lines for both island and between",
     )
-    sync: Written = Field("every_step", description="a method of `gossamer methods sync`")
+    sync: Written = Field(
+        "every_step", description="a method of `gossamer methods sync`; auto: from the links, with exchange auto"
+    )
     states: Written = Field("whole", description="a method of `gossamer methods memory`: where optimizer state lies")
     savers: list[Written] | Auto = "auto"
     lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")

@@ -42,13 +42,16 @@ class Start(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Record):
-    """A step that was committed (or rejected: then no parameter moved)."""
+    """A step that was committed (or rejected: then no parameter moved). While islands train apart it is that of rank
+    0's island, and so are its loss, weight and gradient norm: of the others, see `Islands`. Steps that this island
+    leaves to others have no line: their samples, tokens and time are in the next one.
+    """
 
     kind: ClassVar[str] = "step"
     step: int
     committed: bool
     loss: float  # mean over valid labels, nats
-    weight: float  # valid labels of the step over all ranks
+    weight: float  # valid labels of the step over all ranks that made it together
     tokens: int
     samples: tuple[int, int]  # global sample indices [from, to): the ledger
     lr: float
@@ -59,6 +62,17 @@ class Step(Record):
     wire_bytes: dict[str, int]  # bytes this rank sent, by link
     peak_bytes: int  # largest resident memory of this rank so far
     data_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Islands(Record):
+    """What islands that train apart have told each other of their steps since the last such line; by island."""
+
+    kind: ClassVar[str] = "islands"
+    step: int  # up to which
+    losses: tuple[float, ...]  # means over valid labels, nats; nan where there were none
+    weights: tuple[float, ...]  # valid labels
+    rejected: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +126,7 @@ class End(Record):
     seconds: float = 0.0
 
 
-KINDS: dict[str, type[Record]] = {c.kind: c for c in (Start, Step, Evaluation, Saved, Sample, Event, End)}
+KINDS: dict[str, type[Record]] = {c.kind: c for c in (Start, Step, Islands, Evaluation, Saved, Sample, Event, End)}
 
 
 def read_record(line: str) -> Record | None:
@@ -123,8 +137,7 @@ def read_record(line: str) -> Record | None:
         return None
     if not isinstance(data, dict):
         return None
-    if "samples" in data:
-        data["samples"] = tuple(data["samples"])
+    data = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
     cls = KINDS.get(data.pop("kind", ""))
     if cls is None:
         return None

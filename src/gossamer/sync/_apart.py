@@ -39,19 +39,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What the driver is told of a step that has ended: how many there are now, its rate, what this rank saw in it."""
+    """What the driver is told of a step that has ended: how many there are now, its rate, what this rank saw in it, and
+    whether its island made it at all.
+    """
 
     done: int
     rate: float
     samples: float
     seed: int
     last: bool = False  # no step comes after it: everything meets now
+    made: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
     """What has come of a round: what the parameters of a fragment have moved by in the mean, and the sum of the rates
-    of its steps. The same on all ranks; nothing, where it was not finite.
+    of its steps, 0 where nobody has moved. The same on all ranks; what is not finite counts for nothing.
     """
 
     moved: Mapping[str, Tensor]
@@ -120,7 +123,9 @@ class Apart:
 
     @torch.no_grad()
     def after(self, moved: Moved) -> list[Landed]:
-        """A training step has ended, on all islands, with an update or without: the rounds that have ended with it."""
+        """A training step of this island has ended, with an update or without: then at rate 0, of no samples. The
+        rounds that have ended with it.
+        """
         loop = self.loop
         if loop is None:
             return []
@@ -129,8 +134,8 @@ class Apart:
                 self.anchor_here()
             return []
         for fragment in self.fragments:
-            fragment.steps, fragment.rates = fragment.steps + 1, fragment.rates + moved.rate
-            fragment.samples += moved.samples
+            fragment.steps, fragment.made = fragment.steps + 1, fragment.made + moved.made
+            fragment.rates, fragment.samples = fragment.rates + moved.rate, fragment.samples + moved.samples
         if self.each is not None:
             self._meet_at_once(moved)
         landing = [f for f in self.fragments if f.flight and (moved.last or moved.done - f.flight.since >= loop.delay)]
@@ -164,21 +169,27 @@ class Apart:
             return []
         ended = []
         sound = [all(math.isfinite(d.sum().item()) for d in flats) for flats in gone]
-        row = [n for f, ok in zip(leaving, sound, strict=True) for n in (f.samples if ok else 0.0, float(ok))]
-        rows = self._waiting(lambda: self.replica.gather(tuple(row)))  # (ranks, 2 per fragment)
+        row: list[float] = []
+        for fragment, ok in zip(leaving, sound, strict=True):
+            row += [fragment.samples if ok else 0.0, float(ok), fragment.rates, float(fragment.made)]
+        rows = self._waiting(lambda: self.replica.gather(tuple(row)))  # (ranks, 4 per fragment)
         for index, (fragment, flats) in enumerate(zip(leaving, gone, strict=True)):
-            weights = _weights(rows[:, 2 * index], rows[:, 2 * index + 1])
-            number = self.fragments.index(fragment)
-            at = OuterRound(fragment.rounds, fragment.steps, fragment.rates, (moved.seed, moved.done, number))
-            fragment.steps, fragment.rates, fragment.samples = 0, 0.0, 0.0
+            samples, takes_part, *gone_by = rows[:, 4 * index : 4 * index + 4].unbind(1)
+            weights = _weights(samples, takes_part)
+            fragment.steps, fragment.made, fragment.rates, fragment.samples = 0, 0, 0.0, 0.0
             if weights is None:  # nobody has anything to say: back to where all were
                 self._return([fragment])
-                ended.append(_landed(fragment, [torch.zeros_like(flat) for flat in flats], at.rates))
+                ended.append(_landed(fragment, [torch.zeros_like(flat) for flat in flats], 0.0))
                 continue
+            rates, steps = (float((weights * of).sum()) for of in gone_by)
+            number = self.fragments.index(fragment)
+            at = OuterRound(fragment.rounds, steps, rates, (moved.seed, moved.done, number))
             if not sound[index]:
                 for flat in flats:
                     flat.zero_()
             flight = Flight(moved.done, at, sound[index], None)
+            if self._loop.carries and sound[index]:
+                flight.left = tuple(part.anchor - flat for part, flat in zip(fragment.parts, flats, strict=True))
             fragment.rounds, fragment.flight = fragment.rounds + 1, flight
             here = Round(*self._here, weights, at.key[:2], 1.0, self._loop.keeps)
             self._exchange(fragment, flight, flats, here, final=moved.last)
@@ -220,15 +231,31 @@ class Apart:
                 self._loop.rule.step(fragment.anchors, means, fragment.outer, flight.at)
             keeps_own = arrived and flight.takes_part and not final
             losses = [o.lost if keeps_own else None for o in outcomes]
-            self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0)
+            carried = self._moved_since(fragment, flight) if keeps_own and flight.left else ()
+            self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0, carried)
             came = means if arrived else [torch.zeros_like(mean) for mean in means]
             landed.append(_landed(fragment, came, flight.at.rates))
         return landed
 
-    def _take_over(self, fragment: Fragment, losses: Sequence[Tensor | None], mix: float) -> None:
-        """Go to the anchor; what was `lost` on the way stays with the island, and of its own parameters a part."""
-        for part, lost in zip(fragment.parts, losses, strict=True):
+    def _moved_since(self, fragment: Fragment, flight: Flight) -> Sequence[Tensor]:
+        """How far the island has gone since its displacement was sent."""
+        moved = []
+        for part, left in zip(fragment.parts, flight.left, strict=True):
+            flat = left.neg()
+            for name, view in part.views(flat):
+                view.add_(self.truth[name])
+            moved.append(flat)
+        return moved
+
+    def _take_over(
+        self, fragment: Fragment, losses: Sequence[Tensor | None], mix: float, carried: Sequence[Tensor] = ()
+    ) -> None:
+        """Go to the anchor, and on from there by what is `carried`; what was `lost` on the way stays with the island,
+        and of its own parameters a part.
+        """
+        for index, (part, lost) in enumerate(zip(fragment.parts, losses, strict=True)):
             there = part.anchor if lost is None or not self._loop.keeps else part.anchor - lost
+            there = there + carried[index] if carried else there
             for name, view in part.views(there):
                 self._set(name, view if not mix else torch.lerp(view, self.truth[name], mix))
             if part.was.numel():
@@ -257,8 +284,8 @@ class Apart:
                 view.sub_(self.truth[name])
             steps.append(flat)
         sound = all(math.isfinite(flat.sum().item()) for flat in steps)
-        takes_part = self._waiting(lambda: self.replica.gather((float(sound),)))[:, 0]
-        weights = _weights(self.replica.shares() * takes_part, takes_part)
+        row = (moved.samples if sound else 0.0, float(sound))
+        weights = _weights(*self._waiting(lambda: self.replica.gather(row)).unbind(1))
         if not sound:  # this step is undone; the others' is taken over
             for flat in steps:
                 flat.zero_()
@@ -375,14 +402,14 @@ def traffic_of_round(
     units: Sequence[str] = (),
     bucket_bytes: int,
 ) -> tuple[Traffic, ...]:
-    """What `rank` sends in `loop.every` steps beside gradients, weights and votes."""
+    """What `rank` sends in `loop.every` steps beside gradients, weights, votes and words."""
     alone = len(levels.groups["island"]) == 1  # one island has nobody to meet
-    found = [Traffic(Combine.GATHER, 1, 8)] * (loop.every if loop.each is not None else 0)
-    for names in fragments_of(params, loop.fragments, units):
-        found.append(Traffic(Combine.GATHER, 2, 8))
-        for layout in map(as_float, partition({n: params[n] for n in names}, bucket_bytes=bucket_bytes)):
+    found = [Traffic(Combine.GATHER, 2, 8)] * (loop.every if loop.each is not None else 0)
+    for fragment in exchanges_of_round(loop, params, levels, units=units, bucket_bytes=bucket_bytes):
+        found.append(Traffic(Combine.GATHER, 4, 8))
+        for layout, exchange in fragment:
             if not alone:
-                found += among_all(loop.exchange, levels, keeps=loop.keeps).traffic(layout, levels, rank)
+                found += exchange.traffic(layout, levels, rank)
             if not alone and loop.each is not None:
                 found += among_all(loop.each, levels, keeps=True).traffic(layout, levels, rank) * loop.every
     return tuple(found)
@@ -391,6 +418,17 @@ def traffic_of_round(
 def _landed(fragment: Fragment, flats: Sequence[Tensor], rates: float) -> Landed:
     pairs = zip(fragment.parts, flats, strict=True)
     return Landed({name: view for part, flat in pairs for name, view in part.views(flat)}, rates)
+
+
+def exchanges_of_round(
+    loop: Loop, params: Mapping[str, Tensor], levels: Levels, *, units: Sequence[str] = (), bucket_bytes: int
+) -> list[list[tuple[Layout, Exchange]]]:
+    """What displacements of every fragment go through, bucket by bucket."""
+    exchange = among_all(loop.exchange, levels, keeps=loop.keeps)
+    return [
+        [(as_float(layout), exchange) for layout in partition({n: params[n] for n in names}, bucket_bytes=bucket_bytes)]
+        for names in fragments_of(params, loop.fragments, units)
+    ]
 
 
 def _part(layout: Layout, exchange: Exchange, each: Exchange | None, levels: Levels) -> Part:

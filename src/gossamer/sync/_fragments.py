@@ -31,13 +31,16 @@ class Part:
 
 @dataclass(slots=True)
 class Flight:
-    """A fragment's displacement on its way. `takes_part`: whether this rank's counts in it."""
+    """A fragment's displacement on its way. `takes_part`: whether this rank's counts in it. `left`: where the island
+    was when it was sent, like the anchors; none where nobody will ask.
+    """
 
     since: int
     at: OuterRound
     takes_part: bool
     under_way: Step | None
     outcomes: tuple[Outcome, ...] = ()
+    left: tuple[Tensor, ...] = ()
 
     def wait(self) -> tuple[Outcome, ...]:
         if self.under_way is not None:
@@ -51,8 +54,9 @@ class Fragment:
     parts: list[Part]
     outer: OuterState
     rounds: int = 0
-    steps: int = 0
-    rates: float = 0.0
+    steps: int = 0  # since it was sent, on whatever island
+    made: int = 0  # of these, by this island
+    rates: float = 0.0  # sum of the learning rates of those
     samples: float = 0.0  # of this rank
     flight: Flight | None = None
 
@@ -81,8 +85,10 @@ class Fragment:
         for part, state in zip(self.parts, states, strict=True):
             found.update({f"rounds/{n}": t for n, t in named(part.layout, state).items()})
             found.update({f"steps/{n}": t for n, t in named(part.layout, part.each).items()})
+        if self.flight is not None and self.flight.left:
+            found.update(self._by_name("left", self.flight.left))
         takes_part = float(self.flight.takes_part) if self.flight else 1.0
-        found[f"seen/{index}"] = torch.tensor([self.samples, takes_part], dtype=torch.float64)
+        found[f"seen/{index}"] = torch.tensor([self.samples, takes_part, self.rates, self.made], dtype=torch.float64)
         return found
 
     def restore(
@@ -95,12 +101,23 @@ class Fragment:
             else:
                 for name, view in self._by_name(slot, tensors).items():
                     view.copy_(shared[name])
-        self.samples, takes_part = own[f"seen/{index}"].tolist() if f"seen/{index}" in own else (0.0, 1.0)
+        nothing = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+        self.samples, takes_part, self.rates, made = own.get(f"seen/{index}", nothing).tolist()
+        self.made = int(made)
         for part in self.parts:
             part.state = refilled(part.layout, part.state, _under("rounds", own))
             part.each = refilled(part.layout, part.each, _under("steps", own))
         counts = shared[f"counts/{index}"].tolist()
         self._take_counts(counts, _under("arrived", shared), takes_part=takes_part > 0)
+        left = _under("left", own)
+        if self.flight is not None and all(e.name in left for part in self.parts for e in part.layout.entries):
+            self.flight.left = tuple(self._flats(left))
+
+    def _flats(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Copies as buffers like the anchor's."""
+        return [
+            torch.cat([tensors[e.name].reshape(-1) for e in part.layout.entries]).to(part.anchor) for part in self.parts
+        ]
 
     def _by_name(self, kind: str, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Buffers like the anchor's, in place: "kind/parameter"."""
@@ -109,7 +126,7 @@ class Fragment:
 
     def _counts(self) -> list[float]:
         """How far it is, and since when (-1: not) and as what it is under way."""
-        now = [self.rounds, self.steps, self.rates]
+        now = [self.rounds, self.steps]
         if self.flight is None:
             return [*now, -1, 0, 0, 0, 0, 0, 0]
         at = self.flight.at
@@ -117,14 +134,13 @@ class Fragment:
 
     def _take_counts(self, counts: Sequence[float], arrived: Mapping[str, Tensor], *, takes_part: bool) -> None:
         """What `_counts` gave; what was under way has arrived since."""
-        rounds, steps, self.rates, since, number, of, rates, *key = counts
+        rounds, steps, since, number, of, rates, *key = counts
         self.rounds, self.steps, self.flight = int(rounds), int(steps), None
         if since < 0:
             return
-        at = OuterRound(int(number), int(of), rates, (int(key[0]), int(key[1]), int(key[2])))
-        means = [torch.cat([arrived[e.name].reshape(-1) for e in part.layout.entries]) for part in self.parts]
-        pairs = zip(means, self.parts, strict=True)
-        outcomes = tuple(Outcome(mean.to(part.anchor), None, part.state) for mean, part in pairs)
+        at = OuterRound(int(number), of, rates, (int(key[0]), int(key[1]), int(key[2])))
+        pairs = zip(self._flats(arrived), self.parts, strict=True)
+        outcomes = tuple(Outcome(mean, None, part.state) for mean, part in pairs)
         self.flight = Flight(int(since), at, takes_part, None, outcomes)
 
 

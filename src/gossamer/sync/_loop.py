@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from gossamer.compress import Exchange
 from gossamer.spec.errors import bad_input
+from gossamer.sync._pace import Pace
 from gossamer.sync.outer import OuterRule
+
+Steps: TypeAlias = tuple[int, ...] | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +24,8 @@ class Loop:
     fragments: parts of the model that are exchanged one after the other, every / fragments steps apart.
     delay:     how long training goes on while an exchange is under way.
     mix:       the part of an island's own parameters that stays when the moved anchor comes: 0 is none.
+    carries:   whether an island takes with it what it moved while the exchange was under way: from the moved anchor it
+               goes on as far as it had gone since it sent its displacement. Else those steps are lost but for the mix.
     start:     how many steps all gradients meet at first, before the islands part.
     spaced:    that they do so only in each of the first `spaced` of these steps, then in every second until there were
                as many again, in every fourth, and so on: an island's step between two of them is a round of its own.
@@ -29,6 +36,8 @@ class Loop:
                gets at that time is the displacement of the round before.
     keeps:     whether what an exchange lost of an island's displacement stays in its parameters (error reset).
     each:      how the movement of every single step meets, beside the rounds; None: not at all.
+    steps:     how many of a round's `every` steps each island makes, the fastest all of them; none: all. `auto`: as
+               many as each has time for while the fastest makes all, measured before the first.
 
     Raises BadInput where they do not go together.
     """
@@ -39,12 +48,14 @@ class Loop:
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
+    carries: bool = False
     start: int = 0
     spaced: int = 0
     doubles: int = 0
     returns: bool = False
     keeps: bool = False
     each: Exchange | None = None
+    steps: Steps = ()
 
     def __post_init__(self) -> None:
         _demand(self.every >= 1, "every", "a period of at least 1 step", self.every, "1 exchanges after every step")
@@ -62,6 +73,10 @@ class Loop:
         whole = self.fragments == 1 and not self.delay
         do = "rounds of one step are of the whole model, without delay"
         _demand(whole or not self.spaced + self.doubles, "fragments", "one fragment", self.fragments, do)
+        if self.steps and self.steps != "auto" and (min(self.steps) < 1 or max(self.steps) != self.every):
+            wanted = f"1 to {self.every} steps, and of one island {self.every} (every)"
+            do = "the fastest makes all steps of a round"
+            raise bad_input(wanted=wanted, got=str(list(self.steps)), do=do, key="steps")
 
     def apart(self, done: int) -> bool:
         """Whether islands go their own ways in the step after `done` others; not before the first one."""
@@ -69,6 +84,26 @@ class Loop:
             return done >= self.start
         distance = 1 << (done // self.spaced + 1).bit_length() - 1  # of the steps in which all meet, here
         return (done - self.spaced * (distance - 1)) % distance > 0
+
+    def steps_of(self, islands: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """By island. Raises BadInput where `steps` are those of other islands."""
+        if not self.steps:
+            return (self.every,) * len(islands)
+        assert self.steps != "auto", "it is measured when all ranks are there"
+        if len(self.steps) != len(islands):
+            raise bad_input(
+                wanted=f"the steps of {len(islands)} islands, {[list(i) for i in islands]}",
+                got=str(list(self.steps)),
+                do="give one number for each, in this order, or auto",
+                key="plan.sync.steps",
+            )
+        return self.steps
+
+    def pace(self, islands: Sequence[Sequence[int]]) -> Pace:
+        """Which steps each rank makes."""
+        pairs = zip(islands, self.steps_of(islands), strict=True)
+        by_rank = {rank: n for ranks, n in pairs for rank in ranks}
+        return Pace(self.every, self.start, tuple(by_rank[rank] for rank in sorted(by_rank)))
 
     def sends(self, fragment: int, done: int) -> bool:
         """Whether a fragment's displacement goes out after `done` steps."""

@@ -5,6 +5,7 @@ next time, exchange states are handed back new. What crosses the wire, in the or
     weights     every rank's share of the batch, gathered while the forward pass runs
     buckets     as the exchange sends them, one job each, while backward runs
     agreement   is it finite, complete and the same step everywhere?
+All three among the ranks whose gradients meet in it: where islands are apart, a step is each island's own affair.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.compress import Exchange, is_owed, owes
+from gossamer.compress.dense import Dense
 from gossamer.ops.norm import global_norm_squared
 from gossamer.spec.errors import WireMismatch, bad_input
 from gossamer.sync._named import named, refilled
 from gossamer.wire.bucket import Bucket, Layout, partition
-from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, State, sent_at
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, sent_at
 from gossamer.wire.pump import Pump, Step
 
 
@@ -51,11 +53,11 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks know after they voted; the same numbers on every rank."""
+    """What all ranks know after they voted, or those of an island: the same numbers on each of them."""
 
     finite: bool
     loss: float  # mean over all valid labels
-    weight: float  # valid labels of all ranks
+    weight: float  # valid labels of all who voted
     norm: float  # of the mean gradient, of all stages; where only an island's gradients meet, of this one's
     ask: int  # the largest request
     bad_ranks: tuple[int, ...]
@@ -129,7 +131,7 @@ class Replica:
     def _lay_out(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
         cut = buckets_of(self._params, exchanges, bucket_bytes=bucket_bytes)
         for layout, one in cut:
-            one.check(layout, self._meeting_at(self.meets))
+            self._method(one, self.meets).check(layout, self._meeting_at(self.meets))
         self._slots.clear()  # the old buffers go before the new ones come
         self._slots.extend(_Slot(layout.allocate(), one, one.init(layout)) for layout, one in cut)
         self._rounds: dict[str, list[int]] = {}  # of every bucket's exchange, by the level at which gradients meet
@@ -185,7 +187,7 @@ class Replica:
         self._window, self._weights, self._watching = window, None, False
         self._sent_before, _ = self._pump.channel.meter.apart()
         self._weighing = self._pump.begin((1,))
-        self._weighing.submit(0, self._gather((window.weight,)))
+        self._weighing.submit(0, self._gather((window.weight,), self._who(window)))
 
     def open(self, window: Window) -> None:
         """Zero the gradients and declare the step's jobs. Begins the step where nobody has."""
@@ -198,21 +200,29 @@ class Replica:
         self._adopt_views()
         if window.level not in self._rounds:
             levels = self._meeting_at(window.level)
-            rounds = [len(s.exchange.traffic(s.bucket.layout, levels, self.rank)) for s in self._slots]
-            self._rounds[window.level] = rounds
+            pairs = [(self._method(s.exchange, window.level), s.bucket.layout) for s in self._slots]
+            self._rounds[window.level] = [len(one.traffic(layout, levels, self.rank)) for one, layout in pairs]
         self._exchanging = self._pump.begin(self._rounds[window.level])
 
     def _meeting_at(self, level: str) -> Levels:
         """What exchanges see of the levels where only the ranks of `level` are to meet."""
         return self.levels if level == "all" else self.levels.only(level)
 
+    def _method(self, exchange: Exchange, level: str) -> Exchange:
+        """The exchange where the ranks of `level` meet; one alone has nothing to compress."""
+        if level == "all":
+            return exchange
+        return Dense() if len(self.levels.group(level, self.rank)) == 1 else exchange.for_island()
+
     def labels(self) -> float:
         """Valid labels of all ranks whose gradients meet, once the step has begun: waits for the last of them."""
         return float(self._all_weights()[list(self.levels.group(self._window.level, self.rank))].sum())
 
-    def shares(self, level: str = "all") -> Tensor:
-        """(ranks,) float64: every rank's part of what its group at `level` has seen in this step, by valid labels."""
-        weights, members = self._all_weights(), list(self.levels.group(level, self.rank))
+    def shares(self) -> Tensor:
+        """(ranks,) float64: every rank's part of what those whose gradients meet have seen in this step, by valid
+        labels; of other islands nothing is known.
+        """
+        weights, members = self._all_weights(), list(self.levels.group(self._window.level, self.rank))
         total = weights[members].sum()
         return weights / total if total > 0 else torch.full_like(weights, 1 / len(members))
 
@@ -234,7 +244,7 @@ class Replica:
         self._watching = False
 
     def agree(self, vote: Vote) -> Agreement:
-        """Exchange votes."""
+        """Exchange votes, among those whose gradients meet."""
         weights = self._all_weights()
         squared = self._norm_squared()
         if not all(slot.finite for slot in self._slots):
@@ -243,18 +253,19 @@ class Replica:
         spoken = float(weights[self.rank]) if vote.speaks else 0.0
         mine = [float(self._window.step), squared, vote.loss * spoken if spoken else 0.0, spoken, float(vote.ask)]
         began = time.perf_counter()
-        votes = self.gather(tuple(mine))  # (ranks, 5)
+        votes = self.gather(tuple(mine), self._who(self._window))  # (voters, 5)
         self.timing.exposed_s += time.perf_counter() - began
         if not bool((votes[:, 0] == self._window.step).all()):
             steps = [int(s) for s in votes[:, 0].tolist()]
             raise WireMismatch(f"the ranks are at different steps, by rank: {steps}")
         sick = ~(torch.isfinite(votes[:, 1]) & torch.isfinite(votes[:, 2]))
-        groups = self.levels.groups["all"]  # every group has one mean among its ranks, and is a part of the model
+        voters, groups = self.levels.everyone, self.levels.groups["all"]  # each group has one mean: a part of the model
         if self._window.level != "all":  # or a model of its own
-            groups = (self.levels.group(self._window.level, self.rank),)
-        firsts = [group[0] for group in groups]
+            voters = self.levels.group(self._window.level, self.rank)
+            groups = (voters,)
+        firsts = [voters.index(group[0]) for group in groups]
         if self._owned is not None:  # each speaks for its own part
-            firsts = [rank for group in groups for rank in group]
+            firsts = list(range(len(voters)))
         total = float(votes[:, 3].sum())
         return Agreement(
             finite=not bool(sick.any()),
@@ -262,18 +273,24 @@ class Replica:
             weight=total,
             norm=math.sqrt(float(votes[:, 1].max()) if bool(sick.any()) else float(votes[firsts, 1].sum())),
             ask=int(votes[:, 4].max()),
-            bad_ranks=tuple(int(r) for r in torch.nonzero(sick).flatten()),
+            bad_ranks=tuple(voters[i] for i in torch.nonzero(sick).flatten().tolist()),
         )
 
-    def gather(self, row: tuple[float, ...]) -> Tensor:
-        """Everybody's `row`, (ranks, len(row)) float64. All ranks must call it, and not between `open` and `reduce`."""
+    def gather(self, row: tuple[float, ...], level: str = "") -> Tensor:
+        """The `row` of every rank, or of those at `level`, (ranks, len(row)) float64. All of them must call it, and not
+        between `open` and `reduce`.
+        """
         step = self._pump.begin((1,))
-        step.submit(0, self._gather(row))
+        step.submit(0, self._gather(row, level or self.levels.whole))
         return step.result(0).mean
 
-    def _gather(self, row: tuple[float, ...]) -> Generator[Message, tuple[Tensor, ...], Outcome]:
-        (rows,) = yield Message((torch.tensor(row, dtype=torch.float64),), Combine.GATHER, self.levels.whole)
+    def _gather(self, row: tuple[float, ...], level: str) -> Generator[Message, tuple[Tensor, ...], Outcome]:
+        (rows,) = yield Message((torch.tensor(row, dtype=torch.float64),), Combine.GATHER, level)
         return Outcome(rows, None, State())
+
+    def _who(self, window: Window) -> str:
+        """The level of those who vote in a step."""
+        return self.levels.whole if window.level == "all" else window.level
 
     def _norm_squared(self) -> float:
         """Of this rank's gradients, each parameter counted on one stage."""
@@ -342,7 +359,7 @@ class Replica:
 
     def _send(self, index: int) -> None:
         slot, window = self._slots[index], self._window
-        share = self.shares(window.level)
+        share = self.shares()
         levels = self._meeting_at(window.level)
         at = Round(self.rank, levels, share, (window.seed, window.step), window.lr, accounts=False)
         slot.sent = True
@@ -352,13 +369,19 @@ class Replica:
             slot.bucket.flat.mul_(1.0 / scale)
         # A sum is the cheapest look at all numbers; a lossy method might not send the one that is not finite.
         slot.finite = slot.exchange.traits.lossless or math.isfinite(slot.bucket.flat.sum().item())
-        method = slot.exchange.run(slot.bucket, slot.state, at)
+        one = self._method(slot.exchange, window.level)
+        if one is slot.exchange:
+            method = one.run(slot.bucket, slot.state, at)
+        else:
+            method = _keeping(slot.state, one.run(slot.bucket, State(), at))
         self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))
 
     def _all_weights(self) -> Tensor:
         if self._weights is None:
             began = time.perf_counter()
-            self._weights = self._weighing.result(0).mean.flatten()  # (ranks,)
+            told = self._weighing.result(0).mean.flatten()
+            self._weights = torch.zeros(self.ranks, dtype=torch.float64)  # (ranks,)
+            self._weights[list(self.levels.group(self._who(self._window), self.rank))] = told
             self.timing.exposed_s += time.perf_counter() - began
         return self._weights
 
@@ -373,6 +396,12 @@ def buckets_of(
     found = [(layout, one) for one, held in groups.items() for layout in partition(held, bucket_bytes=bucket_bytes)]
     position = {name: i for i, name in enumerate(params)}
     return sorted(found, key=lambda item: -min(position[e.name] for e in item[0].entries))
+
+
+def _keeping(state: State, method: Rounds) -> Rounds:
+    """A method without state, in place of one that has some."""
+    out = yield from method
+    return replace(out, state=state)
 
 
 def _last(path: str) -> str:

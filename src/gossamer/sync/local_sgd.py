@@ -1,8 +1,9 @@
 """LocalSgd: islands take steps of their own and then meet in the mean of their parameters.
 
 Equations (island i, period H):
-    x_i <- x_i - step(g_i)   H times ;   x_i <- sum_j w_j x_j
-Symbols: w_j samples that island j has seen, over those of all; g_i mean gradient of the island, over its own labels.
+    x_i <- x_i - step(g_i)   H times, or n_i of them ;   x_i <- sum_j w_j x_j
+Symbols: n_i `steps`, of an island of slow machines; w_j samples that island j has seen, over those of all; g_i mean
+gradient of the island, over its own labels.
 Wire:    every H steps what `exchange` sends of one displacement.   State: the anchor, as large as the model.
 Paper:   Stich, ICLR 2019, arXiv 1805.09767; with `start`, post-local SGD, Lin et al., ICLR 2020, arXiv 1808.07217.
 Update rules keep their state for themselves: nothing of it is averaged.
@@ -16,17 +17,21 @@ from dataclasses import dataclass, field
 from gossamer.compress import Exchange
 from gossamer.compress.dense import Dense
 from gossamer.sync import Loop, Sync
+from gossamer.sync._loop import Steps
 from gossamer.sync.outer.average import Average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSgd(Sync):
-    """`every`: steps of a round; `start`: steps in which all gradients meet, before the islands part."""
+    """`every`: steps of a round; `start`: steps in which all gradients meet, before the islands part; `steps`: how many
+    of a round's each island makes, or auto: as many as it has time for; none: all.
+    """
 
     every: int = 8
     start: int = 0
+    steps: Steps = ()
     exchange: Exchange = field(default_factory=Dense)
 
     @property
     def loop(self) -> Loop:
-        return Loop(every=self.every, start=self.start, exchange=self.exchange, rule=Average())
+        return Loop(every=self.every, start=self.start, steps=self.steps, exchange=self.exchange, rule=Average())

@@ -111,10 +111,10 @@ class Levels:
 
     def twice(self) -> Levels:
         """Every level a second time, under `late(level)`: for messages that are under way beside those of the steps,
-        in an order of their own.
+        in an order of their own. And `WORD`, every rank, for the small ones that pass those too.
         """
         own = {level: groups for level, groups in self.groups.items() if not is_late(level)}
-        return Levels({**own, **{late(level): groups for level, groups in own.items()}})
+        return Levels({**own, **{late(level): groups for level, groups in own.items()}, WORD: (self.everyone,)})
 
     def group(self, level: str, rank: int) -> tuple[int, ...]:
         """The ranks that `rank` exchanges with at `level`, itself included."""
@@ -135,6 +135,10 @@ def late(level: str) -> str:
 def is_late(level: str) -> bool:
     """Whether a level is one of those."""
     return level.startswith(_LATE)
+
+
+WORD = late("word")
+AHEAD = 4  # steps by which ranks that keep in touch by word alone can be apart, and may have to wait for each other
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Which exchange for which parameters, on which link: what `plan.exchange: auto` means.
+"""Which exchange for which parameters, on which link: what `plan.exchange: auto` means. And, with `plan.sync: auto`,
+whether gradients meet at every step at all (`period`).
 
 A pure function of measured numbers (`Facts`). Buckets that are ready early hide under the backward pass and stay exact;
 the later one is ready, the harsher the candidate it may get. Where each candidate begins is chosen so that a step's
@@ -8,19 +9,37 @@ seconds, made dearer by the part of the gradient that it leaves for later, are f
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_islands
 from gossamer.plan.exchange.choose import Decision, choose
 from gossamer.plan.exchange.facts import BucketFacts, Facts, Option, wire_seconds
+from gossamer.plan.exchange.period import (
+    PERIODS,
+    Parted,
+    Period,
+    RoundFacts,
+    Together,
+    choose_period,
+    forecast_apart,
+    written_of,
+)
 from gossamer.plan.exchange.timeline import Timeline, timeline, waited_for
 
 __all__ = [
     "CANDIDATES",
+    "PERIODS",
     "BucketFacts",
     "Candidate",
     "Decision",
     "Facts",
     "Option",
+    "Parted",
+    "Period",
+    "RoundFacts",
     "Timeline",
+    "Together",
     "across_islands",
     "choose",
+    "choose_period",
+    "forecast_apart",
     "timeline",
     "waited_for",
     "wire_seconds",
+    "written_of",
 ]

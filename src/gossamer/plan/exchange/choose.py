@@ -19,7 +19,8 @@ _PRICE = 0.1  # of a step: what a step that sends none of its gradient at once m
 @dataclass(frozen=True, slots=True)
 class Decision:
     """`written`: what plan.exchange becomes. `reason`: one line for people. `plain`: the forecast with all-reduce.
-    `waited`: by parameter, the part of its exchange's time on the wire that the step waits for.
+    `waited`: by parameter, the part of its exchange's time on the wire that the step waits for. `dearer`: the part of a
+    step that losing some of the gradient is taken to cost.
     """
 
     written: Exchanges
@@ -27,6 +28,7 @@ class Decision:
     forecast: Timeline
     plain: Timeline
     waited: Mapping[str, float] = field(default_factory=dict)
+    dearer: float = 0.0
 
 
 def choose(facts: Facts, *, lossy: bool, candidates: Sequence[Candidate] = CANDIDATES) -> Decision:
@@ -46,7 +48,7 @@ def choose(facts: Facts, *, lossy: bool, candidates: Sequence[Candidate] = CANDI
             )
     waited = waited_for(facts, _options(facts, picked))
     by_name = {n: part for bucket, part in zip(facts.buckets, waited, strict=True) for n in bucket.names}
-    return Decision(_written(facts, picked, candidates), said, forecast, plain, by_name)
+    return Decision(_written(facts, picked, candidates), said, forecast, plain, by_name, _dearer(facts, picked))
 
 
 def _best(facts: Facts, candidates: Sequence[Candidate], *, lossy: bool) -> tuple[list[int], Timeline]:
@@ -84,8 +86,12 @@ def _settled(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> t
 def _value(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> float:
     """Seconds of a step, made dearer by what it loses."""
     picked = _picked(facts, usable, borders)
-    loss = sum(b.weight * o.loss for b, o in zip(facts.buckets, _options(facts, picked), strict=True))
-    return timeline(facts, _options(facts, picked)).step_s * (1 + _PRICE * loss)
+    return timeline(facts, _options(facts, picked)).step_s * (1 + _dearer(facts, picked))
+
+
+def _dearer(facts: Facts, picked: Sequence[int]) -> float:
+    """The part of a step that losing some of the gradient costs."""
+    return _PRICE * sum(b.weight * o.loss for b, o in zip(facts.buckets, _options(facts, picked), strict=True))
 
 
 def _picked(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> list[int]:

@@ -21,19 +21,19 @@ OuterState: TypeAlias = dict[str, list[Tensor]]  # slot -> tensors like the anch
 
 @dataclass(frozen=True, slots=True)
 class OuterRound:
-    """One round of one fragment: how many there were before, its steps, the sum of their learning rates, a random
-    key that is the same on all islands.
+    """One round of one fragment: how many there were before, its steps, the sum of their learning rates (where islands
+    differ in them, the means over the samples), a random key that is the same on all islands.
     """
 
     number: int
-    steps: int
+    steps: float
     rates: float
     key: tuple[int, int, int]
 
     @property
     def rate(self) -> float:
         """The mean learning rate of its steps."""
-        return self.rates / max(1, self.steps)
+        return self.rates / max(1.0, self.steps)
 
 
 class OuterRule(ABC):

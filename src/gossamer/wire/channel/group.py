@@ -17,13 +17,15 @@ from torch import Tensor
 
 from gossamer.spec.errors import PeerLost
 from gossamer.wire.channel import Channel, Pending
-from gossamer.wire.message import Combine, Levels, Message
+from gossamer.wire.message import AHEAD, WORD, Combine, Levels, Message
 from gossamer.wire.meter import Meter
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """How the ranks of a group find each other: a store, a generation, a backend, and how long is too long."""
+    """How the ranks of a group find each other: a store, a generation, a backend, and how long is too long: between
+    islands that train apart, so long for each of the `AHEAD` steps that one may wait for another.
+    """
 
     store: dist.Store
     rank: int
@@ -32,6 +34,11 @@ class Meeting:
     interface: str = ""  # network device of gloo; empty: the one of the host's name
     timeout_s: float = 120.0
     generation: int = 0
+
+    def timeout(self, level: str) -> timedelta:
+        """Of the groups at `level`."""
+        is_apart = WORD in self.levels.groups and level != "island"
+        return timedelta(seconds=self.timeout_s * (AHEAD if is_apart else 1))
 
 
 class Group(Channel):
@@ -56,7 +63,7 @@ class Group(Channel):
         m = self._meeting
         members = m.levels.group(level, m.rank)
         store = dist.PrefixStore(f"{m.generation}/{backend}/{level}/{members[0]}", m.store)
-        timeout = timedelta(seconds=m.timeout_s)
+        timeout = m.timeout(level)
         me = members.index(m.rank)
         try:
             if backend == "nccl":
@@ -79,6 +86,8 @@ class Group(Channel):
     def widen(self, levels: Levels) -> None:
         """Join the groups of levels that were not known when the ranks met; all ranks call it between messages."""
         self._meeting = replace(self._meeting, levels=levels)
+        for (level, _), group in self._groups.items():
+            group._set_default_timeout(self._meeting.timeout(level))
         for level in levels.groups:
             if level not in self.levels.groups:
                 self._join(level)

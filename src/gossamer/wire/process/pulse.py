@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-WAITING = ("exchange", "agree", "wait")  # phases in which a rank may stand still because of another one
+WAITING = ("exchange", "agree", "meet", "wait")  # phases in which a rank may stand still because of another one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

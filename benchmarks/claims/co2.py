@@ -1,0 +1,39 @@
+"""CO2 (Sun et al., arXiv 2401.16265): a round's exchange is hidden behind the next round, so steps cost what they cost
+alone: 100 % of the throughput without communication.
+
+Two hosts at 100 Mbit/s, a GPT-2 of 17.4M parameters, float32 displacements of 70 MB every 8 steps: 5.6 s on the wire
+of some 13 s that a round computes. Local SGD of the same period waits for them.
+"""
+
+from __future__ import annotations
+
+from claims import Row
+from links.method import ALONE, Method
+from links.rounds import Length, Link, measure
+
+EVERY, RATE = 8, "100mbit"
+
+
+def rows(*, quick: bool) -> list[Row]:
+    """Means over whole rounds: a median would be a step that exchanges nothing."""
+    link, length = Link(hosts=2, rate=RATE), Length(EVERY * (1 if quick else 3), 2, 400.0)
+    ways = {
+        name: Method(name, False, {"exchange": "dense", "sync": {name: {"every": EVERY}}}, period=EVERY)
+        for name in ("co2", "local_sgd")
+    }
+    found = {name: measure(method, link, length) for name, method in ways.items()}
+    alone = measure(ALONE, Link(hosts=2), length)
+    step_s = {name: one["step_s"] for name, one in found.items()}
+    return [
+        Row(
+            claim="steps per second of those of hosts that exchange nothing",
+            published=1.0,
+            ours=round(alone["step_s"] / step_s["co2"], 3),
+            setting=f"GPT-2 of 17.4M parameters, 2 hosts, {RATE}, a round of {EVERY} steps in float32",
+            details={
+                "of_local_sgd": round(alone["step_s"] / step_s["local_sgd"], 3),
+                "step_s": {name: round(s, 3) for name, s in step_s.items()} | {"alone": round(alone["step_s"], 3)},
+                "steps_s": found["co2"]["steps_s"],
+            },
+        )
+    ]

@@ -1,0 +1,87 @@
+"""The loss of islands that train apart: `gossamer train` itself, a process per rank on this machine.
+
+Lockstep cannot stand for them, as what is under way goes beside the steps. The model begins with the same numbers, sees
+the same sequences in the same order and is judged on the same ones as in lockstep; its update rule is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from links import setting
+
+_EVALUATIONS, _EVALUATED = 20, 64  # on the way; sequences
+
+
+def train(study: Any, judge: Callable[[nn.Module], float]) -> dict[str, Any]:
+    """As `losses.train`; the losses on the way are the run's own, of the anchor, on its first validation sequences."""
+    from transformers import GPT2LMHeadModel
+
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        setting.gpt2(study.seed).save_pretrained(folder / "init")
+        (folder / "run.yaml").write_text(json.dumps(_config(study, folder)))
+        run = Path(_gossamer("train", str(folder / "run.yaml"), folder=folder)["directory"])
+        _gossamer("export", str(run), "--to", "hf", str(folder / "end"), folder=folder)
+        lines = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
+        final = judge(GPT2LMHeadModel.from_pretrained(folder / "end").eval())
+    each = setting.tokens(study.hosts)
+    curve = [[line["step"] * each, line["loss"]] for line in lines if line["kind"] == "evaluation"]
+    sent = [sum(line["wire_bytes"].values()) for line in lines if line["kind"] == "step"]
+    curve[-1][1] = final
+    seconds = time.perf_counter() - began
+    return {"curve": curve, "final": final, "sent_bytes": sum(sent), "seconds": seconds, "device": "cpu"}
+
+
+def _config(study: Any, folder: Path) -> dict[str, Any]:
+    steps = max(2, math.ceil(study.tokens / setting.tokens(study.hosts)))
+    rule = {"lr": study.lr, "betas": setting.BETAS, "weight_decay": setting.WEIGHT_DECAY}
+    train = {
+        "steps": steps,
+        "batch": study.hosts * setting.ROWS,
+        "optimizer": {"adamw": rule},
+        "schedule": {"cosine": {"warmup": 0.05}},
+        "clip": setting.CLIP,
+        "precision": study.precision,
+        "seed": study.seed,
+        "evaluate_every": max(1, steps // _EVALUATIONS),
+        "evaluate_sequences": _EVALUATED,
+        "checkpoint_every": 0,
+    }
+    machines: dict[str, Any] = {"processes": study.hosts, "threads": 1, "timeout_s": 3600.0, "heartbeat_s": 3600.0}
+    if study.islands:
+        ends = [sum(study.islands[:i]) for i in range(len(study.islands) + 1)]
+        machines["islands"] = [list(range(a, b)) for a, b in pairwise(ends)]
+    return {
+        "model": {"hf": str(folder / "init"), "config": {"use_cache": False}},
+        "data": setting.DATA,
+        "train": train,
+        "machines": machines,
+        "plan": {"exchange": study.exchange, "sync": study.sync},
+        "run": {"directory": str(folder), "name": "run", "display": "quiet"},
+    }
+
+
+def _gossamer(*argv: str, folder: Path) -> dict[str, Any]:
+    """What it says in its last line."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gossamer", *argv, "--json"], env=env, cwd=folder, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"gossamer {argv[0]} ended with {done.returncode}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
