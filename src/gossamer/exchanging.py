@@ -134,7 +134,8 @@ class Exchanger:
     def _part(self, loop: Loop, hosts: int) -> None:
         """Who trains together: what is given, else what the links say, else everybody alone."""
         self._part_into(self.plan.islands or self._islands(hosts))
-        said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet every {loop.every} steps"
+        when = f"every {loop.every} steps" + (f", from step {loop.steady} on" if loop.doubles else "")
+        said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet {when}"
         round_s = 0.0
         if loop.steps:
             loop, round_s, each = self._paced(loop)

@@ -92,9 +92,10 @@ def learn(
         replica.reduce()
         assert replica.agree(Vote(0.0)).finite
         replica.commit()
-        held.update(replica.gradients(), lr_scale=factor, step=step)
+        held.update(replica.gradients(), lr_scale=factor, step=step, apart=method.level(step) != "all")
         held.gather(replica.layouts, pump, key=(0, step))
-        apart.after(Moved(step + 1, factor * update.lr, float(batch), 0, last=step == steps - 1))
+        for landed in apart.after(Moved(step + 1, factor * update.lr, float(batch), 0, last=step == steps - 1)):
+            held.meet(landed.moved, rates=landed.rates)
         if apart.loop is not None:
             apart.settle(step + 1)
         sent.append(channel.meter.total_bytes - before)
@@ -114,4 +115,7 @@ def learn(
         default=0.0,
     )
     first = float(truth["first.weight"].double().sum())
-    return {"loss": loss, "sent": sent, "links": links, "drift": drift, "first": first}
+    found = {"loss": loss, "sent": sent, "links": links, "drift": drift, "first": first}
+    if not held.is_sharded:
+        found["kept"] = sum(float(tensor.double().sum()) for *_, tensor in held.slots())
+    return found

@@ -9,6 +9,7 @@ import torch
 
 from gossamer import optim
 from gossamer.optim.lars import Lars
+from gossamer.optim.master import Master
 
 Tensors = dict[str, torch.Tensor]
 
@@ -96,6 +97,35 @@ def test_a_saved_state_goes_on_bit_for_bit(rule: optim.Rule, dtype: torch.dtype)
             restored[name][slot].copy_(value)
     run(rule, broken, restored, range(3, 6))
     assert same(straight, broken)
+
+
+def after_steps_apart(rule: optim.Rule, params: Tensors, state: optim.State) -> Tensors:
+    """Two steps, a meeting, a step in which all gradients meet."""
+    for step in (3, 4):
+        rule.update_apart(params, some(100 + step), state, lr_scale=0.5, step=step)
+    rule.meet(params, {n: 0.01 * p for n, p in some(7).items()}, state, rates=rule.lr)
+    rule.update(params, some(105), state, lr_scale=0.5, step=5)
+    return params
+
+
+def test_steps_apart_and_a_meeting_go_on_bit_for_bit(rule: optim.Rule) -> None:
+    straight, state = some(), rule.init(some())
+    run(rule, straight, state, range(3))
+    broken, restored = {n: p.clone() for n, p in straight.items()}, clone(state)
+    assert same(after_steps_apart(rule, straight, state), after_steps_apart(rule, broken, restored))
+    assert all(same(state[n], restored[n]) for n in state)
+
+
+def test_half_types_follow_their_copies_through_steps_apart(rule: optim.Rule) -> None:
+    if isinstance(rule, Master):
+        return
+    halves, around = {n: p.bfloat16() for n, p in some().items()}, Master(inner=rule)
+    copies = {n: p.float() for n, p in halves.items()}
+    state, wide = rule.init(copies), around.init(halves)
+    after_steps_apart(rule, copies, state)
+    after_steps_apart(around, halves, wide)
+    assert all(torch.equal(wide[n]["master"], p) for n, p in copies.items())
+    assert same(halves, {n: p.bfloat16() for n, p in copies.items()})
 
 
 def test_a_rate_of_zero_moves_nothing(rule: optim.Rule) -> None:

@@ -31,6 +31,7 @@ SETTINGS: dict[str, Any] = {
     "co2": {"co2": {"every": 2}},
     "cser": {"cser": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
     "gossip": {"gossip": {"every": 2, "full": 2}},
+    "zero_one": {"zero_one": {"every": 2, "start": 3, "spaced": 1, "doubles": 1}},
     "cser_pl": {"cser_pl": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
 }
 APART = sorted(set(SETTINGS) - {"every_step"})
@@ -53,7 +54,7 @@ def test_all_ranks_end_bit_for_bit_in_the_same_place(pool: Pool, name: str, rank
 @pytest.mark.parametrize("name", APART)
 def test_ranks_of_one_island_are_never_apart(pool: Pool, name: str) -> None:
     first, second, alone = pool.run(
-        "sync.apart_jobs:rounds", 3, written=SETTINGS[name], steps=5, islands=ISLANDS[3], finish=False
+        "sync.apart_jobs:rounds", 3, written=SETTINGS[name], steps=6, islands=ISLANDS[3], finish=False
     )
     assert first["at"] == second["at"]
     assert first["at"] != alone["at"]
@@ -63,7 +64,7 @@ def test_ranks_of_one_island_are_never_apart(pool: Pool, name: str) -> None:
 def test_bytes_of_a_round_are_known_before(pool: Pool, name: str) -> None:
     loop = sync.build(SETTINGS[name]).loop
     assert loop is not None
-    first = loop.start + loop.cycle  # by then all fragments take turns
+    first = loop.steady + loop.cycle  # by then all fragments take turns
     found = pool.run("sync.apart_jobs:rounds", 2, written=SETTINGS[name], steps=first + loop.cycle, finish=False)
     shapes: Shapes = tuple(SHAPES.items())
     links = round_bytes(loop, shapes, Levels.islands(ISLANDS[2]), units=("a", "b"), bucket_bytes=1 << 20)
@@ -139,6 +140,9 @@ TOGETHER = [
     {"local_sgd": {"every": 3, "start": 100}},
     {"gossip": {"graph": "complete", "full": 100}},
     {"gossip": {"full": 1}},
+    {"zero_one": {"start": 100, "spaced": 0}},
+    {"zero_one": {"start": 100, "spaced": 2, "exchange": "dense"}},
+    {"zero_one": {"start": 0, "doubles": 100, "exchange": "dense"}},
 ]
 
 
@@ -147,6 +151,27 @@ def test_a_period_of_one_is_plain_data_parallelism(pool: Pool, written: Any) -> 
     plain = pool.run("sync.apart_jobs:rounds", 2, written="every_step", steps=5)
     found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=5)
     assert torch.allclose(torch.tensor(found[0]["at"]), torch.tensor(plain[0]["at"]), rtol=1e-5, atol=1e-6)
+
+
+def test_all_gradients_meet_at_distances_that_double() -> None:
+    """As 0/1 Adam's paper writes it: t_0 = 0, t_{j+1} = t_j + 2^floor(j / kappa)."""
+    for kappa in (1, 2, 3, 16):
+        wanted, at = set(), 0
+        for j in range(200):
+            wanted.add(at)
+            at += 2 ** min(j // kappa, 20)
+        loop = sync.build({"zero_one": {"start": 300, "spaced": kappa}}).loop
+        assert loop is not None and not loop.apart(-1)
+        assert [step for step in range(300) if not loop.apart(step)] == sorted(t for t in wanted if t < 300)
+        assert all(loop.sends(0, step + 1) == loop.apart(step) for step in range(300))
+
+
+def test_rounds_grow_until_they_are_as_long_as_said() -> None:
+    loop = sync.build({"zero_one": {"start": 5, "spaced": 0, "doubles": 8, "every": 6}}).loop
+    assert loop is not None
+    ends = [done for done in range(60) if loop.sends(0, done)]
+    assert ends == [*range(6, 14), 15, 17, 19, 21, 25, 29, 35, 41, 47, 53, 59]  # rounds of 1, 2, 4 and then 6 steps
+    assert loop.steady == 5 + 3 * 8
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from gossamer.optim.lamb import Lamb
 from gossamer.optim.lans import Lans
 from gossamer.optim.lars import Lars
 from gossamer.optim.sgd import SGD
+from gossamer.optim.zero_one_adam import ZeroOneAdam
 from gossamer.spec.errors import BadInput
 
 SHAPES = {"embed": (50, 16), "block.w": (33, 7), "block.b": (33,), "norm": (16,), "scale": (), "odd": (3, 5, 2)}
@@ -136,6 +137,10 @@ def test_nesterov_against_numpy() -> None:
         ({"adamw": {"betas": [-0.1, 0.9]}}, "adamw.betas"),
         ({"adamw": {"eps": 0}}, "adamw.eps"),
         ({"adamw": {"weight_decay": -1}}, "adamw.weight_decay"),
+        ({"one_bit_lamb": {"freeze": 0}}, "one_bit_lamb.freeze"),
+        ({"one_bit_lamb": {"average": 1}}, "one_bit_lamb.average"),
+        ({"one_bit_lamb": {"least": 5}}, "one_bit_lamb.least"),
+        ({"zero_one_adam": {"floor": -1}}, "zero_one_adam.floor"),
         ({"sgd": {"lr": 0}}, "sgd.lr"),
         ({"sgd": {"momentum": 1}}, "sgd.momentum"),
         ({"sgd": {"nesterov": True}}, "sgd.momentum"),
@@ -226,3 +231,59 @@ def test_the_size_of_a_gradient_does_not_matter(rule: optim.Rule) -> None:
             rule.update(params, {n: size * g for n, g in grads.items()}, state, lr_scale=1.0, step=step)
         found.append(params)
     assert all(torch.allclose(found[0][n], found[1][n], atol=1e-4) for n in SHAPES)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_after_a_round_of_one_step_zero_one_adam_s_momentum_is_that_of_the_mean_gradient(decay: float) -> None:
+    """Three ranks with gradients of their own, met exactly: Adam on the mean gradient with the second moment it had."""
+    rule = ZeroOneAdam(lr=1e-2, weight_decay=decay, floor=0.0)
+    alone = start()
+    kept = rule.init(alone)
+    drawn = list(gradients(30))
+    for step in range(4):
+        rule.update(alone, drawn[step], kept, lr_scale=1.0, step=step)
+    ranks = [({n: p.clone() for n, p in alone.items()}, clone(kept)) for _ in range(3)]
+    for step in range(4, 8):
+        grads = [drawn[3 * step + rank - 8] for rank in range(3)]
+        there = {n: p.clone() for n, p in ranks[0][0].items()}
+        for (params, state), own in zip(ranks, grads, strict=True):
+            rule.update_apart(params, own, state, lr_scale=1.0, step=step)
+        moved = {n: sum(there[n] - params[n] for params, _ in ranks) / 3 for n in there}
+        for params, state in ranks:
+            for name, p in params.items():
+                p.copy_(there[name] - moved[name])
+            rule.meet(params, moved, state, rates=1e-2)
+        mean = {n: sum(own[n] for own in grads) / 3 for n in there}
+        rule.update_apart(alone, mean, kept, lr_scale=1.0, step=step)
+        for params, state in ranks:
+            assert all(torch.equal(params[n], ranks[0][0][n]) for n in params)
+            assert all(torch.allclose(params[n], alone[n], atol=1e-6) for n in params)
+            means = [{n: slots["mean"] / slots["mean_weight"] for n, slots in one.items()} for one in (state, kept)]
+            assert all(torch.allclose(means[0][n], means[1][n], rtol=2e-3, atol=1e-5) for n in params)
+
+
+def test_in_steps_apart_zero_one_adam_s_second_moment_stays() -> None:
+    """Where all gradients meet again it goes on, on all ranks alike, however many steps each has made."""
+    rule, params = ZeroOneAdam(floor=0.0), start()
+    state = rule.init(params)
+    drawn = list(gradients(12))
+    for step in range(3):
+        rule.update(params, drawn[step], state, lr_scale=1.0, step=step)
+    frozen, found = clone(state), []
+    for steps in (6, 8):
+        one, kept = {n: p.clone() for n, p in params.items()}, clone(state)
+        for step in range(3, 3 + steps):
+            rule.update_apart(one, drawn[step], kept, lr_scale=1.0, step=step)
+        assert all(torch.equal(kept[n]["square"], frozen[n]["square"]) for n in one)
+        there = {n: p.clone() for n, p in params.items()}
+        rule.meet(there, {n: 0.01 * p for n, p in drawn[0].items()}, kept, rates=0.1)
+        rule.update(there, drawn[11], kept, lr_scale=1.0, step=3 + steps)
+        for name, slots in kept.items():
+            torch.testing.assert_close(slots["square"], 0.95 * frozen[name]["square"] + 0.05 * drawn[11][name] ** 2)
+            assert abs(float(slots["square_weight"]) - (1 - 0.95**4)) < 1e-6
+        found.append(there)
+    assert equal(found[0], found[1])
+
+
+def clone(state: optim.State) -> optim.State:
+    return {n: {s: t.clone() for s, t in slots.items()} for n, slots in state.items()}

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from contracts.test_sync import APART, SETTINGS
+from gossamer.store.checkpoint import latest_good
 from pool import Pool
 
 
@@ -210,6 +212,41 @@ def test_a_period_longer_than_the_run_meets_once(pool: Pool, tmp_path: Path) -> 
     assert found[0]["digest"] == found[1]["digest"]
 
 
+ZERO_ONE = {"zero_one": {"every": 4, "start": 5, "spaced": 1, "doubles": 2}}  # rounds end after 3, 5, 6, 7, 9 steps
+
+
+@pytest.mark.parametrize("kind", ["small", "halves"])
+def test_zero_one_adam_stopped_anywhere_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, kind: str) -> None:
+    given = {"steps": 13, "kind": kind, "sections": {**sections(ZERO_ONE), "train": {"optimizer": "zero_one_adam"}}}
+    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
+    assert whole[0]["digest"] == whole[1]["digest"]
+    for until in (2, 3, 4, 8, 10):
+        folder = str(tmp_path / f"parts{until}")
+        assert "Interrupted" in pool.run("run.jobs:train", 2, folder=folder, until=until, **given)[0]["ended"]
+        again = pool.run("run.jobs:train", 2, folder=folder, resume=True, **given)
+        assert [one["digest"] for one in again] == [one["digest"] for one in whole]
+
+
+def test_zero_one_adam_whose_gradients_always_meet_is_adamw_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    found = []
+    for name in ("adamw", "zero_one_adam"):
+        given = {**sections({"zero_one": {"start": 100, "spaced": 0}}), "train": {"optimizer": {name: {"lr": 1e-2}}}}
+        found += pool.run("run.jobs:train", 2, folder=str(tmp_path / name), steps=6, sections=given)
+    plain = {"train": {"optimizer": {"adamw": {"lr": 1e-2}}}}
+    found += pool.run("run.jobs:train", 2, folder=str(tmp_path / "plain"), steps=6, sections=plain)
+    assert len({one["digest"] for one in found}) == 1
+
+
+def test_a_rejected_step_leaves_all_ranks_with_the_same_second_moment(pool: Pool, tmp_path: Path) -> None:
+    given = sections(ZERO_ONE) | {"train": {"optimizer": "zero_one_adam", "on_nonfinite": "skip"}}
+    pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=9, bad=9, sections=given)
+    assert not all(one["committed"] for one in records(tmp_path) if one["kind"] == "step")
+    saved = latest_good(tmp_path / "run" / "checkpoints")[0]
+    for name in ("optim/square/embed.weight", "optim/mean/embed.weight"):
+        one, other = (saved.read(name, (0, 0), (16, 12), rank) for rank in range(2))
+        assert torch.equal(one, other) and bool(one.any())
+
+
 @pytest.mark.parametrize("islands", [[[0], [1]], [[0, 1]]], ids=["alone", "together"])
 def test_in_an_island_nothing_is_left_of_what_goes_between_islands(
     pool: Pool, tmp_path: Path, islands: list[list[int]]
@@ -246,6 +283,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (sections({"diloco": {"mix": 1.5}}), "plan.sync.diloco.mix: wanted a part from 0 to 1, got 1.5"),
     (sections({"local_sgd": {"start": -1}}), "plan.sync.local_sgd.start: wanted a number of steps from 0 on, got -1"),
     (sections({"diloco": {"outer": {"nesterov": {"mu": 1.0}}}}), "plan.sync.diloco.outer.nesterov.mu"),
+    (sections({"zero_one": {"spaced": -1}}), "plan.sync.zero_one.spaced: wanted a number of steps from 0 on, got -1"),
+    (sections({"zero_one": {"doubles": -1}}), "plan.sync.zero_one.doubles: wanted a number of steps from 0 on, got -1"),
+    (
+        {"plan": {"sync": "local_sgd"}, "train": {"optimizer": "zero_one_adam"}},
+        "train.optimizer: wanted first steps in which all gradients meet",
+    ),
     (sections({"diloco": {"every": 4, "steps": [4, 5]}}), "plan.sync.diloco.steps: wanted 1 to 4 steps"),
     (sections({"diloco": {"every": 4, "steps": [3, 2]}}), "and of one island 4 (every), got [3, 2]"),
     (sections({"local_sgd": {"every": 4, "steps": [4]}}), "plan.sync.steps: wanted the steps of 2 islands"),

@@ -66,12 +66,20 @@ class States:
         rows = self.rows[name]
         return rows.of(tensor) if _any(rows) else tensor.reshape(-1)[:0]
 
-    def update(self, grads: Mapping[str, Tensor], *, lr_scale: float, step: int) -> None:
-        """Move this rank's rows, given the mean gradients, of which the others' rows are not looked at."""
+    def update(self, grads: Mapping[str, Tensor], *, lr_scale: float, step: int, apart: bool = False) -> None:
+        """Move this rank's rows, given the mean gradients, of which the others' rows are not looked at. `apart`: they
+        are those of one island among several.
+        """
         mine = {name: self.rows[name] for name in grads if _any(self.rows[name])}
         params = {name: self._moved_by_rule(name) for name in mine}
         own = {name: rows.of(grads[name]) for name, rows in mine.items()}
-        self.rule.update(params, own, self.held, lr_scale=lr_scale, step=step)
+        update = self.rule.update_apart if apart else self.rule.update
+        update(params, own, self.held, lr_scale=lr_scale, step=step)
+
+    def meet(self, moved: Mapping[str, Tensor], *, rates: float) -> None:
+        """Tell the rule that islands have met (see Rule.meet). All of every parameter must be this rank's."""
+        params = {name: self._moved_by_rule(name) for name in moved}
+        self.rule.meet(params, moved, self.held, rates=rates)
 
     def _moved_by_rule(self, name: str) -> Tensor:
         return self.held[name].get(_MAIN, self.rows[name].of(self.params[name].detach()))

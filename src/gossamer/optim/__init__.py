@@ -35,6 +35,11 @@ class Rule(ABC):
         """Whether each number moves by what is known of it alone: a part of a parameter then moves as in the whole."""
         return True
 
+    @property
+    def begins_apart(self) -> bool:
+        """Whether islands may train apart from the first step on."""
+        return True
+
     @abstractmethod
     def init(self, params: Mapping[str, Tensor]) -> State:
         """The state before the first update, for every parameter, on its device."""
@@ -48,6 +53,20 @@ class Rule(ABC):
         params, grads: by name, in the parameter's own shape (a slice keeps its number of dimensions);
         lr_scale: factor on `lr`, from a Rate; step: number of updates made before this one.
         """
+
+    def update_apart(
+        self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
+    ) -> None:
+        """The same, in a step in which islands train apart: `grads` are those of this one alone."""
+        self.update(params, grads, state, lr_scale=lr_scale, step=step)
+
+    def meet(self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: State, *, rates: float) -> None:
+        """Islands have met at `params`, some steps after they parted: for most rules there is nothing to do.
+
+        moved: where they parted minus where each came to, the mean, as it arrived on all of them; rates: the sum of the
+        learning rates of those steps, 0 where nobody has moved.
+        """
+        return None
 
 
 ROOM: Room[Rule] = Room(__name__, Rule)  # type: ignore[type-abstract]

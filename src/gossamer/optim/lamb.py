@@ -22,7 +22,7 @@ from torch import Tensor
 from gossamer.optim import Rule, State
 from gossamer.optim._adam import check, moments
 from gossamer.optim._demand import positive
-from gossamer.optim._lists import lists, zeros
+from gossamer.optim._lists import Lists, lists, zeros
 from gossamer.optim._trust import ratios
 
 
@@ -58,9 +58,16 @@ class Lamb(Rule):
     ) -> None:
         rate = self.lr * lr_scale
         for adapts, group in lists(params, grads, state, self.slots, apart=lambda p: self.vectors or p.ndim >= 2):
-            updates, below = moments(self, group, group.grads, step)
-            torch._foreach_div_(updates, below)
-            if adapts:
-                torch._foreach_add_(updates, group.params, alpha=self.weight_decay)
-                torch._foreach_mul_(updates, ratios(group.params, updates, largest=self.largest))
-            torch._foreach_add_(group.params, updates, alpha=-rate)
+            self.move(group, adapts=adapts, rate=rate, step=step)
+
+    def move(self, group: Lists, *, adapts: bool, rate: float, step: int) -> list[Tensor]:
+        """Move a group, whose first two slots are this rule's, in place; phi(|w|) / |u| of each where it `adapts`."""
+        updates, below = moments(self, group, group.grads, step)
+        torch._foreach_div_(updates, below)
+        found: list[Tensor] = []
+        if adapts:
+            torch._foreach_add_(updates, group.params, alpha=self.weight_decay)
+            found = ratios(group.params, updates, largest=self.largest)
+            torch._foreach_mul_(updates, found)
+        torch._foreach_add_(group.params, updates, alpha=-rate)
+        return found

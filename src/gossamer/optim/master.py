@@ -10,7 +10,7 @@ Good when: the model is held in bf16, where a step of less than 1/256 of a param
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,10 @@ class Master(Rule):
         return self.inner.by_element
 
     @property
+    def begins_apart(self) -> bool:
+        return self.inner.begins_apart
+
+    @property
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "master")
 
@@ -52,8 +56,27 @@ class Master(Rule):
     def update(
         self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
     ) -> None:
-        wide = {name: state[name].get("master", params[name]) for name in grads}
+        wide = _wide(params, grads, state)
         self.inner.update(wide, grads, state, lr_scale=lr_scale, step=step)
-        for name in grads:
-            if params[name].dtype in HALF:
-                params[name].copy_(wide[name])
+        _round(params, wide)
+
+    @torch.no_grad()
+    def update_apart(
+        self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
+    ) -> None:
+        wide = _wide(params, grads, state)
+        self.inner.update_apart(wide, grads, state, lr_scale=lr_scale, step=step)
+        _round(params, wide)
+
+    def meet(self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: State, *, rates: float) -> None:
+        self.inner.meet(_wide(params, moved, state), moved, state, rates=rates)
+
+
+def _wide(params: Mapping[str, Tensor], names: Iterable[str], state: State) -> dict[str, Tensor]:
+    return {name: state[name].get("master", params[name]) for name in names}
+
+
+def _round(params: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -> None:
+    for name, param in wide.items():
+        if params[name].dtype in HALF:
+            params[name].copy_(param)

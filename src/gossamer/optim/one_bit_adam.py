@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from gossamer.optim import Rule, State
-from gossamer.optim._adam import check
+from gossamer.optim._adam import check, frozen, inverse
 from gossamer.optim._demand import not_negative
-from gossamer.optim._lists import Lists, lists, zeros
+from gossamer.optim._lists import lists, zeros
 from gossamer.optim.adamw import AdamW
 
 
@@ -65,23 +65,10 @@ class OneBitAdam(Rule):
             return
         rate = self.lr * lr_scale
         for decays, group in lists(params, grads, state, self.slots, apart=lambda p: self.decay_1d or p.ndim >= 2):
-            means, _ = group.slots
-            torch._foreach_lerp_(means, group.grads, 1 - self.betas[0])
-            if decays and self.weight_decay:
-                torch._foreach_mul_(group.params, 1 - rate * self.weight_decay)
-            moves = list(torch._foreach_div(means, 1 - self.betas[0] ** (step + 1)))
-            torch._foreach_mul_(moves, self._inverse(group))
-            torch._foreach_add_(group.params, moves, alpha=-rate)
+            seen = 1 - self.betas[1] ** self.freeze if self.freeze else 1.0
+            below = inverse(group.slots[1], seen=seen, floor=self.floor, eps=self.eps)
+            frozen(self, group, below, seen=1 - self.betas[0] ** (step + 1), decays=decays, rate=rate)
 
     @property
     def _warm(self) -> AdamW:
         return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, decay_1d=self.decay_1d)
-
-    def _inverse(self, group: Lists) -> list[Tensor]:
-        """1 / (h + eps) of the frozen second moments, 0 where there is none."""
-        found = []
-        for square in group.slots[1]:
-            h = (square / (1 - self.betas[1] ** self.freeze if self.freeze else 1.0)).sqrt()
-            least = self.floor * h.square().mean().sqrt() if h.numel() else 0.0
-            found.append(torch.where(h > 0, 1 / (h.clamp(min=least) + self.eps), torch.zeros_like(h)))
-        return found

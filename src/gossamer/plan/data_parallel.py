@@ -29,6 +29,7 @@ from gossamer.sync import Loop
 from gossamer.wire.message import Levels
 
 _PER_STAGE = 4  # micro-batches
+_RULE = "train.optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,13 @@ def _loop(config: RunConfig, mesh: Mesh) -> Loop | None:
             do="leave plan.mesh.pipe at 1, or plan.sync at every_step",
             key="plan.sync",
         )
+    if loop is not None and loop.apart(0) and not optim.build(config.train.optimizer, key=_RULE).begins_apart:
+        raise bad_input(
+            wanted="first steps in which all gradients meet, as in others this rule's second moment stays as it is",
+            got=f"plan.sync {told(config.plan.sync)}",
+            do="give plan.sync a start, of a tenth of the run, say",
+            key=_RULE,
+        )
     return loop
 
 
@@ -219,7 +227,7 @@ def _check_states(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
     if config.plan.adapt != "none":
         got = f"plan.adapt {told(config.plan.adapt)}, which measures whole mean gradients"
         raise bad_input(wanted="no policy, where a rank knows the mean of its own rows alone", got=got, do=do, key=key)
-    if not optim.build(config.train.optimizer, key="train.optimizer").by_element:
+    if not optim.build(config.train.optimizer, key=_RULE).by_element:
         raise bad_input(
             wanted="a rule that moves each number by itself, such as adamw, as no rank sees a whole parameter",
             got=f"train.optimizer {told(config.train.optimizer)}",

@@ -227,7 +227,8 @@ class Trainer:
         self.replica.commit()
         made = self.feed.made(step)
         updates = made - self.progress.rejected  # rejected steps moved nothing, and count for no bias correction
-        self.states.update(self.replica.gradients(), lr_scale=lr, step=updates)
+        apart = self.sync.level(step) != "all"
+        self.states.update(self.replica.gradients(), lr_scale=lr, step=updates, apart=apart)
         began = time.perf_counter()
         self.states.gather(self.replica.layouts, self.pump, key=(self.goal.seed, step))
         self.replica.timing.exposed_s += time.perf_counter() - began
@@ -237,7 +238,9 @@ class Trainer:
         """Islands that train apart come together, where it is time."""
         done, last = self.progress.step, self.progress.step == self.goal.steps
         self.at(done, "meet")
-        self.apart.after(Moved(done, lr * self.rule.lr, samples, self.goal.seed, last=last, made=made))
+        moved = Moved(done, lr * self.rule.lr, samples, self.goal.seed, last=last, made=made)
+        for landed in self.apart.after(moved):
+            self.states.meet(landed.moved, rates=landed.rates)
         self.replica.timing.exposed_s += self.apart.exposed_s  # and what a checkpoint waited for since the last step
         self.apart.exposed_s = 0.0
 

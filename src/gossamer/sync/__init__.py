@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from gossamer.spec.room import Room
-from gossamer.sync._apart import Apart, Moved, exchanges_of_round, traffic_of_round
+from gossamer.sync._apart import Apart, Landed, Moved, exchanges_of_round, traffic_of_round
 from gossamer.sync._loop import Loop
 from gossamer.sync._pace import Pace, by_speed
 from gossamer.sync._replica import Agreement, Replica, Vote, Window, buckets_of
@@ -22,6 +22,7 @@ __all__ = [
     "Agreement",
     "Apart",
     "Heard",
+    "Landed",
     "Loop",
     "Moved",
     "Pace",
@@ -53,7 +54,7 @@ class Sync(ABC):
 
     def level(self, done: int) -> str:
         """Whose gradients meet in the step after `done` others: `all`, or those of an `island`."""
-        return "all" if self.loop is None or done < self.loop.start else "island"
+        return "island" if self.loop is not None and self.loop.apart(done) else "all"
 
 
 ROOM: Room[Sync] = Room(__name__, Sync)

@@ -51,6 +51,16 @@ class Moved:
     made: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What has come of a round: what the parameters of a fragment have moved by in the mean, and the sum of the rates
+    of its steps, 0 where nobody has moved. The same on all ranks; what is not finite counts for nothing.
+    """
+
+    moved: Mapping[str, Tensor]
+    rates: float
+
+
 @dataclass(slots=True)
 class Apart:
     """One rank's end of the outer loop. Where there is no loop it holds nothing, and every call does nothing.
@@ -112,15 +122,17 @@ class Apart:
         return sum(found) / len(found)
 
     @torch.no_grad()
-    def after(self, moved: Moved) -> None:
-        """A training step of this island has ended, with an update or without: then at rate 0, of no samples."""
+    def after(self, moved: Moved) -> list[Landed]:
+        """A training step of this island has ended, with an update or without: then at rate 0, of no samples. The
+        rounds that have ended with it.
+        """
         loop = self.loop
         if loop is None:
-            return
-        if moved.done <= loop.start:
-            if moved.done == loop.start or moved.last:
+            return []
+        if not loop.apart(moved.done - 1):
+            if loop.apart(moved.done) or moved.last:
                 self.anchor_here()
-            return
+            return []
         for fragment in self.fragments:
             fragment.steps, fragment.made = fragment.steps + 1, fragment.made + moved.made
             fragment.rates, fragment.samples = fragment.rates + moved.rate, fragment.samples + moved.samples
@@ -128,15 +140,17 @@ class Apart:
             self._meet_at_once(moved)
         landing = [f for f in self.fragments if f.flight and (moved.last or moved.done - f.flight.since >= loop.delay)]
         leaving = [f for i, f in enumerate(self.fragments) if loop.sends(i, moved.done) or (moved.last and f.steps)]
+        landed: list[Landed] = []
         if not loop.returns:
-            self._land(landing, final=False)  # in the last step they leave once more
+            landed += self._land(landing, final=False)  # in the last step they leave once more
         gone = [self._displacement(f) for f in leaving]
         if loop.returns:  # what lands now was sent a round ago, and the island starts again from where it leads
-            self._land(landing, final=moved.last)
+            landed += self._land(landing, final=moved.last)
             self._return(leaving)
-        self._launch(leaving, gone, moved)
+        landed += self._launch(leaving, gone, moved)
         if moved.last or not loop.delay:
-            self._land([f for f in leaving if f.flight], final=moved.last)
+            landed += self._land([f for f in leaving if f.flight], final=moved.last)
+        return landed
 
     def _displacement(self, fragment: Fragment) -> list[Tensor]:
         gone = []
@@ -147,10 +161,13 @@ class Apart:
             gone.append(flat)
         return gone
 
-    def _launch(self, leaving: Sequence[Fragment], gone: Sequence[list[Tensor]], moved: Moved) -> None:
-        """Who takes part is gathered first: an island whose displacement is not finite is left out, and all know."""
+    def _launch(self, leaving: Sequence[Fragment], gone: Sequence[list[Tensor]], moved: Moved) -> list[Landed]:
+        """Who takes part is gathered first: an island whose displacement is not finite is left out, and all know. What
+        has ended with that is where nobody's is.
+        """
         if not leaving:
-            return
+            return []
+        ended = []
         sound = [all(math.isfinite(d.sum().item()) for d in flats) for flats in gone]
         row: list[float] = []
         for fragment, ok in zip(leaving, sound, strict=True):
@@ -162,6 +179,7 @@ class Apart:
             fragment.steps, fragment.made, fragment.rates, fragment.samples = 0, 0, 0.0, 0.0
             if weights is None:  # nobody has anything to say: back to where all were
                 self._return([fragment])
+                ended.append(_landed(fragment, [torch.zeros_like(flat) for flat in flats], 0.0))
                 continue
             rates, steps = (float((weights * of).sum()) for of in gone_by)
             number = self.fragments.index(fragment)
@@ -175,6 +193,7 @@ class Apart:
             fragment.rounds, fragment.flight = fragment.rounds + 1, flight
             here = Round(*self._here, weights, at.key[:2], 1.0, self._loop.keeps)
             self._exchange(fragment, flight, flats, here, final=moved.last)
+        return ended
 
     def _exchange(self, fragment: Fragment, flight: Flight, flats: list[Tensor], at: Round, *, final: bool) -> None:
         if len(at.levels.groups["island"]) == 1:  # one island has nobody to meet
@@ -197,8 +216,9 @@ class Apart:
             step.submit(index, sent_at(exchange.run(Bucket(part.layout, flat), state, at), late))
         return step
 
-    def _land(self, landing: Sequence[Fragment], *, final: bool) -> None:
+    def _land(self, landing: Sequence[Fragment], *, final: bool) -> list[Landed]:
         """Move the anchors by what has come; in the end nothing of an island's own is left."""
+        landed = []
         for fragment in landing:
             flight, fragment.flight = fragment.flight, None
             assert flight is not None
@@ -214,6 +234,9 @@ class Apart:
             losses = [o.lost if keeps_own else None for o in outcomes]
             carried = self._moved_since(fragment, flight) if keeps_own and flight.left else ()
             self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0, carried)
+            came = means if arrived else [torch.zeros_like(mean) for mean in means]
+            landed.append(_landed(fragment, came, flight.at.rates))
+        return landed
 
     def _moved_since(self, fragment: Fragment, flight: Flight) -> Sequence[Tensor]:
         """How far the island has gone since its displacement was sent."""
@@ -301,7 +324,7 @@ class Apart:
     @contextmanager
     def agreed(self, done: int) -> Iterator[None]:
         """With the parameters as all islands know them, the anchor, in place of this one's own."""
-        if self.loop is None or done <= self.loop.start:
+        if self.loop is None or not self.loop.apart(done - 1):
             yield
             return
         with torch.no_grad():
@@ -318,7 +341,7 @@ class Apart:
 
     def settle(self, done: int) -> None:
         """Before a checkpoint after `done` steps: what is under way is waited for, and lands when its time has come."""
-        if self.loop is not None and done <= self.loop.start:
+        if self.loop is not None and not self.loop.apart(done - 1):
             self.anchor_here()
         for fragment in self.fragments:
             if fragment.flight is not None:
@@ -405,6 +428,11 @@ def traffic_of_round(
             if loop.each is not None:
                 found += among_all(loop.each, levels, keeps=True).traffic(layout, levels, rank) * loop.cycle
     return tuple(found)
+
+
+def _landed(fragment: Fragment, flats: Sequence[Tensor], rates: float) -> Landed:
+    pairs = zip(fragment.parts, flats, strict=True)
+    return Landed({name: view for part, flat in pairs for name, view in part.views(flat)}, rates)
 
 
 def exchanges_of_round(

@@ -27,6 +27,11 @@ class Loop:
     carries:   whether an island takes with it what it moved while the exchange was under way: from the moved anchor it
                goes on as far as it had gone since it sent its displacement. Else those steps are lost but for the mix.
     start:     how many steps all gradients meet at first, before the islands part.
+    spaced:    that they do so only in each of the first `spaced` of these steps, then in every second until there were
+               as many again, in every fourth, and so on: an island's step between two of them is a round of its own.
+               0: in all of them.
+    doubles:   that rounds are of one step when the islands part, and of twice as many after every `doubles` steps,
+               until they are of `every`. 0: of `every` at once.
     returns:   whether an island goes back to the anchor when it has sent its displacement, as in CO2, where the one it
                gets at that time is the displacement of the round before.
     keeps:     whether what an exchange lost of an island's displacement stays in its parameters (error reset).
@@ -46,6 +51,8 @@ class Loop:
     mix: float = 0.0
     carries: bool = False
     start: int = 0
+    spaced: int = 0
+    doubles: int = 0
     returns: bool = False
     keeps: bool = False
     full: int = 0
@@ -63,10 +70,23 @@ class Loop:
         _demand(0 <= self.mix <= 1, "mix", "a part from 0 to 1", self.mix, "0 takes the common parameters alone")
         _demand(self.full >= 0, "full", "a number of rounds from 0 on", self.full, "0 meets in full in the end alone")
         _demand(self.start >= 0, "start", "a number of steps from 0 on", self.start, "0 parts the islands at once")
+        do = "0 lets all gradients meet in all steps before start"
+        _demand(self.spaced >= 0, "spaced", "a number of steps from 0 on", self.spaced, do)
+        _demand(self.doubles >= 0, "doubles", "a number of steps from 0 on", self.doubles, "0 does not let rounds grow")
+        whole = self.fragments == 1 and not self.delay
+        do = "rounds of one step are of the whole model, without delay"
+        _demand(whole or not self.spaced + self.doubles, "fragments", "one fragment", self.fragments, do)
         if self.steps and self.steps != "auto" and (min(self.steps) < 1 or max(self.steps) != self.every):
             wanted = f"1 to {self.every} steps, and of one island {self.every} (every)"
             do = "the fastest makes all steps of a round"
             raise bad_input(wanted=wanted, got=str(list(self.steps)), do=do, key="steps")
+
+    def apart(self, done: int) -> bool:
+        """Whether islands go their own ways in the step after `done` others; not before the first one."""
+        if done >= self.start or done < 0 or not self.spaced:
+            return done >= self.start
+        distance = 1 << (done // self.spaced + 1).bit_length() - 1  # of the steps in which all meet, here
+        return (done - self.spaced * (distance - 1)) % distance > 0
 
     def steps_of(self, islands: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """By island. Raises BadInput where `steps` are those of other islands."""
@@ -99,8 +119,22 @@ class Loop:
 
     def sends(self, fragment: int, done: int) -> bool:
         """Whether a fragment's displacement goes out after `done` steps."""
-        since = done - self.start - (fragment * self.every) // self.fragments
-        return done > self.start and since >= 0 and since % self.every == 0
+        if done <= self.start:
+            return self.apart(done - 1)
+        period = self._period(done)
+        since = done - self.start - (fragment * period) // self.fragments
+        return since >= 0 and since % period == 0
+
+    @property
+    def steady(self) -> int:
+        """How many steps there are before the islands part and all rounds are of `every` steps."""
+        return self.start + self.doubles * (self.every - 1).bit_length()
+
+    def _period(self, done: int) -> int:
+        """That of a round that ends after `done` steps, more than `start`."""
+        if not self.doubles:
+            return self.every
+        return min(self.every, 1 << min((done - self.start - 1) // self.doubles, self.every.bit_length()))
 
 
 def _demand(holds: bool, key: str, wanted: str, got: float, do: str) -> None:
