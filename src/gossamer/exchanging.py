@@ -97,7 +97,7 @@ class Exchanger:
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
         elif asks_for_islands(self.plan.exchange) and not self.plan.islands:
             self._learn(probe(self.pump.channel))
-        self._watch.active = automatic and hosts > 1 and loop is None
+        self._watch.active = automatic and hosts > 1 and sync.build(self.plan.sync, key="plan.sync").is_plain
         self._watch.rate(self.pump)  # what has passed so far was no training
         return self.plan
 

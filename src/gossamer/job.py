@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gossamer import __version__
+from gossamer import __version__, sync
 from gossamer.adapting import Adapting, asking
 from gossamer.bordering import with_borders
 from gossamer.exchanging import Exchanger, levels_of
@@ -116,6 +116,8 @@ def run_job(job: Job) -> dict[str, Any]:
             adapting.begin(trainer.replica)
         if job.resume:
             saver.resume(pump.channel, job.resume_step)
+        if told := trainer.begin(again=job.resume):
+            exchanger.tell(told, trainer.progress.step)
         sink(_start(job, trainer))
         return _train(trainer, saver, sink, began)
     finally:
@@ -225,7 +227,10 @@ def _in_words(plan: Plan) -> str:
     """The exchanges of a plan, without the parameters they are for."""
     written = plan.exchange if isinstance(plan.exchange, list) else [("", "", plan.exchange)]
     said = " and ".join(dict.fromkeys(told(one) for _, _, one in written))
-    return said if plan.sync == "every_step" else f"{told(plan.sync)} between islands, in them {said}"
+    method = sync.build(plan.sync)
+    if method.is_plain:
+        return said
+    return told(plan.sync) if method.loop is None else f"{told(plan.sync)} between islands, in them {said}"
 
 
 def _forget(record: records.Record) -> None:

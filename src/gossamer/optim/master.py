@@ -37,6 +37,10 @@ class Master(Rule):
         return self.inner.by_element
 
     @property
+    def is_plain(self) -> bool:
+        return self.inner.is_plain
+
+    @property
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "master")
 

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gossamer import compress, memory
-from gossamer.plan._price import Shapes, gather_bytes, gradient_buckets, round_bytes, step_bytes
+from gossamer.plan._price import Shapes, gather_bytes, gradient_buckets, probe_bytes, round_bytes, step_bytes
 from gossamer.plan._stages import Border, Staged, price_of_stages
 from gossamer.spec.choice import Exchanges, Written
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.plan import Plan
 from gossamer.spec.room import Room
-from gossamer.sync import Loop
+from gossamer.sync import Loop, Probe
 from gossamer.wire.message import Levels
 
 
@@ -70,13 +70,29 @@ def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
     return _cost(links, levels)
 
 
+def price_probed(probe: Probe, levels: Levels) -> Cost:
+    """The bytes of a step that losses alone decide."""
+    return _cost(probe_bytes(probe, levels), levels)
+
+
 def _cost(links: Mapping[str, int], levels: Levels) -> Cost:
     ranks = sorted(r for group in levels.groups["all"] for r in group)
     sent = tuple(sum(n for link, n in links.items() if link.startswith(f"{r}>")) for r in ranks)
     return Cost(wire_bytes=dict(links), sent_bytes=sent)
 
 
-__all__ = ["Border", "Planner", "Request", "Staged", "build", "names", "price_apart", "price_of", "price_of_stages"]
+__all__ = [
+    "Border",
+    "Planner",
+    "Request",
+    "Staged",
+    "build",
+    "names",
+    "price_apart",
+    "price_of",
+    "price_of_stages",
+    "price_probed",
+]
 ROOM: Room[Planner] = Room(__name__, Planner)
 names = ROOM.names
 build = ROOM.build

@@ -10,7 +10,7 @@ import torch
 from gossamer.compress import Exchange
 from gossamer.compress.codec import Codec
 from gossamer.memory import gather_traffic
-from gossamer.sync import Loop, buckets_of, traffic_of_round
+from gossamer.sync import Loop, Probe, buckets_of, traffic_of_round
 from gossamer.wire.bucket import Layout
 from gossamer.wire.channel.priced import Priced
 from gossamer.wire.message import Combine, Levels, Traffic
@@ -57,6 +57,11 @@ def round_bytes(
     return by_link(
         levels, lambda rank: traffic_of_round(loop, params, levels, rank, units=units, bucket_bytes=bucket_bytes)
     )
+
+
+def probe_bytes(probe: Probe, levels: Levels) -> dict[str, int]:
+    """Payload bytes per link of a step that losses alone decide."""
+    return by_link(levels, lambda rank: (*agreement(levels), probe.traffic(levels)))
 
 
 def by_link(levels: Levels, sent: Callable[[int], Iterable[Traffic]]) -> dict[str, int]:

@@ -18,17 +18,18 @@ from dataclasses import dataclass
 
 from gossamer import memory, optim, sync
 from gossamer.data import share_rows
-from gossamer.plan import Planner, Request, adapt, price_apart, price_of
+from gossamer.plan import Planner, Request, adapt, price_apart, price_of, price_probed
 from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_of
 from gossamer.spec.choice import Exchanges, Written, told
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Mesh, Plan
-from gossamer.sync import Loop
+from gossamer.sync import Sync
 from gossamer.wire.message import Levels
 
 _PER_STAGE = 4  # micro-batches
+_EVERY_STEP = "every_step"  # what auto stands for
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,11 @@ class DataParallel(Planner):
         reasons["share"] = "given" if config.plan.share != "auto" else f"equal parts for {whose}"
         rows = (config.train.batch,) if stages else share_rows(config.train.batch, share)
         pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe, stages)
-        loop = _loop(config, mesh)
-        exchange, reasons["exchange"] = _exchange(config, mesh, loop)
-        _check_adapt(config, mesh, loop)
-        _check_states(config, mesh, loop)
+        method = _sync(config, mesh)
+        exchange, reasons["exchange"] = _exchange(config, mesh, method)
+        _check_adapt(config, mesh, method)
+        _check_states(config, mesh, method)
+        _check_probe(config, method)
         if request.units:
             reasons["units"] = (
                 "given" if config.plan.units != "auto" else "the repeated blocks, and what else owns parameters"
@@ -66,7 +68,7 @@ class DataParallel(Planner):
             exchange=exchange,
             islands=_islands(config, request.ranks),
             states=config.plan.states,
-            sync="every_step" if config.plan.sync == "auto" else config.plan.sync,
+            sync=_EVERY_STEP if config.plan.sync == "auto" else config.plan.sync,
             backend="nccl" if request.device == "cuda" else "gloo",
             reasons=reasons,
         )
@@ -123,20 +125,30 @@ def _mesh(asked: MeshSection, ranks: int) -> Mesh:
     return Mesh(replica=ranks // stages, pipe=stages)
 
 
-def _loop(config: RunConfig, mesh: Mesh) -> Loop | None:
-    """The outer loop that is asked for. Raises BadInput where it cannot serve."""
-    loop = None if config.plan.sync == "auto" else sync.build(config.plan.sync, key="plan.sync").loop
-    if loop is not None and mesh.pipe > 1:
+def _sync(config: RunConfig, mesh: Mesh) -> Sync:
+    """When replicas exchange what. Raises BadInput where that cannot be."""
+    method = sync.build(_EVERY_STEP if config.plan.sync == "auto" else config.plan.sync, key="plan.sync")
+    if not method.is_plain and mesh.pipe > 1:
+        where = "islands train apart" if method.loop is not None else "losses alone decide"
         raise bad_input(
-            wanted="every process to hold the whole model, where islands train apart",
+            wanted=f"every process to hold the whole model, where {where}",
             got=f"a model in {mesh.pipe} stages",
             do="leave plan.mesh.pipe at 1, or plan.sync at every_step",
             key="plan.sync",
         )
-    return loop
+    return method
 
 
-def _exchange(config: RunConfig, mesh: Mesh, loop: Loop | None) -> tuple[Exchanges, str]:
+def _exchange(config: RunConfig, mesh: Mesh, method: Sync) -> tuple[Exchanges, str]:
+    if method.probe is not None:
+        if config.plan.exchange not in ("auto", "dense"):
+            raise bad_input(
+                wanted="no exchange of gradients, where losses alone decide",
+                got=told(config.plan.exchange) if not isinstance(config.plan.exchange, list) else "a list of them",
+                do="leave plan.exchange at auto",
+                key="plan.exchange",
+            )
+        return "dense", "no gradient is exchanged"
     if config.plan.exchange != "auto":
         if config.train.clip and '"momentum"' in json.dumps(config.plan.exchange):
             raise bad_input(
@@ -146,7 +158,7 @@ def _exchange(config: RunConfig, mesh: Mesh, loop: Loop | None) -> tuple[Exchang
                 key="plan.exchange",
             )
         return config.plan.exchange, "given"
-    if loop is not None:
+    if method.loop is not None:
         return "dense", "all-reduce of the gradients of an island; what goes between islands is plan.sync's"
     if mesh.pipe > 1:
         return "dense", "all-reduce: of a model in stages only what is given is compressed"
@@ -173,10 +185,10 @@ def _boundary(config: RunConfig, mesh: Mesh) -> Written | tuple[Written, ...]:
     return tuple(asked)
 
 
-def _check_adapt(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
+def _check_adapt(config: RunConfig, mesh: Mesh, method: Sync) -> None:
     if config.plan.adapt == "none":
         return
-    if loop is not None:
+    if not method.is_plain:
         raise bad_input(
             wanted="gradients that all ranks exchange at every step, which is what a policy adapts",
             got=f"plan.sync {told(config.plan.sync)}",
@@ -192,11 +204,11 @@ def _check_adapt(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
         )
 
 
-def _check_states(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
+def _check_states(config: RunConfig, mesh: Mesh, method: Sync) -> None:
     if not memory.build(config.plan.states, key="plan.states").is_sharded:
         return
     key, do = "plan.states", "leave plan.states at whole"
-    if mesh.pipe > 1 or loop is not None:
+    if mesh.pipe > 1 or not method.is_plain:
         got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
         raise bad_input(wanted="whole replicas that meet at every step, for sharded states", got=got, do=do, key=key)
     if config.plan.adapt != "none":
@@ -208,6 +220,26 @@ def _check_states(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
             got=f"train.optimizer {told(config.train.optimizer)}",
             do=do,
             key=key,
+        )
+
+
+def _check_probe(config: RunConfig, method: Sync) -> None:
+    if method.probe is None:
+        return
+    if not optim.build(config.train.optimizer, key="train.optimizer").is_plain:
+        raise bad_input(
+            wanted="sgd without momentum or weight decay, where losses alone decide: all that moves the parameters is "
+            "then what the ranks have told each other",
+            got=told(config.train.optimizer),
+            do="set train.optimizer to {sgd: {lr: 1e-4}}; rates are much smaller than for gradients",
+            key="train.optimizer",
+        )
+    if config.train.precision == "fp16":
+        raise bad_input(
+            wanted="fp32 or bf16, where there is no backward pass whose loss could be scaled",
+            got="fp16",
+            do="set train.precision to fp32: the differences of losses are small",
+            key="train.precision",
         )
 
 
@@ -244,8 +276,10 @@ def _forecast(plan: Plan, request: Request) -> Cost:
         return Cost()  # which parameters lie on which rank is known when the cuts are
     written = "dense" if plan.exchange == "auto" else plan.exchange  # a choice to come sends no more
     levels = Levels.flat(plan.mesh.replica)
-    loop = sync.build(plan.sync, key="plan.sync").loop
-    if loop is None:
+    method = sync.build(plan.sync, key="plan.sync")
+    if method.probe is not None:
+        return price_probed(method.probe, levels)
+    if method.loop is None:
         return price_of(written, request.shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
     levels = Levels.islands(plan.islands or [[rank] for rank in range(plan.ranks)])
-    return price_apart(loop, plan, request.shapes, levels)
+    return price_apart(method.loop, plan, request.shapes, levels)

@@ -26,9 +26,12 @@ from gossamer.pipeline.planned import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.tied import Tied, holders_of
 from gossamer.run.batches import Batches, Feed
+from gossamer.run.by_losses import ByLosses
 from gossamer.run.checkpoint import Contents, trainable
 from gossamer.run.cut import Cut, CutPiece, Forward
+from gossamer.run.descent import ByGradients, Descent
 from gossamer.run.forward import Pipeline
+from gossamer.run.heard import HeardLog
 from gossamer.run.policy import NonFinite
 from gossamer.run.sampling import Logits, Sampler
 from gossamer.run.saver import Saver
@@ -144,7 +147,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     )
     together = sync.build(plan.sync, key="plan.sync")
     replica = sync.Replica(
-        params,
+        params if together.probe is None else {},  # without gradients there is nothing to exchange
         exchange,
         pump,
         bucket_bytes=plan.bucket_bytes,
@@ -153,27 +156,50 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         owned=states.own if states.is_sharded else None,
     )
     scaling = Scaling.of(engine.precision)
+    truth = {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()}
     apart = sync.Apart.of(
         together.loop,
         params,
-        {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()},
+        truth,
         replica,
         around.beside,
         units=parts.units,
         bucket_bytes=plan.bucket_bytes,
     )
     around.saver.contents = Contents(module, states, replica, scaling, apart, parts.cut)
-    return Trainer(
-        engine=engine,
-        pieces=_pieces(parts, engine),
+    pieces = _pieces(parts, engine)
+    descent: Descent = ByGradients(
+        pieces=pieces,
         pipeline=pipeline,
         tied=tied,
         pump=pump,
+        replica=replica,
+        states=states,
+        clip=config.train.clip,
+        at=around.at,
+    )
+    if together.probe is not None:
+        descent = ByLosses(
+            probing=sync.Probing(together.probe, params, truth, replica, config.train.seed),
+            module=module,
+            pieces=pieces,
+            pipeline=pipeline,
+            pump=pump,
+            rate=rule.lr,
+            clip=config.train.clip,
+            log=HeardLog(around.saver.directory, is_writer=around.saver.writer == 0),
+            at=around.at,
+        )
+    return Trainer(
+        engine=engine,
+        pieces=pieces,
+        pipeline=pipeline,
+        pump=pump,
         sync=together,
         replica=replica,
+        descent=descent,
         apart=apart,
         rule=rule,
-        states=states,
         sharding=sharding,
         rate=rate.build(config.train.schedule, key="train.schedule"),
         feed=Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches),
@@ -182,7 +208,6 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         params=params,
         goal=Goal(
             steps=config.train.steps,
-            clip=config.train.clip,
             evaluate_every=config.train.evaluate_every,
             evaluate_sequences=config.train.evaluate_sequences,
             checkpoint_every=config.train.checkpoint_every,

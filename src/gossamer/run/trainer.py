@@ -1,4 +1,4 @@
-"""The trainer: fetch, play, exchange, agree, update, record. No line asks which parallelism is on."""
+"""The trainer: fetch, attempt, agree, commit, record. No line asks which parallelism is on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,23 +15,19 @@ import torch
 from torch import Tensor
 
 from gossamer.compress import Exchange
-from gossamer.memory import Sharding, States
-from gossamer.ops.norm import scale_
+from gossamer.memory import Sharding
 from gossamer.optim import Rule
 from gossamer.optim.rate import Rate
-from gossamer.pipeline.player import play
-from gossamer.pipeline.rank import RankWorld
-from gossamer.pipeline.tied import Tied
 from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
-from gossamer.run.forward import Pipeline, run_forward, transfers_of
+from gossamer.run.descent import At, Attempt, Descent, Task
+from gossamer.run.forward import Pipeline, run_forward
 from gossamer.run.policy import NonFinite, Verdict
 from gossamer.run.sampling import Sampler
 from gossamer.run.scaling import Scaling
-from gossamer.run.stage import Engine, Piece, StepWork
+from gossamer.run.stage import Engine, Piece
 from gossamer.spec import records
-from gossamer.spec.action import Op
 from gossamer.spec.errors import Interrupted, StepRejected
-from gossamer.sync import Agreement, Apart, Moved, Replica, Sync, Vote, Window
+from gossamer.sync import Agreement, Apart, Moved, Replica, Sync, Window
 from gossamer.wire.pump import Pump
 
 Sink = Callable[[records.Record], None]
@@ -42,7 +38,6 @@ class Goal:
     """What a run is to do."""
 
     steps: int
-    clip: float
     evaluate_every: int
     evaluate_sequences: int
     checkpoint_every: int
@@ -72,13 +67,12 @@ class Trainer:
     engine: Engine
     pieces: Mapping[int, Piece]  # the stages of the model that this rank holds
     pipeline: Pipeline
-    tied: Tied
     pump: Pump
     sync: Sync
     replica: Replica
+    descent: Descent
     apart: Apart
     rule: Rule
-    states: States
     sharding: Sharding
     rate: Rate
     feed: Feed
@@ -89,12 +83,22 @@ class Trainer:
     policy: NonFinite
     scaling: Scaling
     sink: Sink
-    at: Callable[[int, str], None]  # tells the supervisor where this rank is: (step, phase)
+    at: At  # tells the supervisor where this rank is: (step, phase)
     save: Callable[[Progress, bool], None]  # the flag: nothing comes after it
     settle: Callable[[], None]  # tells what became of earlier saves
     asked_to_stop: Callable[[], bool]
     replan: Callable[[int], Replan | None]  # asked at every step's border; the same answer on all ranks
     progress: Progress = field(default_factory=Progress)
+
+    def begin(self, *, again: bool) -> str:
+        """Before the first step of this process. Where the run goes on, `again`, steps that a checkpoint missed are
+        taken again from what was kept of them, if it was; what to tell the user about it, if anything.
+        """
+        done = self.progress.step
+        known = self.descent.begin(done, self.goal.steps if again else done)
+        self.progress.step += known.steps
+        self.progress.rejected += known.rejected
+        return f"took steps {done + 1} to {done + known.steps} again, from what was kept of them" if known.steps else ""
 
     def run(self) -> None:
         """Train to the goal. Raises Interrupted after saving when asked to stop, StepRejected by policy."""
@@ -108,6 +112,7 @@ class Trainer:
             if stop or (goal.checkpoint_every and step % goal.checkpoint_every == 0) or step == goal.steps:
                 self.at(step, "save")
                 self.apart.settle(step)
+                self.descent.settle(step)
                 self.save(progress, stop or step == goal.steps)
                 saved = step
             if stop and step < goal.steps:
@@ -123,21 +128,22 @@ class Trainer:
             piece.rows.update(moved(piece.rows, self.engine.device))
         data_s = time.perf_counter() - began
         while True:
-            work, agreement = self._attempt(step, pieces)
+            task, attempt, agreement = self._attempt(step, pieces)
             verdict = self.policy.judge(agreement, self.scaling)
             if verdict is not Verdict.RETRY:
                 break
             self._tell("warning", step, f"{self._why(agreement)}: the step is tried again", agreement)
-        lr = self._factor(step)
         if verdict is Verdict.COMMIT:
-            self._update(step, lr, agreement)
+            self.at(step, "update")  # rejected steps moved nothing, and count for no bias correction
+            self.descent.commit(task, agreement, updates=step - self.progress.rejected)
+            self.scaling.committed()
         else:
-            self.replica.reject()
+            self.descent.reject(task)
             self.progress.rejected += 1
             self._tell("error", step, f"{self._why(agreement)}: the step was rejected, no parameter moved", agreement)
         self.progress.step += 1
-        self._meet(lr if verdict is Verdict.COMMIT else 0.0, sum(work.weights.values()))
-        self._record(step, agreement, verdict, lr, work, time.perf_counter() - began, data_s)
+        self._meet(task.window.lr if verdict is Verdict.COMMIT else 0.0, task.window.weight)
+        self._record(task, attempt, agreement, verdict, time.perf_counter() - began, data_s)
         self.settle()
         if verdict is Verdict.COMMIT and (changed := self.replan(self.progress.step)) is not None:
             exchange = {name: self.sharding.exchange(one) for name, one in changed.exchange.items()}
@@ -149,52 +155,20 @@ class Trainer:
             )
         return agreement.ask > 0
 
-    def _attempt(self, step: int, pieces: Mapping[int, MicroBatch]) -> tuple[StepWork, Agreement]:
-        scale, lr = self.scaling.factor, self._factor(step)
+    def _attempt(self, step: int, pieces: Mapping[int, MicroBatch]) -> tuple[Task, Attempt, Agreement]:
         weights = self._weights(pieces)
-        mine, together = sum(weights.values()), self.pipeline.together
-        window = Window(step, self.goal.seed, lr, mine, scale, together, self.sync.level(step))
+        together, level = self.pipeline.together, self.sync.level(step)
+        mine, scale = sum(weights.values()), self.scaling.factor
+        window = Window(step, self.goal.seed, self._factor(step), mine, scale, together, level)
         self.replica.timing.exposed_s = 0.0
         self.replica.begin(window)
-        work = StepWork(
-            pieces=self.pieces,
-            stages=self.pipeline.schedule.stages,
-            step=step,
-            microbatches=pieces,
-            weights=weights,
-            labels=self.replica.labels if together else lambda: mine,
-            scale=scale,
-            transfers=transfers_of(self.pump, self.pieces, self.pipeline, pieces, (self.goal.seed, step)),
-            recomputed=frozenset((a.stage, a.batch) for a in self.pipeline.row if a.op is Op.RECOMPUTE),
-            on_last_backward=self.replica.watch,
-            on_reduce=lambda: self._reduce(step),
-        )
-        self.replica.open(window)
-        self.at(step, "compute")
-        play(self.pipeline.schedule, RankWorld(self.pipeline.rank, work))
+        task = Task(window=window, pieces=pieces, weights=weights)
+        attempt = self.descent.attempt(task)
         self.at(step, "agree")
-        return work, self.replica.agree(Vote(work.loss(), int(self.asked_to_stop()), work.speaks))
+        return task, attempt, self.replica.agree(replace(attempt.vote, ask=int(self.asked_to_stop())))
 
     def _weights(self, pieces: Mapping[int, MicroBatch]) -> dict[int, float]:
         return {number: float(self.engine.objective.weight(piece.rows)) for number, piece in pieces.items()}
-
-    def _reduce(self, step: int) -> None:
-        self.at(step, "exchange")
-        self.replica.reduce()
-        self.tied.add(self.replica.gradients(), self.pump)
-
-    def _update(self, step: int, lr: float, agreement: Agreement) -> None:
-        self.at(step, "update")
-        clip = self.goal.clip
-        if clip and agreement.norm > clip:
-            scale_(self.replica.flats(), clip / (agreement.norm + 1e-6))
-        self.replica.commit()
-        updates = step - self.progress.rejected  # rejected steps moved nothing, and count for no bias correction
-        self.states.update(self.replica.gradients(), lr_scale=lr, step=updates)
-        began = time.perf_counter()
-        self.states.gather(self.replica.layouts, self.pump, key=(self.goal.seed, step))
-        self.replica.timing.exposed_s += time.perf_counter() - began
-        self.scaling.committed()
 
     def _meet(self, lr: float, samples: float) -> None:
         """Islands that train apart come together, where it is time."""
@@ -264,16 +238,10 @@ class Trainer:
         return sum(mean * weights[n] for n, mean in known.items()), sum(weights[n] for n in known)
 
     def _record(
-        self,
-        step: int,
-        agreement: Agreement,
-        verdict: Verdict,
-        lr: float,
-        work: StepWork,
-        step_s: float,
-        data_s: float,
+        self, task: Task, attempt: Attempt, agreement: Agreement, verdict: Verdict, step_s: float, data_s: float
     ) -> None:
-        mine = [next(iter(piece.rows.values())) for piece in work.microbatches.values()]
+        step = task.window.step
+        mine = [next(iter(piece.rows.values())) for piece in task.pieces.values()]
         tokens = sum(t.numel() for t in mine) * self.feed.plan.batch // sum(len(t) for t in mine)
         self.sink(
             records.Step(
@@ -283,10 +251,10 @@ class Trainer:
                 weight=agreement.weight,
                 tokens=tokens,
                 samples=self.feed.samples(step),
-                lr=lr * self.rule.lr,
+                lr=task.window.lr * self.rule.lr,
                 grad_norm=agreement.norm,
                 step_s=step_s,
-                compute_s=work.compute_s,
+                compute_s=attempt.compute_s,
                 exposed_s=self.replica.timing.exposed_s,
                 wire_bytes=self.replica.sent_bytes(),
                 peak_bytes=peak_bytes(),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +47,8 @@ class Vote:
     loss: float  # mean over this rank's valid labels
     ask: int = 0
     speaks: bool = True  # whether the loss is this rank's to know: of a model in stages, the last one's
+    squared: float | None = None  # its part of the norm's square, where the gradient lies in no bucket
+    beside: Tensor | None = None  # what else all ranks are to know, alike in shape and type
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Agreement:
     norm: float  # of the mean gradient, of all stages; where only an island's gradients meet, of this one's
     ask: int  # the largest request
     bad_ranks: tuple[int, ...]
+    beside: Tensor | None = None  # (ranks, *shape): what came with the votes
 
 
 @dataclass(slots=True)
@@ -185,7 +188,7 @@ class Replica:
         self._window, self._weights, self._watching = window, None, False
         self._sent_before, _ = self._pump.channel.meter.apart()
         self._weighing = self._pump.begin((1,))
-        self._weighing.submit(0, self._gather((window.weight,)))
+        self._weighing.submit(0, self._gather(torch.tensor((window.weight,), dtype=torch.float64)))
 
     def open(self, window: Window) -> None:
         """Zero the gradients and declare the step's jobs. Begins the step where nobody has."""
@@ -208,11 +211,11 @@ class Replica:
 
     def labels(self) -> float:
         """Valid labels of all ranks whose gradients meet, once the step has begun: waits for the last of them."""
-        return float(self._all_weights()[list(self.levels.group(self._window.level, self.rank))].sum())
+        return float(self.weights()[list(self.levels.group(self._window.level, self.rank))].sum())
 
     def shares(self, level: str = "all") -> Tensor:
         """(ranks,) float64: every rank's part of what its group at `level` has seen in this step, by valid labels."""
-        weights, members = self._all_weights(), list(self.levels.group(level, self.rank))
+        weights, members = self.weights(), list(self.levels.group(level, self.rank))
         total = weights[members].sum()
         return weights / total if total > 0 else torch.full_like(weights, 1 / len(members))
 
@@ -235,15 +238,16 @@ class Replica:
 
     def agree(self, vote: Vote) -> Agreement:
         """Exchange votes."""
-        weights = self._all_weights()
-        squared = self._norm_squared()
+        weights = self.weights()
+        squared = self._norm_squared() if vote.squared is None else vote.squared
         if not all(slot.finite for slot in self._slots):
             squared = math.nan
         # A rank without labels has a weight of zero, and 0 * nan would still poison the mean.
         spoken = float(weights[self.rank]) if vote.speaks else 0.0
         mine = [float(self._window.step), squared, vote.loss * spoken if spoken else 0.0, spoken, float(vote.ask)]
         began = time.perf_counter()
-        votes = self.gather(tuple(mine))  # (ranks, 5)
+        more = [] if vote.beside is None else [vote.beside]
+        votes, *beside = self._gathered([torch.tensor(mine, dtype=torch.float64), *more])  # (ranks, 5)
         self.timing.exposed_s += time.perf_counter() - began
         if not bool((votes[:, 0] == self._window.step).all()):
             steps = [int(s) for s in votes[:, 0].tolist()]
@@ -253,7 +257,7 @@ class Replica:
         if self._window.level != "all":  # or a model of its own
             groups = (self.levels.group(self._window.level, self.rank),)
         firsts = [group[0] for group in groups]
-        if self._owned is not None:  # each speaks for its own part
+        if self._owned is not None or vote.squared is not None:  # each speaks for its own part
             firsts = [rank for group in groups for rank in group]
         total = float(votes[:, 3].sum())
         return Agreement(
@@ -263,16 +267,22 @@ class Replica:
             norm=math.sqrt(float(votes[:, 1].max()) if bool(sick.any()) else float(votes[firsts, 1].sum())),
             ask=int(votes[:, 4].max()),
             bad_ranks=tuple(int(r) for r in torch.nonzero(sick).flatten()),
+            beside=beside[0] if beside else None,
         )
 
     def gather(self, row: tuple[float, ...]) -> Tensor:
         """Everybody's `row`, (ranks, len(row)) float64. All ranks must call it, and not between `open` and `reduce`."""
-        step = self._pump.begin((1,))
-        step.submit(0, self._gather(row))
-        return step.result(0).mean
+        return self._gathered([torch.tensor(row, dtype=torch.float64)])[0]
 
-    def _gather(self, row: tuple[float, ...]) -> Generator[Message, tuple[Tensor, ...], Outcome]:
-        (rows,) = yield Message((torch.tensor(row, dtype=torch.float64),), Combine.GATHER, self.levels.whole)
+    def _gathered(self, mine: Sequence[Tensor]) -> list[Tensor]:
+        """Each of them stacked over the ranks; all are on their way at once."""
+        step = self._pump.begin((1,) * len(mine))
+        for job, tensor in enumerate(mine):
+            step.submit(job, self._gather(tensor))
+        return [step.result(job).mean for job in range(len(mine))]
+
+    def _gather(self, mine: Tensor) -> Generator[Message, tuple[Tensor, ...], Outcome]:
+        (rows,) = yield Message((mine,), Combine.GATHER, self.levels.whole)
         return Outcome(rows, None, State())
 
     def _norm_squared(self) -> float:
@@ -355,7 +365,8 @@ class Replica:
         method = slot.exchange.run(slot.bucket, slot.state, at)
         self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))
 
-    def _all_weights(self) -> Tensor:
+    def weights(self) -> Tensor:
+        """(ranks,) float64: every rank's valid labels, once the step has begun."""
         if self._weights is None:
             began = time.perf_counter()
             self._weights = self._weighing.result(0).mean.flatten()  # (ranks,)
