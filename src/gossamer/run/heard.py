@@ -7,6 +7,7 @@ has an old checkpoint, or the model that the run began with, needs some hundred 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from gossamer.store.lines import Lines
 from gossamer.sync import Heard, Mark, parsed
 
 NAME = "bytes.log"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -38,12 +40,15 @@ class Past:
             at += 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeardLog:
-    """The log in `directory`. One rank of those that see it writes: `is_writer`."""
+    """The log in `directory`. One rank of those that see it writes: `is_writer`. A disk that does not take it is told
+    once and does not stop the run.
+    """
 
     directory: Path
     is_writer: bool
+    _told: bool = False
 
     @property
     def lines(self) -> Lines:
@@ -51,8 +56,14 @@ class HeardLog:
 
     def tell(self, said: Heard | Mark) -> None:
         """Append it. Marks are forced to the disk."""
-        if self.is_writer:
+        if not self.is_writer:
+            return
+        try:
             self.lines.append(said.line(), durable=isinstance(said, Mark))
+        except OSError as error:
+            if not self._told:
+                _log.warning("%s cannot be written (%s): the run goes on", self.lines.path, error.strerror)
+            self._told = True
 
     def past(self) -> Past:
         """What it says. Behind a line that is damaged, or does not follow from the one before, nothing counts until a

@@ -39,9 +39,10 @@ class Probing:
     seed: int
 
     @torch.no_grad()
-    def look(self, step: int, loss: Callable[[], float]) -> Found:
-        """The slopes in this step's directions; all ranks call it. `loss`: mean over this rank's rows, where the
-        parameters are now; nan where there are none.
+    def look(self, step: int, loss: Callable[[], float]) -> Vote:
+        """The slopes in this rank's directions of a step, and the mean of its losses. `loss`: mean over its rows, where
+        the parameters are now; 0 where there are none. As its part of the gradient's squared norm a rank gives the mean
+        square of its slopes, whose expectation that is.
         """
         count, losses, mine = self.probe.samples, [], []
         first = count * self.replica.rank
