@@ -12,7 +12,7 @@ from torch import nn
 from gossamer.model.cut.again import Buffers, buffers_of, in_place_of
 from gossamer.run.descent import At, Attempt, Descent, Replay, Task
 from gossamer.run.forward import Pipeline, run_forward
-from gossamer.run.heard import HeardLog
+from gossamer.run.heard import NAME, HeardLog
 from gossamer.run.stage import Piece
 from gossamer.sync import Agreement, Heard, Probing
 from gossamer.wire.pump import Pump
@@ -79,13 +79,17 @@ class ByLosses(Descent):
 
     def begin(self, done: int, until: int) -> Replay:
         past, mark = self.log.past(), self.probing.mark(done)
+        is_other = until > done and past.is_elsewhere(mark)
         ahead = sum(1 for _ in past.after(mark, until))
         steps = list(past.after(mark, done + int(self.probing.replica.gather((float(ahead),)).min())))
         for heard in steps:
             self.at(heard.step, "replay")
             self.probing.take(heard)
         self.log.tell(self.probing.agreed(self.probing.mark(done + len(steps), begins=True)))
-        return Replay(len(steps), sum(not heard.codes for heard in steps))
+        told = f"took steps {done + 1} to {done + len(steps)} again, from what was kept of them" if steps else ""
+        if is_other:
+            told = f"{NAME} leads on from other parameters after step {done} than these: its steps are not taken again"
+        return Replay(len(steps), sum(not heard.codes for heard in steps), told)
 
     def settle(self, done: int) -> None:
         self.log.tell(self.probing.agreed(self.probing.mark(done)))

@@ -44,10 +44,13 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Steps that were taken again, out of what was kept of them: how many, and how many of these were rejected."""
+    """Steps that were taken again, out of what was kept of them: how many, how many of these were rejected, and what to
+    tell the user.
+    """
 
     steps: int = 0
     rejected: int = 0
+    told: str = ""
 
 
 class Descent(ABC):

@@ -27,13 +27,15 @@ class Past:
     steps: dict[int, Heard] = field(default_factory=dict)
     marks: dict[int, Mark] = field(default_factory=dict)
 
+    def is_elsewhere(self, mark: Mark) -> bool:
+        """Whether the parameters were others after as many steps."""
+        known = self.marks.get(mark.step, mark)
+        return (known.parameters, known.checksum) != (mark.parameters, mark.checksum)
+
     def after(self, mark: Mark, until: int) -> Iterator[Heard]:
         """The steps that lead on from where `mark` is, up to `until` or the first gap; none where that is not known."""
         at = mark.step
-        if (known := self.marks.get(at)) is None or (known.parameters, known.checksum) != (
-            mark.parameters,
-            mark.checksum,
-        ):
+        if at not in self.marks or self.is_elsewhere(mark):
             return
         while at < until and at in self.steps and not self.steps[at].buffers:
             yield self.steps[at]

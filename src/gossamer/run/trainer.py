@@ -98,7 +98,9 @@ class Trainer:
         known = self.descent.begin(done, self.goal.steps if again else done)
         self.progress.step += known.steps
         self.progress.rejected += known.rejected
-        return f"took steps {done + 1} to {done + known.steps} again, from what was kept of them" if known.steps else ""
+        if known.steps:
+            self.save(self.progress, self.progress.step == self.goal.steps)
+        return known.told
 
     def run(self) -> None:
         """Train to the goal. Raises Interrupted after saving when asked to stop, StepRejected by policy."""

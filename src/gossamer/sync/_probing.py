@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -56,7 +56,6 @@ class Probing:
         squared = share / count * sum(decode(code) ** 2 for code in mine)
         return Vote(sum(losses) / len(losses), squared=squared, beside=torch.tensor(mine, dtype=torch.uint8))
 
-    @torch.no_grad()
     def take(self, heard: Heard) -> None:
         """Go where a step's codes lead."""
         each, total = len(heard.codes) // len(heard.labels), math.fsum(heard.labels)
@@ -66,9 +65,14 @@ class Probing:
             if heard.clip:
                 slope = max(-heard.clip, min(heard.clip, slope))
             by.append(-heard.rate * share / each * slope)
+        self.go(heard.step, by)
+
+    @torch.no_grad()
+    def go(self, step: int, by: Sequence[float]) -> None:
+        """Move along the directions of a step: by[k] along number k, one after the other."""
         moving = [(number, c) for number, c in enumerate(by) if c]
         for name, value in self.truth.items() if moving else ():
-            terms = [(self._key(heard.step, name, number), c) for number, c in moving]
+            terms = [(self._key(step, name, number), c) for number, c in moving]
             flat = value.reshape(-1)
             for where, moved in signed_sums(flat.numel(), terms, flat.device):
                 flat[where] += moved
