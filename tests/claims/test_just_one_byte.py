@@ -1,4 +1,11 @@
-"""placeholder"""
+"""Just One Byte (arXiv 2306.10015): a trained model is tuned by one byte per rank and step, and one can join by them.
+
+Four ranks, 300 steps, rate 3e-3; a small network trained on Python's source, its last layer (8448 numbers) tuned to
+English. Measured: from 2.688 to 2.668, where slopes of all digits end at 2.668 and gradients of the same rate at 2.652.
+So the byte costs nothing (0.5 % of what the loss falls by), and four directions in 8448 give 0.54 of the way. Sent to
+three others: 147 bytes a step, of which the slopes are 3, for 50832. At rates that gradients would take, which are 300
+times as large, the estimate's noise blows up: what is gained in bytes is paid in steps.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +24,21 @@ def found(pool: Pool) -> dict[str, list[dict[str, Any]]]:
     return {way: pool.run("claims.byte_jobs:tune", RANKS, way=way, steps=STEPS, rate=RATE) for way in ways}
 
 
-def test_x(found):
-    for w in found:
-        print(w, found[w][0]["before"], found[w][0]["after"], found[w][0]["joins"], found[w][0]["sent"][-1])
+def fall(found: dict[str, list[dict[str, Any]]], way: str) -> float:
+    assert all(one["after"] == found[way][0]["after"] for one in found[way])
+    return float(found[way][0]["before"] - found[way][0]["after"])
+
+
+def test_the_loss_falls_by_a_byte_per_rank_and_step(found: dict[str, list[dict[str, Any]]]) -> None:
+    assert fall(found, "byte") > 0.4 * fall(found, "gradients") > 0
+    weights_and_votes = 3 * 48
+    assert found["byte"][0]["sent"] == [3 + weights_and_votes] * STEPS
+    assert found["gradients"][0]["sent"][0] > 300 * (3 + weights_and_votes)
+
+
+def test_a_byte_is_enough(found: dict[str, list[dict[str, Any]]]) -> None:
+    assert fall(found, "byte") == pytest.approx(fall(found, "slopes"), rel=0.1)
+
+
+def test_who_has_the_bytes_is_where_the_others_are(found: dict[str, list[dict[str, Any]]]) -> None:
+    assert all(one["joins"] for one in found["byte"])
