@@ -57,6 +57,11 @@ def loop_of(plan: Plan) -> Loop | None:
     return None if plan.sync == "auto" else sync.build(plan.sync, key="plan.sync").loop
 
 
+def is_plain(plan: Plan) -> bool:
+    """Whether it is gradients that meet, of all ranks and at every step; or that is open."""
+    return plan.sync == "auto" or sync.build(plan.sync, key="plan.sync").is_plain
+
+
 def paths_of(links: Links) -> Paths:
     """Every rank's way out and in; the level's own link where nothing else was found."""
     usual = links.levels["all"]
@@ -104,7 +109,7 @@ class Exchanger:
             self._learn(probe(self.pump.channel))
             if self.plan.islands:
                 self._reprice()
-        self._watch.active = automatic and hosts > 1 and loop is None
+        self._watch.active = automatic and hosts > 1 and is_plain(self.plan)
         self._watch.rate(self.pump)  # what has passed so far was no training
         return self.plan
 

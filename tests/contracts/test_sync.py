@@ -35,11 +35,14 @@ SETTINGS: dict[str, Any] = {
     "cser_pl": {"cser_pl": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
 }
 APART = sorted(set(SETTINGS) - {"every_step"})
+BY_LOSSES = {"just_one_byte"}  # what they keep is in tests/sync/test_probing.py
 ISLANDS = {2: [[0], [1]], 3: [[0, 1], [2]]}
 
 
 def test_every_member_is_here() -> None:
-    assert set(SETTINGS) == set(sync.names())
+    assert {*SETTINGS, *BY_LOSSES} == set(sync.names())
+    assert {name for name in sync.names() if sync.build(name).probe is not None} == BY_LOSSES
+    assert all(sync.build(name).loop is not None for name in APART)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

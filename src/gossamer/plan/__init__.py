@@ -12,14 +12,22 @@ from dataclasses import dataclass
 
 from gossamer import compress, memory
 from gossamer.plan._partition import Place, least_wait, places_of_states
-from gossamer.plan._price import Shapes, gather_bytes, gradient_buckets, round_bytes, step_bytes, word_bytes
+from gossamer.plan._price import (
+    Shapes,
+    gather_bytes,
+    gradient_buckets,
+    probe_bytes,
+    round_bytes,
+    step_bytes,
+    word_bytes,
+)
 from gossamer.plan._stages import Border, Staged, price_of_stages
 from gossamer.spec.choice import Exchanges, Written
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.plan import Plan
 from gossamer.spec.room import Room
-from gossamer.sync import Loop
+from gossamer.sync import Loop, Probe
 from gossamer.wire.message import Levels
 
 
@@ -79,6 +87,11 @@ def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
     return _cost(links, levels)
 
 
+def price_probed(probe: Probe, levels: Levels) -> Cost:
+    """The bytes of a step that losses alone decide."""
+    return _cost(probe_bytes(probe, levels), levels)
+
+
 def _cost(links: Mapping[str, int], levels: Levels) -> Cost:
     ranks = sorted(r for group in levels.groups["all"] for r in group)
     sent = tuple(sum(n for link, n in links.items() if link.startswith(f"{r}>")) for r in ranks)
@@ -98,6 +111,7 @@ __all__ = [
     "price_apart",
     "price_of",
     "price_of_stages",
+    "price_probed",
 ]
 ROOM: Room[Planner] = Room(__name__, Planner)
 names = ROOM.names

@@ -10,7 +10,7 @@ import torch
 from gossamer.compress import Exchange
 from gossamer.compress.codec import Codec
 from gossamer.memory import Deal, gather_traffic
-from gossamer.sync import Loop, Word, buckets_of, traffic_of_round
+from gossamer.sync import Loop, Probe, Word, buckets_of, traffic_of_round
 from gossamer.wire.bucket import Layout
 from gossamer.wire.channel.priced import Priced
 from gossamer.wire.message import Combine, Levels, Traffic
@@ -66,6 +66,11 @@ def word_bytes(levels: Levels) -> dict[str, int]:
     if len(levels.groups["island"]) == 1:
         return {}
     return {link: sent // Word.every for link, sent in by_link(levels, lambda _: (Word.traffic,)).items()}
+
+
+def probe_bytes(probe: Probe, levels: Levels) -> dict[str, int]:
+    """Payload bytes per link of a step that losses alone decide."""
+    return by_link(levels, lambda rank: (*agreement(levels.whole), probe.traffic(levels)))
 
 
 def by_link(levels: Levels, sent: Callable[[int], Iterable[Traffic]]) -> dict[str, int]:

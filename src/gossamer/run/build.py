@@ -26,9 +26,12 @@ from gossamer.pipeline.planned import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.tied import Tied, holders_of
 from gossamer.run.batches import Batches, Feed
+from gossamer.run.by_losses import ByLosses
 from gossamer.run.checkpoint import Contents, trainable
 from gossamer.run.cut import Cut, CutPiece, Forward
+from gossamer.run.descent import ByGradients, Descent
 from gossamer.run.forward import Pipeline
+from gossamer.run.heard import HeardLog
 from gossamer.run.policy import NonFinite
 from gossamer.run.sampling import Logits, Sampler
 from gossamer.run.saver import Saver
@@ -141,7 +144,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     states = States.of(rule, params, deal, rank=rank, weights=sharding.weights)
     together = sync.build(plan.sync, key="plan.sync")
     replica = sync.Replica(
-        params,
+        params if together.probe is None else {},  # without gradients there is nothing to exchange
         exchange,
         pump,
         bucket_bytes=plan.bucket_bytes,
@@ -151,10 +154,11 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         keeps_sent=config.train.verify.every > 0,
     )
     scaling = Scaling.of(engine.precision)
+    truth = {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()}
     apart = sync.Apart.of(
         together.loop,
         params,
-        {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()},
+        truth,
         replica,
         around.beside,
         units=parts.units,
@@ -164,14 +168,37 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     pace = loop.pace(levels.groups["island"]) if loop is not None else sync.Pace()
     feed = Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace)
     around.saver.contents = Contents(module, states, replica, scaling, apart, progress, parts.cut)
-    return Trainer(
-        engine=engine,
-        pieces=_pieces(parts, engine),
+    pieces = _pieces(parts, engine)
+    descent: Descent = ByGradients(
+        pieces=pieces,
         pipeline=pipeline,
         tied=tied,
         pump=pump,
+        replica=replica,
+        states=states,
+        clip=config.train.clip,
+        at=around.at,
+    )
+    if together.probe is not None:
+        descent = ByLosses(
+            probing=sync.Probing(together.probe, params, truth, replica, config.train.seed),
+            module=module,
+            pieces=pieces,
+            pipeline=pipeline,
+            pump=pump,
+            rate=rule.lr,
+            clip=config.train.clip,
+            log=HeardLog(around.saver.directory, is_writer=around.saver.writer == 0),
+            at=around.at,
+        )
+    return Trainer(
+        engine=engine,
+        pieces=pieces,
+        pipeline=pipeline,
+        pump=pump,
         sync=together,
         replica=replica,
+        descent=descent,
         apart=apart,
         word=sync.Word.of(pump.channel, loop.start) if loop is not None else None,
         rule=rule,
@@ -184,7 +211,6 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         params=params,
         goal=Goal(
             steps=config.train.steps,
-            clip=config.train.clip,
             evaluate_every=config.train.evaluate_every,
             evaluate_sequences=config.train.evaluate_sequences,
             checkpoint_every=config.train.checkpoint_every,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,6 +49,8 @@ class Vote:
     loss: float  # mean over this rank's valid labels
     ask: int = 0
     speaks: bool = True  # whether the loss is this rank's to know: of a model in stages, the last one's
+    squared: float | None = None  # its part of the norm's square, where the gradient lies in no bucket
+    beside: Tensor | None = None  # what else all ranks are to know, alike in shape and type
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Agreement:
     norm: float  # of the mean gradient, of all stages; where only an island's gradients meet, of this one's
     ask: int  # the largest request
     bad_ranks: tuple[int, ...]
+    beside: Tensor | None = None  # (voters, *shape): what came with the votes
 
 
 @dataclass(slots=True)
@@ -199,7 +202,8 @@ class Replica:
         self._window, self._weights, self._watching = window, None, False
         self._sent_before, _ = self._pump.channel.meter.apart()
         self._weighing = self._pump.begin((1,))
-        self._weighing.submit(0, self._gather((window.weight,), self._who(window)))
+        mine = torch.tensor((window.weight,), dtype=torch.float64)
+        self._weighing.submit(0, self._gather(mine, self._who(window)))
 
     def open(self, window: Window) -> None:
         """Zero the gradients and declare the step's jobs. Begins the step where nobody has."""
@@ -228,13 +232,13 @@ class Replica:
 
     def labels(self) -> float:
         """Valid labels of all ranks whose gradients meet, once the step has begun: waits for the last of them."""
-        return float(self._all_weights()[list(self.levels.group(self._window.level, self.rank))].sum())
+        return float(self.weights()[list(self.levels.group(self._window.level, self.rank))].sum())
 
     def shares(self) -> Tensor:
         """(ranks,) float64: every rank's part of what those whose gradients meet have seen in this step, by valid
         labels; of other islands nothing is known.
         """
-        weights, members = self._all_weights(), list(self.levels.group(self._window.level, self.rank))
+        weights, members = self.weights(), list(self.levels.group(self._window.level, self.rank))
         total = weights[members].sum()
         return weights / total if total > 0 else torch.full_like(weights, 1 / len(members))
 
@@ -257,15 +261,16 @@ class Replica:
 
     def agree(self, vote: Vote) -> Agreement:
         """Exchange votes, among those whose gradients meet."""
-        weights = self._all_weights()
-        squared = self._norm_squared()
+        weights = self.weights()
+        squared = self._norm_squared() if vote.squared is None else vote.squared
         if not all(slot.finite for slot in self._slots):
             squared = math.nan
         # A rank without labels has a weight of zero, and 0 * nan would still poison the mean.
         spoken = float(weights[self.rank]) if vote.speaks else 0.0
         mine = [float(self._window.step), squared, vote.loss * spoken if spoken else 0.0, spoken, float(vote.ask)]
         began = time.perf_counter()
-        votes = self.gather(tuple(mine), self._who(self._window))  # (voters, 5)
+        row, more = torch.tensor(mine, dtype=torch.float64), [] if vote.beside is None else [vote.beside]
+        votes, *beside = self._gathered([row, *more], self._who(self._window))  # (voters, 5)
         self.timing.exposed_s += time.perf_counter() - began
         if not bool((votes[:, 0] == self._window.step).all()):
             steps = [int(s) for s in votes[:, 0].tolist()]
@@ -276,7 +281,7 @@ class Replica:
             voters = self.levels.group(self._window.level, self.rank)
             groups = (voters,)
         firsts = [voters.index(group[0]) for group in groups]
-        if self._owned is not None:  # each speaks for its own part
+        if self._owned is not None or vote.squared is not None:  # each speaks for its own part
             firsts = list(range(len(voters)))
         total = float(votes[:, 3].sum())
         return Agreement(
@@ -286,18 +291,24 @@ class Replica:
             norm=math.sqrt(float(votes[:, 1].max()) if bool(sick.any()) else float(votes[firsts, 1].sum())),
             ask=int(votes[:, 4].max()),
             bad_ranks=tuple(voters[i] for i in torch.nonzero(sick).flatten().tolist()),
+            beside=beside[0] if beside else None,
         )
 
     def gather(self, row: tuple[float, ...], level: str = "") -> Tensor:
         """The `row` of every rank, or of those at `level`, (ranks, len(row)) float64. All of them must call it, and not
         between `open` and `reduce`.
         """
-        step = self._pump.begin((1,))
-        step.submit(0, self._gather(row, level or self.levels.whole))
-        return step.result(0).mean
+        return self._gathered([torch.tensor(row, dtype=torch.float64)], level or self.levels.whole)[0]
 
-    def _gather(self, row: tuple[float, ...], level: str) -> Generator[Message, tuple[Tensor, ...], Outcome]:
-        (rows,) = yield Message((torch.tensor(row, dtype=torch.float64),), Combine.GATHER, level)
+    def _gathered(self, mine: Sequence[Tensor], level: str) -> list[Tensor]:
+        """Each of them stacked over the ranks at `level`; all are on their way at once."""
+        step = self._pump.begin((1,) * len(mine))
+        for job, tensor in enumerate(mine):
+            step.submit(job, self._gather(tensor, level))
+        return [step.result(job).mean for job in range(len(mine))]
+
+    def _gather(self, mine: Tensor, level: str) -> Generator[Message, tuple[Tensor, ...], Outcome]:
+        (rows,) = yield Message((mine,), Combine.GATHER, level)
         return Outcome(rows, None, State())
 
     def _who(self, window: Window) -> str:
@@ -391,7 +402,8 @@ class Replica:
             method = _keeping(slot.state, one.run(slot.bucket, State(), at))
         self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))
 
-    def _all_weights(self) -> Tensor:
+    def weights(self) -> Tensor:
+        """(ranks,) float64: the valid labels of every rank that votes in the step, once it has begun; else 0."""
         if self._weights is None:
             began = time.perf_counter()
             told = self._weighing.result(0).mean.flatten()
