@@ -26,6 +26,11 @@ class Sharding(ABC):
         """Whether a rank holds the state of its own rows alone."""
 
     @property
+    def gives_back(self) -> bool:
+        """Whether a rank keeps its own rows of the gradients alone, once they have been exchanged."""
+        return False
+
+    @property
     def weights(self) -> Codec | None:
         """How what a rank has moved its rows by gets to the others; None: the rows themselves do, as they are."""
         return None

@@ -57,10 +57,9 @@ class States:
         return rows.of(tensor) if _any(rows) else tensor.reshape(-1)[:0]
 
     def update(self, grads: Mapping[str, Tensor], *, lr_scale: float, step: int) -> None:
-        """Move this rank's rows, given the mean gradients, of which the others' rows are not looked at."""
-        mine = {name: self.rows[name] for name in grads if _any(self.rows[name])}
-        params = {name: self._moved_by_rule(name) for name in mine}
-        own = {name: rows.of(grads[name]) for name, rows in mine.items()}
+        """Move this rank's rows, given its rows of the mean gradients."""
+        own = {name: grad for name, grad in grads.items() if _any(self.rows[name])}
+        params = {name: self._moved_by_rule(name) for name in own}
         self.rule.update(params, own, self.held, lr_scale=lr_scale, step=step)
 
     def _moved_by_rule(self, name: str) -> Tensor:

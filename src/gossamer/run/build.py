@@ -151,6 +151,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         counted_elsewhere=tied.elsewhere,
         meets="all" if together.loop is None else "island",
         owned=states.own if states.is_sharded else None,
+        gives_back=sharding.gives_back,
     )
     scaling = Scaling.of(engine.precision)
     apart = sync.Apart.of(

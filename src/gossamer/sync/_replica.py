@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from gossamer.ops.norm import global_norm_squared
 from gossamer.spec.errors import WireMismatch, bad_input
 from gossamer.sync._named import named, refilled
 from gossamer.wire.bucket import Bucket, Layout, partition
-from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, State, sent_at
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, sent_at
 from gossamer.wire.pump import Pump, Step
 
 
@@ -63,15 +63,27 @@ class Agreement:
 
 @dataclass(slots=True)
 class _Slot:
-    """One bucket: its buffer, its exchange with the state, and how many gradients it still waits for."""
+    """One bucket: its buffer, its exchange with the state, and how many gradients it still waits for.
 
-    bucket: Bucket
+    Where buffers are given back, `bucket` is there from the first gradient until it is sent, and `mean` (laid out as
+    `mine`) from the end of the exchange until the next step.
+    """
+
+    layout: Layout
     exchange: Exchange
     state: State
+    bucket: Bucket | None
+    mine: Layout  # of what this rank comes to know
+    mean: Bucket | None = None
     waits: int = 0
     sent: bool = False
     finite: bool = True  # what this rank sent; looked at where a lossy exchange could hide it
     outcome: Outcome | None = None
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The buffer that is there, if any."""
+        return [one.flat for one in (self.bucket or self.mean,) if one is not None]
 
 
 @dataclass(slots=True)
@@ -91,7 +103,9 @@ class Replica:
     where it is not `all`; each Window says at which level its gradients meet. Raises BadInput where an exchange cannot
     serve its buckets or this wire.
 
-    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it.
+    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it. `gives_back`: then
+    the rest does not outlive the exchange, and a bucket is there from its first gradient on. No more of them are under
+    way than the order of the messages asks for: backward waits.
     """
 
     def __init__(
@@ -104,8 +118,10 @@ class Replica:
         counted_elsewhere: frozenset[str] = frozenset(),
         meets: str = "all",
         owned: Callable[[str, Tensor], Tensor] | None = None,
+        gives_back: bool = False,
     ) -> None:
-        self.meets, self._owned = meets, owned
+        self.meets, self._gives_back = meets, gives_back
+        self._is_whole, self._owned = owned is None, owned or _all_of_it
         self.rank = pump.channel.rank
         self.levels = pump.channel.levels
         self.ranks = len(self.levels.everyone)
@@ -125,15 +141,22 @@ class Replica:
         self._window = Window(0, 0, 0.0, 0.0)
         self._adopt_views()
         self._hooks = [_watch(p, _Hook(self, name)) for name, p in params.items()]
+        if gives_back:
+            self._hooks += [p.register_hook(_FirstHook(self, name)) for name, p in params.items()]  # type: ignore[no-untyped-call]
 
     def _lay_out(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
         cut = buckets_of(self._params, exchanges, bucket_bytes=bucket_bytes)
         for layout, one in cut:
             one.check(layout, self._meeting_at(self.meets))
         self._slots.clear()  # the old buffers go before the new ones come
-        self._slots.extend(_Slot(layout.allocate(), one, one.init(layout)) for layout, one in cut)
+        self._slots.extend(self._slot(layout, one) for layout, one in cut)
         self._rounds: dict[str, list[int]] = {}  # of every bucket's exchange, by the level at which gradients meet
-        self._slot_of = {name: i for i, s in enumerate(self._slots) for name, _ in s.bucket.slices()}
+        self._slot_of = {e.name: i for i, s in enumerate(self._slots) for e in s.layout.entries}
+
+    def _slot(self, layout: Layout, exchange: Exchange) -> _Slot:
+        mine = Layout.of({e.name: self._owned(e.name, self._params[e.name]) for e in layout.entries})
+        bucket = None if self._gives_back else layout.allocate()
+        return _Slot(layout, exchange, exchange.init(layout), bucket, replace(mine, dtype=layout.dtype))
 
     def adopt(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
         """Go on with other exchanges, between two steps. State of the same name and size is carried over, by parameter;
@@ -154,7 +177,7 @@ class Replica:
         for slot in self._slots:
             if not owes(slot.exchange):
                 continue
-            for name in (e.name for e in slot.bucket.layout.entries):
+            for name in (e.name for e in slot.layout.entries):
                 if not owes(exchanges[name]):
                     raise bad_input(
                         wanted=f"an exchange for {name} that goes on with its residual, as feedback does",
@@ -169,16 +192,24 @@ class Replica:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        return tuple(s.bucket.layout for s in self._slots)
+        return tuple(s.layout for s in self._slots)
 
     def gradients(self) -> dict[str, Tensor]:
-        """By parameter name, in the order of the parameters; after `reduce` the mean over all ranks."""
-        views = {name: view for s in self._slots for name, view in s.bucket.slices()}
+        """By parameter name, in the order of the parameters: after `reduce` the mean over all ranks, of what this rank
+        owns.
+        """
+        views = {name: view for s in self._slots for name, view in self._known(s)}
         return {name: views[name] for name in self._params}
 
+    def _known(self, slot: _Slot) -> Iterator[tuple[str, Tensor]]:
+        if slot.bucket is not None:
+            return ((name, self._owned(name, view)) for name, view in slot.bucket.slices())
+        assert slot.mean is not None, "gradients that are given back are there after `reduce`"
+        return slot.mean.slices()
+
     def flats(self) -> list[Tensor]:
-        """The flat buffers of all buckets."""
-        return [s.bucket.flat for s in self._slots]
+        """The flat buffers that hold them."""
+        return [flat for s in self._slots for flat in s.flats]
 
     def begin(self, window: Window) -> None:
         """The first of a step: let every rank know the others' weights."""
@@ -191,14 +222,14 @@ class Replica:
         """Zero the gradients and declare the step's jobs. Begins the step where nobody has."""
         if window is not self._window:
             self.begin(window)
-        if self._slots:
-            torch._foreach_zero_(self.flats())
         for slot in self._slots:
-            slot.waits, slot.sent, slot.outcome = len(slot.bucket.layout.entries), False, None
+            slot.waits, slot.sent, slot.outcome, slot.mean = len(slot.layout.entries), False, None, None
+        if flats := self.flats():
+            torch._foreach_zero_(flats)
         self._adopt_views()
         if window.level not in self._rounds:
             levels = self._meeting_at(window.level)
-            rounds = [len(s.exchange.traffic(s.bucket.layout, levels, self.rank)) for s in self._slots]
+            rounds = [len(s.exchange.traffic(s.layout, levels, self.rank)) for s in self._slots]
             self._rounds[window.level] = rounds
         self._exchanging = self._pump.begin(self._rounds[window.level])
 
@@ -228,7 +259,9 @@ class Replica:
         began = time.perf_counter()
         for index, slot in enumerate(self._slots):
             slot.outcome = self._exchanging.result(index)
-            if slot.outcome.mean.data_ptr() != slot.bucket.flat.data_ptr():
+            if slot.bucket is None:
+                slot.mean = Bucket(slot.mine, slot.outcome.mean)
+            elif slot.outcome.mean.data_ptr() != slot.bucket.flat.data_ptr():
                 slot.bucket.flat.copy_(slot.outcome.mean)
         self.timing.exposed_s += time.perf_counter() - began
         self._watching = False
@@ -253,7 +286,7 @@ class Replica:
         if self._window.level != "all":  # or a model of its own
             groups = (self.levels.group(self._window.level, self.rank),)
         firsts = [group[0] for group in groups]
-        if self._owned is not None:  # each speaks for its own part
+        if not self._is_whole:  # each speaks for its own part
             firsts = [rank for group in groups for rank in group]
         total = float(votes[:, 3].sum())
         return Agreement(
@@ -278,12 +311,9 @@ class Replica:
     def _norm_squared(self) -> float:
         """Of this rank's gradients, each parameter counted on one stage."""
         counted: list[Tensor] = []
-        if self._owned is not None:
-            counted = [self._owned(name, view) for slot in self._slots for name, view in slot.bucket.slices()]
-            return global_norm_squared(counted).item() if counted else 0.0
-        for bucket in (slot.bucket for slot in self._slots):
-            mine = [view for name, view in bucket.slices() if name not in self._counted_elsewhere]
-            counted += [bucket.flat] if len(mine) == len(bucket.layout.entries) else mine
+        for slot in self._slots:
+            mine = [view for name, view in self._known(slot) if name not in self._counted_elsewhere]
+            counted += slot.flats if self._is_whole and len(mine) == len(slot.layout.entries) else mine
         return global_norm_squared(counted).item() if counted else 0.0
 
     def sent_bytes(self) -> dict[str, int]:
@@ -311,13 +341,13 @@ class Replica:
         """All exchange state, by "path@parameter"."""
         found: dict[str, Tensor] = {}
         for slot in self._slots:
-            found.update(named(slot.bucket.layout, slot.state))
+            found.update(named(slot.layout, slot.state))
         return found
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """Take back what `states` gave; buckets may be cut differently as long as all state is shaped by parameter."""
         for slot in self._slots:
-            slot.state = refilled(slot.bucket.layout, slot.state, states)
+            slot.state = refilled(slot.layout, slot.state, states)
 
     def close(self) -> None:
         """Let the parameters go: hooks off, gradients off."""
@@ -328,8 +358,30 @@ class Replica:
 
     def _adopt_views(self) -> None:
         for slot in self._slots:
-            for name, view in slot.bucket.slices():
-                self._params[name].grad = view
+            self._adopt(slot)
+
+    def _adopt(self, slot: _Slot) -> None:
+        views = dict(slot.bucket.slices()) if slot.bucket is not None else {}
+        for entry in slot.layout.entries:
+            self._params[entry.name].grad = views.get(entry.name)
+
+    def _there(self, index: int) -> Bucket:
+        """The bucket, from its first gradient on, or because it is to be sent."""
+        slot = self._slots[index]
+        if slot.bucket is None:
+            self._make_room()
+            slot.bucket = slot.layout.allocate()
+            self._adopt(slot)
+        return slot.bucket
+
+    def _make_room(self) -> None:
+        """Before one more bucket: wait for those whose exchange will come to its end without another one."""
+        there = next((i for i, slot in enumerate(self._slots) if not slot.sent), len(self._slots))
+        began = time.perf_counter()
+        for index in range(there):
+            if self._exchanging.needed[index] <= there:
+                self._exchanging.result(index)
+        self.timing.exposed_s += time.perf_counter() - began
 
     def _count(self, name: str) -> None:
         if not self._watching:
@@ -341,7 +393,7 @@ class Replica:
             self._send(index)
 
     def _send(self, index: int) -> None:
-        slot, window = self._slots[index], self._window
+        slot, window, bucket = self._slots[index], self._window, self._there(index)
         share = self.shares(window.level)
         levels = self._meeting_at(window.level)
         at = Round(self.rank, levels, share, (window.seed, window.step), window.lr, accounts=False)
@@ -349,11 +401,22 @@ class Replica:
         # Of a rank without labels all gradients are zeros already.
         scale = window.scale * (float(share[self.rank]) or 1.0) if window.together else window.scale
         if scale != 1.0:
-            slot.bucket.flat.mul_(1.0 / scale)
+            bucket.flat.mul_(1.0 / scale)
         # A sum is the cheapest look at all numbers; a lossy method might not send the one that is not finite.
-        slot.finite = slot.exchange.traits.lossless or math.isfinite(slot.bucket.flat.sum().item())
-        method = slot.exchange.run(slot.bucket, slot.state, at)
+        slot.finite = slot.exchange.traits.lossless or math.isfinite(bucket.flat.sum().item())
+        method = slot.exchange.run(bucket, slot.state, at)
+        if self._gives_back:
+            method, slot.bucket = self._keeping(slot, method), None
+            self._adopt(slot)
         self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))
+
+    def _keeping(self, slot: _Slot, method: Rounds) -> Rounds:
+        """`method`, which ends with the part of the mean that is this rank's alone."""
+        outcome = yield from method
+        mean = slot.mine.allocate()
+        for (name, view), (_, own) in zip(Bucket(slot.layout, outcome.mean).slices(), mean.slices(), strict=True):
+            own.copy_(self._owned(name, view))
+        return replace(outcome, mean=mean.flat)
 
     def _all_weights(self) -> Tensor:
         if self._weights is None:
@@ -390,6 +453,21 @@ class _Hook:
 
     def __call__(self, param: Tensor) -> None:
         self.replica._count(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstHook:
+    """Called by autograd before it adds to a parameter's gradient."""
+
+    replica: Replica = field(repr=False)
+    name: str = ""
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.replica._there(self.replica._slot_of[self.name])
+
+
+def _all_of_it(name: str, tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _watch(param: Tensor, hook: _Hook) -> RemovableHandle:
