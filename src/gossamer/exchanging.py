@@ -11,10 +11,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from gossamer import compress, sync
 from gossamer.measuring import Measured
+from gossamer.memory import Walk
 from gossamer.pipeline.links import levels_of_stages
 from gossamer.plan import price_apart, price_of
 from gossamer.plan.exchange import (
@@ -78,6 +77,7 @@ class Exchanger:
     tell: Callable[[str, int], None]  # an event: message, step
     keep: Callable[[Plan], None]  # a plan that has changed
     waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
+    walk: Walk | None = None  # where parameters are sharded
     _measured: Measured | None = None
     _watch: _Watch = field(default_factory=lambda: _Watch())
 
@@ -97,6 +97,10 @@ class Exchanger:
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
         elif asks_for_islands(self.plan.exchange) and not self.plan.islands:
             self._learn(probe(self.pump.channel))
+        if self.walk is not None:
+            cost = self._price(self.plan.exchange)
+            said = {"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes}
+            self.plan = self.plan.model_copy(update={"forecast": self.plan.forecast.model_copy(update=said)})
         self._watch.active = automatic and hosts > 1 and loop is None
         self._watch.rate(self.pump)  # what has passed so far was no training
         return self.plan
@@ -166,7 +170,15 @@ class Exchanger:
     def _price(self, written: Exchanges) -> Cost:
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         levels, plan = self.pump.channel.levels, self.plan
-        return price_of(written, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
+        return price_of(
+            written,
+            shapes,
+            levels,
+            bucket_bytes=plan.bucket_bytes,
+            states=plan.states,
+            walk=self.walk,
+            microbatches=plan.microbatches[0],
+        )
 
     def links(self) -> Links:
         """The links as they are now: some seconds, between two steps."""
@@ -190,13 +202,8 @@ class Exchanger:
         decision = choose(self._measured.facts(links, self.pump), lossy=self.lossy, candidates=candidates)
         self.waited = decision.waited
         exact = decision.written == candidates[0].written
-        self.plan = _planned(
-            self.plan if exact else self.plan.model_copy(update={"bucket_bytes": bucket_bytes}),
-            decision,
-            links,
-            params,
-            self.pump.channel.levels,
-        )
+        self.plan = self.plan if exact else self.plan.model_copy(update={"bucket_bytes": bucket_bytes})
+        self.plan = _planned(self.plan, decision, links, self._price(decision.written))
 
 
 @dataclass(slots=True)
@@ -237,17 +244,16 @@ def _bucket_bytes(links: Links, largest: int) -> int:
     return min(largest, max(_LEAST_BUCKET_BYTES, wanted))
 
 
-def _planned(plan: Plan, decision: Decision, links: Links, params: Mapping[str, Tensor], levels: Levels) -> Plan:
+def _planned(plan: Plan, decision: Decision, links: Links, cost: Cost) -> Plan:
     link = links.levels.get("between", links.levels["all"])
     said = f"{decision.reason} (links: {show_rate(link.bytes_per_s)}, {1e3 * link.latency_s:.1f} ms)"
-    shapes = tuple((name, tuple(p.shape)) for name, p in params.items())
-    cost = price_of(decision.written, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
     line = decision.forecast
-    times = {"compute_s": line.step_s - line.exposed_s, "wire_s": line.wire_s, "exposed_s": line.exposed_s}
+    times: dict[str, object] = {"state_bytes": plan.forecast.state_bytes, "step_s": line.step_s}
+    times |= {"compute_s": line.step_s - line.exposed_s, "wire_s": line.wire_s, "exposed_s": line.exposed_s}
     return plan.model_copy(
         update={
             "exchange": decision.written,
             "reasons": {**plan.reasons, "exchange": said},
-            "forecast": cost.model_copy(update={**times, "step_s": line.step_s}),
+            "forecast": cost.model_copy(update=times),
         }
     )

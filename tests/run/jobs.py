@@ -275,6 +275,7 @@ def train(
         resume=resume,
         at=at,
         asked_to_stop=lambda: bool(until) and done[0] + 1 >= until,
+        is_kept=True,
     )
     try:
         run_job(job)

@@ -15,7 +15,7 @@ from gossamer import memory
 from gossamer.store.checkpoint import open_checkpoint
 from pool import Pool
 
-ZERO = ("zero1", "zero2")
+ZERO = ("zero1", "zero2", "zero3")
 EXCHANGES: list[Any] = [
     "dense",
     {"two_shot": {"codec": "bfloat16"}},

@@ -11,10 +11,29 @@ from abc import ABC, abstractmethod
 from gossamer.compress import Exchange
 from gossamer.compress.codec import Codec
 from gossamer.memory._rows import Rows, rows_of
+from gossamer.memory._scatter import most, parts_of
+from gossamer.memory._shards import Shards
+from gossamer.memory._spy import watched
 from gossamer.memory._states import States, gather_traffic
+from gossamer.memory._walk import LEVEL, Walk
 from gossamer.spec.room import Room
 
-__all__ = ["ROOM", "Rows", "Sharding", "States", "build", "gather_traffic", "names", "rows_of"]
+__all__ = [
+    "LEVEL",
+    "ROOM",
+    "Rows",
+    "Sharding",
+    "Shards",
+    "States",
+    "Walk",
+    "build",
+    "gather_traffic",
+    "most",
+    "names",
+    "parts_of",
+    "rows_of",
+    "watched",
+]
 
 
 class Sharding(ABC):
@@ -28,6 +47,11 @@ class Sharding(ABC):
     @property
     def gives_back(self) -> bool:
         """Whether a rank keeps its own rows of the gradients alone, once they have been exchanged."""
+        return False
+
+    @property
+    def takes_parameters(self) -> bool:
+        """Whether a rank holds its own rows of the parameters alone, and the others' while a unit runs."""
         return False
 
     @property

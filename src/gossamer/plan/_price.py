@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 
 from gossamer.compress import Exchange
 from gossamer.compress.codec import Codec
-from gossamer.memory import gather_traffic
+from gossamer.memory import Sharding, Walk, gather_traffic, most, parts_of, rows_of
 from gossamer.sync import Loop, buckets_of, traffic_of_round
 from gossamer.wire.bucket import Layout
 from gossamer.wire.channel.priced import Priced
@@ -47,6 +48,27 @@ def step_bytes(buckets: Buckets, levels: Levels, *, meets: str = "all") -> dict[
 def gather_bytes(buckets: Buckets, levels: Levels, weights: Codec | None) -> dict[str, int]:
     """Payload bytes per link of what every rank has updated, on its way to all others."""
     return by_link(levels, lambda rank: (gather_traffic(layout, levels, rank, weights) for layout, _ in buckets))
+
+
+def walk_bytes(walk: Walk, levels: Levels, microbatches: int) -> dict[str, int]:
+    """Payload bytes per link of what is gathered in a step of sharded parameters."""
+    return by_link(levels, lambda rank: walk.traffic(levels, rank, microbatches))
+
+
+def state_bytes(sharding: Sharding, walk: Walk, trained: Collection[str], *, slots: int, ranks: int) -> tuple[int, ...]:
+    """By rank: parameters, gradients, and `slots` tensors of the update rule, but not what an exchange keeps."""
+    found = [0] * ranks
+    for layout in (layout for unit in (walk.always, *walk.units) for layout in unit.layouts):
+        size, wide = layout.dtype.itemsize, max(4, layout.dtype.itemsize)
+        kept = slots + (size < wide) + (sharding.weights is not None)  # and a float32 copy
+        longest = most(parts_of(layout, ranks)) if sharding.takes_parameters else layout.numel
+        for rank in range(ranks):
+            found[rank] += longest * size
+        for entry in (e for e in layout.entries if e.name in trained):
+            for rank, rows in enumerate(rows_of(entry.name, entry.shape, ranks)):
+                own = rows.count * prod(entry.shape[1:]) if sharding.is_sharded else entry.numel
+                found[rank] += (own if sharding.gives_back else entry.numel) * size + own * wide * kept
+    return tuple(found)
 
 
 def round_bytes(

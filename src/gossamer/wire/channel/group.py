@@ -78,6 +78,7 @@ class Group(Channel):
 
     def widen(self, levels: Levels) -> None:
         """Join the groups of levels that were not known when the ranks met; all ranks call it between messages."""
+        levels = self.levels.and_more(levels)
         self._meeting = replace(self._meeting, levels=levels)
         for level in levels.groups:
             if level not in self.levels.groups:
