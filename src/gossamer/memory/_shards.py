@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from gossamer.memory._rows import Rows, rows_of
 from gossamer.memory._scatter import Part, most, parts_of, unpacked
@@ -72,6 +73,7 @@ class Shards:
 
     def _unit(self, index: int, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_forward = torch._C._current_graph_task_id() == -1  # else backward computes it once more
+        given = {id(one): one.grad_fn for one in tensors_of((args, kwargs))}
         self._enter(index, is_forward=is_forward)
         self._running.append(index)
         try:
@@ -79,13 +81,13 @@ class Shards:
         finally:
             self._running.pop()
         if torch.is_grad_enabled():
-            given = {id(one) for one in tensors_of((args, kwargs))}
-            for one in tensors_of(output):
-                if one.requires_grad and id(one) not in given:
-                    one.register_hook(functools.partial(self._before_backward, index))  # type: ignore[no-untyped-call]
+            for one in tensors_of(output):  # but for what it was given and returns as it was
+                if one.grad_fn is not None and given.get(id(one)) is not one.grad_fn:
+                    for node in _nodes(one):
+                        node.register_prehook(functools.partial(self._before_backward, index))
         return output
 
-    def _before_backward(self, index: int, gradient: Tensor) -> None:
+    def _before_backward(self, index: int, gradients: Sequence[Tensor | None]) -> None:
         self._enter(index, is_forward=False)
 
     def _enter(self, index: int, *, is_forward: bool) -> None:
@@ -123,6 +125,15 @@ class Shards:
                 del module.forward
             else:
                 module.forward = before  # type: ignore[method-assign]
+
+
+def _nodes(output: Tensor) -> Iterator[Node]:
+    """Where backward enters a unit. Of a view that is changed in place afterwards, the node is dropped, and the one of
+    what it is a view of stays.
+    """
+    for one in (output, output._base):
+        if one is not None and one.grad_fn is not None:
+            yield one.grad_fn
 
 
 class _Wrapped:

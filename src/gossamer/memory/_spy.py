@@ -1,4 +1,7 @@
-"""A look at one forward of a model: which units run, in which order, and which parameters are read outside of theirs."""
+"""A look at one forward of a model: which units run, in which order, and what is read outside of its own unit.
+
+That is also what a unit reads after it has computed what it returns: backward reads it before it comes to the unit.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +28,7 @@ class Seen:
     loose: set[str] = field(default_factory=set)
     backward: set[str] = field(default_factory=set)  # the units whose output depends on what is trained
     running: list[str] = field(default_factory=list)
+    read: dict[str, int] = field(default_factory=dict)  # parameter -> the number of the last node that did
 
     def walk(self) -> Walk:
         """As all steps will go. Units that did not run are there for the whole of a step."""
@@ -67,16 +72,22 @@ class _Told:
             output = self.real(*args, **kwargs)
         finally:
             self.seen.running.pop()
-        if any(one.requires_grad for one in tensors_of(output)):
+        nodes = [one.grad_fn for one in tensors_of(output) if one.grad_fn is not None]
+        if nodes:  # from the last of them on, backward runs in the unit
+            last = max(node._sequence_nr() for node in nodes)
             self.seen.backward.add(self.unit)
+            self.seen.loose |= {n for n, at in self.seen.read.items() if at > last and self._is_own(n)}
         return output
 
+    def _is_own(self, name: str) -> bool:
+        return unit_of(name, self.seen.units) == self.unit
 
-class _Reads(TorchDispatchMode):
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation, and whose parameters are among its arguments."""
 
     def __init__(self, seen: Seen) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
         self._names: dict[int, list[str]] = {}
         for name, param in seen.module.named_parameters():
@@ -85,6 +96,7 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         for name in (n for one in read for n in self._names.get(_storage(one), ())):
+            self._seen.read[name] = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             if unit_of(name, self._seen.units) not in self._seen.running:
                 self._seen.loose.add(name)
         return func(*args, **(kwargs or {}))
@@ -92,7 +104,7 @@ class _Reads(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors have none
         return -1
 

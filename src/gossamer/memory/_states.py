@@ -65,7 +65,7 @@ class States:
     def own(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's rows of something shaped like a parameter; nothing of it where it has none."""
         rows = self.rows[name]
-        return rows.of(tensor) if _any(rows) else tensor.reshape(-1)[:0]
+        return rows.of(tensor) if _any(rows) else tensor.new_empty(0)
 
     def update(self, grads: Mapping[str, Tensor], *, lr_scale: float, step: int) -> None:
         """Move this rank's rows, given its rows of the mean gradients."""
