@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from gossamer import memory, optim, sync
 from gossamer.data import share_rows
-from gossamer.plan import Planner, Request, adapt, price_apart, price_of
+from gossamer.plan import Planner, Request, adapt, price_apart, price_of, state_bytes
 from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_of
 from gossamer.spec.choice import Exchanges, Written, asks_for_islands, told
 from gossamer.spec.config import MeshSection, RunConfig
@@ -47,6 +47,7 @@ class DataParallel(Planner):
         reasons["share"] = "given" if config.plan.share != "auto" else f"equal parts for {whose}"
         rows = (config.train.batch,) if stages else share_rows(config.train.batch, share)
         pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe, stages)
+        pieces = _in_step(config, rows, pieces)
         loop = _loop(config, mesh)
         exchange, reasons["exchange"] = _exchange(config, mesh, loop)
         _check_adapt(config, mesh, loop)
@@ -218,9 +219,13 @@ def _check_adapt(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
 
 
 def _check_states(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
-    if not memory.build(config.plan.states, key="plan.states").is_sharded:
+    sharding = memory.build(config.plan.states, key="plan.states")
+    if not sharding.is_sharded:
         return
     key, do = "plan.states", "leave plan.states at whole"
+    if sharding.takes_parameters and config.plan.schedule not in ("auto", "one_stage"):
+        got = f"plan.schedule {told(config.plan.schedule)}"
+        raise bad_input(wanted="plan.schedule one_stage, for sharded parameters", got=got, do=do, key=key)
     if mesh.pipe > 1 or loop is not None:
         got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
         raise bad_input(wanted="whole replicas that meet at every step, for sharded states", got=got, do=do, key=key)
@@ -243,10 +248,27 @@ def _verified(config: RunConfig, mesh: Mesh, loop: Loop | None) -> str:
         got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
         wanted = "whole replicas that hold the same at every step, so that each can do another's work"
         raise bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sync to every_step", key=key)
+    if memory.build(config.plan.states, key="plan.states").gives_back:
+        wanted, got = "whole, or zero1, so that each can do another's work", f"plan.states {told(config.plan.states)}"
+        raise bad_input(wanted=f"plan.states {wanted}", got=got, do="set it to 0, or plan.states to zero1", key=key)
     if mesh.replica < 3:
         do = "set it to 0, or machines.processes to 3 or more"
         raise bad_input(wanted="3 replicas, of which two can outvote one", got=str(mesh.replica), do=do, key=key)
     return f"1 step in {every} is done again by two others: {200 / every:.3g} % more compute"
+
+
+def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) -> tuple[int, ...]:
+    """Micro-batches per replica, where all must gather parameters equally often. Raises BadInput."""
+    if not memory.build(config.plan.states, key="plan.states").takes_parameters:
+        return pieces
+    if max(pieces) > min(rows):
+        raise bad_input(
+            wanted=f"as many micro-batches on every replica, {max(pieces)}, as all gather parameters together",
+            got=f"{min(rows)} sequences on the smallest (rows {list(rows)})",
+            do="raise train.batch, set train.accumulate, or make plan.share more equal",
+            key="plan.share",
+        )
+    return (max(pieces),) * len(pieces)
 
 
 def _islands(config: RunConfig, replicas: int) -> tuple[tuple[int, ...], ...]:
@@ -285,8 +307,26 @@ def _forecast(plan: Plan, request: Request) -> Cost:
     levels = Levels.islands(plan.islands) if plan.islands else Levels.flat(plan.mesh.replica)
     loop = None if plan.sync == "auto" else sync.build(plan.sync, key="plan.sync").loop
     if loop is None:
-        return price_of(written, request.shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
+        cost = price_of(
+            written,
+            request.shapes,
+            levels,
+            bucket_bytes=plan.bucket_bytes,
+            states=plan.states,
+            walk=request.walk,
+            microbatches=plan.microbatches[0],
+        )
+        return cost.model_copy(update={"state_bytes": _held(plan, request, levels)})
     islands = plan.islands or [[rank] for rank in range(plan.ranks)]
     if loop.steps == "auto" or len(loop.steps) != len(islands):  # not known yet: no island makes more than all
         loop = replace(loop, steps=())
     return price_apart(loop, plan, request.shapes, Levels.islands(islands))
+
+
+def _held(plan: Plan, request: Request, levels: Levels) -> tuple[int, ...]:
+    """Bytes of model state, by rank, where they are known."""
+    sharding = memory.build(plan.states, key="plan.states")
+    if request.walk is None or (sharding.needs_islands and not plan.islands):
+        return ()
+    rule, trained = optim.build(request.config.train.optimizer, key=_RULE), frozenset(n for n, _ in request.shapes)
+    return state_bytes(sharding, request.walk, trained, levels, slots=len(rule.slots))
