@@ -197,7 +197,8 @@ def by_rows(seat: Seat, *, rows: list[int], steps: int) -> dict[str, list]:
     """What each rank owns of the mean gradients of two micro-batches, through a coder with feedback: with buckets that
     stay and with buckets that are given back.
     """
-    method = memory.build("zero2").exchange(compress.build({"error_feedback": {"two_shot": {"codec": "int8"}}}), ["all"])
+    fed_back = compress.build({"error_feedback": {"two_shot": {"codec": "int8"}}})
+    method = memory.build("zero2").exchange(fed_back, ["all"])
     found: dict[str, list] = {}
     channel = group(seat)
     pump = Pump(channel)
