@@ -100,9 +100,7 @@ def ours() -> dict[str, object]:
     sharding = memory.build("zero3")
     shards = memory.Shards.of(module, memory.Walk.of(module, UNITS), beside, place=RANK, ranks=RANKS)
     rule = optim.build({"adamw": {"lr": LR, "weight_decay": 0.0}})
-    states = memory.States.of(
-        rule, params, is_sharded=True, weights=None, place=RANK, ranks=RANKS, shards=shards
-    )
+    states = memory.States.of(rule, params, is_sharded=True, weights=None, place=RANK, ranks=RANKS, shards=shards)
     gathers = sent(lambda: loss_of(module, 0).backward())
     states.release()
     replica = Replica(

@@ -281,6 +281,7 @@ def train(
     for name, section in (sections or {}).items():
         given[name] = {**given.get(name, {}), **section}
     config = RunConfig.model_validate(given)
+    before = tensor_bytes() if counts else 0
     torch.manual_seed(0)
     kinds = {
         "small": lambda: Small(dropout),
@@ -304,8 +305,8 @@ def train(
 
     def at(step: int, phase: str) -> None:
         done[0] = step
-        if counts and phase == "fetch":
-            there.append(tensor_bytes())
+        if counts and phase == "fetch" and step == steps - 1:
+            there.append(tensor_bytes() - before)
 
     data, objective = DatasetBatches(Tokens(bad=bad)), loss.build("next_token")
     cpu = torch.device("cpu")

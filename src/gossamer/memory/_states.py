@@ -133,7 +133,7 @@ class States:
             unpacked(row, part, bucket.flat)
         for name, view in Bucket(layout, bucket.flat).slices():
             self.params[name].detach().copy_(view)
-        return Outcome(bucket.flat, None, Stateless())
+        return Outcome(bucket.flat[:0].clone(), None, Stateless())  # the buffer need not outlive it
 
     @torch.no_grad()
     def _differences(self, codec: Codec, place: tuple[int | str, ...], layout: Layout, me: int, ranks: int) -> Rounds:
@@ -149,7 +149,7 @@ class States:
             unpacked(row, part, bucket.flat)
         for name, view in bucket.slices():
             self.params[name].copy_(self.params[name].float() + view)
-        return Outcome(bucket.flat, None, Stateless())
+        return Outcome(bucket.flat[:0].clone(), None, Stateless())  # the buffer need not outlive it
 
     def slots(self) -> Iterator[tuple[str, str, Rows, Tensor]]:
         """(slot, parameter, this rank's rows, tensor) of all state."""

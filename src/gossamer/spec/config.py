@@ -128,7 +128,10 @@ class PlanSection(Section):
         "expression) is found in a parameter's name holds; level: all, or lines for both island and between",
     )
     sync: Written = Field("every_step", description="a method of `gossamer methods sync`")
-    states: Written = Field("whole", description="a method of `gossamer methods memory`: where optimizer state lies, and gradients and parameters")
+    states: Written = Field(
+        "whole",
+        description="a method of `gossamer methods memory`: where the model state lies",
+    )
     savers: list[Written] | Auto = "auto"
     lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
     residuals: Literal["merge", "drop"] = Field(
