@@ -52,7 +52,7 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
     )
     check_before_start(parts)
     facts = facts_of(parts.outline)
-    state_bytes = 4 * facts.parameter_bytes  # parameters, gradients and the two slots of AdamW
+    state_bytes = max(plan.forecast.state_bytes, default=4 * facts.parameter_bytes)
     stages = {} if held.cut is None else {f"stage {p.stage}": state_bytes_of(held.cut, p) for p in held.cut.parts}
     return {
         "model": f"{origin.describe()}, {facts.parameters:,} parameters",

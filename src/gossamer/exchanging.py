@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from gossamer import compress, memory, sync
 from gossamer.measuring import Measured
+from gossamer.memory import Walk
 from gossamer.pipeline.links import levels_of_stages
 from gossamer.plan import price_apart, price_of
 from gossamer.plan.adapt import Policy
@@ -25,6 +24,7 @@ from gossamer.run.rehearse import rehearse
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
 from gossamer.spec.choice import Choice, Exchanges, Written, asks_for_islands
+from gossamer.spec.cost import Cost
 from gossamer.spec.errors import bad_input
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
@@ -84,6 +84,7 @@ class Exchanger:
     keep: Callable[[Plan], None]  # a plan that has changed
     policy: Policy | None = None  # for what goes between islands that train apart, by every rank's own way out and in
     waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
+    walk: Walk | None = None  # where parameters are sharded
     _measured: Measured | None = None
     _watch: _Watch = field(default_factory=lambda: _Watch())
 
@@ -109,6 +110,8 @@ class Exchanger:
             self._learn(probe(self.pump.channel))
             if self.plan.islands:
                 self._reprice()
+        if self.walk is not None:
+            self._reprice()
         self._watch.active = automatic and hosts > 1 and is_plain(self.plan)
         self._watch.rate(self.pump)  # what has passed so far was no training
         return self.plan
@@ -133,8 +136,9 @@ class Exchanger:
         return loop
 
     def _shards(self, hosts: int) -> bool:
-        """Whether sharded states go by islands, if there are any."""
-        return hosts > 1 and memory.build(self.plan.states, key="plan.states").is_sharded
+        """Whether sharded states go by islands, if there are any; sharded parameters do not."""
+        sharding = memory.build(self.plan.states, key="plan.states")
+        return hosts > 1 and sharding.is_sharded and not sharding.takes_parameters
 
     def _part(self, loop: Loop, hosts: int) -> None:
         """Who trains together: what is given, else what the links say, else everybody alone."""
@@ -253,11 +257,22 @@ class Exchanger:
 
     def _reprice(self) -> None:
         """Forecast the bytes of a step anew, on the links as they are known now."""
+        cost = self._price(self.plan.exchange)
+        said = {"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes}
+        self.plan = self.plan.model_copy(update={"forecast": self.plan.forecast.model_copy(update=said)})
+
+    def _price(self, written: Exchanges) -> Cost:
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         levels, plan = self.pump.channel.levels, self.plan
-        cost = price_of(plan.exchange, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
-        forecast = plan.forecast.model_copy(update={"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes})
-        self.plan = plan.model_copy(update={"forecast": forecast})
+        return price_of(
+            written,
+            shapes,
+            levels,
+            bucket_bytes=plan.bucket_bytes,
+            states=plan.states,
+            walk=self.walk,
+            microbatches=plan.microbatches[0],
+        )
 
     def links(self) -> Links:
         """The links as they are now: some seconds, between two steps."""
@@ -281,13 +296,8 @@ class Exchanger:
         decision = choose(self._measured.facts(links, self.pump), lossy=self.lossy, candidates=candidates)
         self.waited = decision.waited
         exact = decision.written == candidates[0].written
-        self.plan = _planned(
-            self.plan if exact else self.plan.model_copy(update={"bucket_bytes": bucket_bytes}),
-            decision,
-            links,
-            params,
-            self.pump.channel.levels,
-        )
+        self.plan = self.plan if exact else self.plan.model_copy(update={"bucket_bytes": bucket_bytes})
+        self.plan = _planned(self.plan, decision, links, self._price(decision.written))
         return decision
 
 
@@ -329,17 +339,16 @@ def _bucket_bytes(links: Links, largest: int) -> int:
     return min(largest, max(_LEAST_BUCKET_BYTES, wanted))
 
 
-def _planned(plan: Plan, decision: Decision, links: Links, params: Mapping[str, Tensor], levels: Levels) -> Plan:
+def _planned(plan: Plan, decision: Decision, links: Links, cost: Cost) -> Plan:
     link = links.levels.get("between", links.levels["all"])
     said = f"{decision.reason} (links: {show_rate(link.bytes_per_s)}, {1e3 * link.latency_s:.1f} ms)"
-    shapes = tuple((name, tuple(p.shape)) for name, p in params.items())
-    cost = price_of(decision.written, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
     line = decision.forecast
-    times = {"compute_s": line.step_s - line.exposed_s, "wire_s": line.wire_s, "exposed_s": line.exposed_s}
+    times: dict[str, object] = {"state_bytes": plan.forecast.state_bytes, "step_s": line.step_s}
+    times |= {"compute_s": line.step_s - line.exposed_s, "wire_s": line.wire_s, "exposed_s": line.exposed_s}
     return plan.model_copy(
         update={
             "exchange": decision.written,
             "reasons": {**plan.reasons, "exchange": said},
-            "forecast": cost.model_copy(update={**times, "step_s": line.step_s}),
+            "forecast": cost.model_copy(update=times),
         }
     )

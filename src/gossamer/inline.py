@@ -98,6 +98,7 @@ def train_inline(
                     at=lambda step, phase: None,
                     asked_to_stop=lambda: stop.is_set,
                     show=display.show if place.rank == 0 else None,
+                    is_kept=True,
                 )
             )
         finally:

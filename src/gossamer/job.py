@@ -15,16 +15,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gossamer import __version__
+from gossamer import __version__, memory
 from gossamer.adapting import Adapting, asking, between_islands
 from gossamer.bordering import with_borders
 from gossamer.exchanging import Exchanger, is_plain, levels_of, loop_of
+from gossamer.memory import Walk
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
 from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
 from gossamer.run.saver import Saver
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Trainer, peak_bytes
+from gossamer.run.walking import walk_of
 from gossamer.spec import records
 from gossamer.spec.choice import told
 from gossamer.spec.errors import Interrupted
@@ -66,6 +68,7 @@ class Job:
     asked_to_stop: Callable[[], bool]
     observe: Observer | None = None  # told of every message that goes out
     show: Callable[[records.Record], None] | None = None  # besides writing them down
+    is_kept: bool = False  # whether the caller's module is to be whole afterwards, where its parameters are sharded
 
     @property
     def automatic(self) -> bool:
@@ -97,8 +100,9 @@ def run_job(job: Job) -> dict[str, Any]:
         check_agreement(pump, _facts(job))
         engine = engine_of(job.parts)
         job.at(0, "probe")
-        exchanger = _exchanger(job, engine, pump, sink)
-        parts = replace(job.parts, plan=exchanger.settle(automatic=job.automatic, hosts=where.hosts))
+        walk = _walk(job.parts, engine, pump)
+        exchanger = _exchanger(job, engine, pump, sink, walk)
+        parts = replace(job.parts, plan=exchanger.settle(automatic=job.automatic, hosts=where.hosts), walk=walk)
         parts = with_borders(parts, pump.channel, exchanger.tell)
         check_agreement(pump, {"exchange": parts.plan.model_dump_json()})
         exchanger.keep(parts.plan)
@@ -119,14 +123,25 @@ def run_job(job: Job) -> dict[str, Any]:
         if told := trainer.begin(again=job.resume):
             exchanger.tell(told, trainer.progress.step)
         sink(_start(job, trainer))
-        return _train(trainer, saver, sink, began)
+        return _train(trainer, saver, sink, began, is_kept=job.is_kept)
     finally:
         pump.close()
         beside.close()
         pump.channel.close()
 
 
-def _exchanger(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Record], None]) -> Exchanger:
+def _walk(parts: Parts, engine: Engine, pump: Pump) -> Walk | None:
+    """Where parameters are sharded, how all ranks walk through the model."""
+    if not memory.build(parts.plan.states, key="plan.states").takes_parameters:
+        return None
+    walk = walk_of(engine, parts.train, parts.units)
+    check_agreement(pump, {"order of the units, and what they read": repr(walk)})
+    return walk
+
+
+def _exchanger(
+    job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Record], None], walk: Walk | None
+) -> Exchanger:
     config, where, plan = job.parts.config, job.where, job.parts.plan
     return Exchanger(
         engine=engine,
@@ -138,13 +153,16 @@ def _exchanger(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Rec
         tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),
         keep=job.directory.keep_plan if where.writer == 0 else lambda plan: None,  # every host reads its own again
         policy=between_islands(config.plan, plan),
+        walk=walk,
     )
 
 
-def _train(trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None], began: float) -> dict[str, Any]:
+def _train(
+    trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None], began: float, *, is_kept: bool
+) -> dict[str, Any]:
     outcome, message = "failed", ""
     try:
-        _run(trainer, saver)
+        _run(trainer, saver, is_kept=is_kept)
         outcome = "done"
     except Interrupted as error:
         outcome, message = "interrupted", str(error)
@@ -159,12 +177,16 @@ def _train(trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None
     return {"outcome": outcome, "step": step, "seconds": seconds, "peak_bytes": peak_bytes()}
 
 
-def _run(trainer: Trainer, saver: Saver) -> None:
+def _run(trainer: Trainer, saver: Saver, *, is_kept: bool) -> None:
     try:
         trainer.run()
     except Interrupted:
         saver.confirm()
+        if is_kept:
+            trainer.states.leave()
         raise
+    if is_kept:
+        trainer.states.leave()
 
 
 def _saver(job: Job, sink: Callable[[records.Record], None]) -> Saver:

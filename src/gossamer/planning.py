@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from gossamer import plan as planner
+from gossamer.memory import Walk
 from gossamer.model.given import units_of
 from gossamer.run.checkpoint import trainable
 from gossamer.spec.config import RunConfig
@@ -19,7 +20,8 @@ def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device:
     """Ask the planner; the same answer on every rank. Raises BadInput."""
     shapes = tuple((name, tuple(p.shape)) for name, p in trainable(module).items())
     units = units_of(module, config.plan.units)
-    request = planner.Request(config=config, ranks=ranks, device=device.type, shapes=shapes, units=units)
+    walk = Walk.of(module, units)
+    request = planner.Request(config=config, ranks=ranks, device=device.type, shapes=shapes, units=units, walk=walk)
     return planner.build("data_parallel").plan(request)
 
 

@@ -136,7 +136,8 @@ def gathered(islands: Sequence[int], written: Any) -> tuple[list[dict[str, torch
     for rank in range(ranks):
         params = {n: v.clone() for n, v in Bucket(where, crew.bucket(where, 99).flat).slices()}
         states = memory.States.of(optim.build({"sgd": {"lr": 1.0}}), params, deal, rank=rank, weights=sharding.weights)
-        states.update(dict(crew.bucket(where, 7).slices()), lr_scale=1.0, step=0)
+        gradients = crew.bucket(where, 7).slices()
+        states.update({n: states.own(n, g) for n, g in gradients}, lr_scale=1.0, step=0)
         if sharding.weights is None:
             methods.append(states._gathered(where))
         else:
@@ -221,6 +222,15 @@ def test_flat_links_have_one_hop() -> None:
         memory.build({"zero1": {"level": "island"}}).check(Levels.flat(3))
     with pytest.raises(BadInput, match="level"):
         memory.build({"zero1": {"level": "planet"}}, key="plan.states")
+
+
+def test_gradients_by_rows_go_as_states_do_and_parameters_flat() -> None:
+    levels = levels_of((2, 2))
+    assert memory.build("zero2").path(levels) == memory.build("zero1").path(levels) == ("island", "between")
+    assert memory.build("zero3").path(levels) == ("all",)
+    dense = compress.build("dense")
+    assert memory.build("zero2").exchange(dense, ("island", "between")) == Hops(Scatter())
+    assert memory.build("zero3").exchange(dense, ("all",)) == Scatter()
 
 
 def test_half_precision_buckets_are_served() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from gossamer import loss
@@ -121,6 +124,64 @@ class Thin(Causal):
         return self.scale * super().forward(input_ids) + (self.first @ self.embed.weight.T)
 
 
+@dataclass
+class Carried:
+    """What a block hands on, in a record torch knows nothing of."""
+
+    x: torch.Tensor
+    count: int = 0
+
+
+class Habit(nn.Module):
+    """A block that is checkpointed inside, changes what it was given, and leaves something behind for the loss."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.inner, self.gate = nn.Linear(12, 12), nn.Linear(12, 1)
+        self.left = torch.zeros(())
+
+    def forward(self, given: Carried) -> Carried | torch.Tensor:
+        mixed = checkpoint(lambda x: torch.tanh(self.inner(x)), given.x.clone(), use_reentrant=False)
+        if self.index == 1:
+            x = given.x
+            x += mixed  # in place, and given back
+        else:
+            x = self.inner(given.x.clone() + mixed)  # a view, as linear maps of sequences give
+        self.left = self.gate(mixed).square().mean()
+        return Carried(x, given.count + 1)
+
+
+class Habits(nn.Module):
+    """What models do that a unit's parameters must be there for. Two of them in a row are not trained in one test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 12)
+        self.layers = nn.ModuleList(Habit(index) for index in range(4))
+        self.norm = nn.LayerNorm(12)
+        self.aside = nn.Linear(12, 12)  # never called
+        self.scale = nn.Parameter(torch.ones(12))  # in no unit
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        carried = Carried(self.embed(input_ids) * 1.0)
+        for layer in self.layers:
+            carried = layer(carried)
+            carried.x += 0.1  # in place, of what a unit has returned
+        logits = (self.norm(carried.x) * self.scale) @ self.embed.weight.T
+        return logits + sum(layer.left for layer in self.layers) * torch.arange(16)
+
+
+class Wide(Causal):
+    """Large enough that its state is most of what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 192)
+        self.layers = nn.ModuleList(nn.Linear(192, 192) for _ in range(6))
+
+
 class Wordless(Causal):
     """Says nothing unless it is told what to say."""
 
@@ -209,6 +270,7 @@ def train(
     values: bool = False,
     fresh_plan: bool = False,
     disks: bool = False,
+    counts: bool = False,
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One run; `until` asks to stop after so many steps. What its records say, and a digest of the parameters."""
@@ -219,6 +281,7 @@ def train(
     for name, section in (sections or {}).items():
         given[name] = {**given.get(name, {}), **section}
     config = RunConfig.model_validate(given)
+    before = tensor_bytes() if counts else 0
     torch.manual_seed(0)
     kinds = {
         "small": lambda: Small(dropout),
@@ -229,17 +292,21 @@ def train(
         "late": Late,
         "doubles": lambda: Marks().double(),
         "thin": Thin,
+        "habits": Habits,
         "halves": lambda: Causal().bfloat16(),
+        "wide": lambda: Wide(),
     }
     module = kinds[kind]()
     for name in frozen:
         module.get_submodule(name).requires_grad_(False)
     directory = RunDirectory(Path((folder or str(seat.folder)).format(rank=seat.rank)) / "run")
     kept = directory.plan() if resume and not fresh_plan else None
-    ended, done = "", [0]
+    ended, done, there = "", [0], []
 
     def at(step: int, phase: str) -> None:
         done[0] = step
+        if counts and phase == "fetch" and step == steps - 1:
+            there.append(tensor_bytes() - before)
 
     data, objective = DatasetBatches(Tokens(bad=bad)), loss.build("next_token")
     cpu = torch.device("cpu")
@@ -275,19 +342,27 @@ def train(
         resume=resume,
         at=at,
         asked_to_stop=lambda: bool(until) and done[0] + 1 >= until,
+        is_kept=True,
     )
     try:
         run_job(job)
     except (Interrupted, StepRejected) as error:
         ended = f"{type(error).__name__}: {error}"
     seen = float(held.module.seen)
-    found = {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held)}
+    found = {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held), "bytes": there}
     if values:
         found["values"] = [x for _, p in sorted(held.module.named_parameters()) for x in p.detach().flatten().tolist()]
     if config.train.sample and held.cut is None:
         of = {"tokens": config.train.sample_tokens, "window": config.data.sequence, "top_k": 50}
         found["text"] = generate(held.module, Letters(), config.train.sample, seed=config.train.seed, **of)
     return found
+
+
+def tensor_bytes() -> int:
+    """Of the memory of all tensors that Python knows of, each once."""
+    gc.collect()
+    found = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+    return sum({s._cdata: s.nbytes() for s in found if s.device.type != "meta"}.values())
 
 
 def digests(held: Held) -> dict[str, str]:

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
+from torch import nn
 
 from gossamer import memory
+from gossamer.run.checkpoint import read_model
+from gossamer.spec.errors import CheckpointMismatch
 from gossamer.store.checkpoint import open_checkpoint
 from pool import Pool
 
+ZERO = ("zero1", "zero2", "zero3")
 EXCHANGES: list[Any] = [
     "dense",
     {"two_shot": {"codec": "bfloat16"}},
@@ -35,26 +40,32 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_it_is_plain_data_parallelism(pool: Pool, tmp_path: Path, ranks: int) -> None:
     """Clipped and unclipped steps, dropout, tied weights, unequal rows: equal to 1e-6, on all ranks bit for bit."""
-    found = {}
-    for states in ("whole", "zero1"):
+    found, norms = {}, {}
+    for states in ("whole", *ZERO):
         given = {"folder": str(tmp_path / states), "steps": 6, "dropout": 0.1, "values": True}
         found[states] = pool.run("run.jobs:train", ranks, sections=sections(states), **given)
-    assert all(one["digest"] == found["zero1"][0]["digest"] for one in found["zero1"])
-    ours, plain = (torch.tensor(found[states][0]["values"]) for states in ("zero1", "whole"))
-    assert torch.allclose(ours, plain, rtol=1e-6, atol=1e-6)
-    norms = [[one["grad_norm"] for one in records(tmp_path / states, "step")] for states in ("zero1", "whole")]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+        norms[states] = [one["grad_norm"] for one in records(tmp_path / states, "step")]
+    for states in ZERO:
+        assert all(one["digest"] == found[states][0]["digest"] for one in found[states])
+        ours, plain = (torch.tensor(found[one][0]["values"]) for one in (states, "whole"))
+        assert torch.allclose(ours, plain, rtol=1e-6, atol=1e-6)
+        assert norms[states] == pytest.approx(norms["whole"], rel=1e-5)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=json.dumps)
 def test_any_exchange_and_its_bytes(pool: Pool, tmp_path: Path, exchange: Any) -> None:
-    """Coded gradients lose what they lose; all ranks end in the same place, and what was sent was known before."""
-    found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=6, sections=sections("zero1", exchange))
-    assert found[0]["digest"] == found[1]["digest"]
-    plan = (tmp_path / "run" / "plan.yaml").read_text()
-    (said,) = [line.split(": ")[1] for line in plan.splitlines() if "0>1:" in line]
-    for one in records(tmp_path, "step"):
-        assert one["wire_bytes"]["0>1"] == int(said)
+    """Coded gradients lose what they lose, the same at each stage; all ranks end in the same place, and what was sent
+    was known before.
+    """
+    digests = set()
+    for states in ZERO:
+        given = {"folder": str(tmp_path / states), "steps": 6, "sections": sections(states, exchange)}
+        digests |= {one["digest"] for one in pool.run("run.jobs:train", 2, **given)}
+        plan = (tmp_path / states / "run" / "plan.yaml").read_text()
+        (said,) = [line.split(": ")[1] for line in plan.splitlines() if "0>1:" in line]
+        for one in records(tmp_path / states, "step"):
+            assert one["wire_bytes"]["0>1"] == int(said)
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("codec", ["identity", "bfloat16", "int8"])
@@ -93,18 +104,30 @@ def test_differences_in_four_bits_leave_all_ranks_in_the_same_place(pool: Pool, 
     assert [one["digest"] for one in again] == [one["digest"] for one in found]
 
 
-@pytest.mark.parametrize("exchange", [EXCHANGES[0], EXCHANGES[2]], ids=json.dumps)
-def test_a_stopped_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, exchange: Any) -> None:
-    given = {"steps": 8, "dropout": 0.1, "sections": sections("zero1", exchange)}
+STOPPED = [("zero1", EXCHANGES[0]), *((states, EXCHANGES[2]) for states in ZERO)]
+
+
+@pytest.mark.parametrize(("states", "exchange"), STOPPED, ids=json.dumps)
+def test_a_stopped_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, states: str, exchange: Any) -> None:
+    given = {"steps": 8, "dropout": 0.1, "sections": sections(states, exchange)}
     whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
     pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), until=4, **given)
     again = pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), resume=True, **given)
     assert [one["digest"] for one in again] == [one["digest"] for one in whole]
 
 
-@pytest.mark.parametrize(
-    ("before", "ranks", "after"), [("zero1", 3, "zero1"), ("zero1", 1, "whole"), ("whole", 2, "zero1")]
-)
+OTHERS = [
+    ("zero1", 3, "zero1"),
+    ("zero1", 1, "whole"),
+    ("whole", 2, "zero1"),
+    ("zero3", 3, "zero3"),
+    ("zero3", 1, "whole"),
+    ("whole", 2, "zero3"),
+    ("zero3", 2, "zero2"),
+]
+
+
+@pytest.mark.parametrize(("before", "ranks", "after"), OTHERS)
 def test_states_fit_other_ranks_and_other_shardings(
     pool: Pool, tmp_path: Path, before: str, ranks: int, after: str
 ) -> None:
@@ -116,9 +139,10 @@ def test_states_fit_other_ranks_and_other_shardings(
     assert torch.allclose(torch.tensor(again[0]["values"]), torch.tensor(straight[0]["values"]), rtol=1e-5, atol=1e-6)
 
 
-def test_hosts_with_disks_of_their_own(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("states", ["zero1", "zero3"])
+def test_hosts_with_disks_of_their_own(pool: Pool, tmp_path: Path, states: str) -> None:
     """No disk has all rows: each rank finds its own again, and no others."""
-    given = {"steps": 8, "sections": sections("zero1")}
+    given = {"steps": 8, "sections": sections(states)}
     whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
     apart = {"folder": str(tmp_path / "disk{rank}"), "disks": True, **given}
     pool.run("run.jobs:train", 2, until=4, **apart)
@@ -130,33 +154,95 @@ def test_hosts_with_disks_of_their_own(pool: Pool, tmp_path: Path) -> None:
         "run.jobs:train", 2, resume=True, fresh_plan=True, **{**apart, "sections": sections("whole")}
     )
     assert all("the plan.states that it was saved with" in one["error"] for one in answers)
+    if states == "zero3":
+        with pytest.raises(CheckpointMismatch, match="holds sharded parameters rank by rank"):
+            read_model(nn.Linear(1, 1), tmp_path / "disk0" / "run" / "checkpoints")
 
 
 def test_every_rank_holds_its_part_and_no_more(pool: Pool, tmp_path: Path) -> None:
     """Two moments of float32 for 1/n of the parameters, but for a row of each: as each rank writes them."""
-    pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=2, sections=sections("zero1"))
-    folder = tmp_path / "run" / "checkpoints" / "step-00000002"
-    held = [load_file(folder / f"rank-{rank:05d}.safetensors") for rank in range(3)]
-    numel = [sum(t.numel() for name, t in one.items() if name.startswith("optim/")) for one in held]
-    checkpoint = open_checkpoint(tmp_path / "run" / "checkpoints", 2)
-    shapes = [checkpoint.shape(name) for name in checkpoint.names() if name.startswith("optim/")]
-    total, rows = sum(map(prod, shapes)), sum(prod(shape[1:]) for shape in shapes)
-    assert sum(numel) == total
-    assert all(abs(n - total / 3) <= rows for n in numel)
+    for states, kept in (("zero1", ("optim/",)), ("zero3", ("optim/", "model/"))):
+        pool.run("run.jobs:train", 3, folder=str(tmp_path / states), steps=2, sections=sections(states))
+        checkpoint = open_checkpoint(tmp_path / states / "run" / "checkpoints", 2)
+        files = [checkpoint.folder / f"rank-{rank:05d}.safetensors" for rank in range(3)]
+        for start in kept:
+            numel = [sum(t.numel() for name, t in load_file(one).items() if name.startswith(start)) for one in files]
+            shapes = [checkpoint.shape(name) for name in checkpoint.names() if name.startswith(start)]
+            total, rows = sum(map(prod, shapes)), sum(prod(shape[1:]) for shape in shapes)
+            assert sum(numel) == total
+            assert all(abs(n - total / 3) <= rows for n in numel)
 
 
-def test_parameters_of_fewer_rows_than_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_model_state_is_what_the_formula_says(pool: Pool, tmp_path: Path) -> None:
+    """Between two steps, of everything that Python holds: n ranks keep 16, 8 + 8/n, 4 + 12/n, and 16/n bytes a
+    parameter, and the plan knew.
+    """
+    found, said, ranks = {}, {}, 3
+    for states in ("whole", *ZERO):
+        given = {"folder": str(tmp_path / states), "steps": 3, "kind": "wide", "counts": True}
+        ran = pool.run("run.jobs:train", ranks, sections=sections(states), **given)
+        found[states] = [one["bytes"][-1] for one in ran]
+        plan = yaml.safe_load((tmp_path / states / "run" / "plan.yaml").read_text())
+        said[states] = plan["forecast"]["state_bytes"]
+    each = {"whole": 16.0, "zero1": 8 + 8 / ranks, "zero2": 4 + 12 / ranks, "zero3": 16 / ranks}
+    numel = said["whole"][0] / 16
+    for rank in range(ranks):
+        for states in ("whole", *ZERO):
+            assert said[states][rank] == pytest.approx(each[states] * numel, rel=0.02)
+            assert found[states][rank] == pytest.approx(said[states][rank], rel=0.02)  # there are data too
+
+
+CASES = [
+    {},
+    {"frozen": ["layers.0", "layers.2.gate"]},
+    {"frozen": ["embed", "layers.0", "layers.1"]},
+]
+
+
+@pytest.mark.parametrize("frozen", CASES, ids=json.dumps)
+def test_what_models_do(pool: Pool, tmp_path: Path, frozen: dict[str, Any]) -> None:
+    """Checkpointed regions, changes in place, records, losses on the side, parameters read elsewhere or never, in
+    several micro-batches of unequal ranks, with an evaluation of unequal parts in between.
+    """
+    found, losses = {}, {}
+    for states in ("whole", "zero3"):
+        given = sections(states, accumulate=2, batch=9, evaluate_every=2, evaluate_sequences=7)
+        given["plan"]["share"] = [2.0, 1.0]
+        ran = {"folder": str(tmp_path / states), "steps": 4, "kind": "habits", "values": True, **frozen}
+        found[states] = pool.run("run.jobs:train", 2, sections=given, **ran)
+        losses[states] = [one["loss"] for one in records(tmp_path / states, "evaluation")]
+    assert found["zero3"][0]["digest"] == found["zero3"][1]["digest"]
+    ours, plain = (torch.tensor(found[states][0]["values"]) for states in ("zero3", "whole"))
+    assert torch.allclose(ours, plain, rtol=1e-6, atol=1e-6)
+    assert losses["zero3"] == pytest.approx(losses["whole"], rel=1e-6) and len(losses["whole"]) == 2
+    plan = yaml.safe_load((tmp_path / "zero3" / "run" / "plan.yaml").read_text())
+    for one in records(tmp_path / "zero3", "step"):
+        assert one["wire_bytes"]["0>1"] == plan["forecast"]["wire_bytes"]["0>1"]
+
+
+def test_a_sharded_model_writes_as_the_whole_one_does(pool: Pool, tmp_path: Path) -> None:
+    texts = {}
+    for states in ("whole", "zero3"):
+        given = sections(states, sample="adg", sample_tokens=8, evaluate_every=2)
+        pool.run("run.jobs:train", 2, folder=str(tmp_path / states), steps=4, kind="causal", sections=given)
+        texts[states] = [one["text"] for one in records(tmp_path / states, "sample")]
+    assert texts["zero3"] == texts["whole"] and len(texts["whole"]) == 2
+
+
+@pytest.mark.parametrize("states", ["zero1", "zero3"])
+def test_parameters_of_fewer_rows_than_ranks(pool: Pool, tmp_path: Path, states: str) -> None:
     given = {"steps": 6, "kind": "thin", "values": True}
     plain = pool.run("run.jobs:train", 3, folder=str(tmp_path / "whole"), sections=sections("whole"), **given)
-    ours = {"folder": str(tmp_path / "parts"), "sections": sections("zero1"), **given}
+    ours = {"folder": str(tmp_path / "parts"), "sections": sections(states), **given}
     pool.run("run.jobs:train", 3, until=3, **ours)
     again = pool.run("run.jobs:train", 3, resume=True, **ours)
     assert torch.allclose(torch.tensor(again[0]["values"]), torch.tensor(plain[0]["values"]), rtol=1e-6, atol=1e-6)
     assert all(one["digest"] == again[0]["digest"] for one in again)
 
 
-def test_a_gradient_that_is_not_finite_is_seen_by_all(pool: Pool, tmp_path: Path) -> None:
-    given = sections("zero1", on_nonfinite="skip")
+@pytest.mark.parametrize("states", ["zero1", "zero3"])
+def test_a_gradient_that_is_not_finite_is_seen_by_all(pool: Pool, tmp_path: Path, states: str) -> None:
+    given = sections(states, on_nonfinite="skip")
     found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=6, bad=9, sections=given)
     assert found[0]["digest"] == found[1]["digest"]
     committed = [one["committed"] for one in records(tmp_path, "step")]
@@ -167,13 +253,14 @@ def test_half_parameters(pool: Pool, tmp_path: Path) -> None:
     """Parameters move by tenths here, and differ by what bf16 rounds where sums meet in another order."""
     fast = {"optimizer": {"adamw": {"lr": 0.05}}, "schedule": "constant"}
     found = {}
-    for states, steps in (("none", 0), ("whole", 6), ("zero1", 6)):
+    for states, steps in (("none", 0), ("whole", 6), ("zero1", 6), ("zero3", 6)):
         given = {"folder": str(tmp_path / states), "steps": max(1, steps), "kind": "halves", "values": True}
         rate = fast if steps else {"optimizer": {"adamw": {"lr": 1e-9}}}
         found[states] = pool.run("run.jobs:train", 2, sections=sections(states if steps else "whole", **rate), **given)
-    start, plain, ours = (torch.tensor(one[0]["values"]) for one in found.values())
-    assert found["zero1"][0]["digest"] == found["zero1"][1]["digest"]
-    assert (ours - plain).norm() < 0.02 * (plain - start).norm()
+    start, plain, *sharded = (torch.tensor(one[0]["values"]) for one in found.values())
+    for states, ours in zip(("zero1", "zero3"), sharded, strict=True):
+        assert found[states][0]["digest"] == found[states][1]["digest"]
+        assert (ours - plain).norm() < 0.02 * (plain - start).norm()
 
 
 BAD = [
@@ -182,6 +269,12 @@ BAD = [
     ({"plan": {"states": "zero1"}, "train": {"optimizer": "lamb"}}, "wanted a rule that moves each number by itself"),
     ({"plan": {"states": "zero1", "adapt": "l_greco"}}, "plan.states: wanted no policy"),
     ({"plan": {"exchange": {"momentum": "dense"}}}, "plan.exchange: wanted no clipping around the exchange `momentum`"),
+    (
+        {"plan": {"states": "zero3", "share": [7.0, 1.0]}, "data": {"sequence": 16384}},
+        "plan.share: wanted as many micro-batches on every replica",
+    ),
+    ({"plan": {"states": "zero2"}, "train": {"verify": {"every": 2}}}, "plan.states whole, or zero1"),
+    ({"plan": {"states": "zero3", "schedule": "gpipe"}}, "plan.states: wanted plan.schedule one_stage"),
     ({"plan": {"states": "zero9"}}, "no sharding is called 'zero9'"),
 ]
 

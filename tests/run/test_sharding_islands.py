@@ -17,7 +17,7 @@ from run.test_sharding import records
 
 PLAIN = {"weights": None, "gradients": None, "gradients_inside": None}
 INSIDE: dict[str, Any] = {"zero1": {"level": "island"}}
-EXACT: list[Any] = ["zero1", INSIDE, {"sdp4bit": PLAIN}, {"sdp4bit": PLAIN | {"level": "island"}}]
+EXACT: list[Any] = ["zero1", "zero2", "zero3", INSIDE, {"sdp4bit": PLAIN}, {"sdp4bit": PLAIN | {"level": "island"}}]
 SEPARATE: list[Any] = [
     {"sdp4bit": PLAIN | {"weights": "int8"}},
     {"sdp4bit": PLAIN | {"gradients": "int4"}},

@@ -32,20 +32,20 @@ def faults(at: int) -> dict[str, tuple[type, str, Callable[..., Any]]]:
     """By name: what is patched, and with what; `at`: the step in which it happens."""
     update, send, fetch, redo = States.update, Replica._send, Feed.fetch, Witness.redo
 
-    def skips(self: States, grads: Any, *, lr_scale: float, step: int) -> None:
+    def skips(self: States, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
         if step != at:
-            update(self, grads, lr_scale=lr_scale, step=step)
+            update(self, grads, lr_scale=lr_scale, step=step, apart=apart)
 
-    def rate(self: States, grads: Any, *, lr_scale: float, step: int) -> None:
-        update(self, grads, lr_scale=lr_scale * (1.01 if step == at else 1.0), step=step)
+    def rate(self: States, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
+        update(self, grads, lr_scale=lr_scale * (1.01 if step == at else 1.0), step=step, apart=apart)
 
-    def bit(self: States, grads: Any, *, lr_scale: float, step: int) -> None:
-        update(self, grads, lr_scale=lr_scale, step=step)
+    def bit(self: States, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
+        update(self, grads, lr_scale=lr_scale, step=step, apart=apart)
         if step == at:
             flipped(max(self.params.values(), key=Tensor.numel))
 
-    def moment(self: States, grads: Any, *, lr_scale: float, step: int) -> None:
-        update(self, grads, lr_scale=lr_scale, step=step)
+    def moment(self: States, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
+        update(self, grads, lr_scale=lr_scale, step=step, apart=apart)
         if step == at:
             flipped(max((tensor for _, _, _, tensor in self.slots()), key=Tensor.numel))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
-from gossamer import compress
+from gossamer import compress, memory
 from gossamer.sync import Replica, Vote, Window
 from gossamer.wire.pump import Pump
 from pool import Seat
@@ -189,3 +191,69 @@ def out_of_step(seat: Seat) -> str:
     pump.close()
     channel.close()
     return said
+
+
+def by_rows(seat: Seat, *, rows: list[int], steps: int) -> dict[str, list]:
+    """What each rank owns of the mean gradients of two micro-batches, through a coder with feedback: with buckets that
+    stay and with buckets that are given back.
+    """
+    fed_back = compress.build({"error_feedback": {"two_shot": {"codec": "int8"}}})
+    method = memory.build("zero2").exchange(fed_back, ["all"])
+    found: dict[str, list] = {}
+    channel = group(seat)
+    pump = Pump(channel)
+    first = sum(rows[: seat.rank])
+    for gives_back in (False, True):
+        torch.manual_seed(0)
+        module = Branchy()
+        owned = partial(rows_at, seat)
+        replica = Replica(params_of(module), method, pump, bucket_bytes=64, owned=owned, gives_back=gives_back)
+        for step in range(steps):
+            ids, labels = (t[first : first + rows[seat.rank]] for t in rows_of(step))
+            replica.open(Window(step, 0, 1.0, float((labels != -100).sum())))
+            mean_loss(module, ids, labels, step).backward()
+            replica.watch()
+            mean_loss(module, ids, labels, step).backward()
+            replica.reduce()
+            norm = replica.agree(Vote(0.0)).norm
+            means = {n: g.flatten().tolist() for n, g in replica.gradients().items()}
+            found.setdefault(str(gives_back), []).append({**means, "norm": norm})
+            replica.commit()
+        replica.close()
+    pump.close()
+    channel.close()
+    return found
+
+
+def rows_at(seat: Seat, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's."""
+    return memory.rows_of(name, tensor.shape, seat.ranks)[seat.rank].of(tensor)
+
+
+def under_way(seat: Seat, *, look_ahead: int) -> tuple[int, int]:
+    """Of so many buckets that are given back, how many were there at most before their exchange had ended."""
+    module, most = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))), 0
+    channel = group(seat)
+    pump = Pump(channel, look_ahead=look_ahead)
+    params = dict(module.named_parameters())
+    dense = memory.build("zero2").exchange(compress.build("dense"), ["all"])
+    replica = Replica(params, dense, pump, bucket_bytes=64, owned=partial(rows_at, seat), gives_back=True)
+
+    def count(_: torch.Tensor) -> None:
+        nonlocal most
+        done = sum(future.done() for future in replica._exchanging.futures)
+        most = max(most, sum(slot.bucket is not None or slot.sent for slot in replica._slots) - done)
+
+    for param in params.values():
+        param.register_post_accumulate_grad_hook(count)
+    for step in range(2):
+        replica.open(Window(step, 0, 1.0, 1.0))
+        replica.watch()
+        module(torch.ones(2, 8)).sum().backward()
+        replica.reduce()
+        assert replica.agree(Vote(0.0)).finite
+        replica.commit()
+    replica.close()
+    pump.close()
+    channel.close()
+    return len(replica.layouts), most

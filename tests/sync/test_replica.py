@@ -65,3 +65,16 @@ def test_a_lossy_exchange_cannot_hide_what_is_not_finite(pool) -> None:
     """The step is rejected on all ranks, and no residual keeps the bad number."""
     for verdicts in pool.run("sync.jobs:hidden", 2):
         assert verdicts == [False, True, True]
+
+
+@pytest.mark.parametrize("rows", [[6], [1, 2, 3]])
+def test_buckets_that_are_given_back_bring_the_same_bit_for_bit(pool, rows: list[int]) -> None:
+    for found in pool.run("sync.jobs:by_rows", len(rows), rows=rows, steps=3):
+        assert found["True"] == found["False"]
+
+
+def test_few_buckets_are_there_at_a_time(pool) -> None:
+    """Those whose end the order of messages holds back, the one after, and the one that is being filled."""
+    for ahead in (1, 4):
+        for buckets, most in pool.run("sync.jobs:under_way", 2, look_ahead=ahead):
+            assert buckets == 24 and most <= ahead + 2

@@ -15,8 +15,8 @@ def make():
     if os.environ["RANK"] == "2":
         from gossamer.memory import States
         update = States.update
-        def more(self, grads, *, lr_scale, step):
-            update(self, grads, lr_scale=lr_scale * (1.01 if step > 1 else 1.0), step=step)
+        def more(self, grads, *, lr_scale, step, apart):
+            update(self, grads, lr_scale=lr_scale * (1.01 if step > 1 else 1.0), step=step, apart=apart)
         States.update = more
     return LlamaForCausalLM(LlamaConfig(**{SIZES!r}))
 """

@@ -1,7 +1,8 @@
-"""Where the update rule's state lies: on every rank, or a part on each of the ranks that hold the same parameters.
+"""Where the update rule's state lies: on every rank, or a part on each of the ranks that train the same parameters; and
+gradients and the parameters themselves likewise.
 
-A method says how gradients meet and whose rows of a parameter are whose; the mechanics are `States`' (the update of
-one's own rows, the gather of everybody's).
+A method says how gradients meet and what of them stays; the mechanics are `States`' (the update of one's own rows, the
+gather of everybody's) and those of `Shards` (parameters that are there while a unit of the model runs).
 """
 
 from __future__ import annotations
@@ -12,12 +13,32 @@ from collections.abc import Sequence
 from gossamer.compress import Exchange
 from gossamer.compress.codec import Codec
 from gossamer.memory._rows import Deal, Rows, rows_of
+from gossamer.memory._scatter import most, parts_of
+from gossamer.memory._shards import Shards
+from gossamer.memory._spy import watched
 from gossamer.memory._states import States, gather_traffic
+from gossamer.memory._walk import LEVEL, Walk
 from gossamer.spec.errors import bad_input
 from gossamer.spec.room import Room
 from gossamer.wire.message import Levels
 
-__all__ = ["ROOM", "Deal", "Rows", "Sharding", "States", "build", "gather_traffic", "names", "rows_of"]
+__all__ = [
+    "LEVEL",
+    "ROOM",
+    "Deal",
+    "Rows",
+    "Sharding",
+    "Shards",
+    "States",
+    "Walk",
+    "build",
+    "gather_traffic",
+    "most",
+    "names",
+    "parts_of",
+    "rows_of",
+    "watched",
+]
 
 
 class Sharding(ABC):
@@ -27,6 +48,16 @@ class Sharding(ABC):
     @abstractmethod
     def is_sharded(self) -> bool:
         """Whether a rank holds the state of its own rows alone."""
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether a rank keeps its own rows of the gradients alone, once they have been exchanged."""
+        return False
+
+    @property
+    def takes_parameters(self) -> bool:
+        """Whether a rank holds its own rows of the parameters alone, and the others' while a unit runs."""
+        return False
 
     @property
     def weights(self) -> Codec | None:

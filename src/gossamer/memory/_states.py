@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -14,6 +14,7 @@ from gossamer.compress._key import key_at
 from gossamer.compress.codec import Codec
 from gossamer.memory._rows import Deal, Rows
 from gossamer.memory._scatter import most, packed, unpacked
+from gossamer.memory._shards import Shards
 from gossamer.optim import Rule, State
 from gossamer.wire.bucket import Bucket, Layout, as_float
 from gossamer.wire.message import Combine, Message, Outcome, Rounds, Traffic
@@ -29,7 +30,8 @@ class States:
     out level by level is gathered so as well, the other way round: rows between islands once, and then inside.
     `weights`: a code for what the rows have moved by. Then the rule moves float32 copies of its own, `main` among its
     state, and the parameters are what all ranks make of the code, this one's own rows too: so they are the same
-    everywhere, and what was lost on the way is part of the next difference.
+    everywhere, and what was lost on the way is part of the next difference. `shards`: where the parameters themselves
+    are sharded, the rows are what is there of them, and nothing is gathered until a unit runs.
     """
 
     rule: Rule
@@ -39,18 +41,28 @@ class States:
     rank: int
     weights: Codec | None
     held: State
+    shards: Shards | None = None
 
     @staticmethod
-    def of(rule: Rule, params: Mapping[str, Tensor], deal: Deal, *, rank: int, weights: Codec | None) -> States:
+    def of(
+        rule: Rule,
+        params: Mapping[str, Tensor],
+        deal: Deal,
+        *,
+        rank: int,
+        weights: Codec | None,
+        shards: Shards | None = None,
+    ) -> States:
         """What `rank` holds where rows are dealt out so."""
         mine = {name: deal.rows(name, p.shape, rank) for name, p in params.items()}
-        own = {n: rows.of(params[n].detach()) for n, rows in mine.items() if _any(rows)}
+        there = dict(shards.own()) if shards is not None else {}
+        own = {n: there.get(n, rows.of(params[n].detach())) for n, rows in mine.items() if _any(rows)}
         if weights is not None:
             own = {n: view.float().clone() for n, view in own.items()}
         held = rule.init(own)
         for name in own if weights is not None else ():
             held[name][_MAIN] = own[name]
-        return States(rule, params, mine, deal, rank, weights, held)
+        return States(rule, params, mine, deal, rank, weights, held, shards)
 
     @property
     def is_sharded(self) -> bool:
@@ -64,29 +76,63 @@ class States:
     def own(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's rows of something shaped like a parameter; nothing of it where it has none."""
         rows = self.rows[name]
-        return rows.of(tensor) if _any(rows) else tensor.reshape(-1)[:0]
+        return rows.of(tensor) if _any(rows) else tensor.new_empty(0)
 
     def update(self, grads: Mapping[str, Tensor], *, lr_scale: float, step: int, apart: bool = False) -> None:
-        """Move this rank's rows, given the mean gradients, of which the others' rows are not looked at. `apart`: they
-        are those of one island among several.
+        """Move this rank's rows, given its rows of the mean gradients. `apart`: they are those of one island among
+        several.
         """
-        mine = {name: self.rows[name] for name in grads if _any(self.rows[name])}
-        params = {name: self._moved_by_rule(name) for name in mine}
-        own = {name: rows.of(grads[name]) for name, rows in mine.items()}
+        own = {name: grad for name, grad in grads.items() if _any(self.rows[name])}
         update = self.rule.update_apart if apart else self.rule.update
-        update(params, own, self.held, lr_scale=lr_scale, step=step)
+        update(self._moved_by_rule(own), own, self.held, lr_scale=lr_scale, step=step)
+        self.release()
 
     def meet(self, moved: Mapping[str, Tensor], *, rates: float) -> None:
         """Tell the rule that islands have met (see Rule.meet). All of every parameter must be this rank's."""
-        params = {name: self._moved_by_rule(name) for name in moved}
-        self.rule.meet(params, moved, self.held, rates=rates)
+        self.rule.meet(self._moved_by_rule(moved), moved, self.held, rates=rates)
 
-    def _moved_by_rule(self, name: str) -> Tensor:
-        return self.held[name].get(_MAIN, self.rows[name].of(self.params[name].detach()))
+    def _moved_by_rule(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """This rank's rows of the parameters named, or the float32 copies that move in their place."""
+        there = dict(self.parameters())
+        return {name: self.held[name].get(_MAIN, there[name]) for name in names}
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's rows of the parameters; of sharded ones, those that are not trained too."""
+        if self.shards is not None:
+            return self.shards.own()
+        mine = {name: rows for name, rows in self.rows.items() if _any(rows)}
+        return ((name, rows.of(self.params[name].detach())) for name, rows in mine.items())
+
+    @property
+    def sharded(self) -> dict[str, tuple[Tensor, Rows, Tensor]]:
+        """The parameters that are sharded themselves, by name: the parameter (its shape is all there is of it), which
+        rows are this rank's, and these.
+        """
+        if self.shards is None:
+            return {}
+        own, params = dict(self.shards.own()), dict(self.shards.module.named_parameters())
+        return {n: (params[n], rows, own.get(n, params[n].new_empty(0))) for n, rows in self.shards.rows.items()}
+
+    def release(self) -> None:
+        """Let go what was gathered of sharded parameters."""
+        if self.shards is not None:
+            self.shards.release()
+
+    def leave(self) -> None:
+        """Make sharded parameters whole again, for good; all ranks call it."""
+        if self.shards is not None:
+            self.shards.leave()
+
+    def waited_s(self) -> float:
+        """For what was gathered, since it was last asked."""
+        if self.shards is None:
+            return 0.0
+        waited, self.shards.exposed_s = self.shards.exposed_s, 0.0
+        return waited
 
     def gather(self, layouts: Sequence[Layout], pump: Pump, *, key: tuple[int, int]) -> None:
         """After an update: take over what the others have updated. `key`: (seed, step)."""
-        if not self.is_sharded:
+        if not self.is_sharded or self.shards is not None:
             return
         step = pump.begin([len(self.deal.path)] * len(layouts))
         for job, layout in enumerate(layouts):
@@ -107,7 +153,7 @@ class States:
             unpacked(row, part, bucket.flat)
         for name, view in Bucket(layout, bucket.flat).slices():
             self.params[name].detach().copy_(view)
-        return Outcome(bucket.flat, None, Stateless())
+        return Outcome(bucket.flat[:0].clone(), None, Stateless())  # the buffer need not outlive it
 
     @torch.no_grad()
     def _differences(self, codec: Codec, place: tuple[int | str, ...], layout: Layout) -> Rounds:
@@ -126,7 +172,7 @@ class States:
             unpacked(row, part, bucket.flat)
         for name, view in bucket.slices():
             self.params[name].copy_(self.params[name].float() + view)
-        return Outcome(bucket.flat, None, Stateless())
+        return Outcome(bucket.flat[:0].clone(), None, Stateless())  # the buffer need not outlive it
 
     def _collected(self, mine: Tensor) -> Generator[Message, tuple[Tensor, ...], Tensor]:
         """(givers, length): every giver's `mine`, which has the same length on all ranks."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gossamer import compress, memory
+from gossamer.memory import Walk
 from gossamer.plan._partition import Place, least_wait, places_of_states
 from gossamer.plan._price import (
     Shapes,
@@ -18,7 +19,9 @@ from gossamer.plan._price import (
     gradient_buckets,
     probe_bytes,
     round_bytes,
+    state_bytes,
     step_bytes,
+    walk_bytes,
     word_bytes,
 )
 from gossamer.plan._stages import Border, Staged, price_of_stages
@@ -34,7 +37,7 @@ from gossamer.wire.message import Levels
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a planner is asked. When they are known, `shapes`: the trainable parameters in the model's order; `units`:
-    what of it is never divided.
+    what of it is never divided; `walk`: what of it is gathered together where parameters are sharded.
     """
 
     config: RunConfig
@@ -42,6 +45,7 @@ class Request:
     device: str = "cpu"
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     units: tuple[str, ...] = ()
+    walk: Walk | None = None
 
 
 class Planner(ABC):
@@ -53,16 +57,28 @@ class Planner(ABC):
 
 
 def price_of(
-    written: Exchanges, shapes: Shapes, levels: Levels, *, bucket_bytes: int, states: Written = "whole"
+    written: Exchanges,
+    shapes: Shapes,
+    levels: Levels,
+    *,
+    bucket_bytes: int,
+    states: Written = "whole",
+    walk: Walk | None = None,
+    microbatches: int = 1,
 ) -> Cost:
-    """The bytes of a step with this exchange and these states: per link, and per rank that sends them."""
+    """The bytes of a step with this exchange and these states: per link, and per rank that sends them. Sharded
+    parameters have a `walk`, for each of the `microbatches` of a rank.
+    """
     sharding = memory.build(states, key="plan.states")
     deal = memory.Deal(levels, sharding.path(levels))
     named = compress.rules(written).by_name(name for name, _ in shapes)
     met = {name: sharding.exchange(one, deal.path) for name, one in named.items()}
     buckets = gradient_buckets(shapes, met, bucket_bytes=bucket_bytes)
     links = Counter(step_bytes(buckets, levels))
-    if sharding.is_sharded:
+    if sharding.takes_parameters:
+        assert walk is not None, "the gathers of a step follow from what runs one after the other"
+        links.update(walk_bytes(walk, levels, microbatches))
+    elif sharding.is_sharded:
         links.update(gather_bytes(buckets, deal, sharding.weights))
     return _cost(links, levels)
 
@@ -112,6 +128,7 @@ __all__ = [
     "price_of",
     "price_of_stages",
     "price_probed",
+    "state_bytes",
 ]
 ROOM: Room[Planner] = Room(__name__, Planner)
 names = ROOM.names

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 
 from gossamer.compress import Exchange
 from gossamer.compress.codec import Codec
-from gossamer.memory import Deal, gather_traffic
+from gossamer.memory import Deal, Sharding, Walk, gather_traffic, most, parts_of
 from gossamer.sync import Loop, Probe, Word, buckets_of, traffic_of_round
 from gossamer.wire.bucket import Layout
 from gossamer.wire.channel.priced import Priced
@@ -49,6 +50,30 @@ def gather_bytes(buckets: Buckets, deal: Deal, weights: Codec | None) -> dict[st
     return by_link(
         deal.levels, lambda rank: (t for layout, _ in buckets for t in gather_traffic(layout, deal, rank, weights))
     )
+
+
+def walk_bytes(walk: Walk, levels: Levels, microbatches: int) -> dict[str, int]:
+    """Payload bytes per link of what is gathered in a step of sharded parameters."""
+    return by_link(levels, lambda rank: walk.traffic(levels, rank, microbatches))
+
+
+def state_bytes(
+    sharding: Sharding, walk: Walk, trained: Collection[str], levels: Levels, *, slots: int
+) -> tuple[int, ...]:
+    """By rank: parameters, gradients, and `slots` tensors of the update rule, but not what an exchange keeps."""
+    deal, ranks = Deal(levels, sharding.path(levels)), len(levels.everyone)
+    found = [0] * ranks
+    for layout in (layout for unit in (walk.always, *walk.units) for layout in unit.layouts):
+        size, wide = layout.dtype.itemsize, max(4, layout.dtype.itemsize)
+        kept = slots + (size < wide) + (sharding.weights is not None)  # and a float32 copy
+        longest = most(parts_of(layout, ranks)) if sharding.takes_parameters else layout.numel
+        for rank in range(ranks):
+            found[rank] += longest * size
+        for entry in (e for e in layout.entries if e.name in trained):
+            for rank in range(ranks):
+                own = deal.rows(entry.name, entry.shape, rank).count * prod(entry.shape[1:])
+                found[rank] += (own if sharding.gives_back else entry.numel) * size + own * wide * kept
+    return tuple(found)
 
 
 def round_bytes(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from gossamer import memory, optim, sync
 from gossamer.data import share_rows
-from gossamer.plan import Planner, Request, adapt, price_apart, price_of, price_probed
+from gossamer.plan import Planner, Request, adapt, price_apart, price_of, price_probed, state_bytes
 from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_of
 from gossamer.spec.choice import Exchanges, Written, asks_for_islands, told
 from gossamer.spec.config import MeshSection, RunConfig
@@ -48,6 +48,7 @@ class DataParallel(Planner):
         reasons["share"] = "given" if config.plan.share != "auto" else f"equal parts for {whose}"
         rows = (config.train.batch,) if stages else share_rows(config.train.batch, share)
         pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe, stages)
+        pieces = _in_step(config, rows, pieces)
         method = _method(config, mesh)
         exchange, reasons["exchange"] = _exchange(config, mesh, method)
         _check_adapt(config, mesh, method)
@@ -232,9 +233,13 @@ def _check_adapt(config: RunConfig, mesh: Mesh, method: Sync) -> None:
 
 
 def _check_states(config: RunConfig, mesh: Mesh, method: Sync) -> None:
-    if not memory.build(config.plan.states, key="plan.states").is_sharded:
+    sharding = memory.build(config.plan.states, key="plan.states")
+    if not sharding.is_sharded:
         return
     key, do = "plan.states", "leave plan.states at whole"
+    if sharding.takes_parameters and config.plan.schedule not in ("auto", "one_stage"):
+        got = f"plan.schedule {told(config.plan.schedule)}"
+        raise bad_input(wanted="plan.schedule one_stage, for sharded parameters", got=got, do=do, key=key)
     if mesh.pipe > 1 or not method.is_plain:
         got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
         raise bad_input(wanted="whole replicas that meet at every step, for sharded states", got=got, do=do, key=key)
@@ -257,6 +262,9 @@ def _verified(config: RunConfig, mesh: Mesh, method: Sync) -> str:
         got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
         wanted = "whole replicas that hold the same at every step, by gradients, so that each can do another's work"
         raise bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sync to every_step", key=key)
+    if memory.build(config.plan.states, key="plan.states").gives_back:
+        wanted, got = "whole, or zero1, so that each can do another's work", f"plan.states {told(config.plan.states)}"
+        raise bad_input(wanted=f"plan.states {wanted}", got=got, do="set it to 0, or plan.states to zero1", key=key)
     if mesh.replica < 3:
         do = "set it to 0, or machines.processes to 3 or more"
         raise bad_input(wanted="3 replicas, of which two can outvote one", got=str(mesh.replica), do=do, key=key)
@@ -281,6 +289,20 @@ def _check_probe(config: RunConfig, method: Sync) -> None:
             do="set train.precision to fp32: the differences of losses are small",
             key="train.precision",
         )
+
+
+def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) -> tuple[int, ...]:
+    """Micro-batches per replica, where all must gather parameters equally often. Raises BadInput."""
+    if not memory.build(config.plan.states, key="plan.states").takes_parameters:
+        return pieces
+    if max(pieces) > min(rows):
+        raise bad_input(
+            wanted=f"as many micro-batches on every replica, {max(pieces)}, as all gather parameters together",
+            got=f"{min(rows)} sequences on the smallest (rows {list(rows)})",
+            do="raise train.batch, set train.accumulate, or make plan.share more equal",
+            key="plan.share",
+        )
+    return (max(pieces),) * len(pieces)
 
 
 def _islands(config: RunConfig, replicas: int) -> tuple[tuple[int, ...], ...]:
@@ -321,8 +343,26 @@ def _forecast(plan: Plan, request: Request) -> Cost:
     if method.probe is not None:
         return price_probed(method.probe, levels)
     if (loop := method.loop) is None:
-        return price_of(written, request.shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
+        cost = price_of(
+            written,
+            request.shapes,
+            levels,
+            bucket_bytes=plan.bucket_bytes,
+            states=plan.states,
+            walk=request.walk,
+            microbatches=plan.microbatches[0],
+        )
+        return cost.model_copy(update={"state_bytes": _held(plan, request, levels)})
     islands = plan.islands or [[rank] for rank in range(plan.ranks)]
     if loop.steps == "auto" or len(loop.steps) != len(islands):  # not known yet: no island makes more than all
         loop = replace(loop, steps=())
     return price_apart(loop, plan, request.shapes, Levels.islands(islands))
+
+
+def _held(plan: Plan, request: Request, levels: Levels) -> tuple[int, ...]:
+    """Bytes of model state, by rank, where they are known."""
+    sharding = memory.build(plan.states, key="plan.states")
+    if request.walk is None or (sharding.needs_islands and not plan.islands):
+        return ()
+    rule, trained = optim.build(request.config.train.optimizer, key=_RULE), frozenset(n for n, _ in request.shapes)
+    return state_bytes(sharding, request.walk, trained, levels, slots=len(rule.slots))

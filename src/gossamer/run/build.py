@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gossamer import compress, memory, optim, sync
 from gossamer.loss import Objective
-from gossamer.memory import Deal, States
+from gossamer.memory import LEVEL, Deal, Shards, States, Walk
 from gossamer.model.call import caller_of
 from gossamer.model.compiled import compile_units
 from gossamer.model.precision import precision_of
@@ -61,6 +61,7 @@ class Parts:
     device: torch.device
     cut: Cut | None = None  # where the module is stages of a model
     words: Codec | None = None  # the tokenizer, where the data is text
+    walk: Walk | None = None  # where parameters are sharded: what is gathered together, in which order
 
     @property
     def outline(self) -> nn.Module:
@@ -141,7 +142,8 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     deal = Deal(levels, sharding.path(levels))
     written = compress.rules(plan.exchange).by_name(params)
     exchange = {name: sharding.exchange(one, deal.path) for name, one in written.items()}
-    states = States.of(rule, params, deal, rank=rank, weights=sharding.weights)
+    shards = None if parts.walk is None else _shards(parts, parts.walk, around, rank, levels)
+    states = States.of(rule, params, deal, rank=rank, weights=sharding.weights, shards=shards)
     together = sync.build(plan.sync, key="plan.sync")
     replica = sync.Replica(
         params if together.probe is None else {},  # without gradients there is nothing to exchange
@@ -151,6 +153,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         counted_elsewhere=frozenset(params) if states.is_spare else tied.elsewhere,
         meets="all" if together.loop is None else "island",
         owned=states.own if states.is_sharded else None,
+        gives_back=sharding.gives_back,
         keeps_sent=config.train.verify.every > 0,
     )
     scaling = Scaling.of(engine.precision)
@@ -233,6 +236,20 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         replan=around.replan,
         progress=progress,
     )
+
+
+def _shards(parts: Parts, walk: Walk, around: Surroundings, rank: int, levels: Levels) -> Shards:
+    pump, counts, members = around.beside, parts.plan.microbatches, levels.group("all", rank)
+    assert pump is not None, "what is gathered has a pump of its own"
+    if len(set(counts)) > 1:
+        raise bad_input(
+            wanted="as many micro-batches on every replica, as all gather parameters together",
+            got=str(list(counts)),
+            do="plan again, or leave plan.states at zero2",
+            key="plan.states",
+        )
+    pump.channel.widen(Levels({LEVEL: levels.groups["all"]}))
+    return Shards.of(parts.module, walk, pump, place=members.index(rank), ranks=len(members))
 
 
 def _pieces(parts: Parts, engine: Engine) -> dict[int, Piece]:

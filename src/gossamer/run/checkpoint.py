@@ -4,8 +4,8 @@ Names: "model/<parameter or buffer>", "optim/<slot>/<parameter>", "exchange/<pat
 "precision/<field>", "rng/torch" (one per rank). Everything is keyed by canonical names, so another number of ranks or
 another cut reads the same file. Replicated tensors are written once: each rank of a host writes its part of them.
 Of islands that train apart, "model/<parameter>" is what they agree on and "outer/..." what else they share;
-"island/..." and "optim/..." are one per rank. Of sharded states each rank writes its rows of "optim/...", or, where not
-all ranks see the disk, "states/optim/..." (one per rank).
+"island/..." and "optim/..." are one per rank. Of sharded states each rank writes its rows of "optim/...", of sharded
+parameters those of "model/..." too, or, where not all ranks see the disk, "states/..." of them (one per rank).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gossamer.memory import States
+from gossamer.memory import Rows, States
 from gossamer.run.cut import Cut
 from gossamer.run.scaling import Scaling
 from gossamer.run.trainer import Progress
@@ -43,8 +43,9 @@ class Contents:
         """The same on every rank that holds it."""
         found: dict[str, Tensor] = {}
         common = self.apart.common()
+        sharded = self.states.sharded
         for name, tensor in named_state(self.module):
-            if self.cut is None or name in self.cut.holds:
+            if name not in sharded and (self.cut is None or name in self.cut.holds):
                 found[f"model/{name}"] = common.get(name, tensor)
         if not common and not self.states.is_sharded:
             found.update(self._slots())
@@ -69,14 +70,14 @@ class Contents:
         return {f"optim/{slot}/{param}": tensor for slot, param, _, tensor in self.states.slots()}
 
     def _sharded(self) -> list[Piece]:
-        """This rank's rows of what the update rule keeps, where it has no more."""
+        """This rank's rows of what the update rule keeps, and of the parameters, where it has no more."""
         if not self.states.is_sharded:
             return []
-        found = []
-        for slot, param, rows, tensor in self.states.slots():
-            shape = tuple(self.states.params[param].shape)
-            start, size = (rows.start, *(0 for _ in shape[1:])), tuple(tensor.shape)
-            found.append((Slice(f"optim/{slot}/{param}", shape, start if shape else (), size), tensor))
+        slots = self.states.slots()
+        found = [_rows_of(f"optim/{slot}/{n}", self.states.params[n], rows, t) for slot, n, rows, t in slots]
+        for name, (param, rows, tensor) in self.states.sharded.items():
+            if rows.count:
+                found.append(_rows_of(f"model/{name}", param, rows, tensor))
         return found
 
     def pieces(self, writer: int, writers: int) -> list[Piece]:
@@ -108,18 +109,21 @@ class Contents:
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for."""
-        if _by_rank(checkpoint) and not self.states.is_sharded:
+        names = frozenset(checkpoint.names())
+        apart = "states/model/" if self.states.is_sharded else "states/"
+        if not self.states.sharded and any(name.startswith(apart) for name in names):
             raise CheckpointMismatch(
                 f"{checkpoint.folder} holds sharded states rank by rank, as no disk saw all of them: resume with the "
                 "plan.states that it was saved with"
             )
         expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
         expected |= {of.name: (of.shape, str(tensor.dtype)) for of, tensor in self._sharded()}
-        expected = {n: kind for n, kind in expected.items() if not self._starts_anew(checkpoint, n)}
+        anew = {n for n in expected if f"states/{n}" in names or self._starts_anew(checkpoint, n)}
+        expected = {n: kind for n, kind in expected.items() if n not in anew}
         everywhere = frozenset[str]() if self.cut is None else self.cut.names
         other_ways = ("outer/", "optim/main/", *(("optim/", "precision/") if self.apart.fragments else ()))
         if self.states.is_sharded:  # a parameter of few rows has its state on some ranks alone
-            everywhere |= frozenset(self.states.params)
+            everywhere |= frozenset(self.states.params) | frozenset(self.states.sharded)
         checkpoint.check_against(
             expected, elsewhere=lambda name: _bare(name) in everywhere or name.startswith(other_ways)
         )
@@ -169,11 +173,11 @@ class Contents:
 
     def _rows(self, checkpoint: Checkpoint, of: Slice) -> Tensor:
         """This rank's rows of a state, however it was kept."""
-        if _by_rank(checkpoint):
+        by_rank = of.name.startswith("optim/") and _by_rank(checkpoint)
+        if by_rank or f"states/{of.name}" in checkpoint.names():
             return self._of_this_rank(checkpoint, f"states/{of.name}")
         if of.name.startswith("optim/main/") and not checkpoint.replicas(of.name):  # it is what the parameter is
-            name = of.name.removeprefix("optim/main/")
-            return self.states.own(name, self.states.params[name])
+            return dict(self.states.parameters())[of.name.removeprefix("optim/main/")]
         return _agreed(checkpoint, of)
 
     def _of_this_rank(self, checkpoint: Checkpoint, name: str) -> Tensor:
@@ -220,6 +224,11 @@ def read_model(module: nn.Module, directory: Path) -> int:
     if not list_checkpoints(directory):
         raise BadInput(f"{directory} holds no checkpoint yet: let the run go on to its first one")
     checkpoint, _ = latest_good(directory)
+    if any(name.startswith("states/model/") for name in checkpoint.names()):
+        raise CheckpointMismatch(
+            f"{checkpoint.folder} holds sharded parameters rank by rank, as no disk saw all of them: resume the run "
+            "where it was, on a disk that all ranks see, or with plan.states zero2 from its start"
+        )
     for name, tensor in named_state(module):
         tensor.copy_(checkpoint.read(f"model/{name}"))
     return int(checkpoint.meta["step"])
@@ -278,6 +287,13 @@ def _of_rank(checkpoint: Checkpoint, name: str, rank: int) -> Tensor:
 def _by_rank(checkpoint: Checkpoint) -> bool:
     """Whether sharded state stands there rank by rank, and not as the tensors it is of."""
     return any(name.startswith("states/") for name in checkpoint.names())
+
+
+def _rows_of(name: str, whole: Tensor, rows: Rows, tensor: Tensor) -> Piece:
+    """Some rows of something shaped as a parameter."""
+    shape = tuple(whole.shape)
+    start = (rows.start, *(0 for _ in shape[1:])) if shape else ()
+    return Slice(name, shape, start, tuple(tensor.shape)), tensor
 
 
 def _stages_with(cut: Cut, name: str) -> Iterator[tuple[int, ...]]:

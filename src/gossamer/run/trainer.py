@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -195,6 +195,7 @@ class Trainer:
         return stop
 
     def _attempt(self, step: int, pieces: Mapping[int, MicroBatch]) -> tuple[Task, Attempt, Agreement]:
+        self.states.release()  # what an evaluation has gathered: every step gathers the same
         weights = self._weights(pieces)
         together, level = self.pipeline.together, self.sync.level(step)
         mine, scale = sum(weights.values()), self.scaling.factor
@@ -203,6 +204,7 @@ class Trainer:
         self.replica.begin(window)
         task = Task(window=window, pieces=pieces, weights=weights)
         attempt = self.descent.attempt(task)
+        self.replica.timing.exposed_s += self.states.waited_s()
         self.at(step, "agree")
         return task, attempt, self.replica.agree(replace(attempt.vote, ask=int(self.asked_to_stop())))
 
@@ -263,12 +265,13 @@ class Trainer:
         self.at(self.progress.step, "evaluate")
         count = min(self.goal.evaluate_sequences, len(self.validation))
         plan, replica = self.feed.plan, self.feed.replica
-        mine = np.asarray(part(count, replica, plan.mesh.replica), dtype=np.int64)
+        slices = [list(self._slices(count, r)) for r in range(plan.mesh.replica)]
         module = self.engine.module
         training = module.training
         module.eval()
-        largest = max(1, plan.rows[replica] // plan.microbatches[replica])
-        sums = self.replica.gather(self._evaluated(self.validation, [mine[r] for r in row_slices(len(mine), largest)]))
+        # Where all ranks gather parameters together, all run as many forwards; what is past one's share counts nothing.
+        idle = max(map(len, slices)) - len(slices[replica]) if self.sharding.takes_parameters else 0
+        sums = self.replica.gather(self._evaluated(self.validation, slices[replica], idle))
         module.train(training)
         sums = sums.sum(0)
         loss = float(sums[0] / sums[1]) if sums[1] else math.nan
@@ -284,10 +287,19 @@ class Trainer:
         )
         return loss
 
-    def _evaluated(self, split: Batches, chosen: Sequence[np.ndarray[Any, Any]]) -> tuple[float, float]:
+    def _slices(self, count: int, replica: int) -> Iterator[np.ndarray[Any, Any]]:
+        """Of `count` sequences, those that a replica evaluates, in pieces like its micro-batches."""
+        plan = self.feed.plan
+        mine = np.asarray(part(count, replica, plan.mesh.replica), dtype=np.int64)
+        largest = max(1, plan.rows[replica] // plan.microbatches[replica])
+        return (mine[rows] for rows in row_slices(len(mine), largest))
+
+    def _evaluated(self, split: Batches, chosen: Sequence[np.ndarray[Any, Any]], idle: int) -> tuple[float, float]:
         """Sum of the losses over the valid labels of the chosen sequences, and how many labels; zeros on the ranks
-        that do not hold the last stage.
+        that do not hold the last stage. `idle` more forwards are run, for the others'.
         """
+        real = len(chosen)
+        chosen = [*chosen, *[np.zeros(1, np.int64)] * idle]
         if not chosen:
             return 0.0, 0.0
         pipeline = self.pipeline.forward_only(len(chosen))
@@ -295,7 +307,7 @@ class Trainer:
         batches = {n: MicroBatch(0, moved(split.batch(chosen[n]), self.engine.device)) for n in mine}
         weights = self._weights(batches)
         means = run_forward(self.pump, self.pieces, pipeline, batches)
-        known = {n: float(mean) for n, mean in means.items() if weights[n]}
+        known = {n: float(mean) for n, mean in means.items() if weights[n] and n < real}
         return sum(mean * weights[n] for n, mean in known.items()), sum(weights[n] for n in known)
 
     def _record(

@@ -143,7 +143,7 @@ class PlanSection(Section):
     sync: Written = Field(
         "every_step", description="a method of `gossamer methods sync`; auto: from the links, with exchange auto"
     )
-    states: Written = Field("whole", description="a method of `gossamer methods memory`: where optimizer state lies")
+    states: Written = Field("whole", description="a method of `gossamer methods memory`: where the model state lies")
     savers: list[Written] | Auto = "auto"
     lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
     residuals: Literal["merge", "drop"] = Field(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -68,16 +68,28 @@ class Agreement:
 
 @dataclass(slots=True)
 class _Slot:
-    """One bucket: its buffer, its exchange with the state, and how many gradients it still waits for."""
+    """One bucket: its buffer, its exchange with the state, and how many gradients it still waits for.
 
-    bucket: Bucket
+    Where buffers are given back, `bucket` is there from the first gradient until it is sent, and `mean` (laid out as
+    `mine`) from the end of the exchange until the next step.
+    """
+
+    layout: Layout
     exchange: Exchange
     state: State
+    bucket: Bucket | None
+    mine: Layout  # of what this rank comes to know
+    mean: Bucket | None = None
     waits: int = 0
     sent: bool = False
     finite: bool = True  # what this rank sent; looked at where a lossy exchange could hide it
     outcome: Outcome | None = None
     own: Bucket | None = None  # what this rank gave to the exchange, where that is kept
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The buffer that is there, if any."""
+        return [one.flat for one in (self.bucket or self.mean,) if one is not None]
 
 
 @dataclass(slots=True)
@@ -97,8 +109,10 @@ class Replica:
     `meets`: the level at which the exchange must serve, where it is not `all`; each Window says at which level its
     gradients meet. Raises BadInput where an exchange cannot serve its buckets or this wire.
 
-    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it. `keeps_sent`: a
-    copy of what this rank gives to the exchange is kept, until the next step.
+    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it. `gives_back`: then
+    the rest does not outlive the exchange, and a bucket is there from its first gradient on. No more of them are under
+    way than the order of the messages asks for: backward waits. `keeps_sent`: a copy of what this rank gives to the
+    exchange is kept, until the next step.
     """
 
     def __init__(
@@ -111,9 +125,11 @@ class Replica:
         counted_elsewhere: frozenset[str] = frozenset(),
         meets: str = "all",
         owned: Callable[[str, Tensor], Tensor] | None = None,
+        gives_back: bool = False,
         keeps_sent: bool = False,
     ) -> None:
-        self.meets, self._owned, self._keeps_sent = meets, owned, keeps_sent
+        self.meets, self._gives_back, self._keeps_sent = meets, gives_back, keeps_sent
+        self._is_whole, self._owned = owned is None, owned or _all_of_it
         self.rank = pump.channel.rank
         self.levels = pump.channel.levels
         self.ranks = len(self.levels.everyone)
@@ -133,15 +149,22 @@ class Replica:
         self._window = Window(0, 0, 0.0, 0.0)
         self._adopt_views()
         self._hooks = [_watch(p, _Hook(self, name)) for name, p in params.items()]
+        if gives_back:
+            self._hooks += [p.register_hook(_FirstHook(self, name)) for name, p in params.items()]  # type: ignore[no-untyped-call]
 
     def _lay_out(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
         cut = buckets_of(self._params, exchanges, bucket_bytes=bucket_bytes)
         for layout, one in cut:
             self._method(one, self.meets).check(layout, self._meeting_at(self.meets))
         self._slots.clear()  # the old buffers go before the new ones come
-        self._slots.extend(_Slot(layout.allocate(), one, one.init(layout)) for layout, one in cut)
+        self._slots.extend(self._slot(layout, one) for layout, one in cut)
         self._rounds: dict[str, list[int]] = {}  # of every bucket's exchange, by the level at which gradients meet
-        self._slot_of = {name: i for i, s in enumerate(self._slots) for name, _ in s.bucket.slices()}
+        self._slot_of = {e.name: i for i, s in enumerate(self._slots) for e in s.layout.entries}
+
+    def _slot(self, layout: Layout, exchange: Exchange) -> _Slot:
+        mine = Layout.of({e.name: self._owned(e.name, self._params[e.name]) for e in layout.entries})
+        bucket = None if self._gives_back else layout.allocate()
+        return _Slot(layout, exchange, exchange.init(layout), bucket, replace(mine, dtype=layout.dtype))
 
     def adopt(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
         """Go on with other exchanges, between two steps. State of the same name and size is carried over, by parameter;
@@ -162,7 +185,7 @@ class Replica:
         for slot in self._slots:
             if not owes(slot.exchange):
                 continue
-            for name in (e.name for e in slot.bucket.layout.entries):
+            for name in (e.name for e in slot.layout.entries):
                 if not owes(exchanges[name]):
                     raise bad_input(
                         wanted=f"an exchange for {name} that goes on with its residual, as feedback does",
@@ -177,12 +200,20 @@ class Replica:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        return tuple(s.bucket.layout for s in self._slots)
+        return tuple(s.layout for s in self._slots)
 
     def gradients(self) -> dict[str, Tensor]:
-        """By parameter name, in the order of the parameters; after `reduce` the mean over all ranks."""
-        views = {name: view for s in self._slots for name, view in s.bucket.slices()}
+        """By parameter name, in the order of the parameters: after `reduce` the mean over all ranks, of what this rank
+        owns.
+        """
+        views = {name: view for s in self._slots for name, view in self._known(s)}
         return {name: views[name] for name in self._params}
+
+    def _known(self, slot: _Slot) -> Iterator[tuple[str, Tensor]]:
+        if slot.bucket is not None:
+            return ((name, self._owned(name, view)) for name, view in slot.bucket.slices())
+        assert slot.mean is not None, "gradients that are given back are there after `reduce`"
+        return slot.mean.slices()
 
     def sent_gradients(self) -> dict[str, Tensor]:
         """This rank's own of the step, by parameter name, as it gave them to the exchange; where they are kept."""
@@ -191,11 +222,11 @@ class Replica:
     @property
     def is_exact(self) -> bool:
         """Whether the mean that a rank gets is the weighted sum of what all gave, but for rounding."""
-        return self._owned is None and all(slot.exchange.traits.lossless for slot in self._slots)
+        return self._is_whole and all(slot.exchange.traits.lossless for slot in self._slots)
 
     def flats(self) -> list[Tensor]:
-        """The flat buffers of all buckets."""
-        return [s.bucket.flat for s in self._slots]
+        """The flat buffers that hold them."""
+        return [flat for s in self._slots for flat in s.flats]
 
     def begin(self, window: Window) -> None:
         """The first of a step: let every rank know the others' weights."""
@@ -209,14 +240,14 @@ class Replica:
         """Zero the gradients and declare the step's jobs. Begins the step where nobody has."""
         if window is not self._window:
             self.begin(window)
-        if self._slots:
-            torch._foreach_zero_(self.flats())
         for slot in self._slots:
-            slot.waits, slot.sent, slot.outcome = len(slot.bucket.layout.entries), False, None
+            slot.waits, slot.sent, slot.outcome, slot.mean = len(slot.layout.entries), False, None, None
+        if flats := self.flats():
+            torch._foreach_zero_(flats)
         self._adopt_views()
         if window.level not in self._rounds:
             levels = self._meeting_at(window.level)
-            pairs = [(self._method(s.exchange, window.level), s.bucket.layout) for s in self._slots]
+            pairs = [(self._method(s.exchange, window.level), s.layout) for s in self._slots]
             self._rounds[window.level] = [len(one.traffic(layout, levels, self.rank)) for one, layout in pairs]
         self._exchanging = self._pump.begin(self._rounds[window.level])
 
@@ -254,7 +285,9 @@ class Replica:
         began = time.perf_counter()
         for index, slot in enumerate(self._slots):
             slot.outcome = self._exchanging.result(index)
-            if slot.outcome.mean.data_ptr() != slot.bucket.flat.data_ptr():
+            if slot.bucket is None:
+                slot.mean = Bucket(slot.mine, slot.outcome.mean)
+            elif slot.outcome.mean.data_ptr() != slot.bucket.flat.data_ptr():
                 slot.bucket.flat.copy_(slot.outcome.mean)
         self.timing.exposed_s += time.perf_counter() - began
         self._watching = False
@@ -281,7 +314,7 @@ class Replica:
             voters = self.levels.group(self._window.level, self.rank)
             groups = (voters,)
         firsts = [voters.index(group[0]) for group in groups]
-        if self._owned is not None or vote.squared is not None:  # each speaks for its own part
+        if not self._is_whole or vote.squared is not None:  # each speaks for its own part
             firsts = list(range(len(voters)))
         total = float(votes[:, 3].sum())
         return Agreement(
@@ -318,13 +351,9 @@ class Replica:
     def _norm_squared(self) -> float:
         """Of this rank's gradients, each parameter counted on one stage."""
         counted: list[Tensor] = []
-        if self._owned is not None:
-            views = [item for slot in self._slots for item in slot.bucket.slices()]
-            counted = [self._owned(name, view) for name, view in views if name not in self._counted_elsewhere]
-            return global_norm_squared(counted).item() if counted else 0.0
-        for bucket in (slot.bucket for slot in self._slots):
-            mine = [view for name, view in bucket.slices() if name not in self._counted_elsewhere]
-            counted += [bucket.flat] if len(mine) == len(bucket.layout.entries) else mine
+        for slot in self._slots:
+            mine = [view for name, view in self._known(slot) if name not in self._counted_elsewhere]
+            counted += slot.flats if self._is_whole and len(mine) == len(slot.layout.entries) else mine
         return global_norm_squared(counted).item() if counted else 0.0
 
     def sent_bytes(self) -> dict[str, int]:
@@ -352,13 +381,13 @@ class Replica:
         """All exchange state, by "path@parameter"."""
         found: dict[str, Tensor] = {}
         for slot in self._slots:
-            found.update(named(slot.bucket.layout, slot.state))
+            found.update(named(slot.layout, slot.state))
         return found
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """Take back what `states` gave; buckets may be cut differently as long as all state is shaped by parameter."""
         for slot in self._slots:
-            slot.state = refilled(slot.bucket.layout, slot.state, states)
+            slot.state = refilled(slot.layout, slot.state, states)
 
     def close(self) -> None:
         """Let the parameters go: hooks off, gradients off."""
@@ -369,8 +398,30 @@ class Replica:
 
     def _adopt_views(self) -> None:
         for slot in self._slots:
-            for name, view in slot.bucket.slices():
-                self._params[name].grad = view
+            self._adopt(slot)
+
+    def _adopt(self, slot: _Slot) -> None:
+        views = dict(slot.bucket.slices()) if slot.bucket is not None else {}
+        for entry in slot.layout.entries:
+            self._params[entry.name].grad = views.get(entry.name)
+
+    def _there(self, index: int) -> Bucket:
+        """The bucket, from its first gradient on, or because it is to be sent."""
+        slot = self._slots[index]
+        if slot.bucket is None:
+            self._make_room()
+            slot.bucket = slot.layout.allocate()
+            self._adopt(slot)
+        return slot.bucket
+
+    def _make_room(self) -> None:
+        """Before one more bucket: wait for those whose exchange will come to its end without another one."""
+        there = next((i for i, slot in enumerate(self._slots) if not slot.sent), len(self._slots))
+        began = time.perf_counter()
+        for index in range(there):
+            if self._exchanging.needed[index] <= there:
+                self._exchanging.result(index)
+        self.timing.exposed_s += time.perf_counter() - began
 
     def _count(self, name: str) -> None:
         if not self._watching:
@@ -382,7 +433,7 @@ class Replica:
             self._send(index)
 
     def _send(self, index: int) -> None:
-        slot, window = self._slots[index], self._window
+        slot, window, bucket = self._slots[index], self._window, self._there(index)
         share = self.shares()
         levels = self._meeting_at(window.level)
         at = Round(self.rank, levels, share, (window.seed, window.step), window.lr, accounts=False)
@@ -390,17 +441,28 @@ class Replica:
         # Of a rank without labels all gradients are zeros already.
         scale = window.scale * (float(share[self.rank]) or 1.0) if window.together else window.scale
         if scale != 1.0:
-            slot.bucket.flat.mul_(1.0 / scale)
+            bucket.flat.mul_(1.0 / scale)
         if self._keeps_sent:
-            slot.own = Bucket(slot.bucket.layout, slot.bucket.flat.clone())
+            slot.own = Bucket(slot.layout, bucket.flat.clone())
         # A sum is the cheapest look at all numbers; a lossy method might not send the one that is not finite.
-        slot.finite = slot.exchange.traits.lossless or math.isfinite(slot.bucket.flat.sum().item())
+        slot.finite = slot.exchange.traits.lossless or math.isfinite(bucket.flat.sum().item())
         one = self._method(slot.exchange, window.level)
         if one is slot.exchange:
-            method = one.run(slot.bucket, slot.state, at)
+            method = one.run(bucket, slot.state, at)
         else:
-            method = _keeping(slot.state, one.run(slot.bucket, State(), at))
+            method = _keeping(slot.state, one.run(bucket, State(), at))
+        if self._gives_back:
+            method, slot.bucket = self._own_part(slot, method), None
+            self._adopt(slot)
         self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))
+
+    def _own_part(self, slot: _Slot, method: Rounds) -> Rounds:
+        """`method`, which ends with the part of the mean that is this rank's alone."""
+        outcome = yield from method
+        mean = slot.mine.allocate()
+        for (name, view), (_, own) in zip(Bucket(slot.layout, outcome.mean).slices(), mean.slices(), strict=True):
+            own.copy_(self._owned(name, view))
+        return replace(outcome, mean=mean.flat)
 
     def weights(self) -> Tensor:
         """(ranks,) float64: the valid labels of every rank that votes in the step, once it has begun; else 0."""
@@ -446,6 +508,21 @@ class _Hook:
 
     def __call__(self, param: Tensor) -> None:
         self.replica._count(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstHook:
+    """Called by autograd before it adds to a parameter's gradient."""
+
+    replica: Replica = field(repr=False)
+    name: str = ""
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.replica._there(self.replica._slot_of[self.name])
+
+
+def _all_of_it(name: str, tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _watch(param: Tensor, hook: _Hook) -> RemovableHandle:

@@ -116,6 +116,10 @@ class Levels:
         """What a method sees that runs at `level` alone: that level's groups, called `all`."""
         return Levels({"all": self.groups[level]})
 
+    def and_more(self, levels: Levels) -> Levels:
+        """These, and the others."""
+        return Levels({**self.groups, **levels.groups})
+
     def twice(self) -> Levels:
         """Every level a second time, under `late(level)`: for messages that are under way beside those of the steps,
         in an order of their own. And `WORD`, every rank, for the small ones that pass those too.

@@ -32,6 +32,16 @@ def order(rounds: Sequence[int], look_ahead: int) -> list[tuple[int, int]]:
     return [(job, r) for _, r, job in sorted(keys)]
 
 
+def needed(rounds: Sequence[int], look_ahead: int) -> tuple[int, ...]:
+    """By job: how many of the first jobs have had a turn before its end, and must be there for it to end."""
+    found, there = [0] * len(rounds), 0
+    for job, r in order(rounds, look_ahead):
+        there = max(there, job + 1)
+        if r == rounds[job]:
+            found[job] = there
+    return tuple(found)
+
+
 Observer = Callable[[str, int], None]
 S = TypeVar("S", bound="Step")
 
@@ -47,6 +57,7 @@ class Step:
 
     def __init__(self, rounds: Sequence[int]) -> None:
         self.rounds = tuple(rounds)
+        self.needed: tuple[int, ...] = ()  # by job: how many of the first must be there for it to end
         self.arrivals: queue.SimpleQueue[tuple[int, Rounds] | None] = queue.SimpleQueue()
         self.futures: list[Future[Outcome]] = [Future() for _ in rounds]
 
@@ -180,7 +191,9 @@ class Pump:
 
     def begin(self, rounds: Sequence[int]) -> Step:
         """Open a step with one job per entry, each sending that many messages. The same on all ranks."""
-        return self._begin(Step(rounds))
+        step = Step(rounds)
+        step.needed = needed(step.rounds, self._look_ahead)
+        return self._begin(step)
 
     def transfers(self, jobs: int) -> Transfers:
         """Open a step of so many transfers, in this rank's order."""
@@ -222,6 +235,7 @@ class Pump:
         reply = one.under_way.wait() if one.under_way else None
         if one.under_way:
             self.busy_s += time.perf_counter() - began
+            one.under_way = None  # its buffers go as soon as the method has read them
         if one.outcome is None:
             one.advance(reply)
         if r == step.rounds[job]:

@@ -35,7 +35,7 @@ class Channel(ABC):
 
     def widen(self, levels: Levels) -> None:
         """Learn of more levels; all ranks do so between the same two messages."""
-        self.levels = levels
+        self.levels = self.levels.and_more(levels)
 
     @abstractmethod
     def start(self, message: Message) -> Pending:

@@ -85,6 +85,7 @@ class Group(Channel):
 
     def widen(self, levels: Levels) -> None:
         """Join the groups of levels that were not known when the ranks met; all ranks call it between messages."""
+        levels = self.levels.and_more(levels)
         self._meeting = replace(self._meeting, levels=levels)
         for (level, _), group in self._groups.items():
             group._set_default_timeout(self._meeting.timeout(level))

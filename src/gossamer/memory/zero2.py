@@ -1,0 +1,42 @@
+"""Zero2: as zero1, and of the gradients a rank keeps its own rows alone (ZeRO stage 2).
+
+Equations: those of zero1.
+Wire:    that of zero1 over all ranks, with any exchange, on islands in two hops: once per step, however many
+micro-batches it has.
+State:   that of zero1, and 1/n of the gradients, where zero1 has all of them.
+A bucket is there from the first gradient that is written to it until its exchange has ended. Buckets under way are
+bounded by the order of messages: where the wire is slower than backward, backward waits for the fifth before it.
+Paper:   Rajbhandari et al., ZeRO, SC 2020, arXiv 1910.02054, stage 2.
+Good when: the gradients are much of the memory, and there is one micro-batch per step: of several, the buckets add up
+what all of them give, and are whole until the last one's backward.
+Unlike the paper: it exchanges every micro-batch's gradients, and so sends as many times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gossamer.compress import Exchange
+from gossamer.memory import Sharding
+from gossamer.memory.zero1 import Zero1
+from gossamer.wire.message import Levels
+
+
+@dataclass(frozen=True, slots=True)
+class Zero2(Sharding):
+    """Over all ranks that hold the same parameters."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return True
+
+    @property
+    def gives_back(self) -> bool:
+        return True
+
+    def path(self, levels: Levels) -> tuple[str, ...]:
+        return Zero1().path(levels)
+
+    def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
+        return Zero1().exchange(given, path)
