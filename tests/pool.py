@@ -38,7 +38,7 @@ class Seat:
         return dist.FileStore(self.meeting, self.ranks)
 
 
-DEADLINE_S = 60.0  # a hang is a failure that shows where: every thread's stack goes to stderr
+DEADLINE_S = 600.0  # a hang is a failure that shows where: every thread's stack goes to stderr
 
 
 def hung(worker: subprocess.Popen[str]) -> None:

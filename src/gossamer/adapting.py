@@ -19,14 +19,14 @@ from torch import Tensor
 
 from gossamer import compress
 from gossamer.compress import Exchange
-from gossamer.exchanging import Exchanger
+from gossamer.exchanging import Exchanger, loop_of, paths_of
 from gossamer.plan import adapt
 from gossamer.plan.adapt import Policy, Rule
 from gossamer.run.trainer import Replan
 from gossamer.spec.choice import Exchanges, Written, told
 from gossamer.spec.config import PlanSection
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.links import Links
+from gossamer.spec.plan import Plan
 from gossamer.spec.rules import LAST_RESORT, lines
 from gossamer.spec.statistics import Paths, Statistics
 from gossamer.sync import Replica
@@ -64,10 +64,10 @@ class Adapting:
 
     @staticmethod
     def of(section: PlanSection, exchanger: Exchanger) -> Adapting | None:
-        """None where nothing is to be adapted as the run goes on: borders between stages are before it. Raises BadInput
-        for a policy that cannot serve, or has no choice.
+        """None where nothing is to be adapted as the run goes on: borders between stages, and what goes between islands
+        that train apart, are before it. Raises BadInput for a policy that cannot serve, or has no choice.
         """
-        if section.adapt == "none" or exchanger.plan.mesh.pipe > 1:
+        if section.adapt == "none" or exchanger.plan.mesh.pipe > 1 or loop_of(exchanger.plan) is not None:
             return None
         policy = adapt.build(section.adapt, key=_KEY)
         if policy.for_links:
@@ -221,6 +221,13 @@ class Adapting:
         return paths_of(self.exchanger.links()) if self.policy.needs_paths else Paths()
 
 
+def between_islands(section: PlanSection, plan: Plan) -> Policy | None:
+    """The policy for what goes between islands that train apart; None where there is none."""
+    if section.adapt == "none" or loop_of(plan) is None:
+        return None
+    return adapt.build(section.adapt, key=_KEY)
+
+
 def asking(exchanger: Exchanger, adapting: Adapting | None) -> Callable[[int], Replan | None]:
     """What a trainer asks at a step's border. Links that have drifted come first: then what was adapted is outdated."""
     if adapting is None:
@@ -234,14 +241,6 @@ def asking(exchanger: Exchanger, adapting: Adapting | None) -> Callable[[int], R
         return changed
 
     return replan
-
-
-def paths_of(links: Links) -> Paths:
-    """Every rank's way out and in; the level's own link where nothing else was found."""
-    usual = links.levels["all"]
-    ranks = sorted(r for island in links.islands for r in island)
-    up, down = (tuple(ways.get(r, usual) for r in ranks) for ways in (links.uplinks, links.downlinks))
-    return Paths(up=up, down=down)
 
 
 def _measured(name: str, gradient: Tensor, settings: tuple[Written, ...], levels: Levels) -> Tensor:

@@ -7,26 +7,28 @@ function of it: so all ranks come to the same plan without anybody deciding for 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-from gossamer import compress, sync
+from gossamer import compress, memory, sync
 from gossamer.measuring import Measured
 from gossamer.pipeline.links import levels_of_stages
 from gossamer.plan import price_apart, price_of
+from gossamer.plan.adapt import Policy
 from gossamer.plan.exchange import CANDIDATES, PERIODS, Decision, across_islands, choose, choose_period, written_of
 from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import trainable
 from gossamer.run.rehearse import rehearse
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
-from gossamer.spec.choice import Choice, Exchanges, Written
-from gossamer.spec.cost import Cost
+from gossamer.spec.choice import Choice, Exchanges, Written, asks_for_islands
+from gossamer.spec.errors import bad_input
 from gossamer.spec.links import Links
 from gossamer.spec.plan import Plan
+from gossamer.spec.statistics import Paths, Statistics
 from gossamer.spec.units import show_rate
 from gossamer.sync import Loop
 from gossamer.wire.channel import gathered
@@ -47,18 +49,25 @@ def levels_of(plan: Plan, ranks: int) -> Levels:
     if not plan.islands:
         return Levels.flat(ranks)
     levels = Levels.islands(plan.islands)
-    return levels if _loop_of(plan) is None else levels.twice()
+    return levels if loop_of(plan) is None else levels.twice()
 
 
-def _loop_of(plan: Plan) -> Loop | None:
+def loop_of(plan: Plan) -> Loop | None:
     """The outer loop of islands that train apart; None where gradients meet at every step, or that is open."""
     return None if plan.sync == "auto" else sync.build(plan.sync, key="plan.sync").loop
 
 
-def asks_for_islands(written: Exchanges) -> bool:
-    """Whether an exchange speaks of islands, or may come to."""
-    levels = {level for _, level, _ in written} if isinstance(written, list) else set()
-    return bool(levels - {"all"}) or '"hierarchical"' in json.dumps(written)
+def is_plain(plan: Plan) -> bool:
+    """Whether it is gradients that meet, of all ranks and at every step; or that is open."""
+    return plan.sync == "auto" or sync.build(plan.sync, key="plan.sync").is_plain
+
+
+def paths_of(links: Links) -> Paths:
+    """Every rank's way out and in; the level's own link where nothing else was found."""
+    usual = links.levels["all"]
+    ranks = sorted(r for island in links.islands for r in island)
+    up, down = (tuple(ways.get(r, usual) for r in ranks) for ways in (links.uplinks, links.downlinks))
+    return Paths(up=up, down=down)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +82,7 @@ class Exchanger:
     plan: Plan
     tell: Callable[[str, int], None]  # an event: message, step
     keep: Callable[[Plan], None]  # a plan that has changed
+    policy: Policy | None = None  # for what goes between islands that train apart, by every rank's own way out and in
     waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
     _measured: Measured | None = None
     _watch: _Watch = field(default_factory=lambda: _Watch())
@@ -81,7 +91,7 @@ class Exchanger:
         """Before step 1: the plan with an exchange in place of `auto`, its reason and forecast, and with the islands
         that its exchange asks for.
         """
-        loop = _loop_of(self.plan)
+        loop = loop_of(self.plan)
         if loop is not None:
             self._part(loop, hosts)
         elif self.plan.exchange == "auto" and hosts == 1:
@@ -95,9 +105,11 @@ class Exchanger:
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
             if self.plan.sync == "auto":
                 loop = self._choose_period(decision, links)
-        elif asks_for_islands(self.plan.exchange) and not self.plan.islands:
+        elif not self.plan.islands and (asks_for_islands(self.plan.exchange) or self._shards(hosts)):
             self._learn(probe(self.pump.channel))
-        self._watch.active = automatic and hosts > 1 and loop is None
+            if self.plan.islands:
+                self._reprice()
+        self._watch.active = automatic and hosts > 1 and is_plain(self.plan)
         self._watch.rate(self.pump)  # what has passed so far was no training
         return self.plan
 
@@ -115,10 +127,14 @@ class Exchanger:
         chosen = choose_period(decision, facts, steps=self.steps, lossy=self.lossy, periods=PERIODS)
         self._adopt("sync", chosen.sync or "every_step", chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
-        if (loop := _loop_of(self.plan)) is not None and chosen.forecast is not None:
+        if (loop := loop_of(self.plan)) is not None and chosen.forecast is not None:
             self._part_into(islands)
             self._price_apart(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
         return loop
+
+    def _shards(self, hosts: int) -> bool:
+        """Whether sharded states go by islands, if there are any."""
+        return hosts > 1 and memory.build(self.plan.states, key="plan.states").is_sharded
 
     def _part(self, loop: Loop, hosts: int) -> None:
         """Who trains together: what is given, else what the links say, else everybody alone."""
@@ -129,6 +145,8 @@ class Exchanger:
         if loop.steps:
             loop, round_s, each = self._paced(loop)
             said += f": {each}, {round_s:.3g} s of computing a round"
+        if self.policy is not None:
+            loop = self._by_ways(loop, self.policy)
         self._price_apart(loop, compute_s=round_s / loop.every)
         self._adopt("sync", self.plan.sync, said)
         self.tell(f"sync: {said}", 0)
@@ -153,16 +171,38 @@ class Exchanger:
         islands = self.plan.islands
         seconds = [max(by_rank[rank] for rank in island) for island in islands]
         if loop.steps == "auto":
-            choice = Choice.parse(self.plan.sync)
-            steps = list(sync.by_speed(seconds, loop.every))
-            written = Choice(choice.name, {**choice.parameters, "steps": steps}).written()
-            self.plan = self.plan.model_copy(update={"sync": written})
-            loop = replace(loop, steps=tuple(steps))
+            loop = self._with(steps=list(sync.by_speed(seconds, loop.every)))
         pairs = list(zip(loop.steps_of(islands), seconds, strict=True))
         said = ", ".join(
             f"{list(island)} makes {n} of {s:.3g} s" for island, (n, s) in zip(islands, pairs, strict=True)
         )
         return loop, max(n * s for n, s in pairs), said
+
+    def _by_ways(self, loop: Loop, policy: Policy) -> Loop:
+        """What goes between islands as the policy says, of the ways out and in as they are now."""
+        islands = self.plan.islands
+        if any(len(island) > 1 for island in islands):
+            raise bad_input(
+                wanted="islands of one rank each, whose ways out are known",
+                got=str([list(island) for island in islands]),
+                do="leave plan.adapt at none, and name plan.sync's exchange",
+                key="plan.adapt",
+            )
+        numel = {name: p.numel() for name, p in trainable(self.engine.module).items()}
+        statistics = Statistics(names=tuple(numel), numel=tuple(numel.values()))
+        choices = policy.choose(statistics, paths_of(self.links()))
+        self.plan = self.plan.model_copy(update={"reasons": {**self.plan.reasons, "adapt": choices.reason}})
+        self.tell(f"adapted: {choices.reason}", 0)
+        return self._with(exchange=choices.rules[0][2])
+
+    def _with(self, **parameters: Any) -> Loop:
+        """The outer loop with other settings, which the plan keeps."""
+        choice = Choice.parse(self.plan.sync)
+        written = Choice(choice.name, {**choice.parameters, **parameters}).written()
+        self.plan = self.plan.model_copy(update={"sync": written})
+        loop = loop_of(self.plan)
+        assert loop is not None
+        return loop
 
     def _islands(self, hosts: int) -> tuple[tuple[int, ...], ...]:
         everyone = self.pump.channel.levels.everyone
@@ -204,19 +244,20 @@ class Exchanger:
         written = compress.fed_back(written, lacking)
         if written == self.plan.exchange:
             return None
-        cost = self._price(written)
-        forecast = self.plan.forecast.model_copy(update={"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes})
-        update = {"exchange": written, "adapted_from": adapted_from, "forecast": forecast}
-        self.plan = self.plan.model_copy(update=update)
+        self.plan = self.plan.model_copy(update={"exchange": written, "adapted_from": adapted_from})
+        self._reprice()
         self._watch.first = 0.0  # other messages pass at another rate: the next window is the measure
         self.keep(self.plan)
         self.tell(said, step)
         return Replan(compress.rules(written).by_name(params), self.plan.bucket_bytes)
 
-    def _price(self, written: Exchanges) -> Cost:
+    def _reprice(self) -> None:
+        """Forecast the bytes of a step anew, on the links as they are known now."""
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         levels, plan = self.pump.channel.levels, self.plan
-        return price_of(written, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
+        cost = price_of(plan.exchange, shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
+        forecast = plan.forecast.model_copy(update={"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes})
+        self.plan = plan.model_copy(update={"forecast": forecast})
 
     def links(self) -> Links:
         """The links as they are now: some seconds, between two steps."""

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from gossamer import __version__
-from gossamer.adapting import Adapting, asking
+from gossamer.adapting import Adapting, asking, between_islands
 from gossamer.bordering import with_borders
-from gossamer.exchanging import Exchanger, levels_of
+from gossamer.exchanging import Exchanger, is_plain, levels_of, loop_of
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
 from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
@@ -116,6 +116,8 @@ def run_job(job: Job) -> dict[str, Any]:
             adapting.begin(trainer.replica)
         if job.resume:
             saver.resume(pump.channel, job.resume_step)
+        if told := trainer.begin(again=job.resume):
+            exchanger.tell(told, trainer.progress.step)
         sink(_start(job, trainer))
         return _train(trainer, saver, sink, began)
     finally:
@@ -135,6 +137,7 @@ def _exchanger(job: Job, engine: Engine, pump: Pump, sink: Callable[[records.Rec
         plan=plan,
         tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),
         keep=job.directory.keep_plan if where.writer == 0 else lambda plan: None,  # every host reads its own again
+        policy=between_islands(config.plan, plan),
     )
 
 
@@ -226,7 +229,9 @@ def _in_words(plan: Plan) -> str:
     """The exchanges of a plan, without the parameters they are for."""
     written = plan.exchange if isinstance(plan.exchange, list) else [("", "", plan.exchange)]
     said = " and ".join(dict.fromkeys(told(one) for _, _, one in written))
-    return said if plan.sync == "every_step" else f"{told(plan.sync)} between islands, in them {said}"
+    if is_plain(plan):
+        return said
+    return told(plan.sync) if loop_of(plan) is None else f"{told(plan.sync)} between islands, in them {said}"
 
 
 def _forget(record: records.Record) -> None:

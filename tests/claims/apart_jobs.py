@@ -60,7 +60,7 @@ def learn(
     warm: int = 0,
 ) -> dict[str, Any]:
     """Train; every rank has a part of the text of its own. Rates rise in `warm` steps and fall to nothing. The loss
-    on text that nobody has seen, of what all agree on in the end; bytes sent by this rank, per step.
+    on text that nobody has seen, of what all agree on in the end; bytes sent by this rank, per step and by link.
     """
     torch.manual_seed(0)
     model = Next()
@@ -71,15 +71,9 @@ def learn(
     method, update = sync.build(written), optim.build(rule)
     meets = "all" if method.loop is None else "island"
     sharding = memory.build(states)
-    held = memory.States.of(
-        update,
-        params,
-        is_sharded=sharding.is_sharded,
-        weights=sharding.weights,
-        place=seat.rank,
-        ranks=seat.ranks,
-    )
-    meet, owned = sharding.exchange(compress.build(exchange)), held.own if sharding.is_sharded else None
+    deal = memory.Deal(levels, sharding.path(levels))
+    held = memory.States.of(update, params, deal, rank=seat.rank, weights=sharding.weights)
+    meet, owned = sharding.exchange(compress.build(exchange), deal.path), held.own if deal.path else None
     replica = Replica(params, meet, pump, bucket_bytes=1 << 20, meets=meets, owned=owned)
     truth = {name: p.detach() for name, p in params.items()}
     apart = Apart.of(
@@ -107,6 +101,7 @@ def learn(
         sent.append(channel.meter.total_bytes - before)
     with torch.no_grad():
         loss = float(loss_at(model, len(text()) - HELD_OUT - CONTEXT + torch.arange(HELD_OUT)))
+    links = channel.meter.snapshot()
     replica.close()
     for one in (pump, beside):
         one.close()
@@ -119,7 +114,8 @@ def learn(
         ),
         default=0.0,
     )
-    found = {"loss": loss, "sent": sent, "drift": drift, "first": float(truth["first.weight"].double().sum())}
+    first = float(truth["first.weight"].double().sum())
+    found = {"loss": loss, "sent": sent, "links": links, "drift": drift, "first": first}
     if not held.is_sharded:
         found["kept"] = sum(float(tensor.double().sum()) for *_, tensor in held.slots())
     return found

@@ -182,3 +182,13 @@ def test_goes_down_a_bowl(rule: optim.Rule) -> None:
         rate = 0.05 / (rule.trust if isinstance(rule, Lars) else 1.0)  # its steps are so small a part of a layer
         rule.update(params, {"w": 2 * params["w"]}, state, lr_scale=rate / rule.lr, step=step)
     assert params["w"].square().sum() < 0.05 * first
+
+
+def test_a_plain_rule_moves_against_the_gradient_and_nothing_else(rule: optim.Rule) -> None:
+    if not rule.is_plain:
+        return
+    params, grads = some(), some(100)
+    wanted = {n: p - rule.lr * 0.5 * grads[n] for n, p in params.items()}
+    assert all(not slots for slots in rule.init(params).values())
+    rule.update(params, grads, rule.init(params), lr_scale=0.5, step=3)
+    assert all(torch.allclose(params[n], w, rtol=1e-6, atol=1e-7) for n, w in wanted.items())

@@ -30,15 +30,19 @@ SETTINGS: dict[str, Any] = {
     "fedhyper": {"fedhyper": {"every": 2}},
     "co2": {"co2": {"every": 2}},
     "cser": {"cser": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
+    "gossip": {"gossip": {"every": 2, "full": 2}},
     "zero_one": {"zero_one": {"every": 2, "start": 3, "spaced": 1, "doubles": 1}},
     "cser_pl": {"cser_pl": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
 }
 APART = sorted(set(SETTINGS) - {"every_step"})
+BY_LOSSES = {"just_one_byte"}  # what they keep is in tests/sync/test_probing.py
 ISLANDS = {2: [[0], [1]], 3: [[0, 1], [2]]}
 
 
 def test_every_member_is_here() -> None:
-    assert set(SETTINGS) == set(sync.names())
+    assert {*SETTINGS, *BY_LOSSES} == set(sync.names())
+    assert {name for name in sync.names() if sync.build(name).probe is not None} == BY_LOSSES
+    assert all(sync.build(name).loop is not None for name in APART)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -63,8 +67,8 @@ def test_ranks_of_one_island_are_never_apart(pool: Pool, name: str) -> None:
 def test_bytes_of_a_round_are_known_before(pool: Pool, name: str) -> None:
     loop = sync.build(SETTINGS[name]).loop
     assert loop is not None
-    first = loop.steady + loop.every  # the second round: by then all fragments take turns
-    found = pool.run("sync.apart_jobs:rounds", 2, written=SETTINGS[name], steps=first + loop.every, finish=False)
+    first = loop.steady + loop.cycle  # by then all fragments take turns
+    found = pool.run("sync.apart_jobs:rounds", 2, written=SETTINGS[name], steps=first + loop.cycle, finish=False)
     shapes: Shapes = tuple(SHAPES.items())
     links = round_bytes(loop, shapes, Levels.islands(ISLANDS[2]), units=("a", "b"), bucket_bytes=1 << 20)
     for rank, one in enumerate(found):  # alone on their islands, they vote alone
@@ -137,6 +141,8 @@ TOGETHER = [
     {"cser": {"every": 3, "each": "dense"}},
     {"cser": {"every": 1, "each": None, "exchange": "dense"}},
     {"local_sgd": {"every": 3, "start": 100}},
+    {"gossip": {"graph": "complete", "full": 100}},
+    {"gossip": {"full": 1}},
     {"zero_one": {"start": 100, "spaced": 0}},
     {"zero_one": {"start": 100, "spaced": 2, "exchange": "dense"}},
     {"zero_one": {"start": 0, "doubles": 100, "exchange": "dense"}},
@@ -266,7 +272,7 @@ def test_what_is_quantised_is_bounded_by_the_displacement(pool: Pool) -> None:
     assert 0 < off.abs().max() < 0.02 * moved.abs().max()
 
 
-POISONED = [SETTINGS[name] for name in ("local_sgd", "diloco", "streaming_diloco", "dsm", "co2", "cser")]
+POISONED = [SETTINGS[name] for name in ("local_sgd", "diloco", "streaming_diloco", "dsm", "co2", "cser", "gossip")]
 
 
 @pytest.mark.parametrize("written", [*POISONED, {"cser": {"every": 3, "each": "dense"}}], ids=json.dumps)

@@ -39,7 +39,7 @@ def test_a_run_stopped_in_a_round_goes_on_bit_for_bit(pool: Pool, tmp_path: Path
         assert [one["digest"] for one in again] == [one["digest"] for one in whole]
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "streaming_diloco", "qsparse_local_sgd", "co2", "cser"])
+@pytest.mark.parametrize("name", ["local_sgd", "streaming_diloco", "qsparse_local_sgd", "co2", "cser", "gossip"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_other_islands_go_on_from_what_was_agreed(pool: Pool, tmp_path: Path, name: str, ranks: int) -> None:
     given = {"folder": str(tmp_path), "steps": 9, "sections": sections(SETTINGS[name])}
@@ -90,8 +90,7 @@ def test_an_island_of_slow_machines_leaves_no_sample_out(pool: Pool, tmp_path: P
     assert [one["step"] for one in lines] == ([*range(1, 9)] if steps[0] == 4 else [2, 4, 6, 8])
     ends = [0, *(one["samples"][1] for one in lines)]
     assert [tuple(one["samples"]) for one in lines] == list(pairwise(ends))
-    rows = [6, 2] if steps[0] == 4 else [2, 6]
-    assert ends[-1] == 8 * max(rows) + 4 * min(rows) if steps[0] == 4 else 8 * 2 + 4 * 6
+    assert ends[-1] == (8 * 6 + 4 * 2 if steps[0] == 4 else 4 * 6 + 8 * 2)
     assert [one["tokens"] for one in lines] == [9 * (b - a) for a, b in pairwise(ends)]
 
 
@@ -112,6 +111,42 @@ def test_auto_steps_are_measured_and_kept(pool: Pool, tmp_path: Path) -> None:
     assert max(steps) == 4 and len(steps) == 2
     assert "of computing a round" in plan["reasons"]["sync"]
     assert plan["forecast"]["compute_s"] > 0
+
+
+def test_islands_send_as_much_as_their_ways_out_carry(pool: Pool, tmp_path: Path) -> None:
+    given = sections({"diloco": {"every": 3}})
+    given["plan"]["adapt"] = {"bcrs": {"fraction": 0.05, "feedback": "", "gamma": 2.0}}
+    found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=7, sections=given)
+    assert found[0]["digest"] == found[1]["digest"]
+    plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
+    assert plan["sync"]["diloco"]["exchange"] == "dense" or "uneven_topk" in plan["sync"]["diloco"]["exchange"]
+    assert plan["reasons"]["adapt"]
+
+
+@pytest.mark.parametrize(("islands", "steps"), [([[0], [1], [2]], []), ([[0, 1], [2]], [2, 4])])
+def test_what_islands_send_may_differ_and_is_known_before(
+    pool: Pool, tmp_path: Path, islands: list[list[int]], steps: list[int]
+) -> None:
+    one = {"uneven_topk": {"fractions": [0.01, 0.02, 0.2], "gamma": 2.0, "overlap": 1}}
+    given = sections({"local_sgd": {"every": 4, "exchange": one, "steps": steps}}, islands=islands)
+    found = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=8, sections=given)
+    assert all(each["digest"] == found[0]["digest"] for each in found)
+    plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
+    sent = sum(sum(line["wire_bytes"].values()) for line in records(tmp_path) if line["kind"] == "step")
+    assert sent / 8 == pytest.approx(plan["forecast"]["sent_bytes"][0], rel=0.02, abs=8)
+
+
+def test_what_is_frozen_neither_moves_nor_travels(pool: Pool, tmp_path: Path) -> None:
+    """Adapters alone, or any part: the anchor, the displacements and the forecast are of what is trained."""
+    sent = {}
+    for name, frozen in (("all", []), ("part", ["layers.0", "norm"])):
+        given = {"steps": 4, "frozen": frozen, "values": True, "sections": sections({"local_sgd": {"every": 2}})}
+        found = pool.run("run.jobs:train", 2, folder=str(tmp_path / name), **given)
+        assert found[0]["digest"] == found[1]["digest"]
+        steps = [one for one in records(tmp_path / name) if one["kind"] == "step"]
+        sent[name] = sum(steps[1]["wire_bytes"].values())
+    block = 12 * 24 + 24 + 24 * 12 + 12 + 2 * 12  # of two linear layers, and a norm
+    assert sent["all"] - sent["part"] == 4 * block
 
 
 def test_tied_and_frozen_parameters_and_buffers(pool: Pool, tmp_path: Path) -> None:
@@ -265,8 +300,19 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (sections({"diloco": {"every": 4, "steps": [3, 2]}}), "and of one island 4 (every), got [3, 2]"),
     (sections({"local_sgd": {"every": 4, "steps": [4]}}), "plan.sync.steps: wanted the steps of 2 islands"),
     (sections({"cser": {"every": 4, "steps": [4, 2]}}), "plan.sync.cser: Cser has no parameter 'steps'"),
+    (sections({"gossip": {"full": 0}}), "plan.sync.gossip.full: wanted a full average every 1 or more rounds, got 0"),
+    (
+        sections({"gossip": {"gamma": 2}}),
+        "plan.sync.gossip.gamma: wanted a step towards the neighbours in (0, 1], got 2",
+    ),
+    (sections({"gossip": {"codec": "lossless"}}), "plan.sync.gossip.codec: wanted a codec whose messages have a fixed"),
+    (sections({"gossip": {"graph": "rings"}}), "plan.sync.gossip.graph: no graph is called 'rings'"),
     (sections({"dilocco": {}}), "no sync is called 'dilocco'"),
-    ({"plan": {"sync": "diloco", "adapt": "l_greco"}}, "plan.adapt: wanted gradients that all ranks exchange"),
+    ({"plan": {"sync": "diloco", "adapt": "l_greco"}}, "plan.adapt: wanted bcrs, or gradients that all ranks exchange"),
+    (
+        {"plan": {"sync": "diloco", "adapt": "bcrs"}, "machines": {"islands": [[0, 1]]}},
+        "plan.adapt: wanted islands of one rank each",
+    ),
     ({"plan": {"sync": "diloco", "mesh": {"pipe": 2}}}, "plan.sync: wanted every process to hold the whole model"),
     ({"plan": {"sync": "auto", "exchange": "dense"}}, "plan.sync: wanted an exchange that is chosen with it, got"),
 ]

@@ -131,6 +131,22 @@ def test_ctrl_c_once_saves_and_stops(place: Place) -> None:
     assert (run / "checkpoints" / f"step-{records(run, 'end')[0]['step']:08d}").is_dir()
 
 
+def test_ctrl_c_does_not_wait_for_a_round_of_islands(place: Place) -> None:
+    process = held(place, watched(place, steps=20, plan={"sync": {"diloco": {"every": 50}}}))
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stderr is not None
+    assert "ask once more to stop at once" in process.stderr.readline()
+    (place.folder / "hold").unlink()
+    stopped = ended(process)
+    assert stopped.code == 4, stopped.err
+    (run,) = place.runs()
+    (end,) = records(run, "end")
+    assert end["step"] < 13
+    place.good("resume", run)
+    assert [start["step"] for start in records(run, "start")] == [0, end["step"]]
+    assert [step["step"] for step in records(run, "step")] == [*range(1, 21)]
+
+
 def test_ctrl_c_twice_stops_now(place: Place) -> None:
     process = held(place, watched(place, steps=14))
     os.killpg(process.pid, signal.SIGINT)

@@ -1,15 +1,20 @@
-"""A rank's place in its island: who owns which entries of a bucket, and the part of a state that goes with them."""
+"""A rank's place in its island: who owns what of a bucket, the part of a state that goes with it, and an exchange
+between islands among the owners of the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from gossamer.wire.bucket import Layout
-from gossamer.wire.message import Levels, State
+from gossamer.compress import Exchange
+from gossamer.spec.errors import bad_input
+from gossamer.wire.bucket import Bucket, Layout
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`island`: my fellow ranks, ascending; `me`: my index among them; `runs`: what the first ones own, one each."""
+    """`island`: my fellow ranks, ascending; `me`: my index among them; `runs`: what the first ones own, one each, one
+    behind the other.
+    """
 
     whole: Layout
     levels: Levels
@@ -40,11 +47,12 @@ class Place:
     runs: tuple[Run, ...]
 
     @staticmethod
-    def of(layout: Layout, levels: Levels, rank: int) -> Place:
-        """Of every island as many ranks own something as the smallest has: those with a counterpart everywhere."""
-        everyone, island = levels.group("all", rank), levels.group("island", rank)
-        owners = min(len(g) for g in levels.groups["island"] if g[0] in everyone)
-        return Place(layout, levels, island, island.index(rank), cut(layout, owners))
+    def of(layout: Layout, levels: Levels, rank: int, divided: Divided | None = None) -> Place:
+        """Of every island as many ranks own something as the smallest has: those with a counterpart everywhere.
+        `divided`: what each of so many owns; whole entries, as they lie, where nothing is given.
+        """
+        island, owners = levels.group("island", rank), len(levels.owners(rank))
+        return Place(layout, levels, island, island.index(rank), (divided or cut)(layout, owners))
 
     @property
     def mine(self) -> Run:
@@ -74,6 +82,52 @@ class Place:
         islands = [g for g in self.levels.groups["island"] if g[0] in group]
         alone = [(g[-1], self.nobody.layout) for g in islands if len(g) > len(self.runs)]
         return [*((islands[0][k], run.layout) for k, run in enumerate(self.runs)), *alone[:1]]
+
+
+Divided = Callable[[Layout, int], tuple[Run, ...]]
+
+
+def across(between: Exchange, x: Bucket, state: State, at: Round, here: Place) -> Rounds:
+    """Run `between` at its level on what this rank owns, then send nothing as often as owners of something else still
+    send something.
+    """
+    weights = here.totals(at.weights)
+    method = between.run(x, state, replace(at, levels=at.levels.only("between"), weights=weights))
+    left, reply = rounds_across(between, here), None
+    try:
+        while True:
+            message = next(method) if reply is None else method.send(reply)
+            left -= 1
+            reply = yield replace(message, level="between")
+    except StopIteration as end:
+        out: Outcome = end.value
+    finally:
+        method.close()
+    for _ in range(left):
+        yield Message((x.flat.new_empty(0, dtype=torch.uint8),), Combine.SUM, "between")
+    return out
+
+
+def traffic_across(between: Exchange, here: Place, rank: int) -> tuple[Traffic, ...]:
+    """The messages of `across`."""
+    inner = between.traffic(here.mine.layout, here.levels.only("between"), rank)
+    nothing = (Traffic(Combine.SUM, 0, 1),) * (rounds_across(between, here) - len(inner))
+    return tuple(replace(t, level="between") for t in (*inner, *nothing))
+
+
+def rounds_across(between: Exchange, here: Place) -> int:
+    """Messages that `between` sends for the run that needs most of them."""
+    only = here.levels.only("between")
+    return max(len(between.traffic(owned, only, rank)) for rank, owned in here.runs_between())
+
+
+def check_across(between: Exchange, layout: Layout, levels: Levels, divided: Divided | None = None) -> None:
+    """Raises BadInput where there are no islands, or where `between` cannot serve what is owned."""
+    if not {"island", "between"} <= set(levels.groups):
+        do = "say which ranks share a fast link, or name the exchange for `between` alone"
+        raise bad_input(wanted="islands of ranks", got=f"the levels {', '.join(levels.groups)}", do=do)
+    for _, owned in Place.of(layout, levels, levels.groups["all"][0][0], divided).runs_between():
+        between.check(owned, levels.only("between"))
 
 
 def cut(layout: Layout, owners: int) -> tuple[Run, ...]:

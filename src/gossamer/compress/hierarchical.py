@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gossamer.compress import Exchange, Traits
-from gossamer.compress._island import Place, Run, part_of, put_back
+from gossamer.compress._island import Place, Run, across, check_across, part_of, put_back, traffic_across
 from gossamer.compress._key import key_of
 from gossamer.compress.codec import Codec, Key
 from gossamer.compress.dense import Dense
@@ -69,15 +69,15 @@ class Hierarchical(Exchange):
         sent = x.flat if self.inside is None else torch.cat(self._encoded(x.flat, here, keys))
         island = yield from self._reduce(sent, here, at, keys)
         sub = Bucket(here.mine.layout, island.to(x.layout.dtype))
-        out = yield from self._across(sub, part_of(inner, here), here, at)
+        out = yield from across(self.between, sub, part_of(inner, here), at, here)
         mean = yield from self._spread(out.mean, here, keys)
         lost = None
         if at.accounts and (out.lost is not None or not self._exact):
             lost = x.flat.float() - self._decoded(sent, here, keys).float()
-            across = out.mean.float() - mean[here.mine.slice].float()
-            across += 0.0 if out.lost is None else out.lost
+            later = out.mean.float() - mean[here.mine.slice].float()
+            later += 0.0 if out.lost is None else out.lost
             if at.share > 0:
-                lost[here.mine.slice].add_(across, alpha=float(here.totals(at.weights)[at.rank]) / at.share)
+                lost[here.mine.slice].add_(later, alpha=float(here.totals(at.weights)[at.rank]) / at.share)
         return Outcome(mean, lost, State(inner=(put_back(inner, here, out.state),)))
 
     def _reduce(self, sent: Tensor, here: Place, at: Round, keys: list[Key]) -> _Turns:
@@ -91,24 +91,6 @@ class Hierarchical(Exchange):
         for row, share in zip(rows, shares, strict=True):
             total.add_(row, alpha=share)
         return total
-
-    def _across(self, x: Bucket, state: State, here: Place, at: Round) -> Rounds:
-        """Run `between` at its level, then send nothing as often as owners of other entries still send something."""
-        weights = here.totals(at.weights)
-        method = self.between.run(x, state, replace(at, levels=at.levels.only("between"), weights=weights))
-        left, reply = self._rounds(here), None
-        try:
-            while True:
-                message = next(method) if reply is None else method.send(reply)
-                left -= 1
-                reply = yield replace(message, level="between")
-        except StopIteration as end:
-            out: Outcome = end.value
-        finally:
-            method.close()
-        for _ in range(left):
-            yield Message((x.flat.new_empty(0, dtype=torch.uint8),), Combine.SUM, "between")
-        return out
 
     def _spread(self, mine: Tensor, here: Place, keys: list[Key]) -> _Turns:
         """The whole mean, out of what the owners of my island have."""
@@ -141,26 +123,14 @@ class Hierarchical(Exchange):
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         here = Place.of(layout, levels, rank)
         there, back = self._inside(here)
-        inner = self.between.traffic(here.mine.layout, levels.only("between"), rank)
-        nothing = (Traffic(Combine.SUM, 0, 1),) * (self._rounds(here) - len(inner))
-        return (there, *(replace(t, level="between") for t in (*inner, *nothing)), back)
+        return (there, *traffic_across(self.between, here, rank), back)
 
     def for_island(self) -> Exchange:
         """An all-reduce, or through the codec."""
         return Dense() if self.inside is None else TwoShot(self.inside)
 
     def check(self, layout: Layout, levels: Levels) -> None:
-        if not {"island", "between"} <= set(levels.groups):
-            do = "say which ranks share a fast link, or name the exchange for `between` alone"
-            raise bad_input(wanted="islands of ranks", got=f"the levels {', '.join(levels.groups)}", do=do)
-        rank = levels.groups["all"][0][0]
-        for _, owned in Place.of(layout, levels, rank).runs_between():
-            self.between.check(owned, levels.only("between"))
-
-    def _rounds(self, here: Place) -> int:
-        """Messages that `between` sends for the entries that need most of them."""
-        only = here.levels.only("between")
-        return max(len(self.between.traffic(owned, only, rank)) for rank, owned in here.runs_between())
+        check_across(self.between, layout, levels)
 
     def _size(self, run: Run) -> int:
         """Elements of the message about a run: numbers, or encoded bytes."""

@@ -5,8 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor
+
+from gossamer.wire.bucket import Layout
+from gossamer.wire.message import Levels
+
+Part = tuple[tuple[int, int], ...]  # (start, numel) in a flat buffer of the rows of one rank, entry by entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +38,56 @@ def rows_of(name: str, shape: Sequence[int], ranks: int) -> tuple[Rows, ...]:
     each, more = divmod(count, ranks)
     sizes = [each + ((rank - first) % ranks < more) for rank in range(ranks)]
     return tuple(Rows(sum(sizes[:rank]), size) for rank, size in enumerate(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Rows dealt out level by level: among the ranks of an island, say, and what is a rank's there among it and its
+    counterparts between islands. Along no path nothing is dealt out: every rank has all rows.
+
+    Of every island as many ranks get rows as the smallest has: those with a counterpart in all islands.
+    """
+
+    levels: Levels
+    path: tuple[str, ...] = ()
+
+    def rows(self, name: str, shape: Sequence[int], rank: int) -> Rows:
+        """What `rank` has of a parameter."""
+        mine = Rows(0, shape[0] if shape else 1)
+        for level in self.path:
+            owners = self.owners(level, rank)
+            if rank not in owners:
+                return Rows(0, 0)
+            inner = rows_of(name, (mine.count,), len(owners))[owners.index(rank)]
+            mine = Rows(mine.start + inner.start, inner.count)
+        return mine
+
+    def part(self, layout: Layout, rank: int) -> Part:
+        """Where a rank's rows lie in a bucket."""
+        rows = ((e, self.rows(e.name, e.shape, rank), prod(e.shape[1:])) for e in layout.entries)
+        return tuple((e.start + r.start * row, r.count * row) for e, r, row in rows if r.count * row)
+
+    def owners(self, level: str, rank: int) -> tuple[int, ...]:
+        """Those of the group of `rank` among whom rows are dealt out."""
+        return self.levels.owners(rank) if level == "island" else self.levels.group(level, rank)
+
+    def givers(self, rank: int) -> tuple[int, ...]:
+        """The ranks that together have all rows once, in the order in which `rank` hears of them on the way back along
+        the path.
+        """
+        found: tuple[int, ...] = (rank,)
+        for level in self.path:
+            found = tuple(peer for one in found for peer in self.owners(level, one))
+        return found
+
+    def is_first(self, rank: int) -> bool:
+        """Whether no rank before it has the same rows, where it has any."""
+        return rank in self.givers(self.levels.group("all", rank)[0])
+
+
+def path_of(level: str, levels: Levels) -> tuple[str, ...]:
+    """Along which levels rows are dealt out among all ranks, or those of an island where there are any."""
+    islands = levels.groups.get("island", ())
+    if level == "island" and islands:
+        return ("island",)
+    return ("island", "between") if len(islands) > 1 and max(map(len, islands)) > 1 else ("all",)

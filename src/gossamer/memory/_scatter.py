@@ -9,8 +9,8 @@ all-reduce sends, and half of what gloo's reduce-scatter does.   State: none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from gossamer.compress import Exchange, Traits
 from gossamer.compress._key import key_of
 from gossamer.compress.codec import Codec
-from gossamer.memory._rows import rows_of
+from gossamer.memory._rows import Deal, Part
 from gossamer.spec.errors import bad_input
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
@@ -72,29 +72,26 @@ class Scatter(Exchange):
             raise bad_input(wanted="a codec whose messages have a fixed size", got=repr(self.codec), do=do)
 
 
-Part = tuple[tuple[int, int], ...]  # (start, numel) in a flat buffer of the rows of one rank, entry by entry
-
-
 def parts_of(layout: Layout, ranks: int) -> tuple[Part, ...]:
     """Where every rank's rows lie in a bucket."""
-    found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    for e in layout.entries:
-        row = prod(e.shape[1:])
-        for mine, rows in zip(found, rows_of(e.name, e.shape, ranks), strict=True):
-            if rows.count * row:
-                mine.append((e.start + rows.start * row, rows.count * row))
-    return tuple(map(tuple, found))
+    deal = Deal(Levels.flat(ranks), ("all",))
+    return tuple(deal.part(layout, rank) for rank in range(ranks))
 
 
-def most(parts: tuple[Part, ...]) -> int:
+def size_of(part: Part) -> int:
+    """Elements."""
+    return sum(numel for _, numel in part)
+
+
+def most(parts: Sequence[Part]) -> int:
     """Elements of the rank that has most."""
-    return max(sum(numel for _, numel in part) for part in parts)
+    return max(map(size_of, parts))
 
 
 def packed(flat: Tensor, part: Part, length: int) -> Tensor:
     """(length,): one rank's rows one behind the other, and zeros."""
     row = flat.new_zeros(length)
-    torch.cat([flat[at : at + n] for at, n in part] or [flat[:0]], out=row[: sum(n for _, n in part)])
+    torch.cat([flat[at : at + n] for at, n in part] or [flat[:0]], out=row[: size_of(part)])
     return row
 
 

@@ -5,10 +5,12 @@ State:   8 bytes per parameter with AdamW in float32, on every rank.   Wire: not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gossamer.compress import Exchange
 from gossamer.memory import Sharding
+from gossamer.wire.message import Levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,5 +21,8 @@ class Whole(Sharding):
     def is_sharded(self) -> bool:
         return False
 
-    def exchange(self, given: Exchange) -> Exchange:
+    def path(self, levels: Levels) -> tuple[str, ...]:
+        return ()
+
+    def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
         return given

@@ -40,6 +40,11 @@ class Rule(ABC):
         """Whether islands may train apart from the first step on."""
         return True
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether w <- w - lr lr_scale g is all it does: whoever makes g bit by bit may then do it in its place."""
+        return False
+
     @abstractmethod
     def init(self, params: Mapping[str, Tensor]) -> State:
         """The state before the first update, for every parameter, on its device."""

@@ -41,6 +41,10 @@ class Master(Rule):
         return self.inner.begins_apart
 
     @property
+    def is_plain(self) -> bool:
+        return self.inner.is_plain
+
+    @property
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "master")
 

@@ -44,6 +44,10 @@ class SGD(Rule):
     def slots(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
+    @property
+    def is_plain(self) -> bool:
+        return self.momentum == 0 and self.weight_decay == 0
+
     def init(self, params: Mapping[str, Tensor]) -> State:
         return zeros(params, self.slots)
 

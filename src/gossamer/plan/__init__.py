@@ -11,14 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gossamer import compress, memory
-from gossamer.plan._price import Shapes, gather_bytes, gradient_buckets, round_bytes, step_bytes, word_bytes
+from gossamer.plan._partition import Place, least_wait, places_of_states
+from gossamer.plan._price import (
+    Shapes,
+    gather_bytes,
+    gradient_buckets,
+    probe_bytes,
+    round_bytes,
+    step_bytes,
+    word_bytes,
+)
 from gossamer.plan._stages import Border, Staged, price_of_stages
 from gossamer.spec.choice import Exchanges, Written
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.plan import Plan
 from gossamer.spec.room import Room
-from gossamer.sync import Loop
+from gossamer.sync import Loop, Probe
 from gossamer.wire.message import Levels
 
 
@@ -48,16 +57,18 @@ def price_of(
 ) -> Cost:
     """The bytes of a step with this exchange and these states: per link, and per rank that sends them."""
     sharding = memory.build(states, key="plan.states")
+    deal = memory.Deal(levels, sharding.path(levels))
     named = compress.rules(written).by_name(name for name, _ in shapes)
-    buckets = gradient_buckets(shapes, {n: sharding.exchange(e) for n, e in named.items()}, bucket_bytes=bucket_bytes)
+    met = {name: sharding.exchange(one, deal.path) for name, one in named.items()}
+    buckets = gradient_buckets(shapes, met, bucket_bytes=bucket_bytes)
     links = Counter(step_bytes(buckets, levels))
     if sharding.is_sharded:
-        links.update(gather_bytes(buckets, levels, sharding.weights))
+        links.update(gather_bytes(buckets, deal, sharding.weights))
     return _cost(links, levels)
 
 
 def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
-    """The bytes of a step of islands that train apart, a round's among its steps: the mean, rounded down. Raises
+    """The bytes of a step of islands that train apart, rounds' among its steps: the mean, rounded down. Raises
     BadInput for an exchange of gradients that cannot serve inside an island.
     """
     exchange = compress.rules(plan.exchange).by_name(name for name, _ in shapes)
@@ -71,9 +82,14 @@ def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
     inside = step_bytes(buckets, levels, meets="island")  # of a step, of which some islands make a part
     links = Counter({link: int(sent * part[int(link.partition(">")[0])]) for link, sent in inside.items()})
     for link, sent in round_bytes(loop, shapes, levels, units=plan.units, bucket_bytes=plan.bucket_bytes).items():
-        links[link] += sent // loop.every
+        links[link] += sent // loop.cycle
     links.update(word_bytes(levels))
     return _cost(links, levels)
+
+
+def price_probed(probe: Probe, levels: Levels) -> Cost:
+    """The bytes of a step that losses alone decide."""
+    return _cost(probe_bytes(probe, levels), levels)
 
 
 def _cost(links: Mapping[str, int], levels: Levels) -> Cost:
@@ -82,7 +98,21 @@ def _cost(links: Mapping[str, int], levels: Levels) -> Cost:
     return Cost(wire_bytes=dict(links), sent_bytes=sent)
 
 
-__all__ = ["Border", "Planner", "Request", "Staged", "build", "names", "price_apart", "price_of", "price_of_stages"]
+__all__ = [
+    "Border",
+    "Place",
+    "Planner",
+    "Request",
+    "Staged",
+    "build",
+    "least_wait",
+    "names",
+    "places_of_states",
+    "price_apart",
+    "price_of",
+    "price_of_stages",
+    "price_probed",
+]
 ROOM: Room[Planner] = Room(__name__, Planner)
 names = ROOM.names
 build = ROOM.build

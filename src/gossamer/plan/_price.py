@@ -9,8 +9,8 @@ import torch
 
 from gossamer.compress import Exchange
 from gossamer.compress.codec import Codec
-from gossamer.memory import gather_traffic
-from gossamer.sync import Loop, Word, buckets_of, traffic_of_round
+from gossamer.memory import Deal, gather_traffic
+from gossamer.sync import Loop, Probe, Word, buckets_of, traffic_of_round
 from gossamer.wire.bucket import Layout
 from gossamer.wire.channel.priced import Priced
 from gossamer.wire.message import Combine, Levels, Traffic
@@ -44,15 +44,17 @@ def step_bytes(buckets: Buckets, levels: Levels, *, meets: str = "all") -> dict[
     return by_link(levels, sent)
 
 
-def gather_bytes(buckets: Buckets, levels: Levels, weights: Codec | None) -> dict[str, int]:
+def gather_bytes(buckets: Buckets, deal: Deal, weights: Codec | None) -> dict[str, int]:
     """Payload bytes per link of what every rank has updated, on its way to all others."""
-    return by_link(levels, lambda rank: (gather_traffic(layout, levels, rank, weights) for layout, _ in buckets))
+    return by_link(
+        deal.levels, lambda rank: (t for layout, _ in buckets for t in gather_traffic(layout, deal, rank, weights))
+    )
 
 
 def round_bytes(
     loop: Loop, shapes: Shapes, levels: Levels, *, units: Sequence[str], bucket_bytes: int
 ) -> dict[str, int]:
-    """Payload bytes of a round of islands apart, of what meets in it, per link, all ranks."""
+    """Payload bytes of `loop.cycle` steps of islands apart, of what meets in them, per link, all ranks."""
     params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
     return by_link(
         levels, lambda rank: traffic_of_round(loop, params, levels, rank, units=units, bucket_bytes=bucket_bytes)
@@ -64,6 +66,11 @@ def word_bytes(levels: Levels) -> dict[str, int]:
     if len(levels.groups["island"]) == 1:
         return {}
     return {link: sent // Word.every for link, sent in by_link(levels, lambda _: (Word.traffic,)).items()}
+
+
+def probe_bytes(probe: Probe, levels: Levels) -> dict[str, int]:
+    """Payload bytes per link of a step that losses alone decide."""
+    return by_link(levels, lambda rank: (*agreement(levels.whole), probe.traffic(levels)))
 
 
 def by_link(levels: Levels, sent: Callable[[int], Iterable[Traffic]]) -> dict[str, int]:

@@ -18,18 +18,19 @@ from dataclasses import dataclass, replace
 
 from gossamer import memory, optim, sync
 from gossamer.data import share_rows
-from gossamer.plan import Planner, Request, adapt, price_apart, price_of
+from gossamer.plan import Planner, Request, adapt, price_apart, price_of, price_probed
 from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_of
-from gossamer.spec.choice import Exchanges, Written, told
+from gossamer.spec.choice import Exchanges, Written, asks_for_islands, told
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Mesh, Plan
-from gossamer.sync import Loop
+from gossamer.sync import Sync
 from gossamer.wire.message import Levels
 
 _PER_STAGE = 4  # micro-batches
 _RULE = "train.optimizer"
+_EVERY_STEP = "every_step"  # what auto stands for until it is chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,13 @@ class DataParallel(Planner):
         reasons["share"] = "given" if config.plan.share != "auto" else f"equal parts for {whose}"
         rows = (config.train.batch,) if stages else share_rows(config.train.batch, share)
         pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe, stages)
-        loop = _loop(config, mesh)
-        exchange, reasons["exchange"] = _exchange(config, mesh, loop)
-        _check_adapt(config, mesh, loop)
-        _check_states(config, mesh, loop)
+        method = _method(config, mesh)
+        exchange, reasons["exchange"] = _exchange(config, mesh, method)
+        _check_adapt(config, mesh, method)
+        _check_states(config, mesh, method)
+        _check_probe(config, method)
+        if config.train.verify.every:
+            reasons["verify"] = _verified(config, mesh, method)
         if request.units:
             reasons["units"] = (
                 "given" if config.plan.units != "auto" else "the repeated blocks, and what else owns parameters"
@@ -124,24 +128,25 @@ def _mesh(asked: MeshSection, ranks: int) -> Mesh:
     return Mesh(replica=ranks // stages, pipe=stages)
 
 
-def _loop(config: RunConfig, mesh: Mesh) -> Loop | None:
-    """The outer loop that is asked for. Raises BadInput where it cannot serve."""
-    loop = None if config.plan.sync == "auto" else sync.build(config.plan.sync, key="plan.sync").loop
-    if loop is not None and mesh.pipe > 1:
+def _method(config: RunConfig, mesh: Mesh) -> Sync:
+    """When replicas exchange what. Raises BadInput where that cannot be."""
+    method = sync.build(_EVERY_STEP if config.plan.sync == "auto" else config.plan.sync, key="plan.sync")
+    if not method.is_plain and mesh.pipe > 1:
+        where = "islands train apart" if method.loop is not None else "losses alone decide"
         raise bad_input(
-            wanted="every process to hold the whole model, where islands train apart",
+            wanted=f"every process to hold the whole model, where {where}",
             got=f"a model in {mesh.pipe} stages",
             do="leave plan.mesh.pipe at 1, or plan.sync at every_step",
             key="plan.sync",
         )
-    if loop is not None and loop.apart(0) and not optim.build(config.train.optimizer, key=_RULE).begins_apart:
+    if method.level(0) != "all" and not optim.build(config.train.optimizer, key=_RULE).begins_apart:
         raise bad_input(
             wanted="first steps in which all gradients meet, as in others this rule's second moment stays as it is",
             got=f"plan.sync {told(config.plan.sync)}",
             do="give plan.sync a start, of a tenth of the run, say",
             key=_RULE,
         )
-    return loop
+    return method
 
 
 def _sync(config: RunConfig, mesh: Mesh) -> Written:
@@ -159,7 +164,16 @@ def _sync(config: RunConfig, mesh: Mesh) -> Written:
     return "auto" if whole and asked.adapt == "none" else "every_step"
 
 
-def _exchange(config: RunConfig, mesh: Mesh, loop: Loop | None) -> tuple[Exchanges, str]:
+def _exchange(config: RunConfig, mesh: Mesh, method: Sync) -> tuple[Exchanges, str]:
+    if method.probe is not None:
+        if config.plan.exchange not in ("auto", "dense"):
+            raise bad_input(
+                wanted="no exchange of gradients, where losses alone decide",
+                got=told(config.plan.exchange) if not isinstance(config.plan.exchange, list) else "a list of them",
+                do="leave plan.exchange at auto",
+                key="plan.exchange",
+            )
+        return "dense", "no gradient is exchanged"
     if config.plan.exchange != "auto":
         if config.train.clip and '"momentum"' in json.dumps(config.plan.exchange):
             raise bad_input(
@@ -169,7 +183,7 @@ def _exchange(config: RunConfig, mesh: Mesh, loop: Loop | None) -> tuple[Exchang
                 key="plan.exchange",
             )
         return config.plan.exchange, "given"
-    if loop is not None:
+    if method.loop is not None:
         return "dense", "all-reduce of the gradients of an island; what goes between islands is plan.sync's"
     if mesh.pipe > 1:
         return "dense", "all-reduce: of a model in stages only what is given is compressed"
@@ -196,12 +210,14 @@ def _boundary(config: RunConfig, mesh: Mesh) -> Written | tuple[Written, ...]:
     return tuple(asked)
 
 
-def _check_adapt(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
+def _check_adapt(config: RunConfig, mesh: Mesh, method: Sync) -> None:
     if config.plan.adapt == "none":
         return
-    if loop is not None:
+    by_paths = method.loop is not None and adapt.build(config.plan.adapt, key="plan.adapt").needs_paths
+    if not method.is_plain and not by_paths:
+        gradients = "gradients that all ranks exchange at every step, which is what"
         raise bad_input(
-            wanted="gradients that all ranks exchange at every step, which is what a policy adapts",
+            wanted=f"bcrs, or {gradients} other policies adapt" if method.loop else f"{gradients} a policy adapts",
             got=f"plan.sync {told(config.plan.sync)}",
             do="leave plan.adapt at none",
             key="plan.adapt",
@@ -215,11 +231,11 @@ def _check_adapt(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
         )
 
 
-def _check_states(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
+def _check_states(config: RunConfig, mesh: Mesh, method: Sync) -> None:
     if not memory.build(config.plan.states, key="plan.states").is_sharded:
         return
     key, do = "plan.states", "leave plan.states at whole"
-    if mesh.pipe > 1 or loop is not None:
+    if mesh.pipe > 1 or not method.is_plain:
         got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
         raise bad_input(wanted="whole replicas that meet at every step, for sharded states", got=got, do=do, key=key)
     if config.plan.adapt != "none":
@@ -231,6 +247,39 @@ def _check_states(config: RunConfig, mesh: Mesh, loop: Loop | None) -> None:
             got=f"train.optimizer {told(config.train.optimizer)}",
             do=do,
             key=key,
+        )
+
+
+def _verified(config: RunConfig, mesh: Mesh, method: Sync) -> str:
+    """What verification costs. Raises BadInput where it cannot serve."""
+    every, key = config.train.verify.every, "train.verify.every"
+    if mesh.pipe > 1 or not method.is_plain:
+        got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
+        wanted = "whole replicas that hold the same at every step, by gradients, so that each can do another's work"
+        raise bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sync to every_step", key=key)
+    if mesh.replica < 3:
+        do = "set it to 0, or machines.processes to 3 or more"
+        raise bad_input(wanted="3 replicas, of which two can outvote one", got=str(mesh.replica), do=do, key=key)
+    return f"1 step in {every} is done again by two others: {200 / every:.3g} % more compute"
+
+
+def _check_probe(config: RunConfig, method: Sync) -> None:
+    if method.probe is None:
+        return
+    if not optim.build(config.train.optimizer, key=_RULE).is_plain:
+        raise bad_input(
+            wanted="sgd without momentum or weight decay, where losses alone decide: all that moves the parameters is "
+            "then what the ranks have told each other",
+            got=told(config.train.optimizer),
+            do="set train.optimizer to {sgd: {lr: 1e-4}}; rates are much smaller than for gradients",
+            key=_RULE,
+        )
+    if config.train.precision == "fp16":
+        raise bad_input(
+            wanted="fp32 or bf16, where there is no backward pass whose loss could be scaled",
+            got="fp16",
+            do="set train.precision to fp32: the differences of losses are small",
+            key="train.precision",
         )
 
 
@@ -265,10 +314,13 @@ def _share(config: RunConfig, replicas: int) -> tuple[float, ...]:
 def _forecast(plan: Plan, request: Request) -> Cost:
     if plan.mesh.pipe > 1:
         return Cost()  # which parameters lie on which rank is known when the cuts are
-    written = "dense" if plan.exchange == "auto" else plan.exchange  # a choice to come sends no more
-    levels = Levels.flat(plan.mesh.replica)
-    loop = None if plan.sync == "auto" else sync.build(plan.sync, key="plan.sync").loop
-    if loop is None:
+    to_come = plan.exchange == "auto" or (asks_for_islands(plan.exchange) and not plan.islands)
+    written = "dense" if to_come else plan.exchange  # what is chosen or learned of the links sends no more
+    levels = Levels.islands(plan.islands) if plan.islands else Levels.flat(plan.mesh.replica)
+    method = sync.build(_EVERY_STEP if plan.sync == "auto" else plan.sync, key="plan.sync")
+    if method.probe is not None:
+        return price_probed(method.probe, levels)
+    if (loop := method.loop) is None:
         return price_of(written, request.shapes, levels, bucket_bytes=plan.bucket_bytes, states=plan.states)
     islands = plan.islands or [[rank] for rank in range(plan.ranks)]
     if loop.steps == "auto" or len(loop.steps) != len(islands):  # not known yet: no island makes more than all

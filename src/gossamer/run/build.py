@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gossamer import compress, memory, optim, sync
 from gossamer.loss import Objective
-from gossamer.memory import States
+from gossamer.memory import Deal, States
 from gossamer.model.call import caller_of
 from gossamer.model.compiled import compile_units
 from gossamer.model.precision import precision_of
@@ -26,15 +26,20 @@ from gossamer.pipeline.planned import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.tied import Tied, holders_of
 from gossamer.run.batches import Batches, Feed
+from gossamer.run.by_losses import ByLosses
 from gossamer.run.checkpoint import Contents, trainable
 from gossamer.run.cut import Cut, CutPiece, Forward
+from gossamer.run.descent import ByGradients, Descent
 from gossamer.run.forward import Pipeline
+from gossamer.run.heard import HeardLog
 from gossamer.run.policy import NonFinite
 from gossamer.run.sampling import Logits, Sampler
 from gossamer.run.saver import Saver
 from gossamer.run.scaling import Scaling
 from gossamer.run.stage import Engine, Piece, Whole
 from gossamer.run.trainer import Goal, Replan, Sink, Trainer
+from gossamer.run.verify import Verifier
+from gossamer.run.witness import Witness
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
@@ -132,31 +137,28 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     tied = _tied(parts, rank, levels)
     rule = Master(inner=optim.build(config.train.optimizer, key="train.optimizer"))  # copies half types alone
     sharding = memory.build(plan.states, key="plan.states")
-    exchange = {n: sharding.exchange(one) for n, one in compress.rules(plan.exchange).by_name(params).items()}
-    members = levels.group("all", rank)
-    states = States.of(
-        rule,
-        params,
-        is_sharded=sharding.is_sharded,
-        weights=sharding.weights,
-        place=members.index(rank),
-        ranks=len(members),
-    )
+    sharding.check(levels)
+    deal = Deal(levels, sharding.path(levels))
+    written = compress.rules(plan.exchange).by_name(params)
+    exchange = {name: sharding.exchange(one, deal.path) for name, one in written.items()}
+    states = States.of(rule, params, deal, rank=rank, weights=sharding.weights)
     together = sync.build(plan.sync, key="plan.sync")
     replica = sync.Replica(
-        params,
+        params if together.probe is None else {},  # without gradients there is nothing to exchange
         exchange,
         pump,
         bucket_bytes=plan.bucket_bytes,
-        counted_elsewhere=tied.elsewhere,
+        counted_elsewhere=frozenset(params) if states.is_spare else tied.elsewhere,
         meets="all" if together.loop is None else "island",
         owned=states.own if states.is_sharded else None,
+        keeps_sent=config.train.verify.every > 0,
     )
     scaling = Scaling.of(engine.precision)
+    truth = {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()}
     apart = sync.Apart.of(
         together.loop,
         params,
-        {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()},
+        truth,
         replica,
         around.beside,
         units=parts.units,
@@ -164,28 +166,51 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     )
     loop, progress = together.loop, around.saver.progress
     pace = loop.pace(levels.groups["island"]) if loop is not None else sync.Pace()
+    feed = Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace)
     around.saver.contents = Contents(module, states, replica, scaling, apart, progress, parts.cut)
-    return Trainer(
-        engine=engine,
-        pieces=_pieces(parts, engine),
+    pieces = _pieces(parts, engine)
+    descent: Descent = ByGradients(
+        pieces=pieces,
         pipeline=pipeline,
         tied=tied,
         pump=pump,
+        replica=replica,
+        states=states,
+        clip=config.train.clip,
+        at=around.at,
+    )
+    if together.probe is not None:
+        descent = ByLosses(
+            probing=sync.Probing(together.probe, params, truth, replica, config.train.seed),
+            module=module,
+            pieces=pieces,
+            pipeline=pipeline,
+            pump=pump,
+            rate=rule.lr,
+            clip=config.train.clip,
+            log=HeardLog(around.saver.directory, is_writer=around.saver.writer == 0),
+            at=around.at,
+        )
+    return Trainer(
+        engine=engine,
+        pieces=pieces,
+        pipeline=pipeline,
+        pump=pump,
         sync=together,
         replica=replica,
+        descent=descent,
         apart=apart,
         word=sync.Word.of(pump.channel, loop.start) if loop is not None else None,
         rule=rule,
         states=states,
         sharding=sharding,
         rate=rate.build(config.train.schedule, key="train.schedule"),
-        feed=Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace),
+        feed=feed,
         validation=parts.validation,
         sampler=_sampler(parts, engine, pipeline, pump),
         params=params,
         goal=Goal(
             steps=config.train.steps,
-            clip=config.train.clip,
             evaluate_every=config.train.evaluate_every,
             evaluate_sequences=config.train.evaluate_sequences,
             checkpoint_every=config.train.checkpoint_every,
@@ -193,6 +218,13 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         ),
         policy=NonFinite(config.train.on_nonfinite),
         scaling=scaling,
+        verifier=Verifier(
+            wanted=config.train.verify,
+            witness=Witness(engine, feed, params),
+            replica=replica,
+            states=states,
+            sink=around.sink,
+        ),
         sink=around.sink,
         at=around.at,
         save=lambda progress, last: around.saver.save(progress, last=last),

@@ -89,6 +89,8 @@ class Contents:
         rows = self._sharded()
         if all_here < self.replica.ranks:  # a disk that only some ranks see holds no tensor that all have parts of
             rows = [(whole(f"states/{of.name}", tensor, self.replica.rank), tensor) for of, tensor in rows]
+        elif self.states.is_spare:
+            rows = []
         return pieces + rows + [(whole(n, t, self.replica.rank), t) for n, t in self.private().items()]
 
     def _of_stage(

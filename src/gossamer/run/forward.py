@@ -57,10 +57,11 @@ class ForwardWork:
     stages: int
     batches: Mapping[int, MicroBatch]
     transfers: StepTransfers
+    step: int
     results: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch
 
     def forward(self, stage: int, batch: int) -> None:
-        live = self.pieces[stage].forward(self.batches[batch], 0, self.transfers.received(stage, batch))
+        live = self.pieces[stage].forward(self.batches[batch], self.step, self.transfers.received(stage, batch))
         self.transfers.made(stage, batch, live.sent)
         if stage + 1 == self.stages:
             self.results[batch] = live.result
@@ -94,13 +95,18 @@ def transfers_of(
 
 @torch.no_grad()
 def run_forward(
-    pump: Pump, pieces: Mapping[int, Piece], pipeline: Pipeline, batches: Mapping[int, MicroBatch]
+    pump: Pump,
+    pieces: Mapping[int, Piece],
+    pipeline: Pipeline,
+    batches: Mapping[int, MicroBatch],
+    *,
+    step: int = 0,
 ) -> dict[int, Tensor]:
     """By micro-batch, what the objective made of it, on the ranks that hold the last stage. All ranks of the pipeline
-    call it. Raises PeerLost.
+    call it. `step`: whose random numbers are drawn. Raises PeerLost.
     """
     transfers = transfers_of(pump, pieces, pipeline, batches, (0, 0))
-    work = ForwardWork(pieces, pipeline.schedule.stages, batches, transfers)
+    work = ForwardWork(pieces, pipeline.schedule.stages, batches, transfers, step)
     play(pipeline.schedule, RankWorld(pipeline.rank, work))
     transfers.finish()
     return work.results

@@ -1,4 +1,4 @@
-"""The trainer: fetch, play, exchange, agree, update, record. No line asks which parallelism is on."""
+"""The trainer: fetch, attempt, agree, commit, record. No line asks which parallelism is on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,22 +16,19 @@ from torch import Tensor
 
 from gossamer.compress import Exchange
 from gossamer.memory import Sharding, States
-from gossamer.ops.norm import scale_
 from gossamer.optim import Rule
 from gossamer.optim.rate import Rate
-from gossamer.pipeline.player import play
-from gossamer.pipeline.rank import RankWorld
-from gossamer.pipeline.tied import Tied
 from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
-from gossamer.run.forward import Pipeline, run_forward, transfers_of
+from gossamer.run.descent import At, Attempt, Descent, Task
+from gossamer.run.forward import Pipeline, run_forward
 from gossamer.run.policy import NonFinite, Verdict
 from gossamer.run.sampling import Sampler
 from gossamer.run.scaling import Scaling
-from gossamer.run.stage import Engine, Piece, StepWork
+from gossamer.run.stage import Engine, Piece
+from gossamer.run.verify import Verifier
 from gossamer.spec import records
-from gossamer.spec.action import Op
 from gossamer.spec.errors import Interrupted, StepRejected
-from gossamer.sync import Agreement, Apart, Heard, Moved, Replica, Sync, Vote, Window, Word
+from gossamer.sync import Agreement, Apart, Moved, News, Replica, Sync, Window, Word
 from gossamer.wire.pump import Pump
 
 Sink = Callable[[records.Record], None]
@@ -42,7 +39,6 @@ class Goal:
     """What a run is to do."""
 
     steps: int
-    clip: float
     evaluate_every: int
     evaluate_sequences: int
     checkpoint_every: int
@@ -80,10 +76,10 @@ class Trainer:
     engine: Engine
     pieces: Mapping[int, Piece]  # the stages of the model that this rank holds
     pipeline: Pipeline
-    tied: Tied
     pump: Pump
     sync: Sync
     replica: Replica
+    descent: Descent
     apart: Apart
     word: Word | None  # between islands that train apart
     rule: Rule
@@ -97,8 +93,9 @@ class Trainer:
     goal: Goal
     policy: NonFinite
     scaling: Scaling
+    verifier: Verifier
     sink: Sink
-    at: Callable[[int, str], None]  # tells the supervisor where this rank is: (step, phase)
+    at: At  # tells the supervisor where this rank is: (step, phase)
     save: Callable[[Progress, bool], None]  # the flag: nothing comes after it
     settle: Callable[[], None]  # tells what became of earlier saves
     asked_to_stop: Callable[[], bool]
@@ -106,10 +103,25 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     paused: Paused = field(default_factory=Paused)
 
+    def begin(self, *, again: bool) -> str:
+        """Before the first step of this process. Where the run goes on, `again`, steps that a checkpoint missed are
+        taken again from what was kept of them, if it was; what to tell the user about it, if anything.
+        """
+        done = self.progress.step
+        known = self.descent.begin(done, self.goal.steps if again else done)
+        self.progress.step += known.steps
+        self.progress.rejected += known.rejected
+        if known.steps:
+            self.save(self.progress, self.progress.step == self.goal.steps)
+        return known.told
+
     def run(self) -> None:
-        """Train to the goal. Raises Interrupted after saving when asked to stop, StepRejected by policy."""
+        """Train to the goal. Raises Interrupted after saving when asked to stop, StepRejected by policy,
+        Untrustworthy where a rank is found out.
+        """
         goal, progress = self.goal, self.progress
         saved = progress.step
+        self.verifier.begin(saved)
         while progress.step < goal.steps:
             stop = self.one_step()
             step = progress.step
@@ -118,6 +130,8 @@ class Trainer:
             if stop or (goal.checkpoint_every and step % goal.checkpoint_every == 0) or step == goal.steps:
                 self.at(step, "save")
                 self.apart.settle(step)
+                self.verifier.same_everywhere(step)
+                self.descent.settle(step)
                 self.save(progress, stop or step == goal.steps)
                 saved = step
             if stop and step < goal.steps:
@@ -137,28 +151,32 @@ class Trainer:
             piece.rows.update(moved(piece.rows, self.engine.device))
         data_s = time.perf_counter() - began
         while True:
-            work, agreement = self._attempt(step, pieces)
+            task, attempt, agreement = self._attempt(step, pieces)
             verdict = self.policy.judge(agreement, self.scaling)
             if verdict is not Verdict.RETRY:
                 break
             self._tell("warning", step, f"{self._why(agreement)}: the step is tried again", agreement)
-        lr = self._factor(step)
         if verdict is Verdict.COMMIT:
-            self._update(step, lr, agreement)
+            self.at(step, "verify")
+            self.verifier.check(step, attempt.vote.loss, task.window.weight, scale=task.window.scale)
+            self.at(step, "update")  # rejected steps moved nothing, and count for no bias correction
+            self.descent.commit(task, agreement, updates=self.feed.made(step) - self.progress.rejected)
+            self.scaling.committed()
         else:
-            self.replica.reject()
+            self.descent.reject(task)
             self.progress.rejected += 1
             self._tell("error", step, f"{self._why(agreement)}: the step was rejected, no parameter moved", agreement)
         self.progress.step += 1
         committed = verdict is Verdict.COMMIT
-        self._meet(lr if committed else 0.0, sum(work.weights.values()) if committed else 0.0)
-        if self.word is not None and self.sync.level(step) != "all":
+        self._meet(task.window.lr if committed else 0.0, task.window.weight if committed else 0.0)
+        if self.word is not None and task.window.level != "all":
             self.word.note(agreement.loss, agreement.weight, committed=committed)
         stop = self._stops(agreement.ask)
-        self._record(step, agreement, verdict, lr, work, time.perf_counter() - began, data_s)
+        self._record(task, attempt, agreement, verdict, time.perf_counter() - began, data_s)
         self.settle()
         if verdict is Verdict.COMMIT and (changed := self.replan(self.progress.step)) is not None:
-            exchange = {name: self.sharding.exchange(one) for name, one in changed.exchange.items()}
+            path = self.states.deal.path
+            exchange = {name: self.sharding.exchange(one, path) for name, one in changed.exchange.items()}
             self.replica.adopt(exchange, bucket_bytes=changed.bucket_bytes)
         if verdict is Verdict.STOP:
             raise StepRejected(
@@ -176,54 +194,20 @@ class Trainer:
         self.paused = Paused(self.paused.steps + 1, self.paused.seconds + time.perf_counter() - began)
         return stop
 
-    def _attempt(self, step: int, pieces: Mapping[int, MicroBatch]) -> tuple[StepWork, Agreement]:
-        scale, lr = self.scaling.factor, self._factor(step)
+    def _attempt(self, step: int, pieces: Mapping[int, MicroBatch]) -> tuple[Task, Attempt, Agreement]:
         weights = self._weights(pieces)
-        mine, together = sum(weights.values()), self.pipeline.together
-        window = Window(step, self.goal.seed, lr, mine, scale, together, self.sync.level(step))
+        together, level = self.pipeline.together, self.sync.level(step)
+        mine, scale = sum(weights.values()), self.scaling.factor
+        window = Window(step, self.goal.seed, self._factor(step), mine, scale, together, level)
         self.replica.timing.exposed_s = 0.0
         self.replica.begin(window)
-        work = StepWork(
-            pieces=self.pieces,
-            stages=self.pipeline.schedule.stages,
-            step=step,
-            microbatches=pieces,
-            weights=weights,
-            labels=self.replica.labels if together else lambda: mine,
-            scale=scale,
-            transfers=transfers_of(self.pump, self.pieces, self.pipeline, pieces, (self.goal.seed, step)),
-            recomputed=frozenset((a.stage, a.batch) for a in self.pipeline.row if a.op is Op.RECOMPUTE),
-            on_last_backward=self.replica.watch,
-            on_reduce=lambda: self._reduce(step),
-        )
-        self.replica.open(window)
-        self.at(step, "compute")
-        play(self.pipeline.schedule, RankWorld(self.pipeline.rank, work))
+        task = Task(window=window, pieces=pieces, weights=weights)
+        attempt = self.descent.attempt(task)
         self.at(step, "agree")
-        return work, self.replica.agree(Vote(work.loss(), int(self.asked_to_stop()), work.speaks))
+        return task, attempt, self.replica.agree(replace(attempt.vote, ask=int(self.asked_to_stop())))
 
     def _weights(self, pieces: Mapping[int, MicroBatch]) -> dict[int, float]:
         return {number: float(self.engine.objective.weight(piece.rows)) for number, piece in pieces.items()}
-
-    def _reduce(self, step: int) -> None:
-        self.at(step, "exchange")
-        self.replica.reduce()
-        self.tied.add(self.replica.gradients(), self.pump)
-
-    def _update(self, step: int, lr: float, agreement: Agreement) -> None:
-        self.at(step, "update")
-        clip = self.goal.clip
-        if clip and agreement.norm > clip:
-            scale_(self.replica.flats(), clip / (agreement.norm + 1e-6))
-        self.replica.commit()
-        made = self.feed.made(step)
-        updates = made - self.progress.rejected  # rejected steps moved nothing, and count for no bias correction
-        apart = self.sync.level(step) != "all"
-        self.states.update(self.replica.gradients(), lr_scale=lr, step=updates, apart=apart)
-        began = time.perf_counter()
-        self.states.gather(self.replica.layouts, self.pump, key=(self.goal.seed, step))
-        self.replica.timing.exposed_s += time.perf_counter() - began
-        self.scaling.committed()
 
     def _meet(self, lr: float, samples: float, *, made: bool = True) -> None:
         """Islands that train apart come together, where it is time."""
@@ -247,7 +231,7 @@ class Trainer:
             self._tell_of_islands(one)
         return any(one.ask for one in heard)
 
-    def _tell_of_islands(self, heard: Heard) -> None:
+    def _tell_of_islands(self, heard: News) -> None:
         losses = tuple(s / w if w else math.nan for s, w in zip(heard.losses, heard.weights, strict=True))
         self.sink(records.Islands(step=heard.step, losses=losses, weights=heard.weights, rejected=heard.rejected))
         for island, count in zip(self.replica.levels.groups["island"], heard.rejected, strict=True):
@@ -315,16 +299,10 @@ class Trainer:
         return sum(mean * weights[n] for n, mean in known.items()), sum(weights[n] for n in known)
 
     def _record(
-        self,
-        step: int,
-        agreement: Agreement,
-        verdict: Verdict,
-        lr: float,
-        work: StepWork,
-        step_s: float,
-        data_s: float,
+        self, task: Task, attempt: Attempt, agreement: Agreement, verdict: Verdict, step_s: float, data_s: float
     ) -> None:
-        mine = [next(iter(piece.rows.values())) for piece in work.microbatches.values()]
+        step = task.window.step
+        mine = [next(iter(piece.rows.values())) for piece in task.pieces.values()]
         paused, self.paused = self.paused, Paused()
         first, last = self.feed.samples(step - paused.steps)[0], self.feed.samples(step)[1]
         tokens = sum(t.numel() for t in mine) * (last - first) // sum(len(t) for t in mine)
@@ -336,10 +314,10 @@ class Trainer:
                 weight=agreement.weight,
                 tokens=tokens,
                 samples=(first, last),
-                lr=lr * self.rule.lr,
+                lr=task.window.lr * self.rule.lr,
                 grad_norm=agreement.norm,
                 step_s=step_s + paused.seconds,
-                compute_s=work.compute_s,
+                compute_s=attempt.compute_s,
                 exposed_s=self.replica.timing.exposed_s,
                 wire_bytes=self.replica.sent_bytes(),
                 peak_bytes=peak_bytes(),

@@ -52,6 +52,18 @@ class DataSection(Section):
     cache: str | None = Field(None, description="folder of tokenised corpora; default: the user's cache directory")
 
 
+class VerifySection(Section):
+    """Whether replicas check each other's work, where not all machines can be trusted."""
+
+    every: Annotated[int, Field(ge=0)] = Field(
+        0, description="one step in so many, which nobody can foresee, is done again by others; 0: none"
+    )
+    margin: Annotated[float, Field(ge=1)] = Field(
+        8.0, description="times the measured noise that honest gradients of the same samples may be apart"
+    )
+    on_failure: Literal["stop", "tell"] = Field("stop", description="what it leads to that a rank is named")
+
+
 class TrainSection(Section):
     """What is done to the model."""
 
@@ -73,6 +85,7 @@ class TrainSection(Section):
     on_nonfinite: Literal["retry_skip_stop", "skip", "stop"] = Field(
         "retry_skip_stop", description="what a step whose loss or gradient is not finite leads to"
     )
+    verify: VerifySection = VerifySection()
 
 
 class MachinesSection(Section):

@@ -44,6 +44,10 @@ class CheckpointMismatch(RunFailed):
     """A checkpoint is truncated, altered, or belongs to another model; the message names the slice."""
 
 
+class Untrustworthy(RunFailed):
+    """The majority found a rank whose work, or whose parameters, are not what they should be; the message names it."""
+
+
 class StepRejected(RunFailed):
     """A loss or gradient was not finite and the policy says stop."""
 

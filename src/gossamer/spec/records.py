@@ -107,6 +107,20 @@ class Sample(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verification(Record):
+    """A step whose work was done again by others before it took effect: `distance` is the largest between two ranks'
+    gradients of the same samples, as a part of their size; `named` are the ranks that were outvoted.
+    """
+
+    kind: ClassVar[str] = "verification"
+    step: int
+    distance: float
+    tolerance: float
+    named: tuple[int, ...]
+    seconds: float = 0.0  # that the step took longer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event(Record):
     """Something a reader of the run should know: a rejected step, a fallback, a slow rank."""
 
@@ -126,7 +140,8 @@ class End(Record):
     seconds: float = 0.0
 
 
-KINDS: dict[str, type[Record]] = {c.kind: c for c in (Start, Step, Islands, Evaluation, Saved, Sample, Event, End)}
+_ALL: tuple[type[Record], ...] = (Start, Step, Islands, Evaluation, Saved, Sample, Verification, Event, End)
+KINDS: dict[str, type[Record]] = {c.kind: c for c in _ALL}
 
 
 def read_record(line: str) -> Record | None:

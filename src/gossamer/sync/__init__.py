@@ -1,9 +1,10 @@
 """When replicas exchange, and what: gradients at every step, or, of islands that train apart, what has become of the
-parameters in many steps: rarely, late and small.
+parameters in many steps: rarely, late and small. Or losses alone.
 
-A method says at which level the gradients of a step meet, and gives the settings of the one outer loop. The mechanics
-are a `Replica`'s (buckets that fill while backward runs, the pump, the agreement before the update), those of `Apart`
-(anchor, displacement, fragments, delay, what is taken over of the result) and the `Word` that passes between islands.
+A method says at which level the gradients of a step meet, and gives the settings of the one outer loop, or those of
+steps without gradients. The mechanics are a `Replica`'s (buckets that fill while backward runs, the pump, the agreement
+before the update), those of `Apart` (anchor, displacement, fragments, delay, what is taken over of the result) with the
+`Word` that passes between islands, and those of `Probing` (directions, slopes in a byte, the move).
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from abc import ABC, abstractmethod
 
 from gossamer.spec.room import Room
 from gossamer.sync._apart import Apart, Landed, Moved, exchanges_of_round, traffic_of_round
+from gossamer.sync._heard import Heard, Mark, parsed
 from gossamer.sync._loop import Loop
 from gossamer.sync._pace import Pace, by_speed
+from gossamer.sync._probe import Probe
+from gossamer.sync._probing import Probing
 from gossamer.sync._replica import Agreement, Replica, Vote, Window, buckets_of
-from gossamer.sync._word import Heard, Word
+from gossamer.sync._word import News, Word
 
 __all__ = [
     "ROOM",
@@ -24,8 +28,12 @@ __all__ = [
     "Heard",
     "Landed",
     "Loop",
+    "Mark",
     "Moved",
+    "News",
     "Pace",
+    "Probe",
+    "Probing",
     "Replica",
     "Sync",
     "Vote",
@@ -36,21 +44,32 @@ __all__ = [
     "by_speed",
     "exchanges_of_round",
     "names",
+    "parsed",
     "traffic_of_round",
 ]
 
 
 class Sync(ABC):
-    """A frozen dataclass; everything that changes is in the Replica and in Apart."""
+    """A frozen dataclass; everything that changes is in the Replica, in Apart and in Probing."""
 
     def __post_init__(self) -> None:
-        """Raises BadInput for settings of the outer loop that do not go together."""
-        _ = self.loop
+        """Raises BadInput for settings that do not go together."""
+        _ = self.loop, self.probe
 
     @property
     @abstractmethod
     def loop(self) -> Loop | None:
-        """The outer loop of islands that train apart; None where all gradients meet at every step."""
+        """The outer loop of islands that train apart; None where all meet at every step."""
+
+    @property
+    def probe(self) -> Probe | None:
+        """How losses alone say where to go; None: gradients do."""
+        return None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is gradients that meet, of all ranks and at every step."""
+        return self.loop is None and self.probe is None
 
     def level(self, done: int) -> str:
         """Whose gradients meet in the step after `done` others: `all`, or those of an `island`."""

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gossamer.compress import Exchange
+from gossamer.compress import Exchange, owes
 from gossamer.compress.dense import Dense
 from gossamer.sync._fragments import Flight, Fragment, Part, fragments_of
 from gossamer.sync._island_wide import among_all
@@ -202,7 +202,7 @@ class Apart:
             return
         assert self.exchange is not None
         exchange, states = self.exchange, [part.state for part in fragment.parts]
-        if final and self._loop.keeps:  # what the islands kept so far would be lost: the model is their mean
+        if self._meets_in_full(flight, final):  # what the islands kept so far would be lost: the model is their mean
             exchange = among_all(Dense(), at.levels, keeps=False)
             states = [exchange.init(part.layout) for part in fragment.parts]
         flight.under_way = self._begin(exchange, fragment.parts, flats, states, at)
@@ -223,13 +223,14 @@ class Apart:
             flight, fragment.flight = fragment.flight, None
             assert flight is not None
             outcomes = self._waiting(flight.wait)
+            full = self._meets_in_full(flight, final)
             means = [o.mean.float() for o in outcomes]
             arrived = all(math.isfinite(mean.sum().item()) for mean in means)  # the same bits on all ranks
             if arrived:
                 for part, outcome in zip(fragment.parts, outcomes, strict=True):
-                    part.state = part.state if final and self._loop.keeps else outcome.state
+                    part.state = self._anew(part) if full else outcome.state
                 self._loop.rule.step(fragment.anchors, means, fragment.outer, flight.at)
-            keeps_own = arrived and flight.takes_part and not final
+            keeps_own = arrived and flight.takes_part and not (final or full)
             losses = [o.lost if keeps_own else None for o in outcomes]
             carried = self._moved_since(fragment, flight) if keeps_own and flight.left else ()
             self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0, carried)
@@ -246,6 +247,14 @@ class Apart:
                 view.add_(self.truth[name])
             moved.append(flat)
         return moved
+
+    def _meets_in_full(self, flight: Flight, final: bool) -> bool:
+        return self._loop.keeps and (final or self._loop.meets_in_full(flight.at.number))
+
+    def _anew(self, part: Part) -> State:
+        """What the exchange remembers when all has met: it was of displacements that are no more."""
+        assert self.exchange is not None
+        return part.state if owes(self.exchange) else self.exchange.init(part.layout)
 
     def _take_over(
         self, fragment: Fragment, losses: Sequence[Tensor | None], mix: float, carried: Sequence[Tensor] = ()
@@ -402,16 +411,22 @@ def traffic_of_round(
     units: Sequence[str] = (),
     bucket_bytes: int,
 ) -> tuple[Traffic, ...]:
-    """What `rank` sends in `loop.every` steps beside gradients, weights, votes and words."""
+    """What `rank` sends in `loop.cycle` steps beside gradients, weights, votes and words."""
     alone = len(levels.groups["island"]) == 1  # one island has nobody to meet
-    found = [Traffic(Combine.GATHER, 2, 8)] * (loop.every if loop.each is not None else 0)
+    found = [Traffic(Combine.GATHER, 2, 8)] * (loop.cycle if loop.each is not None else 0)
+    full = among_all(Dense(), levels, keeps=False)
     for fragment in exchanges_of_round(loop, params, levels, units=units, bucket_bytes=bucket_bytes):
-        found.append(Traffic(Combine.GATHER, 4, 8))
+        found += [Traffic(Combine.GATHER, 4, 8)] * max(1, loop.full)
         for layout, exchange in fragment:
-            if not alone:
-                found += exchange.traffic(layout, levels, rank)
-            if not alone and loop.each is not None:
-                found += among_all(loop.each, levels, keeps=True).traffic(layout, levels, rank) * loop.every
+            if alone:
+                continue
+            rounds = [exchange] * max(1, loop.full)
+            if loop.full:
+                rounds[-1] = full
+            for one in rounds:
+                found += one.traffic(layout, levels, rank)
+            if loop.each is not None:
+                found += among_all(loop.each, levels, keeps=True).traffic(layout, levels, rank) * loop.cycle
     return tuple(found)
 
 

@@ -35,6 +35,7 @@ class Loop:
     returns:   whether an island goes back to the anchor when it has sent its displacement, as in CO2, where the one it
                gets at that time is the displacement of the round before.
     keeps:     whether what an exchange lost of an island's displacement stays in its parameters (error reset).
+    full:      where it does, every so many rounds all of it meets, densely; 0: in the end alone.
     each:      how the movement of every single step meets, beside the rounds; None: not at all.
     steps:     how many of a round's `every` steps each island makes, the fastest all of them; none: all. `auto`: as
                many as each has time for while the fastest makes all, measured before the first.
@@ -54,6 +55,7 @@ class Loop:
     doubles: int = 0
     returns: bool = False
     keeps: bool = False
+    full: int = 0
     each: Exchange | None = None
     steps: Steps = ()
 
@@ -66,6 +68,7 @@ class Loop:
         do = "an exchange must end before the next one of the same parameters begins: raise every"
         _demand(fits, "delay", f"a delay of 0 to {longest} steps", self.delay, do)
         _demand(0 <= self.mix <= 1, "mix", "a part from 0 to 1", self.mix, "0 takes the common parameters alone")
+        _demand(self.full >= 0, "full", "a number of rounds from 0 on", self.full, "0 meets in full in the end alone")
         _demand(self.start >= 0, "start", "a number of steps from 0 on", self.start, "0 parts the islands at once")
         do = "0 lets all gradients meet in all steps before start"
         _demand(self.spaced >= 0, "spaced", "a number of steps from 0 on", self.spaced, do)
@@ -104,6 +107,15 @@ class Loop:
         pairs = zip(islands, self.steps_of(islands), strict=True)
         by_rank = {rank: n for ranks, n in pairs for rank in ranks}
         return Pace(self.every, self.start, tuple(by_rank[rank] for rank in sorted(by_rank)))
+
+    @property
+    def cycle(self) -> int:
+        """Steps after which all repeats itself."""
+        return self.every * max(1, self.full)
+
+    def meets_in_full(self, number: int) -> bool:
+        """Whether in this round of a fragment, counted from 0, islands keep nothing for themselves."""
+        return self.full > 0 and (number + 1) % self.full == 0
 
     def sends(self, fragment: int, done: int) -> bool:
         """Whether a fragment's displacement goes out after `done` steps."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,6 +49,8 @@ class Vote:
     loss: float  # mean over this rank's valid labels
     ask: int = 0
     speaks: bool = True  # whether the loss is this rank's to know: of a model in stages, the last one's
+    squared: float | None = None  # its part of the norm's square, where the gradient lies in no bucket
+    beside: Tensor | None = None  # what else all ranks are to know, alike in shape and type
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Agreement:
     norm: float  # of the mean gradient, of all stages; where only an island's gradients meet, of this one's
     ask: int  # the largest request
     bad_ranks: tuple[int, ...]
+    beside: Tensor | None = None  # (voters, *shape): what came with the votes
 
 
 @dataclass(slots=True)
@@ -74,6 +77,7 @@ class _Slot:
     sent: bool = False
     finite: bool = True  # what this rank sent; looked at where a lossy exchange could hide it
     outcome: Outcome | None = None
+    own: Bucket | None = None  # what this rank gave to the exchange, where that is kept
 
 
 @dataclass(slots=True)
@@ -88,12 +92,13 @@ class Replica:
 
     `params` are the trainable parameters by canonical name (tied ones once), `exchange` how their gradients meet: one
     for all, or one by parameter name. Their `.grad` become views of flat buckets, so a gradient is written once and
-    sent from where it lies. Where the model is in stages they are those of this rank's, and `counted_elsewhere` names
-    the ones that another stage holds too and counts in the norm. `meets`: the level at which the exchange must serve,
-    where it is not `all`; each Window says at which level its gradients meet. Raises BadInput where an exchange cannot
-    serve its buckets or this wire.
+    sent from where it lies. Where the model is in stages they are those of this rank's. `counted_elsewhere` names the
+    ones that another rank counts in the norm: of a stage that holds them too, of an island that owns the same of them.
+    `meets`: the level at which the exchange must serve, where it is not `all`; each Window says at which level its
+    gradients meet. Raises BadInput where an exchange cannot serve its buckets or this wire.
 
-    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it.
+    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it. `keeps_sent`: a
+    copy of what this rank gives to the exchange is kept, until the next step.
     """
 
     def __init__(
@@ -106,8 +111,9 @@ class Replica:
         counted_elsewhere: frozenset[str] = frozenset(),
         meets: str = "all",
         owned: Callable[[str, Tensor], Tensor] | None = None,
+        keeps_sent: bool = False,
     ) -> None:
-        self.meets, self._owned = meets, owned
+        self.meets, self._owned, self._keeps_sent = meets, owned, keeps_sent
         self.rank = pump.channel.rank
         self.levels = pump.channel.levels
         self.ranks = len(self.levels.everyone)
@@ -178,6 +184,15 @@ class Replica:
         views = {name: view for s in self._slots for name, view in s.bucket.slices()}
         return {name: views[name] for name in self._params}
 
+    def sent_gradients(self) -> dict[str, Tensor]:
+        """This rank's own of the step, by parameter name, as it gave them to the exchange; where they are kept."""
+        return {name: view for s in self._slots if s.own is not None for name, view in s.own.slices()}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the mean that a rank gets is the weighted sum of what all gave, but for rounding."""
+        return self._owned is None and all(slot.exchange.traits.lossless for slot in self._slots)
+
     def flats(self) -> list[Tensor]:
         """The flat buffers of all buckets."""
         return [s.bucket.flat for s in self._slots]
@@ -187,7 +202,8 @@ class Replica:
         self._window, self._weights, self._watching = window, None, False
         self._sent_before, _ = self._pump.channel.meter.apart()
         self._weighing = self._pump.begin((1,))
-        self._weighing.submit(0, self._gather((window.weight,), self._who(window)))
+        mine = torch.tensor((window.weight,), dtype=torch.float64)
+        self._weighing.submit(0, self._gather(mine, self._who(window)))
 
     def open(self, window: Window) -> None:
         """Zero the gradients and declare the step's jobs. Begins the step where nobody has."""
@@ -216,13 +232,13 @@ class Replica:
 
     def labels(self) -> float:
         """Valid labels of all ranks whose gradients meet, once the step has begun: waits for the last of them."""
-        return float(self._all_weights()[list(self.levels.group(self._window.level, self.rank))].sum())
+        return float(self.weights()[list(self.levels.group(self._window.level, self.rank))].sum())
 
     def shares(self) -> Tensor:
         """(ranks,) float64: every rank's part of what those whose gradients meet have seen in this step, by valid
         labels; of other islands nothing is known.
         """
-        weights, members = self._all_weights(), list(self.levels.group(self._window.level, self.rank))
+        weights, members = self.weights(), list(self.levels.group(self._window.level, self.rank))
         total = weights[members].sum()
         return weights / total if total > 0 else torch.full_like(weights, 1 / len(members))
 
@@ -245,15 +261,16 @@ class Replica:
 
     def agree(self, vote: Vote) -> Agreement:
         """Exchange votes, among those whose gradients meet."""
-        weights = self._all_weights()
-        squared = self._norm_squared()
+        weights = self.weights()
+        squared = self._norm_squared() if vote.squared is None else vote.squared
         if not all(slot.finite for slot in self._slots):
             squared = math.nan
         # A rank without labels has a weight of zero, and 0 * nan would still poison the mean.
         spoken = float(weights[self.rank]) if vote.speaks else 0.0
         mine = [float(self._window.step), squared, vote.loss * spoken if spoken else 0.0, spoken, float(vote.ask)]
         began = time.perf_counter()
-        votes = self.gather(tuple(mine), self._who(self._window))  # (voters, 5)
+        row, more = torch.tensor(mine, dtype=torch.float64), [] if vote.beside is None else [vote.beside]
+        votes, *beside = self._gathered([row, *more], self._who(self._window))  # (voters, 5)
         self.timing.exposed_s += time.perf_counter() - began
         if not bool((votes[:, 0] == self._window.step).all()):
             steps = [int(s) for s in votes[:, 0].tolist()]
@@ -264,7 +281,7 @@ class Replica:
             voters = self.levels.group(self._window.level, self.rank)
             groups = (voters,)
         firsts = [voters.index(group[0]) for group in groups]
-        if self._owned is not None:  # each speaks for its own part
+        if self._owned is not None or vote.squared is not None:  # each speaks for its own part
             firsts = list(range(len(voters)))
         total = float(votes[:, 3].sum())
         return Agreement(
@@ -274,18 +291,24 @@ class Replica:
             norm=math.sqrt(float(votes[:, 1].max()) if bool(sick.any()) else float(votes[firsts, 1].sum())),
             ask=int(votes[:, 4].max()),
             bad_ranks=tuple(voters[i] for i in torch.nonzero(sick).flatten().tolist()),
+            beside=beside[0] if beside else None,
         )
 
     def gather(self, row: tuple[float, ...], level: str = "") -> Tensor:
         """The `row` of every rank, or of those at `level`, (ranks, len(row)) float64. All of them must call it, and not
         between `open` and `reduce`.
         """
-        step = self._pump.begin((1,))
-        step.submit(0, self._gather(row, level or self.levels.whole))
-        return step.result(0).mean
+        return self._gathered([torch.tensor(row, dtype=torch.float64)], level or self.levels.whole)[0]
 
-    def _gather(self, row: tuple[float, ...], level: str) -> Generator[Message, tuple[Tensor, ...], Outcome]:
-        (rows,) = yield Message((torch.tensor(row, dtype=torch.float64),), Combine.GATHER, level)
+    def _gathered(self, mine: Sequence[Tensor], level: str) -> list[Tensor]:
+        """Each of them stacked over the ranks at `level`; all are on their way at once."""
+        step = self._pump.begin((1,) * len(mine))
+        for job, tensor in enumerate(mine):
+            step.submit(job, self._gather(tensor, level))
+        return [step.result(job).mean for job in range(len(mine))]
+
+    def _gather(self, mine: Tensor, level: str) -> Generator[Message, tuple[Tensor, ...], Outcome]:
+        (rows,) = yield Message((mine,), Combine.GATHER, level)
         return Outcome(rows, None, State())
 
     def _who(self, window: Window) -> str:
@@ -296,7 +319,8 @@ class Replica:
         """Of this rank's gradients, each parameter counted on one stage."""
         counted: list[Tensor] = []
         if self._owned is not None:
-            counted = [self._owned(name, view) for slot in self._slots for name, view in slot.bucket.slices()]
+            views = [item for slot in self._slots for item in slot.bucket.slices()]
+            counted = [self._owned(name, view) for name, view in views if name not in self._counted_elsewhere]
             return global_norm_squared(counted).item() if counted else 0.0
         for bucket in (slot.bucket for slot in self._slots):
             mine = [view for name, view in bucket.slices() if name not in self._counted_elsewhere]
@@ -367,6 +391,8 @@ class Replica:
         scale = window.scale * (float(share[self.rank]) or 1.0) if window.together else window.scale
         if scale != 1.0:
             slot.bucket.flat.mul_(1.0 / scale)
+        if self._keeps_sent:
+            slot.own = Bucket(slot.bucket.layout, slot.bucket.flat.clone())
         # A sum is the cheapest look at all numbers; a lossy method might not send the one that is not finite.
         slot.finite = slot.exchange.traits.lossless or math.isfinite(slot.bucket.flat.sum().item())
         one = self._method(slot.exchange, window.level)
@@ -376,7 +402,8 @@ class Replica:
             method = _keeping(slot.state, one.run(slot.bucket, State(), at))
         self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))
 
-    def _all_weights(self) -> Tensor:
+    def weights(self) -> Tensor:
+        """(ranks,) float64: the valid labels of every rank that votes in the step, once it has begun; else 0."""
         if self._weights is None:
             began = time.perf_counter()
             told = self._weighing.result(0).mean.flatten()

@@ -19,7 +19,7 @@ from gossamer.wire.message import AHEAD, WORD, Combine, Levels, Message, Traffic
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class News:
     """What all ranks know of the islands' steps up to one, since the one they heard of before; by island."""
 
     step: int
@@ -50,7 +50,7 @@ class Word:
         """A step of this island: its mean loss over so many valid labels."""
         self._said += torch.tensor([loss * weight, weight, 0.0] if committed else [0.0, 0.0, 1.0], dtype=torch.float64)
 
-    def after(self, done: int, ask: int, *, last: bool = False) -> list[Heard]:
+    def after(self, done: int, ask: int, *, last: bool = False) -> list[News]:
         """After `done` steps: hear, where it is time, and speak, unless a stop was heard. The same on all ranks.
 
         `last`: nothing comes after it, so all that is left is told and heard.
@@ -68,7 +68,7 @@ class Word:
         self._said = torch.zeros_like(self._said)
         self._under_way = done, self.channel.start(Message((row,), Combine.GATHER, WORD))
 
-    def _hear(self) -> list[Heard]:
+    def _hear(self) -> list[News]:
         if self._under_way is None:
             return []
         (step, pending), self._under_way = self._under_way, None
@@ -77,7 +77,7 @@ class Word:
         firsts = [levels.everyone.index(island[0]) for island in levels.groups["island"]]
         losses, weights, rejected = rows[firsts, 1:].unbind(1)
         return [
-            Heard(
+            News(
                 step=step,
                 ask=int(rows[:, 0].max()),
                 losses=tuple(losses.tolist()),

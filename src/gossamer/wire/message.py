@@ -95,6 +95,13 @@ class Levels:
         everyone = (tuple(sorted(rank for group in stages for rank in group)),)
         return Levels({"all": tuple(tuple(sorted(group)) for group in stages), "pipe": everyone, "world": everyone})
 
+    def owners(self, rank: int) -> tuple[int, ...]:
+        """Those in the island of `rank` that have a counterpart in all islands: the first ones, as many as the smallest
+        has ranks.
+        """
+        everyone = self.group("all", rank)
+        return self.group("island", rank)[: min(len(g) for g in self.groups["island"] if g[0] in everyone)]
+
     @property
     def whole(self) -> str:
         """The level at which every rank meets every other."""

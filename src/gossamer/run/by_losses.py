@@ -1,0 +1,95 @@
+"""Steps that losses alone decide: forwards through the stages, and a log from which they can be taken again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from gossamer.model.cut.again import Buffers, buffers_of, in_place_of
+from gossamer.run.descent import At, Attempt, Descent, Replay, Task
+from gossamer.run.forward import Pipeline, run_forward
+from gossamer.run.heard import NAME, HeardLog
+from gossamer.run.stage import Piece
+from gossamer.sync import Agreement, Heard, Probing
+from gossamer.wire.pump import Pump
+
+
+@dataclass(slots=True, kw_only=True)
+class ByLosses(Descent):
+    """`rate` of a plain rule is what the schedule's factors multiply. All forwards of a step start from the same
+    buffers and draw the same random numbers; the buffers of the first stay.
+    """
+
+    probing: Probing
+    module: nn.Module
+    pieces: Mapping[int, Piece]
+    pipeline: Pipeline
+    pump: Pump
+    rate: float
+    clip: float
+    log: HeardLog
+    at: At
+    _before: Buffers = field(default_factory=list)
+    _compute_s: float = 0.0
+
+    def attempt(self, task: Task) -> Attempt:
+        step, self._compute_s = task.window.step, 0.0
+        self.at(step, "compute")
+        names = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        self._before = buffers_of(self.module, names)
+        looks = iter(range(2 * self.probing.probe.samples))
+        vote = self.probing.look(step, lambda: self._loss(task, is_first=next(looks) == 0))
+        return Attempt(vote, self._compute_s)
+
+    def _loss(self, task: Task, *, is_first: bool) -> float:
+        """Mean over this rank's valid labels, where the parameters are now."""
+        began = time.perf_counter()
+        pipeline = self.pipeline.forward_only(len(task.pieces))
+        there = [] if is_first else [(owner, name, copy.clone()) for owner, name, copy in self._before]
+        with in_place_of(there):
+            means = run_forward(self.pump, self.pieces, pipeline, task.pieces, step=task.window.step)
+        total = sum(task.weights.values())
+        parts = [float(means[n]) * weight / total for n, weight in task.weights.items() if weight]
+        self._compute_s += time.perf_counter() - began
+        return sum(parts)
+
+    def commit(self, task: Task, agreement: Agreement, *, updates: int) -> None:
+        assert agreement.beside is not None
+        heard = self._heard(task, bytes(agreement.beside.flatten().tolist()))
+        self.probing.take(heard)
+        self.log.tell(heard)
+
+    def reject(self, task: Task) -> None:
+        self.log.tell(self._heard(task, b""))
+
+    def _heard(self, task: Task, codes: bytes) -> Heard:
+        now = ((owner._buffers[name], copy) for owner, name, copy in self._before)
+        return Heard(
+            step=task.window.step,
+            rate=self.rate * task.window.lr,
+            clip=self.clip,
+            labels=tuple(self.probing.replica.weights().tolist()),
+            codes=codes,
+            buffers=any(there is None or not torch.equal(there, copy) for there, copy in now),
+        )
+
+    def begin(self, done: int, until: int) -> Replay:
+        past, mark = self.log.past(), self.probing.mark(done)
+        is_other = until > done and past.is_elsewhere(mark)
+        ahead = sum(1 for _ in past.after(mark, until))
+        steps = list(past.after(mark, done + int(self.probing.replica.gather((float(ahead),)).min())))
+        for heard in steps:
+            self.at(heard.step, "replay")
+            self.probing.take(heard)
+        self.log.tell(self.probing.agreed(self.probing.mark(done + len(steps), begins=True)))
+        told = f"took steps {done + 1} to {done + len(steps)} again, from what was kept of them" if steps else ""
+        if is_other:
+            told = f"{NAME} leads on from other parameters after step {done} than these: its steps are not taken again"
+        return Replay(len(steps), sum(not heard.codes for heard in steps), told)
+
+    def settle(self, done: int) -> None:
+        self.log.tell(self.probing.agreed(self.probing.mark(done)))

@@ -1,0 +1,139 @@
+"""How a step comes to its update: by the gradients of a backward pass, or by what losses alone say.
+
+The trainer has a batch, an agreement and a verdict whichever it is; what lies between is a descent's.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gossamer.memory import States
+from gossamer.ops.norm import scale_
+from gossamer.pipeline.player import play
+from gossamer.pipeline.rank import RankWorld
+from gossamer.pipeline.tied import Tied
+from gossamer.run.batches import MicroBatch
+from gossamer.run.forward import Pipeline, transfers_of
+from gossamer.run.stage import Piece, StepWork
+from gossamer.spec.action import Op
+from gossamer.sync import Agreement, Replica, Vote, Window
+from gossamer.wire.pump import Pump
+
+At = Callable[[int, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A step as a rank has it to do: the circumstances, its micro-batches by number, and their valid labels."""
+
+    window: Window
+    pieces: Mapping[int, MicroBatch]
+    weights: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What it came to, but for what the others say."""
+
+    vote: Vote
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Steps that were taken again, out of what was kept of them: how many, how many of these were rejected, and what to
+    tell the user.
+    """
+
+    steps: int = 0
+    rejected: int = 0
+    told: str = ""
+
+
+class Descent(ABC):
+    """One rank's. What a step finds is held until it is committed or rejected; nothing else moves before."""
+
+    @abstractmethod
+    def attempt(self, task: Task) -> Attempt:
+        """From the batch to what is voted on. The replica has begun the step."""
+
+    @abstractmethod
+    def commit(self, task: Task, agreement: Agreement, *, updates: int) -> None:
+        """The step takes effect: the parameters move, `updates` having been made before."""
+
+    @abstractmethod
+    def reject(self, task: Task) -> None:
+        """It does not."""
+
+    @abstractmethod
+    def begin(self, done: int, until: int) -> Replay:
+        """Before the first step of a process, `done` having been restored: take again what is known of later ones, up
+        to `until`. All ranks call it.
+        """
+
+    @abstractmethod
+    def settle(self, done: int) -> None:
+        """Before a checkpoint after `done` steps. All ranks call it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByGradients(Descent):
+    """Forward and backward through the stages; the mean gradient, clipped, through the update rule."""
+
+    pieces: Mapping[int, Piece]  # the stages of the model that this rank holds
+    pipeline: Pipeline
+    tied: Tied
+    pump: Pump
+    replica: Replica
+    states: States
+    clip: float
+    at: At
+
+    def attempt(self, task: Task) -> Attempt:
+        window = task.window
+        key = (window.seed, window.step)
+        work = StepWork(
+            pieces=self.pieces,
+            stages=self.pipeline.schedule.stages,
+            step=window.step,
+            microbatches=task.pieces,
+            weights=task.weights,
+            labels=self.replica.labels if window.together else lambda: window.weight,
+            scale=window.scale,
+            transfers=transfers_of(self.pump, self.pieces, self.pipeline, task.pieces, key),
+            recomputed=frozenset((a.stage, a.batch) for a in self.pipeline.row if a.op is Op.RECOMPUTE),
+            on_last_backward=self.replica.watch,
+            on_reduce=lambda: self._reduce(window.step),
+        )
+        self.replica.open(window)
+        self.at(window.step, "compute")
+        play(self.pipeline.schedule, RankWorld(self.pipeline.rank, work))
+        return Attempt(Vote(work.loss(), speaks=work.speaks), work.compute_s)
+
+    def _reduce(self, step: int) -> None:
+        self.at(step, "exchange")
+        self.replica.reduce()
+        self.tied.add(self.replica.gradients(), self.pump)
+
+    def commit(self, task: Task, agreement: Agreement, *, updates: int) -> None:
+        window = task.window
+        if self.clip and agreement.norm > self.clip:
+            scale_(self.replica.flats(), self.clip / (agreement.norm + 1e-6))
+        self.replica.commit()
+        apart = window.level != "all"
+        self.states.update(self.replica.gradients(), lr_scale=window.lr, step=updates, apart=apart)
+        began = time.perf_counter()
+        self.states.gather(self.replica.layouts, self.pump, key=(window.seed, window.step))
+        self.replica.timing.exposed_s += time.perf_counter() - began
+
+    def reject(self, task: Task) -> None:
+        self.replica.reject()
+
+    def begin(self, done: int, until: int) -> Replay:
+        return Replay()  # gradients are not kept
+
+    def settle(self, done: int) -> None:
+        """Nothing is under way."""

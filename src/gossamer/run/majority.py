@@ -1,0 +1,79 @@
+"""Who is right, of several that say what the same work comes to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class Word(Enum):
+    """The majority of three: who does not agree with the two others. NOBODY: all agree; UNDECIDED: no two alone do."""
+
+    NOBODY = -1
+    FIRST = 0
+    SECOND = 1
+    THIRD = 2
+    UNDECIDED = 3
+
+
+def odd_one(first_second: bool, first_third: bool, second_third: bool) -> Word:
+    """Given which pairs agree."""
+    agreeing = (first_second, first_third, second_third)
+    if all(agreeing):
+        return Word.NOBODY
+    if sum(agreeing) != 1:
+        return Word.UNDECIDED
+    return (Word.THIRD, Word.SECOND, Word.FIRST)[agreeing.index(True)]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Of two rows (loss, valid labels, norm, projections...), as a part of their size; inf where they cannot be of the
+    same samples.
+    """
+    if a[1] != b[1]:
+        return float("inf")
+    found = torch.stack([_apart(a[:1], b[:1]), _apart(a[3:], b[3:])])
+    return float(torch.nan_to_num(found, nan=torch.inf).max())
+
+
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    size = torch.maximum(a.norm(), b.norm())
+    return (a - b).norm() / size if size > 0 else size
+
+
+@dataclass(frozen=True, slots=True)
+class Trio:
+    """What three ranks, the first of them the one that did the work, say of it."""
+
+    ranks: tuple[int, int, int]
+    rows: tuple[Tensor, Tensor, Tensor]
+
+    @property
+    def distances(self) -> tuple[float, float, float]:
+        """First and second, first and third, second and third."""
+        a, b, c = self.rows
+        return distance(a, b), distance(a, c), distance(b, c)
+
+    def word(self, tolerance: float) -> Word:
+        """What the majority says."""
+        return odd_one(*(d <= tolerance for d in self.distances))
+
+    def odd(self, tolerance: float) -> tuple[int, float] | None:
+        """The rank that is named, and how far it is from the nearer of the others."""
+        word = self.word(tolerance)
+        if word in (Word.NOBODY, Word.UNDECIDED):
+            return None
+        first, second, third = self.distances
+        near = {Word.FIRST: (first, second), Word.SECOND: (first, third), Word.THIRD: (second, third)}
+        return self.ranks[word.value], min(near[word])
+
+
+def outvoted(said: Sequence[Hashable]) -> list[int] | None:
+    """The ranks that say other than more than half of all do; None where no word is said by so many."""
+    word, count = Counter(said).most_common(1)[0]
+    return [rank for rank, one in enumerate(said) if one != word] if 2 * count > len(said) else None

@@ -1,0 +1,215 @@
+"""Do the ranks do what they should? Steps that nobody can foresee are done once more by others, who outvote.
+
+In a checked step (one in `every`, drawn when all gradients are sent, see beacon.py) every rank does the work of two
+others once more, dealt out anew each time. Of a rank's gradient there are then three fingerprints, of what it sent and
+of what two others get: the odd one out is named, be it the one that worked or one that judges. And every rank tells a
+digest of its parameters and of what the update rule keeps, which are the same bits on all: who is outvoted is named.
+
+    row_i     = (loss, valid labels, |g_i|, p(g_i))          p: 64 random projections (ops/fingerprint.py)
+    d(a, b)   = max(|loss_a - loss_b| / |loss|, |p_a - p_b| / |p|),   honest: d <= tolerance
+    tolerance = margin max d between reruns of one work, by all ranks on several numbers of threads, before step 1
+Where a trio does not agree, the noise is measured again on that very work before anybody is named.
+Wire:    24 bytes per rank and step; a digest and three rows (1.6 kB) per rank and check.   State: one gradient.
+Paper:   arXiv 2307.01898 asks for fingerprints and a majority of three; the algorithm is ours.
+Not seen: who says of its gradient what is right and sends another: only that somebody does (the mean is then not the
+sum of what all say; known for exchanges that lose nothing). Two ranks of a trio that lie alike win.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gossamer.memory import States
+from gossamer.ops.fingerprint import digest
+from gossamer.run.beacon import Beacon
+from gossamer.run.majority import Trio, Word, distance, outvoted
+from gossamer.run.witness import ROW, Witness
+from gossamer.spec import records
+from gossamer.spec.config import VerifySection
+from gossamer.spec.errors import Untrustworthy
+from gossamer.sync import Replica
+
+_EPS = 16  # units in the last place of float32 that are always forgiven
+_RERUNS = (1, 2, 3)  # threads
+_OUTLIER = 100  # times the noise of most, and a rank's reruns are no reruns
+_HOST_BYTES = 48
+
+
+@dataclass(slots=True, kw_only=True)
+class Verifier:
+    """One rank's part in it; all ranks call the same methods at the same steps. With `every` 0 none does anything."""
+
+    wanted: VerifySection
+    witness: Witness
+    replica: Replica
+    states: States
+    sink: Callable[[records.Record], None]
+    tolerance: float = 0.0
+    _beacon: Beacon = field(init=False)
+    _hosts: list[str] = field(default_factory=list)
+    _sound: int = -1  # the last step before which all held the same
+
+    def __post_init__(self) -> None:
+        self._beacon = Beacon(self.replica.gather)
+
+    def begin(self, step: int) -> None:
+        """Before the first step of this start: learn who is where, and how far honest reruns are from each other."""
+        if not self.wanted.every:
+            return
+        name = socket.gethostname().encode("ascii", "replace")[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
+        rows = self.replica.gather(tuple(map(float, name))).tolist()
+        self._hosts = [bytes(map(int, row)).rstrip(b"\0").decode("ascii", "replace") for row in rows]
+        reruns = self._reruns(step, replica=0, seed=0)
+        centre = reruns.flatten(0, 1).median(0).values
+        noise = [max(distance(row, centre) for row in rows) for rows in reruns]
+        usual = max(sorted(noise)[len(noise) // 2], self._floor)
+        self.tolerance = self.wanted.margin * max(self._floor, *(n for n in noise if n <= _OUTLIER * usual))
+        named = {
+            rank: [
+                f"its gradient of rank 0's samples is {n:.2g} of its size from most ranks', which are {usual:.2g} apart"
+            ]
+            for rank, n in enumerate(noise)
+            if n > _OUTLIER * usual
+        }
+        said = f"verification: about 1 step in {self.wanted.every}, honest reruns differ by {max(noise):.2g}"
+        self._tell("info", step, f"{said}, up to {self.tolerance:.2g} is taken for noise")
+        self._end(step, named, [])
+
+    def check(self, step: int, loss: float, labels: float, *, scale: float) -> None:
+        """All gradients of `step` have met, and none has been applied. Raises Untrustworthy."""
+        if not self.wanted.every:
+            return
+        drawn, false = self._beacon.draw()
+        named = {rank: ["its random number is not the one it had bound itself to"] for rank in false}
+        if drawn % self.wanted.every and not named:
+            return
+        began = time.perf_counter()
+        seed, order = drawn >> 2, _dealt(drawn, self.replica.ranks)
+        place = order.index(self.replica.rank)
+        own = self.witness.row(loss, labels, self.replica.sent_gradients(), seed)
+        others = [self.witness.redo(step, order[place - back], seed, scale=scale) for back in (1, 2)]
+        said = self._digests(seed, [own, *others])
+        digests, rows = said[:, :2], said[:, 2:].view(-1, 3, ROW)
+        trios = [_trio(order, at, rows) for at in range(len(order))]
+        undecided = self._judge_state(digests, step, named)
+        undecided += self._judge_work(trios, step, scale, named)
+        undecided += self._judge_sum(rows[:, 0], seed)
+        self.sink(
+            records.Verification(
+                step=step + 1,
+                distance=max(d for trio in trios for d in trio.distances),
+                tolerance=self.tolerance,
+                named=tuple(sorted(named)),
+                seconds=time.perf_counter() - began,
+            )
+        )
+        self._end(step, named, undecided)
+
+    def same_everywhere(self, step: int) -> None:
+        """What is to be saved after `step` steps must be what the others hold. Raises Untrustworthy."""
+        if not self.wanted.every:
+            return
+        drawn, false = self._beacon.draw()
+        named = {rank: ["its random number is not the one it had bound itself to"] for rank in false}
+        undecided = self._judge_state(self._digests(drawn >> 2, []), step, named)
+        self._end(step - 1, named, undecided)
+
+    def _digests(self, seed: int, rows: Sequence[Tensor]) -> Tensor:
+        """Everybody's: a digest as two numbers, then `rows`."""
+        mine = digest(self._held(), seed)
+        row = torch.cat([torch.tensor([mine >> 32, mine % 2**32], dtype=torch.float64), *rows])
+        return self.replica.gather(tuple(row.tolist()))
+
+    def _held(self) -> list[Tensor]:
+        """What is the same on all ranks."""
+        kept = [] if self.states.is_sharded else [tensor for _, _, _, tensor in self.states.slots()]
+        return [*self.witness.params.values(), *kept]
+
+    def _judge_state(self, digests: Tensor, step: int, named: dict[int, list[str]]) -> list[str]:
+        odd = outvoted([tuple(row) for row in digests.tolist()])
+        if odd is None:
+            return ["no parameters are held by more than half of the ranks"]
+        since = f"after step {self._sound}" if self._sound >= 0 else "since the start"
+        for rank in odd:
+            named.setdefault(rank, []).append(f"its parameters or optimizer state are not the others' ({since})")
+        if not odd:
+            self._sound = step
+        return []
+
+    def _judge_work(self, trios: Sequence[Trio], step: int, scale: float, named: dict[int, list[str]]) -> list[str]:
+        disputed = [trio for trio in trios if trio.word(self.tolerance) is not Word.NOBODY]
+        if not disputed:
+            return []
+        noise = self._noise(step, disputed[0].ranks[0], scale)
+        tolerance = max(self.tolerance, self.wanted.margin * noise)
+        undecided = []
+        for trio in disputed:
+            if trio.word(tolerance) is Word.UNDECIDED:
+                undecided.append(f"ranks {list(trio.ranks)} get three gradients of rank {trio.ranks[0]}'s samples")
+            if (odd := trio.odd(tolerance)) is not None:
+                rank, far = odd
+                whose = "its own" if rank == trio.ranks[0] else f"rank {trio.ranks[0]}'s"
+                others = " and ".join(str(r) for r in trio.ranks if r != rank)
+                said = f"its gradient of {whose} samples is {far:.2g} of its size from that of ranks {others}"
+                named.setdefault(rank, []).append(f"{said} (noise: up to {tolerance:.2g})")
+        return undecided
+
+    def _judge_sum(self, rows: Tensor, seed: int) -> list[str]:
+        """Whether what all say they sent is what came."""
+        if not self.replica.is_exact:
+            return []
+        shares = self.replica.shares()[:, None]
+        came = self.witness.row(0.0, 0.0, self.replica.gradients(), seed)[3:]
+        size = (shares[:, 0] * rows[:, 2]).sum()
+        apart = float((came - (shares * rows[:, 3:]).sum(0)).norm() / size) if size > 0 else 0.0
+        coarse = max(torch.finfo(p.dtype).eps for p in self.witness.params.values())  # what the mean is rounded to
+        if apart <= 4 * self.replica.ranks * coarse:
+            return []
+        return [f"the mean gradient is {apart:.2g} from the sum of what all say they sent: some rank sent another"]
+
+    def _noise(self, step: int, replica: int, scale: float) -> float:
+        """How far reruns on one rank are from each other, on the middle one of the ranks."""
+        reruns = self._reruns(step, replica=replica, seed=1, scale=scale)
+        return sorted(max(distance(row, rows[0]) for row in rows) for rows in reruns)[len(reruns) // 2]
+
+    def _reruns(self, step: int, *, replica: int, seed: int, scale: float = 1.0) -> Tensor:
+        """(ranks, reruns, ROW): everybody does the same work, each time on another number of threads."""
+        rows = [self.witness.redo(step, replica, seed, scale=scale, threads=n) for n in _RERUNS]
+        return self.replica.gather(tuple(torch.cat(rows).tolist())).view(-1, len(_RERUNS), ROW)
+
+    @property
+    def _floor(self) -> float:
+        """What is taken for noise though none was measured."""
+        return _EPS * torch.finfo(torch.float32).eps
+
+    def _end(self, step: int, named: dict[int, list[str]], undecided: Sequence[str]) -> None:
+        found = [f"rank {r} on host {self._hosts[r]}: {'; '.join(named[r])}" for r in sorted(named)]
+        if not named and not undecided:
+            return
+        said = ". ".join(found or [f"no rank can be named: {'; '.join(undecided)}"])
+        if self.wanted.on_failure == "tell":
+            self._tell("error", step, said, rank=min(named, default=-1))
+            return
+        raise Untrustworthy(
+            f"step {step + 1}: {said}. Nothing was saved since: resume from the last checkpoint, without that machine"
+        )
+
+    def _tell(self, level: str, step: int, message: str, *, rank: int = -1) -> None:
+        self.sink(records.Event(level=level, message=message, step=step + 1, rank=rank))
+
+
+def _dealt(drawn: int, ranks: int) -> list[int]:
+    """The ranks in a random order: each does the work of the two before it."""
+    return torch.randperm(ranks, generator=torch.Generator().manual_seed(drawn >> 1)).tolist()
+
+
+def _trio(order: Sequence[int], at: int, rows: Tensor) -> Trio:
+    """Of the rank at a place: its own word, and those of the two behind it, to whom it is one and two back."""
+    first, second = order[(at + 1) % len(order)], order[(at + 2) % len(order)]
+    return Trio((order[at], first, second), (rows[order[at], 0], rows[first, 1], rows[second, 2]))

@@ -1,0 +1,64 @@
+"""Gossip: islands average their parameters with a few neighbours, often, and with everybody rarely.
+
+Equations (island i, period H, round t):
+    x_i <- x_i - step(g_i)   H times ;   x_i <- sum_j W_ij x_j
+    every K-th round, and in the end:    x_i <- sum_j w_j x_j
+Symbols: W mixing matrix of the round, made by `graph`; w_j samples that island j has seen, over those of all; g_i mean
+gradient of the island, over its own labels. The mean weighted with w moves by the islands' steps alone, and what
+islands differ in contracts by lambda_2(W) per round (lambda_2^2 of the square): see the graph.
+Wire:    every H steps one displacement to every neighbour, through `codec`; every K H steps an all-reduce of one.
+State:   the anchor, as large as the model; with a codec that loses something and neighbours that stay (ring), as much
+for itself and for each neighbour.
+Paper:   gossip and synchronisation of arXiv 2307.01898, of which it gives no algorithm: this one is ours. Lian et al.,
+D-PSGD, NeurIPS 2017, arXiv 1705.09056; Koloskova et al., CHOCO-SGD, ICML 2019, arXiv 1902.00340 (codec and gamma).
+In between, what all islands agree on is the last full average: validation, samples and checkpoints are of that.
+Good when: an all-reduce among all is slow or fragile, one link at a time is not.   Not for: few islands (local_sgd).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gossamer.compress.codec import Codec
+from gossamer.compress.codec.identity import Identity
+from gossamer.spec.errors import bad_input
+from gossamer.sync import Loop, Sync
+from gossamer.sync._neighbours import Neighbours
+from gossamer.sync.graph import Graph
+from gossamer.sync.graph.pairs import Pairs
+from gossamer.sync.outer.average import Average
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gossip(Sync):
+    """`every`: steps of a round; `full`: every so many rounds all meet; `gamma`: below 1 where `codec` loses much."""
+
+    every: int = 1
+    full: int = 16
+    graph: Graph = field(default_factory=Pairs)
+    codec: Codec = field(default_factory=Identity)
+    gamma: float = 1.0
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gamma <= 1:
+            wanted, do = "a step towards the neighbours in (0, 1]", "1 goes all the way to their mean"
+            raise bad_input(wanted=wanted, got=f"{self.gamma:g}", do=do, key="gamma")
+        if self.full < 1:
+            wanted, do = "a full average every 1 or more rounds", "1 is local_sgd"
+            raise bad_input(wanted=wanted, got=str(self.full), do=do, key="full")
+        if not self.codec.traits.fixed_size:
+            do = "name another codec: gossamer methods compress/codec"
+            raise bad_input(wanted="a codec whose messages have a fixed size", got=repr(self.codec), do=do, key="codec")
+        Sync.__post_init__(self)
+
+    @property
+    def loop(self) -> Loop:
+        return Loop(
+            every=self.every,
+            full=self.full,
+            start=self.start,
+            keeps=True,
+            exchange=Neighbours(self.graph, self.codec, self.gamma),
+            rule=Average(),
+        )
