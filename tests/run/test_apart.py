@@ -215,12 +215,14 @@ def test_a_period_longer_than_the_run_meets_once(pool: Pool, tmp_path: Path) -> 
 ZERO_ONE = {"zero_one": {"every": 4, "start": 5, "spaced": 1, "doubles": 2}}  # rounds end after 3, 5, 6, 7, 9 steps
 
 
-@pytest.mark.parametrize("kind", ["small", "halves"])
-def test_zero_one_adam_stopped_anywhere_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "stops"), [("small", (2, 4, 8)), ("halves", (10,))])
+def test_zero_one_adam_stopped_anywhere_goes_on_bit_for_bit(
+    pool: Pool, tmp_path: Path, kind: str, stops: tuple[int, ...]
+) -> None:
     given = {"steps": 13, "kind": kind, "sections": {**sections(ZERO_ONE), "train": {"optimizer": "zero_one_adam"}}}
     whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
     assert whole[0]["digest"] == whole[1]["digest"]
-    for until in (2, 3, 4, 8, 10):
+    for until in stops:
         folder = str(tmp_path / f"parts{until}")
         assert "Interrupted" in pool.run("run.jobs:train", 2, folder=folder, until=until, **given)[0]["ended"]
         again = pool.run("run.jobs:train", 2, folder=folder, resume=True, **given)

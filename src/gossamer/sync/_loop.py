@@ -73,8 +73,8 @@ class Loop:
         do = "0 lets all gradients meet in all steps before start"
         _demand(self.spaced >= 0, "spaced", "a number of steps from 0 on", self.spaced, do)
         _demand(self.doubles >= 0, "doubles", "a number of steps from 0 on", self.doubles, "0 does not let rounds grow")
-        whole = self.fragments == 1 and not self.delay
-        do = "rounds of one step are of the whole model, without delay"
+        whole = self.fragments == 1 and not self.delay and not self.steps
+        do = "rounds of one step are of the whole model, without delay, and everybody makes all steps"
         _demand(whole or not self.spaced + self.doubles, "fragments", "one fragment", self.fragments, do)
         if self.steps and self.steps != "auto" and (min(self.steps) < 1 or max(self.steps) != self.every):
             wanted = f"1 to {self.every} steps, and of one island {self.every} (every)"
