@@ -10,6 +10,9 @@ CSER (arXiv 2007.13221): one number in 32 sent. EF-SGD diverges, QSparse-local-S
 ahead of local SGD at these bytes (2.69): the islands' data are of one kind, and a period of 32 costs little here.
 BCRS and OPWA (arXiv 2408.14736): ways out of 8, 8, 100 and 1000 Mbit/s, and rounds as long as those of the largest 1 %
 from every island, which end at 2.94: BCRS 2.76, with OPWA 2.61 (every displacement whole: 2.66).
+Gossip (ours, for arXiv 2307.01898, after D-PSGD 1705.09056 and CHOCO 1902.00340), rounds of two steps and all of it
+every 16th: 2.656 in pairs at 0.69 of the bytes, 2.661 on a ring in four bits at 0.23, where averaging with all in
+every round ends at 2.653. Here the rare average alone does most of it: every 32 steps, without gossip, 2.678 at 0.07.
 DSM (arXiv 2411.17866) is not ahead at our scale: see docs/journal.md.
 """
 
@@ -51,16 +54,12 @@ def test_streaming_sends_a_third_at_a_time_at_no_loss(pool: Pool) -> None:
     assert streaming < 1.01 * at_once
 
 
-@pytest.mark.parametrize(
-    ("given", "part"),
-    [({"graph": "pairs"}, 0.7), ({"graph": "ring", "codec": "int4"}, 0.26)],
-    ids=["pairs", "ring, int4"],
-)
-def test_gossip_ends_where_averaging_with_all_does(pool: Pool, given: dict[str, Any], part: float) -> None:
-    together, all_sent = learn(pool, {"local_sgd": {"every": 1}}, sgd(0.5))
-    gossip, sent = learn(pool, {"gossip": {"every": 1, "full": 16, **given}}, sgd(0.5))
-    assert sum(sent) < part * sum(all_sent)
-    assert gossip < 1.02 * together
+def test_gossip_ends_where_averaging_with_all_does(pool: Pool) -> None:
+    together, all_sent = learn(pool, {"local_sgd": {"every": 2}}, sgd(0.5))
+    for part, given in ((0.7, {"graph": "pairs"}), (0.26, {"graph": "ring", "codec": "int4"})):
+        gossip, sent = learn(pool, {"gossip": {"every": 2, "full": 16, **given}}, sgd(0.5))
+        assert sum(sent) < part * sum(all_sent)
+        assert gossip < 1.02 * together
 
 
 @pytest.mark.parametrize("factor", [0.25, 4.0])

@@ -55,12 +55,18 @@ def test_who_does_something_else_is_named_by_all(pool: Pool, tmp_path: Path, fau
     assert end["outcome"] == "failed"
 
 
-def test_no_false_alarm_in_a_hundred_honest_reruns_on_other_numbers_of_threads(pool: Pool, tmp_path: Path) -> None:
-    """17 steps of three ranks, each rank's work done again by two others: 102 reruns, on 1 to 4 threads."""
+def test_no_false_alarm_on_ranks_with_other_numbers_of_threads(pool: Pool, tmp_path: Path) -> None:
+    """17 steps of three ranks, each rank's work done again by two others: 102 reruns."""
     pool.run("run.verify_jobs:run", 3, threads=True, kind="causal", steps=17, folder=str(tmp_path))
     checks = records(tmp_path, "verification")
     assert len(checks) == 17 and not any(one["named"] for one in checks)
-    assert max(one["distance"] for one in checks) < checks[0]["tolerance"]
+
+
+def test_a_hundred_honest_reruns_are_within_the_noise_and_one_wrong_label_is_not(pool: Pool) -> None:
+    """Of a model large enough that numbers of threads change its last bits."""
+    (found,) = pool.run("run.verify_jobs:reruns", 1, count=100)
+    assert found["wrong"] > 10 * found["tolerance"]
+    assert 0 < max(found["honest"]) < found["tolerance"]
 
 
 def test_training_is_the_same_with_and_without_it(pool: Pool, tmp_path: Path) -> None:

@@ -9,13 +9,23 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
+from gossamer import compress, loss, optim
 from gossamer.memory import States
-from gossamer.run.batches import Feed
+from gossamer.run.batches import DatasetBatches, Feed
 from gossamer.run.beacon import Beacon
+from gossamer.run.build import Parts, engine_of
+from gossamer.run.majority import distance
+from gossamer.run.verify import Verifier
 from gossamer.run.witness import Witness
+from gossamer.spec.config import RunConfig
+from gossamer.spec.plan import Mesh, Plan
 from gossamer.sync import Replica
+from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.message import Levels
+from gossamer.wire.pump import Pump
 from pool import Seat
 from run.jobs import train
 
@@ -102,6 +112,65 @@ def faults(at: int) -> dict[str, tuple[type, str, Callable[..., Any]]]:
 def faulty(name: str, at: int) -> Iterator[None]:
     with patch.object(*faults(at)[name]):
         yield
+
+
+class Broad(nn.Module):
+    """Sums over more numbers than one thread takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(16, 64), nn.LayerNorm(64)
+        self.inside, self.outside = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        x = x + self.outside(torch.tanh(self.inside(self.norm(x))))
+        return x @ self.embed.weight.T
+
+
+class Lines(Dataset):
+    """Long sequences."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, 16, (128,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def reruns(seat: Seat, *, count: int) -> dict[str, Any]:
+    """How far honest reruns on 1 to 4 threads are from the first, and one with a wrong label; and what is let pass."""
+    torch.manual_seed(0)
+    data, module = DatasetBatches(Lines()), Broad()
+    config = RunConfig.model_validate({"train": {"verify": {"every": 1}}})
+    plan = Plan(mesh=Mesh(replica=3), share=(1 / 3,) * 3, rows=(16,) * 3, microbatches=(2,) * 3)
+    parts = Parts(
+        module=module,
+        objective=loss.build("next_token"),
+        train=data,
+        validation=None,
+        config=config,
+        plan=plan,
+        device=torch.device("cpu"),
+    )
+    witness = Witness(engine_of(parts), Feed(data, plan, 0, 0), dict(module.named_parameters()))
+    pump = Pump(Group(Meeting(seat.store(), seat.rank, Levels.flat(1), interface="lo", timeout_s=20.0)))
+    replica = Replica(witness.params, compress.build("dense"), pump, bucket_bytes=1 << 20)
+    states = States.of(optim.build("sgd"), witness.params, is_sharded=False, weights=None, place=0, ranks=1)
+    verifier = Verifier(
+        wanted=config.train.verify, witness=witness, replica=replica, states=states, sink=lambda record: None
+    )
+    verifier.begin(0)
+    drawn = random.Random(0)
+    first, *others = [witness.redo(1, 1, 7, threads=drawn.randint(1, 4)) for _ in range(count)]
+    with faulty("label", 1):
+        wrong = witness.redo(1, 1, 7)
+    replica.close()
+    pump.close()
+    pump.channel.close()
+    honest = [distance(first, other) for other in others]
+    return {"honest": honest, "wrong": distance(first, wrong), "tolerance": verifier.tolerance}
 
 
 def run(

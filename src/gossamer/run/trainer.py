@@ -121,7 +121,7 @@ class Trainer:
         """
         goal, progress = self.goal, self.progress
         saved = progress.step
-        self.verifier.begin(saved)
+        self.verifier.begin(saved, scale=self.scaling.factor)
         while progress.step < goal.steps:
             stop = self.one_step()
             step = progress.step

@@ -17,6 +17,7 @@ sum of what all say; known for exchanges that lose nothing). Two ranks of a trio
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -58,24 +59,23 @@ class Verifier:
     def __post_init__(self) -> None:
         self._beacon = Beacon(self.replica.gather)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, scale: float = 1.0) -> None:
         """Before the first step of this start: learn who is where, and how far honest reruns are from each other."""
         if not self.wanted.every:
             return
         name = socket.gethostname().encode("ascii", "replace")[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
         rows = self.replica.gather(tuple(map(float, name))).tolist()
         self._hosts = [bytes(map(int, row)).rstrip(b"\0").decode("ascii", "replace") for row in rows]
-        reruns = self._reruns(step, replica=0, seed=0)
+        reruns = self._reruns(step, replica=0, seed=0, scale=scale)
         centre = reruns.flatten(0, 1).median(0).values
         noise = [max(distance(row, centre) for row in rows) for rows in reruns]
-        usual = max(sorted(noise)[len(noise) // 2], self._floor)
+        usual = max(_middle(noise), self._floor)
         self.tolerance = self.wanted.margin * max(self._floor, *(n for n in noise if n <= _OUTLIER * usual))
+        outliers = [rank for rank, n in enumerate(noise) if n > _OUTLIER * usual]
         named = {
-            rank: [
-                f"its gradient of rank 0's samples is {n:.2g} of its size from most ranks', which are {usual:.2g} apart"
-            ]
-            for rank, n in enumerate(noise)
-            if n > _OUTLIER * usual
+            rank: [f"its gradient of rank 0's samples is {noise[rank]:.2g} of its size from that of most ranks"]
+            for rank in outliers
+            if 2 * len(outliers) < len(noise)
         }
         said = f"verification: about 1 step in {self.wanted.every}, honest reruns differ by {max(noise):.2g}"
         self._tell("info", step, f"{said}, up to {self.tolerance:.2g} is taken for noise")
@@ -176,7 +176,7 @@ class Verifier:
     def _noise(self, step: int, replica: int, scale: float) -> float:
         """How far reruns on one rank are from each other, on the middle one of the ranks."""
         reruns = self._reruns(step, replica=replica, seed=1, scale=scale)
-        return sorted(max(distance(row, rows[0]) for row in rows) for rows in reruns)[len(reruns) // 2]
+        return _middle([max(distance(row, rows[0]) for row in rows) for rows in reruns])
 
     def _reruns(self, step: int, *, replica: int, seed: int, scale: float = 1.0) -> Tensor:
         """(ranks, reruns, ROW): everybody does the same work, each time on another number of threads."""
@@ -202,6 +202,12 @@ class Verifier:
 
     def _tell(self, level: str, step: int, message: str, *, rank: int = -1) -> None:
         self.sink(records.Event(level=level, message=message, step=step + 1, rank=rank))
+
+
+def _middle(noise: Sequence[float]) -> float:
+    """The median; 0 where most are not finite, as in half precision beyond its range: that says nothing of noise."""
+    found = sorted(noise)[len(noise) // 2]
+    return found if math.isfinite(found) else 0.0
 
 
 def _dealt(drawn: int, ranks: int) -> list[int]:
