@@ -105,7 +105,7 @@ class Exchanger:
             decision = self._choose(links)
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
             if self.plan.sync == "auto":
-                loop = self._choose_period(decision, links)
+                self._choose_period(decision, links)
         elif not self.plan.islands and (asks_for_islands(self.plan.exchange) or self._shards(hosts)):
             self._learn(probe(self.pump.channel))
             if self.plan.islands:
@@ -119,8 +119,8 @@ class Exchanger:
     def _adopt(self, field: str, written: Written, reason: str) -> None:
         self.plan = self.plan.model_copy(update={field: written, "reasons": {**self.plan.reasons, field: reason}})
 
-    def _choose_period(self, decision: Decision, links: Links) -> Loop | None:
-        """Whether gradients meet at every step; the loop of islands that do not."""
+    def _choose_period(self, decision: Decision, links: Links) -> None:
+        """Whether gradients meet at every step, or islands part."""
         assert self._measured is not None
         islands = self.plan.islands or tuple((rank,) for rank in self.pump.channel.levels.everyone)
         loop = sync.build(written_of(PERIODS[0], 1, self.steps)).loop  # all of them send the same in a round
@@ -133,7 +133,6 @@ class Exchanger:
         if (loop := loop_of(self.plan)) is not None and chosen.forecast is not None:
             self._part_into(islands)
             self._price_apart(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
-        return loop
 
     def _shards(self, hosts: int) -> bool:
         """Whether sharded states go by islands, if there are any; sharded parameters do not."""

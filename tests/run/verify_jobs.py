@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gossamer import compress, loss, optim
-from gossamer.memory import States
+from gossamer.memory import Deal, States
 from gossamer.run.batches import DatasetBatches, Feed
 from gossamer.run.beacon import Beacon
 from gossamer.run.build import Parts, engine_of
@@ -157,7 +157,7 @@ def reruns(seat: Seat, *, count: int) -> dict[str, Any]:
     witness = Witness(engine_of(parts), Feed(data, plan, 0, 0), dict(module.named_parameters()))
     pump = Pump(Group(Meeting(seat.store(), seat.rank, Levels.flat(1), interface="lo", timeout_s=20.0)))
     replica = Replica(witness.params, compress.build("dense"), pump, bucket_bytes=1 << 20)
-    states = States.of(optim.build("sgd"), witness.params, is_sharded=False, weights=None, place=0, ranks=1)
+    states = States.of(optim.build("sgd"), witness.params, Deal(Levels.flat(1)), rank=0, weights=None)
     verifier = Verifier(
         wanted=config.train.verify, witness=witness, replica=replica, states=states, sink=lambda record: None
     )
