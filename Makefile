@@ -10,7 +10,7 @@ demo: $(VENV)/.run
 	$(BIN)/gossamer demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not nightly'
 
 check: $(VENV)/.dev            # style, types, floors: what CI runs beside the tests
 	$(BIN)/ruff check .
@@ -18,7 +18,8 @@ check: $(VENV)/.dev            # style, types, floors: what CI runs beside the t
 	$(BIN)/mypy
 	$(BIN)/python tests/floors.py
 
-nightly: $(VENV)/.dev          # the figures of docs/results, one script each
+nightly: $(VENV)/.dev          # the claims that take long, and the figures of docs/results, one script each
+	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/encode.py
 	$(BIN)/python benchmarks/first_step.py

@@ -18,6 +18,8 @@ import pytest
 
 from pool import Pool
 
+pytestmark = pytest.mark.nightly
+
 STEPS = 400
 
 
