@@ -23,7 +23,7 @@ host=$1; shift
 echo "$host $*" >>LOG
 case $host in down*) echo "ssh: connect to host $host port 22: Connection refused" >&2; exit 255;; esac
 cd /
-exec env -i PATH=/usr/bin:/bin WHO=$host SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" sh -c "$*"
+exec env -i PATH=/usr/bin:/bin TMPDIR=FOLDER WHO=$host SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" sh -c "$*"
 """
 PYTHON = """#!/bin/sh
 if [ "$1 $2" = "-m gossamer" ]; then shift 2; exec REAL HOST "$@"; fi
@@ -38,7 +38,8 @@ class Site:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.log = tmp_path, tmp_path / "ssh.log"
         self.python = str(tmp_path / "python")
-        self.script("ssh", SSH.replace("LOG", str(self.log)))
+        (tmp_path / "tmp").mkdir()
+        self.script("ssh", SSH.replace("LOG", str(self.log)).replace("FOLDER", str(tmp_path / "tmp")))
         text = PYTHON.replace("REAL", sys.executable).replace("HOST", str(HERE / "launch_host.py"))
         self.script("python", text.replace("OLD", "old"))
         self.log.touch()
@@ -72,7 +73,7 @@ def test_two_hosts(site: Site, capfd: pytest.CaptureFixture[str]) -> None:
     assert "ranks=2" in out
     assert (site.path / "runs-1/r/logs/rank-00001.log").exists()
     assert [line.split()[0] for line in site.log.read_text().splitlines()].count("me@b") == 2, "one look, one launch"
-    assert not list(Path("/tmp").glob("gossamer-*/run.json"))
+    assert not list((site.path / "tmp").glob("gossamer-*")), "nothing of the launch stays on a host"
 
 
 def test_a_failure_has_one_exit_code(site: Site, capfd: pytest.CaptureFixture[str]) -> None:
