@@ -14,36 +14,72 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from links import setting
+from links import setting, venvs
 
 _EVALUATIONS, _EVALUATED = 20, 64  # on the way; sequences
+_COMMON_SEED = 1000  # the order of sequences before the studies': none of theirs
 
 
 def train(study: Any, judge: Callable[[nn.Module], float]) -> dict[str, Any]:
     """As `losses.train`; the losses on the way are the run's own, of the anchor, on its first validation sequences."""
-    from transformers import GPT2LMHeadModel
-
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        setting.gpt2(study.seed).save_pretrained(folder / "init")
-        (folder / "run.yaml").write_text(json.dumps(_config(study, folder)))
-        run = Path(_gossamer("train", str(folder / "run.yaml"), folder=folder)["directory"])
-        _gossamer("export", str(run), "--to", "hf", str(folder / "end"), folder=folder)
+        run = _trained(study, folder)
         lines = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
-        final = judge(GPT2LMHeadModel.from_pretrained(folder / "end").eval())
+        final = judge(_loaded(folder / "end").eval())
     each = setting.tokens(study.hosts)
     curve = [[line["step"] * each, line["loss"]] for line in lines if line["kind"] == "evaluation"]
     sent = [sum(line["wire_bytes"].values()) for line in lines if line["kind"] == "step"]
     curve[-1][1] = final
     seconds = time.perf_counter() - began
     return {"curve": curve, "final": final, "sent_bytes": sum(sent), "seconds": seconds, "device": "cpu"}
+
+
+def begun(study: Any) -> nn.Module:
+    """The model that a study begins with. Raises FileNotFoundError where `common` was not made."""
+    return _loaded(_common_folder(study)).train() if study.after else setting.gpt2(study.seed)
+
+
+def common(study: Any) -> None:
+    """Make the weights that studies like this one begin with, where they are not there: float32 gradients that meet at
+    every step, from random weights, the same rate and schedule.
+    """
+    if not study.after or _common_folder(study).exists():
+        return
+    first = replace(study, seed=_COMMON_SEED, tokens=study.after, after=0, exchange="dense", sync="every_step")
+    _common_folder(study).parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=_common_folder(study).parent) as text:
+        _trained(first, Path(text))
+        (Path(text) / "end").rename(_common_folder(study))
+
+
+def _common_folder(study: Any) -> Path:
+    return venvs.folder() / f"common_{study.hosts}x{study.after}_{study.precision}"
+
+
+def _loaded(folder: Path) -> nn.Module:
+    from transformers import GPT2LMHeadModel
+
+    found: nn.Module = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
+    return found
+
+
+def _trained(study: Any, folder: Path) -> Path:
+    """The run's directory; its model is in `folder`/end."""
+    begun(study).save_pretrained(folder / "init")  # type: ignore[operator]
+    (folder / "run.yaml").write_text(json.dumps(_config(study, folder)))
+    run = Path(_gossamer("train", str(folder / "run.yaml"), folder=folder)["directory"])
+    _gossamer("export", str(run), "--to", "hf", str(folder / "end"), folder=folder)
+    return run
 
 
 def _config(study: Any, folder: Path) -> dict[str, Any]:

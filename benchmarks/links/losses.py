@@ -39,7 +39,10 @@ _EVALUATED, _EVALUATIONS = 64, 20  # sequences; times in a run
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """One training run of so many tokens. `exchange` and `sync` as the plan section has them."""
+    """One training run of so many tokens. `exchange` and `sync` as the plan section has them.
+
+    `after`: tokens that all studies have behind them, trained together (`apart.common`); 0: random weights of `seed`.
+    """
 
     exchange: Any
     hosts: int
@@ -49,11 +52,14 @@ class Study:
     islands: tuple[int, ...] = ()
     precision: str = "fp32"
     sync: Any = EVERY_STEP
+    after: int = 0
 
     def key(self) -> str:
         told = asdict(self)
         if self.sync == EVERY_STEP:
             del told["sync"]  # as it was written before there were others
+        if not self.after:
+            del told["after"]
         return json.dumps(told, sort_keys=True)
 
 
@@ -81,7 +87,7 @@ class Crew:
 
     def __init__(self, study: Study, device: torch.device) -> None:
         self.study, self.device = study, device
-        self.module = setting.gpt2(study.seed).to(device)
+        self.module = apart.begun(study).to(device)
         self.params = dict(self.module.named_parameters())
         exchanges = self._exchanges()
         cut = buckets_of(self.params, exchanges, bucket_bytes=BUCKET_BYTES)

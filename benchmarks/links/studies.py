@@ -23,7 +23,7 @@ _HERE = Path(__file__).parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`rates` are tried on `tune_tokens` with the first seed; one rate alone is not tried."""
+    """`rates` are tried on `tune_tokens` with the first seed; one rate alone is not tried. `after`: see Study."""
 
     tokens: int
     seeds: int
@@ -31,6 +31,7 @@ class Budget:
     tune_tokens: int
     precision: str
     jobs: int
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,8 @@ def seconds_to(found: dict[str, Any], target: float, *, tokens_per_s: float) -> 
 
 
 def _study(subject: Subject, budget: Budget, lr: float, seed: int, tokens: int) -> Study:
-    return Study(
-        subject.exchange, subject.hosts, seed, lr, tokens, subject.islands, budget.precision, sync=subject.sync
-    )
+    given = (subject.exchange, subject.hosts, seed, lr, tokens, subject.islands, budget.precision)
+    return Study(*given, sync=subject.sync, after=budget.after)
 
 
 def _best(subject: Subject, budget: Budget, kept: Kept) -> float:
