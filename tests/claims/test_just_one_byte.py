@@ -3,8 +3,8 @@
 Four ranks, 300 steps, rate 3e-3; a small network trained on Python's source, its last layer (8448 numbers) tuned to
 English. Measured: from 2.688 to 2.668, where slopes of all digits end at 2.668 and gradients of the same rate at 2.652.
 So the byte costs nothing (0.5 % of what the loss falls by), and four directions in 8448 give 0.54 of the way. Sent to
-three others: 147 bytes a step, of which the slopes are 3, for 50832. At rates that gradients would take, which are 300
-times as large, the estimate's noise blows up: what is gained in bytes is paid in steps.
+three others: 147 bytes a step, of which the slopes are 3, for 50832. What is gained in bytes is paid in steps:
+gradients could take 300 times the rate, where the estimate's noise is too large from three times on.
 """
 
 from __future__ import annotations
