@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -73,6 +74,21 @@ def test_resume_on_another_number_of_ranks(trained: Trained, place: Place) -> No
     trained.place.good("resume", run, "machines.processes=1")
     assert [(start["step"], start["ranks"]) for start in records(run, "start")] == [(0, 2), (2, 1)]
     assert losses(run) == pytest.approx(losses(trained.run), rel=1e-5)
+
+
+def test_of_a_run_by_bytes_no_checkpoint_is_needed(place: Place) -> None:
+    """From the model of the configuration to the last step, and further, on another number of ranks."""
+    train = {"optimizer": {"sgd": {"lr": 1e-4}}, "schedule": "constant"}
+    config = place.config(plan={"sync": "just_one_byte"}, train=train, machines={"processes": 2})
+    place.good("train", config)
+    (run,) = place.runs()
+    assert [step["wire_bytes"] for step in records(run, "step")] == [{"0>1": 1 + 8 + 40}] * 4
+    for folder in (run / "checkpoints").glob("step-*"):
+        shutil.rmtree(folder)
+    place.good("resume", run, "train.steps=5", "machines.processes=1")
+    assert [event["message"] for event in records(run, "event")][-1].startswith("took steps 1 to 4 again")
+    assert [step["step"] for step in records(run, "step")] == [1, 2, 3, 4, 5]
+    assert [start["step"] for start in records(run, "start")] == [0, 4]
 
 
 def watched(place: Place, *, steps: int, processes: int = 2, **changes: dict[str, object]) -> Path:
