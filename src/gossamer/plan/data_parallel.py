@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import prod
 
 from gossamer import memory, optim, sync
 from gossamer.data import share_rows
@@ -24,11 +25,12 @@ from gossamer.spec.choice import Exchanges, Written, told
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.plan import Mesh, Plan
+from gossamer.spec.plan import BUCKET_BYTES, Mesh, Plan
 from gossamer.sync import Loop
 from gossamer.wire.message import Levels
 
 _PER_STAGE = 4  # micro-batches
+_BUCKETS, _LEAST_BUCKET_BYTES = 64, 1 << 20  # where they are to be small
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class DataParallel(Planner):
             islands=_islands(config, request.ranks),
             states=config.plan.states,
             sync="every_step" if config.plan.sync == "auto" else config.plan.sync,
+            bucket_bytes=_bucket_bytes(config, request),
             backend="nccl" if request.device == "cuda" else "gloo",
             reasons=reasons,
         )
@@ -228,6 +231,14 @@ def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) 
             key="plan.share",
         )
     return (max(pieces),) * len(pieces)
+
+
+def _bucket_bytes(config: RunConfig, request: Request) -> int:
+    """Of gradients. Where they are given back, those under way, each some times over in messages, must be few of all."""
+    if not memory.build(config.plan.states, key="plan.states").gives_back:
+        return BUCKET_BYTES
+    gradients = 4 * sum(prod(shape) for _, shape in request.shapes)
+    return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, gradients // _BUCKETS))
 
 
 def _islands(config: RunConfig, replicas: int) -> tuple[tuple[int, ...], ...]:
