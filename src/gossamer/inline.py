@@ -15,9 +15,8 @@ from gossamer.cutting import Asked, ModuleSource, OriginSource, Source, hold
 from gossamer.data import Corpus
 from gossamer.job import Job, Where, run_job
 from gossamer.model.origin import origin_of
-from gossamer.run.allocator import keep_freed_memory
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
-from gossamer.run.build import Parts, set_threads
+from gossamer.run.build import Parts, set_memory, set_threads
 from gossamer.run.launch.environment import Place, launcher_of, read_environment
 from gossamer.run.launch.worker import StopFlag
 from gossamer.settings import Resolved
@@ -53,7 +52,7 @@ def train_inline(
     place = read_environment() if launcher_of(os.environ) else _ALONE
     _one_rank_per_process(settings, place)
     set_threads(settings.machines.threads, place.local_ranks)
-    keep_freed_memory()
+    set_memory(settings.plan.states)
     corpus, train, validation, fingerprint = _data(data, settings)
     source, described = _source(model, settings, corpus)
     device, objective = device_of(place), objective_of(settings)

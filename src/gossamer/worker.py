@@ -21,9 +21,8 @@ from gossamer.loss import Objective
 from gossamer.model.origin import Origin, origin_of
 from gossamer.model.vocabulary import check_sequence, check_vocabulary
 from gossamer.planning import read_plan
-from gossamer.run.allocator import keep_freed_memory
 from gossamer.run.batches import TextBatches
-from gossamer.run.build import Parts, set_threads
+from gossamer.run.build import Parts, set_memory, set_threads
 from gossamer.run.launch.environment import Place
 from gossamer.run.launch.port import owner
 from gossamer.run.launch.worker import Ready, run_worker
@@ -48,7 +47,7 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
     """Build what the configuration describes and train it, as one rank among all."""
     place = ready.place
     ready.heartbeat.at(phase="build")
-    keep_freed_memory()
+    set_memory(config.plan.states)
     set_threads(config.machines.threads, place.local_ranks)
     corpus = corpus_of(config.data)
     origin = origin_for(config, corpus)

@@ -5,7 +5,8 @@ Wire:    that of zero1 over all ranks, with any exchange, on islands in two hops
 micro-batches it has.
 State:   that of zero1, and 1/n of the gradients, where zero1 has all of them.
 A bucket is there from the first gradient that is written to it until its exchange has ended. Buckets under way are
-bounded by the order of messages: where the wire is slower than backward, backward waits for the fifth before it.
+bounded by the order of messages: where the wire is slower than backward, backward waits for the fifth before it. They
+are small, 1/64 of the gradients where that is 1 MiB or more, as each is there some times over while it is under way.
 Paper:   Rajbhandari et al., ZeRO, SC 2020, arXiv 1910.02054, stage 2.
 Good when: the gradients are much of the memory, and there is one micro-batch per step: of several, the buckets add up
 what all of them give, and are whole until the last one's backward.

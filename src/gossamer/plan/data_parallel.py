@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from math import prod
 
 from gossamer import memory, optim, sync
 from gossamer.data import share_rows
@@ -24,13 +25,14 @@ from gossamer.spec.choice import Exchanges, Written, asks_for_islands, told
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.plan import Mesh, Plan
+from gossamer.spec.plan import BUCKET_BYTES, Mesh, Plan
 from gossamer.sync import Sync
 from gossamer.wire.message import Levels
 
 _PER_STAGE = 4  # micro-batches
 _RULE = "train.optimizer"
 _EVERY_STEP = "every_step"  # what auto stands for until it is chosen
+_BUCKETS, _LEAST_BUCKET_BYTES = 64, 1 << 20  # where they are to be small
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class DataParallel(Planner):
             islands=_islands(config, request.ranks),
             states=config.plan.states,
             sync=_sync(config, mesh),
+            bucket_bytes=_bucket_bytes(config, request),
             backend="nccl" if request.device == "cuda" else "gloo",
             reasons=reasons,
         )
@@ -303,6 +306,14 @@ def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) 
             key="plan.share",
         )
     return (max(pieces),) * len(pieces)
+
+
+def _bucket_bytes(config: RunConfig, request: Request) -> int:
+    """Of gradients. Where they are given back, few of all must be under way: each is there some times over then."""
+    if not memory.build(config.plan.states, key="plan.states").gives_back:
+        return BUCKET_BYTES
+    gradients = 4 * sum(prod(shape) for _, shape in request.shapes)
+    return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, gradients // _BUCKETS))
 
 
 def _islands(config: RunConfig, replicas: int) -> tuple[tuple[int, ...], ...]:

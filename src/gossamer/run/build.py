@@ -25,6 +25,7 @@ from gossamer.pipeline.links import Links, links_of
 from gossamer.pipeline.planned import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.tied import Tied, holders_of
+from gossamer.run.allocator import give_freed_memory_back, keep_freed_memory
 from gossamer.run.batches import Batches, Feed
 from gossamer.run.by_losses import ByLosses
 from gossamer.run.checkpoint import Contents, trainable
@@ -40,6 +41,7 @@ from gossamer.run.stage import Engine, Piece, Whole
 from gossamer.run.trainer import Goal, Replan, Sink, Trainer
 from gossamer.run.verify import Verifier
 from gossamer.run.witness import Witness
+from gossamer.spec.choice import Written
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
@@ -326,6 +328,16 @@ def fingerprint(module: nn.Module) -> str:
 
 def _sample(param: Tensor) -> Tensor:
     return param.detach().flatten()[:64].double().sum()
+
+
+def set_memory(states: Written) -> None:
+    """What this process does with freed memory, before its first tensor: where model state is sharded, there is little
+    of it.
+    """
+    if memory.build(states, key="plan.states").is_sharded:
+        give_freed_memory_back()
+    else:
+        keep_freed_memory()
 
 
 def set_threads(wanted: int | str, local_ranks: int) -> None:
