@@ -105,12 +105,13 @@ def written_of(period: Period, delay: int, steps: int) -> Written:
             "every": period.every,
             "fragments": FRAGMENTS,
             "delay": delay,
-            "carry": True,
+            "mix": 0.5,
             "start": steps // 10,
             "exchange": {"two_shot": {"codec": "int4"}},
-            "outer": "average",
+            "outer": OUTER,
         }
     }
 
 
+OUTER: Written = {"nesterov": {"lr": 0.4}}
 PERIODS: tuple[Period, ...] = (Period(16, 0.25),)  # loss 1.034 of dense's after 2.0 M tokens, one seed
