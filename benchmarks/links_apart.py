@@ -3,11 +3,12 @@
     python benchmarks/links_apart.py [--periods 16] [--hosts 2] [--tokens 2000000] [--seeds 3] [--precision bf16]
 
 What `plan.sync: auto` chooses from (gossamer.plan.exchange.PERIODS): a tenth of the steps together, then islands of one
-host, fragments in four bits. Two processes on this machine train with `gossamer train`: the loss depends on the
-setting, the hosts and the seed, and on no link. The rate is dense's, which is tuned (see links_loss.py); nothing else
-is. `dearer`: the part more of steps it takes to dense's loss, where dense's falls by as much per e-fold of tokens as
-between a run of a sixteenth of them and this one. What was measured is kept in the user's cache, and a study that was
-ended goes on there.
+host, fragments in four bits. With --after, all runs, dense's too, begin with weights that have so many tokens behind
+them, trained together; nothing more is together then, and tokens and bytes are counted afterwards. Two processes on
+this machine train with `gossamer train`: the loss depends on the setting, the hosts and the seed, and on no link. The
+rate is dense's, which is tuned (see links_loss.py); nothing else is. `dearer`: the part more of steps it takes to
+dense's loss, where dense's falls by as much per e-fold of tokens as between a run of a sixteenth of them and this one.
+What was measured is kept in the user's cache, and a study that was ended goes on there.
 """
 
 from __future__ import annotations
@@ -33,25 +34,27 @@ def main() -> None:
     read.add_argument("--delay", type=int, default=3, help="steps that a fragment is under way")
     read.add_argument("--hosts", type=int, default=2)
     read.add_argument("--tokens", type=int, default=2_000_000)
+    read.add_argument("--after", type=int, default=0, help="tokens that all runs have behind them, trained together")
     read.add_argument("--lr", type=float, default=5e-4, help="dense's, tuned by links_loss.py")
     read.add_argument("--seeds", type=int, default=3)
     read.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     read.add_argument("--cache", type=Path, default=venvs.folder())
     asked = read.parse_args()
-    steps = -(-asked.tokens // setting.tokens(asked.hosts))
+    together = 0 if asked.after else -(-asked.tokens // setting.tokens(asked.hosts))
     dense = Subject("dense", asked.hosts)
     apart = {
-        every: Subject("dense", asked.hosts, sync=written_of(Period(every, 0.0), asked.delay, steps))
+        every: Subject("dense", asked.hosts, sync=written_of(Period(every, 0.0), asked.delay, together))
         for every in map(int, asked.periods.split(","))
     }
-    budget = Budget(asked.tokens, asked.seeds, (asked.lr,), 0, asked.precision, jobs=1)
+    budget = Budget(asked.tokens, asked.seeds, (asked.lr,), 0, asked.precision, jobs=1, after=asked.after)
     kept = Kept(asked.cache / "losses.json")
     found = losses([dense, *apart.values()], budget, kept, say)
     short = losses([dense], replace(budget, tokens=asked.tokens // 16, seeds=1), kept, say)[dense.key()]
     base = found[dense.key()]
-    fall = (short["final_losses"][0] - base["final_losses"][0]) / math.log(16)
+    e_folds = math.log((asked.after + asked.tokens) / (asked.after + asked.tokens // 16))
+    fall = (short["final_losses"][0] - base["final_losses"][0]) / e_folds
     rows = [{"every": n, "sync": one.sync, **row_of(found[one.key()], base, fall)} for n, one in apart.items()]
-    settings = {k: getattr(asked, k) for k in ("hosts", "tokens", "lr", "seeds", "precision", "delay")}
+    settings = {k: getattr(asked, k) for k in ("hosts", "tokens", "after", "lr", "seeds", "precision", "delay")}
     of_dense = {"fall_per_e_fold": round(fall, 4), "after_a_sixteenth": short["final_loss"], **base}
     publish("links_apart", {"rows": rows, "dense": of_dense, "target": 1.01, "setting": settings})
 

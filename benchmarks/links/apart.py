@@ -25,7 +25,7 @@ from torch import nn
 from links import setting, venvs
 
 _EVALUATIONS, _EVALUATED = 20, 64  # on the way; sequences
-_COMMON_SEED = 1000  # the order of sequences before the studies': none of theirs
+_COMMON_SEED, _COMMON_LR = 1000, 5e-4  # the order of sequences before the studies': none of theirs
 
 
 def train(study: Any, judge: Callable[[nn.Module], float]) -> dict[str, Any]:
@@ -51,14 +51,15 @@ def begun(study: Any) -> nn.Module:
 
 def common(study: Any) -> None:
     """Make the weights that studies like this one begin with, where they are not there: float32 gradients that meet at
-    every step, from random weights, the same rate and schedule.
+    every step, from random weights, at a rate that is not lowered: what has been cooled down learns little afterwards.
     """
     if not study.after or _common_folder(study).exists():
         return
-    first = replace(study, seed=_COMMON_SEED, tokens=study.after, after=0, exchange="dense", sync="every_step")
+    given = {"seed": _COMMON_SEED, "lr": _COMMON_LR, "tokens": study.after}
+    first = replace(study, after=0, exchange="dense", sync="every_step", **given)
     _common_folder(study).parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_common_folder(study).parent) as text:
-        _trained(first, Path(text))
+        _trained(first, Path(text), schedule="constant")
         (Path(text) / "end").rename(_common_folder(study))
 
 
@@ -73,23 +74,23 @@ def _loaded(folder: Path) -> nn.Module:
     return found
 
 
-def _trained(study: Any, folder: Path) -> Path:
+def _trained(study: Any, folder: Path, *, schedule: str = "cosine") -> Path:
     """The run's directory; its model is in `folder`/end."""
     begun(study).save_pretrained(folder / "init")  # type: ignore[operator]
-    (folder / "run.yaml").write_text(json.dumps(_config(study, folder)))
+    (folder / "run.yaml").write_text(json.dumps(_config(study, folder, schedule)))
     run = Path(_gossamer("train", str(folder / "run.yaml"), folder=folder)["directory"])
     _gossamer("export", str(run), "--to", "hf", str(folder / "end"), folder=folder)
     return run
 
 
-def _config(study: Any, folder: Path) -> dict[str, Any]:
+def _config(study: Any, folder: Path, schedule: str) -> dict[str, Any]:
     steps = max(2, math.ceil(study.tokens / setting.tokens(study.hosts)))
     rule = {"lr": study.lr, "betas": setting.BETAS, "weight_decay": setting.WEIGHT_DECAY}
     train = {
         "steps": steps,
         "batch": study.hosts * setting.ROWS,
         "optimizer": {"adamw": rule},
-        "schedule": {"cosine": {"warmup": 0.05}},
+        "schedule": {schedule: {"warmup": 0.05}},
         "clip": setting.CLIP,
         "precision": study.precision,
         "seed": study.seed,

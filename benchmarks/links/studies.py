@@ -14,6 +14,7 @@ from statistics import mean
 from threading import Lock
 from typing import Any
 
+from links import apart
 from links.keep import Kept
 from links.losses import EVERY_STEP, Study, crossing
 
@@ -50,6 +51,8 @@ class Subject:
 def losses(subjects: Iterable[Subject], budget: Budget, kept: Kept, say: Say) -> dict[str, dict[str, Any]]:
     """By the subject's key: rate, final losses by seed, curves."""
     some = {s.key(): s for s in subjects}
+    for one in {s.hosts: s for s in some.values()}.values():
+        apart.common(_study(one, budget, 0.0, 0, 0))
     trials = [_study(s, budget, lr, 0, budget.tune_tokens) for s in some.values() for lr in budget.rates]
     if len(budget.rates) > 1:
         _all(trials, budget, kept, say)

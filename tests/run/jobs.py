@@ -281,7 +281,7 @@ def train(
     for name, section in (sections or {}).items():
         given[name] = {**given.get(name, {}), **section}
     config = RunConfig.model_validate(given)
-    before = tensor_bytes() if counts else 0
+    before = storages() if counts else {}
     torch.manual_seed(0)
     kinds = {
         "small": lambda: Small(dropout),
@@ -306,7 +306,7 @@ def train(
     def at(step: int, phase: str) -> None:
         done[0] = step
         if counts and phase == "fetch" and step == steps - 1:
-            there.append(tensor_bytes() - before)
+            there.append(sum(s.nbytes() for key, s in storages().items() if key not in before))
 
     data, objective = DatasetBatches(Tokens(bad=bad)), loss.build("next_token")
     cpu = torch.device("cpu")
@@ -358,11 +358,11 @@ def train(
     return found
 
 
-def tensor_bytes() -> int:
-    """Of the memory of all tensors that Python knows of, each once."""
+def storages() -> dict[int, torch.UntypedStorage]:
+    """The memory of all tensors that Python knows of, each once. As long as it is held, nothing else has its key."""
     gc.collect()
     found = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
-    return sum({s._cdata: s.nbytes() for s in found if s.device.type != "meta"}.values())
+    return {s._cdata: s for s in found if s.device.type != "meta"}
 
 
 def digests(held: Held) -> dict[str, str]:
