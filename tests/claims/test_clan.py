@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from pool import Pool
 
 pytestmark = pytest.mark.nightly

@@ -8,6 +8,7 @@ Four ranks, 400 steps, the first 60 of them dense (15%); a small network on real
 from __future__ import annotations
 
 import pytest
+
 from pool import Pool
 
 pytestmark = pytest.mark.nightly
