@@ -3,7 +3,7 @@
     python benchmarks/claims.py [PAPER ...] [--quick]
 
 Needs root and iproute2 (see `gossamer doctor`). Without names, all of them; rows of papers that are not asked for stay
-as they were. A claim that does not hold here is a row like any other.
+as they were, with the commit that they were measured at. A claim that does not hold here is a row like any other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from result import RESULTS, publish
+from result import RESULTS, commit, publish
 
 PAPERS = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent / "claims")]) if not m.name.startswith("_")]
 
@@ -30,7 +30,8 @@ def main() -> None:
         read.error(f"no paper is called {', '.join(sorted(unknown))}: there are {', '.join(PAPERS)}")
     rows = [row for row in before() if row["paper"] not in chosen and row["paper"] in PAPERS]
     for name in chosen:
-        rows += [{"paper": name, **asdict(row)} for row in import_module(f"claims.{name}").rows(quick=asked.quick)]
+        found = import_module(f"claims.{name}").rows(quick=asked.quick)
+        rows += [{"paper": name, "commit": commit(), **asdict(row)} for row in found]
     publish("claims", {"rows": sorted(rows, key=lambda row: PAPERS.index(row["paper"]))})
 
 

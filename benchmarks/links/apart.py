@@ -64,7 +64,7 @@ def common(study: Any) -> None:
 
 
 def _common_folder(study: Any) -> Path:
-    return venvs.folder() / f"common_{study.hosts}x{study.after}_{study.precision}"
+    return venvs.folder() / f"common_{study.hosts}x{study.after}_{study.precision}_{_COMMON_LR:g}_constant"
 
 
 def _loaded(folder: Path) -> nn.Module:

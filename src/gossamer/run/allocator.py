@@ -25,7 +25,8 @@ def keep_freed_memory() -> bool:
 def give_freed_memory_back() -> bool:
     """Blocks of a MiB and more are the system's again when they are freed. As `keep_freed_memory` otherwise.
 
-    To be called before the first tensor: then torch asks for huge pages, and fresh memory costs few page faults.
+    Before a process' first tensor, torch is made to ask for huge pages too, and fresh memory costs few page faults;
+    later, only the environment can (THP_MEM_ALLOC_ENABLE=1).
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return _tell({_M_MMAP_THRESHOLD: _LARGE_BYTES, _M_TRIM_THRESHOLD: _LARGE_BYTES, _M_TOP_PAD: 0})
@@ -40,4 +41,5 @@ def _tell(settings: dict[int, int]) -> bool:
     except (OSError, AttributeError):
         return False
     tell.argtypes, tell.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
-    return all(tell(*setting) for setting in settings.items())
+    told = [tell(*setting) for setting in settings.items()]  # all of them, whatever comes of the first
+    return all(told)

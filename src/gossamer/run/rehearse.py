@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gossamer.run.batches import Feed, MicroBatch, moved
 from gossamer.run.stage import Engine
+from gossamer.run.untouched import untouched
 
 _REPEATS = 2  # after one that warms up
 _WORK_REPEATS, _WORK_MATMULS = 5, 40
@@ -35,21 +36,15 @@ def rehearse(engine: Engine, feed: Feed, params: Mapping[str, Tensor]) -> Rehear
     """
     pieces = feed.fetch(0)
     piece = MicroBatch(pieces[0].key, moved(pieces[0].rows, engine.device))
-    buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
-    rng, training = torch.get_rng_state(), engine.module.training
-    engine.module.train()
     try:
-        runs = [_once(engine, piece, params) for _ in range(_REPEATS + 1)][1:]
+        with untouched(engine.module):
+            engine.module.train()
+            runs = [_once(engine, piece, params) for _ in range(_REPEATS + 1)][1:]
         fastest = min(runs, key=lambda one: one.compute_s)
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in params.items()}
     finally:
-        engine.module.train(training)
-        torch.set_rng_state(rng)
         for param in params.values():
             param.grad = None
-        with torch.no_grad():
-            for name, buffer in engine.module.named_buffers():
-                buffer.copy_(buffers[name])
     return Rehearsal(fastest.compute_s * len(pieces), fastest.backward_s, fastest.ready_s, gradients)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from gossamer.ops.fingerprint import projected
 from gossamer.run.batches import Feed, moved
 from gossamer.run.stage import Engine
+from gossamer.run.untouched import untouched
 
 WIDTH = 64
 ROW = 3 + WIDTH  # loss, valid labels, norm of the gradient, its projections
@@ -35,18 +36,13 @@ class Witness:
 
     def redo(self, step: int, replica: int, seed: int, *, scale: float = 1.0, threads: int = 0) -> Tensor:
         """(ROW,) of the work of `replica` in `step`, from the parameters as they are now."""
-        module = self.engine.module
-        buffers = {name: b.clone() for name, b in module.named_buffers()}
-        rng, before = torch.get_rng_state(), torch.get_num_threads()
+        before = torch.get_num_threads()
         torch.set_num_threads(threads or before)
         try:
-            return self._redone(step, replica, seed, scale)
+            with untouched(self.engine.module):
+                return self._redone(step, replica, seed, scale)
         finally:
             torch.set_num_threads(before)
-            torch.set_rng_state(rng)
-            with torch.no_grad():
-                for name, buffer in module.named_buffers():
-                    buffer.copy_(buffers[name])
 
     def _redone(self, step: int, replica: int, seed: int, scale: float) -> Tensor:
         pieces = replace(self.feed, replica=replica, only=None).fetch(step)
