@@ -55,7 +55,7 @@ def common(study: Any) -> None:
     """
     if not study.after or _common_folder(study).exists():
         return
-    given = {"seed": _COMMON_SEED, "lr": _COMMON_LR, "tokens": study.after}
+    given = {"seed": _COMMON_SEED, "lr": _COMMON_LR, "tokens": study.after, "beta2": setting.BETAS[1]}
     first = replace(study, after=0, exchange="dense", sync="every_step", **given)
     _common_folder(study).parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_common_folder(study).parent) as text:
@@ -85,7 +85,7 @@ def _trained(study: Any, folder: Path, *, schedule: str = "cosine") -> Path:
 
 def _config(study: Any, folder: Path, schedule: str) -> dict[str, Any]:
     steps = max(2, math.ceil(study.tokens / setting.tokens(study.hosts)))
-    rule = {"lr": study.lr, "betas": setting.BETAS, "weight_decay": setting.WEIGHT_DECAY}
+    rule = {"lr": study.lr, "betas": (setting.BETAS[0], study.beta2), "weight_decay": setting.WEIGHT_DECAY}
     train = {
         "steps": steps,
         "batch": study.hosts * setting.ROWS,

@@ -1,5 +1,5 @@
 """The loss after so many tokens, in lockstep: all ranks in one process, the real exchanges, the real update rule.
-Of islands that train apart: by `links.apart`.
+Of islands that train apart, and from weights that are trained already: by `links.apart`.
 
 It depends on the exchange, the number of hosts and the seed, and on no link: so it is measured once for all of them.
 `python -m links.losses` reads one study as JSON from its input and prints what it found.
@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +42,7 @@ class Study:
     """One training run of so many tokens. `exchange` and `sync` as the plan section has them.
 
     `after`: tokens that all studies have behind them, trained together (`apart.common`); 0: random weights of `seed`.
+    `beta2`: of AdamW.
     """
 
     exchange: Any
@@ -53,13 +54,13 @@ class Study:
     precision: str = "fp32"
     sync: Any = EVERY_STEP
     after: int = 0
+    beta2: float = setting.BETAS[1]
 
     def key(self) -> str:
         told = asdict(self)
-        if self.sync == EVERY_STEP:
-            del told["sync"]  # as it was written before there were others
-        if not self.after:
-            del told["after"]
+        for field in fields(self):  # as it was written before there were others
+            if field.name in ("sync", "after", "beta2") and told[field.name] == field.default:
+                del told[field.name]
         return json.dumps(told, sort_keys=True)
 
 
@@ -87,7 +88,7 @@ class Crew:
 
     def __init__(self, study: Study, device: torch.device) -> None:
         self.study, self.device = study, device
-        self.module = apart.begun(study).to(device)
+        self.module = setting.gpt2(study.seed).to(device)
         self.params = dict(self.module.named_parameters())
         exchanges = self._exchanges()
         cut = buckets_of(self.params, exchanges, bucket_bytes=BUCKET_BYTES)
@@ -159,10 +160,10 @@ def evaluate(module: nn.Module, device: torch.device, precision: str) -> float:
 def train(study: Study) -> dict[str, Any]:
     """The validation losses on the way, [tokens, loss], and the last one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if study.sync != EVERY_STEP:
+    if study.after or study.sync != EVERY_STEP:
         return apart.train(study, lambda module: evaluate(module, torch.device("cpu"), study.precision))
     crew, began = Crew(study, device), time.perf_counter()
-    rule = AdamW(lr=study.lr, betas=setting.BETAS, weight_decay=setting.WEIGHT_DECAY)
+    rule = AdamW(lr=study.lr, betas=(setting.BETAS[0], study.beta2), weight_decay=setting.WEIGHT_DECAY)
     state, schedule = rule.init(crew.params), rate.build({"cosine": {"warmup": 0.05}})
     each = setting.tokens(study.hosts)
     steps = max(2, math.ceil(study.tokens / each))

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -68,9 +69,9 @@ def measure(method: Method, link: Link, length: Length) -> dict[str, Any]:
         try:
             if any(codes):
                 raise ValueError(_why(codes, said, seconds, length))
-            found = _peer(said) if method.peer else _ours(folder, length)
-            if method.period > 1:  # a median would be a step that exchanges nothing
-                found["step_s"] = mean(found["steps_s"])
+            middle = median if method.period == 1 else mean  # a median would be a step that exchanges nothing
+            found = _peer(said) if method.peer else _ours(folder, length, middle)
+            found["step_s"] = middle(found["steps_s"])
         except (ValueError, KeyError, StopIteration, FileNotFoundError) as error:
             return {"error": str(error), "command": shlex.join(_shown(argv)), "seconds": round(seconds, 1)}
         return {**found, "seconds": round(seconds, 1), "tokens_per_s": setting.tokens(link.hosts) / found["step_s"]}
@@ -143,7 +144,7 @@ def _peer(said: list[list[str]]) -> dict[str, Any]:
     return {**hosts[0], "peak_bytes": max(h["peak_bytes"] for h in hosts)}
 
 
-def _ours(folder: Path, length: Length) -> dict[str, Any]:
+def _ours(folder: Path, length: Length, middle: Callable[[Iterable[float]], float]) -> dict[str, Any]:
     """Rank 0's figures out of the run's own records; a step lasts until the next one's record."""
     import yaml
 
@@ -154,10 +155,9 @@ def _ours(folder: Path, length: Length) -> dict[str, Any]:
     timed = steps[length.warm :][: length.steps]
     plan = yaml.safe_load((run / "plan.yaml").read_text())
     return {
-        "step_s": median(times),
         "steps_s": [round(t, 4) for t in times],
-        "exposed_s": median(x["exposed_s"] for x in timed),
-        "compute_s": median(x["compute_s"] for x in timed),
+        "exposed_s": middle(x["exposed_s"] for x in timed),
+        "compute_s": middle(x["compute_s"] for x in timed),
         "wire_bytes": sum(sum(x["wire_bytes"].values()) for x in timed) / len(timed),
         "peak_bytes": max(x["peak_bytes"] for x in timed),
         "loss": timed[-1]["loss"],

@@ -14,7 +14,7 @@ from statistics import mean
 from threading import Lock
 from typing import Any
 
-from links import apart
+from links import apart, setting
 from links.keep import Kept
 from links.losses import EVERY_STEP, Study, crossing
 
@@ -24,7 +24,7 @@ _HERE = Path(__file__).parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`rates` are tried on `tune_tokens` with the first seed; one rate alone is not tried. `after`: see Study."""
+    """`rates` are tried on `tune_tokens` with the first seed; one alone is not tried. `after`, `beta2`: see Study."""
 
     tokens: int
     seeds: int
@@ -33,6 +33,7 @@ class Budget:
     precision: str
     jobs: int
     after: int = 0
+    beta2: float = setting.BETAS[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def seconds_to(found: dict[str, Any], target: float, *, tokens_per_s: float) -> 
 
 def _study(subject: Subject, budget: Budget, lr: float, seed: int, tokens: int) -> Study:
     given = (subject.exchange, subject.hosts, seed, lr, tokens, subject.islands, budget.precision)
-    return Study(*given, sync=subject.sync, after=budget.after)
+    return Study(*given, sync=subject.sync, after=budget.after, beta2=budget.beta2)
 
 
 def _best(subject: Subject, budget: Budget, kept: Kept) -> float:

@@ -124,8 +124,9 @@ def _directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bo
             found = RunDirectory(folder.parent)
             if found.config() == config:
                 return found, True
-    if config.run.name is not None and launcher_of(os.environ):
-        return RunDirectory(runs / config.run.name), False
+    name = config.run.name or os.environ.get("GOSSAMER_RUN_NAME")
+    if name and launcher_of(os.environ):
+        return RunDirectory(runs / name), False
     if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
         raise BadInput(
             "started by a launcher, every rank must write to the same folder: give it a name", key="run.name"

@@ -135,9 +135,9 @@ class Exchanger:
             self._price_apart(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
 
     def _shards(self, hosts: int) -> bool:
-        """Whether sharded states go by islands, if there are any; sharded parameters do not."""
+        """Whether sharded states go by islands, if there are any; sharded parameters do where that was asked for."""
         sharding = memory.build(self.plan.states, key="plan.states")
-        return hosts > 1 and sharding.is_sharded and not sharding.takes_parameters
+        return hosts > 1 and sharding.is_sharded and (sharding.needs_islands or not sharding.takes_parameters)
 
     def _part(self, loop: Loop, hosts: int) -> None:
         """Who trains together: what is given, else what the links say, else everybody alone."""
@@ -148,9 +148,11 @@ class Exchanger:
         if loop.steps:
             loop, round_s, each = self._paced(loop)
             said += f": {each}, {round_s:.3g} s of computing a round"
+        if memory.build(self.plan.states, key="plan.states").is_sharded:
+            said += f"; in each, states are shared out among {min(map(len, self.plan.islands))} of its ranks"
         if self.policy is not None:
             loop = self._by_ways(loop, self.policy)
-        self._price_apart(loop, compute_s=round_s / loop.every)
+        self._price_apart(loop, compute_s=round_s / loop.every, state_bytes=self.plan.forecast.state_bytes)
         self._adopt("sync", self.plan.sync, said)
         self.tell(f"sync: {said}", 0)
 
@@ -160,10 +162,10 @@ class Exchanger:
             self.pump.channel.widen(levels)
         self.plan = self.plan.model_copy(update={"islands": islands})
 
-    def _price_apart(self, loop: Loop, **times: float) -> None:
+    def _price_apart(self, loop: Loop, **known: object) -> None:
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         forecast = price_apart(loop, self.plan, shapes, self.pump.channel.levels)
-        self.plan = self.plan.model_copy(update={"forecast": forecast.model_copy(update=times)})
+        self.plan = self.plan.model_copy(update={"forecast": forecast.model_copy(update=known)})
 
     def _paced(self, loop: Loop) -> tuple[Loop, float, str]:
         """How many steps of a round each island makes, as given or as there is time for; what a round takes; in words.

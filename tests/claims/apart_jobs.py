@@ -71,8 +71,8 @@ def learn(
     method, update = sync.build(written), optim.build(rule)
     meets = "all" if method.loop is None else "island"
     sharding = memory.build(states)
-    deal = memory.Deal(levels, sharding.path(levels))
-    held = memory.States.of(update, params, deal, rank=seat.rank, weights=sharding.weights)
+    deal = sharding.deal(levels)
+    held = memory.States.of(update, params, deal, rank=seat.rank, differences=sharding.differences)
     meet, owned = sharding.exchange(compress.build(exchange), deal.path), held.own if deal.path else None
     replica = Replica(params, meet, pump, bucket_bytes=1 << 20, meets=meets, owned=owned)
     truth = {name: p.detach() for name, p in params.items()}

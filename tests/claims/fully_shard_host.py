@@ -98,10 +98,10 @@ def ours() -> dict[str, object]:
     pump, beside = Pump(channel), Pump(channel)
     params = dict(module.named_parameters())
     sharding = memory.build("zero3")
-    shards = memory.Shards.of(module, memory.Walk.of(module, UNITS), beside, place=RANK, ranks=RANKS)
+    deal = sharding.deal(levels)
+    shards = memory.Shards.of(module, memory.Walk.of(module, UNITS), beside, deal=deal.of_parameters, rank=RANK)
     rule = optim.build({"adamw": {"lr": LR, "weight_decay": 0.0}})
-    deal = memory.Deal(levels, sharding.path(levels))
-    states = memory.States.of(rule, params, deal, rank=RANK, weights=None, shards=shards)
+    states = memory.States.of(rule, params, deal, rank=RANK, differences=None, shards=shards)
     gathers = sent(lambda: loss_of(module, 0).backward())
     states.release()
     replica = Replica(

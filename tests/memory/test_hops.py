@@ -5,6 +5,7 @@ and what each rank has updated reaches all of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -127,27 +128,60 @@ def test_feedback_between_islands_pays_in_the_end(islands: tuple[int, ...], leve
         torch.testing.assert_close(total[rank], at_level(where, deal, rank, wanted), rtol=1e-5, atol=1e-5)
 
 
+@each_islands
+@pytest.mark.parametrize("inside", [None, "int8"])
+def test_islands_that_are_apart_have_means_of_their_own(islands: tuple[int, ...], inside: Any) -> None:
+    """On the owners of where they meet, so that states lie still when islands part; of what is lost each has its own
+    part, and the state of what goes between islands is left as it is.
+    """
+    where, levels, ranks = crew.layout(), levels_of(islands), sum(islands)
+    deal, apart = Deal(levels, ("island",)), levels.only("island")
+    one = Hops(
+        compress.build({"error_feedback": {"two_shot": "int4"}}), compress.codec.build(inside) if inside else None
+    )
+    one.check(where, apart)
+    states, weights = [one.init(where) for _ in range(ranks)], crew.weights(ranks)
+    for group in levels.groups["island"]:
+        weights[list(group)] /= weights[list(group)].sum()
+    rounds = [replace(crew.at(rank, ranks, levels=apart), weights=weights) for rank in range(ranks)]
+    channels = Lockstep.world(ranks, apart)
+    given = [crew.bucket(where, rank) for rank in range(ranks)]
+    outcomes = run_lockstep(channels, [one.run(given[r], states[r], rounds[r]) for r in range(ranks)])
+    for rank, outcome in enumerate(outcomes):
+        fellows = levels.group("island", rank)
+        kept = [crew.kept(crew.bucket(where, r).flat.double(), outcomes[r]) for r in fellows]
+        mean = torch.stack([weights[r] * k for r, k in zip(fellows, kept, strict=True)]).sum(0)
+        wanted = at_level(where, deal, rank, mean)
+        torch.testing.assert_close(outcome.mean.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert outcome.state is states[rank]
+        priced = Priced(rank, apart)
+        priced.charge(one.traffic(where, apart, rank))
+        assert channels[rank].meter.snapshot() == priced.meter.snapshot()
+
+
 def gathered(islands: Sequence[int], written: Any) -> tuple[list[dict[str, torch.Tensor]], Layout]:
     """One update of SGD by hand and the gather after it, on all ranks."""
     sharding, levels = memory.build(written), levels_of(islands)
-    deal = Deal(levels, sharding.path(levels))
+    deal = sharding.deal(levels)
     where, ranks = crew.layout(), sum(islands)
     held, methods = [], []
     for rank in range(ranks):
         params = {n: v.clone() for n, v in Bucket(where, crew.bucket(where, 99).flat).slices()}
-        states = memory.States.of(optim.build({"sgd": {"lr": 1.0}}), params, deal, rank=rank, weights=sharding.weights)
+        states = memory.States.of(
+            optim.build({"sgd": {"lr": 1.0}}), params, deal, rank=rank, differences=sharding.differences
+        )
         gradients = crew.bucket(where, 7).slices()
         states.update({n: states.own(n, g) for n, g in gradients}, lr_scale=1.0, step=0)
-        if sharding.weights is None:
+        if sharding.differences is None:
             methods.append(states._gathered(where))
         else:
-            methods.append(states._differences(sharding.weights, (0, 0), where))
+            methods.append(states._moved(sharding.differences, (0, 0), where))
         held.append(params)
     channels = Lockstep.world(ranks, levels)
     run_lockstep(channels, methods)
     for rank, channel in enumerate(channels):
         priced = Priced(rank, levels)
-        priced.charge(memory.gather_traffic(where, deal, rank, sharding.weights))
+        priced.charge(memory.gather_traffic(where, deal, rank, sharding.differences))
         assert channel.meter.snapshot() == priced.meter.snapshot()
     return held, where
 
@@ -191,7 +225,7 @@ def test_bytes_by_level(islands: tuple[int, ...], k: int, m: int, level: str, co
     one = sharding.exchange(compress.build("dense"), deal.path)
     _, channels = exchanged(one, levels, where)
     rows = Priced(0, levels)
-    rows.charge(memory.gather_traffic(where, deal, 0, sharding.weights))
+    rows.charge(memory.gather_traffic(where, deal, 0, sharding.differences))
     there, back = by_level(channels, levels), by_level([rows], levels)  # type: ignore[list-item]
     inside, between, updates = (1 + 4 / 256, 0.5 + 4 / 128, 1 + 4 / 256) if coded else (4, 4, 4)
     assert there[0] == (k - 1) / k * d * inside
@@ -228,8 +262,10 @@ def test_gradients_by_rows_go_as_states_do_and_parameters_flat() -> None:
     levels = levels_of((2, 2))
     assert memory.build("zero2").path(levels) == memory.build("zero1").path(levels) == ("island", "between")
     assert memory.build("zero3").path(levels) == ("all",)
+    assert memory.build({"zero2": {"level": "island"}}).path(levels) == ("island",)
     dense = compress.build("dense")
     assert memory.build("zero2").exchange(dense, ("island", "between")) == Hops(Scatter())
+    assert memory.build({"zero2": {"level": "island"}}).exchange(dense, ("island",)) == Hops(dense)
     assert memory.build("zero3").exchange(dense, ("all",)) == Scatter()
 
 

@@ -201,7 +201,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asking(plan={"adapt": "l_greco"}), "plan.adapt: wanted gradients that all ranks exchange"),
     (asking(plan={"adapt": "bcrs"}), "plan.adapt: wanted gradients that all ranks exchange"),
     (asking(train={"verify": {"every": 2}}), "train.verify.every: wanted whole replicas"),
-    (asking(plan={"states": "zero1"}), "plan.states: wanted whole replicas that meet at every step"),
+    (asking(plan={"states": "zero1"}), "plan.states: wanted whole replicas whose gradients meet"),
     (asking(plan={"mesh": {"pipe": 2}}), "plan.sync: wanted every process to hold the whole model"),
     (asking(plan={"sync": {"just_one_byte": {"samples": 0}}}), "plan.sync.just_one_byte.samples"),
 ]

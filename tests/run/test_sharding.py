@@ -264,8 +264,8 @@ def test_half_parameters(pool: Pool, tmp_path: Path) -> None:
 
 
 BAD = [
-    ({"plan": {"states": "zero1", "sync": "diloco"}}, "plan.states: wanted whole replicas that meet at every step"),
-    ({"plan": {"states": "zero1", "mesh": {"pipe": 2}}}, "plan.states: wanted whole replicas that meet at every step"),
+    ({"plan": {"states": "zero1", "sync": "just_one_byte"}}, "plan.states: wanted whole replicas whose gradients meet"),
+    ({"plan": {"states": "zero1", "mesh": {"pipe": 2}}}, "plan.states: wanted whole replicas whose gradients meet"),
     ({"plan": {"states": "zero1"}, "train": {"optimizer": "lamb"}}, "wanted a rule that moves each number by itself"),
     ({"plan": {"states": "zero1", "adapt": "l_greco"}}, "plan.states: wanted no policy"),
     ({"plan": {"exchange": {"momentum": "dense"}}}, "plan.exchange: wanted no clipping around the exchange `momentum`"),

@@ -157,7 +157,7 @@ def reruns(seat: Seat, *, count: int) -> dict[str, Any]:
     witness = Witness(engine_of(parts), Feed(data, plan, 0, 0), dict(module.named_parameters()))
     pump = Pump(Group(Meeting(seat.store(), seat.rank, Levels.flat(1), interface="lo", timeout_s=20.0)))
     replica = Replica(witness.params, compress.build("dense"), pump, bucket_bytes=1 << 20)
-    states = States.of(optim.build("sgd"), witness.params, Deal(Levels.flat(1)), rank=0, weights=None)
+    states = States.of(optim.build("sgd"), witness.params, Deal(Levels.flat(1)), rank=0, differences=None)
     verifier = Verifier(
         wanted=config.train.verify, witness=witness, replica=replica, states=states, sink=lambda record: None
     )

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from gossamer.compress import Exchange
 from gossamer.compress.codec import Codec
+from gossamer.memory._back import longest
 from gossamer.memory._rows import Deal, Rows, rows_of
-from gossamer.memory._scatter import most, parts_of
 from gossamer.memory._shards import Shards
 from gossamer.memory._spy import watched
 from gossamer.memory._states import States, gather_traffic
@@ -33,9 +33,8 @@ __all__ = [
     "Walk",
     "build",
     "gather_traffic",
-    "most",
+    "longest",
     "names",
-    "parts_of",
     "rows_of",
     "watched",
 ]
@@ -60,7 +59,7 @@ class Sharding(ABC):
         return False
 
     @property
-    def weights(self) -> Codec | None:
+    def differences(self) -> Codec | None:
         """How what a rank has moved its rows by gets to the others; None: the rows themselves do, as they are."""
         return None
 
@@ -71,11 +70,17 @@ class Sharding(ABC):
 
     @abstractmethod
     def path(self, levels: Levels) -> tuple[str, ...]:
-        """Along which levels rows are dealt out; along none, where every rank has all."""
+        """Along which levels rows are dealt out; along none, where every rank has all. Sharded parameters are dealt
+        out along the first of them.
+        """
 
     @abstractmethod
     def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
         """How gradients meet that `given` was asked for: a rank needs the mean of its own rows alone."""
+
+    def deal(self, levels: Levels) -> Deal:
+        """Whose rows are whose, where the links have these levels."""
+        return Deal(levels, self.path(levels), kept=int(self.takes_parameters))
 
     def check(self, levels: Levels) -> None:
         """Raises BadInput where this cannot serve such a wire: asked when all is known of it."""
@@ -83,7 +88,7 @@ class Sharding(ABC):
             raise bad_input(
                 wanted="islands of ranks, to hold the states on each of them",
                 got="links that are all alike, or not known",
-                do="say in machines.islands which ranks share a fast link, or leave level at all",
+                do="say in machines.islands which ranks share a fast link, or leave `island` out of plan.states",
                 key="plan.states",
             )
 

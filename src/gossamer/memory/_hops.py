@@ -8,7 +8,8 @@ Symbols: C `inside`, D its inverse (the identity where none is given). `between`
 are dealt out among the k-th ranks, and each gets the mean of its own; or any exchange, and they all get the mean of k.
 The order of a message inside is a permutation of the bucket: all rows of the first owner, of the second, and so on.
 Levels:  `island` and `between`. Of every island as many ranks own rows as the smallest has; the others run `between`
-on nothing and in a group of one, so that all ranks send as many messages.
+on nothing and in a group of one, so that all ranks send as many messages. Where there is no such level, as while
+islands train apart, each group of `all` is an island: mean = m_I, and the state stays what it is.
 Wire:    SHUFFLE inside (1 - 1/n_I of an encoded bucket, where n_I ranks own rows), `between` on 1/n_I of a bucket.
 State:   that of `between` for the whole bucket, of which owned rows are used.
 Paper:   qgZ of Wang et al., ZeRO++, arXiv 2306.10209 (slice reordering, all-to-all in two hops); the two levels of Jia
@@ -57,12 +58,15 @@ class Hops(Exchange):
         return State(inner=(self.between.init(layout),))
 
     def run(self, x: Bucket, state: State, at: Round) -> Rounds:
-        here, (inner,) = Place.of(x.layout, at.levels, at.rank, dealt), state.inner
+        here, (inner,) = _place(x.layout, at.levels, at.rank), state.inner
         parts = parts_of(x.layout, len(here.runs))
         own = parts[here.me] if here.me < len(parts) else ()
         lost = torch.zeros_like(x.flat, dtype=torch.float32) if at.accounts and not self.traits.lossless else None
         island = yield from self._reduce(x, here, parts, at, lost)
         sub = Bucket(here.mine.layout, island.to(x.layout.dtype))
+        if _is_one(at.levels):
+            unpacked(sub.flat, own, x.flat.zero_())
+            return Outcome(x.flat, lost, state)
         out = yield from across(self.between, sub, _part(inner, own), at, here)
         unpacked(out.mean, own, x.flat.zero_())
         if lost is not None and out.lost is not None and at.share > 0:
@@ -74,10 +78,10 @@ class Hops(Exchange):
     ) -> Generator[Message, tuple[Tensor, ...], Tensor]:
         """The mean of my island, of the rows that are mine there, in float32."""
         shares, keys = here.shares(at.weights), [key_of(at, x.layout, turn=-1 - k) for k in range(len(parts))]
-        there, others = self._inside(here), [k for k in range(len(here.island)) if k != here.me]
+        there, others = self._inside(here, at.levels), [k for k in range(len(here.island)) if k != here.me]
         sent = [self._message(x.flat, parts[k], keys[k], lost) for k in others if k < len(parts) and parts[k]]
         part = torch.cat(sent) if sent else x.flat.new_empty(0, dtype=x.layout.dtype if self.inside is None else _BYTES)
-        (arrived,) = yield Message((part,), Combine.SHUFFLE, "island", there.splits, there.arriving)
+        (arrived,) = yield Message((part,), there.combine, there.level, there.splits, there.arriving)
         if not here.mine.numel:
             return torch.zeros(0, device=x.flat.device)
         total = packed(x.flat, parts[here.me], here.mine.numel).float() * shares[here.me]
@@ -101,23 +105,36 @@ class Hops(Exchange):
         return message
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
-        here = Place.of(layout, levels, rank, dealt)
-        return (self._inside(here), *traffic_across(self.between, here, rank))
+        here = _place(layout, levels, rank)
+        return (self._inside(here, levels), *(() if _is_one(levels) else traffic_across(self.between, here, rank)))
 
     def check(self, layout: Layout, levels: Levels) -> None:
-        check_across(self.between, layout, levels, dealt)
+        if not _is_one(levels):
+            check_across(self.between, layout, levels, dealt)
 
-    def _inside(self, here: Place) -> Traffic:
+    def _inside(self, here: Place, levels: Levels) -> Traffic:
         """The message inside the island."""
         sizes = [self._size(run) for run in (*here.runs, *(here.nobody for _ in here.island[len(here.runs) :]))]
         splits = tuple(0 if k == here.me else size for k, size in enumerate(sizes))
         arriving = tuple(0 if k == here.me else sizes[here.me] for k in range(len(sizes)))
         itemsize = here.whole.dtype.itemsize if self.inside is None else 1
-        return Traffic(Combine.SHUFFLE, sum(splits), itemsize, "island", splits, arriving)
+        level = "all" if _is_one(levels) else "island"
+        return Traffic(Combine.SHUFFLE, sum(splits), itemsize, level, splits, arriving)
 
     def _size(self, run: Run) -> int:
         """Elements of the message about a run: numbers, or encoded bytes."""
         return run.numel if self.inside is None or not run.numel else self.inside.nbytes(run.numel)
+
+
+def _is_one(levels: Levels) -> bool:
+    """Whether those whose gradients meet are one island: there is nobody else."""
+    return "island" not in levels.groups
+
+
+def _place(layout: Layout, levels: Levels, rank: int) -> Place:
+    if _is_one(levels):  # all islands are seen, so that rows are dealt out as where they meet
+        levels = Levels({"all": (levels.everyone,), "island": levels.groups["all"]})
+    return Place.of(layout, levels, rank, dealt)
 
 
 def dealt(layout: Layout, owners: int) -> tuple[Run, ...]:

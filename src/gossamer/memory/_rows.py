@@ -26,6 +26,10 @@ class Rows:
         """The view of them, with as many dimensions as the tensor has; a number is all there or an error."""
         return tensor if tensor.dim() == 0 else tensor[self.start : self.start + self.count]
 
+    def within(self, other: Rows) -> Rows:
+        """The same ones, counted from the first of `other`, which they lie in."""
+        return Rows(self.start - other.start, self.count)
+
 
 def rows_of(name: str, shape: Sequence[int], ranks: int) -> tuple[Rows, ...]:
     """By rank. Where there are fewer rows than ranks, one rank has all of them: which one depends on the name, and so
@@ -46,10 +50,23 @@ class Deal:
     counterparts between islands. Along no path nothing is dealt out: every rank has all rows.
 
     Of every island as many ranks get rows as the smallest has: those with a counterpart in all islands.
+    `kept`: along how many of the levels, the first ones, parameters are dealt out for good. What is updated comes back
+    along the others.
     """
 
     levels: Levels
     path: tuple[str, ...] = ()
+    kept: int = 0
+
+    @property
+    def back(self) -> tuple[str, ...]:
+        """The levels along which updated rows come back, the last one first."""
+        return self.path[self.kept :]
+
+    @property
+    def of_parameters(self) -> Deal:
+        """How they are dealt out for good; all of that comes back while they are needed."""
+        return Deal(self.levels, self.path[: self.kept])
 
     def rows(self, name: str, shape: Sequence[int], rank: int) -> Rows:
         """What `rank` has of a parameter."""
@@ -72,17 +89,20 @@ class Deal:
         return self.levels.owners(rank) if level == "island" else self.levels.group(level, rank)
 
     def givers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that together have all rows once, in the order in which `rank` hears of them on the way back along
-        the path.
+        """The ranks that together have all rows once that are to come back to `rank`, in the order in which it hears of
+        them on the way.
         """
+        return self._along(self.back, rank)
+
+    def _along(self, path: Sequence[str], rank: int) -> tuple[int, ...]:
         found: tuple[int, ...] = (rank,)
-        for level in self.path:
+        for level in path:
             found = tuple(peer for one in found for peer in self.owners(level, one))
         return found
 
     def is_first(self, rank: int) -> bool:
         """Whether no rank before it has the same rows, where it has any."""
-        return rank in self.givers(self.levels.group("all", rank)[0])
+        return rank in self._along(self.path, self.levels.group("all", rank)[0])
 
 
 def path_of(level: str, levels: Levels) -> tuple[str, ...]:

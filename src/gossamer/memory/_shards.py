@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gossamer.memory._rows import Part, Rows, rows_of
-from gossamer.memory._scatter import most, parts_of, unpacked
+from gossamer.memory._back import collected
+from gossamer.memory._rows import Deal, Part, Rows
+from gossamer.memory._scatter import most, unpacked
 from gossamer.memory._spy import tensors_of
 from gossamer.memory._walk import LEVEL, Unit, Walk, window
 from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.message import Combine, Message, Outcome, State
+from gossamer.wire.message import Outcome, State, sent_at
 from gossamer.wire.message import Rounds as Method
 from gossamer.wire.pump import Pump, Step
 
@@ -44,11 +45,11 @@ class Shards:
     _real: list[tuple[nn.Module, Callable[..., Any] | None]] = field(default_factory=list)
 
     @staticmethod
-    def of(module: nn.Module, walk: Walk, pump: Pump, *, place: int, ranks: int) -> Shards:
-        """Keep this rank's rows and let all else go. `place` among the `ranks` that hold the same parameters."""
+    def of(module: nn.Module, walk: Walk, pump: Pump, *, deal: Deal, rank: int) -> Shards:
+        """Keep this rank's rows, as they are dealt out, and let all else go."""
         params = dict(module.named_parameters())
-        always, *units = (_Gathered.of(unit, params, place, ranks) for unit in (walk.always, *walk.units))
-        rows = {name: rows_of(name, p.shape, ranks)[place] for name, p in params.items()}
+        always, *units = (_Gathered.of(unit, params, deal, rank) for unit in (walk.always, *walk.units))
+        rows = {name: deal.rows(name, p.shape, rank) for name, p in params.items()}
         found = Shards(module, pump, always, tuple(units), rows)
         for index, unit in enumerate(walk.units):
             found._wrap(module.get_submodule(unit.name), functools.partial(found._unit, index))
@@ -159,12 +160,12 @@ class _Gathered:
     is_there: bool = False
 
     @staticmethod
-    def of(unit: Unit, params: Mapping[str, Tensor], place: int, ranks: int) -> _Gathered:
+    def of(unit: Unit, params: Mapping[str, Tensor], deal: Deal, rank: int) -> _Gathered:
         found = _Gathered({name: params[name] for name in sorted(unit.names)}, {}, (), {})
         for layout in unit.layouts:
-            buffer = _Buffer.of(layout, place, ranks)
+            buffer = _Buffer.of(layout, deal, rank)
             found.buffers += (buffer,)
-            found.own |= buffer.rows(params, place, ranks)
+            found.own |= buffer.rows(params)
             found.views |= dict(buffer.whole.slices())
         found._hollow()
         return found
@@ -212,21 +213,24 @@ class _Gathered:
 class _Buffer:
     """The parameters of one type of a unit: the message that this rank sends of them, and where all of them go."""
 
-    message: Tensor  # (most,) this rank's rows one behind the other, and zeros
-    parts: tuple[Part, ...]
+    deal: Deal
+    rank: int
+    message: Tensor  # (most,) this rank's rows one behind the other, and zeros; (0,) where it gives none
+    parts: tuple[Part, ...]  # of the givers
     whole: Bucket
 
     @staticmethod
-    def of(layout: Layout, place: int, ranks: int) -> _Buffer:
-        parts = parts_of(layout, ranks)
-        message = torch.zeros(most(parts), dtype=layout.dtype, device=layout.device)
-        return _Buffer(message, parts, layout.allocate())
+    def of(layout: Layout, deal: Deal, rank: int) -> _Buffer:
+        givers = deal.givers(rank)
+        parts = tuple(deal.part(layout, giver) for giver in givers)
+        message = torch.zeros(most(parts) if rank in givers else 0, dtype=layout.dtype, device=layout.device)
+        return _Buffer(deal, rank, message, parts, layout.allocate())
 
-    def rows(self, params: Mapping[str, Tensor], place: int, ranks: int) -> dict[str, Tensor]:
+    def rows(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's rows, now as views of the message."""
         found, done = {}, 0
         for e in self.whole.layout.entries:
-            rows = rows_of(e.name, e.shape, ranks)[place]
+            rows = self.deal.rows(e.name, e.shape, self.rank)
             if rows.count:
                 given = rows.of(params[e.name].detach())
                 found[e.name] = self.message[done : done + given.numel()].view(given.shape)
@@ -235,9 +239,12 @@ class _Buffer:
         return found
 
     def gather(self) -> Method:
+        return sent_at(self._gather(), lambda level: LEVEL)
+
+    def _gather(self) -> Method:
         storage = self.whole.flat.untyped_storage()
         storage.resize_(self.whole.layout.nbytes)
-        (rows,) = yield Message((self.message,), Combine.GATHER, LEVEL)
+        rows = yield from collected(self.deal, self.rank, self.message, most(self.parts))
         for row, part in zip(rows, self.parts, strict=True):
             unpacked(row, part, self.whole.flat)
         return Outcome(self.whole.flat, None, State())

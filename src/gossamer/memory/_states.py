@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 
 import torch
 from torch import Tensor
 
 from gossamer.compress._key import key_at
 from gossamer.compress.codec import Codec
+from gossamer.memory._back import collected, collecting, longest
 from gossamer.memory._rows import Deal, Rows
 from gossamer.memory._scatter import most, packed, unpacked
 from gossamer.memory._shards import Shards
 from gossamer.optim import Rule, State
-from gossamer.wire.bucket import Bucket, Layout, as_float
-from gossamer.wire.message import Combine, Message, Outcome, Rounds, Traffic
+from gossamer.wire.bucket import Layout, as_float
+from gossamer.wire.message import Outcome, Rounds, Traffic
 from gossamer.wire.message import State as Stateless
 from gossamer.wire.pump import Pump
 
@@ -28,10 +28,10 @@ _MAIN = "main"
 class States:
     """`rows`: this rank's, by name; where it holds all of every parameter, there is nothing to gather. What is dealt
     out level by level is gathered so as well, the other way round: rows between islands once, and then inside.
-    `weights`: a code for what the rows have moved by. Then the rule moves float32 copies of its own, `main` among its
-    state, and the parameters are what all ranks make of the code, this one's own rows too: so they are the same
+    `differences`: a code for what the rows have moved by. Then the rule moves float32 copies of its own, `main` among
+    its state, and the parameters are what all ranks make of the code, this one's own rows too: so they are the same
     everywhere, and what was lost on the way is part of the next difference. `shards`: where the parameters themselves
-    are sharded, the rows are what is there of them, and nothing is gathered until a unit runs.
+    are sharded, the rows lie in what is there of them. Only that comes back after an update; the rest when a unit runs.
     """
 
     rule: Rule
@@ -39,7 +39,7 @@ class States:
     rows: Mapping[str, Rows]
     deal: Deal
     rank: int
-    weights: Codec | None
+    differences: Codec | None
     held: State
     shards: Shards | None = None
 
@@ -50,19 +50,18 @@ class States:
         deal: Deal,
         *,
         rank: int,
-        weights: Codec | None,
+        differences: Codec | None,
         shards: Shards | None = None,
     ) -> States:
         """What `rank` holds where rows are dealt out so."""
         mine = {name: deal.rows(name, p.shape, rank) for name, p in params.items()}
-        there = dict(shards.own()) if shards is not None else {}
-        own = {n: there.get(n, rows.of(params[n].detach())) for n, rows in mine.items() if _any(rows)}
-        if weights is not None:
+        own = _own_of(mine, _held(params, shards))
+        if differences is not None:
             own = {n: view.float().clone() for n, view in own.items()}
         held = rule.init(own)
-        for name in own if weights is not None else ():
+        for name in own if differences is not None else ():
             held[name][_MAIN] = own[name]
-        return States(rule, params, mine, deal, rank, weights, held, shards)
+        return States(rule, params, mine, deal, rank, differences, held, shards)
 
     @property
     def is_sharded(self) -> bool:
@@ -70,8 +69,15 @@ class States:
 
     @property
     def is_spare(self) -> bool:
-        """Whether a rank before this one holds the same rows, and counts and writes them."""
+        """Whether a rank before this one holds the state of the same rows, and counts and writes them where all islands
+        meet.
+        """
         return self.is_sharded and not self.deal.is_first(self.rank)
+
+    @property
+    def has_spare_parameters(self) -> bool:
+        """Whether a rank before this one holds the same rows of sharded parameters, and writes them."""
+        return self.shards is not None and not self.deal.of_parameters.is_first(self.rank)
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's rows of something shaped like a parameter; nothing of it where it has none."""
@@ -88,8 +94,9 @@ class States:
         self.release()
 
     def meet(self, moved: Mapping[str, Tensor], *, rates: float) -> None:
-        """Tell the rule that islands have met (see Rule.meet). All of every parameter must be this rank's."""
-        self.rule.meet(self._moved_by_rule(moved), moved, self.held, rates=rates)
+        """Tell the rule that islands have met (see Rule.meet)."""
+        own = {name: self.own(name, gone) for name, gone in moved.items() if _any(self.rows[name])}
+        self.rule.meet(self._moved_by_rule(own), own, self.held, rates=rates)
 
     def _moved_by_rule(self, names: Iterable[str]) -> dict[str, Tensor]:
         """This rank's rows of the parameters named, or the float32 copies that move in their place."""
@@ -97,16 +104,13 @@ class States:
         return {name: self.held[name].get(_MAIN, there[name]) for name in names}
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's rows of the parameters; of sharded ones, those that are not trained too."""
-        if self.shards is not None:
-            return self.shards.own()
-        mine = {name: rows for name, rows in self.rows.items() if _any(rows)}
-        return ((name, rows.of(self.params[name].detach())) for name, rows in mine.items())
+        """The rows of the parameters whose state this rank holds."""
+        return iter(_own_of(self.rows, _held(self.params, self.shards)).items())
 
     @property
     def sharded(self) -> dict[str, tuple[Tensor, Rows, Tensor]]:
-        """The parameters that are sharded themselves, by name: the parameter (its shape is all there is of it), which
-        rows are this rank's, and these.
+        """The parameters that are sharded themselves, trained or not, by name: the parameter (its shape is all there is
+        of it), which rows are this rank's, and these.
         """
         if self.shards is None:
             return {}
@@ -131,32 +135,33 @@ class States:
         return waited
 
     def gather(self, layouts: Sequence[Layout], pump: Pump, *, key: tuple[int, int]) -> None:
-        """After an update: take over what the others have updated. `key`: (seed, step)."""
-        if not self.is_sharded or self.shards is not None:
+        """After an update: take over what the others have updated of what this rank holds. `key`: (seed, step)."""
+        if not self.deal.back:
             return
-        step = pump.begin([len(self.deal.path)] * len(layouts))
+        step = pump.begin([len(self.deal.back)] * len(layouts))
         for job, layout in enumerate(layouts):
             place = (*key, layout.entries[0].name, "gather")
-            rows = self._gathered if self.weights is None else partial(self._differences, self.weights, place)
+            rows = self._gathered if self.differences is None else partial(self._moved, self.differences, place)
             step.submit(job, rows(layout))
         for job in range(len(layouts)):
             step.result(job)
 
     def _gathered(self, layout: Layout) -> Rounds:
         parts = [self.deal.part(layout, giver) for giver in self.deal.givers(self.rank)]
-        bucket = layout.allocate()
-        for name, view in bucket.slices():
-            view.copy_(self.params[name].detach())
+        bucket, held = layout.allocate(), _held(self.params, self.shards)
+        views = {name: held[name].rows.of(view) for name, view in bucket.slices() if name in held}
+        for name, view in views.items():
+            view.copy_(held[name].tensor)
         mine = packed(bucket.flat, self.deal.part(layout, self.rank), most(parts))
-        rows = yield from self._collected(mine)
+        rows = yield from collected(self.deal, self.rank, mine, most(parts))
         for row, part in zip(rows, parts, strict=True):
             unpacked(row, part, bucket.flat)
-        for name, view in Bucket(layout, bucket.flat).slices():
-            self.params[name].detach().copy_(view)
+        for name, view in views.items():
+            held[name].tensor.copy_(view)
         return Outcome(bucket.flat[:0].clone(), None, Stateless())  # the buffer need not outlive it
 
     @torch.no_grad()
-    def _differences(self, codec: Codec, place: tuple[int | str, ...], layout: Layout) -> Rounds:
+    def _moved(self, codec: Codec, place: tuple[int | str, ...], layout: Layout) -> Rounds:
         givers = self.deal.givers(self.rank)
         parts = [self.deal.part(layout, giver) for giver in givers]
         key = key_at(place, givers.index(self.rank) if self.rank in givers else -1)  # who has the same rows draws alike
@@ -166,22 +171,14 @@ class States:
                 rows = self.rows[name]
                 rows.of(view).copy_(self.held[name][_MAIN] - rows.of(self.params[name]).float())
         mine = packed(bucket.flat, self.deal.part(layout, self.rank), most(parts))
-        messages = yield from self._collected(codec.encode(mine, key))
+        message = codec.encode(mine, key)
+        messages = yield from collected(self.deal, self.rank, message, message.numel())
         moved = codec.decode(messages, most(parts), key)  # (givers, most)
         for row, part in zip(moved, parts, strict=True):
             unpacked(row, part, bucket.flat)
         for name, view in bucket.slices():
             self.params[name].copy_(self.params[name].float() + view)
         return Outcome(bucket.flat[:0].clone(), None, Stateless())  # the buffer need not outlive it
-
-    def _collected(self, mine: Tensor) -> Generator[Message, tuple[Tensor, ...], Tensor]:
-        """(givers, length): every giver's `mine`, which has the same length on all ranks."""
-        found = mine
-        for turn in collecting(self.deal, self.rank, mine.numel(), mine.element_size()):
-            copies = 1 if turn.splits is None else sum(map(bool, turn.splits))
-            part = found.flatten() if copies == 1 else found.flatten().repeat(copies)
-            (found,) = yield Message((part,), turn.combine, turn.level, turn.splits, turn.arriving)
-        return found.view(len(self.deal.givers(self.rank)), mine.numel())
 
     def slots(self) -> Iterator[tuple[str, str, Rows, Tensor]]:
         """(slot, parameter, this rank's rows, tensor) of all state."""
@@ -190,29 +187,32 @@ class States:
                 yield slot, name, self.rows[name], tensor
 
 
-def gather_traffic(layout: Layout, deal: Deal, rank: int, weights: Codec | None) -> tuple[Traffic, ...]:
+def gather_traffic(layout: Layout, deal: Deal, rank: int, differences: Codec | None) -> tuple[Traffic, ...]:
     """What a gather after an update sends of a bucket."""
-    longest = most([deal.part(layout, giver) for giver in deal.givers(rank)])
-    if weights is None:
-        return collecting(deal, rank, longest, layout.dtype.itemsize)
-    return collecting(deal, rank, weights.nbytes(longest), 1)
+    length = longest(layout, deal, rank)
+    if differences is None:
+        return collecting(deal, rank, length, layout.dtype.itemsize)
+    return collecting(deal, rank, differences.nbytes(length), 1)
 
 
-def collecting(deal: Deal, rank: int, length: int, itemsize: int) -> tuple[Traffic, ...]:
-    """The messages by which every rank comes to have those of `length` elements of all givers: the last level of the
-    path first. Where only some of a group have anything, these send it to each of the others.
-    """
-    found = []
-    for depth, level in reversed(list(enumerate(deal.path))):
-        group, owners = deal.levels.group(level, rank), deal.owners(level, rank)
-        block = length * prod(len(deal.owners(deeper, owners[0])) for deeper in deal.path[depth + 1 :])
-        if owners == group:
-            found.append(Traffic(Combine.GATHER, block, itemsize, level))
-            continue
-        splits = (block if rank in owners else 0,) * len(group)
-        arriving = tuple(block if peer in owners else 0 for peer in group)
-        found.append(Traffic(Combine.SHUFFLE, sum(splits), itemsize, level, splits, arriving))
-    return tuple(found)
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What is there of a parameter for good: these rows."""
+
+    rows: Rows
+    tensor: Tensor
+
+
+def _held(params: Mapping[str, Tensor], shards: Shards | None) -> dict[str, _Held]:
+    """By name, of those of which anything is there."""
+    if shards is None:
+        return {n: _Held(Rows(0, p.shape[0] if p.dim() else 1), p.detach()) for n, p in params.items()}
+    return {n: _Held(shards.rows[n], tensor) for n, tensor in shards.own() if n in params}
+
+
+def _own_of(mine: Mapping[str, Rows], held: Mapping[str, _Held]) -> dict[str, Tensor]:
+    """Of what is there, the rows that are `mine`."""
+    return {n: rows.within(held[n].rows).of(held[n].tensor) for n, rows in mine.items() if _any(rows)}
 
 
 def _any(rows: Rows) -> bool:

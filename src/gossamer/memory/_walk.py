@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from gossamer.memory._scatter import most, parts_of
+from gossamer.memory._back import collecting, longest
+from gossamer.memory._rows import Deal
 from gossamer.wire.bucket import Layout
-from gossamer.wire.message import Combine, Levels, Traffic
+from gossamer.wire.message import Traffic
 
 LEVEL = "parameters"  # groups of their own: what is gathered does not wait behind gradients
 
@@ -74,12 +75,11 @@ class Walk:
         indices = range(len(self.units))
         return [(i, True) for i in indices] + [(i, False) for i in reversed(indices) if self.units[i].goes_back]
 
-    def traffic(self, levels: Levels, rank: int, microbatches: int) -> Iterator[Traffic]:
-        """What the gathers of a step send."""
-        ranks = len(levels.group("all", rank))
+    def traffic(self, deal: Deal, rank: int, microbatches: int) -> Iterator[Traffic]:
+        """What the gathers of a step send of parameters that are dealt out so."""
         for unit in self.gathers(microbatches):
             for layout in unit.layouts:
-                yield Traffic(Combine.GATHER, most(parts_of(layout, ranks)), layout.dtype.itemsize)
+                yield from collecting(deal, rank, longest(layout, deal, rank), layout.dtype.itemsize)
 
 
 def window(index: int, units: int, *, is_forward: bool) -> tuple[int, ...]:

@@ -60,6 +60,10 @@ class Sdp4bit(Sharding):
         return True
 
     @property
+    def differences(self) -> Codec | None:
+        return self.weights
+
+    @property
     def needs_islands(self) -> bool:
         return self.level == "island"
 

@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossamer import compress, memory
+from gossamer import memory
 from gossamer.memory import Walk
 from gossamer.plan._partition import Place, least_wait, places_of_states
 from gossamer.plan._price import (
     Shapes,
     gather_bytes,
-    gradient_buckets,
     probe_bytes,
     round_bytes,
+    state_buckets,
     state_bytes,
     step_bytes,
     walk_bytes,
@@ -70,16 +70,14 @@ def price_of(
     parameters have a `walk`, for each of the `microbatches` of a rank.
     """
     sharding = memory.build(states, key="plan.states")
-    deal = memory.Deal(levels, sharding.path(levels))
-    named = compress.rules(written).by_name(name for name, _ in shapes)
-    met = {name: sharding.exchange(one, deal.path) for name, one in named.items()}
-    buckets = gradient_buckets(shapes, met, bucket_bytes=bucket_bytes)
+    deal = sharding.deal(levels)
+    buckets = state_buckets(written, shapes, sharding, deal, bucket_bytes=bucket_bytes)
     links = Counter(step_bytes(buckets, levels))
     if sharding.takes_parameters:
         assert walk is not None, "the gathers of a step follow from what runs one after the other"
-        links.update(walk_bytes(walk, levels, microbatches))
-    elif sharding.is_sharded:
-        links.update(gather_bytes(buckets, deal, sharding.weights))
+        links.update(walk_bytes(walk, deal.of_parameters, microbatches))
+    if sharding.is_sharded:
+        links.update(gather_bytes(buckets, deal, sharding.differences))
     return _cost(links, levels)
 
 
@@ -87,15 +85,17 @@ def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
     """The bytes of a step of islands that train apart, rounds' among its steps: the mean, rounded down. Raises
     BadInput for an exchange of gradients that cannot serve inside an island.
     """
-    exchange = compress.rules(plan.exchange).by_name(name for name, _ in shapes)
-    buckets = gradient_buckets(shapes, exchange, bucket_bytes=plan.bucket_bytes)
+    sharding = memory.build(plan.states, key="plan.states")
+    deal = sharding.deal(levels)
+    buckets = state_buckets(plan.exchange, shapes, sharding, deal, bucket_bytes=plan.bucket_bytes)
     island = levels.only("island")
     buckets = [(layout, one.for_island()) for layout, one in buckets]
     for layout, one in buckets:
         one.check(layout, island)
     islands = levels.groups["island"]
     part = {r: n / loop.every for ranks, n in zip(islands, loop.steps_of(islands), strict=True) for r in ranks}
-    inside = step_bytes(buckets, levels, meets="island")  # of a step, of which some islands make a part
+    inside = Counter(step_bytes(buckets, levels, meets="island"))  # of a step, of which some islands make a part
+    inside.update(gather_bytes(buckets, deal, sharding.differences) if sharding.is_sharded else {})
     links = Counter({link: int(sent * part[int(link.partition(">")[0])]) for link, sent in inside.items()})
     for link, sent in round_bytes(loop, shapes, levels, units=plan.units, bucket_bytes=plan.bucket_bytes).items():
         links[link] += sent // loop.cycle

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from gossamer import compress, memory
-from gossamer.plan._price import Shapes, gradient_buckets
+from gossamer import memory
+from gossamer.plan._price import Shapes, state_buckets
 from gossamer.plan.exchange import wire_seconds
 from gossamer.spec.choice import Exchanges, Written
 from gossamer.spec.errors import NoPlan
@@ -66,14 +66,13 @@ def places_of_states(
     """Where the update rule's state could lie, of which a number of a parameter has `number_bytes` (adamw: 8), with the
     exchange of gradients, of which `hidden_s` are not waited for, and the gather that go with it.
     """
-    found, named = [], compress.rules(exchange).by_name(name for name, _ in shapes)
+    found = []
     for written in among:
         sharding = memory.build(written, key="plan.states")
-        deal = memory.Deal(levels, sharding.path(levels))
-        met = {name: sharding.exchange(one, deal.path) for name, one in named.items()}
+        deal = sharding.deal(levels)
         there = back = 0.0
-        for layout, one in gradient_buckets(shapes, met, bucket_bytes=bucket_bytes):
-            gather = {r: memory.gather_traffic(layout, deal, r, sharding.weights) for r in levels.everyone}
+        for layout, one in state_buckets(exchange, shapes, sharding, deal, bucket_bytes=bucket_bytes):
+            gather = {r: memory.gather_traffic(layout, deal, r, sharding.differences) for r in levels.everyone}
             there += wire_seconds({r: one.traffic(layout, levels, r) for r in levels.everyone}, levels, links)[0]
             back += wire_seconds(gather, levels, links)[0]
         seconds = max(0.0, there - hidden_s) + back

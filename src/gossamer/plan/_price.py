@@ -8,9 +8,11 @@ from math import prod
 
 import torch
 
+from gossamer import compress
 from gossamer.compress import Exchange
 from gossamer.compress.codec import Codec
-from gossamer.memory import Deal, Sharding, Walk, gather_traffic, most, parts_of
+from gossamer.memory import Deal, Sharding, Walk, gather_traffic, longest
+from gossamer.spec.choice import Exchanges
 from gossamer.sync import Loop, Probe, Word, buckets_of, traffic_of_round
 from gossamer.wire.bucket import Layout
 from gossamer.wire.channel.priced import Priced
@@ -32,6 +34,13 @@ def gradient_buckets(shapes: Shapes, exchange: Mapping[str, Exchange], *, bucket
     return buckets_of(params, exchange, bucket_bytes=bucket_bytes)
 
 
+def state_buckets(written: Exchanges, shapes: Shapes, sharding: Sharding, deal: Deal, *, bucket_bytes: int) -> Buckets:
+    """The same for an exchange as written, each on its way to whoever has the state."""
+    named = compress.rules(written).by_name(name for name, _ in shapes)
+    met = {name: sharding.exchange(one, deal.path) for name, one in named.items()}
+    return gradient_buckets(shapes, met, bucket_bytes=bucket_bytes)
+
+
 def step_bytes(buckets: Buckets, levels: Levels, *, meets: str = "all") -> dict[str, int]:
     """Payload bytes of one training step per link ("0>1"), all ranks; gradients meet at the level `meets`."""
     seen = levels if meets == "all" else levels.only(meets)
@@ -45,35 +54,39 @@ def step_bytes(buckets: Buckets, levels: Levels, *, meets: str = "all") -> dict[
     return by_link(levels, sent)
 
 
-def gather_bytes(buckets: Buckets, deal: Deal, weights: Codec | None) -> dict[str, int]:
+def gather_bytes(buckets: Buckets, deal: Deal, differences: Codec | None) -> dict[str, int]:
     """Payload bytes per link of what every rank has updated, on its way to all others."""
     return by_link(
-        deal.levels, lambda rank: (t for layout, _ in buckets for t in gather_traffic(layout, deal, rank, weights))
+        deal.levels, lambda rank: (t for layout, _ in buckets for t in gather_traffic(layout, deal, rank, differences))
     )
 
 
-def walk_bytes(walk: Walk, levels: Levels, microbatches: int) -> dict[str, int]:
-    """Payload bytes per link of what is gathered in a step of sharded parameters."""
-    return by_link(levels, lambda rank: walk.traffic(levels, rank, microbatches))
+def walk_bytes(walk: Walk, deal: Deal, microbatches: int) -> dict[str, int]:
+    """Payload bytes per link of what is gathered in a step of parameters that are dealt out so."""
+    return by_link(deal.levels, lambda rank: walk.traffic(deal, rank, microbatches))
 
 
 def state_bytes(
     sharding: Sharding, walk: Walk, trained: Collection[str], levels: Levels, *, slots: int
 ) -> tuple[int, ...]:
     """By rank: parameters, gradients, and `slots` tensors of the update rule, but not what an exchange keeps."""
-    deal, ranks = Deal(levels, sharding.path(levels)), len(levels.everyone)
+    deal, ranks = sharding.deal(levels), len(levels.everyone)
     found = [0] * ranks
     for layout in (layout for unit in (walk.always, *walk.units) for layout in unit.layouts):
         size, wide = layout.dtype.itemsize, max(4, layout.dtype.itemsize)
-        kept = slots + (size < wide) + (sharding.weights is not None)  # and a float32 copy
-        longest = most(parts_of(layout, ranks)) if sharding.takes_parameters else layout.numel
+        kept = slots + (size < wide) + (sharding.differences is not None)  # and a float32 copy
         for rank in range(ranks):
-            found[rank] += longest * size
+            found[rank] += _held(layout, deal.of_parameters, rank) * size
         for entry in (e for e in layout.entries if e.name in trained):
             for rank in range(ranks):
                 own = deal.rows(entry.name, entry.shape, rank).count * prod(entry.shape[1:])
                 found[rank] += (own if sharding.gives_back else entry.numel) * size + own * wide * kept
     return tuple(found)
+
+
+def _held(layout: Layout, deal: Deal, rank: int) -> int:
+    """Numbers of parameters: whoever has any rows of them has room for as many as the others."""
+    return longest(layout, deal, rank) if rank in deal.givers(rank) else 0
 
 
 def round_bytes(

@@ -19,14 +19,15 @@ from math import prod
 
 from gossamer import memory, optim, sync
 from gossamer.data import share_rows
+from gossamer.memory import Sharding
 from gossamer.plan import Planner, Request, adapt, price_apart, price_of, price_probed, state_bytes
 from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_of
-from gossamer.spec.choice import Exchanges, Written, asks_for_islands, told
+from gossamer.spec.choice import Choice, Exchanges, Written, asks_for_islands, told
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import BUCKET_BYTES, Mesh, Plan
-from gossamer.sync import Sync
+from gossamer.sync import Loop, Sync
 from gossamer.wire.message import Levels
 
 _PER_STAGE = 4  # micro-batches
@@ -243,9 +244,11 @@ def _check_states(config: RunConfig, mesh: Mesh, method: Sync) -> None:
     if sharding.takes_parameters and config.plan.schedule not in ("auto", "one_stage"):
         got = f"plan.schedule {told(config.plan.schedule)}"
         raise bad_input(wanted="plan.schedule one_stage, for sharded parameters", got=got, do=do, key=key)
-    if mesh.pipe > 1 or not method.is_plain:
+    if mesh.pipe > 1 or method.probe is not None:
         got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
-        raise bad_input(wanted="whole replicas that meet at every step, for sharded states", got=got, do=do, key=key)
+        raise bad_input(wanted="whole replicas whose gradients meet, for sharded states", got=got, do=do, key=key)
+    if method.loop is not None:
+        _check_apart(config, sharding)
     if config.plan.adapt != "none":
         got = f"plan.adapt {told(config.plan.adapt)}, which measures whole mean gradients"
         raise bad_input(wanted="no policy, where a rank knows the mean of its own rows alone", got=got, do=do, key=key)
@@ -254,6 +257,27 @@ def _check_states(config: RunConfig, mesh: Mesh, method: Sync) -> None:
             wanted="a rule that moves each number by itself, such as adamw, as no rank sees a whole parameter",
             got=f"train.optimizer {told(config.train.optimizer)}",
             do=do,
+            key=key,
+        )
+
+
+def _check_apart(config: RunConfig, sharding: Sharding) -> None:
+    """Raises BadInput where states cannot be sharded so while islands train apart: each has its own."""
+    key, got = "plan.states", told(config.plan.states)
+    if sharding.takes_parameters or sharding.differences is not None:
+        raise bad_input(
+            wanted="zero1 or zero2, where islands train apart: what meets between them is whole parameters, as each "
+            "rank holds them",
+            got=got,
+            do="write plan.states: {zero1: {level: island}} or {zero2: {level: island}}, or plan.sync: every_step",
+            key=key,
+        )
+    if not sharding.needs_islands:
+        name = Choice.parse(config.plan.states).name
+        raise bad_input(
+            wanted="states that are shared out inside every island, where islands train apart: each has its own",
+            got=f"{got}, over all ranks",
+            do=f"write plan.states: {{{name}: {{level: island}}}}",
             key=key,
         )
 
@@ -309,8 +333,10 @@ def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) 
 
 
 def _bucket_bytes(config: RunConfig, request: Request) -> int:
-    """Of gradients. Where they are given back, few of all must be under way: each is there some times over then."""
-    if not memory.build(config.plan.states, key="plan.states").gives_back:
+    """Of gradients. Where states are sharded to save memory, few of all must be under way: what is, by rows and coming
+    together again, is there some times over.
+    """
+    if not memory.build(config.plan.states, key="plan.states").is_sharded:
         return BUCKET_BYTES
     gradients = 4 * sum(prod(shape) for _, shape in request.shapes)
     return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, gradients // _BUCKETS))
@@ -364,10 +390,12 @@ def _forecast(plan: Plan, request: Request) -> Cost:
             microbatches=plan.microbatches[0],
         )
         return cost.model_copy(update={"state_bytes": _held(plan, request, levels)})
-    islands = plan.islands or [[rank] for rank in range(plan.ranks)]
-    if loop.steps == "auto" or len(loop.steps) != len(islands):  # not known yet: no island makes more than all
+    islands = Levels.islands(plan.islands or [[rank] for rank in range(plan.ranks)])
+    known = len(islands.groups["island"])
+    if loop.steps == "auto" or len(loop.steps) != known:  # not known yet: no island makes more than all
         loop = replace(loop, steps=())
-    return price_apart(loop, plan, request.shapes, Levels.islands(islands))
+    cost = price_apart(loop, plan, request.shapes, islands)
+    return cost.model_copy(update={"state_bytes": _held_apart(loop, plan, request, islands)})
 
 
 def _held(plan: Plan, request: Request, levels: Levels) -> tuple[int, ...]:
@@ -377,3 +405,10 @@ def _held(plan: Plan, request: Request, levels: Levels) -> tuple[int, ...]:
         return ()
     rule, trained = optim.build(request.config.train.optimizer, key=_RULE), frozenset(n for n, _ in request.shapes)
     return state_bytes(sharding, request.walk, trained, levels, slots=len(rule.slots))
+
+
+def _held_apart(loop: Loop, plan: Plan, request: Request, islands: Levels) -> tuple[int, ...]:
+    """The same of islands that train apart, and on every rank what the outer loop keeps of all that is trained."""
+    slots = 1 + len(loop.rule.slots) + (loop.each is not None)  # the anchor; where the island was a step ago
+    outside = 4 * slots * sum(prod(shape) for _, shape in request.shapes)
+    return tuple(held + outside for held in _held(plan, request, islands))

@@ -20,7 +20,7 @@ from gossamer.model.precision import precision_of
 from gossamer.model.randomness import unit_seeds
 from gossamer.model.sample import Codec
 from gossamer.optim import rate
-from gossamer.optim.master import Master
+from gossamer.optim.master import HALF, Master
 from gossamer.pipeline.links import Links, links_of
 from gossamer.pipeline.planned import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
@@ -113,6 +113,22 @@ def check_before_start(parts: Parts) -> None:
             precision.check(param.dtype)
         if param.device.type == "meta":
             raise BadInput(f"parameter {name} is on the meta device: materialise the model first", key="model")
+    _check_copies(parts)
+
+
+def _check_copies(parts: Parts) -> None:
+    """Raises BadInput where islands apart would have to meet by float32 copies of which a rank has some rows."""
+    plan = parts.plan
+    if plan.sync == "auto" or sync.build(plan.sync, key="plan.sync").loop is None:
+        return
+    halves = [name for name, param in trainable(parts.outline).items() if param.dtype in HALF]
+    if halves and memory.build(plan.states, key="plan.states").is_sharded:
+        raise bad_input(
+            wanted="parameters in float32, to shard the states of islands that train apart",
+            got=f"{len(halves)} in half types, such as {halves[0]}",
+            do="set model.dtype to float32 (train.precision: bf16 still computes in bf16), or plan.states to whole",
+            key="plan.states",
+        )
 
 
 def engine_of(parts: Parts) -> Engine:
@@ -141,11 +157,11 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     rule = Master(inner=optim.build(config.train.optimizer, key="train.optimizer"))  # copies half types alone
     sharding = memory.build(plan.states, key="plan.states")
     sharding.check(levels)
-    deal = Deal(levels, sharding.path(levels))
+    deal = sharding.deal(levels)
     written = compress.rules(plan.exchange).by_name(params)
     exchange = {name: sharding.exchange(one, deal.path) for name, one in written.items()}
-    shards = None if parts.walk is None else _shards(parts, parts.walk, around, rank, levels)
-    states = States.of(rule, params, deal, rank=rank, weights=sharding.weights, shards=shards)
+    shards = None if parts.walk is None else _shards(parts, parts.walk, around, rank, deal.of_parameters)
+    states = States.of(rule, params, deal, rank=rank, differences=sharding.differences, shards=shards)
     together = sync.build(plan.sync, key="plan.sync")
     replica = sync.Replica(
         params if together.probe is None else {},  # without gradients there is nothing to exchange
@@ -240,8 +256,8 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     )
 
 
-def _shards(parts: Parts, walk: Walk, around: Surroundings, rank: int, levels: Levels) -> Shards:
-    pump, counts, members = around.beside, parts.plan.microbatches, levels.group("all", rank)
+def _shards(parts: Parts, walk: Walk, around: Surroundings, rank: int, deal: Deal) -> Shards:
+    pump, counts = around.beside, parts.plan.microbatches
     assert pump is not None, "what is gathered has a pump of its own"
     if len(set(counts)) > 1:
         raise bad_input(
@@ -250,8 +266,8 @@ def _shards(parts: Parts, walk: Walk, around: Surroundings, rank: int, levels: L
             do="plan again, or leave plan.states at zero2",
             key="plan.states",
         )
-    pump.channel.widen(Levels({LEVEL: levels.groups["all"]}))
-    return Shards.of(parts.module, walk, pump, place=members.index(rank), ranks=len(members))
+    pump.channel.widen(Levels({LEVEL: deal.levels.groups[deal.path[0]]}))
+    return Shards.of(parts.module, walk, pump, deal=deal, rank=rank)
 
 
 def _pieces(parts: Parts, engine: Engine) -> dict[int, Piece]:

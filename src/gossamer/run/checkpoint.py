@@ -5,7 +5,8 @@ Names: "model/<parameter or buffer>", "optim/<slot>/<parameter>", "exchange/<pat
 another cut reads the same file. Replicated tensors are written once: each rank of a host writes its part of them.
 Of islands that train apart, "model/<parameter>" is what they agree on and "outer/..." what else they share;
 "island/..." and "optim/..." are one per rank. Of sharded states each rank writes its rows of "optim/...", of sharded
-parameters those of "model/..." too, or, where not all ranks see the disk, "states/..." of them (one per rank).
+parameters those of "model/..." too, or, where not all ranks see the disk, "states/..." of them (one per rank). Where
+islands have each dealt out their own, "optim/..." is one per island, under the number of its first rank.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ class Contents:
     progress: Progress
     cut: Cut | None = None  # where the module is stages of a model
 
+    @property
+    def islands(self) -> list[list[int]]:
+        """Who trains together, where islands do so apart; none where all meet at every step."""
+        return [list(island) for island in self.replica.levels.groups["island"]] if self.apart.fragments else []
+
+    @property
+    def _whose(self) -> int:
+        """Under which number sharded state is written: that of the island, where each has another one."""
+        return next((island[0] for island in self.islands if self.replica.rank in island), REPLICATED)
+
     def replicated(self) -> dict[str, Tensor]:
         """The same on every rank that holds it."""
         found: dict[str, Tensor] = {}
@@ -47,7 +58,7 @@ class Contents:
         for name, tensor in named_state(self.module):
             if name not in sharded and (self.cut is None or name in self.cut.holds):
                 found[f"model/{name}"] = common.get(name, tensor)
-        if not common and not self.states.is_sharded:
+        if not common:
             found.update(self._slots())
         found.update({f"outer/{name}": tensor for name, tensor in self.apart.shared().items()})
         if not common:
@@ -66,19 +77,23 @@ class Contents:
         return found
 
     def _slots(self) -> dict[str, Tensor]:
-        """What the update rule keeps."""
+        """What the update rule keeps, where that is of whole parameters."""
+        if self.states.is_sharded:
+            return {}
         return {f"optim/{slot}/{param}": tensor for slot, param, _, tensor in self.states.slots()}
 
     def _sharded(self) -> list[Piece]:
         """This rank's rows of what the update rule keeps, and of the parameters, where it has no more."""
-        if not self.states.is_sharded:
-            return []
-        slots = self.states.slots()
-        found = [_rows_of(f"optim/{slot}/{n}", self.states.params[n], rows, t) for slot, n, rows, t in slots]
-        for name, (param, rows, tensor) in self.states.sharded.items():
-            if rows.count:
-                found.append(_rows_of(f"model/{name}", param, rows, tensor))
-        return found
+        return self._slot_rows() + self._parameter_rows()
+
+    def _slot_rows(self) -> list[Piece]:
+        slots = self.states.slots() if self.states.is_sharded else ()
+        whose, params = self._whose, self.states.params
+        return [_rows_of(f"optim/{slot}/{n}", params[n], rows, t, whose) for slot, n, rows, t in slots]
+
+    def _parameter_rows(self) -> list[Piece]:
+        there = self.states.sharded.items()
+        return [_rows_of(f"model/{name}", param, rows, t) for name, (param, rows, t) in there if rows.count]
 
     def pieces(self, writer: int, writers: int) -> list[Piece]:
         """What writer number `writer` of `writers` on this host has to write: they are ranks one behind the other."""
@@ -87,11 +102,11 @@ class Contents:
             shared, writer, writers = self._of_stage(self.cut, shared, writer, writers)
         mine = [shared[i] for i in _balanced(shared, writer, writers)]
         pieces = [(whole(name, tensor, -1), tensor) for name, tensor in mine]
-        rows = self._sharded()
         if all_here < self.replica.ranks:  # a disk that only some ranks see holds no tensor that all have parts of
-            rows = [(whole(f"states/{of.name}", tensor, self.replica.rank), tensor) for of, tensor in rows]
-        elif self.states.is_spare:
-            rows = []
+            rows = [(whole(f"states/{of.name}", tensor, self.replica.rank), tensor) for of, tensor in self._sharded()]
+        else:
+            rows = [] if self.states.is_spare and not self.islands else self._slot_rows()
+            rows += [] if self.states.has_spare_parameters else self._parameter_rows()
         return pieces + rows + [(whole(n, t, self.replica.rank), t) for n, t in self.private().items()]
 
     def _of_stage(
@@ -151,11 +166,12 @@ class Contents:
                 tensor.copy_(_agreed(checkpoint, _whole_of(name, tensor)))
             elif not self._starts_anew(checkpoint, name) and not name.startswith("precision/"):
                 tensor.copy_(checkpoint.read(name))
+        goes_on = self._goes_on(checkpoint)
         for of, tensor in self._sharded():
-            tensor.copy_(self._rows(checkpoint, of))
+            tensor.copy_(self._rows(checkpoint, of, goes_on=goes_on))
         former, rank = int(checkpoint.meta["ranks"]), self.replica.rank
         self.scaling.load({n: _of_rank(checkpoint, f"precision/{n}", rank) for n in self.scaling.state()})
-        told = self._fill_apart(checkpoint, former, residuals) if self.apart.fragments else ""
+        told = self._fill_apart(checkpoint, residuals, goes_on=goes_on) if self.apart.fragments else ""
         if former == self.replica.ranks:
             torch.set_rng_state(checkpoint.read("rng/torch", replica=rank))
         names = list(self.replica.states())
@@ -171,14 +187,20 @@ class Contents:
         why = "residuals: drop" if there else "not every rank's is stored here, or the exchange is another one"
         return f"{told}exchange residuals start anew ({why})" if names else told.removesuffix("; ")
 
-    def _rows(self, checkpoint: Checkpoint, of: Slice) -> Tensor:
+    def _rows(self, checkpoint: Checkpoint, of: Slice, *, goes_on: bool) -> Tensor:
         """This rank's rows of a state, however it was kept."""
         by_rank = of.name.startswith("optim/") and _by_rank(checkpoint)
         if by_rank or f"states/{of.name}" in checkpoint.names():
             return self._of_this_rank(checkpoint, f"states/{of.name}")
         if of.name.startswith("optim/main/") and not checkpoint.replicas(of.name):  # it is what the parameter is
             return dict(self.states.parameters())[of.name.removeprefix("optim/main/")]
-        return _agreed(checkpoint, of)
+        return self._kept(checkpoint, of, goes_on=goes_on)
+
+    def _kept(self, checkpoint: Checkpoint, of: Slice, *, goes_on: bool) -> Tensor:
+        """A part of what the update rule had kept: on this rank's island, where it goes on, or on all of them."""
+        if not goes_on:
+            return _agreed(checkpoint, of)
+        return checkpoint.read(of.name, of.start, of.size, _speaker(checkpoint, of.name, self.replica.rank))
 
     def _of_this_rank(self, checkpoint: Checkpoint, name: str) -> Tensor:
         """A state that was written by rank, as no disk held all of it."""
@@ -188,25 +210,43 @@ class Contents:
                 f"{checkpoint.folder} holds the sharded state of ranks {list(checkpoint.replicas(name))} of {former}, "
                 f"wanted rank {rank} of {ranks}: resume with as many ranks, each on the host where it was"
             )
+        if not self._has_islands_of(checkpoint):
+            raise CheckpointMismatch(
+                f"{checkpoint.folder} holds the rows of each rank where islands apart were {checkpoint.meta['islands']}"
+                f", wanted {self.islands}: resume with the same islands, and the plan.sync that it was saved with"
+            )
         return checkpoint.read(name, replica=rank)
 
-    def _fill_apart(self, checkpoint: Checkpoint, former: int, residuals: str) -> str:
-        """What islands have for themselves; what to tell the user. On another number of ranks they start from the
-        anchor, with the mean of what the update rules kept.
+    def _has_islands_of(self, checkpoint: Checkpoint) -> bool:
+        return bool(checkpoint.meta.get("islands", self.islands) == self.islands)
+
+    def _goes_on(self, checkpoint: Checkpoint) -> bool:
+        """Whether islands that were apart are so again, the same ones, and all that this rank's had is there."""
+        if not self.apart.fragments or not _was_apart(checkpoint):
+            return False
+        same = int(checkpoint.meta["ranks"]) == self.replica.ranks and self._has_islands_of(checkpoint)
+        return same and all(self.replica.rank in replicas for replicas in self._own_there(checkpoint).values())
+
+    def _own_there(self, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+        """Of what ranks of islands apart have for themselves, whose is there."""
+        under_way = (n.removeprefix("island/") for n in checkpoint.names() if n.startswith("island/left/"))
+        return {n: checkpoint.replicas(f"island/{n}") for n in (*self.apart.own(), *under_way)}
+
+    def _fill_apart(self, checkpoint: Checkpoint, residuals: str, *, goes_on: bool) -> str:
+        """What islands have for themselves; what to tell the user. Others than they were start from the anchor, with
+        the mean of what the update rules kept.
         """
-        rank, ranks = self.replica.rank, self.replica.ranks
+        former, rank, ranks = int(checkpoint.meta["ranks"]), self.replica.rank, self.replica.ranks
         if not _was_apart(checkpoint):
             for name, tensor in self._slots().items():
                 tensor.copy_(checkpoint.read(name))
             self.apart.part()
             return "the islands part from what all ranks had trained together; "
         shared = {n.removeprefix("outer/"): checkpoint.read(n) for n in checkpoint.names() if n.startswith("outer/")}
-        under_way = (n.removeprefix("island/") for n in checkpoint.names() if n.startswith("island/left/"))
-        there = {n: checkpoint.replicas(f"island/{n}") for n in (*self.apart.own(), *under_way)}
-        same = former == ranks and all(rank in replicas for replicas in there.values())
+        there = self._own_there(checkpoint)
         for name, tensor in self._slots().items():
-            tensor.copy_(checkpoint.read(name, replica=rank) if same else _agreed(checkpoint, _whole_of(name, tensor)))
-        if same:
+            tensor.copy_(self._kept(checkpoint, _whole_of(name, tensor), goes_on=goes_on))
+        if goes_on:
             self.progress.rejected = int(checkpoint.read("island/rejected", replica=rank))
             self.apart.restore(shared, {n: checkpoint.read(f"island/{n}", replica=rank) for n in there})
             return ""
@@ -264,16 +304,25 @@ def _was_apart(checkpoint: Checkpoint) -> bool:
 
 
 def _agreed(checkpoint: Checkpoint, of: Slice) -> Tensor:
-    """A part of an update rule's state that all ranks shared, or the mean of what islands had each."""
+    """A part of an update rule's state that all ranks shared, or the mean of what islands had each, rank by rank."""
     ranks = [r for r in checkpoint.replicas(of.name) if r != REPLICATED]
     if not ranks:
         return checkpoint.read(of.name, of.start, of.size)
-    if ranks != list(range(int(checkpoint.meta["ranks"]))):  # a mean over these would be another one on each disk
+    speakers = [_speaker(checkpoint, of.name, rank) for rank in range(int(checkpoint.meta["ranks"]))]
+    if not set(speakers) <= set(ranks):  # a mean over these would be another one on each disk
         raise CheckpointMismatch(
             f"{checkpoint.folder} holds {of.name} of ranks {ranks} of {checkpoint.meta['ranks']}, wanted all of them: "
             "copy the hosts' checkpoints together, or resume with as many ranks, each on the host where it was"
         )
-    return torch.stack([checkpoint.read(of.name, of.start, of.size, r).double() for r in ranks]).mean(0)
+    held = {one: checkpoint.read(of.name, of.start, of.size, one).double() for one in set(speakers)}
+    return torch.stack([held[one] for one in speakers]).mean(0)
+
+
+def _speaker(checkpoint: Checkpoint, name: str, rank: int) -> int:
+    """Under which number what a rank had of an update rule's state stands there: its own, or its island's."""
+    if rank in checkpoint.replicas(name):
+        return rank
+    return next((island[0] for island in checkpoint.meta.get("islands", ()) if rank in island), rank)
 
 
 def _of_rank(checkpoint: Checkpoint, name: str, rank: int) -> Tensor:
@@ -289,11 +338,11 @@ def _by_rank(checkpoint: Checkpoint) -> bool:
     return any(name.startswith("states/") for name in checkpoint.names())
 
 
-def _rows_of(name: str, whole: Tensor, rows: Rows, tensor: Tensor) -> Piece:
+def _rows_of(name: str, whole: Tensor, rows: Rows, tensor: Tensor, replica: int = REPLICATED) -> Piece:
     """Some rows of something shaped as a parameter."""
     shape = tuple(whole.shape)
     start = (rows.start, *(0 for _ in shape[1:])) if shape else ()
-    return Slice(name, shape, start, tuple(tensor.shape)), tensor
+    return Slice(name, shape, start, tuple(tensor.shape), replica), tensor
 
 
 def _stages_with(cut: Cut, name: str) -> Iterator[tuple[int, ...]]:

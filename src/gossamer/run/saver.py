@@ -56,6 +56,7 @@ class Saver:
             "step": progress.step,
             "rejected": progress.rejected,
             "ranks": self.ranks,
+            "islands": self.contents.islands,
             **self.identity,
         }
         pieces = self.contents.pieces(self.writer, self.writers)

@@ -16,6 +16,6 @@ class Cost(BaseModel):
     bubble_s: float = 0.0
     step_s: float = 0.0
     peak_bytes: tuple[int, ...] = ()
-    state_bytes: tuple[int, ...] = ()  # parameters, gradients and the update rule's state, between two steps
+    state_bytes: tuple[int, ...] = ()  # parameters, gradients, states of the update rule and outer loop, between steps
     sent_bytes: tuple[int, ...] = ()
     wire_bytes: dict[str, int] = {}

@@ -105,7 +105,8 @@ class Replica:
     `params` are the trainable parameters by canonical name (tied ones once), `exchange` how their gradients meet: one
     for all, or one by parameter name. Their `.grad` become views of flat buckets, so a gradient is written once and
     sent from where it lies. Where the model is in stages they are those of this rank's. `counted_elsewhere` names the
-    ones that another rank counts in the norm: of a stage that holds them too, of an island that owns the same of them.
+    ones that another rank counts in the norm where all meet: of a stage that holds them too, of an island that owns the
+    same of them. Each island that is apart counts its own.
     `meets`: the level at which the exchange must serve, where it is not `all`; each Window says at which level its
     gradients meet. Raises BadInput where an exchange cannot serve its buckets or this wire.
 
@@ -349,10 +350,11 @@ class Replica:
         return self.levels.whole if window.level == "all" else window.level
 
     def _norm_squared(self) -> float:
-        """Of this rank's gradients, each parameter counted on one stage."""
+        """Of this rank's gradients, each number counted once among those whose gradients meet."""
         counted: list[Tensor] = []
+        elsewhere = self._counted_elsewhere if self._window.level == "all" else frozenset()
         for slot in self._slots:
-            mine = [view for name, view in self._known(slot) if name not in self._counted_elsewhere]
+            mine = [view for name, view in self._known(slot) if name not in elsewhere]
             counted += slot.flats if self._is_whole and len(mine) == len(slot.layout.entries) else mine
         return global_norm_squared(counted).item() if counted else 0.0
 

@@ -1,0 +1,95 @@
+"""What pool workers run for claims about parameters by rows: a model in units learns to continue some numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer import compress, memory, optim
+from gossamer.memory import Shards, States, Walk
+from gossamer.sync import Replica, Vote, Window
+from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.message import Levels
+from gossamer.wire.pump import Pump
+from pool import Seat
+
+WIDTH, BLOCKS, WORDS, ROWS = 64, 4, 64, 4
+UNITS = ("embed", *(f"blocks.{i}" for i in range(BLOCKS)), "head")
+
+
+class Model(nn.Module):
+    """All units in a row, none of them tied; of every parameter as many rows as four ranks can share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(BLOCKS)
+        )
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def loss_of(module: nn.Module, number: int, seat: Seat) -> Tensor:
+    """Of this rank's rows of micro-batch `number` of all."""
+    drawn = torch.Generator().manual_seed(number)
+    starts = torch.randint(0, WORDS, (seat.ranks, ROWS, 1), generator=drawn)[seat.rank]
+    ids = (starts + 3 * torch.arange(17)) % WORDS
+    return nn.functional.cross_entropy(module(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def learn(seat: Seat, *, states: Any, islands: list[list[int]], microbatches: int, steps: int = 3) -> dict[str, Any]:
+    """This rank's losses; numbers of the model and of its units in their order; bytes that it has sent in a step, by
+    link.
+    """
+    torch.manual_seed(0)
+    module = Model()
+    sizes = [sum(p.numel() for p in module.get_submodule(unit).parameters()) for unit in UNITS]
+    levels, sharding = Levels.islands(islands), memory.build(states)
+    deal = sharding.deal(levels)
+    both = levels.and_more(Levels({memory.LEVEL: levels.groups[deal.path[0]]})) if deal.path else levels
+    channel = Group(Meeting(seat.store(), seat.rank, both, interface="lo", timeout_s=20.0))
+    pump, beside = Pump(channel), Pump(channel)
+    params, shards = dict(module.named_parameters()), None
+    if sharding.takes_parameters:
+        shards = Shards.of(module, Walk.of(module, UNITS), beside, deal=deal.of_parameters, rank=seat.rank)
+    rule = optim.build({"adamw": {"lr": 3e-3, "weight_decay": 0.0}})
+    held = States.of(rule, params, deal, rank=seat.rank, differences=sharding.differences, shards=shards)
+    replica = Replica(
+        params,
+        sharding.exchange(compress.build("dense"), deal.path),
+        pump,
+        bucket_bytes=1 << 20,
+        owned=held.own if held.is_sharded else None,
+        gives_back=sharding.gives_back,
+    )
+    losses, sent = [], Counter[str]()
+    for step in range(steps):
+        before = Counter(channel.meter.snapshot())
+        replica.open(Window(step, 0, 1.0, 1.0))
+        for number in range(microbatches):
+            if number == microbatches - 1:
+                replica.watch()
+            loss = loss_of(module, step * microbatches + number, seat)
+            (loss / microbatches).backward()
+        replica.reduce()
+        assert replica.agree(Vote(float(loss.detach()))).finite
+        replica.commit()
+        held.update(replica.gradients(), lr_scale=1.0, step=step)
+        held.gather(replica.layouts, pump, key=(0, step))
+        losses.append(float(loss.detach()))
+        sent = Counter(channel.meter.snapshot()) - before
+    replica.close()
+    for one in (pump, beside):
+        one.close()
+    channel.close()
+    return {"losses": losses, "sizes": sizes, "sent": dict(sent)}
