@@ -12,7 +12,7 @@ import pytest
 from gossamer.spec.links import Link, Links
 from gossamer.wire.channel.lockstep import Lockstep
 from gossamer.wire.lab import Lab, Topology, lab_unavailable
-from gossamer.wire.probe import islands_of, probe, ways_of
+from gossamer.wire.probe import islands_of, probe, turns, ways_of
 
 MBIT = 1e6 / 8
 
@@ -56,6 +56,14 @@ def test_equal_ways_are_no_exceptions_and_those_inside_islands_say_nothing() -> 
     home = (0, 0, 1, 1)
     rates = matrix(4, lambda i, j: 1e9 * (1 + i) if home[i] == home[j] else 5e6)
     assert ways_of(rates, ((0, 1), (2, 3)), slowest=2e6) == ({}, {})
+
+
+@pytest.mark.parametrize("ranks", range(2, 10))
+def test_who_sends_has_nothing_to_receive_meanwhile(ranks: int) -> None:
+    for shift in range(1, ranks):
+        found = turns(ranks, shift)
+        assert sorted(i for senders in found for i in senders) == list(range(ranks)) and len(found) <= 3
+        assert all((i + shift) % ranks not in senders for senders in found for i in senders)
 
 
 def test_one_rank_needs_no_wire() -> None:

@@ -151,28 +151,45 @@ def _pair_rates(channel: Channel) -> list[list[float]]:
 
 
 def _shifted_rates(channel: Channel, shift: int) -> list[float]:
-    """Bytes per second from every member i to member i + shift, all at once.
+    """Bytes per second from every member i to member i + shift, as many at once as have nothing to receive meanwhile: a
+    rank that waits for its own message to leave would count that as the time of the one that arrives.
 
     Pairs whose message took long enough have been measured and send no more; the others send twice as much. The best
     of some repeats counts: other work on a machine can only slow a link down.
     """
     group = channel.levels.everyone
-    ranks, me, nbytes = len(group), group.index(channel.rank), _FIRST_BYTES
-    places, rates = range(ranks), [0.0] * ranks
-    while not all(rates):
-        sends = [not rate for rate in rates]
-        to = tuple(int(i == (me + shift) % ranks and sends[me]) for i in places)
-        source = tuple(int(i == (me - shift) % ranks and sends[i]) for i in places)
-        pattern = _Pattern(to, source)
-        times = [
-            gathered(channel, [_seconds(channel, pattern, nbytes)]).flatten().tolist() for _ in range(_PAIR_REPEATS)
-        ]
-        for sender in places:
-            seconds = min(taken[(sender + shift) % ranks] for taken in times)  # timed where it arrived
-            if sends[sender] and (seconds >= _LONG_ENOUGH_S / 3 or nbytes >= _LARGEST_BYTES):
-                rates[sender] = nbytes / seconds
-        nbytes = min(2 * nbytes, _LARGEST_BYTES)
+    ranks, me = len(group), group.index(channel.rank)
+    rates = [0.0] * ranks
+    for senders in turns(ranks, shift):
+        left, nbytes = set(senders), _FIRST_BYTES
+        while left:
+            to = tuple(int(i == (me + shift) % ranks and me in left) for i in range(ranks))
+            source = tuple(int(i == (me - shift) % ranks and i in left) for i in range(ranks))
+            pattern = _Pattern(to, source)
+            times = [
+                gathered(channel, [_seconds(channel, pattern, nbytes)]).flatten().tolist() for _ in range(_PAIR_REPEATS)
+            ]
+            for sender in sorted(left):
+                seconds = min(taken[(sender + shift) % ranks] for taken in times)  # timed where it arrived
+                if seconds >= _LONG_ENOUGH_S / 3 or nbytes >= _LARGEST_BYTES:
+                    rates[sender] = nbytes / seconds
+                    left.remove(sender)
+            nbytes = min(2 * nbytes, _LARGEST_BYTES)
     return rates
+
+
+def turns(ranks: int, shift: int) -> list[tuple[int, ...]]:
+    """Who sends at once, where every one of `ranks` sends to the one `shift` further: in no turn does a rank send and
+    receive. Two turns, three where ranks stand in circles of odd length.
+    """
+    turn: dict[int, int] = {}
+    for first in range(ranks):
+        sender, at = first, 0
+        while sender not in turn:
+            receiver = (sender + shift) % ranks
+            turn[sender] = 2 if receiver == first and at == 0 and sender != first else at
+            sender, at = receiver, 1 - at
+    return [found for n in range(3) if (found := tuple(i for i in sorted(turn) if turn[i] == n))]
 
 
 def _seconds(channel: Channel, pattern: _Pattern, nbytes: int) -> float:
