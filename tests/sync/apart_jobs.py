@@ -54,7 +54,16 @@ def rounds(
     meets = "all" if method.loop is None else "island"
     replica = Replica(params, compress.build("dense"), pump, bucket_bytes=bucket_bytes, meets=meets)
     truth = {name: p.detach() for name, p in params.items()}
-    apart = Apart.of(method.loop, params, truth, replica, beside, units=("a", "b"), bucket_bytes=bucket_bytes)
+    apart = Apart.of(
+        method.loop,
+        params,
+        truth,
+        replica,
+        beside,
+        units=("a", "b"),
+        bucket_bytes=bucket_bytes,
+        second_moments=lambda done: {name: p.square() for name, p in truth.items()},
+    )
     weight = samples[seat.rank] if samples else 1.0
     at, anchors, sent = [], [], []
     together = method.loop

@@ -98,6 +98,14 @@ class States:
         own = {name: self.own(name, gone) for name, gone in moved.items() if _any(self.rows[name])}
         self.rule.meet(self._moved_by_rule(own), own, self.held, rates=rates)
 
+    def second_moments(self, step: int) -> Mapping[str, Tensor]:
+        """What islands can tell each other of them (see Rule.second_moments); `step`: updates made."""
+        return self.rule.second_moments(self.held, step=step)
+
+    def learn(self, squares: Mapping[str, Tensor]) -> None:
+        """Tell the rule what islands have brought together of them."""
+        self.rule.learn(squares, self.held)
+
     def _moved_by_rule(self, names: Iterable[str]) -> dict[str, Tensor]:
         """This rank's rows of the parameters named, or the float32 copies that move in their place."""
         there = dict(self.parameters())

@@ -73,6 +73,16 @@ class Rule(ABC):
         """
         return None
 
+    def second_moments(self, state: State, *, step: int) -> Mapping[str, Tensor]:
+        """What islands apart can tell each other after `step` updates: the mean squares that gradients of all of them
+        together would have, as far as this one knows. Of most rules nothing.
+        """
+        return {}
+
+    def learn(self, squares: Mapping[str, Tensor], state: State) -> None:
+        """The means over the islands of what some time ago were their `second_moments`."""
+        return None
+
 
 ROOM: Room[Rule] = Room(__name__, Rule)  # type: ignore[type-abstract]
 names = ROOM.names

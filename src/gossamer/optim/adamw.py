@@ -48,7 +48,7 @@ class AdamW(Rule):
     def update(
         self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
     ) -> None:
-        for decays, group in lists(params, grads, state, self.slots, apart=self._decays):
+        for decays, group in lists(params, grads, state, self.slots, apart=self.decays):
             means, squares = group.slots
             count = torch.full((), float(step + 1), device=group.params[0].device)
             torch._fused_adamw_(
@@ -67,5 +67,6 @@ class AdamW(Rule):
                 maximize=False,
             )
 
-    def _decays(self, param: Tensor) -> bool:
+    def decays(self, param: Tensor) -> bool:
+        """Whether weights of this parameter shrink."""
         return self.decay_1d or param.ndim >= 2

@@ -75,6 +75,12 @@ class Master(Rule):
     def meet(self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: State, *, rates: float) -> None:
         self.inner.meet(_wide(params, moved, state), moved, state, rates=rates)
 
+    def second_moments(self, state: State, *, step: int) -> Mapping[str, Tensor]:
+        return self.inner.second_moments(state, step=step)
+
+    def learn(self, squares: Mapping[str, Tensor], state: State) -> None:
+        self.inner.learn(squares, state)
+
 
 def _wide(params: Mapping[str, Tensor], names: Iterable[str], state: State) -> dict[str, Tensor]:
     return {name: state[name].get("master", params[name]) for name in names}

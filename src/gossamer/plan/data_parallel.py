@@ -20,6 +20,8 @@ from math import prod
 from gossamer import memory, optim, sync
 from gossamer.data import share_rows
 from gossamer.memory import Sharding
+from gossamer.optim import Rule
+from gossamer.optim.common_adamw import CommonAdamW
 from gossamer.plan import Planner, Request, adapt, price_apart, price_of, price_probed, state_bytes
 from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_of
 from gossamer.spec.choice import Choice, Exchanges, Written, asks_for_islands, told
@@ -58,6 +60,7 @@ class DataParallel(Planner):
         _check_adapt(config, mesh, method)
         _check_states(config, mesh, method)
         _check_probe(config, method)
+        _rule(config, method)
         if config.train.verify.every:
             reasons["verify"] = _verified(config, mesh, method)
         if request.units:
@@ -249,7 +252,7 @@ def _check_states(config: RunConfig, mesh: Mesh, method: Sync) -> None:
         got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
         raise bad_input(wanted="whole replicas whose gradients meet, for sharded states", got=got, do=do, key=key)
     if method.loop is not None:
-        _check_apart(config, sharding)
+        _check_apart(config, sharding, method.loop)
     if config.plan.adapt != "none":
         got = f"plan.adapt {told(config.plan.adapt)}, which measures whole mean gradients"
         raise bad_input(wanted="no policy, where a rank knows the mean of its own rows alone", got=got, do=do, key=key)
@@ -262,7 +265,7 @@ def _check_states(config: RunConfig, mesh: Mesh, method: Sync) -> None:
         )
 
 
-def _check_apart(config: RunConfig, sharding: Sharding) -> None:
+def _check_apart(config: RunConfig, sharding: Sharding, loop: Loop) -> None:
     """Raises BadInput where states cannot be sharded so while islands train apart: each has its own."""
     key, got = "plan.states", told(config.plan.states)
     if sharding.takes_parameters or sharding.differences is not None:
@@ -271,6 +274,13 @@ def _check_apart(config: RunConfig, sharding: Sharding) -> None:
             "rank holds them",
             got=got,
             do="write plan.states: {zero1: {level: island}} or {zero2: {level: island}}, or plan.sync: every_step",
+            key=key,
+        )
+    if loop.second_moments:
+        raise bad_input(
+            wanted="whole states, where islands bring their second moments together",
+            got=got,
+            do="leave second_moments out of plan.sync, or write plan.states: whole",
             key=key,
         )
     if not sharding.needs_islands:
@@ -404,8 +414,16 @@ def _held(plan: Plan, request: Request, levels: Levels) -> tuple[int, ...]:
     sharding = memory.build(plan.states, key="plan.states")
     if request.walk is None or (sharding.needs_islands and not plan.islands):
         return ()
-    rule, trained = optim.build(request.config.train.optimizer, key=_RULE), frozenset(n for n, _ in request.shapes)
+    rule = _rule(request.config, sync.build(plan.sync, key="plan.sync"))
+    trained = frozenset(n for n, _ in request.shapes)
     return state_bytes(sharding, request.walk, trained, levels, slots=len(rule.slots))
+
+
+def _rule(config: RunConfig, method: Sync) -> Rule:
+    """The update rule. Raises BadInput where islands cannot bring together what it knows, as they should."""
+    rule = optim.build(config.train.optimizer, key=_RULE)
+    tells = method.loop is not None and method.loop.second_moments
+    return CommonAdamW.around(rule, 1.0) if tells else rule
 
 
 def _held_apart(loop: Loop, plan: Plan, request: Request, islands: Levels) -> tuple[int, ...]:

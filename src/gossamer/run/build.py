@@ -19,7 +19,8 @@ from gossamer.model.compiled import compile_units
 from gossamer.model.precision import precision_of
 from gossamer.model.randomness import unit_seeds
 from gossamer.model.sample import Codec
-from gossamer.optim import rate
+from gossamer.optim import Rule, rate
+from gossamer.optim.common_adamw import CommonAdamW
 from gossamer.optim.master import HALF, Master
 from gossamer.pipeline.links import Links, links_of
 from gossamer.pipeline.planned import forward_only_of, schedule_of
@@ -45,6 +46,7 @@ from gossamer.spec.choice import Written
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
+from gossamer.sync import Sync
 from gossamer.wire.channel import gathered
 from gossamer.wire.message import Levels
 from gossamer.wire.pump import Pump
@@ -154,7 +156,8 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     params = trainable(module)
     pipeline = _pipeline(parts, rank, levels)
     tied = _tied(parts, rank, levels)
-    rule = Master(inner=optim.build(config.train.optimizer, key="train.optimizer"))  # copies half types alone
+    together = sync.build(plan.sync, key="plan.sync")
+    rule = Master(inner=_rule(config, plan, together, levels, rank))  # copies half types alone
     sharding = memory.build(plan.states, key="plan.states")
     sharding.check(levels)
     deal = sharding.deal(levels)
@@ -162,7 +165,6 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     exchange = {name: sharding.exchange(one, deal.path) for name, one in written.items()}
     shards = None if parts.walk is None else _shards(parts, parts.walk, around, rank, deal.of_parameters)
     states = States.of(rule, params, deal, rank=rank, differences=sharding.differences, shards=shards)
-    together = sync.build(plan.sync, key="plan.sync")
     replica = sync.Replica(
         params if together.probe is None else {},  # without gradients there is nothing to exchange
         exchange,
@@ -174,7 +176,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         gives_back=sharding.gives_back,
         keeps_sent=config.train.verify.every > 0,
     )
-    scaling = Scaling.of(engine.precision)
+    scaling, progress = Scaling.of(engine.precision), around.saver.progress
     truth = {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()}
     apart = sync.Apart.of(
         together.loop,
@@ -184,8 +186,9 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         around.beside,
         units=parts.units,
         bucket_bytes=plan.bucket_bytes,
+        second_moments=lambda done: states.second_moments(done - progress.rejected),
     )
-    loop, progress = together.loop, around.saver.progress
+    loop = together.loop
     pace = loop.pace(levels.groups["island"]) if loop is not None else sync.Pace()
     feed = Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace)
     around.saver.contents = Contents(module, states, replica, scaling, apart, progress, parts.cut)
@@ -254,6 +257,15 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         replan=around.replan,
         progress=progress,
     )
+
+
+def _rule(config: RunConfig, plan: Plan, together: Sync, levels: Levels, rank: int) -> Rule:
+    """The update rule; where islands bring second moments together, one that knows this one's part of all samples."""
+    rule = optim.build(config.train.optimizer, key="train.optimizer")
+    if together.loop is None or not together.loop.second_moments:
+        return rule
+    rows = [plan.rows[plan.place_of(one)[0]] for one in levels.everyone]
+    return CommonAdamW.around(rule, sum(rows[one] for one in levels.group("island", rank)) / sum(rows))
 
 
 def _shards(parts: Parts, walk: Walk, around: Surroundings, rank: int, deal: Deal) -> Shards:

@@ -27,6 +27,8 @@ from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
 from gossamer.store.slices import REPLICATED, Piece, Slice
 from gossamer.sync import Apart, Replica
 
+_COMMON = "optim/common/"  # what islands have brought together: where there is none, they have not yet
+
 
 @dataclass(frozen=True, slots=True)
 class Contents:
@@ -136,7 +138,7 @@ class Contents:
         anew = {n for n in expected if f"states/{n}" in names or self._starts_anew(checkpoint, n)}
         expected = {n: kind for n, kind in expected.items() if n not in anew}
         everywhere = frozenset[str]() if self.cut is None else self.cut.names
-        other_ways = ("outer/", "optim/main/", *(("optim/", "precision/") if self.apart.fragments else ()))
+        other_ways = ("outer/", "optim/main/", _COMMON, *(("optim/", "precision/") if self.apart.fragments else ()))
         if self.states.is_sharded:  # a parameter of few rows has its state on some ranks alone
             everywhere |= frozenset(self.states.params) | frozenset(self.states.sharded)
         checkpoint.check_against(
@@ -149,7 +151,7 @@ class Contents:
         """
         if name.startswith("outer/"):
             return not _was_apart(checkpoint)
-        if name.startswith(("optim/main/", "precision/")):
+        if name.startswith(("optim/main/", _COMMON, "precision/")):
             return not checkpoint.replicas(name)
         return name.startswith("optim/") and (_by_rank(checkpoint) or _was_apart(checkpoint))
 
@@ -239,13 +241,15 @@ class Contents:
         former, rank, ranks = int(checkpoint.meta["ranks"]), self.replica.rank, self.replica.ranks
         if not _was_apart(checkpoint):
             for name, tensor in self._slots().items():
-                tensor.copy_(checkpoint.read(name))
+                if not self._starts_anew(checkpoint, name):
+                    tensor.copy_(checkpoint.read(name))
             self.apart.part()
             return "the islands part from what all ranks had trained together; "
         shared = {n.removeprefix("outer/"): checkpoint.read(n) for n in checkpoint.names() if n.startswith("outer/")}
         there = self._own_there(checkpoint)
         for name, tensor in self._slots().items():
-            tensor.copy_(self._kept(checkpoint, _whole_of(name, tensor), goes_on=goes_on))
+            if checkpoint.replicas(name) or not name.startswith(_COMMON):
+                tensor.copy_(self._kept(checkpoint, _whole_of(name, tensor), goes_on=goes_on))
         if goes_on:
             self.progress.rejected = int(checkpoint.read("island/rejected", replica=rank))
             self.apart.restore(shared, {n: checkpoint.read(f"island/{n}", replica=rank) for n in there})

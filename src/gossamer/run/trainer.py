@@ -218,6 +218,7 @@ class Trainer:
         moved = Moved(done, lr * self.rule.lr, samples, self.goal.seed, last=last, made=made)
         for landed in self.apart.after(moved):
             self.states.meet(landed.moved, rates=landed.rates)
+            self.states.learn(landed.squares)
         self.replica.timing.exposed_s += self.apart.exposed_s  # and what a checkpoint waited for since the last step
         self.apart.exposed_s = 0.0
 

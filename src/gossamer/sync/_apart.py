@@ -17,15 +17,17 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from gossamer.compress import Exchange, owes
+from gossamer.compress.codec.fp8 import Fp8
 from gossamer.compress.dense import Dense
-from gossamer.sync._fragments import Flight, Fragment, Part, fragments_of
+from gossamer.compress.two_shot import TwoShot
+from gossamer.sync._fragments import Flight, Fragment, Part, Squares, fragments_of
 from gossamer.sync._island_wide import among_all
 from gossamer.sync._loop import Loop
 from gossamer.sync._replica import Replica
@@ -35,6 +37,8 @@ from gossamer.wire.message import Combine, Levels, Outcome, Round, State, Traffi
 from gossamer.wire.pump import Pump, Step
 
 T = TypeVar("T")
+SecondMoments: TypeAlias = Callable[[int], Mapping[str, Tensor]]
+OF_SECOND_MOMENTS: Exchange = TwoShot(Fp8("e5m2"))  # in a block they differ by as much as squares do
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class Landed:
 
     moved: Mapping[str, Tensor]
     rates: float
+    squares: Mapping[str, Tensor] = field(default_factory=dict)  # second moments that were sent a round ago, their mean
 
 
 @dataclass(slots=True)
@@ -77,6 +82,7 @@ class Apart:
     exchange: Exchange | None  # of displacements, among all ranks
     each: Exchange | None
     fragments: list[Fragment] = field(default_factory=list)
+    second_moments: SecondMoments = lambda done: {}  # this island's, after so many steps
     exposed_s: float = 0.0  # waited for, since it was last set to 0
 
     @staticmethod
@@ -89,6 +95,7 @@ class Apart:
         *,
         units: Sequence[str] = (),
         bucket_bytes: int,
+        second_moments: SecondMoments = lambda done: {},
     ) -> Apart:
         """All islands must hold the same parameters now. Raises BadInput where an exchange cannot serve."""
         if loop is None:
@@ -96,7 +103,7 @@ class Apart:
         levels = replica.levels
         exchange = among_all(loop.exchange, levels, keeps=loop.keeps)
         each = among_all(loop.each, levels, keeps=True) if loop.each is not None else None
-        found = Apart(loop, params, truth, replica, pump, exchange, each)
+        found = Apart(loop, params, truth, replica, pump, exchange, each, second_moments=second_moments)
         for names in fragments_of(truth, loop.fragments, units):
             layouts = partition({n: truth[n] for n in names}, bucket_bytes=bucket_bytes)
             parts = [_part(as_float(layout), exchange, each, levels) for layout in layouts]
@@ -147,6 +154,7 @@ class Apart:
         if loop.returns:  # what lands now was sent a round ago, and the island starts again from where it leads
             landed += self._land(landing, final=moved.last)
             self._return(leaving)
+        landed += self._learn(leaving)
         landed += self._launch(leaving, gone, moved)
         if moved.last or not loop.delay:
             landed += self._land([f for f in leaving if f.flight], final=moved.last)
@@ -193,7 +201,33 @@ class Apart:
             fragment.rounds, fragment.flight = fragment.rounds + 1, flight
             here = Round(*self._here, weights, at.key[:2], 1.0, self._loop.keeps)
             self._exchange(fragment, flight, flats, here, final=moved.last)
+            if self._loop.tells(at.number) and not moved.last:
+                self._tell(fragment, here, moved.done, sound=sound[index])
         return ended
+
+    def _tell(self, fragment: Fragment, at: Round, done: int, *, sound: bool) -> None:
+        """Send second moments, for whoever has any."""
+        squares = self.second_moments(done)
+        if len(at.levels.groups["island"]) == 1 or not squares:
+            return
+        flats = [torch.zeros_like(part.anchor) for part in fragment.parts]
+        if sound:
+            for part, flat in zip(fragment.parts, flats, strict=True):
+                for name, view in part.views(flat):
+                    view.copy_(squares[name])
+        exchange = among_all(OF_SECOND_MOMENTS, at.levels, keeps=False)
+        states = [exchange.init(part.layout) for part in fragment.parts]
+        fragment.squares = Squares(self._begin(exchange, fragment.parts, flats, states, replace(at, accounts=False)))
+
+    def _learn(self, leaving: Sequence[Fragment]) -> list[Landed]:
+        """The second moments that were sent with the round before."""
+        found = []
+        for fragment in leaving:
+            squares, fragment.squares = fragment.squares, None
+            means = self._waiting(squares.wait) if squares is not None else ()
+            if means and all(math.isfinite(mean.sum().item()) for mean in means):  # the same bits on all ranks
+                found.append(Landed({}, 0.0, fragment.views(means)))
+        return found
 
     def _exchange(self, fragment: Fragment, flight: Flight, flats: list[Tensor], at: Round, *, final: bool) -> None:
         if len(at.levels.groups["island"]) == 1:  # one island has nobody to meet
@@ -344,8 +378,9 @@ class Apart:
         if self.loop is not None and not self.loop.apart(done - 1):
             self.anchor_here()
         for fragment in self.fragments:
-            if fragment.flight is not None:
-                self._waiting(fragment.flight.wait)
+            for under_way in (fragment.flight, fragment.squares):
+                if under_way is not None:
+                    self._waiting(under_way.wait)
 
     def part(self) -> None:
         """Start from the anchor, which is in place."""
@@ -414,15 +449,14 @@ def traffic_of_round(
     """What `rank` sends in `loop.cycle` steps beside gradients, weights, votes and words."""
     alone = len(levels.groups["island"]) == 1  # one island has nobody to meet
     found = [Traffic(Combine.GATHER, 2, 8)] * (loop.cycle if loop.each is not None else 0)
-    full = among_all(Dense(), levels, keeps=False)
+    full, of_squares = (among_all(one, levels, keeps=False) for one in (Dense(), OF_SECOND_MOMENTS))
     for fragment in exchanges_of_round(loop, params, levels, units=units, bucket_bytes=bucket_bytes):
-        found += [Traffic(Combine.GATHER, 4, 8)] * max(1, loop.full)
+        found += [Traffic(Combine.GATHER, 4, 8)] * loop.rounds
         for layout, exchange in fragment:
             if alone:
                 continue
-            rounds = [exchange] * max(1, loop.full)
-            if loop.full:
-                rounds[-1] = full
+            rounds = [full if loop.meets_in_full(number) else exchange for number in range(loop.rounds)]
+            rounds += [of_squares] * (loop.rounds // loop.second_moments if loop.second_moments else 0)
             for one in rounds:
                 found += one.traffic(layout, levels, rank)
             if loop.each is not None:
@@ -431,8 +465,7 @@ def traffic_of_round(
 
 
 def _landed(fragment: Fragment, flats: Sequence[Tensor], rates: float) -> Landed:
-    pairs = zip(fragment.parts, flats, strict=True)
-    return Landed({name: view for part, flat in pairs for name, view in part.views(flat)}, rates)
+    return Landed(fragment.views(flats), rates)
 
 
 def exchanges_of_round(

@@ -50,6 +50,20 @@ class Flight:
 
 
 @dataclass(slots=True)
+class Squares:
+    """A fragment's second moments on their way, or as they have arrived: buffers like the anchors."""
+
+    under_way: Step | None
+    means: tuple[Tensor, ...] = ()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        if self.under_way is not None:
+            found = (self.under_way.result(i) for i in range(len(self.under_way.rounds)))
+            self.means, self.under_way = tuple(outcome.mean.float() for outcome in found), None
+        return self.means
+
+
+@dataclass(slots=True)
 class Fragment:
     parts: list[Part]
     outer: OuterState
@@ -59,6 +73,7 @@ class Fragment:
     rates: float = 0.0  # sum of the learning rates of those
     samples: float = 0.0  # of this rank
     flight: Flight | None = None
+    squares: Squares | None = None
 
     @property
     def anchors(self) -> list[Tensor]:
@@ -75,6 +90,8 @@ class Fragment:
         found[f"counts/{index}"] = torch.tensor(self._counts(), dtype=torch.float64)
         if self.flight is not None:
             found.update(self._by_name("arrived", [outcome.mean.float() for outcome in self.flight.outcomes]))
+        if self.squares is not None:
+            found.update(self._by_name("squares", self.squares.means))
         return found
 
     def own(self, index: int) -> dict[str, Tensor]:
@@ -109,9 +126,14 @@ class Fragment:
             part.each = refilled(part.layout, part.each, _under("steps", own))
         counts = shared[f"counts/{index}"].tolist()
         self._take_counts(counts, _under("arrived", shared), takes_part=takes_part > 0)
+        squares = _under("squares", shared)
+        self.squares = Squares(None, tuple(self._flats(squares))) if self._has_all(squares) else None
         left = _under("left", own)
-        if self.flight is not None and all(e.name in left for part in self.parts for e in part.layout.entries):
+        if self.flight is not None and self._has_all(left):
             self.flight.left = tuple(self._flats(left))
+
+    def _has_all(self, tensors: Mapping[str, Tensor]) -> bool:
+        return all(e.name in tensors for part in self.parts for e in part.layout.entries)
 
     def _flats(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Copies as buffers like the anchor's."""
@@ -121,8 +143,12 @@ class Fragment:
 
     def _by_name(self, kind: str, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Buffers like the anchor's, in place: "kind/parameter"."""
+        return {f"{kind}/{name}": view for name, view in self.views(flats).items()}
+
+    def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The same by parameter."""
         pairs = zip(self.parts, flats, strict=True)
-        return {f"{kind}/{name}": view for part, flat in pairs for name, view in part.views(flat)}
+        return {name: view for part, flat in pairs for name, view in part.views(flat)}
 
     def _counts(self) -> list[float]:
         """How far it is, and since when (-1: not) and as what it is under way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -36,6 +37,9 @@ class Loop:
                gets at that time is the displacement of the round before.
     keeps:     whether what an exchange lost of an island's displacement stays in its parameters (error reset).
     full:      where it does, every so many rounds all of it meets, densely; 0: in the end alone.
+    second_moments: every so many rounds what the islands' rules know of second moments meets too, a byte a number; they
+               learn it when the next round is sent, so that nothing waits for it. At first, when little is known, in
+               rounds 1, 4, 16 and so on. 0: never.
     each:      how the movement of every single step meets, beside the rounds; None: not at all.
     steps:     how many of a round's `every` steps each island makes, the fastest all of them; none: all. `auto`: as
                many as each has time for while the fastest makes all, measured before the first.
@@ -56,6 +60,7 @@ class Loop:
     returns: bool = False
     keeps: bool = False
     full: int = 0
+    second_moments: int = 0
     each: Exchange | None = None
     steps: Steps = ()
 
@@ -69,6 +74,8 @@ class Loop:
         _demand(fits, "delay", f"a delay of 0 to {longest} steps", self.delay, do)
         _demand(0 <= self.mix <= 1, "mix", "a part from 0 to 1", self.mix, "0 takes the common parameters alone")
         _demand(self.full >= 0, "full", "a number of rounds from 0 on", self.full, "0 meets in full in the end alone")
+        do = "0 leaves to each island its own"
+        _demand(self.second_moments >= 0, "second_moments", "a number of rounds from 0 on", self.second_moments, do)
         _demand(self.start >= 0, "start", "a number of steps from 0 on", self.start, "0 parts the islands at once")
         do = "0 lets all gradients meet in all steps before start"
         _demand(self.spaced >= 0, "spaced", "a number of steps from 0 on", self.spaced, do)
@@ -111,7 +118,18 @@ class Loop:
     @property
     def cycle(self) -> int:
         """Steps after which all repeats itself."""
-        return self.every * max(1, self.full)
+        return self.every * self.rounds
+
+    @property
+    def rounds(self) -> int:
+        """Of a fragment, after which all repeats itself."""
+        return math.lcm(max(1, self.full), max(1, self.second_moments))
+
+    def tells(self, number: int) -> bool:
+        """Whether in this round of a fragment, counted from 0, second moments are sent."""
+        every, at = self.second_moments, number + 1
+        is_power_of_four = at.bit_count() == 1 and at.bit_length() % 2 == 1
+        return every > 0 and (at % every == 0 or (at < every and is_power_of_four))
 
     def meets_in_full(self, number: int) -> bool:
         """Whether in this round of a fragment, counted from 0, islands keep nothing for themselves."""

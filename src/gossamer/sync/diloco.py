@@ -29,7 +29,8 @@ from gossamer.sync.outer.nesterov import Nesterov
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diloco(Sync):
     """One fragment without delay is DiLoCo; `streaming_diloco` sets the others as its paper does. `steps`: how many of
-    a round's `every` each island makes, or auto: as many as it has time for; none: all.
+    a round's `every` each island makes, or auto: as many as it has time for; none: all. `second_moments`: every so many
+    rounds islands also bring together what AdamW divides by (optim.common_adamw), a byte a number; 0: never.
     """
 
     every: int = 50
@@ -39,6 +40,7 @@ class Diloco(Sync):
     carry: bool = False
     start: int = 0
     steps: Steps = ()
+    second_moments: int = 0
     exchange: Exchange = field(default_factory=Dense)
     outer: OuterRule = field(default_factory=Nesterov)
 
@@ -52,6 +54,7 @@ class Diloco(Sync):
             carries=self.carry,
             start=self.start,
             steps=self.steps,
+            second_moments=self.second_moments,
             exchange=self.exchange,
             rule=self.outer,
         )

@@ -1,0 +1,140 @@
+"""Islands that bring their second moments together, as whole runs over gloo: what they learn, bytes, stops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer import sync
+from gossamer.plan._price import round_bytes
+from gossamer.spec.errors import BadInput
+from gossamer.store.checkpoint import open_checkpoint
+from gossamer.wire.message import Levels
+from pool import Pool
+from run.test_sharding import records
+from sync.apart_jobs import SHAPES
+
+MOMENTS: dict[str, Any] = {
+    "diloco": {"diloco": {"every": 2, "second_moments": 2}},
+    "late": {
+        "diloco": {"every": 4, "fragments": 2, "delay": 2, "carry": True, "outer": "average", "second_moments": 1}
+    },
+    "after": {"diloco": {"every": 2, "start": 3, "second_moments": 4}},
+}
+each_way = pytest.mark.parametrize("name", MOMENTS)
+
+
+def sections(written: Any, **more: Any) -> dict[str, Any]:
+    return {"plan": {"sync": written}, "train": {"checkpoint_every": 5}, **more}
+
+
+def commons(folder: Path, step: int, ranks: int = 2) -> list[torch.Tensor]:
+    """By rank, what its rule has learnt."""
+    checkpoint = open_checkpoint(folder / "run" / "checkpoints", step)
+    names = sorted(n for n in checkpoint.names() if n.startswith("optim/common/"))
+    return [torch.cat([checkpoint.read(n, replica=rank).flatten() for n in names]) for rank in range(ranks)]
+
+
+@each_way
+def test_all_islands_learn_the_same(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Something, with the first round that goes out after the one it was sent with; they end in one place."""
+    given = {"folder": str(tmp_path), "steps": 10, "dropout": 0.1, "sections": sections(MOMENTS[name])}
+    found = pool.run("run.jobs:train", 2, **given)
+    assert found[0]["digest"] == found[1]["digest"]
+    first, second = commons(tmp_path, 10)
+    assert torch.equal(first, second) and float(first.sum()) > 0 and bool((first >= 0).all())
+
+
+def test_what_is_learnt_is_the_mean_of_what_they_knew(pool: Pool, tmp_path: Path) -> None:
+    """Sent with the first round, in a byte a number; learnt with the second."""
+    written = sections({"diloco": {"every": 5, "second_moments": 9}})
+    pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=10, sections=written)
+    before, after = (open_checkpoint(tmp_path / "run" / "checkpoints", step) for step in (5, 10))
+    names = sorted(n for n in before.names() if n.startswith("optim/square/"))
+    assert not any(commons(tmp_path, 5)[0].tolist())
+    for name in names:
+        known = [before.read(name, replica=rank) / (1 - 0.95**5) for rank in range(2)]
+        mean, learnt = sum(known) / 2, after.read(name.replace("square", "common"), replica=0)
+        assert torch.all((learnt - mean).abs() <= 0.29 * mean + 1e-8 * mean.max()), name  # e5m2, twice
+
+
+@each_way
+@pytest.mark.parametrize("until", [2, 3, 4, 6])
+def test_a_run_stopped_anywhere_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, name: str, until: int) -> None:
+    given = {"steps": 9, "dropout": 0.1, "sections": sections(MOMENTS[name])}
+    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
+    pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), until=until, **given)
+    again = pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), resume=True, **given)
+    assert [one["digest"] for one in again] == [one["digest"] for one in whole]
+
+
+def test_it_goes_on_from_any_other_way_and_into_any_other(pool: Pool, tmp_path: Path) -> None:
+    """Together, apart each with its own, with common ones, with its own, together."""
+    ways = ["every_step", {"diloco": {"every": 2}}, MOMENTS["diloco"], {"diloco": {"every": 2}}, "every_step"]
+    for turn, written in enumerate([*ways, MOMENTS["late"]]):
+        given = {"folder": str(tmp_path), "steps": 19, "resume": turn > 0, "fresh_plan": True}
+        until = {} if turn == len(ways) else {"until": 3 * (turn + 1)}
+        found = pool.run("run.jobs:train", 2, sections=sections(written), **until, **given)
+    assert found[0]["digest"] == found[1]["digest"]
+    steps = records(tmp_path, "step")
+    assert [one["step"] for one in steps] == list(range(1, 20)) and steps[-1]["loss"] < steps[0]["loss"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_other_islands_go_on_from_what_was_agreed(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    given = {"folder": str(tmp_path), "steps": 9, "sections": sections(MOMENTS["late"])}
+    pool.run("run.jobs:train", 2, until=5, **given)
+    found = pool.run("run.jobs:train", ranks, resume=True, **given)
+    assert all(one["digest"] == found[0]["digest"] and not one["ended"] for one in found)
+
+
+def test_bytes_of_a_round_are_known_before(pool: Pool) -> None:
+    """Over a whole cycle, when second moments no longer meet as often as at first."""
+    written = {"diloco": {"every": 4, "fragments": 2, "delay": 1, "second_moments": 3}}
+    loop, levels = sync.build(written).loop, Levels.islands([[0], [1]])
+    assert loop is not None and loop.cycle == 12
+    found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=36, finish=False)
+    links, plain = (
+        round_bytes(one, tuple(SHAPES.items()), levels, units=("a", "b"), bucket_bytes=1 << 20)
+        for one in (loop, replace(loop, second_moments=0))
+    )
+    for rank, one in enumerate(found):
+        assert sum(one["sent"][24:]) == links[f"{rank}>{1 - rank}"] > 3 * plain[f"{rank}>{1 - rank}"]
+
+
+def test_ranks_of_an_island_learn_the_same(pool: Pool, tmp_path: Path) -> None:
+    """Two ranks that have seen the same, and one by itself."""
+    written = sections(MOMENTS["diloco"], machines={"islands": [[0, 1], [2]]})
+    found = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=10, sections=written)
+    assert all(one["digest"] == found[0]["digest"] for one in found)
+    first, second, third = commons(tmp_path, 10, ranks=3)
+    assert torch.equal(first, second) and torch.equal(first, third) and float(first.sum()) > 0
+
+
+def test_alone_it_is_adamw(pool: Pool, tmp_path: Path) -> None:
+    """One island has nobody to learn from."""
+    found = {}
+    for name, written in (("common", MOMENTS["diloco"]), ("own", {"diloco": {"every": 2}})):
+        given = {"folder": str(tmp_path / name), "steps": 6, "values": True, "sections": sections(written)}
+        found[name] = torch.tensor(pool.run("run.jobs:train", 1, **given)[0]["values"])
+    torch.testing.assert_close(found["common"], found["own"], rtol=1e-6, atol=1e-6)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"train": {"optimizer": {"sgd": {"lr": 0.1}}}}, "adamw, whose second moments islands can bring together"),
+    ({"plan": {"states": {"zero1": {"level": "island"}}}}, "whole states, where islands bring their second moments"),
+    ({"plan": {"sync": {"diloco": {"every": 2, "second_moments": -1}}}}, "a number of rounds from 0 on"),
+]
+
+
+@pytest.mark.parametrize(("more", "said"), BAD, ids=[said for _, said in BAD])
+def test_bad_input(pool: Pool, tmp_path: Path, more: dict[str, Any], said: str) -> None:
+    given = {"plan": {"sync": MOMENTS["diloco"], **more.get("plan", {})}, "train": more.get("train", {})}
+    with pytest.raises(Exception, match=said) as caught:
+        pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=4, sections=given)
+    assert BadInput.__name__ in str(caught.value)
+    assert not (tmp_path / "run" / "checkpoints").exists()
