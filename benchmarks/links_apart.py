@@ -45,6 +45,7 @@ def main() -> None:
     read.add_argument("--tune-tokens", type=int, default=500_000)
     read.add_argument("--beta2", type=float, default=setting.BETAS[1])
     read.add_argument("--outer", choices=["mean", "momentum"], default="momentum")
+    read.add_argument("--second-moments", type=int, default=0, help="rounds from one meeting of these to the next")
     read.add_argument("--seeds", type=int, default=3)
     read.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     read.add_argument("--record", default="links_apart", help="name of the file in docs/results")
@@ -65,9 +66,9 @@ def main() -> None:
     e_folds = math.log((asked.after + asked.tokens) / (asked.after + asked.tokens // 16))
     fall = (short["final_losses"][0] - base["final_losses"][0]) / e_folds
     rows = [{"sync": one.sync, **row_of(found[one.key()], base, fall, asked)} for one in apart]
-    told = ("hosts", "tokens", "after", "lrs", "tune_tokens", "beta2", "outer", "seeds", "precision", "delay")
+    told = ("hosts", "tokens", "after", "lrs", "tune_tokens", "beta2", "outer", "second_moments", "seeds", "delay")
     of_dense = {"fall_per_e_fold": round(fall, 4), "after_a_sixteenth": short["final_loss"], **base}
-    settings = {name: getattr(asked, name) for name in told}
+    settings = {"precision": asked.precision, **{name: getattr(asked, name) for name in told}}
     publish(asked.record, {"rows": rows, "dense": of_dense, "target": 1.01, "setting": settings}, script="links_apart")
 
 
@@ -78,7 +79,10 @@ def sync_of(every: int, asked: argparse.Namespace) -> Any:
     if asked.outer == "mean":
         (loop,) = written.values()  # type: ignore[union-attr]
         kept = {name: value for name, value in loop.items() if name != "mix"}
-        return {"diloco": {**kept, "carry": True, "outer": "average"}}
+        written = {"diloco": {**kept, "carry": True, "outer": "average"}}
+    if asked.second_moments:
+        (loop,) = written.values()  # type: ignore[union-attr]
+        written = {"diloco": {**loop, "second_moments": asked.second_moments}}
     return written
 
 
