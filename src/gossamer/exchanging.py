@@ -85,6 +85,7 @@ class Exchanger:
     policy: Policy | None = None  # for what goes between islands that train apart, by every rank's own way out and in
     waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
     walk: Walk | None = None  # where parameters are sharded
+    tells: bool = False  # whether the update rule has second moments that islands can bring together
     _measured: Measured | None = None
     _watch: _Watch = field(default_factory=lambda: _Watch())
 
@@ -123,11 +124,12 @@ class Exchanger:
         """Whether gradients meet at every step, or islands part."""
         assert self._measured is not None
         islands = self.plan.islands or tuple((rank,) for rank in self.pump.channel.levels.everyone)
-        loop = sync.build(written_of(PERIODS[0], 1, self.steps)).loop  # all of them send the same in a round
+        periods = [period for period in PERIODS if bool(period.second_moments) == self.tells]
+        loop = sync.build(written_of(periods[0], 1, self.steps)).loop  # all of them send the same in a round
         assert loop is not None
         params, units = trainable(self.engine.module), self.plan.units
         facts = self._measured.round_facts(loop, links, Levels.islands(islands), params, units, self.pump)
-        chosen = choose_period(decision, facts, steps=self.steps, lossy=self.lossy, periods=PERIODS)
+        chosen = choose_period(decision, facts, steps=self.steps, lossy=self.lossy, periods=periods)
         self._adopt("sync", chosen.sync or "every_step", chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
         if (loop := loop_of(self.plan)) is not None and chosen.forecast is not None:

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gossamer import __version__, memory
+from gossamer import __version__, memory, optim
 from gossamer.adapting import Adapting, asking, between_islands
 from gossamer.bordering import with_borders
 from gossamer.exchanging import Exchanger, is_plain, levels_of, loop_of
 from gossamer.memory import Walk
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
+from gossamer.optim.adamw import AdamW
 from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
 from gossamer.run.saver import Saver
@@ -154,6 +155,7 @@ def _exchanger(
         keep=job.directory.keep_plan if where.writer == 0 else lambda plan: None,  # every host reads its own again
         policy=between_islands(config.plan, plan),
         walk=walk,
+        tells=isinstance(optim.build(config.train.optimizer, key="train.optimizer"), AdamW),
     )
 
 

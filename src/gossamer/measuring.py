@@ -15,7 +15,7 @@ from gossamer.run.rehearse import Rehearsal, stolen_share
 from gossamer.spec.errors import BadInput
 from gossamer.spec.links import Links
 from gossamer.spec.plan import BUCKET_BYTES
-from gossamer.sync import Loop, buckets_of, exchanges_of_round
+from gossamer.sync import Loop, buckets_of, exchange_of_second_moments, exchanges_of_round
 from gossamer.wire.bucket import Layout
 from gossamer.wire.channel import gathered
 from gossamer.wire.message import Levels
@@ -83,12 +83,14 @@ class Measured:
         )
         dense = [Option(0.0, *_on_wire(Dense(), where, inside, near), 0.0) for where in self.layouts]
         fragments = exchanges_of_round(loop, params, levels, units=units, bucket_bytes=BUCKET_BYTES)
+        squares = exchange_of_second_moments(levels)
         cpu_s = sum(compress.seconds_of(x, where, levels, pump.channel.rank) for one in fragments for where, x in one)
         return RoundFacts(
             step_s=timeline(Facts(buckets, *self.times[:3]), dense).step_s,
             fragments_s=tuple(sum(_on_wire(x, where, levels, links)[0] for where, x in one) for one in fragments),
             cpu_s=float(gathered(pump.channel, [cpu_s]).max()),
             stolen=self.times[2],
+            second_moments_s=sum(_on_wire(squares, where, levels, links)[0] for one in fragments for where, _ in one),
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from gossamer.spec.room import Room
-from gossamer.sync._apart import Apart, Landed, Moved, exchanges_of_round, traffic_of_round
+from gossamer.sync._apart import Apart, Landed, Moved, exchange_of_second_moments, exchanges_of_round, traffic_of_round
 from gossamer.sync._heard import Heard, Mark, parsed
 from gossamer.sync._loop import Loop
 from gossamer.sync._pace import Pace, by_speed
@@ -42,6 +42,7 @@ __all__ = [
     "build",
     "buckets_of",
     "by_speed",
+    "exchange_of_second_moments",
     "exchanges_of_round",
     "names",
     "parsed",

@@ -38,7 +38,6 @@ from gossamer.wire.pump import Pump, Step
 
 T = TypeVar("T")
 SecondMoments: TypeAlias = Callable[[int], Mapping[str, Tensor]]
-OF_SECOND_MOMENTS: Exchange = TwoShot(Fp8("e5m2"))  # in a block they differ by as much as squares do
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +214,7 @@ class Apart:
             for part, flat in zip(fragment.parts, flats, strict=True):
                 for name, view in part.views(flat):
                     view.copy_(squares[name])
-        exchange = among_all(OF_SECOND_MOMENTS, at.levels, keeps=False)
+        exchange = exchange_of_second_moments(at.levels)
         states = [exchange.init(part.layout) for part in fragment.parts]
         fragment.squares = Squares(self._begin(exchange, fragment.parts, flats, states, replace(at, accounts=False)))
 
@@ -449,7 +448,7 @@ def traffic_of_round(
     """What `rank` sends in `loop.cycle` steps beside gradients, weights, votes and words."""
     alone = len(levels.groups["island"]) == 1  # one island has nobody to meet
     found = [Traffic(Combine.GATHER, 2, 8)] * (loop.cycle if loop.each is not None else 0)
-    full, of_squares = (among_all(one, levels, keeps=False) for one in (Dense(), OF_SECOND_MOMENTS))
+    full, of_squares = among_all(Dense(), levels, keeps=False), exchange_of_second_moments(levels)
     for fragment in exchanges_of_round(loop, params, levels, units=units, bucket_bytes=bucket_bytes):
         found += [Traffic(Combine.GATHER, 4, 8)] * loop.rounds
         for layout, exchange in fragment:
@@ -462,6 +461,11 @@ def traffic_of_round(
             if loop.each is not None:
                 found += among_all(loop.each, levels, keeps=True).traffic(layout, levels, rank) * loop.cycle
     return tuple(found)
+
+
+def exchange_of_second_moments(levels: Levels) -> Exchange:
+    """Among all ranks. In a block they differ by as much as squares do: so five bits of exponent."""
+    return among_all(TwoShot(Fp8("e5m2")), levels, keeps=False)
 
 
 def _landed(fragment: Fragment, flats: Sequence[Tensor], rates: float) -> Landed:

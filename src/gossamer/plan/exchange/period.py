@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gossamer.plan.exchange.choose import WORTH, Decision
 from gossamer.spec.choice import Written
@@ -21,23 +22,27 @@ FRAGMENTS = 4  # as in Streaming DiLoCo: a quarter of the peak rate
 @dataclass(frozen=True, slots=True)
 class Period:
     """Islands that meet every so many steps. `dearer`: the part more of steps that the same loss takes, as measured
-    (benchmarks/links_apart.py; docs/results/links_apart.json).
+    (benchmarks/links_apart.py). `second_moments`: every so many rounds these meet too, where the update rule has any
+    that can; then the anchor goes to the islands' mean, else by Nesterov's momentum.
     """
 
     every: int
     dearer: float
+    second_moments: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RoundFacts:
     """`step_s`: of an island by itself, with the exchange inside of it. Of one round: `fragments_s`, how long each
     fragment is on its way between islands; `cpu_s`, encoding; `stolen`, the part of that which steps lose.
+    `second_moments_s`: how long all of them are on their way, when they are.
     """
 
     step_s: float
     fragments_s: tuple[float, ...]
     cpu_s: float = 0.0
     stolen: float = 0.0
+    second_moments_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,8 @@ def forecast_apart(period: Period, facts: RoundFacts) -> Parted:
     The delay is the shortest that hides the longest fragment, and one step for what comes late.
     """
     own = facts.step_s + facts.stolen * facts.cpu_s / period.every
-    step_s = max(own, sum(facts.fragments_s) / period.every)
+    beside = facts.second_moments_s / period.second_moments if period.second_moments else 0.0
+    step_s = max(own, (sum(facts.fragments_s) + beside) / period.every)
     longest = max(facts.fragments_s, default=0.0)
     delay = min(period.every - 1, math.ceil(longest / step_s) + 1)
     late = sum(max(0.0, one - delay * step_s) for one in facts.fragments_s) / period.every
@@ -100,18 +106,21 @@ def forecast_apart(period: Period, facts: RoundFacts) -> Parted:
 
 def written_of(period: Period, delay: int, steps: int) -> Written:
     """What the losses were measured with, but for the delay: a run of so many steps parts after a tenth of them."""
+    with_own: dict[str, Any] = {"mix": 0.5, "outer": {"nesterov": {"lr": 0.4}}}
+    with_common: dict[str, Any] = {"carry": True, "outer": "average", "second_moments": period.second_moments}
     return {
         "diloco": {
             "every": period.every,
             "fragments": FRAGMENTS,
             "delay": delay,
-            "mix": 0.5,
             "start": steps // 10,
             "exchange": {"two_shot": {"codec": "int4"}},
-            "outer": OUTER,
+            **(with_common if period.second_moments else with_own),
         }
     }
 
 
-OUTER: Written = {"nesterov": {"lr": 0.4}}
-PERIODS: tuple[Period, ...] = (Period(16, 0.25),)  # loss 1.034 of dense's after 2.0 M tokens, one seed
+PERIODS: tuple[Period, ...] = (
+    Period(16, 0.25),  # loss 1.034 of dense's after 2.0 M tokens, one seed (docs/results/links_apart.json)
+    Period(16, 0.25, second_moments=16),  # TODO
+)
