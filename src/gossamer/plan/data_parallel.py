@@ -60,7 +60,7 @@ class DataParallel(Planner):
         _check_adapt(config, mesh, method)
         _check_states(config, mesh, method)
         _check_probe(config, method)
-        _rule(config, method)
+        _rule(config, method.loop)
         if config.train.verify.every:
             reasons["verify"] = _verified(config, mesh, method)
         if request.units:
@@ -400,7 +400,7 @@ def _forecast(plan: Plan, request: Request) -> Cost:
             walk=request.walk,
             microbatches=plan.microbatches[0],
         )
-        return cost.model_copy(update={"state_bytes": _held(plan, request, levels)})
+        return cost.model_copy(update={"state_bytes": _held(plan, request, levels, None)})
     islands = Levels.islands(plan.islands or [[rank] for rank in range(plan.ranks)])
     known = len(islands.groups["island"])
     if loop.steps == "auto" or len(loop.steps) != known:  # not known yet: no island makes more than all
@@ -409,25 +409,24 @@ def _forecast(plan: Plan, request: Request) -> Cost:
     return cost.model_copy(update={"state_bytes": _held_apart(loop, plan, request, islands)})
 
 
-def _held(plan: Plan, request: Request, levels: Levels) -> tuple[int, ...]:
+def _held(plan: Plan, request: Request, levels: Levels, loop: Loop | None) -> tuple[int, ...]:
     """Bytes of model state, by rank, where they are known."""
     sharding = memory.build(plan.states, key="plan.states")
     if request.walk is None or (sharding.needs_islands and not plan.islands):
         return ()
-    rule = _rule(request.config, sync.build(plan.sync, key="plan.sync"))
+    rule = _rule(request.config, loop)
     trained = frozenset(n for n, _ in request.shapes)
     return state_bytes(sharding, request.walk, trained, levels, slots=len(rule.slots))
 
 
-def _rule(config: RunConfig, method: Sync) -> Rule:
+def _rule(config: RunConfig, loop: Loop | None) -> Rule:
     """The update rule. Raises BadInput where islands cannot bring together what it knows, as they should."""
     rule = optim.build(config.train.optimizer, key=_RULE)
-    tells = method.loop is not None and method.loop.second_moments
-    return CommonAdamW.around(rule, 1.0) if tells else rule
+    return CommonAdamW.around(rule, 1.0) if loop is not None and loop.second_moments else rule
 
 
 def _held_apart(loop: Loop, plan: Plan, request: Request, islands: Levels) -> tuple[int, ...]:
     """The same of islands that train apart, and on every rank what the outer loop keeps of all that is trained."""
     slots = 1 + len(loop.rule.slots) + (loop.each is not None)  # the anchor; where the island was a step ago
     outside = 4 * slots * sum(prod(shape) for _, shape in request.shapes)
-    return tuple(held + outside for held in _held(plan, request, islands))
+    return tuple(held + outside for held in _held(plan, request, islands, loop))
