@@ -100,6 +100,13 @@ def test_what_nobody_had_seen_does_not_explode() -> None:
     assert params["w"].tolist() == pytest.approx([-0.01 / 0.25, -0.01, -0.01 / 0.5], rel=1e-4)
 
 
+def test_an_island_that_has_made_no_step_says_that_it_has_seen_nothing() -> None:
+    """And says it: the others wait for its message."""
+    rule, params = CommonAdamW(inner=INNER, part=0.5), some(0)
+    found = rule.second_moments(rule.init(params), step=0)
+    assert found.keys() == params.keys() and not any(float(t.abs().sum()) for t in found.values())
+
+
 def test_bad_input() -> None:
     with pytest.raises(BadInput, match="adamw, whose second moments"):
         CommonAdamW.around(SGD(), 0.5)

@@ -115,6 +115,18 @@ def test_ranks_of_an_island_learn_the_same(pool: Pool, tmp_path: Path) -> None:
     assert torch.equal(first, second) and torch.equal(first, third) and float(first.sum()) > 0
 
 
+def test_an_island_that_has_made_no_step_yet_keeps_nobody_waiting(pool: Pool, tmp_path: Path) -> None:
+    """Its first step is rejected, and it has nothing to tell: it says so, and counts for nothing."""
+    written = sections({"diloco": {"every": 1, "second_moments": 1}})
+    written["train"]["on_nonfinite"] = "skip"
+    found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=5, bad=5, sections=written)
+    assert found[0]["digest"] == found[1]["digest"]
+    rejected = [one["rejected"] for one in records(tmp_path, "islands")]
+    assert [sum(island) for island in zip(*rejected, strict=True)] == [0, 1]
+    first, second = commons(tmp_path, 5)
+    assert torch.equal(first, second) and float(first.sum()) > 0
+
+
 def test_alone_it_is_adamw(pool: Pool, tmp_path: Path) -> None:
     """One island has nobody to learn from."""
     found = {}

@@ -62,7 +62,7 @@ def rounds(
         beside,
         units=("a", "b"),
         bucket_bytes=bucket_bytes,
-        second_moments=lambda done: {name: p.square() for name, p in truth.items()},
+        second_moments=lambda done, names: {name: truth[name].square() for name in names},
     )
     weight = samples[seat.rank] if samples else 1.0
     at, anchors, sent = [], [], []

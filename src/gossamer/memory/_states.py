@@ -98,9 +98,9 @@ class States:
         own = {name: self.own(name, gone) for name, gone in moved.items() if _any(self.rows[name])}
         self.rule.meet(self._moved_by_rule(own), own, self.held, rates=rates)
 
-    def second_moments(self, step: int) -> Mapping[str, Tensor]:
-        """What islands can tell each other of them (see Rule.second_moments); `step`: updates made."""
-        return self.rule.second_moments(self.held, step=step)
+    def second_moments(self, step: int, names: Iterable[str]) -> Mapping[str, Tensor]:
+        """What islands can tell each other of the parameters named (see Rule.second_moments); `step`: updates made."""
+        return self.rule.second_moments({name: self.held[name] for name in names}, step=step)
 
     def learn(self, squares: Mapping[str, Tensor]) -> None:
         """Tell the rule what islands have brought together of them."""

@@ -93,8 +93,8 @@ class CommonAdamW(Rule):
 
     @torch.no_grad()
     def second_moments(self, state: State, *, step: int) -> Mapping[str, Tensor]:
-        seen = 1 - self.inner.betas[1] ** step
-        return {name: slots["square"] / seen for name, slots in state.items()} if step else {}
+        seen = 1 - self.inner.betas[1] ** step if step else 1.0  # an island may have made none, and say so
+        return {name: slots["square"] / seen for name, slots in state.items()}
 
     @torch.no_grad()
     def learn(self, squares: Mapping[str, Tensor], state: State) -> None:

@@ -186,7 +186,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         around.beside,
         units=parts.units,
         bucket_bytes=plan.bucket_bytes,
-        second_moments=lambda done: states.second_moments(done - progress.rejected),
+        second_moments=lambda done, names: states.second_moments(done - progress.rejected, names),
     )
     loop = together.loop
     pace = loop.pace(levels.groups["island"]) if loop is not None else sync.Pace()

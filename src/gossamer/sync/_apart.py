@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
@@ -37,7 +37,7 @@ from gossamer.wire.message import Combine, Levels, Outcome, Round, State, Traffi
 from gossamer.wire.pump import Pump, Step
 
 T = TypeVar("T")
-SecondMoments: TypeAlias = Callable[[int], Mapping[str, Tensor]]
+SecondMoments: TypeAlias = Callable[[int, Collection[str]], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Apart:
     exchange: Exchange | None  # of displacements, among all ranks
     each: Exchange | None
     fragments: list[Fragment] = field(default_factory=list)
-    second_moments: SecondMoments = lambda done: {}  # this island's, after so many steps
+    second_moments: SecondMoments = lambda done, names: {}  # this island's after so many steps, of these parameters
     exposed_s: float = 0.0  # waited for, since it was last set to 0
 
     @staticmethod
@@ -94,7 +94,7 @@ class Apart:
         *,
         units: Sequence[str] = (),
         bucket_bytes: int,
-        second_moments: SecondMoments = lambda done: {},
+        second_moments: SecondMoments = lambda done, names: {},
     ) -> Apart:
         """All islands must hold the same parameters now. Raises BadInput where an exchange cannot serve."""
         if loop is None:
@@ -205,8 +205,8 @@ class Apart:
         return ended
 
     def _tell(self, fragment: Fragment, at: Round, done: int, *, sound: bool) -> None:
-        """Send second moments, for whoever has any."""
-        squares = self.second_moments(done)
+        """Send second moments, where the rule has any."""
+        squares = self.second_moments(done, [e.name for part in fragment.parts for e in part.layout.entries])
         if len(at.levels.groups["island"]) == 1 or not squares:
             return
         flats = [torch.zeros_like(part.anchor) for part in fragment.parts]

@@ -1,8 +1,9 @@
 """Probe: what the links between the ranks can do, measured over the channel the run itself will use.
 
-All ranks call it together, before the first step. Everything is measured while all ranks send, because that is how a
-step uses the links. Sizes grow until a message takes long enough for shaping and start-up to average out; every
-decision is taken from times that all ranks have exchanged, so that all of them measure the same things.
+All ranks call it together, before the first step. What all have together is measured while all of them send, because
+that is how a step uses the links; pairs while as many send as have nothing to receive. Sizes grow until a message takes
+long enough for shaping and start-up to average out; every decision is taken from times that all ranks have exchanged,
+so that all of them measure the same things.
 """
 
 from __future__ import annotations
