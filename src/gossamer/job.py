@@ -21,7 +21,7 @@ from gossamer.bordering import with_borders
 from gossamer.exchanging import Exchanger, is_plain, levels_of, loop_of
 from gossamer.memory import Walk
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
-from gossamer.optim.adamw import AdamW
+from gossamer.optim.common_adamw import CommonAdamW
 from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
 from gossamer.run.saver import Saver
@@ -155,7 +155,7 @@ def _exchanger(
         keep=job.directory.keep_plan if where.writer == 0 else lambda plan: None,  # every host reads its own again
         policy=between_islands(config.plan, plan),
         walk=walk,
-        tells=isinstance(optim.build(config.train.optimizer, key="train.optimizer"), AdamW),
+        tells=CommonAdamW.serves(optim.build(config.train.optimizer, key="train.optimizer")),
     )
 
 

@@ -127,10 +127,12 @@ def test_an_island_that_has_made_no_step_yet_keeps_nobody_waiting(pool: Pool, tm
     assert torch.equal(first, second) and float(first.sum()) > 0
 
 
-def test_alone_it_is_adamw(pool: Pool, tmp_path: Path) -> None:
-    """One island has nobody to learn from."""
+@pytest.mark.parametrize("start", [0, 3])
+def test_alone_it_is_adamw(pool: Pool, tmp_path: Path, start: int) -> None:
+    """One island has nobody to learn from, apart from the first step on or later."""
     found = {}
-    for name, written in (("common", MOMENTS["diloco"]), ("own", {"diloco": {"every": 2}})):
+    for name, more in (("common", {"second_moments": 2}), ("own", {})):
+        written = {"diloco": {"every": 2, "start": start, **more}}
         given = {"folder": str(tmp_path / name), "steps": 6, "values": True, "sections": sections(written)}
         found[name] = torch.tensor(pool.run("run.jobs:train", 1, **given)[0]["values"])
     torch.testing.assert_close(found["common"], found["own"], rtol=1e-6, atol=1e-6)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class CommonAdamW(Rule):
     @staticmethod
     def around(rule: Rule, part: float) -> CommonAdamW:
         """Raises BadInput where the rule is another one."""
-        if not isinstance(rule, AdamW):
+        if not CommonAdamW.serves(rule):
             raise bad_input(
                 wanted="adamw, whose second moments islands can bring together",
                 got=type(rule).__name__,
@@ -56,6 +57,11 @@ class CommonAdamW(Rule):
                 key="plan.sync",
             )
         return CommonAdamW(inner=rule, part=part)
+
+    @staticmethod
+    def serves(rule: Rule) -> TypeGuard[AdamW]:
+        """Whether islands that go by this rule can bring its second moments together."""
+        return isinstance(rule, AdamW)
 
     @property
     def lr(self) -> float:
@@ -79,6 +85,9 @@ class CommonAdamW(Rule):
     def update_apart(
         self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: State, *, lr_scale: float, step: int
     ) -> None:
+        if self.part == 1:  # there is nobody to learn from: what is common would rest for ever
+            self.update(params, grads, state, lr_scale=lr_scale, step=step)
+            return
         b1, b2 = self.inner.betas
         for decays, group in lists(params, grads, state, self.slots, apart=self.inner.decays):
             _, squares, commons = group.slots

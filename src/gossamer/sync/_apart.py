@@ -186,7 +186,7 @@ class Apart:
             fragment.steps, fragment.made, fragment.rates, fragment.samples = 0, 0, 0.0, 0.0
             if weights is None:  # nobody has anything to say: back to where all were
                 self._return([fragment])
-                ended.append(_landed(fragment, [torch.zeros_like(flat) for flat in flats], 0.0))
+                ended.append(Landed(fragment.views([torch.zeros_like(flat) for flat in flats]), 0.0))
                 continue
             rates, steps = (float((weights * of).sum()) for of in gone_by)
             number = self.fragments.index(fragment)
@@ -268,7 +268,7 @@ class Apart:
             carried = self._moved_since(fragment, flight) if keeps_own and flight.left else ()
             self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0, carried)
             came = means if arrived else [torch.zeros_like(mean) for mean in means]
-            landed.append(_landed(fragment, came, flight.at.rates))
+            landed.append(Landed(fragment.views(came), flight.at.rates))
         return landed
 
     def _moved_since(self, fragment: Fragment, flight: Flight) -> Sequence[Tensor]:
@@ -466,10 +466,6 @@ def traffic_of_round(
 def exchange_of_second_moments(levels: Levels) -> Exchange:
     """Among all ranks. In a block they differ by as much as squares do: so five bits of exponent."""
     return among_all(TwoShot(Fp8("e5m2")), levels, keeps=False)
-
-
-def _landed(fragment: Fragment, flats: Sequence[Tensor], rates: float) -> Landed:
-    return Landed(fragment.views(flats), rates)
 
 
 def exchanges_of_round(

@@ -67,8 +67,8 @@ def probe(channel: Channel, *, ways: bool = False) -> Links:
 
 
 def neighbours(channel: Channel, shifts: Sequence[int] = (1,)) -> dict[str, Link]:
-    """The link from every rank to the one so many further ("0>1"; past the last one rank 0 follows), measured while all
-    send, as the stages of a pipeline do. The same answer on every rank. Raises PeerLost.
+    """The link from every rank to the one so many further ("0>1"; past the last one rank 0 follows), measured while as
+    many send as have nothing to receive. The same answer on every rank. Raises PeerLost.
     """
     ranks, found = channel.levels.everyone, dict[str, Link]()
     latency = _latency(channel)
