@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,14 @@ def test_other_islands_go_on_from_what_was_agreed(pool: Pool, tmp_path: Path, ra
     pool.run("run.jobs:train", 2, until=5, **given)
     found = pool.run("run.jobs:train", ranks, resume=True, **given)
     assert all(one["digest"] == found[0]["digest"] and not one["ended"] for one in found)
+
+
+@pytest.mark.parametrize(
+    ("every", "rounds"), [(0, []), (1, range(1, 41)), (3, [1, *range(3, 41, 3)]), (16, [1, 4, 16, 32])]
+)
+def test_rounds_in_which_they_meet(every: int, rounds: Sequence[int]) -> None:
+    loop = sync.build({"diloco": {"every": 4, "second_moments": every}}).loop
+    assert loop is not None and [n for n in range(1, 41) if loop.tells(n - 1)] == list(rounds)
 
 
 def test_bytes_of_a_round_are_known_before(pool: Pool) -> None:
