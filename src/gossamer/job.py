@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +95,7 @@ def run_job(job: Job) -> dict[str, Any]:
     )
     pump = Pump(Group(meeting), look_ahead=plan.look_ahead, observe=job.observe)
     beside = Pump(pump.channel, look_ahead=plan.look_ahead)
+    ending = ExitStack()  # before the pumps
     try:
         sink = _Sink(job.directory, job.show) if where.rank == 0 else _forget
         saver = _saver(job, sink)
@@ -117,6 +119,7 @@ def run_job(job: Job) -> dict[str, Any]:
             replan=asking(exchanger, adapting),
         )
         trainer = build(parts, engine, pump, around)
+        ending.callback(trainer.apart.close)
         if adapting is not None:
             adapting.begin(trainer.replica)
         if job.resume:
@@ -126,6 +129,7 @@ def run_job(job: Job) -> dict[str, Any]:
         sink(_start(job, trainer))
         return _train(trainer, saver, sink, began, is_kept=job.is_kept)
     finally:
+        ending.close()
         pump.close()
         beside.close()
         pump.channel.close()

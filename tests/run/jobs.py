@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
@@ -271,9 +272,12 @@ def train(
     fresh_plan: bool = False,
     disks: bool = False,
     counts: bool = False,
+    held_up: Sequence[int] = (),
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """One run; `until` asks to stop after so many steps. What its records say, and a digest of the parameters."""
+    """One run; `until` asks to stop after so many steps; `held_up`: [rank, step, to] that goes on in a step when the
+    next rank is in another one. What its records say, and a digest of the parameters.
+    """
     given = {
         "train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "clip": 0.5},
         "machines": {"timeout_s": 40},
@@ -301,10 +305,14 @@ def train(
         module.get_submodule(name).requires_grad_(False)
     directory = RunDirectory(Path((folder or str(seat.folder)).format(rank=seat.rank)) / "run")
     kept = directory.plan() if resume and not fresh_plan else None
-    ended, done, there = "", [0], []
+    ended, done, there, signals = "", [0], [], dist.PrefixStore("held up", seat.store())
 
     def at(step: int, phase: str) -> None:
         done[0] = step
+        if held_up and phase == "compute":
+            signals.set(f"{seat.rank} in {step}", "")
+            if [seat.rank, step] == list(held_up[:2]):
+                signals.wait([f"{(seat.rank + 1) % seat.ranks} in {held_up[2]}"])
         if counts and phase == "fetch" and step == steps - 1:
             there.append(sum(s.nbytes() for key, s in storages().items() if key not in before))
 

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gossamer import compress, sync
 from gossamer.sync import Apart, Moved, Pace, Replica, Vote, Window, Word
@@ -39,11 +40,12 @@ def rounds(
     islands: list[list[int]] | None = None,
     samples: list[float] | None = None,
     poison: list[int] | None = None,
+    late: list[int] | None = None,
     finish: bool = True,
     bucket_bytes: int = 1 << 20,
 ) -> dict[str, Any]:
     """Where this rank and the anchor are after every step; what it sent; `poison`: [rank, step] whose parameters are
-    not finite afterwards.
+    not finite afterwards; `late`: [rank, step, until] that is held up in a step until the next one has made so many.
     """
     torch.set_num_threads(1)
     levels = Levels.islands(islands or [[r] for r in range(seat.ranks)]).twice()
@@ -65,18 +67,26 @@ def rounds(
         second_moments=lambda done, names: {name: truth[name].square() for name in names},
     )
     weight = samples[seat.rank] if samples else 1.0
-    at, anchors, sent = [], [], []
+    at, anchors, sent, idle, heard = [], [], [], [], []
     together = method.loop
     pace = together.pace(levels.groups["island"]) if together is not None else Pace()
+    apart.begin(0, steps if finish else 10 * steps, 0)
+    signals = dist.PrefixStore("late", seat.store())
     for step in range(steps):
         before = channel.meter.total_bytes
         last = finish and step == steps - 1
-        if not pace.makes(seat.rank, step):
+        signals.set(f"{seat.rank} made {step}", "")
+        if apart.roll is not None:
+            heard += [[one.step, list(one.late)] for one in apart.roll.after(step, 0)]
+        if not pace.makes(seat.rank, step) or apart.is_late(step):
+            idle.append(step)
             apart.after(Moved(step + 1, 0.0, 0.0, 0, last=last, made=False))
             sent.append(channel.meter.total_bytes - before)
             at.append(flat(truth))
             anchors.append(flat(apart.common()))
             continue
+        if late and late[:2] == [seat.rank, step]:
+            signals.wait([f"{(seat.rank + 1) % seat.ranks} made {late[2]}"])
         replica.open(Window(step, 0, 1.0, weight, level=method.level(step)))
         replica.watch()
         loss = sum((p * gradient(n, p.detach(), seat.rank, step)).sum() for n, p in params.items())
@@ -97,11 +107,12 @@ def rounds(
         at.append(flat(truth))
         anchors.append(flat(apart.common()) if apart.loop else [])
     factor = apart.factor
+    apart.close()
     replica.close()
     for one in (pump, beside):
         one.close()
     channel.close()
-    return {"at": at, "anchor": anchors, "sent": sent, "factor": factor}
+    return {"at": at, "anchor": anchors, "sent": sent, "factor": factor, "idle": idle, "heard": heard}
 
 
 def words(seat: Seat, *, steps: int, asked: list[int], start: int = 0) -> list[list[Any]]:

@@ -99,7 +99,7 @@ def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
     links = Counter({link: int(sent * part[int(link.partition(">")[0])]) for link, sent in inside.items()})
     for link, sent in round_bytes(loop, shapes, levels, units=plan.units, bucket_bytes=plan.bucket_bytes).items():
         links[link] += sent // loop.cycle
-    links.update(word_bytes(levels))
+    links.update(word_bytes(loop, levels))
     return _cost(links, levels)
 
 

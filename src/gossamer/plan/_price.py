@@ -99,11 +99,14 @@ def round_bytes(
     )
 
 
-def word_bytes(levels: Levels) -> dict[str, int]:
-    """Payload bytes per link of what ranks tell each other beside the steps, in a mean step, rounded down."""
+def word_bytes(loop: Loop, levels: Levels) -> dict[str, int]:
+    """Payload bytes per link of what ranks tell each other beside the steps, in a mean step, rounded down; without what
+    they are asked while some of them wait.
+    """
     if len(levels.groups["island"]) == 1:
         return {}
-    return {link: sent // Word.every for link, sent in by_link(levels, lambda _: (Word.traffic,)).items()}
+    words, steps = (loop.fragments, loop.every) if loop.patience_s else (1, Word.every)
+    return {link: sent * words // steps for link, sent in by_link(levels, lambda _: (Word.traffic,)).items()}
 
 
 def probe_bytes(probe: Probe, levels: Levels) -> dict[str, int]:

@@ -187,6 +187,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         units=parts.units,
         bucket_bytes=plan.bucket_bytes,
         second_moments=lambda done, names: states.second_moments(done - progress.rejected, names),
+        asked=around.asked_to_stop,
     )
     loop = together.loop
     pace = loop.pace(levels.groups["island"]) if loop is not None else sync.Pace()
@@ -224,7 +225,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         replica=replica,
         descent=descent,
         apart=apart,
-        word=sync.Word.of(pump.channel, loop.start) if loop is not None else None,
+        word=apart.roll or (sync.Word.of(pump.channel, loop.start) if loop is not None else None),
         rule=rule,
         states=states,
         sharding=sharding,

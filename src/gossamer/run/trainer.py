@@ -28,7 +28,7 @@ from gossamer.run.stage import Engine, Piece
 from gossamer.run.verify import Verifier
 from gossamer.spec import records
 from gossamer.spec.errors import Interrupted, StepRejected
-from gossamer.sync import Agreement, Apart, Moved, News, Replica, Sync, Window, Word
+from gossamer.sync import Agreement, Apart, Moved, News, Replica, Sync, Tells, Window
 from gossamer.wire.pump import Pump
 
 Sink = Callable[[records.Record], None]
@@ -50,7 +50,7 @@ class Progress:
     """What a checkpoint restores, beside tensors: the number of steps behind us, and the policies' counters."""
 
     step: int = 0
-    rejected: int = 0  # of this rank's island, where islands train apart
+    rejected: int = 0  # of this rank's island, where islands train apart, and with those it came too late for
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Trainer:
     replica: Replica
     descent: Descent
     apart: Apart
-    word: Word | None  # between islands that train apart
+    word: Tells | None  # between islands that train apart
     rule: Rule
     states: States
     sharding: Sharding
@@ -113,6 +113,7 @@ class Trainer:
         self.progress.rejected += known.rejected
         if known.steps:
             self.save(self.progress, self.progress.step == self.goal.steps)
+        self.apart.begin(self.progress.step, self.goal.steps, self.goal.seed)
         return known.told
 
     def run(self) -> None:
@@ -145,6 +146,9 @@ class Trainer:
         step, began = self.progress.step, time.perf_counter()
         if not self.feed.makes(step):
             return self._pause(began)
+        if self.apart.is_late(step):
+            self.progress.rejected += 1
+            return self._pause(began)
         self.at(step, "fetch")
         pieces = self.feed.fetch(step)
         for piece in pieces.values():
@@ -168,9 +172,9 @@ class Trainer:
             self._tell("error", step, f"{self._why(agreement)}: the step was rejected, no parameter moved", agreement)
         self.progress.step += 1
         committed = verdict is Verdict.COMMIT
-        self._meet(task.window.lr if committed else 0.0, task.window.weight if committed else 0.0)
         if self.word is not None and task.window.level != "all":
             self.word.note(agreement.loss, agreement.weight, committed=committed)
+        self._meet(task.window.lr if committed else 0.0, task.window.weight if committed else 0.0)
         stop = self._stops(agreement.ask)
         self._record(task, attempt, agreement, verdict, time.perf_counter() - began, data_s)
         self.settle()
@@ -186,7 +190,7 @@ class Trainer:
         return stop
 
     def _pause(self, began: float) -> bool:
-        """A step that other islands make, and this one has no time for. What happens between islands happens."""
+        """A step that this island has no time for, and others make. What happens between islands happens."""
         self.progress.step += 1
         self._meet(0.0, 0.0, made=False)
         stop = self._stops()
@@ -237,7 +241,11 @@ class Trainer:
     def _tell_of_islands(self, heard: News) -> None:
         losses = tuple(s / w if w else math.nan for s, w in zip(heard.losses, heard.weights, strict=True))
         self.sink(records.Islands(step=heard.step, losses=losses, weights=heard.weights, rejected=heard.rejected))
-        for island, count in zip(self.replica.levels.groups["island"], heard.rejected, strict=True):
+        islands = self.replica.levels.groups["island"]
+        for island in (one for one, is_late in zip(islands, heard.late, strict=True) if is_late):
+            said = f"the island of ranks {list(island)} was late: the round went on without what it has done in it"
+            self.sink(records.Event(level="warning", message=said, step=heard.step, rank=island[0]))
+        for island, count in zip(islands, heard.rejected, strict=True):
             if count and self.replica.rank not in island:
                 said = f"the island of ranks {list(island)} has rejected {count} of its last steps: not finite"
                 self.sink(records.Event(level="error", message=said, step=heard.step, rank=island[0]))

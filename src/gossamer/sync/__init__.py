@@ -4,7 +4,8 @@ parameters in many steps: rarely, late and small. Or losses alone.
 A method says at which level the gradients of a step meet, and gives the settings of the one outer loop, or those of
 steps without gradients. The mechanics are a `Replica`'s (buckets that fill while backward runs, the pump, the agreement
 before the update), those of `Apart` (anchor, displacement, fragments, delay, what is taken over of the result) with the
-`Word` that passes between islands, and those of `Probing` (directions, slopes in a byte, the move).
+`Word` that passes between islands, or the `RollCall` that waits for none of them for long, and those of `Probing`
+(directions, slopes in a byte, the move).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from gossamer.sync._pace import Pace, by_speed
 from gossamer.sync._probe import Probe
 from gossamer.sync._probing import Probing
 from gossamer.sync._replica import Agreement, Replica, Vote, Window, buckets_of
-from gossamer.sync._word import News, Word
+from gossamer.sync._roll_call import RollCall
+from gossamer.sync._word import News, Tells, Word
 
 __all__ = [
     "ROOM",
@@ -35,7 +37,9 @@ __all__ = [
     "Probe",
     "Probing",
     "Replica",
+    "RollCall",
     "Sync",
+    "Tells",
     "Vote",
     "Window",
     "Word",

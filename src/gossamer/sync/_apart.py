@@ -9,6 +9,8 @@ One step of the driver, after the update of training step t:
     land     fragments whose exchange has had its time: the rule moves their anchor, the island takes it over
     leave    fragments whose turn it is: displacement = anchor - own; who takes part, and with what weight, is gathered
     launch   their exchange; with a delay of 0 they land at once
+Where nobody is waited for any longer than so, a thread of every rank does the last two (`RollCall`): of an island that
+is late it sends nothing, with no weight, and what comes of the round lands there as everywhere.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from gossamer.sync._fragments import Flight, Fragment, Part, Squares, fragments_
 from gossamer.sync._island_wide import among_all
 from gossamer.sync._loop import Loop
 from gossamer.sync._replica import Replica
+from gossamer.sync._roll_call import Call, Due, RollCall
 from gossamer.sync.outer import OuterRound
 from gossamer.wire.bucket import Bucket, Layout, as_float, partition
 from gossamer.wire.message import Combine, Levels, Outcome, Round, State, Traffic, late, sent_at
@@ -65,6 +68,44 @@ class Landed:
     squares: Mapping[str, Tensor] = field(default_factory=dict)  # second moments that were sent a round ago, their mean
 
 
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """What an island brings to a round: its displacements, fragment by fragment, and which of them are finite."""
+
+    flats: Sequence[list[Tensor]]
+    sound: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """A fragment on its way. No flight: nobody had anything to say, and all go back to where they were."""
+
+    flight: Flight | None
+    squares: Squares | None = None
+
+
+@dataclass(slots=True)
+class Course:
+    """Where a fragment stands in what goes out, which may be ahead of where its island does: how many rounds there
+    were, the exchange's states before the last of them, and that one.
+    """
+
+    rounds: int
+    states: list[State]
+    last: Flight | None
+
+    def next(self, departed: Departed) -> None:
+        if departed.flight is not None:
+            self.states, self.rounds, self.last = self.now(), self.rounds + 1, departed.flight
+
+    def now(self) -> list[State]:
+        """The states, once the last exchange has ended; of what is not finite nothing is kept."""
+        outcomes = self.last.wait() if self.last is not None else ()
+        if not outcomes or not _are_finite([outcome.mean for outcome in outcomes]):
+            return self.states
+        return [outcome.state for outcome in outcomes]
+
+
 @dataclass(slots=True)
 class Apart:
     """One rank's end of the outer loop. Where there is no loop it holds nothing, and every call does nothing.
@@ -83,6 +124,8 @@ class Apart:
     fragments: list[Fragment] = field(default_factory=list)
     second_moments: SecondMoments = lambda done, names: {}  # this island's after so many steps, of these parameters
     exposed_s: float = 0.0  # waited for, since it was last set to 0
+    roll: RollCall[Gone, list[Departed]] | None = None  # where a round does not wait for all
+    _ends: tuple[int, int] = (0, 0)  # the last step of the run, and its seed
 
     @staticmethod
     def of(
@@ -95,8 +138,11 @@ class Apart:
         units: Sequence[str] = (),
         bucket_bytes: int,
         second_moments: SecondMoments = lambda done, names: {},
+        asked: Callable[[], bool] = lambda: False,
     ) -> Apart:
-        """All islands must hold the same parameters now. Raises BadInput where an exchange cannot serve."""
+        """All islands must hold the same parameters now. `asked`: whether this rank is to stop, where that is told with
+        the rounds. Raises BadInput where an exchange cannot serve.
+        """
         if loop is None:
             return Apart(None, params, truth, replica, None, None, None)
         levels = replica.levels
@@ -108,7 +154,41 @@ class Apart:
             parts = [_part(as_float(layout), exchange, each, levels) for layout in layouts]
             found.fragments.append(Fragment(parts, loop.rule.init([part.anchor for part in parts])))
         found.anchor_here()
+        if loop.patience_s and len(levels.groups["island"]) > 1:
+            assert pump is not None
+            found.roll = RollCall(pump.channel, loop.patience_s, asked)
         return found
+
+    def begin(self, done: int, steps: int, seed: int) -> None:
+        """The run goes on after `done` of its `steps`; what was restored is in place."""
+        self._ends = steps, seed
+        if self.loop is not None and self.loop.apart(done):
+            self._call_from(done)
+
+    def _call_from(self, done: int) -> None:
+        """The islands are apart from now on."""
+        if self.roll is None:
+            return
+        steps, _ = self._ends
+        courses = [Course(f.rounds, [part.state for part in f.parts], f.flight) for f in self.fragments]
+        dues = (Due(at, 4 * len(self._leaving(at, last=at == steps)), at == steps) for at in range(done + 1, steps + 1))
+        self.roll.begin((due for due in dues if due.width), lambda call, gone: self._depart(courses, call, gone))
+
+    def close(self) -> None:
+        """Let go of what runs beside the steps."""
+        if self.roll is not None:
+            self.roll.close()
+
+    def is_late(self, done: int) -> bool:
+        """Whether a round that ends after more than `done` steps has gone on without this island, which then makes none
+        of those that are left of it. Its ranks ask for it together.
+        """
+        if self.roll is None or not self._loop.apart(done):
+            return False
+        missed = float(self.roll.missed)
+        if len(self.replica.levels.group("island", self.replica.rank)) > 1:
+            missed = float(self.replica.gather((missed,), "island").max())
+        return missed > done
 
     @torch.no_grad()
     def anchor_here(self) -> None:
@@ -138,6 +218,8 @@ class Apart:
         if not loop.apart(moved.done - 1):
             if loop.apart(moved.done) or moved.last:
                 self.anchor_here()
+            if loop.apart(moved.done) and not moved.last:
+                self._call_from(moved.done)
             return []
         for fragment in self.fragments:
             fragment.steps, fragment.made = fragment.steps + 1, fragment.made + moved.made
@@ -145,7 +227,7 @@ class Apart:
         if self.each is not None:
             self._meet_at_once(moved)
         landing = [f for f in self.fragments if f.flight and (moved.last or moved.done - f.flight.since >= loop.delay)]
-        leaving = [f for i, f in enumerate(self.fragments) if loop.sends(i, moved.done) or (moved.last and f.steps)]
+        leaving = self._leaving(moved.done, last=moved.last)
         landed: list[Landed] = []
         if not loop.returns:
             landed += self._land(landing, final=False)  # in the last step they leave once more
@@ -158,6 +240,10 @@ class Apart:
         if moved.last or not loop.delay:
             landed += self._land([f for f in leaving if f.flight], final=moved.last)
         return landed
+
+    def _leaving(self, done: int, *, last: bool = False) -> list[Fragment]:
+        """The fragments whose turn it is after `done` steps."""
+        return [f for i, f in enumerate(self.fragments) if last or self._loop.sends(i, done)]
 
     def _displacement(self, fragment: Fragment) -> list[Tensor]:
         gone = []
@@ -174,41 +260,89 @@ class Apart:
         """
         if not leaving:
             return []
-        ended = []
-        sound = [all(math.isfinite(d.sum().item()) for d in flats) for flats in gone]
         row: list[float] = []
-        for fragment, ok in zip(leaving, sound, strict=True):
+        brought = Gone(gone, [_are_finite(flats) for flats in gone])
+        for fragment, ok in zip(leaving, brought.sound, strict=True):
             row += [fragment.samples if ok else 0.0, float(ok), fragment.rates, float(fragment.made)]
-        rows = self._waiting(lambda: self.replica.gather(tuple(row)))  # (ranks, 4 per fragment)
-        for index, (fragment, flats) in enumerate(zip(leaving, gone, strict=True)):
-            samples, takes_part, *gone_by = rows[:, 4 * index : 4 * index + 4].unbind(1)
-            weights = _weights(samples, takes_part)
+        is_there, here = True, [self._left(fragment, flats) for fragment, flats in zip(leaving, gone, strict=True)]
+        if (roll := self.roll) is not None:
+            call, departed = self._waiting(lambda: roll.answer(moved.done, tuple(row), brought))
+            is_there = call.present[self.replica.rank]
+        else:
+            rows = self._waiting(lambda: self.replica.gather(tuple(row)))  # (ranks, 4 per fragment)
+            courses = [Course(f.rounds, [part.state for part in f.parts], None) for f in leaving]
+            departed = self._depart_all(leaving, courses, rows, brought, moved.done, moved.seed, last=moved.last)
+        ended = []
+        for fragment, left, one in zip(leaving, here, departed, strict=True):
             fragment.steps, fragment.made, fragment.rates, fragment.samples = 0, 0, 0.0, 0.0
-            if weights is None:  # nobody has anything to say: back to where all were
+            if one.flight is None or not is_there:
                 self._return([fragment])
-                ended.append(Landed(fragment.views([torch.zeros_like(flat) for flat in flats]), 0.0))
+            if one.flight is None:
+                ended.append(Landed(fragment.views([torch.zeros_like(part.anchor) for part in fragment.parts]), 0.0))
                 continue
-            rates, steps = (float((weights * of).sum()) for of in gone_by)
-            number = self.fragments.index(fragment)
-            at = OuterRound(fragment.rounds, steps, rates, (moved.seed, moved.done, number))
-            if not sound[index]:
-                for flat in flats:
-                    flat.zero_()
-            flight = Flight(moved.done, at, sound[index], None)
-            if self._loop.carries and sound[index]:
-                flight.left = tuple(part.anchor - flat for part, flat in zip(fragment.parts, flats, strict=True))
-            fragment.rounds, fragment.flight = fragment.rounds + 1, flight
-            here = Round(*self._here, weights, at.key[:2], 1.0, self._loop.keeps)
-            self._exchange(fragment, flight, flats, here, final=moved.last)
-            if self._loop.tells(at.number) and not moved.last:
-                self._tell(fragment, here, moved.done, sound=sound[index])
+            fragment.rounds, fragment.flight, fragment.squares = fragment.rounds + 1, one.flight, one.squares
+            if not is_there:  # it has not moved from where all were, and goes on from there
+                one.flight.takes_part, left = True, self._left(fragment, ())
+            one.flight.left = left if one.flight.takes_part else ()
         return ended
 
-    def _tell(self, fragment: Fragment, at: Round, done: int, *, sound: bool) -> None:
+    def _left(self, fragment: Fragment, gone: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Where the island is that has `gone` so far; nothing where nobody will ask."""
+        if not self._loop.carries:
+            return ()
+        if not gone:
+            return tuple(part.anchor.clone() for part in fragment.parts)
+        return tuple(part.anchor - flat for part, flat in zip(fragment.parts, gone, strict=True))
+
+    def _depart(self, courses: Sequence[Course], call: Call, gone: Gone | None) -> list[Departed]:
+        """On the thread that sees to who takes part: send what this rank brings; nothing of one that is late."""
+        steps, seed = self._ends
+        leaving = self._leaving(call.step, last=call.step == steps)
+        mine = [courses[self.fragments.index(fragment)] for fragment in leaving]
+        if gone is None:
+            zeros = [[torch.zeros_like(part.anchor) for part in fragment.parts] for fragment in leaving]
+            gone = Gone(zeros, [False] * len(leaving))
+        found = self._depart_all(leaving, mine, call.rows, gone, call.step, seed, last=call.step == steps)
+        for course, departed in zip(mine, found, strict=True):
+            course.next(departed)
+        return found
+
+    def _depart_all(
+        self,
+        leaving: Sequence[Fragment],
+        courses: Sequence[Course],
+        rows: Tensor,
+        gone: Gone,
+        done: int,
+        seed: int,
+        *,
+        last: bool,
+    ) -> list[Departed]:
+        """Send what takes part, with the weights of those who do: `rows`, (ranks, 4 per fragment)."""
+        found = []
+        for index, (fragment, course) in enumerate(zip(leaving, courses, strict=True)):
+            samples, takes_part, *gone_by = rows[:, 4 * index : 4 * index + 4].unbind(1)
+            weights, flats, sound = _weights(samples, takes_part), gone.flats[index], gone.sound[index]
+            if weights is None:  # nobody has anything to say
+                found.append(Departed(None))
+                continue
+            rates, steps = (float((weights * of).sum()) for of in gone_by)
+            at = OuterRound(course.rounds, steps, rates, (seed, done, self.fragments.index(fragment)))
+            if not sound:
+                for flat in flats:
+                    flat.zero_()
+            flight = Flight(done, at, sound, None)
+            here = Round(*self._here, weights, at.key[:2], 1.0, self._loop.keeps)
+            self._exchange(fragment, flight, flats, course.now(), here, final=last)
+            tells = self._loop.tells(at.number) and not last
+            found.append(Departed(flight, self._tell(fragment, here, done, sound=sound) if tells else None))
+        return found
+
+    def _tell(self, fragment: Fragment, at: Round, done: int, *, sound: bool) -> Squares | None:
         """Send second moments, where the rule has any."""
         squares = self.second_moments(done, [e.name for part in fragment.parts for e in part.layout.entries])
         if len(at.levels.groups["island"]) == 1 or not squares:
-            return
+            return None
         flats = [torch.zeros_like(part.anchor) for part in fragment.parts]
         if sound:
             for part, flat in zip(fragment.parts, flats, strict=True):
@@ -216,7 +350,7 @@ class Apart:
                     view.copy_(squares[name])
         exchange = exchange_of_second_moments(at.levels)
         states = [exchange.init(part.layout) for part in fragment.parts]
-        fragment.squares = Squares(self._begin(exchange, fragment.parts, flats, states, replace(at, accounts=False)))
+        return Squares(self._begin(exchange, fragment.parts, flats, states, replace(at, accounts=False)))
 
     def _learn(self, leaving: Sequence[Fragment]) -> list[Landed]:
         """The second moments that were sent with the round before."""
@@ -224,17 +358,25 @@ class Apart:
         for fragment in leaving:
             squares, fragment.squares = fragment.squares, None
             means = self._waiting(squares.wait) if squares is not None else ()
-            if means and all(math.isfinite(mean.sum().item()) for mean in means):  # the same bits on all ranks
+            if means and _are_finite(means):  # the same bits on all ranks
                 found.append(Landed({}, 0.0, fragment.views(means)))
         return found
 
-    def _exchange(self, fragment: Fragment, flight: Flight, flats: list[Tensor], at: Round, *, final: bool) -> None:
+    def _exchange(
+        self,
+        fragment: Fragment,
+        flight: Flight,
+        flats: Sequence[Tensor],
+        states: Sequence[State],
+        at: Round,
+        *,
+        final: bool,
+    ) -> None:
         if len(at.levels.groups["island"]) == 1:  # one island has nobody to meet
-            pairs = zip(flats, fragment.parts, strict=True)
-            flight.outcomes = tuple(Outcome(flat, None, part.state) for flat, part in pairs)
+            flight.outcomes = tuple(Outcome(flat, None, state) for flat, state in zip(flats, states, strict=True))
             return
         assert self.exchange is not None
-        exchange, states = self.exchange, [part.state for part in fragment.parts]
+        exchange = self.exchange
         if self._meets_in_full(flight, final):  # what the islands kept so far would be lost: the model is their mean
             exchange = among_all(Dense(), at.levels, keeps=False)
             states = [exchange.init(part.layout) for part in fragment.parts]
@@ -258,7 +400,7 @@ class Apart:
             outcomes = self._waiting(flight.wait)
             full = self._meets_in_full(flight, final)
             means = [o.mean.float() for o in outcomes]
-            arrived = all(math.isfinite(mean.sum().item()) for mean in means)  # the same bits on all ranks
+            arrived = _are_finite(means)  # the same bits on all ranks
             if arrived:
                 for part, outcome in zip(fragment.parts, outcomes, strict=True):
                     part.state = self._anew(part) if full else outcome.state
@@ -325,7 +467,7 @@ class Apart:
             for name, view in part.views(flat):
                 view.sub_(self.truth[name])
             steps.append(flat)
-        sound = all(math.isfinite(flat.sum().item()) for flat in steps)
+        sound = _are_finite(steps)
         row = (moved.samples if sound else 0.0, float(sound))
         weights = _weights(*self._waiting(lambda: self.replica.gather(row)).unbind(1))
         if not sound:  # this step is undone; the others' is taken over
@@ -486,6 +628,10 @@ def _part(layout: Layout, exchange: Exchange, each: Exchange | None, levels: Lev
     room = torch.zeros(layout.numel, device=layout.device)
     was, state = (torch.zeros_like(room), each.init(layout)) if each is not None else (room.new_empty(0), State())
     return Part(layout, room, exchange.init(layout), was, state)
+
+
+def _are_finite(flats: Sequence[Tensor]) -> bool:
+    return all(math.isfinite(flat.sum().item()) for flat in flats)
 
 
 def _weights(samples: Tensor, takes_part: Tensor) -> Tensor | None:

@@ -43,8 +43,8 @@ class Flight:
     left: tuple[Tensor, ...] = ()
 
     def wait(self) -> tuple[Outcome, ...]:
-        if self.under_way is not None:
-            self.outcomes = tuple(self.under_way.result(i) for i in range(len(self.under_way.rounds)))
+        if (step := self.under_way) is not None:  # two threads may ask
+            self.outcomes = tuple(step.result(i) for i in range(len(step.rounds)))
             self.under_way = None
         return self.outcomes
 

@@ -40,6 +40,8 @@ class Loop:
     second_moments: every so many rounds what the islands' rules know of second moments meets too, a byte a number; they
                learn it when the next round is sent, so that nothing waits for it. At first, when little is known, in
                rounds 1, 4, 16 and so on. 0: never.
+    patience_s: how long the half of the islands that is there first waits for the others at the end of a round, which
+               then goes on without them. 0: as long as it takes.
     each:      how the movement of every single step meets, beside the rounds; None: not at all.
     steps:     how many of a round's `every` steps each island makes, the fastest all of them; none: all. `auto`: as
                many as each has time for while the fastest makes all, measured before the first.
@@ -61,6 +63,7 @@ class Loop:
     keeps: bool = False
     full: int = 0
     second_moments: int = 0
+    patience_s: float = 0.0
     each: Exchange | None = None
     steps: Steps = ()
 
@@ -76,6 +79,11 @@ class Loop:
         _demand(self.full >= 0, "full", "a number of rounds from 0 on", self.full, "0 meets in full in the end alone")
         do = "0 leaves to each island its own"
         _demand(self.second_moments >= 0, "second_moments", "a number of rounds from 0 on", self.second_moments, do)
+        fits = 0 <= self.patience_s < math.inf
+        _demand(fits, "patience_s", "0 seconds or more", self.patience_s, "0 waits for as long as it takes")
+        plain = not (self.returns or self.keeps or self.each is not None or self.spaced or self.doubles)
+        do = "what an island owes, or meets of every step, is of all islands: such a loop waits for all"
+        _demand(plain or not self.patience_s, "patience_s", "0", self.patience_s, do)
         _demand(self.start >= 0, "start", "a number of steps from 0 on", self.start, "0 parts the islands at once")
         do = "0 lets all gradients meet in all steps before start"
         _demand(self.spaced >= 0, "spaced", "a number of steps from 0 on", self.spaced, do)

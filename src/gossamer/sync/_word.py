@@ -8,6 +8,7 @@ Wire: 32 bytes from every rank to all, every other step, over a group of its own
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -27,10 +28,25 @@ class News:
     losses: tuple[float, ...]  # sums over the valid labels
     weights: tuple[float, ...]  # valid labels
     rejected: tuple[int, ...]  # steps that moved nothing
+    late: tuple[bool, ...]  # whether the round that has ended went on without it
+
+
+class Tells(ABC):
+    """How ranks of islands that are apart keep in touch."""
+
+    @abstractmethod
+    def note(self, loss: float, weight: float, *, committed: bool) -> None:
+        """A step of this island: its mean loss over so many valid labels."""
+
+    @abstractmethod
+    def after(self, done: int, ask: int, *, last: bool = False) -> list[News]:
+        """What is heard after `done` steps, the same on all ranks; `ask`: a request of this one, `last`: nothing comes
+        after it.
+        """
 
 
 @dataclass(slots=True)
-class Word:
+class Word(Tells):
     """One rank's end. `start`: the steps that all ranks made together, before the islands parted."""
 
     every: ClassVar[int] = AHEAD // 2
@@ -47,7 +63,6 @@ class Word:
         return Word(channel, start) if len(channel.levels.groups["island"]) > 1 else None
 
     def note(self, loss: float, weight: float, *, committed: bool) -> None:
-        """A step of this island: its mean loss over so many valid labels."""
         self._said += torch.tensor([loss * weight, weight, 0.0] if committed else [0.0, 0.0, 1.0], dtype=torch.float64)
 
     def after(self, done: int, ask: int, *, last: bool = False) -> list[News]:
@@ -73,15 +88,18 @@ class Word:
             return []
         (step, pending), self._under_way = self._under_way, None
         (rows,) = pending.wait()  # (ranks, 4)
-        levels: Levels = self.channel.levels
-        firsts = [levels.everyone.index(island[0]) for island in levels.groups["island"]]
-        losses, weights, rejected = rows[firsts, 1:].unbind(1)
-        return [
-            News(
-                step=step,
-                ask=int(rows[:, 0].max()),
-                losses=tuple(losses.tolist()),
-                weights=tuple(weights.tolist()),
-                rejected=tuple(int(n) for n in rejected.tolist()),
-            )
-        ]
+        return [news_of(step, rows, self.channel.levels)]
+
+
+def news_of(step: int, rows: Tensor, levels: Levels, late: tuple[bool, ...] = ()) -> News:
+    """What `rows`, (ranks, 4) float64, say: a request, and the sums of an island, each rank's its island's own."""
+    firsts = [levels.everyone.index(island[0]) for island in levels.groups["island"]]
+    losses, weights, rejected = rows[firsts, 1:].unbind(1)
+    return News(
+        step=step,
+        ask=int(rows[:, 0].max()),
+        losses=tuple(losses.tolist()),
+        weights=tuple(weights.tolist()),
+        rejected=tuple(int(n) for n in rejected.tolist()),
+        late=late or (False,) * len(firsts),
+    )

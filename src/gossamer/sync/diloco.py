@@ -31,6 +31,7 @@ class Diloco(Sync):
     """One fragment without delay is DiLoCo; `streaming_diloco` sets the others as its paper does. `steps`: how many of
     a round's `every` each island makes, or auto: as many as it has time for; none: all. `second_moments`: every so many
     rounds islands also bring together what AdamW divides by (optim.common_adamw), a byte a number; 0: never.
+    `patience_s`: how long a round waits for islands that are late, once half of them are there; 0: until they come.
     """
 
     every: int = 50
@@ -41,6 +42,7 @@ class Diloco(Sync):
     start: int = 0
     steps: Steps = ()
     second_moments: int = 0
+    patience_s: float = 0.0
     exchange: Exchange = field(default_factory=Dense)
     outer: OuterRule = field(default_factory=Nesterov)
 
@@ -55,6 +57,7 @@ class Diloco(Sync):
             start=self.start,
             steps=self.steps,
             second_moments=self.second_moments,
+            patience_s=self.patience_s,
             exchange=self.exchange,
             rule=self.outer,
         )

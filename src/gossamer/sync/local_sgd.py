@@ -24,14 +24,23 @@ from gossamer.sync.outer.average import Average
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSgd(Sync):
     """`every`: steps of a round; `start`: steps in which all gradients meet, before the islands part; `steps`: how many
-    of a round's each island makes, or auto: as many as it has time for; none: all.
+    of a round's each island makes, or auto: as many as it has time for; none: all. `patience_s`: how long a round waits
+    for islands that are late, once half of them are there; 0: until they come.
     """
 
     every: int = 8
     start: int = 0
     steps: Steps = ()
+    patience_s: float = 0.0
     exchange: Exchange = field(default_factory=Dense)
 
     @property
     def loop(self) -> Loop:
-        return Loop(every=self.every, start=self.start, steps=self.steps, exchange=self.exchange, rule=Average())
+        return Loop(
+            every=self.every,
+            start=self.start,
+            steps=self.steps,
+            patience_s=self.patience_s,
+            exchange=self.exchange,
+            rule=Average(),
+        )
