@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -37,3 +38,13 @@ def test_four_hosts_train_what_one_process_trains(place: Place) -> None:
     payload = 10 * sum(forecast.values())
     counted = sum(link["tx"] for link in about["bytes_per_link"].values())
     assert payload < counted < 1.02 * payload
+
+
+def test_one_folder_for_all_hosts_is_the_users_where_he_names_one(place: Place) -> None:
+    """GOSSAMER_RUN_NAME as it is set, or one name that all hosts are told."""
+    lab = ("lab", "run", "--hosts", "2", "--rate", "100mbit", "--json", "--", "sh", "-c", "echo run=$GOSSAMER_RUN_NAME")
+    mine = place.good(*lab, GOSSAMER_RUN_NAME="mine")
+    assert (mine.out + mine.err).count("run=mine") == 2
+    said = place.good(*lab, GOSSAMER_RUN_NAME="")
+    names = re.findall(r"run=(\S+)", said.out + said.err)
+    assert len(names) == 2 and names[0] == names[1] and "-gsm" in names[0]

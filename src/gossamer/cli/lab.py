@@ -84,11 +84,11 @@ def run(
         shares = lab.calibrate()
         _say(_described(lab, shares))
         begun = time.monotonic()
-        name = {"GOSSAMER_RUN_NAME": time.strftime(f"%Y%m%d-%H%M%S-{lab.prefix}")}  # one folder for all hosts
+        one_folder = os.environ.get("GOSSAMER_RUN_NAME") or time.strftime(f"%Y%m%d-%H%M%S-{lab.prefix}")
         with _passed_on(lab):
             codes = lab.run(
                 command,
-                env=lambda _: name,
+                env=lambda _: {"GOSSAMER_RUN_NAME": one_folder},
                 output=lambda host, line: _say(line, tag=f"h{host}"),
                 exited=lambda host, code: ended.append((host, code)),
                 changes=changes,
