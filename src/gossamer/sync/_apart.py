@@ -15,7 +15,6 @@ is late it sends nothing, with no weight, and what comes of the round lands ther
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from gossamer.compress import Exchange, owes
 from gossamer.compress.codec.fp8 import Fp8
 from gossamer.compress.dense import Dense
 from gossamer.compress.two_shot import TwoShot
-from gossamer.sync._fragments import Flight, Fragment, Part, Squares, fragments_of
+from gossamer.sync._fragments import Course, Departed, Flight, Fragment, Part, Squares, are_finite, fragments_of
 from gossamer.sync._island_wide import among_all
 from gossamer.sync._loop import Loop
 from gossamer.sync._replica import Replica
@@ -74,36 +73,6 @@ class Gone:
 
     flats: Sequence[list[Tensor]]
     sound: Sequence[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Departed:
-    """A fragment on its way. No flight: nobody had anything to say, and all go back to where they were."""
-
-    flight: Flight | None
-    squares: Squares | None = None
-
-
-@dataclass(slots=True)
-class Course:
-    """Where a fragment stands in what goes out, which may be ahead of where its island does: how many rounds there
-    were, the exchange's states before the last of them, and that one.
-    """
-
-    rounds: int
-    states: list[State]
-    last: Flight | None
-
-    def next(self, departed: Departed) -> None:
-        if departed.flight is not None:
-            self.states, self.rounds, self.last = self.now(), self.rounds + 1, departed.flight
-
-    def now(self) -> list[State]:
-        """The states, once the last exchange has ended; of what is not finite nothing is kept."""
-        outcomes = self.last.wait() if self.last is not None else ()
-        if not outcomes or not _are_finite([outcome.mean for outcome in outcomes]):
-            return self.states
-        return [outcome.state for outcome in outcomes]
 
 
 @dataclass(slots=True)
@@ -261,7 +230,7 @@ class Apart:
         if not leaving:
             return []
         row: list[float] = []
-        brought = Gone(gone, [_are_finite(flats) for flats in gone])
+        brought = Gone(gone, [are_finite(flats) for flats in gone])
         for fragment, ok in zip(leaving, brought.sound, strict=True):
             row += [fragment.samples if ok else 0.0, float(ok), fragment.rates, float(fragment.made)]
         is_there, here = True, [self._left(fragment, flats) for fragment, flats in zip(leaving, gone, strict=True)]
@@ -358,7 +327,7 @@ class Apart:
         for fragment in leaving:
             squares, fragment.squares = fragment.squares, None
             means = self._waiting(squares.wait) if squares is not None else ()
-            if means and _are_finite(means):  # the same bits on all ranks
+            if means and are_finite(means):  # the same bits on all ranks
                 found.append(Landed({}, 0.0, fragment.views(means)))
         return found
 
@@ -400,7 +369,7 @@ class Apart:
             outcomes = self._waiting(flight.wait)
             full = self._meets_in_full(flight, final)
             means = [o.mean.float() for o in outcomes]
-            arrived = _are_finite(means)  # the same bits on all ranks
+            arrived = are_finite(means)  # the same bits on all ranks
             if arrived:
                 for part, outcome in zip(fragment.parts, outcomes, strict=True):
                     part.state = self._anew(part) if full else outcome.state
@@ -467,7 +436,7 @@ class Apart:
             for name, view in part.views(flat):
                 view.sub_(self.truth[name])
             steps.append(flat)
-        sound = _are_finite(steps)
+        sound = are_finite(steps)
         row = (moved.samples if sound else 0.0, float(sound))
         weights = _weights(*self._waiting(lambda: self.replica.gather(row)).unbind(1))
         if not sound:  # this step is undone; the others' is taken over
@@ -628,10 +597,6 @@ def _part(layout: Layout, exchange: Exchange, each: Exchange | None, levels: Lev
     room = torch.zeros(layout.numel, device=layout.device)
     was, state = (torch.zeros_like(room), each.init(layout)) if each is not None else (room.new_empty(0), State())
     return Part(layout, room, exchange.init(layout), was, state)
-
-
-def _are_finite(flats: Sequence[Tensor]) -> bool:
-    return all(math.isfinite(flat.sum().item()) for flat in flats)
 
 
 def _weights(samples: Tensor, takes_part: Tensor) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,8 +64,40 @@ class Squares:
         return self.means
 
 
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """A fragment on its way. No flight: nobody had anything to say, and all go back to where they were."""
+
+    flight: Flight | None
+    squares: Squares | None = None
+
+
 @dataclass(slots=True)
+class Course:
+    """Where a fragment stands in what goes out, which may be ahead of where its island does: how many rounds there
+    were, the exchange's states before the last of them, and that one.
+    """
+
+    rounds: int
+    states: list[State]
+    last: Flight | None
+
+    def next(self, departed: Departed) -> None:
+        if departed.flight is not None:
+            self.states, self.rounds, self.last = self.now(), self.rounds + 1, departed.flight
+
+    def now(self) -> list[State]:
+        """The states, once the last exchange has ended; of what is not finite nothing is kept."""
+        outcomes = self.last.wait() if self.last is not None else ()
+        if not outcomes or not are_finite([outcome.mean for outcome in outcomes]):
+            return self.states
+        return [outcome.state for outcome in outcomes]
+
+
+@dataclass(slots=True, eq=False)
 class Fragment:
+    """One of them, itself and no other: what it holds changes all the time."""
+
     parts: list[Part]
     outer: OuterState
     rounds: int = 0
@@ -168,6 +201,11 @@ class Fragment:
         pairs = zip(self._flats(arrived), self.parts, strict=True)
         outcomes = tuple(Outcome(mean, None, part.state) for mean, part in pairs)
         self.flight = Flight(int(since), at, takes_part, None, outcomes)
+
+
+def are_finite(flats: Sequence[Tensor]) -> bool:
+    """All numbers of all of them; a sum is the cheapest look at them."""
+    return all(math.isfinite(flat.sum().item()) for flat in flats)
 
 
 def fragments_of(params: Mapping[str, Tensor], fragments: int, units: Sequence[str] = ()) -> list[list[str]]:
