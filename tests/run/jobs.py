@@ -276,7 +276,8 @@ def train(
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One run; `until` asks to stop after so many steps; `held_up`: [rank, step, to] that goes on in a step when the
-    next rank is in another one. What its records say, and a digest of the parameters.
+    next rank is in another one, which goes on when it is there as well. What its records say, and a digest of the
+    parameters.
     """
     given = {
         "train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "clip": 0.5},
@@ -313,6 +314,8 @@ def train(
             signals.set(f"{seat.rank} in {step}", "")
             if [seat.rank, step] == list(held_up[:2]):
                 signals.wait([f"{(seat.rank + 1) % seat.ranks} in {held_up[2]}"])
+            if [seat.rank, step] == [(held_up[0] + 1) % seat.ranks, held_up[2]]:
+                signals.wait([f"{held_up[0]} in {step}"])
         if counts and phase == "fetch" and step == steps - 1:
             there.append(sum(s.nbytes() for key, s in storages().items() if key not in before))
 

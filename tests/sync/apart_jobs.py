@@ -45,7 +45,8 @@ def rounds(
     bucket_bytes: int = 1 << 20,
 ) -> dict[str, Any]:
     """Where this rank and the anchor are after every step; what it sent; `poison`: [rank, step] whose parameters are
-    not finite afterwards; `late`: [rank, step, until] that is held up in a step until the next one has made so many.
+    not finite afterwards; `late`: [rank, step, until] that is held up in a step until the next rank has made so many,
+    which waits there until it has come as far; or [..., for], and for so many seconds more, and nobody waits.
     """
     torch.set_num_threads(1)
     levels = Levels.islands(islands or [[r] for r in range(seat.ranks)]).twice()
@@ -64,7 +65,7 @@ def rounds(
         beside,
         units=("a", "b"),
         bucket_bytes=bucket_bytes,
-        second_moments=lambda done, names: {name: truth[name].square() for name in names},
+        second_moments=lambda names: {name: truth[name].square() for name in names},
     )
     weight = samples[seat.rank] if samples else 1.0
     at, anchors, sent, idle, heard = [], [], [], [], []
@@ -87,6 +88,9 @@ def rounds(
             continue
         if late and late[:2] == [seat.rank, step]:
             signals.wait([f"{(seat.rank + 1) % seat.ranks} made {late[2]}"])
+            time.sleep(late[3] if len(late) > 3 else 0)
+        if late and len(late) == 3 and [(late[0] + 1) % seat.ranks, late[2]] == [seat.rank, step]:
+            signals.wait([f"{late[0]} made {step}"])
         replica.open(Window(step, 0, 1.0, weight, level=method.level(step)))
         replica.watch()
         loss = sum((p * gradient(n, p.detach(), seat.rank, step)).sum() for n, p in params.items())

@@ -12,11 +12,11 @@ from gossamer.spec.errors import BadInput
 from gossamer.sync._roll_call import half_have_waited
 from pool import Pool
 
-PLAIN: dict[str, Any] = {"diloco": {"every": 4, "outer": "average", "patience_s": 0.05}}
+PLAIN: dict[str, Any] = {"diloco": {"every": 4, "outer": "average", "patience_s": 0.3}}
 LATE: dict[str, dict[str, Any]] = {
-    "local_sgd": {"local_sgd": {"every": 4, "patience_s": 0.05}},
-    "diloco": {"diloco": {"every": 4, "patience_s": 0.05}},
-    "fragments": {"diloco": {"every": 4, "fragments": 2, "delay": 1, "patience_s": 0.05, "second_moments": 1}},
+    "local_sgd": {"local_sgd": {"every": 4, "patience_s": 0.3}},
+    "diloco": {"diloco": {"every": 4, "patience_s": 0.3}},
+    "fragments": {"diloco": {"every": 4, "fragments": 2, "delay": 1, "patience_s": 0.3, "second_moments": 1}},
     "carried": {
         "diloco": {
             "every": 4,
@@ -24,11 +24,11 @@ LATE: dict[str, dict[str, Any]] = {
             "delay": 3,
             "carry": True,
             "outer": "average",
-            "patience_s": 0.05,
+            "patience_s": 0.3,
             "exchange": {"error_feedback": {"two_shot": {"codec": "int4"}}},
         }
     },
-    "after": {"diloco": {"every": 4, "start": 3, "steps": [4, 2], "patience_s": 0.05}},
+    "after": {"diloco": {"every": 4, "start": 3, "steps": [4, 2], "patience_s": 0.3}},
 }
 
 
@@ -95,16 +95,31 @@ def test_weights_are_of_those_who_are_there(pool: Pool) -> None:
         ([9.0, -1.0, -1.0], False),
         ([9.0, 5.0, -1.0], True),
         ([9.0, 4.9, -1.0, -1.0], False),
+        ([9.0, 9.0, float("-inf")], False),
     ],
 )
 def test_half_of_the_islands_must_have_waited(waited_s: list[float], is_enough: bool) -> None:
     assert half_have_waited(waited_s, 5.0) is is_enough
 
 
+def test_no_more_rounds_are_missed_than_there_is_room_for(pool: Pool) -> None:
+    """What has come of each is kept until the late one has followed: so the others wait for it at last."""
+    written = {"local_sgd": {"every": 1, "patience_s": 0.02}}
+    first, second = rounds(pool, 2, written, steps=40, late=[1, 3, 11, 1.0])
+    assert second["idle"][:7] == [4, 5, 6, 7, 8, 9, 10] and 11 not in second["idle"][:8]
+    assert first["at"][-1] == second["at"][-1]
+
+
 @pytest.mark.parametrize("wait", [-1.0, float("inf"), float("nan")])
 def test_a_patience_that_is_none(wait: float) -> None:
     with pytest.raises(BadInput, match="patience_s: wanted 0 seconds or more"):
         sync.build({"diloco": {"patience_s": wait}})
+
+
+@pytest.mark.parametrize("exchange", [{"ef21": "topk"}, {"hierarchical": {"between": {"econtrol": "topk"}}}])
+def test_an_exchange_in_which_nobody_can_be_left_out(exchange: Any) -> None:
+    with pytest.raises(BadInput, match="goes on being counted with what it sent before"):
+        sync.build({"diloco": {"exchange": exchange, "patience_s": 1.0}})
 
 
 def test_a_loop_whose_islands_owe_each_other_waits_for_all() -> None:

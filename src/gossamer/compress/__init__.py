@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from gossamer.compress._error import bytes_of, error_of, measure
-from gossamer.compress._owed import fed_back, is_owed, owes, serving_line
+from gossamer.compress._owed import fed_back, is_owed, owes, serving_line, sums_up
 from gossamer.compress._rate import seconds_of
 from gossamer.compress._rules import Rules
 from gossamer.spec.choice import Exchanges
@@ -35,6 +35,7 @@ __all__ = [
     "rules",
     "seconds_of",
     "serving_line",
+    "sums_up",
 ]
 
 

@@ -12,7 +12,7 @@ from gossamer.spec.rules import Line, lines
 from gossamer.wire.bucket import Layout
 from gossamer.wire.message import State
 
-_OWED = "e"
+_OWED, _SUM = "e", "agg"
 
 
 class Remembering(Protocol):
@@ -30,6 +30,12 @@ def owes(exchange: Remembering) -> bool:
     """Whether it keeps what it did not send, to send it later."""
     smallest = Layout.of({"x": torch.empty(1)})
     return any(is_owed(path) for path, _ in exchange.init(smallest).flatten())
+
+
+def sums_up(exchange: Remembering) -> bool:
+    """Whether its mean is of what all ranks have sent so far, also of those that send nothing now, as in EF21."""
+    smallest = Layout.of({"x": torch.empty(1)})
+    return any(path.rpartition("/")[2] == _SUM for path, _ in exchange.init(smallest).flatten())
 
 
 def fed_back(written: Exchanges, names: Iterable[str]) -> Exchanges:

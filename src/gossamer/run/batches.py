@@ -102,10 +102,6 @@ class Feed:
         """Whether this replica has a part in `step`."""
         return self.pace.makes(self.replica, step)
 
-    def made(self, step: int) -> int:
-        """In how many of the steps before `step` it had one."""
-        return self.pace.count(self.replica, step)
-
     def samples(self, step: int) -> tuple[int, int]:
         """Global sample numbers [from, to) of `step`, over all ranks: the ledger's entry."""
         return self._before(step), self._before(step + 1)

@@ -186,7 +186,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         around.beside,
         units=parts.units,
         bucket_bytes=plan.bucket_bytes,
-        second_moments=lambda done, names: states.second_moments(done - progress.rejected, names),
+        second_moments=lambda names: states.second_moments(progress.updates, names),
         asked=around.asked_to_stop,
     )
     loop = together.loop

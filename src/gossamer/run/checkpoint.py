@@ -74,7 +74,7 @@ class Contents:
         if own := self.apart.own():
             found.update({f"island/{name}": tensor for name, tensor in own.items()})
             found.update({f"island/precision/{name}": tensor for name, tensor in self.scaling.state().items()})
-            found["island/rejected"] = torch.tensor(self.progress.rejected)
+            found["island/updates"] = torch.tensor(self.progress.updates)
             found.update(self._slots())
         return found
 
@@ -251,7 +251,7 @@ class Contents:
             if checkpoint.replicas(name) or not name.startswith(_COMMON):
                 tensor.copy_(self._kept(checkpoint, _whole_of(name, tensor), goes_on=goes_on))
         if goes_on:
-            self.progress.rejected = int(checkpoint.read("island/rejected", replica=rank))
+            self.progress.updates = int(checkpoint.read("island/updates", replica=rank))
             self.apart.restore(shared, {n: checkpoint.read(f"island/{n}", replica=rank) for n in there})
             return ""
         owed = [n for n in there if n.startswith(("rounds/", "steps/")) and there[n] == tuple(range(former))]

@@ -16,7 +16,7 @@ from gossamer.spec.errors import BadInput, CheckpointMismatch, RunFailed
 from gossamer.store.checkpoint import Checkpoint, CheckpointWriter, SaveStatus, latest_step, set_aside
 from gossamer.wire.channel import Channel
 
-FORMAT = 1
+FORMAT = 2
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +54,7 @@ class Saver:
         meta = {
             "format": FORMAT,
             "step": progress.step,
-            "rejected": progress.rejected,
+            "updates": progress.updates,
             "ranks": self.ranks,
             "islands": self.contents.islands,
             **self.identity,
@@ -117,7 +117,7 @@ class Saver:
         for bad, problem in problems.items():
             self._tell("warning", f"{problem}; fell back to the one before; {self._set_aside(bad)}")
         self.progress.step = int(checkpoint.meta["step"])
-        self.progress.rejected = int(checkpoint.meta["rejected"])
+        self.progress.updates = int(checkpoint.meta["updates"])
         told = self.contents.fill(checkpoint, residuals=self.residuals)
         if told:
             self._tell("info", told, step=checkpoint.step)
@@ -135,6 +135,11 @@ class Saver:
             return f"it could not be set aside ({error.strerror})"
 
     def _check(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.meta.get("format") != FORMAT:
+            raise BadInput(
+                f"{checkpoint.folder}: wanted a checkpoint of format {FORMAT}, got {checkpoint.meta.get('format')}. Go "
+                f"on with version {checkpoint.meta.get('gossamer')}, which wrote it, or export it and start a new run"
+            )
         for name in ("seed", "batch", "data", "sequence", "pack"):
             now = self.identity.get(name)
             saved = checkpoint.meta.get(name, now)

@@ -47,10 +47,12 @@ class Goal:
 
 @dataclass(slots=True)
 class Progress:
-    """What a checkpoint restores, beside tensors: the number of steps behind us, and the policies' counters."""
+    """What a checkpoint restores, beside tensors: how many steps of the run are behind us, and in how many of them
+    parameters moved, those of this rank's island where islands train apart.
+    """
 
     step: int = 0
-    rejected: int = 0  # of this rank's island, where islands train apart, and with those it came too late for
+    updates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class Trainer:
         done = self.progress.step
         known = self.descent.begin(done, self.goal.steps if again else done)
         self.progress.step += known.steps
-        self.progress.rejected += known.rejected
+        self.progress.updates += known.steps - known.rejected
         if known.steps:
             self.save(self.progress, self.progress.step == self.goal.steps)
         self.apart.begin(self.progress.step, self.goal.steps, self.goal.seed)
@@ -144,10 +146,7 @@ class Trainer:
         all are to stop after it.
         """
         step, began = self.progress.step, time.perf_counter()
-        if not self.feed.makes(step):
-            return self._pause(began)
-        if self.apart.is_late(step):
-            self.progress.rejected += 1
+        if not self.feed.makes(step) or self.apart.is_late(step):
             return self._pause(began)
         self.at(step, "fetch")
         pieces = self.feed.fetch(step)
@@ -164,11 +163,11 @@ class Trainer:
             self.at(step, "verify")
             self.verifier.check(step, attempt.vote.loss, task.window.weight, scale=task.window.scale)
             self.at(step, "update")  # rejected steps moved nothing, and count for no bias correction
-            self.descent.commit(task, agreement, updates=self.feed.made(step) - self.progress.rejected)
+            self.descent.commit(task, agreement, updates=self.progress.updates)
+            self.progress.updates += 1
             self.scaling.committed()
         else:
             self.descent.reject(task)
-            self.progress.rejected += 1
             self._tell("error", step, f"{self._why(agreement)}: the step was rejected, no parameter moved", agreement)
         self.progress.step += 1
         committed = verdict is Verdict.COMMIT

@@ -39,7 +39,7 @@ from gossamer.wire.message import Combine, Levels, Outcome, Round, State, Traffi
 from gossamer.wire.pump import Pump, Step
 
 T = TypeVar("T")
-SecondMoments: TypeAlias = Callable[[int, Collection[str]], Mapping[str, Tensor]]
+SecondMoments: TypeAlias = Callable[[Collection[str]], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Apart:
     exchange: Exchange | None  # of displacements, among all ranks
     each: Exchange | None
     fragments: list[Fragment] = field(default_factory=list)
-    second_moments: SecondMoments = lambda done, names: {}  # this island's after so many steps, of these parameters
+    second_moments: SecondMoments = lambda names: {}  # this island's by now, of these parameters
     exposed_s: float = 0.0  # waited for, since it was last set to 0
     roll: RollCall[Gone, list[Departed]] | None = None  # where a round does not wait for all
     _ends: tuple[int, int] = (0, 0)  # the last step of the run, and its seed
@@ -106,7 +106,7 @@ class Apart:
         *,
         units: Sequence[str] = (),
         bucket_bytes: int,
-        second_moments: SecondMoments = lambda done, names: {},
+        second_moments: SecondMoments = lambda names: {},
         asked: Callable[[], bool] = lambda: False,
     ) -> Apart:
         """All islands must hold the same parameters now. `asked`: whether this rank is to stop, where that is told with
@@ -304,12 +304,12 @@ class Apart:
             here = Round(*self._here, weights, at.key[:2], 1.0, self._loop.keeps)
             self._exchange(fragment, flight, flats, course.now(), here, final=last)
             tells = self._loop.tells(at.number) and not last
-            found.append(Departed(flight, self._tell(fragment, here, done, sound=sound) if tells else None))
+            found.append(Departed(flight, self._tell(fragment, here, sound=sound) if tells else None))
         return found
 
-    def _tell(self, fragment: Fragment, at: Round, done: int, *, sound: bool) -> Squares | None:
+    def _tell(self, fragment: Fragment, at: Round, *, sound: bool) -> Squares | None:
         """Send second moments, where the rule has any."""
-        squares = self.second_moments(done, [e.name for part in fragment.parts for e in part.layout.entries])
+        squares = self.second_moments([e.name for part in fragment.parts for e in part.layout.entries])
         if len(at.levels.groups["island"]) == 1 or not squares:
             return None
         flats = [torch.zeros_like(part.anchor) for part in fragment.parts]
@@ -380,6 +380,7 @@ class Apart:
             self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0, carried)
             came = means if arrived else [torch.zeros_like(mean) for mean in means]
             landed.append(Landed(fragment.views(came), flight.at.rates))
+            flight.let_go([part.state for part in fragment.parts])
         return landed
 
     def _moved_since(self, fragment: Fragment, flight: Flight) -> Sequence[Tensor]:

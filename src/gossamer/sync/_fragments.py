@@ -49,6 +49,11 @@ class Flight:
             self.under_way = None
         return self.outcomes
 
+    def let_go(self, states: Sequence[State]) -> None:
+        """It has landed: what is left of it are the exchange's `states`."""
+        nothing = torch.zeros(0)
+        self.outcomes, self.left = tuple(Outcome(nothing, None, state) for state in states), ()
+
 
 @dataclass(slots=True)
 class Squares:
@@ -75,7 +80,7 @@ class Departed:
 @dataclass(slots=True)
 class Course:
     """Where a fragment stands in what goes out, which may be ahead of where its island does: how many rounds there
-    were, the exchange's states before the last of them, and that one.
+    were, the exchange's states before the last of them, and that one, which may have landed.
     """
 
     rounds: int

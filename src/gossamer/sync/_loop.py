@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from gossamer.compress import Exchange
+from gossamer.compress import Exchange, sums_up
 from gossamer.spec.errors import bad_input
 from gossamer.sync._pace import Pace
 from gossamer.sync.outer import OuterRule
@@ -84,6 +84,8 @@ class Loop:
         plain = not (self.returns or self.keeps or self.each is not None or self.spaced or self.doubles)
         do = "what an island owes, or meets of every step, is of all islands: such a loop waits for all"
         _demand(plain or not self.patience_s, "patience_s", "0", self.patience_s, do)
+        do = "in this exchange who is left out goes on being counted with what it sent before: take error_feedback"
+        _demand(not (self.patience_s and sums_up(self.exchange)), "patience_s", "0", self.patience_s, do)
         _demand(self.start >= 0, "start", "a number of steps from 0 on", self.start, "0 parts the islands at once")
         do = "0 lets all gradients meet in all steps before start"
         _demand(self.spaced >= 0, "spaced", "a number of steps from 0 on", self.spaced, do)

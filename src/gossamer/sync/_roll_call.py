@@ -28,6 +28,10 @@ Brought = TypeVar("Brought")
 Left = TypeVar("Left")
 
 
+_AWAY, _FULL = -1.0, -math.inf  # what a rank says that is not there; that has no room for one more round
+_MOST = 8  # rounds that may go on without an island before it has followed: each keeps what has come of it
+
+
 @dataclass(frozen=True, slots=True)
 class Due:
     """A round's end: after which step of the run, how many numbers a rank says of it, whether all are waited for."""
@@ -140,7 +144,9 @@ class RollCall(Tells, Generic[Brought, Left]):
             with self._changed:
                 self._changed.wait_for(lambda: due.step in self._answers or self._ending, self.pause_s)
                 mine, ending = self._answers.get(due.step), self._ending
-            waits_s = -1.0 if mine is None else time.monotonic() - mine.since_s
+                behind = len(self._ended)
+            waits_s = _AWAY if behind < _MOST else _FULL
+            waits_s = waits_s if mine is None else time.monotonic() - mine.since_s
             waited_s, ends = self._gathered((waits_s, float(ending))).unbind(1)
             if bool(ends.any()):
                 return None
@@ -161,5 +167,5 @@ class RollCall(Tells, Generic[Brought, Left]):
 
 
 def half_have_waited(waited_s: list[float], patience_s: float) -> bool:
-    """Whether at least half of the islands are there for so long; less than 0: one that is not."""
-    return sorted(waited_s, reverse=True)[math.ceil(len(waited_s) / 2) - 1] >= patience_s
+    """Whether at least half of the islands are there for so long, and the others have room for what they miss."""
+    return _FULL not in waited_s and sorted(waited_s, reverse=True)[math.ceil(len(waited_s) / 2) - 1] >= patience_s
