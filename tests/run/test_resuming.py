@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from gossamer.run.saver import Saver
+from gossamer.spec.errors import BadInput
 from store.crew import good, halves, model, save
 
 SHARD = "rank-00001.safetensors"
@@ -59,3 +62,12 @@ def test_a_host_without_what_the_others_have_is_told_to_all(pool, tmp_path: Path
     answers = pool.attempt("run.jobs:search", 2, directories=[str(here), str(there)])
     assert [answer["kind"] for answer in answers] == ["BadInput"] * 2
     assert "copy the checkpoints of another host there" in answers[1]["error"]
+
+
+def test_a_checkpoint_of_another_format_names_the_version_that_wrote_it(tmp_path: Path) -> None:
+    saver = Saver(
+        directory=tmp_path, rank=0, ranks=1, writer=0, writers=1, keep=1, generation=0, sink=lambda _: None, identity={}
+    )
+    older = SimpleNamespace(folder=tmp_path, meta={"format": 1, "gossamer": "0.0.9"})
+    with pytest.raises(BadInput, match=r"wanted a checkpoint of format 2, got 1\. Go on with version 0\.0\.9"):
+        saver._check(older)
