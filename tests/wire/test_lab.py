@@ -56,14 +56,14 @@ def test_pair_and_link_rates_hold_in_proportion():
 def test_islands_share_their_uplink():
     topology = Topology(4, rate_bytes_per_s=80 * MBIT, islands=(2, 2), between_bytes_per_s=20 * MBIT)
     with Lab(topology) as lab:
-        inside, across = seconds(lab, 0, 1, 2_560_000), seconds(lab, 0, 2, 1_280_000)
+        inside, across = seconds(lab, 0, 1, 5_120_000), seconds(lab, 0, 2, 2_560_000)
         before = lab.counters()["island0"][0]
-        both = [start_transfer(lab, source, source + 2, 640_000) for source in (0, 1)]
+        both = [start_transfer(lab, source, source + 2, 1_280_000) for source in (0, 1)]
         shared = max(finish_transfer(*pair) for pair in both)
         crossed = lab.counters()["island0"][0] - before
     assert across * 2 / inside == pytest.approx(4, rel=0.15)
     assert shared / across == pytest.approx(1, rel=0.25)  # half the bytes each, together at the uplink's rate
-    assert 1 < crossed / 1_280_000 < 1.02
+    assert 1 < crossed / 2_560_000 < 1.02
 
 
 def test_counters_exceed_the_payload_by_headers_only():
