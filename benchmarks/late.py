@@ -68,14 +68,17 @@ def trained(folder: Path, patience_s: float, busy_s: float, cores: list[int]) ->
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     argv = [sys.executable, "-m", "gossamer", "train", str(folder / "run.yaml"), "--json"]
     with subprocess.Popen(argv, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        wait_for(folder, 1, run)
-        for rank, process in workers(folder):
-            to_core(process, cores[rank])
-        if busy_s:
-            wait_for(folder, CALM_STEPS, run)
-            with others(cores[1]):
-                time.sleep(busy_s)
-        complaints = run.communicate()[1]
+        try:
+            wait_for(folder, 1, run)
+            for rank, process in workers(folder):
+                to_core(process, cores[rank])
+            if busy_s:
+                wait_for(folder, CALM_STEPS, run)
+                with others(cores[1]):
+                    time.sleep(busy_s)
+            complaints = run.communicate()[1]
+        finally:
+            run.terminate()  # where something went wrong here: it ends its workers
     if run.returncode:
         raise RuntimeError(f"gossamer train ended with {run.returncode}: {complaints[-2000:]}")
     lines = records(folder)

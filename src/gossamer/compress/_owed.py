@@ -28,14 +28,17 @@ def is_owed(path: str) -> bool:
 
 def owes(exchange: Remembering) -> bool:
     """Whether it keeps what it did not send, to send it later."""
-    smallest = Layout.of({"x": torch.empty(1)})
-    return any(is_owed(path) for path, _ in exchange.init(smallest).flatten())
+    return any(is_owed(path) for path in _kept(exchange))
 
 
 def sums_up(exchange: Remembering) -> bool:
     """Whether its mean is of what all ranks have sent so far, also of those that send nothing now, as in EF21."""
-    smallest = Layout.of({"x": torch.empty(1)})
-    return any(path.rpartition("/")[2] == _SUM for path, _ in exchange.init(smallest).flatten())
+    return any(path.rpartition("/")[2] == _SUM for path in _kept(exchange))
+
+
+def _kept(exchange: Remembering) -> list[str]:
+    """The paths of its state."""
+    return [path for path, _ in exchange.init(Layout.of({"x": torch.empty(1)})).flatten()]
 
 
 def fed_back(written: Exchanges, names: Iterable[str]) -> Exchanges:

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from gossamer.spec.errors import PeerLost
-from gossamer.sync._word import News, Tells, news_of
+from gossamer.sync._word import News, Tells, news_of, sums_of
 from gossamer.wire.channel import Channel
 from gossamer.wire.message import WORD, Combine, Message
 
 Brought = TypeVar("Brought")
 Left = TypeVar("Left")
-
 
 _AWAY, _FULL = -1.0, -math.inf  # what a rank says that is not there; that has no room for one more round
 _MOST = 8  # rounds that may go on without an island before it has followed: each keeps what has come of it
@@ -102,7 +101,7 @@ class RollCall(Tells, Generic[Brought, Left]):
             return call, left
 
     def note(self, loss: float, weight: float, *, committed: bool) -> None:
-        self._said += torch.tensor([loss * weight, weight, 0.0] if committed else [0.0, 0.0, 1.0], dtype=torch.float64)
+        self._said += sums_of(loss, weight, committed=committed)
 
     def after(self, done: int, ask: int, *, last: bool = False) -> list[News]:
         """What was said with the rounds that have ended for this rank since it last asked."""
@@ -145,9 +144,9 @@ class RollCall(Tells, Generic[Brought, Left]):
                 self._changed.wait_for(lambda: due.step in self._answers or self._ending, self.pause_s)
                 mine, ending = self._answers.get(due.step), self._ending
                 behind = len(self._ended)
-            waits_s = _AWAY if behind < _MOST else _FULL
-            waits_s = waits_s if mine is None else time.monotonic() - mine.since_s
-            waited_s, ends = self._gathered((waits_s, float(ending))).unbind(1)
+            absent = _AWAY if behind < _MOST else _FULL
+            said = absent if mine is None else time.monotonic() - mine.since_s
+            waited_s, ends = self._gathered((said, float(ending))).unbind(1)
             if bool(ends.any()):
                 return None
             here = {island: float(waited_s[list(island)].min()) for island in levels.groups["island"]}

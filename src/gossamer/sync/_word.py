@@ -63,7 +63,7 @@ class Word(Tells):
         return Word(channel, start) if len(channel.levels.groups["island"]) > 1 else None
 
     def note(self, loss: float, weight: float, *, committed: bool) -> None:
-        self._said += torch.tensor([loss * weight, weight, 0.0] if committed else [0.0, 0.0, 1.0], dtype=torch.float64)
+        self._said += sums_of(loss, weight, committed=committed)
 
     def after(self, done: int, ask: int, *, last: bool = False) -> list[News]:
         """After `done` steps: hear, where it is time, and speak, unless a stop was heard. The same on all ranks.
@@ -89,6 +89,11 @@ class Word(Tells):
         (step, pending), self._under_way = self._under_way, None
         (rows,) = pending.wait()  # (ranks, 4)
         return [news_of(step, rows, self.channel.levels)]
+
+
+def sums_of(loss: float, weight: float, *, committed: bool) -> Tensor:
+    """What a step adds to what its island tells, (3,) float64: loss over the valid labels, these, rejected steps."""
+    return torch.tensor([loss * weight, weight, 0.0] if committed else [0.0, 0.0, 1.0], dtype=torch.float64)
 
 
 def news_of(step: int, rows: Tensor, levels: Levels, late: tuple[bool, ...] = ()) -> News:
