@@ -1,7 +1,7 @@
 """Gossamer trains one model on the machines and links you have.
 
     gossamer.train(model, data, config)          # train, from Python
-    gossamer.wrap(model, optimizer, loader)      # the same inside one's own loop
+    gossamer.wrap(model, optimizer, loader)      # the same inside one's own loop; gossamer.rank(), gossamer.ranks()
     gossamer.plan(config, ...)                   # how the work would be split
 
 Nothing is imported before it is used: `import gossamer` alone does not even import torch.
@@ -15,15 +15,24 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.api import train, wrap
+    from gossamer.api import train
+    from gossamer.own_loop import wrap
+    from gossamer.own_loop.meeting import rank, ranks
     from gossamer.spec.config import RunConfig
     from gossamer.spec.plan import Plan
 
     __version__: str
 
-__all__ = ["Plan", "RunConfig", "__version__", "plan", "train", "wrap"]
+__all__ = ["Plan", "RunConfig", "__version__", "plan", "rank", "ranks", "train", "wrap"]
 
-_HOME = {"train": "api", "wrap": "api", "RunConfig": "spec.config", "Plan": "spec.plan"}
+_HOME = {
+    "train": "api",
+    "wrap": "own_loop",
+    "rank": "own_loop.meeting",
+    "ranks": "own_loop.meeting",
+    "RunConfig": "spec.config",
+    "Plan": "spec.plan",
+}
 
 
 def __getattr__(name: str) -> Any:

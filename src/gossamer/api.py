@@ -207,13 +207,6 @@ def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | 
     return make_plan(settings_of(config), model, ranks=ranks, device=device)
 
 
-def wrap(model: nn.Module, optimizer: Any, loader: Any, **settings: Any) -> tuple[Any, Any, Any]:
-    """For one's own loop: the same three things, with gradients exchanged and steps agreed. See `gossamer.wrapping`."""
-    from gossamer.wrapping import wrap as wrap_loop
-
-    return wrap_loop(model, optimizer, loader, **settings)
-
-
 def load(run_dir: Path) -> tuple[nn.Module, Corpus, RunConfig, Any]:
     """The model of a run as its newest good checkpoint has it, its corpus, configuration and origin."""
     from gossamer.run.checkpoint import read_model
