@@ -77,7 +77,7 @@ def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
 
 
 def _with_end(source: Iterator[Any], last: int | None, *, ahead: bool) -> Iterator[tuple[Any, bool]]:
-    """Every batch, and whether it is the last: by the loader's length, else, where that matters, by a look at the next."""
+    """(batch, whether it is the last): by the loader's length, else by a look at the next one, where it matters."""
     if last is not None or not ahead:
         for index, batch in enumerate(source):
             yield batch, last is not None and index == last - 1

@@ -195,7 +195,7 @@ class Passes:
         if new.requires_grad:
             raise BadInput(
                 f"backward(create_graph=True) gives {name} a gradient to differentiate again, and the mean of all "
-                "ranks has no graph: use torch.autograd.grad(loss, ..., create_graph=True), and backward for what is trained"
+                "ranks has no graph: use torch.autograd.grad(loss, ..., create_graph=True), then backward"
             )
         _refuse_after_hooks(name, param, 1)
         slot = self._slots[self._slot_of[name]]

@@ -27,7 +27,7 @@ _SAME = 1e-9  # shares that differ by less are one
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Which batch a rank is at. `number`: of those that its loader gave; `print`: 32 bits of it. 0: its own, or none."""
+    """Which batch a rank is at. `number`: of those that its loader gave; `print`: 32 bits of it, 0 of its own data."""
 
     number: int = 0
     print: int = 0

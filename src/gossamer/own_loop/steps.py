@@ -136,8 +136,8 @@ class Steps:
             if param.grad is not None and id(param) not in known:
                 raise BadInput(
                     f"parameter {index} of the optimizer, {tuple(param.shape)}, was unfrozen or added after "
-                    "gossamer.wrap: its gradient is this rank's own. Unfreeze it before (a parameter without a gradient is "
-                    "left as it is), or wrap again"
+                    "gossamer.wrap: its gradient is this rank's own. Unfreeze it before (what has no gradient stays "
+                    "as it is), or wrap again"
                 )
 
     def _check_grouped(self) -> None:
