@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,7 +40,7 @@ from gossamer.own_loop.loader import WrappedLoader, refuse_sampler, rows_of
 from gossamer.own_loop.meeting import Party, parts_of, party
 from gossamer.own_loop.passes import Manner, Passes
 from gossamer.own_loop.steps import Steps
-from gossamer.run.checkpoint import trainable
+from gossamer.own_loop.trained import Trained
 from gossamer.spec.choice import Exchanges
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.wire.pump import Pump
@@ -88,7 +88,7 @@ def wrap(
     whole = party(timeout_s)
     parts = parts_of(share, whole.ranks)
     compress.rules(exchange, key="exchange")  # a mistake in it is told alone, too
-    hand = AtHand(weight)
+    hand = AtHand(weight, divides=split)
     passes: list[Passes] = []
     if whole.ranks > 1:
         manner = Manner(accumulate=accumulate, loss=loss, seed=seed, scale=scaler.get_scale if scaler else None)
@@ -96,7 +96,7 @@ def wrap(
         _mind_batch_norm(models, passes, whole, batch_norm, timeout_s)
     for one in optimizers:
         mine = [p for p in passes if _moves(one, p)]
-        Steps(one, mine, clip)
+        Steps(one, mine, clip, _buffers(models))
         for each in mine:
             each.rate = _Rate(weakref.ref(one))
     for index, one in enumerate(models):
@@ -107,6 +107,17 @@ def wrap(
     return model, optimizer, wrapped
 
 
+def _buffers(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """What should be the same on all ranks beside parameters: all buffers but BatchNorm's, of which it is said."""
+    return {
+        f"{name}.{own}".lstrip("."): buffer
+        for model in models
+        for name, layer in model.named_modules()
+        if not isinstance(layer, nn.modules.batchnorm._NormBase)
+        for own, buffer in layer.named_buffers(recurse=False)
+    }
+
+
 class NoSync:
     """`with model.no_sync():` backward passes inside are exchanged with the next one that follows outside of it.
 
@@ -114,11 +125,10 @@ class NoSync:
     """
 
     def __init__(self, passes: Passes | None = None) -> None:
-        self._passes = weakref.ref(passes) if passes is not None else None
+        self._passes = passes  # which live as long as the model
 
     def __call__(self) -> AbstractContextManager[None]:
-        passes = self._passes() if self._passes is not None else None
-        return nullcontext() if passes is None else passes.quiet()
+        return nullcontext() if self._passes is None else self._passes.quiet()
 
     def __deepcopy__(self, _: Any) -> NoSync:
         return NoSync()
@@ -144,36 +154,33 @@ def _met(
 ) -> list[Passes]:  # fmt: skip
     """The passes of every model, all ranks having started from rank 0's values."""
     passes: list[Passes] = []
-    for index, params in enumerate(_trained(models, optimizers)):
-        device = next(iter(params.values())).device if params else torch.device("cpu")
+    for index, model in enumerate(models):
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         channel = whole.meet(f"model {index}", "nccl" if device.type == "cuda" else "gloo", timeout_s)
         if index == 0:
             start_alike(tensors_of(models, optimizers), channel)
         pump = Pump(channel)
-        exchanges = compress.rules(exchange, key="exchange").by_name(params)
-        one = Passes(params, exchanges, whole, pump, hand, manner)
-        hand.look(models[index])
+        one = Passes(_trained(index, models, optimizers), exchange, whole, pump, hand, manner)
+        hand.look(model)
         passes.append(one)
         weakref.finalize(one, _close, pump, whole, index)
+    if not any(one.params for one in passes):
+        raise BadInput("wanted a model with parameters that are trained, got none: unfreeze some of them", key="model")
     return passes
 
 
-def _trained(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[dict[str, nn.Parameter]]:
-    """What each model trains, by name; parameters of no model that an optimizer moves go with the first."""
-    seen: set[int] = set()
-    found: list[dict[str, nn.Parameter]] = []
-    for model in models:
-        mine = {n: p for n, p in trainable(model).items() if isinstance(p, nn.Parameter) and id(p) not in seen}
-        seen |= {id(p) for p in mine.values()}
-        found.append(mine)
-    for index, optimizer in enumerate(optimizers):
-        for number, param in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            if id(param) not in seen and param.requires_grad:
-                seen.add(id(param))
-                found[0][f"optimizer {index} parameter {number}"] = param
-    if not any(found):
-        raise BadInput("wanted a model with parameters that are trained, got none: unfreeze some of them", key="model")
-    return found
+def _trained(index: int, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Trained:
+    """What the model at `index` trains: nothing twice, and with the first what belongs to no model."""
+    before = {id(p) for model in models[:index] for p in model.parameters()}
+    later = {id(p) for model in models[index + 1 :] for p in model.parameters()}
+    own = {id(p) for p in models[index].parameters()}
+    moved = [one for one in optimizers if index == 0 or any(id(p) in own - before for p in _params(one))]
+    return Trained(models[index], moved if index == 0 else [], frozenset(before | (later - own)))
+
+
+def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def _mind_batch_norm(

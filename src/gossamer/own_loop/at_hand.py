@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.own_loop.batches import Share, leaves
-from gossamer.own_loop.reading import Counted, Kind
+from gossamer.own_loop.reading import Batch, Counted, Kind
 from gossamer.own_loop.rows import Mark
 from gossamer.spec.errors import BadInput
 
+_LOOKS = 2  # at the graph of every loss that is made in another way
 _KEPT = 4  # batches that a loop may have asked for before it used the first of them
 
 
-class AtHand:
+class AtHand(Batch):
     """The batches that were given out last, and which of them the model has seen last.
 
     A loop may fetch the next batch before it calls backward on the last one: the one that counts is the one whose
@@ -26,13 +27,17 @@ class AtHand:
     last that was given out; in a loop that fetches ahead, a difference that would matter is refused.
     """
 
-    def __init__(self, weigh: Callable[[Any], float] | None) -> None:
-        self.weigh = weigh
+    def __init__(self, weigh: Callable[[Any], float] | None, *, divides: bool) -> None:
+        """`divides`: whether batches are dealt out; else every rank has its own."""
+        self.weigh, self._divides = weigh, divides
+        self._looks: dict[int, int] = {}
+        self._means: set[int] = set()
         self.is_last = False  # of its loader, as far as that can be known
         self._given: deque[tuple[int, Share]] = deque(maxlen=_KEPT)
         self._since = 0  # given out since a pass began
         self._ahead = False
         self._seen: int | None = None
+        self._part = False  # whether the model was given some of its rows alone
         self._number = 0
 
     def give(self, share: Share, *, is_last: bool) -> None:
@@ -55,8 +60,10 @@ class AtHand:
 
     def _see(self, tensors: list[Tensor]) -> None:
         for number, share in reversed(self._given):
-            if any(share.holds(tensor) for tensor in tensors):
+            held = [tensor for tensor in tensors if share.holds(tensor)]
+            if held:
                 self._seen = number
+                self._part = next((t for t in held if share.lacks(t)), None) is not None
                 return
 
     @property
@@ -82,14 +89,45 @@ class AtHand:
         number = next(n for n, one in self._given if one is share)
         return Mark(number, share.mark)
 
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        """Of this rank, in the batch of the pass that begins; 0 where that is not known."""
+        share = self.share
+        return 0 if share is None or not self._divides else share.rows
+
+    @property
+    def whole(self) -> int:  # type: ignore[override]
+        """Of all ranks."""
+        share = self.share
+        return 0 if share is None or not self._divides else share.whole
+
     def counts(self) -> set[float]:
         share = self.share
         return set() if share is None else share.counts()
+
+    def is_new(self, shape: int) -> bool:
+        self._looks[shape] = self._looks.get(shape, 0) + 1
+        return self._looks[shape] <= _LOOKS
+
+    def is_mean(self, shape: int) -> bool:
+        return shape in self._means
+
+    def learn(self, counted: Counted, kind: Kind) -> None:
+        """The ranks have found what a sum was divided by: their own counts."""
+        if counted.kind is Kind.DIVIDED and kind is Kind.MEAN:
+            self._means.add(counted.shape)
 
     def counted(self, read: Counted | None, loss: str) -> Counted:
         """What this rank's gradient counts: as the loss was read, or as it was told. Begins the pass."""
         self._since = 0
         share = self.share
+        if self._part:
+            self._part = False
+            raise BadInput(
+                "the model was given some of this rank's rows of a batch alone: a loop that cuts batches itself makes "
+                "other parts of a rank's rows than of all. Cut them smaller in the loader, and pass accumulate=, the "
+                "number of backward passes before a step"
+            )
         is_spare = share is not None and share.rows == 0
         if loss == "sum":
             return Counted(Kind.SUM, (-1.0 if is_spare else 1.0,))

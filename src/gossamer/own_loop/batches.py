@@ -57,6 +57,18 @@ class Share:
                 found.add(float(leaf.detach().real.sum()) if leaf.dim() else 1.0)
         return found
 
+    def lacks(self, tensor: Tensor) -> bool:
+        """Whether `tensor`, which lies in the memory of this batch, leaves out first or last rows of it."""
+        for _, leaf in leaves(self.batch):
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == max(1, self.rows) and leaf.numel():
+                if tensor.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr() or not tensor.numel():
+                    continue
+                low = tensor.storage_offset() - leaf.storage_offset()
+                high = low + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                row = leaf.stride(0)
+                return low >= row or high < (leaf.shape[0] - 1) * row
+        return False
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the memory of this batch."""
         return tensor.untyped_storage().data_ptr() in {

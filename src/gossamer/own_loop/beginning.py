@@ -30,6 +30,11 @@ def check_models(models: Sequence[Any]) -> None:
                 do="leave that away", key="model",
             )  # fmt: skip
         for name, param in one.named_parameters():
+            if param.is_complex():
+                raise bad_input(
+                    wanted="parameters of real numbers", got=f"{name}, which is {param.dtype}",
+                    do="keep real and imaginary parts (torch.view_as_real)", key="model",
+                )  # fmt: skip
             if nn.parameter.is_lazy(param):
                 raise bad_input(
                     wanted="parameters with a shape", got=f"{name}, which gets its own from the first batch",

@@ -21,12 +21,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from gossamer import compress
 from gossamer.compress import Exchange, owes
+from gossamer.ops.fingerprint import digest
 from gossamer.own_loop.at_hand import AtHand
 from gossamer.own_loop.meeting import Party
 from gossamer.own_loop.reading import Counted
 from gossamer.own_loop.roots import Asked, watched
-from gossamer.own_loop.rows import BACKWARD, LOSS, Row, Rows
+from gossamer.own_loop.rows import BACKWARD, LOSS, TAKEN, Row, Rows
+from gossamer.own_loop.trained import Trained
+from gossamer.spec.choice import Exchanges
 from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.sync import buckets_of
 from gossamer.wire.bucket import Bucket, Layout
@@ -84,15 +88,15 @@ class _Pass:
 class Passes:
     """All backward passes over the trained parameters of one model, on one rank of several.
 
-    `params` by name, in the order in which a forward pass uses them. Raises BadInput where a pass cannot be exact,
-    WireMismatch where ranks are at different places of their loops, PeerLost where one does not come.
+    `trained` says which, by name, in the order in which a forward pass uses them. Raises BadInput where a pass cannot
+    be exact, WireMismatch where ranks are at different places of their loops, PeerLost where one does not come.
     """
 
     def __init__(
-        self, params: Mapping[str, nn.Parameter], exchanges: Mapping[str, Exchange], party: Party, pump: Pump,
-        hand: AtHand, manner: Manner,
-    ) -> None:  # fmt: skip
-        self.party, self.pump, self.hand, self.manner = party, pump, hand, manner
+        self, trained: Trained, exchanges: Exchanges, party: Party, pump: Pump, hand: AtHand, manner: Manner
+    ) -> None:
+        self.trained, self.party, self.pump, self.hand, self.manner = trained, party, pump, hand, manner
+        self._rules = compress.rules(exchanges, key="exchange")
         self.serial = 0  # of the last pass
         self.steps = 0  # that were committed
         self.rate: Callable[[], float] = lambda: 1.0  # of the optimizer, which feedback follows
@@ -110,7 +114,9 @@ class Passes:
         self._nodes: list[torch.autograd.graph.Node] = []
         self._slots: list[_Slot] = []
         self._params: dict[str, nn.Parameter] = {}
-        self.take_in(params, exchanges)
+        first = trained.new({})
+        self._rules.by_name(first)  # a line that serves no parameter is told
+        self.take_in(first)
         watched().look(_Looker(weakref.ref(self)))
 
     @property
@@ -127,8 +133,21 @@ class Passes:
         """Whether this rank's own losses and gradients were, of the passes since the last step."""
         return all(bool(torch.isfinite(one)) for one in (*self._roots, *self._sums))
 
-    def take_in(self, params: Mapping[str, nn.Parameter], exchanges: Mapping[str, Exchange]) -> None:
+    def _take_in_later(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Parameters that were unfrozen, or given to an optimizer, since the last pass: alike on all ranks?"""
+        found = float(digest(list(params.values()), len(params)) % 2**52)
+        beside = (found, float(len(params)))
+        rows = self.gathered(Row(TAKEN, self.serial, beside=beside), "taking in parameters that were unfrozen or added")
+        if len({tuple(row) for row in rows.beside.tolist()}) > 1:
+            raise BadInput(
+                f"{', '.join(params)}: unfrozen or added after gossamer.wrap, with other values on other ranks: make "
+                "them from the same seed on all ranks"
+            )
+        self.take_in(params)
+
+    def take_in(self, params: Mapping[str, nn.Parameter]) -> None:
         """Parameters that are trained from now on. All ranks take in the same, in the same order."""
+        exchanges = {name: self._rules.of(name) for name in params}
         for layout, exchange in buckets_of(params, exchanges, bucket_bytes=self.manner.bucket_bytes):
             exchange.check(layout, self.pump.channel.levels)
             bucket = layout.allocate()
@@ -140,6 +159,7 @@ class Passes:
         levels, rank = self.pump.channel.levels, self.party.rank
         self._rounds = [*(len(s.exchange.traffic(s.layout, levels, rank)) for s in self._slots), 1]
         for name, param in params.items():
+            _let_go(param)
             _refuse_after_hooks(name, param, 0)
             self._hook(name, param)
 
@@ -165,11 +185,13 @@ class Passes:
 
     def asked(self, asked: Asked) -> None:
         """A backward pass is about to run: what do its losses count?"""
+        if new := self.trained.new(self._params):
+            self._take_in_later(new)
         for param in self._params.values():
             _defer_hooks(param)
         self._counted = None
         if self.manner.loss == "read" and self.hand.weigh is None:
-            self._counted = asked.counted(self.hand.counts)
+            self._counted = asked.counted(self.hand)
         self._roots = tuple(root.detach().sum() for root in asked.roots)
 
     def before(self, name: str, gradient: Tensor | None) -> Tensor | None:
@@ -263,7 +285,8 @@ class Passes:
         self.serial += 1
         self._grouped += 1
         is_held = bool(self._quiet) or (self._grouped < self.manner.accumulate and not self.hand.is_last)
-        row = Row.of(BACKWARD, self.serial, self.hand.counted(self._counted, self.manner.loss), self.hand.mark)
+        counted = self.hand.counted(self._counted, self.manner.loss)
+        row = Row.of(BACKWARD, self.serial, counted, self.hand.mark, beside=(float(len(self._params)),))
         weighing = self.pump.begin((1,))
         weighing.submit(0, _gather(row.tensor()))
         exchanging = None if is_held else self.pump.begin(self._rounds)
@@ -280,6 +303,7 @@ class Passes:
                 raise self.party.lost(error, f"backward pass {one.row.serial}") from error
             one.rows = Rows.of(told, self.party.rank, one.row)
             one.rows.check()
+            self.hand.learn(one.row.counted, one.rows.kind)
             self.last = one.rows
         return one.rows
 
@@ -441,15 +465,17 @@ class Passes:
     def whole(self, loss: Tensor | float) -> Tensor | float:
         """The loss of the whole batch, from the ranks' own of the last pass. All ranks call it."""
         mine = float(loss)
-        rows = self.gathered(Row(LOSS, self.serial, beside=(mine, 0.0, 0.0, 0.0)), "a closure of optimizer.step()")
+        rows = self.gathered(Row(LOSS, self.serial, beside=(mine,)), "a closure of optimizer.step()")
         shares, factor = (self.last.shares, self.last.factor) if self.last is not None else (rows.shares, 1.0)
         values = torch.where(shares > 0, rows.beside[:, 0], 0.0)
         value = float((values * shares).sum()) * factor
         return torch.full_like(loss.detach(), value) if isinstance(loss, Tensor) else value
 
     def close(self) -> None:
+        """Let the parameters go: another wrap has them."""
         for handle in self._handles:
             handle.remove()
+        self._handles, self._nodes = [], []
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +496,10 @@ class _Before:
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         if (passes := self.passes()) is None:
-            return None
+            raise BadInput(
+                f"{self.name} is trained, and the model that was given to gossamer.wrap is gone: keep it as long as "
+                "its parameters are trained"
+            )
         changed = passes.before(self.name, gradients[0])
         return None if changed is None else (changed,)
 
@@ -504,6 +533,14 @@ class _Deferred:
 
     def __call__(self, gradient: Tensor) -> None:
         return None
+
+
+def _let_go(param: nn.Parameter) -> None:
+    """A parameter that was wrapped before is the later wrap's."""
+    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    for one in {hook for hook in (hooks or {}).values() if isinstance(hook, _After)}:
+        if (before := one.passes()) is not None:
+            before.close()
 
 
 def _refuse_after_hooks(name: str, param: Tensor, ours: int) -> None:

@@ -14,15 +14,17 @@ cannot tell (the root of a mean, a product of two losses, a function without a g
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
+_OWN_WEIGHTS = "a sum with weights that add up to 1, over this rank's rows alone"
+_SEARCHED_NODES = 20_000
 _FREE_NODES = 64  # a penalty on a parameter is a short way from it
 
 
@@ -45,6 +47,11 @@ class Term:
     count: float = 1.0
     factor: float = 1.0  # what it was multiplied with outside of its reduction
 
+    @property
+    def is_part_of_a_sum(self) -> bool:
+        """Whether it was multiplied with what may be one over a count."""
+        return self.kind is Kind.SUM and 0 < abs(self.factor) < 1
+
 
 @dataclass(frozen=True, slots=True)
 class Counted:
@@ -59,21 +66,37 @@ class Counted:
     said: str = ""
 
 
-Counts = Callable[[], set[float]]
+class Batch(ABC):
+    """What a reader may ask of the batch that a loss is of."""
+
+    rows: int  # of this rank; 0 where that is not known
+    whole: int  # of all ranks
+
+    @abstractmethod
+    def counts(self) -> set[float]:
+        """What may be counted in this rank's rows: rows, valid labels, elements."""
+
+    @abstractmethod
+    def is_new(self, shape: int) -> bool:
+        """Whether a loss made like this has not been seen before: then its graph is looked through."""
+
+    @abstractmethod
+    def is_mean(self, shape: int) -> bool:
+        """Whether the ranks have found before that what such a sum is divided by is their own count."""
 
 
-def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], counts: Counts) -> Counted:
-    """What the loss (or losses) of a backward pass count. `counts` gives what may be counted in this rank's batch:
-    rows, valid labels, elements; it is asked only where a sum was divided by something.
-    """
-    terms = [term for root, given in zip(roots, gradients, strict=True) for term in _of_root(root, given)]
-    terms = [term for term in terms if term.kind is not Kind.FREE]
+def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], batch: Batch) -> Counted:
+    """What the loss (or losses) of a backward pass count."""
+    every = [term for root, given in zip(roots, gradients, strict=True) for term in _of_root(root, given)]
+    terms = [term for term in every if term.kind is not Kind.FREE]
+    shape = zlib.crc32(repr([(_alike(t.kind), round(t.factor, 12)) for t in terms]).encode())
     known = {term.count for term in terms if term.kind is Kind.MEAN}
-    if any(term.kind is Kind.DIVIDED for term in terms):
-        known |= counts()
-    terms = [_settled(term, known) for term in terms]
+    if any(term.kind is Kind.DIVIDED or term.is_part_of_a_sum for term in terms):
+        known |= batch.counts()
+    terms = [_settled(term, known, batch, shape) for term in terms]
+    if roots and batch.is_new(shape) and (found := _across_rows(roots, batch.rows)):
+        terms = [Term(Kind.UNKNOWN, f"{found}, which takes the rows of a batch together")]
     said = " + ".join(dict.fromkeys(term.what for term in terms)) or "parameters alone"
-    shape = zlib.crc32(repr([(t.kind.value, round(t.factor, 12)) for t in terms]).encode())
     kinds = {term.kind for term in terms}
     if not kinds:
         return Counted(Kind.FREE, (), shape, said)
@@ -82,22 +105,64 @@ def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], counts: Co
         odd = next((term.what for term in terms if term.kind is Kind.UNKNOWN), said)
         return Counted(Kind.UNKNOWN, (), shape, mixed + odd)
     (kind,) = kinds
-    return Counted(kind, tuple(dict.fromkeys(term.count for term in terms)), shape, said)
+    if kind is Kind.SUM and len(terms) < len(every):
+        return Counted(Kind.UNKNOWN, (), shape, "a sum over rows and a term of parameters alone, which counts once")
+    counts = _distinct([term.count for term in terms])
+    if kind in (Kind.MEAN, Kind.DIVIDED) and len(terms) == 1 and "/" in said and _is_zero(roots):
+        counts = (0.0,)  # nothing was let through: what it was divided by only keeps it from being nan
+    return Counted(kind, counts, shape, said)
 
 
-def _settled(term: Term, known: set[float]) -> Term:
-    """A sum divided by a count that is known is a mean."""
-    if term.kind is Kind.DIVIDED and any(abs(term.count - one) <= 1e-6 * one for one in known if one):
-        return Term(Kind.MEAN, term.what, term.count, term.factor)
+def _alike(kind: Kind) -> str:
+    return Kind.MEAN.value if kind is Kind.DIVIDED else kind.value
+
+
+def _distinct(counts: Sequence[float]) -> tuple[float, ...]:
+    found: list[float] = []
+    for count in counts:
+        if not _is_among(count, set(found)) and not (count == 0.0 and 0.0 in found):
+            found.append(count)
+    return tuple(found)
+
+
+def _is_zero(roots: Sequence[Tensor]) -> bool:
+    return all(not bool(root.detach().any()) for root in roots)
+
+
+def _settled(term: Term, known: set[float], batch: Batch, shape: int) -> Term:
+    """A sum divided by a count that is known is a mean; divided by the rows of the whole batch, it is a part of a sum.
+    Multiplied with one over a count, nobody can tell.
+    """
+    if term.kind is Kind.DIVIDED:
+        if _is_among(term.count, known) or batch.is_mean(shape):
+            return Term(Kind.MEAN, term.what, term.count, term.factor)
+        if term.count == batch.whole and batch.whole > batch.rows:
+            return Term(Kind.SUM, term.what, 1.0, term.factor)
+    if term.is_part_of_a_sum and _is_among(1 / abs(term.factor), known):
+        return Term(Kind.UNKNOWN, f"{term.what} times {term.factor:g}, which may be one over what this rank counts")
     return term
+
+
+def _is_among(count: float, known: set[float]) -> bool:
+    return any(abs(count - one) <= 1e-6 * one for one in known if one)
 
 
 def _of_root(root: Tensor, given: Tensor | None) -> Iterable[Term]:
     if root.grad_fn is None:
         return [Term(Kind.FREE, "a parameter")]
-    if root.numel() > 1:  # a vector-Jacobian product is the sum of its rows
-        return [_sum(root.grad_fn, tuple(root.shape), "backward of a tensor with gradients", 1.0)]
+    if root.numel() > 1 and given is not None:  # a vector-Jacobian product is a sum of what its rows are given
+        return [_weighted(_sum(root.grad_fn, tuple(root.shape), "backward of a tensor with gradients", 1.0), given)]
     return _terms(root.grad_fn, 1.0 if given is None else float(given))
+
+
+def _weighted(term: Term, given: Tensor) -> Term:
+    """A sum whose rows count what they are given: all the same, or each its own."""
+    first = float(given.flatten()[0])
+    if term.kind is not Kind.SUM or not first:
+        return term
+    if bool((given == first).all()):
+        return term if first == 1.0 else _times(term, "Div", 1 / first)
+    return Term(Kind.UNKNOWN, _OWN_WEIGHTS) if _adds_up(given) else term
 
 
 def _terms(node: Any, factor: float) -> list[Term]:
@@ -146,7 +211,7 @@ def _product(name: str, first: list[Term], second: list[Term]) -> list[Term]:
 
 def _times(term: Term, name: str, other: float) -> Term:
     """A sum that is divided may be a mean of what this rank counts; anything else keeps its kind."""
-    if name == "Div" and term.kind in (Kind.SUM, Kind.DIVIDED) and other != 1.0:
+    if name == "Div" and term.kind in (Kind.SUM, Kind.DIVIDED):
         return Term(Kind.DIVIDED, f"{term.what} / {other:g}", term.count * abs(other), term.factor)
     factor = term.factor * other if name == "Mul" else term.factor / other
     return Term(term.kind, term.what, term.count, factor)
@@ -199,7 +264,7 @@ def _sum(node: Any, sizes: tuple[int, ...], what: str, factor: float) -> Term:
             left = below[0] is not None
             other = _saved(node, "_saved_other" if left else "_saved_self")
             if isinstance(other, Tensor) and other.numel() > 1 and _adds_up(other):
-                return Term(Kind.UNKNOWN, "a sum with weights that add up to 1, over this rank's rows alone")
+                return Term(Kind.UNKNOWN, _OWN_WEIGHTS)
             number = _number(other)
             if number is not None and number != 0.0 and (left or name == "Mul"):
                 term = _times(term, name, number)
@@ -224,7 +289,7 @@ def _is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
             continue
         seen += 1
         name = _name(one)
-        if seen > _FREE_NODES or name in _MIXING:
+        if seen > _FREE_NODES or (name not in _BY_ELEMENT and name not in _PASSING and name != "AccumulateGrad"):
             return False
         if name == "AccumulateGrad":
             if sizes is not None and tuple(one.variable.shape) != sizes:
@@ -238,22 +303,83 @@ def _is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
     return seen > 0
 
 
+def _across_rows(roots: Sequence[Tensor], rows: int) -> str:
+    """The first step below the reductions of a loss that takes rows together: then it is no mean or sum of rows."""
+    if rows < 2:
+        return ""
+    todo = [root.grad_fn for root in roots]
+    top = set(todo)
+    seen: set[Any] = set()
+    while todo and len(seen) < _SEARCHED_NODES:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name, below = _name(node), [one for one, _ in node.next_functions]
+        is_linear = name in _PASSING or name in ("Add", "Sub", "Mul", "Div", "Stack", "Mean", "Sum", "Dot")
+        if node in top and (is_linear or hasattr(node, "_saved_reduction")):
+            if is_linear and not (name in ("Mean", "Sum") and _reduces(node, below, rows)):
+                top |= {one for one in below if one is not None}  # still above what is reduced
+        elif _takes_rows_together(node, name, below, rows):
+            return name
+        todo += below
+    return ""
+
+
+def _reduces(node: Any, below: list[Any], rows: int) -> bool:
+    """Whether a mean or sum is that over rows, and not over features or losses."""
+    sizes = tuple(node._saved_self_sym_sizes)
+    if below[0] is not None and _name(below[0]) == "Stack" and _is_of_scalars(below[0]):
+        return False
+    return len(sizes) > 0 and 0 in _dims(node) and (sizes[0] == rows or _name(node) == "Mean")
+
+
+def _takes_rows_together(node: Any, name: str, below: list[Any], rows: int) -> bool:
+    if name in ("Mm", "Cdist"):
+        left, right = _sizes(node, "self", "x1"), _sizes(node, "mat2", "x2")
+        if len(left) != 2 or len(right) != 2 or any(one is None or _is_parameter(one) for one in below[:2]):
+            return False
+        if name == "Cdist":
+            return bool(left[0] == rows == right[0])
+        return bool(left[0] == rows == right[1] or left[1] == rows == right[0])
+    if name not in _TOGETHER:
+        return False
+    sizes = _sizes(node, "self", "result")
+    return len(sizes) > 0 and sizes[0] == rows and 0 in _dims(node, sizes)
+
+
+def _is_parameter(node: Any) -> bool:
+    """A parameter, as it is or turned."""
+    while _name(node) in _PASSING:
+        node = node.next_functions[0][0]
+        if node is None:
+            return False
+    return _name(node) == "AccumulateGrad"
+
+
+def _sizes(node: Any, *names: str) -> tuple[int, ...]:
+    for name in names:
+        found = _saved(node, f"_saved_{name}_sym_sizes")
+        if found is None and isinstance(kept := _saved(node, f"_saved_{name}"), Tensor):
+            found = kept.shape
+        if found is not None:
+            return tuple(found)
+    return ()
+
+
 def _is_of_scalars(stack: Any) -> bool:
-    return all(
-        meta.shape == torch.Size([]) for one, _ in stack.next_functions if one is not None for meta in _shapes(one)
-    )
+    below = [one for one, _ in stack.next_functions if one is not None]
+    return all(not tuple(meta.shape) for one in below for meta in one._input_metadata)
 
 
-def _shapes(node: Any) -> Sequence[Any]:
-    return tuple(node._input_metadata)
-
-
-def _dims(node: Any) -> tuple[int, ...]:
-    """The dimensions that a mean reduced; of a mean over all, every one."""
-    sizes = node._saved_self_sym_sizes
-    if not hasattr(node, "_saved_dim") or not node._saved_dim:
+def _dims(node: Any, sizes: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The dimensions that a step reduced; of one over all, every one."""
+    sizes = tuple(node._saved_self_sym_sizes) if sizes is None else sizes
+    given = _saved(node, "_saved_dim")
+    if given is None or given == () or not sizes:
         return tuple(range(len(sizes)))
-    return tuple((dim if dim < 2**63 else dim - 2**64) % len(sizes) for dim in node._saved_dim)
+    dims = (given,) if isinstance(given, int) else given
+    return tuple((dim if dim < 2**63 else dim - 2**64) % len(sizes) for dim in dims)
 
 
 def _constant(node: Any, name: str) -> float | None:
@@ -277,11 +403,30 @@ def _name(node: Any) -> str:
 
 _PASSING = {
     *("Neg", "View", "UnsafeView", "Reshape", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "ToCopy"),
-    *("Permute", "Transpose", "T", "Expand", "Contiguous"),
+    *("Permute", "Transpose", "T", "Contiguous"),
 }
-# What brings a batch in: a product of a parameter with something that needs no gradient, rows that were looked up.
-_MIXING = {
-    *("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Addmv", "Dot", "Linear", "Convolution", "ConvolutionOverrideable"),
-    *("Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "NativeLayerNorm", "NativeBatchNorm", "CudnnRnn"),
-    *("ThnnFusedLstmCell", "ScaledDotProductFlashAttentionForCpu", "Expand"),
+# What makes one number, or an order, of several.
+_TOGETHER = {
+    *("Mean", "Sum", "Prod", "Std", "Var", "StdMean", "VarMean", "Norm", "LinalgVectorNorm", "Max", "Min", "Amax"),
+    *("Amin", "Aminmax", "Topk", "Sort", "SortStable", "Median", "Nanmedian", "Kthvalue", "Mode", "Quantile", "Cumsum"),
+    *("Logsumexp", "LogSoftmax", "Softmax", "Roll", "Cummax", "Cummin", "Logcumsumexp", "Renorm"),
+}
+# What a penalty on parameters is made of. Any other function may bring rows in: a layer, one of somebody's own.
+_BY_ELEMENT = {
+    *("Add", "Sub", "Mul", "Div", "Pow", "Exp", "Log", "Log1P", "Expm1", "Abs", "Sqrt", "Rsqrt", "Reciprocal", "Sign"),
+    *(
+        "Sigmoid",
+        "LogSigmoid",
+        "Tanh",
+        "Relu",
+        "Softplus",
+        "Clamp",
+        "ClampMin",
+        "ClampMax",
+        "Sin",
+        "Cos",
+        "Stack",
+        "Cat",
+    ),
+    *("Sum", "Mean", "Norm", "LinalgVectorNorm", "Max", "Min", "Maximum", "Minimum", "Where"),
 }

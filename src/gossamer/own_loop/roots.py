@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.own_loop.reading import Counted, Counts, Kind, read
+from gossamer.own_loop.reading import Batch, Counted, Kind, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Asked:
     roots: tuple[Tensor, ...]
     gradients: tuple[Tensor | None, ...]
 
-    def counted(self, counts: Counts) -> Counted:
+    def counted(self, batch: Batch) -> Counted:
         """What its losses count. Only before the pass has run, as it frees what they remember."""
         try:
-            return read(self.roots, self.gradients, counts)
+            return read(self.roots, self.gradients, batch)
         except RuntimeError as error:  # freed already: a second pass through one graph, which torch will refuse itself
             return Counted(Kind.UNKNOWN, (), 0, str(error).splitlines()[0])
 

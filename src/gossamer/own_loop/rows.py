@@ -14,13 +14,15 @@ from torch import Tensor
 from gossamer.own_loop.reading import Counted, Kind
 from gossamer.spec.errors import WireMismatch, bad_input
 
-BACKWARD, STEP, LOSS = 1, 2, 3
+BACKWARD, STEP, LOSS, TAKEN = 1, 2, 3, 4
 _DOING = {
     BACKWARD: "backward pass",
     STEP: "optimizer.step() after backward pass",
-    LOSS: "a closure after backward pass",
+    LOSS: "a closure, after backward pass",
+    TAKEN: "unfreezing, after backward pass",
 }
 _KINDS = list(Kind)
+_BESIDE = 6  # other numbers of a row
 _COUNTS = 4  # terms of a loss that count differently, at most
 _SAME = 1e-9  # shares that differ by less are one
 
@@ -41,20 +43,21 @@ class Row:
     serial: int
     counted: Counted = field(default_factory=lambda: Counted(Kind.FREE))
     mark: Mark = field(default_factory=Mark)
-    beside: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    beside: tuple[float, ...] = ()
 
     @staticmethod
-    def of(kind: int, serial: int, counted: Counted, mark: Mark) -> Row:
+    def of(kind: int, serial: int, counted: Counted, mark: Mark, *, beside: tuple[float, ...]) -> Row:
         if len(counted.counts) > _COUNTS:
             counted = Counted(Kind.UNKNOWN, (), counted.shape, f"{len(counted.counts)} means that count differently")
-        return Row(kind, serial, counted, mark)
+        return Row(kind, serial, counted, mark, beside)
 
     def tensor(self) -> Tensor:
-        """(15,) float64."""
+        """(17,) float64."""
         one = self.counted
         counts = [*one.counts, *(0.0,) * (_COUNTS - len(one.counts))]
         head = [self.kind, self.serial, _KINDS.index(one.kind), one.shape, len(one.counts), *counts]
-        return torch.tensor([*head, self.mark.number, self.mark.print, *self.beside], dtype=torch.float64)
+        beside = [*self.beside, *(0.0,) * (_BESIDE - len(self.beside))]
+        return torch.tensor([*head, self.mark.number, self.mark.print, *beside], dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,10 @@ class Rows:
     is the gradient of the whole batch (the number of ranks, where losses are sums).
     """
 
-    table: Tensor  # (ranks, 15)
+    table: Tensor  # (ranks, 17)
     rank: int
     mine: Row
+    kind: Kind  # of all ranks' losses
     shares: Tensor
     factor: float
 
@@ -74,13 +78,14 @@ class Rows:
         ranks = len(table)
         kinds = {_KINDS[int(k)] for k in table[:, 2].tolist()}
         is_sum = kinds == {Kind.SUM}
+        kind = Kind.MEAN if kinds <= {Kind.MEAN, Kind.DIVIDED} else min(kinds, key=_KINDS.index)
         counts = table[:, 5]  # (ranks,)
         if is_sum:
             counts = (counts >= 0).double()  # a rank without rows of its own says -1
         total = float(counts.clamp_min(0).sum())
         even = torch.full((ranks,), 1 / ranks, dtype=torch.float64)
         shares = counts.clamp_min(0) / total if total and not kinds <= {Kind.FREE} else even
-        return Rows(table, rank, mine, shares, total if is_sum else 1.0)
+        return Rows(table, rank, mine, kind, shares, total if is_sum else 1.0)
 
     @property
     def share(self) -> float:
@@ -88,7 +93,7 @@ class Rows:
 
     @property
     def beside(self) -> Tensor:
-        """(ranks, 4): what else they said."""
+        """(ranks, 6): what else they said."""
         return self.table[:, 11:]
 
     def check(self) -> None:
@@ -122,6 +127,13 @@ class Rows:
         kinds = [_KINDS[int(k)] for k in self.table[:, 2].tolist()]
         one = self.mine.counted
         what = f"backward pass {self.mine.serial}"
+        sizes = self.beside[:, 0].tolist()
+        if len(set(sizes)) > 1:
+            raise bad_input(
+                wanted=f"in {what} the same parameters to be trained on all ranks",
+                got=f"{[int(size) for size in sizes]} by rank",
+                do="freeze and unfreeze alike on all ranks",
+            )
         do = (
             "pass loss='sum' if one process would add the ranks' losses up, or weight=, a function of a batch that "
             "gives what a mean of it counts; or call backward on each term by itself"
@@ -130,14 +142,17 @@ class Rows:
             told = one.said if one.kind is Kind.UNKNOWN else "one that another rank cannot tell"
             raise bad_input(wanted=f"in {what} a loss that is a mean or a sum over rows", got=told, do=do)
         if Kind.DIVIDED in kinds:
-            counts = self.table[:, 5].tolist()
-            if set(kinds) - {Kind.DIVIDED} or len(set(counts)) == 1 or self.table[:, 4].max() > 1:
+            counts = [count for count in self.table[:, 5].tolist() if count]
+            if set(kinds) == {Kind.DIVIDED} and len(set(counts)) == 1:  # a rank that could tell, tells for all
                 raise bad_input(
                     wanted=f"in {what} to know whether a sum is divided by what this rank counts, or by a constant",
                     got=one.said,
                     do=do,
                 )
-        if len(set(kinds)) > 1 or len(set(self.table[:, 3].tolist())) > 1:
+        if (
+            len({Kind.MEAN if one is Kind.DIVIDED else one for one in kinds}) > 1
+            or len(set(self.table[:, 3].tolist())) > 1
+        ):
             raise bad_input(
                 wanted=f"in {what} the same loss on all ranks",
                 got=f"here {one.said or one.kind.value}, elsewhere another",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,19 @@ from gossamer.own_loop.rows import LOSS, STEP, Row, Rows
 from gossamer.spec.errors import BadInput, WireMismatch
 
 _log = logging.getLogger(__name__)
-_EDITED = 1e-5  # norms of one mean that differ by more were edited by ranks on their own
+_SAME = 1e-5  # squares of norms that differ by less are those of the same numbers, on machines that add otherwise
 _DIGEST_BITS = 52
 
 
 class Steps:
     """One optimizer's. `passes`: of the models whose parameters it moves; none where this process is alone."""
 
-    def __init__(self, optimizer: Optimizer, passes: Sequence[Passes], clip: float) -> None:
+    def __init__(
+        self, optimizer: Optimizer, passes: Sequence[Passes], clip: float, buffers: Mapping[str, Tensor]
+    ) -> None:
+        """`buffers`: what should be the same on all ranks beside the parameters."""
         self._passes, self._clip = tuple(passes), clip
+        self._buffers = {name: b for name, b in buffers.items() if b.is_floating_point()}
         self.made = 0
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         optimizer.rejected = 0  # type: ignore[attr-defined]
@@ -85,29 +89,34 @@ class Steps:
         """All ranks hold the same; gives the ranks whose own gradients were not finite."""
         first = self._passes[0]
         is_due = self.made & (self.made - 1) == 0  # parameters: at steps 0, 1, 2, 4, 8, ...
-        found = digest(list(_params(optimizer)), self.made) % 2**_DIGEST_BITS if is_due else 0
+        found = digest([_dense(p.detach()) for p in _params(optimizer)], self.made) % 2**_DIGEST_BITS if is_due else 0
         is_finite = all(one.is_finite for one in self._passes)
-        beside = (squared, float(is_finite), float(_settings(optimizer)), float(found))
+        held = float(global_norm_squared([_dense(p.detach()) for p in _params(optimizer)]))
+        buffers = float(global_norm_squared(list(self._buffers.values())))
+        beside = (squared, float(is_finite), float(_settings(optimizer)), float(found), held, buffers)
         rows = first.gathered(Row(kind, first.serial, beside=beside), f"optimizer.step() {self.made + 1}")
         self._compare(rows, optimizer)
         return [rank for rank, fine in enumerate(rows.beside[:, 1].tolist()) if not fine]
 
     def _compare(self, rows: Rows, optimizer: Optimizer) -> None:
-        squares, _, settings, found = rows.beside.unbind(1)
+        squares, _, settings, found, held, buffers = rows.beside.unbind(1)
         if len(set(settings.tolist())) > 1:
             mine = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
             raise WireMismatch(
                 f"the optimizer's settings differ between ranks (here {mine}): what sets them, such as a validation "
                 "loss, must be the same on all ranks"
             )
-        if len(set(found.tolist())) > 1:
+        if len(set(found.tolist())) > 1 or _differ(held):
             raise WireMismatch(
                 f"the parameters differ between ranks before step {self.made + 1}: something moves them by a rank's "
                 "own numbers, beside the optimizer"
             )
-        finite = torch.isfinite(squares)
-        spread = float(squares.max() - squares.min()) if bool(finite.all()) else 0.0
-        if (not bool(finite.all()) and bool(finite.any())) or spread > _EDITED * float(squares.max()):
+        if _differ(buffers):
+            raise WireMismatch(
+                f"the buffers differ between ranks before step {self.made + 1} ({', '.join(self._buffers)}): a buffer "
+                "that is made of a batch is of each rank's own rows, and not what one process has"
+            )
+        if _differ(squares):
             norms = ", ".join(f"{float(one) ** 0.5:.6g} on rank {rank}" for rank, one in enumerate(squares))
             raise WireMismatch(
                 f"gradients differ between ranks at optimizer.step(): their norms are {norms}. After backward they "
@@ -159,6 +168,14 @@ class Steps:
                     "an exchange that keeps residuals under a GradScaler: they would be of another scale than the "
                     "gradients they are added to. Pass scaler= to gossamer.wrap"
                 )
+
+
+def _differ(squares: Tensor) -> bool:
+    """Whether the squares of norms, one of each rank, are of different tensors."""
+    finite = torch.isfinite(squares)
+    if not bool(finite.all()):
+        return bool(finite.any())
+    return float(squares.max() - squares.min()) > _SAME * float(squares.max())
 
 
 def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
