@@ -69,7 +69,10 @@ MEANS = {
     "a sum over rows": (lambda o: o.square().sum() / ROWS, ROWS),
     "a sum over rows, then scaled": (lambda o: 0.5 * (o.square().sum() / ROWS), ROWS),
     "losses in a list": (lambda o: torch.stack([F.mse_loss(o, target), o.abs().mean()]).sum(), ROWS * CLASSES),
+    "losses in a list that count alike": (lambda o: torch.stack([o.square().mean(), o.abs().mean()]).mean(), 30),
     "a mask": (lambda o: (o.square().sum(-1) * mask).sum() / mask.sum(), 3),
+    "a mask of its own": (lambda o: (o.square() * (target > 0.3)).sum() / (target > 0.3).sum(), 10),
+    "a mask, as a factor": (lambda o: (o.square().sum(-1) * mask).sum() * (1 / (mask.sum() + 1)), 4),
 }
 
 
@@ -136,7 +139,7 @@ def test_a_model_with_products_of_its_own_is_not_mistaken_for_rows_against_rows(
 def test_a_mask_that_lets_nothing_through_counts_nothing() -> None:
     _, out = outputs()
     found = counted((out.square().sum(-1) * torch.zeros(ROWS)).sum() / torch.zeros(ROWS).sum().clamp(min=1))
-    assert (found.kind, found.counts) == (Kind.DIVIDED, (0.0,))
+    assert (found.kind, found.counts) == (Kind.MEAN, (0.0,))
 
 
 def test_a_sum_divided_by_no_count_that_is_known_is_left_to_the_ranks() -> None:

@@ -114,7 +114,7 @@ class AtHand(Batch):
 
     def learn(self, counted: Counted, kind: Kind) -> None:
         """The ranks have found what a sum was divided by: their own counts."""
-        if counted.kind is Kind.DIVIDED and kind is Kind.MEAN:
+        if counted.is_divided and kind is Kind.MEAN:
             self._means.add(counted.shape)
 
     def counted(self, read: Counted | None, loss: str) -> Counted:

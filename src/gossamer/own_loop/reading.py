@@ -21,6 +21,7 @@ from enum import Enum
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _OWN_WEIGHTS = "a sum with weights that add up to 1, over this rank's rows alone"
@@ -46,6 +47,7 @@ class Term:
     what: str  # the nodes, in words
     count: float = 1.0
     factor: float = 1.0  # what it was multiplied with outside of its reduction
+    is_computed: bool = False  # whether it was divided by a tensor, so by something of this rank's rows, or by a number
 
     @property
     def is_part_of_a_sum(self) -> bool:
@@ -64,6 +66,7 @@ class Counted:
     counts: tuple[float, ...] = ()
     shape: int = 0
     said: str = ""
+    is_divided: bool = False  # whether a sum was divided in the loop, by what was found to be a count
 
 
 class Batch(ABC):
@@ -110,7 +113,7 @@ def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], batch: Bat
     counts = _distinct([term.count for term in terms])
     if kind in (Kind.MEAN, Kind.DIVIDED) and len(terms) == 1 and "/" in said and _is_zero(roots):
         counts = (0.0,)  # nothing was let through: what it was divided by only keeps it from being nan
-    return Counted(kind, counts, shape, said)
+    return Counted(kind, counts, shape, said, any(term.kind is Kind.DIVIDED for term in every))
 
 
 def _alike(kind: Kind) -> str:
@@ -134,9 +137,10 @@ def _settled(term: Term, known: set[float], batch: Batch, shape: int) -> Term:
     Multiplied with one over a count, nobody can tell.
     """
     if term.kind is Kind.DIVIDED:
-        if _is_among(term.count, known) or batch.is_mean(shape):
+        is_whole = term.count == batch.whole and batch.whole > batch.rows
+        if _is_among(term.count, known) or (term.is_computed and not is_whole) or batch.is_mean(shape):
             return Term(Kind.MEAN, term.what, term.count, term.factor)
-        if term.count == batch.whole and batch.whole > batch.rows:
+        if is_whole and not term.is_computed:
             return Term(Kind.SUM, term.what, 1.0, term.factor)
     if term.is_part_of_a_sum and _is_among(1 / abs(term.factor), known):
         return Term(Kind.UNKNOWN, f"{term.what} times {term.factor:g}, which may be one over what this rank counts")
@@ -161,7 +165,7 @@ def _weighted(term: Term, given: Tensor) -> Term:
     if term.kind is not Kind.SUM or not first:
         return term
     if bool((given == first).all()):
-        return term if first == 1.0 else _times(term, "Div", 1 / first)
+        return term if first == 1.0 else _times(term, "Div", Given(1 / first, is_computed=False))
     return Term(Kind.UNKNOWN, _OWN_WEIGHTS) if _adds_up(given) else term
 
 
@@ -179,6 +183,8 @@ def _terms(node: Any, factor: float) -> list[Term]:
         return [term for one in below if one is not None for term in _terms(one, factor)]
     if name in ("Mul", "Div"):
         return _scaled(node, name, below, factor)
+    if name in ("Mean", "Sum") and below[0] is not None and _name(below[0]) == "Stack" and _is_of_scalars(below[0]):
+        return _terms(below[0], factor)  # of losses
     if name in ("Mean", "Sum", "Dot") or hasattr(node, "_saved_reduction"):
         return [_reduced(node, name, below, factor)]
     if _is_free(node, None):
@@ -193,7 +199,7 @@ def _scaled(node: Any, name: str, below: list[Any], factor: float) -> list[Term]
         return _product(name, _terms(left, factor), _terms(right, 1.0))
     other = _constant(node, "_saved_other" if left is not None else "_saved_self")
     terms = _terms(left if left is not None else right, factor)
-    if other is None or other == 0.0 or (name == "Div" and left is None):
+    if other is None or other.value == 0.0 or (name == "Div" and left is None):
         return [
             Term(Kind.UNKNOWN, f"{name} with something that is no number") if t.kind is not Kind.FREE else t
             for t in terms
@@ -209,26 +215,25 @@ def _product(name: str, first: list[Term], second: list[Term]) -> list[Term]:
     return [Term(Kind.UNKNOWN, f"{name} of two terms that both depend on the batch")]
 
 
-def _times(term: Term, name: str, other: float) -> Term:
+def _times(term: Term, name: str, other: Given) -> Term:
     """A sum that is divided may be a mean of what this rank counts; anything else keeps its kind."""
-    if name == "Div" and term.kind in (Kind.SUM, Kind.DIVIDED):
-        return Term(Kind.DIVIDED, f"{term.what} / {other:g}", term.count * abs(other), term.factor)
-    factor = term.factor * other if name == "Mul" else term.factor / other
-    return Term(term.kind, term.what, term.count, factor)
+    is_sum, value = term.kind in (Kind.SUM, Kind.DIVIDED), other.value
+    if is_sum and name == "Mul" and other.is_computed and abs(value) < 1:  # with one over what was computed
+        name, value = "Div", 1 / value
+    if is_sum and name == "Div":
+        is_computed = term.is_computed or other.is_computed
+        return Term(Kind.DIVIDED, f"{term.what} / {value:g}", term.count * abs(value), term.factor, is_computed)
+    factor = term.factor * value if name == "Mul" else term.factor / value
+    return Term(term.kind, term.what, term.count, factor, term.is_computed)
 
 
 def _reduced(node: Any, name: str, below: list[Any], factor: float) -> Term:
     """The summand that a reduction makes."""
     if name == "Mean":
-        stacked = below[0] is not None and _name(below[0]) == "Stack" and _is_of_scalars(below[0])
-        if stacked:
-            return _one(_terms(below[0], factor), name)
         if _is_free(below[0], tuple(node._saved_self_sym_sizes)):
             return Term(Kind.FREE, "a mean of parameters")
         return Term(Kind.MEAN, f"a mean over {node._saved_self_sym_numel}", float(node._saved_self_sym_numel), factor)
     if name in ("Sum", "Dot"):
-        if below[0] is not None and _name(below[0]) == "Stack" and _is_of_scalars(below[0]):
-            return _one(_terms(below[0], factor), name)
         sizes = tuple(node._saved_self_sym_sizes) if name == "Sum" else ()
         return _sum(below[0] if name == "Sum" else node, sizes, "a sum", factor)
     if node._saved_reduction == 2:
@@ -238,16 +243,6 @@ def _reduced(node: Any, name: str, below: list[Any], factor: float) -> Term:
         return Term(Kind.MEAN, f"{name} over {total:g}", total, factor)
     count = float(node._saved_self.numel()) if name != "MultiMarginLoss" else float(node._saved_self.shape[0])
     return Term(Kind.MEAN, f"{name} over {count:g}", count, factor)
-
-
-def _one(terms: list[Term], name: str) -> Term:
-    """Stacked losses that are alike are one term; else it cannot be told."""
-    kept = [t for t in terms if t.kind is not Kind.FREE]
-    if not kept:
-        return Term(Kind.FREE, "parameters alone")
-    if len({(t.kind, t.count) for t in kept}) == 1:
-        return kept[0]
-    return Term(Kind.UNKNOWN, f"{name} of losses that count differently")
 
 
 def _sum(node: Any, sizes: tuple[int, ...], what: str, factor: float) -> Term:
@@ -266,7 +261,7 @@ def _sum(node: Any, sizes: tuple[int, ...], what: str, factor: float) -> Term:
             if isinstance(other, Tensor) and other.numel() > 1 and _adds_up(other):
                 return Term(Kind.UNKNOWN, _OWN_WEIGHTS)
             number = _number(other)
-            if number is not None and number != 0.0 and (left or name == "Mul"):
+            if number is not None and number.value != 0.0 and (left or name == "Mul"):
                 term = _times(term, name, number)
             node = below[0] if left else below[1]
         else:
@@ -382,7 +377,15 @@ def _dims(node: Any, sizes: tuple[int, ...] | None = None) -> tuple[int, ...]:
     return tuple((dim if dim < 2**63 else dim - 2**64) % len(sizes) for dim in dims)
 
 
-def _constant(node: Any, name: str) -> float | None:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A number in a loss. `is_computed`: it is a tensor's, and not one that was written in the loop."""
+
+    value: float
+    is_computed: bool
+
+
+def _constant(node: Any, name: str) -> Given | None:
     return _number(_saved(node, name))
 
 
@@ -390,10 +393,20 @@ def _saved(node: Any, name: str) -> Any:
     return getattr(node, name, None)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any) -> Given | None:
     if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 else None
-    return float(value) if isinstance(value, (int, float)) else None
+        return Given(float(value), _is_tensors_own(value)) if value.numel() == 1 else None
+    return Given(float(value), is_computed=False) if isinstance(value, (int, float)) else None
+
+
+def _is_tensors_own(kept: Tensor) -> bool:
+    """Whether a node keeps a tensor of the loop, and not a Python number that torch made one of: such a one gives way
+    to the type of any tensor.
+    """
+    if kept.dim():
+        return True
+    other = torch.ones((), dtype=torch.float16 if kept.is_floating_point() else torch.int8)
+    return torch.result_type(kept, other) != other.dtype or kept.dtype == other.dtype
 
 
 def _name(node: Any) -> str:
