@@ -2,7 +2,11 @@
 
     gossamer.train(model, data, config)          # train, from Python
     gossamer.wrap(model, optimizer, loader)      # the same inside one's own loop
-    gossamer.plan(config, ...)                   # how the work would be split
+    gossamer.plan(model, config, ranks=4)        # how the work would be split
+    gossamer.resume(run_dir, {"train.steps": 2000})
+    gossamer.sample(run_dir, "The ")             # text of a trained model
+    gossamer.export(run_dir, "my-model")         # a folder that transformers loads
+    gossamer.load(run_dir)                       # its module, tokenizer and configuration
 
 Nothing is imported before it is used: `import gossamer` alone does not even import torch.
 """
@@ -15,15 +19,27 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.api import train, wrap
+    from gossamer.api import export, load, resume, sample, train, wrap
     from gossamer.spec.config import RunConfig
     from gossamer.spec.plan import Plan
 
     __version__: str
 
-__all__ = ["Plan", "RunConfig", "__version__", "plan", "train", "wrap"]
+_VERBS = ("export", "load", "resume", "sample", "train", "wrap")
+__all__ = [
+    "Plan",
+    "RunConfig",
+    "__version__",
+    "export",
+    "load",
+    "plan",
+    "resume",
+    "sample",
+    "train",
+    "wrap",
+]
 
-_HOME = {"train": "api", "wrap": "api", "RunConfig": "spec.config", "Plan": "spec.plan"}
+_HOME = {**dict.fromkeys(_VERBS, "api"), "RunConfig": "spec.config", "Plan": "spec.plan"}
 
 
 def __getattr__(name: str) -> Any:
@@ -39,7 +55,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 class _PlanVerb(ModuleType):

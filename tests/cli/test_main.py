@@ -83,7 +83,7 @@ def test_the_public_names_are_there() -> None:
     assert callable(gossamer.train) and callable(gossamer.wrap) and callable(gossamer.plan)
     assert gossamer.plan.names is sys.modules["gossamer.plan"].names
     assert gossamer.RunConfig().train.batch == 64 and gossamer.Plan.__name__ == "Plan"
-    assert set(gossamer.__all__) <= set(dir(gossamer))
+    assert dir(gossamer) == sorted(gossamer.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         gossamer.trian  # noqa: B018
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -107,6 +108,13 @@ def drop_foreign_ids(config: Any, written: Mapping[str, Any]) -> None:
         value = getattr(config, name, None)
         if name not in written and isinstance(value, int) and vocabulary is not None and value >= vocabulary:
             setattr(config, name, None)
+
+
+def written(config: Any) -> bytes:
+    """A config.json that says every key: the defaults of another version of transformers may be others."""
+    keys: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    keys.pop("_name_or_path", None)
+    return (json.dumps(keys, indent=2) + "\n").encode()
 
 
 def vocabulary_of(config: Any) -> int | None:

@@ -89,6 +89,9 @@ class Factory(Origin):
     def files(self) -> Files:
         return {}
 
+    def kept(self) -> Files:
+        return {}
+
     def fingerprint(self) -> str:
         source = inspect.getsourcefile(self._function)
         return digest([self.of, dict(self.config), self.dtype], [Path(source)] if source else [])

@@ -110,6 +110,9 @@ class Hf(Origin):
             return {}
         return {name: self._directory / name for name in _BESIDE if (self._directory / name).is_file()}
 
+    def kept(self) -> Files:
+        return {**self.files(), "config.json": kit.written(self._config)}
+
     def fingerprint(self) -> str:
         weights = self._directory.glob("*.safetensors") if self._directory is not None else ()
         return digest([self._config.to_dict(), self.dtype], weights)
