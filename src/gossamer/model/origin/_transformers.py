@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.extras import install
 from gossamer.spec.nearest import nearest
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -30,9 +31,7 @@ def library(key: str) -> ModuleType:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise bad_input(
-            wanted="the package transformers", got=str(error), do='pip install "gossamer[hf]"', key=key
-        ) from None
+        raise bad_input(wanted="the package transformers", got=str(error), do=install("hf"), key=key) from None
     transformers.utils.logging.set_verbosity_error()
     return transformers
 
