@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -113,6 +114,7 @@ USAGE = {
     ("sample", "runs/none", "a", "--temperature", "-1"): "--temperature",
     ("sample", "runs/none", "a"): "runs/none",
     ("resume", "runs/none"): "runs/none",
+    ("resume", "run.yaml"): "wanted a run directory at run.yaml, got a file",
     ("export", "runs/none", "out", "--to", "gguf"): "hf",
     ("export", "runs/none", "out"): "--to",
     ("demo", "--seconds", "-1"): "wanted seconds > 0, got -1",
@@ -258,6 +260,78 @@ def test_sample_writes_what_the_model_says_whatever_it_is(
     assert main(["sample", "runs/a", "def ", "--tokens", "3", "--seed", "1"]) == 0
     assert capsys.readouterr().out == "def \ufffd\\x1b nan\n"
     assert asked == {"run_dir": Path("runs/a"), "tokens": 3, "temperature": 0.8, "top_k": 50, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("", BadInput("wanted a model", key="model"), "run.yaml (it sets nothing): model: wanted a model"),
+        ("", BadInput("model: wanted a model"), "run.yaml (it sets nothing): model: wanted a model"),
+        ("train: {batch: 8}", BadInput("none", key="data.source"), "run.yaml: data.source: none"),
+        ("train: {batch: 8}", BadInput("few", key="train.batch"), "  run.yaml:1: train.batch: few"),
+        ("train: {batch: 8}", BadInput("a port is in use"), "  a port is in use"),
+    ],
+)
+def test_what_no_line_says_is_told_with_its_file(
+    text: str,
+    error: BadInput,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "train_command", raising(error))
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["train", "run.yaml"]) == 2
+    assert f"{said}\n" in capsys.readouterr().err
+
+
+def test_no_command_is_the_help_and_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    out = capsys.readouterr().out
+    assert all(f" {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_letters_of_the_command_line_are_utf_8_under_any_locale(encoding: str, tmp_path: Path) -> None:
+    """What `LC_ALL=C` makes of them depends on the Python; one that cannot read them hands over half letters."""
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": str(int(encoding == "utf-8")), "PYTHONCOERCECLOCALE": "0"}
+    command = [os.fsencode(sys.executable), b"-m", b"gossamer", b"config", b"show", b"--json"]
+
+    def shown(*more: bytes) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([*command, *more], capture_output=True, env=environ, cwd=tmp_path, check=False)
+
+    done = shown("train.sample=für 猫".encode())
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["config"]["train"]["sample"] == "für 猫"
+    done = shown(b"train.sample=f\xfcr")
+    assert done.returncode == 2 and b"train.sample: wanted text, got" in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_answer_that_nobody_can_read_undoes_nothing(tmp_path: Path) -> None:
+    program = (
+        "import sys; from gossamer import api; from gossamer.cli import main\n"
+        f"api.train_command = lambda *args, **rest: {DONE!r}\n"
+        "sys.exit(main())"
+    )
+    (tmp_path / "run.yaml").touch()
+
+    def told(*argv: str, out: str = "/dev/full") -> tuple[int, str]:
+        with open(out, "w") as full:
+            command = [sys.executable, "-c", program, *argv]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
+        return done.returncode, done.stderr
+
+    code, said = told("train", "run.yaml")
+    assert code == 0 and said == "Done, but not told: standard output takes nothing more: No space left on device\n"
+    code, said = told("methods")
+    assert code == 3 and "The answer could not be written:" in said and "Traceback" not in said
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "gossamer", "methods"], check=False
+    )
+    assert closed.returncode == 0
 
 
 def test_resume_and_export_hand_over(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

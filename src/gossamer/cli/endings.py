@@ -31,7 +31,9 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, Interrupted):
         return Failure(INTERRUPTED, "Interrupted, with a checkpoint saved:", str(error))
     if isinstance(error, KeyboardInterrupt):
-        return Failure(FAILED, "Stopped at once:", "nothing after the last checkpoint was saved")
+        return Failure(
+            FAILED, "Stopped at once:", "nothing more was saved; a run that had a checkpoint goes on from it"
+        )
     if isinstance(error, RunFailed):
         kind = re.sub(r"(?<!^)(?=[A-Z])", " ", type(error).__name__).lower()
         return Failure(FAILED, f"The run failed ({kind}):" if kind != "run failed" else "The run failed:", str(error))

@@ -239,7 +239,13 @@ def newest_like(
 def open_run(path: Path) -> RunDirectory:
     """The run directory at `path`; raises BadInput where it is none."""
     if _written_at(path) is None:
-        got = "a folder without records.jsonl and run.yaml" if path.is_dir() else "no such folder"
+        got = (
+            "a folder without records.jsonl and run.yaml"
+            if path.is_dir()
+            else "a file"
+            if path.exists()
+            else "no such folder"
+        )
         raise bad_input(
             wanted=f"a run directory at {path}", got=got, do="name the folder that `gossamer train` printed"
         )

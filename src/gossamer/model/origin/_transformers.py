@@ -52,7 +52,8 @@ def quietly(key: str, *, wanted: str) -> Iterator[ModuleType]:
     except BadInput:
         raise
     except Exception as error:  # whatever a model's own code makes of what the user wrote
-        said = " ".join(str(error).split())[:500] or "no message"
+        said = " ".join(str(error).split()) or "no message"
+        said = said if len(said) <= 500 else f"{said[:500].rpartition(' ')[0]} ..."
         raise bad_input(
             wanted=wanted, got=f"{type(error).__name__}: {said}", do="correct what it names", key=key
         ) from error
