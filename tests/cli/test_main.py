@@ -267,7 +267,8 @@ def test_sample_writes_what_the_model_says_whatever_it_is(
     [
         ("", BadInput("wanted a model", key="model"), "run.yaml (it sets nothing): model: wanted a model"),
         ("", BadInput("model: wanted a model"), "run.yaml (it sets nothing): model: wanted a model"),
-        ("train: {batch: 8}", BadInput("none", key="data.source"), "run.yaml: data.source: none"),
+        ("train: {batch: 8}", BadInput("none", key="data.source"), "  data.source: none"),
+        ("train: {batch: 8}", BadInput("none", key="model"), "  run.yaml: model: none"),
         ("train: {batch: 8}", BadInput("few", key="train.batch"), "  run.yaml:1: train.batch: few"),
         ("train: {batch: 8}", BadInput("a port is in use"), "  a port is in use"),
     ],

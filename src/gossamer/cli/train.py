@@ -79,14 +79,14 @@ def train(
 
 
 def _in_file(error: BadInput, run: Path, resolved: Resolved) -> BadInput:
-    """An error about a key that nobody wrote, with the file that does not."""
+    """An error about what a file lacks: a whole section, or everything."""
     key = re.match(r"([a-z_]+)(\.[a-z_0-9]+)*: ", str(error))
     if key is None or key.group(1) not in RunConfig.model_fields:  # it has its place, or is about something else
         return error
-    empty = (
-        " (it sets nothing)" if all(where in ("default", "command line") for where in resolved.origin.values()) else ""
-    )
-    return BadInput(f"{run}{empty}: {error}")
+    is_empty = all(where in ("default", "command line") for where in resolved.origin.values())
+    if key.group(2) and not is_empty:
+        return error
+    return BadInput(f"{run}{' (it sets nothing)' if is_empty else ''}: {error}")
 
 
 def resume(run_dir: Path, /, *override: str, json: Json = False) -> Answer:
