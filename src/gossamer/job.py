@@ -31,7 +31,7 @@ from gossamer.run.trainer import Trainer, peak_bytes
 from gossamer.run.walking import walk_of
 from gossamer.spec import records
 from gossamer.spec.choice import told
-from gossamer.spec.errors import Interrupted
+from gossamer.spec.errors import BadInput, Interrupted
 from gossamer.spec.plan import Plan
 from gossamer.view.rundir import RunDirectory
 from gossamer.wire.channel.group import Group, Meeting
@@ -70,6 +70,7 @@ class Job:
     asked_to_stop: Callable[[], bool]
     observe: Observer | None = None  # told of every message that goes out
     show: Callable[[records.Record], None] | None = None  # besides writing them down
+    keep: Callable[[], None] | None = None  # what is written beside the checkpoints once all ranks agree
     is_kept: bool = False  # whether the caller's module is to be whole afterwards, where its parameters are sharded
 
     @property
@@ -126,6 +127,7 @@ def run_job(job: Job) -> dict[str, Any]:
             saver.resume(pump.channel, job.resume_step)
         if told := trainer.begin(again=job.resume):
             exchanger.tell(told, trainer.progress.step)
+        _keep(job, sink)
         sink(_start(job, trainer))
         return _train(trainer, saver, sink, began, is_kept=job.is_kept)
     finally:
@@ -133,6 +135,18 @@ def run_job(job: Job) -> dict[str, Any]:
         pump.close()
         beside.close()
         pump.channel.close()
+
+
+def _keep(job: Job, sink: Callable[[records.Record], None]) -> None:
+    """On one rank of those that see the same directory. A disk that does not take it is told of; the run goes on."""
+    if job.keep is None or job.where.writer:
+        return
+    try:
+        job.keep()
+    except (OSError, BadInput) as error:  # BadInput: a tokenizer beside the weights that cannot be read
+        why = getattr(error, "strerror", None) or str(error)
+        said = f"what sampling and exporting need was not kept in {job.directory.path}: {why}"
+        sink(records.Event(level="warning", message=said))
 
 
 def _walk(parts: Parts, engine: Engine, pump: Pump) -> Walk | None:

@@ -17,6 +17,7 @@ from gossamer import loss
 from gossamer.cutting import Asked, OriginSource, hold
 from gossamer.data import Corpus, open_corpus
 from gossamer.job import Job, Where, run_job
+from gossamer.keeping import keep
 from gossamer.loss import Objective
 from gossamer.model.origin import Origin, origin_of
 from gossamer.model.vocabulary import check_sequence, check_vocabulary
@@ -38,7 +39,9 @@ _AGENT_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 def main() -> int:
     """Exit code as `run_worker` says."""
-    directory = RunDirectory(Path(sys.argv[1]))
+    directory = RunDirectory(Path(sys.argv[1]).absolute())
+    if folder := os.environ.get("GOSSAMER_FOLDER"):  # of a run that is resumed from another one
+        os.chdir(folder)
     resume = os.environ.get("GOSSAMER_RESUME") == "1"
     return run_worker(lambda ready: work(ready, directory, directory.config(), resume=resume))
 
@@ -89,6 +92,7 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
             resume_step=place.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
+            keep=lambda: keep(directory, corpus.tokenizer, origin),
             observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
         )
     )
