@@ -161,5 +161,6 @@ def _directory(config: RunConfig, place: Place) -> RunDirectory:
 
 def _where(place: Place, config: RunConfig) -> Where:
     if place.ranks == 1:
-        return Where(store=dist.HashStore(), interface=os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        return Where(store=dist.HashStore(), interface=interface, timeout_s=config.machines.timeout_s)
     return place_to_meet(place, config.machines.timeout_s)

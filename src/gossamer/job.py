@@ -31,10 +31,11 @@ from gossamer.run.trainer import Trainer, peak_bytes
 from gossamer.run.walking import walk_of
 from gossamer.spec import records
 from gossamer.spec.choice import told
-from gossamer.spec.errors import Interrupted
+from gossamer.spec.errors import BadInput, Interrupted, PeerLost, RunFailed
 from gossamer.spec.plan import Plan
 from gossamer.view.rundir import RunDirectory
 from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.process.frames import place_of
 from gossamer.wire.pump import Observer, Pump
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Where:
     store: dist.Store
     interface: str = ""
     generation: int = 0
+    timeout_s: float = 120.0  # how long a message may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ def run_job(job: Job) -> dict[str, Any]:
         levels=levels_of(plan, where.ranks),
         backend=plan.backend,
         interface=where.interface,
-        timeout_s=config.machines.timeout_s,
+        timeout_s=where.timeout_s,
         generation=where.generation,
     )
     pump = Pump(Group(meeting), look_ahead=plan.look_ahead, observe=job.observe)
@@ -174,13 +176,21 @@ def _train(
         outcome, message = "interrupted", str(error)
         raise
     except BaseException as error:
-        message = f"{type(error).__name__}: {error}"
+        message = _why(error)
         raise
     finally:
         saver.finish()
         step, seconds = trainer.progress.step, time.perf_counter() - began
         sink(records.End(step=step, outcome=outcome, message=message, seconds=seconds))
     return {"outcome": outcome, "step": step, "seconds": seconds, "peak_bytes": peak_bytes()}
+
+
+def _why(error: BaseException) -> str:
+    """What the run's last record says of it. Whose fault a lost peer is, supervisors know better than its victim."""
+    if isinstance(error, PeerLost):
+        return "another rank was lost"
+    place = "" if isinstance(error, (BadInput, RunFailed)) else place_of(error)
+    return f"{type(error).__name__}: {error}" + (f", at {place}" if place else "")
 
 
 def _run(trainer: Trainer, saver: Saver, *, is_kept: bool) -> None:

@@ -81,6 +81,10 @@ class Whole(Piece):
         return Live({}, {}, loss, partial(once_more, lambda: Live({}, {}, run()), buffers))
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class StepWork:
     """One step of one rank: what the actions of its list do, called by the player.
@@ -100,6 +104,7 @@ class StepWork:
     recomputed: frozenset[tuple[int, int]]  # (stage, micro-batch) that keeps no graph until it is recomputed
     on_last_backward: Callable[[], None]
     on_reduce: Callable[[], None]
+    moves: Callable[[], None] = _nothing  # told of every forward and backward
     losses: dict[int, Tensor] = field(default_factory=dict)
     compute_s: float = 0.0
     _live: dict[tuple[int, int], Live] = field(default_factory=dict)
@@ -117,6 +122,7 @@ class StepWork:
         return self.stages - 1 in self.pieces
 
     def forward(self, stage: int, batch: int) -> None:
+        self.moves()
         began, piece = time.perf_counter(), self.microbatches[batch]
         received, keep = self.transfers.received(stage, batch), (stage, batch) not in self.recomputed
         live = self.pieces[stage].forward(piece, self.step, received, keep_graph=keep)
@@ -150,6 +156,7 @@ class StepWork:
     @contextmanager
     def _backward(self, stage: int, batch: int, *, is_last: bool) -> Iterator[None]:
         """Around a backward, or a part of one; `is_last`: nothing of the micro-batch comes after it."""
+        self.moves()
         began = time.perf_counter()
         self._backwards += is_last
         if is_last and self._backwards == len(self.microbatches) * len(self.pieces):

@@ -15,6 +15,7 @@ from pydantic import Field
 from gossamer.spec.errors import RunFailed
 from gossamer.wire.process.black_box import Position, open_box, write_position
 from gossamer.wire.process.codes import ORPHANED
+from gossamer.wire.process.frames import stand
 from gossamer.wire.process.lines import Said, write_line
 
 BEATS_PER_PERIOD = 5
@@ -44,6 +45,8 @@ class Beat(Said):
     progress_age_s: float
     first_step: int  # the first step of this process
     longest_s: float  # the longest it stood still since it had done that one, and moved on
+    waits: bool  # it can do nothing until another rank does something
+    place: Short  # the last line of the user's code that it is in
 
 
 class Goodbye(Said):
@@ -108,7 +111,7 @@ class Heartbeat:
     @property
     def now(self) -> Beat:
         """What would be said now."""
-        position = self._position
+        position, stands = self._position, stand()
         return Beat(
             rank=self.rank,
             step=position.step,
@@ -118,6 +121,8 @@ class Heartbeat:
             progress_age_s=time.monotonic() - self._moved_s,
             first_step=self._first_step,
             longest_s=self._longest_s,
+            waits=stands.waits,
+            place=stands.place[-200:],
         )
 
     def close(self) -> None:
