@@ -22,8 +22,9 @@ from gossamer.bordering import with_borders
 from gossamer.exchanging import Exchanger, is_plain, levels_of, loop_of
 from gossamer.memory import Walk
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
+from gossamer.model.vocabulary import within_vocabulary
 from gossamer.optim.common_adamw import CommonAdamW
-from gossamer.run.batches import Feed, moved
+from gossamer.run.batches import Batch, Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
 from gossamer.run.saver import Saver
 from gossamer.run.stage import Engine
@@ -72,6 +73,7 @@ class Job:
     asked_to_stop: Callable[[], bool]
     observe: Observer | None = None  # told of every message that goes out
     show: Callable[[records.Record], None] | None = None  # besides writing them down
+    vocabulary: int = 0  # ids of the tokenizer, where the data is text
     is_kept: bool = False  # whether the caller's module is to be whole afterwards, where its parameters are sharded
 
     @property
@@ -245,7 +247,7 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
     config, plan = job.parts.config, trainer.feed.plan
     job.at(trainer.progress.step, "measure")
     one = moved(job.parts.train.batch(np.zeros(1, np.int64)), job.parts.device)
-    counted = forward_flop_per_token(job.parts.outline, trainer.engine.caller, one) if "input_ids" in one else 0.0
+    counted = _counted(job, trainer.engine, one) if "input_ids" in one else 0.0
     peak = measure_peak_flop_per_s(trainer.engine.precision.compute, job.parts.device)
     tokens = next(iter(one.values())).numel()
     return records.Start(
@@ -261,6 +263,12 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
         exchange=_in_words(plan),
         versions={"gossamer": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
+
+
+def _counted(job: Job, engine: Engine, one: Batch) -> float:
+    """Flop per token of the first sequence; where the data is text, all of its tokenizer's ids must fit."""
+    with within_vocabulary(job.parts.outline, one["input_ids"], job.vocabulary):
+        return forward_flop_per_token(job.parts.outline, engine.caller, one)
 
 
 def _in_words(plan: Plan) -> str:

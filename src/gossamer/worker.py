@@ -84,6 +84,7 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
             described=origin.describe(),
             data=corpus.fingerprint,
             text=str(config.data.source),
+            vocabulary=corpus.tokenizer.vocabulary,
             show=show if place.rank == 0 else None,
             resume=resume or place.resume_step >= 0,
             resume_step=place.resume_step,

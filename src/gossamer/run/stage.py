@@ -19,6 +19,7 @@ from gossamer.model.cut.flow import Value
 from gossamer.model.cut.live import Live
 from gossamer.model.precision import Precision
 from gossamer.model.randomness import UnitSeeds
+from gossamer.model.vocabulary import explain
 from gossamer.pipeline.transfers import Boundary, StepTransfers
 from gossamer.run.batches import Batch, MicroBatch
 from gossamer.spec.action import Action
@@ -38,7 +39,12 @@ class Engine:
     def loss(self, rows: Batch, *, step: int, key: int) -> Tensor:
         """Mean loss over the valid labels of `rows`, float32; randomness depends on (seed, step, key) alone."""
         with self.randomness.at(step, key), self.precision.forward(self.device):
-            return self.objective(self.caller(self.module, rows), rows).float()
+            try:
+                output = self.caller(self.module, rows)
+            except IndexError as error:
+                explain(error, rows.get("input_ids"))
+                raise
+            return self.objective(output, rows).float()
 
 
 class Piece(ABC):
