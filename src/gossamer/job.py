@@ -57,6 +57,10 @@ class Where:
     timeout_s: float = 120.0  # how long a message may take
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Everything one rank needs to run. `parts.plan` is agreed."""
@@ -71,6 +75,7 @@ class Job:
     resume_step: int = -1  # the one all hosts hold; -1: the newest good one here
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
+    moves: Callable[[], None] = _nothing  # told of every message that goes out or has come
     observe: Observer | None = None  # told of every message that goes out
     show: Callable[[records.Record], None] | None = None  # besides writing them down
     vocabulary: int = 0  # ids of the tokenizer, where the data is text
@@ -95,6 +100,7 @@ def run_job(job: Job) -> dict[str, Any]:
         backend=plan.backend,
         interface=where.interface,
         timeout_s=where.timeout_s,
+        moves=job.moves,
         generation=where.generation,
     )
     pump = Pump(Group(meeting), look_ahead=plan.look_ahead, observe=job.observe)

@@ -90,6 +90,7 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
             resume_step=place.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
+            moves=ready.heartbeat.at,
             observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
         )
     )

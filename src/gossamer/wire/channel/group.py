@@ -22,6 +22,10 @@ from gossamer.wire.message import AHEAD, WORD, Combine, Levels, Message
 from gossamer.wire.meter import Meter
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """How the ranks of a group find each other: a store, a generation, a backend, and how long is too long: between
@@ -35,6 +39,9 @@ class Meeting:
     interface: str = ""  # network device of gloo; empty: the one of the host's name
     timeout_s: float = 120.0
     generation: int = 0
+    moves: Callable[[], None] = (
+        _nothing  # told of every message that goes out or has come, but for the words of waiting
+    )
 
     def timeout(self, level: str) -> timedelta:
         """Of the groups at `level`."""
@@ -100,6 +107,7 @@ class Group(Channel):
             raise PeerLost(f"this wire was given up: {self._poison}")
         group = self.levels.group(message.level, self.rank)
         self.meter.count(message, group)
+        self._moved(message)
         parts, begin = _prepared(message, group, self.rank)
         self._in_flight[id(parts)] = (*parts, *message.parts)
         try:
@@ -110,8 +118,13 @@ class Group(Channel):
             raise self._poisoned(message, error) from error
         return _Under(self, message, parts, works)
 
-    def _arrived(self, parts: tuple[Tensor, ...]) -> None:
+    def _arrived(self, message: Message, parts: tuple[Tensor, ...]) -> None:
         del self._in_flight[id(parts)]
+        self._moved(message)
+
+    def _moved(self, message: Message) -> None:
+        if message.level != WORD:  # those go to and fro however long a rank stands still
+            self._meeting.moves()
 
     def _poisoned(self, message: Message, error: RuntimeError) -> PeerLost:
         group = self.levels.group(message.level, self.rank)
@@ -136,7 +149,7 @@ class _Under(Pending):
                 work.wait()
         except RuntimeError as error:
             raise self._group._poisoned(self._message, error) from error
-        self._group._arrived(self._parts)
+        self._group._arrived(self._message, self._parts)
         return self._parts
 
 

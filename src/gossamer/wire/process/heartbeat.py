@@ -79,6 +79,7 @@ class Heartbeat:
         self._beat_s = period_s / BEATS_PER_PERIOD
         self._position, self._moved_s = Position(), time.monotonic()
         self._first_step, self._longest_s = -1, 0.0
+        self._moving = threading.Lock()
         self._box = open_box(box) if box >= 0 else None
         self._thread: threading.Thread | None = None
         if address:
@@ -93,20 +94,21 @@ class Heartbeat:
         self, *, step: int | None = None, phase: str | None = None, op: str | None = None, sequence: int | None = None
     ) -> None:
         """Note progress: what is left out stays as it was. Costs some microseconds; any thread may call it."""
-        was, now_s = self._position, time.monotonic()
-        self._position = Position(
-            was.step if step is None else step,
-            was.phase if phase is None else phase,
-            was.op if op is None else op,
-            was.sequence if sequence is None else sequence,
-        )
-        if self._first_step < 0:
-            self._first_step = self._position.step
-        elif was.step > self._first_step:
-            self._longest_s = max(self._longest_s, now_s - self._moved_s)
-        self._moved_s = now_s
-        if self._box is not None:
-            write_position(self._box, self._position)
+        with self._moving:  # else what one thread has just noted is lost to another one
+            was, now_s = self._position, time.monotonic()
+            self._position = Position(
+                was.step if step is None else step,
+                was.phase if phase is None else phase,
+                was.op if op is None else op,
+                was.sequence if sequence is None else sequence,
+            )
+            if self._first_step < 0:
+                self._first_step = self._position.step
+            elif was.step > self._first_step:
+                self._longest_s = max(self._longest_s, now_s - self._moved_s)
+            self._moved_s = now_s
+            if self._box is not None:
+                write_position(self._box, self._position)
 
     @property
     def now(self) -> Beat:
@@ -133,9 +135,10 @@ class Heartbeat:
             self._woken.close()
             self._socket.close()
             self._thread = None
-        if self._box is not None:
-            self._box.close()
-            self._box = None
+        with self._moving:
+            if self._box is not None:
+                self._box.close()
+                self._box = None
 
     def _run(self) -> None:
         unsent = b""
