@@ -90,11 +90,11 @@ class Net(nn.Module):
 """
 
 
-def misbehaving(place: Place, how: str, *, rank: int, first: int = 12) -> Path:
+def misbehaving(place: Place, how: str, *, rank: int, first: int = 12, timeout_s: float = 60.0) -> Path:
     """The configuration of a model that does this on a rank, from its so-many-th forward on."""
     text = MISBEHAVES.replace("RANKED", str(rank)).replace("FIRST", str(first)).replace("HOW", how)
     (place.folder / "net.py").write_text(text)
-    machines = {"processes": 2, "timeout_s": 3, "heartbeat_s": 1.0}
+    machines = {"processes": 2, "timeout_s": timeout_s, "heartbeat_s": 1.0}
     return place.config(model={"factory": "net:Net"}, train={"steps": 40}, machines=machines)
 
 
@@ -103,7 +103,8 @@ def test_a_rank_that_hangs_is_named_with_its_stacks_and_not_the_one_that_waits_f
     place: Place, rank: int, first: int
 ) -> None:
     """In the middle of the run, and before its first step."""
-    said = page(place.run("train", misbehaving(place, "time.sleep(1000)", rank=rank, first=first)))
+    config = misbehaving(place, "time.sleep(1000)", rank=rank, first=first, timeout_s=10.0)
+    said = page(place.run("train", config))
     assert f"first failing rank {rank} on host" in said
     assert f"rank {1 - rank} waits for it" in said and f"ended by us rank {1 - rank} on" in said
     assert "its stacks are at the end of its log at net.py:20 in misbehave" in said
