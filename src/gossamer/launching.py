@@ -104,7 +104,7 @@ class Launch:
             argv=(sys.executable, "-m", "gossamer.worker", str(rundir.absolute())),
             processes=machines.processes,
             rundir=rundir,
-            limits=Limits(heartbeat_s=machines.heartbeat_s, progress_timeout_s=machines.timeout_s + 30),
+            limits=Limits(heartbeat_s=machines.heartbeat_s, progress_timeout_s=machines.timeout_s),
             env={"GOSSAMER_RESUME": "1" if self.resume else "0", "GOSSAMER_FOLDER": str(self.folder or "")},
             echo=False,
             threads=0 if machines.threads == "auto" else machines.threads,

@@ -316,9 +316,14 @@ class Trainer:
             return 0.0, 0.0
         pipeline = self.pipeline.forward_only(len(chosen))
         mine = sorted(pipeline.batches)
-        batches = {n: MicroBatch(0, moved(split.batch(chosen[n]), self.engine.device)) for n in mine}
+        batches: dict[int, MicroBatch] = {}
+        for n in mine:
+            self.at(self.progress.step, "evaluate")
+            batches[n] = MicroBatch(0, moved(split.batch(chosen[n]), self.engine.device))
         weights = self._weights(batches)
-        means = run_forward(self.pump, self.pieces, pipeline, batches)
+        means = run_forward(
+            self.pump, self.pieces, pipeline, batches, moves=lambda: self.at(self.progress.step, "evaluate")
+        )
         known = {n: float(mean) for n, mean in means.items() if weights[n] and n < real}
         return sum(mean * weights[n] for n, mean in known.items()), sum(weights[n] for n in known)
 

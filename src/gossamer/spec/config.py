@@ -115,7 +115,9 @@ class MachinesSection(Section):
     threads: Positive | Auto = Field(
         "auto", description="compute threads per process; auto: OMP_NUM_THREADS, else the cores shared"
     )
-    timeout_s: Annotated[float, Field(gt=0)] = Field(120.0, description="an exchange that takes longer has failed")
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        120.0, description="a rank that others wait for so long has failed"
+    )
     heartbeat_s: Annotated[float, Field(gt=0)] = Field(5.0, description="a rank silent for so long is named")
 
 
