@@ -108,6 +108,25 @@ def test_what_is_lost_is_accounted_for(islands: tuple[int, ...], inside: Any) ->
         torch.testing.assert_close(outcome.mean.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("weights", [(3, 0, 1, 2), (0, 5, 1, 2), (0, 0, 2, 1), (0, 0, 1, 0)], ids=str)
+@pytest.mark.parametrize("between", [Scatter(compress.codec.build("int4")), compress.build({"two_shot": "sign"})])
+@pytest.mark.parametrize("inside", [None, "int8"])
+def test_that_holds_where_ranks_or_islands_have_no_weight(inside: Any, between: Exchange, weights: Any) -> None:
+    """Whose input does not count owes what it has lost of the others'."""
+    where, levels = crew.layout(), levels_of((2, 2))
+    one = Hops(between, compress.codec.build(inside) if inside else None)
+    shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    outcomes, _ = exchanged(one, levels, where, weights=shares)
+    wanted = torch.zeros(where.numel, dtype=torch.float64)
+    for rank, outcome in enumerate(outcomes):
+        wanted += shares[rank] * crew.kept(crew.bucket(where, rank).flat.double(), outcome)
+        wanted -= 0.0 if outcome.owed is None else outcome.owed.double()
+    deal = Deal(levels, ("island", "between") if isinstance(between, Scatter) else ("island",))
+    for rank, outcome in enumerate(outcomes):
+        at_mine = at_level(where, deal, rank, wanted)
+        torch.testing.assert_close(outcome.mean.double(), at_mine, rtol=1e-5, atol=1e-5)
+
+
 @each_level
 @pytest.mark.parametrize("islands", [(2, 2), (3, 2)])
 def test_feedback_between_islands_pays_in_the_end(islands: tuple[int, ...], level: str) -> None:

@@ -144,6 +144,12 @@ class Split:
             flat[start:stop] = 0.0 if lost is None else lost[at : at + size]
             at += size
 
+    def dense_of(self, packed: Tensor, like: Tensor) -> Tensor:
+        """The dense ranges of what was packed in their places, zeros elsewhere."""
+        found = torch.zeros_like(like)
+        self.lose_dense(found, packed)
+        return found
+
 
 def split(layout: Layout, rank: int, *, steps: int) -> Split:
     """Which entries are sent as factors: matrices that are larger, sent `steps` times, than both factors once."""
