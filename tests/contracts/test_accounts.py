@@ -182,7 +182,7 @@ def test_only_what_encodes_twice_owes_more_than_its_own() -> None:
 
 @pytest.mark.parametrize("weights", [(3, 0, 1, 2), (0, 5, 0, 2), (0, 0, 2, 1)], ids=str)
 def test_what_stays_with_an_island_is_what_the_mean_lacks(weights: tuple[int, ...]) -> None:
-    """The same on all its ranks, whoever of them encoded, had weight or not. Islands that then weigh alike have it all."""
+    """The same on all its ranks, whoever of them encoded, had weight or not."""
     one, levels = IslandWide(compress.build({"hierarchical": {"between": {"two_shot": "sign"}}})), levels_of((2, 2))
     shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
     gone = [crew.bucket(WHERE, island).flat for island in (0, 1)]

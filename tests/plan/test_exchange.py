@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+from dataclasses import replace
 from itertools import combinations_with_replacement, product
 
 import pytest
@@ -19,7 +22,9 @@ from gossamer.plan.exchange import (
     waited_for,
     wire_seconds,
 )
+from gossamer.spec.errors import BadInput
 from gossamer.spec.links import Link, Links
+from gossamer.spec.units import show_seconds
 from gossamer.wire.message import Combine, Levels, Traffic
 
 EXACT, HALF, LOSSY, HARSH = (
@@ -137,6 +142,41 @@ def _layout():
     from gossamer.wire.bucket import Layout
 
     return Layout.of({"w": torch.empty(64, 64)})
+
+
+def test_a_model_without_buckets_has_nothing_to_choose() -> None:
+    decision = choose(Facts((), compute_s=1.0, backward_s=0.5, stolen=0.0), lossy=True)
+    assert decision.written == "dense" and decision.forecast.step_s == 1.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_facts_take_no_number_that_is_none(bad: float) -> None:
+    """Nothing is less than it, so the choice would rest on nothing. An infinite latency is one of them."""
+    option = Option(0.1, 0.2, 100, 0.0)
+    with pytest.raises(BadInput, match=r"finite backward_s, got"):
+        Facts((), compute_s=1.0, backward_s=bad, stolen=0.0)
+    for name in ("cpu_s", "wire_s", "loss"):
+        sick = replace(option, **{name: bad})
+        bucket = BucketFacts(("w",), 10, 0.5, 1.0, (option, None, sick))
+        with pytest.raises(BadInput, match=rf"finite {name} of candidate 2 for bucket 0, got {bad}"):
+            Facts((bucket,), compute_s=1.0, backward_s=1.0, stolen=0.0)
+    links = Links(islands=((0, 1),), levels={"all": Link(latency_s=math.inf, bytes_per_s=1e6)})
+    seconds, _ = wire_seconds(dict.fromkeys((0, 1), (Traffic(Combine.SHUFFLE, 8, 1),)), Levels.flat(2), links)
+    with pytest.raises(BadInput, match="wire_s"):
+        Facts((BucketFacts(("w",), 10, 0.5, 1.0, (Option(0.0, seconds, 8, 0.0),)),), 1.0, 1.0, 0.0)
+    assert show_seconds(math.inf) == "inf s"
+
+
+def test_borders_settle_in_as_many_rounds_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever values are: where they are none, too."""
+    module, asked = importlib.import_module("gossamer.plan.exchange.choose"), list[int]()
+
+    def value(*what: object) -> float:
+        asked.append(1)
+        return math.nan
+
+    monkeypatch.setattr(module, "_value", value)
+    assert module._settled(facts(2e6), [0, 1, 2, 3], (0, 2, 4)) == (0, 2, 4) and 1 < len(asked) < 50
 
 
 def test_messages_follow_one_another_and_ranks_send_at_once() -> None:
