@@ -180,6 +180,18 @@ def test_buckets_are_forty_latencies_of_wire(link: Link, size: int) -> None:
     assert exchanging._bucket_bytes(apart, BUCKET_BYTES) == size, "between islands is where messages wait"
 
 
+def test_other_messages_pass_at_another_rate(world) -> None:
+    """So after a change, whoever asked for it, the next window is the measure."""
+    exchanger, here = world([FLAT_FAST])
+    exchanger.settle(automatic=True, hosts=2)
+    exchanger._watch.first = 1e9
+    assert exchanger.change(exchanger.plan.exchange, 3, "adapted", adapted_from="") is None
+    assert exchanger._watch.first == 1e9
+    changed = exchanger.change({"topk": {"fraction": 0.1}}, 4, "adapted", adapted_from="dense")
+    assert changed is not None and exchanger._watch.first == 0.0
+    assert changed.bucket_bytes == exchanger.plan.bucket_bytes == BUCKET_BYTES and here.kept == [exchanger.plan]
+
+
 def test_buckets_grow_again_when_the_links_do(world) -> None:
     slow = Links(islands=((0, 1, 2, 3),), levels={"all": SLOW})
     wide = Links(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-2, bytes_per_s=8e6)})
