@@ -5,7 +5,7 @@ wire, the links and the gradients are made for it; everything else is what a run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from gossamer.exchanging import Exchanger
 from gossamer.plan.exchange import CANDIDATES, across_islands
 from gossamer.run.rehearse import Rehearsal
 from gossamer.run.trainer import Replan
+from gossamer.spec.choice import Choice
 from gossamer.spec.errors import BadInput
 from gossamer.spec.links import Link, Links
 from gossamer.spec.plan import BUCKET_BYTES, Mesh, Plan
@@ -192,20 +193,23 @@ def test_other_messages_pass_at_another_rate(world) -> None:
     assert changed.bucket_bytes == exchanger.plan.bucket_bytes == BUCKET_BYTES and here.kept == [exchanger.plan]
 
 
-def test_buckets_grow_again_when_the_links_do(world) -> None:
-    slow = Links(islands=((0, 1, 2, 3),), levels={"all": SLOW})
+def test_buckets_grow_again_with_another_exchange_and_stay_with_the_one_in_force(world, monkeypatch) -> None:
+    """What goes on, goes on in its own buckets, which the plan says; what begins is cut for the links of its day."""
     wide = Links(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-2, bytes_per_s=8e6)})
-    exchanger, _ = world([slow, wide, slow, FLAT_FAST])
-    first = exchanger.settle(automatic=True, hosts=2)
-    assert first.bucket_bytes == MIB
-    cut = []
+    exchanger, here = world([FLAT_SLOW, wide, wide, FLAT_SLOW])
+    int8, int4 = (Choice("error_feedback", {"inner": {"two_shot": {"codec": c}}}).written() for c in ("int8", "int4"))
+    chosen = iter([int8, int8, int4, "dense"])
+    real = exchanging.choose
+    monkeypatch.setattr(exchanging, "choose", lambda *a, **k: replace(real(*a, **k), written=next(chosen)))
+    plans = [exchanger.settle(automatic=True, hosts=2)]
     for turn in range(3):
         exchanger._watch.first = 1.0
-        drift(exchanger, exchanger._watch.every * (turn + 1), rate=1e9)
-        cut.append(exchanger.plan.bucket_bytes)
-    assert exchanging._bucket_bytes(wide, exchanger._most_bucket_bytes) == 3_200_000
-    assert exchanger._most_bucket_bytes == BUCKET_BYTES
-    assert set(cut) <= {MIB, 3_200_000, BUCKET_BYTES}
+        changed = drift(exchanger, exchanger._watch.every * (turn + 1), rate=1e9)
+        plans.append(exchanger.plan)
+        assert (changed is None) == (turn == 0) and here.kept[-1] == exchanger.plan
+        assert changed is None or changed.bucket_bytes == exchanger.plan.bucket_bytes
+    assert [plan.bucket_bytes for plan in plans] == [MIB, MIB, 3_200_000, BUCKET_BYTES]
+    assert plans[1].forecast.wire_bytes == plans[0].forecast.wire_bytes
 
 
 def test_what_a_run_resumed_from_was_cut_for_is_no_bound(world) -> None:
