@@ -111,6 +111,16 @@ class Hops(Exchange):
         unpacked(rows, part, lost)
         return message
 
+    def part_of_mean(self, at: Round) -> float:
+        """Of its rows on its island all of it; the islands share it as `between` has it."""
+        if _is_one(at.levels):
+            return 1.0
+        islands = at.levels.groups["island"]
+        weights = [float(at.weights[list(island)].sum()) for island in islands]
+        mine = islands.index(at.levels.group("island", at.rank))
+        level = Levels({"all": (tuple(range(len(islands))),)})
+        return self.between.part_of_mean(replace(at, rank=mine, levels=level, weights=torch.tensor(weights)))
+
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         here = _place(layout, levels, rank)
         return (self._inside(here, levels), *(() if _is_one(levels) else traffic_across(self.between, here, rank)))
