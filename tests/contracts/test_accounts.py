@@ -180,6 +180,19 @@ def test_only_what_encodes_twice_owes_more_than_its_own() -> None:
     assert not owing & {"gather of sign", "topk", "random_k", "acp_sgd", "s2_reducer"}
 
 
+def test_what_is_owed_of_the_mean_is_no_loss_of_my_own() -> None:
+    """Of its own chunk a rank loses nothing, as it travels nowhere: the island it speaks for goes on from what is."""
+    one, levels = compress.build({"two_shot": {"codec": "sign"}}), levels_of(FLAT)
+    weights = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    rounds = [replace(crew.at(r, 3, levels=levels), weights=weights) for r in range(3)]
+    methods = [one.run(crew.bucket(WHERE, r), State(), at) for r, at in enumerate(rounds)]
+    first, second, _ = run_lockstep(Lockstep.world(3, levels), methods)
+    chunk = -(-WHERE.numel // 3)
+    assert first.lost is not None and first.owed is not None and second.owed is None
+    assert not first.lost[:chunk].any() and bool(first.lost[chunk:].any())
+    assert bool(first.owed[:chunk].any()) and not first.owed[chunk:].any()
+
+
 @pytest.mark.parametrize("weights", [(3, 0, 1, 2), (0, 5, 0, 2), (0, 0, 2, 1)], ids=str)
 def test_what_stays_with_an_island_is_what_the_mean_lacks(weights: tuple[int, ...]) -> None:
     """The same on all its ranks, whoever of them encoded, had weight or not."""
