@@ -204,10 +204,11 @@ def test_borders_settle_in_as_many_rounds_as_there_are(monkeypatch: pytest.Monke
 
     def value(*what: object) -> float:
         asked.append(1)
+        assert len(asked) < 50, "it does not end"
         return math.nan
 
     monkeypatch.setattr(module, "_value", value)
-    assert module._settled(facts(2e6), [0, 1, 2, 3], (0, 2, 4)) == (0, 2, 4) and 1 < len(asked) < 50
+    assert module._settled(facts(2e6), [0, 1, 2, 3], (0, 2, 4)) == (0, 2, 4) and len(asked) > 1
 
 
 def test_messages_follow_one_another_and_ranks_send_at_once() -> None:
