@@ -38,7 +38,7 @@ from gossamer.own_loop.batches import Divider, Rows, is_time_major
 from gossamer.own_loop.beginning import check_models, check_optimizers, start_alike, tensors_of
 from gossamer.own_loop.loader import WrappedLoader, refuse_sampler, rows_of
 from gossamer.own_loop.meeting import Party, parts_of, party
-from gossamer.own_loop.passes import Manner, Passes
+from gossamer.own_loop.passes import AUTO, Manner, Passes
 from gossamer.own_loop.steps import Steps
 from gossamer.own_loop.trained import Trained
 from gossamer.spec.choice import Exchanges
@@ -54,6 +54,7 @@ def wrap(
     loader: Iterable[Any] | None = None,
     *,
     exchange: Exchanges = "dense",
+    lossy: bool = False,
     share: list[float] | None = None,
     clip: float = 0.0,
     accumulate: int = 1,
@@ -71,7 +72,8 @@ def wrap(
     Several models and optimizers may come as lists, and come back so. Raises BadInput, PeerLost; so do backward and
     step, before any parameter has moved.
 
-    exchange: a method of `compress`. share: part of every batch per rank (default equal). clip: largest global gradient
+    exchange: a method of `compress`, or "auto", which chooses after the first steps by the links between hosts; it may
+    lose something where `lossy`. share: part of every batch per rank (default equal). clip: largest global gradient
     norm, 0 for none. accumulate: backward passes before each step that are exchanged as one (`model.no_sync()` does the
     same by hand). weight: what a batch counts in a mean over it, as a function of it; loss: "read" from its graph, else
     "mean" (over what `weight` gives, or rows) or "sum". rows: which dimension of which tensor has rows, where that
@@ -87,11 +89,15 @@ def wrap(
         refuse_sampler(loader)
     whole = party(timeout_s)
     parts = parts_of(share, whole.ranks)
-    compress.rules(exchange, key="exchange")  # a mistake in it is told alone, too
+    if exchange == AUTO and whole.hosts == 1:
+        exchange = "dense"  # every process is on this machine
+    compress.rules("dense" if exchange == AUTO else exchange, key="exchange")  # a mistake in it is told alone, too
     hand = AtHand(weight, divides=split)
     passes: list[Passes] = []
     if whole.ranks > 1:
-        manner = Manner(accumulate=accumulate, loss=loss, seed=seed, scale=scaler.get_scale if scaler else None)
+        manner = Manner(
+            accumulate=accumulate, loss=loss, seed=seed, lossy=lossy, scale=scaler.get_scale if scaler else None
+        )
         passes = _met(models, optimizers, exchange, whole, hand, manner, timeout_s)
         _mind_batch_norm(models, passes, whole, batch_norm, timeout_s)
     for one in optimizers:
