@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from gossamer.run.launch.worker import StopFlag
 from gossamer.settings import Resolved
 from gossamer.settings import load as load_settings
 from gossamer.spec.config import ModelSection, RunConfig
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import BadInput, RunFailed, bad_input
+from gossamer.view.occupied import held
 from gossamer.view.rundir import RunDirectory
 from gossamer.view.screen import open_display
 from gossamer.view.summary import summarise
@@ -48,6 +50,17 @@ def train_inline(
     config: RunConfig | Mapping[str, Any] | str | Path | None,
 ) -> dict[str, Any]:
     """See `gossamer.train`. Raises BadInput, RunFailed, Interrupted."""
+    try:
+        return _train(model, data, config)
+    except SystemExit as left:  # the caller's script would end with it, perhaps with exit code 0
+        raise RunFailed(f"the model, the data or a library ended the process (SystemExit: {left.code})") from left
+
+
+def _train(
+    model: nn.Module | str | Mapping[str, Any],
+    data: Any,
+    config: RunConfig | Mapping[str, Any] | str | Path | None,
+) -> dict[str, Any]:
     settings = settings_of(config)
     place = read_environment() if launcher_of(os.environ) else _ALONE
     _one_rank_per_process(settings, place)
@@ -56,7 +69,7 @@ def train_inline(
     corpus, train, validation, fingerprint = _data(data, settings)
     source, described = _source(model, settings, corpus)
     device, objective = device_of(place), objective_of(settings)
-    held = hold(
+    built = hold(
         source,
         Asked(
             config=settings,
@@ -69,23 +82,23 @@ def train_inline(
         ),
     )
     directory = _directory(settings, place)
-    if place.rank == 0:
-        directory.keep(settings, Resolved.of(settings).origin)
     stop = StopFlag()
-    display = open_display(settings.run.display, title=directory.name)
-    with stop.listening():
+    with held(directory.path) if place.rank == 0 else nullcontext(), stop.listening():
+        if place.rank == 0:
+            directory.keep(settings, Resolved.of(settings).origin)
+        display = open_display(settings.run.display, title=directory.name)
         try:
             run_job(
                 Job(
                     parts=Parts(
-                        module=held.module,
+                        module=built.module,
                         objective=objective,
                         train=train,
                         validation=validation,
                         config=settings,
-                        plan=held.plan,
+                        plan=built.plan,
                         device=device,
-                        cut=held.cut,
+                        cut=built.cut,
                         words=None if corpus is None else corpus.tokenizer,
                     ),
                     where=_where(place, settings),
@@ -93,6 +106,7 @@ def train_inline(
                     described=described,
                     data=fingerprint,
                     text=data if isinstance(data, str) else type(data).__name__,
+                    remark="" if corpus is None else corpus.remark,
                     resume=False,
                     at=lambda step, phase: None,
                     asked_to_stop=lambda: stop.is_set,

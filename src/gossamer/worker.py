@@ -30,8 +30,10 @@ from gossamer.spec.config import DataSection, RunConfig
 from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.spec.records import Record
 from gossamer.view.rundir import RunDirectory
+from gossamer.wire.process import DONE, INTERRUPTED
 
 Show = Callable[[Record], None]
+_CODES = {"done": DONE, "interrupted": INTERRUPTED}
 # torchrun keeps the store itself, and tells so.
 _AGENT_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -84,11 +86,13 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
             described=origin.describe(),
             data=corpus.fingerprint,
             text=str(config.data.source),
+            remark=corpus.remark,
             show=show if place.rank == 0 else None,
             resume=resume or place.resume_step >= 0,
             resume_step=place.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
+            sealed=lambda outcome: ready.heartbeat.leave(_CODES[outcome], for_all=place.rank == 0),
             observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
         )
     )

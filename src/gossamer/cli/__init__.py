@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from cyclopts import App
-
-from gossamer.cli.endings import failure_of
-from gossamer.cli.output import Answer, Output
+if TYPE_CHECKING:  # imported in `main`, where a Ctrl-C meanwhile has somebody to hear it
+    from cyclopts import App
 
 COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
     "demo": ("train:demo", "Train a small model on text this machine has, sample it, and say what to try next.", ""),
@@ -43,6 +42,8 @@ def _version() -> str:
 
 def make_app() -> App:
     """The command line as a value; nothing behind a command is imported yet."""
+    from cyclopts import App
+
     app = App(
         name="gossamer",
         help="Gossamer trains one model on the machines and links you have.",
@@ -61,7 +62,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Never raises, and writes at most one block about an error."""
     given = list(sys.argv[1:] if argv is None else argv)
     own = given[: given.index("--")] if "--" in given else given
-    output = Output(json="--json" in own)
+    try:
+        return _run(given, is_json="--json" in own)
+    except KeyboardInterrupt:  # before or after what can tell it better
+        return _stopped(is_json="--json" in own)
+
+
+def _stopped(*, is_json: bool) -> int:
+    """Ctrl-C while the program itself is being loaded: as later ones, with what is there."""
+    sys.stderr.write("Stopped at once: nothing after the last checkpoint was saved\n")
+    if is_json:
+        sys.stdout.write('{"error": "nothing after the last checkpoint was saved", "exit": 3}\n')
+    return 3
+
+
+def _run(given: list[str], *, is_json: bool) -> int:
+    from gossamer.cli.endings import failure_of
+    from gossamer.cli.output import Answer, Output
+
+    output = Output(json=is_json)
     try:
         result = make_app()(given, exit_on_error=False, print_error=False, result_action="return_value")
         if isinstance(result, Answer):

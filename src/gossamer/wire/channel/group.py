@@ -7,6 +7,7 @@ step. So the channel refuses everything after the first failure, and keeps what 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -139,6 +140,7 @@ class _Under(Pending):
         return self._parts
 
 
+_AT = re.compile(r"^\[\S+:\d+\] ")  # where in its sources gloo was: no help to anybody here
 _REDUCTIONS = {Combine.SUM: dist.ReduceOp.SUM, Combine.MAX: dist.ReduceOp.MAX, Combine.OR: dist.ReduceOp.BOR}
 _Begin = Callable[[dist.ProcessGroup, int], list[dist.Work]]
 
@@ -176,4 +178,5 @@ def _uneven(message: Message, sent: tuple[Tensor, ...], me: int) -> tuple[tuple[
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    said = _AT.sub("", str(error).strip())
+    return (said.splitlines() or [type(error).__name__])[0][:200]
