@@ -79,6 +79,7 @@ def _stopped(*, is_json: bool) -> int:
 def _run(given: list[str], *, is_json: bool) -> int:
     from gossamer.cli.endings import failure_of
     from gossamer.cli.output import Answer, Output
+    from gossamer.spec.errors import RunFailed
 
     output = Output(json=is_json)
     try:
@@ -90,6 +91,9 @@ def _run(given: list[str], *, is_json: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as left:
-        return left.code if isinstance(left.code, int) else 1 if left.code else 0
+        if not left.code:  # no command of ours leaves so: whoever did, its work was not done
+            said = f"the model, the data or a library ended the process (SystemExit: {left.code})"
+            return output.failure(failure_of(RunFailed(said)))
+        return left.code if isinstance(left.code, int) else 1
     except BaseException as error:
         return output.failure(failure_of(error))
