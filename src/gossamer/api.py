@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from gossamer.settings import Resolved
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted, bad_input
 from gossamer.spec.plan import Plan
+from gossamer.view.occupied import check_free, held
 from gossamer.view.rundir import RunDirectory, newest_like, open_run
 from gossamer.view.screen import open_display
 from gossamer.view.summary import summarise
@@ -61,16 +62,21 @@ def train_command(
     launch = Launch(directory=directory, config=resolved.config, resume=resuming)
     names = hosts or resolved.config.machines.hosts
     if host is not None and meet is not None:
-        return summarise(launch.met(host, meet, prepare))
+        with nothing_half_made(directory):
+            return summarise(launch.met(host, meet, prepare))
     if names:
-        launch.over_ssh(names)
+        if resuming:
+            check_free(directory.path)  # their supervisors will hold it
+        with nothing_half_made(directory):
+            launch.over_ssh(names)
         return summarise(directory)
     if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
-        with nothing_half_made(directory) if _is_first() else nullcontext():
-            if _is_first():
-                prepare(directory)
+        if not _is_first():
             return _as_worker(directory, resolved.config, resume=resuming)
-    with nothing_half_made(directory):
+        with held(directory.path), nothing_half_made(directory):
+            prepare(directory)
+            return _as_worker(directory, resolved.config, resume=resuming)
+    with held(directory.path), nothing_half_made(directory):
         prepare(directory)
         launch.here()
     return summarise(directory)
@@ -98,23 +104,26 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
 
     directory = open_run(run_dir)
     folder = folder_of(directory)
-    resolved = reload(run_dir, overrides or [])
-    if folder != Path.cwd():
-        resolved = anchored(resolved, Path.cwd())
-        _log.warning("paths of this run are relative to %s, where it began", folder)
-    config = resolved.config
-    before = directory.config()
-    with nothing_half_made(directory):
-        directory.keep(config, resolved.origin)
-        ranks = config.machines.processes * max(1, len(config.machines.hosts))
-        asked = (config.plan, config.machines.islands) != (before.plan, before.machines.islands)
-        if asked or (ranks, config.train.batch) != _planned(directory):
-            directory.plan_file.unlink(missing_ok=True)  # plan again
-        launch = Launch(directory=directory, config=config, resume=True, folder=folder)
-        if config.machines.hosts:
-            launch.over_ssh(config.machines.hosts)
-        else:
-            launch.here()
+    with ExitStack() as lock:
+        lock.enter_context(held(directory.path))
+        resolved = reload(run_dir, overrides or [])
+        if folder != Path.cwd():
+            resolved = anchored(resolved, Path.cwd())
+            _log.warning("paths of this run are relative to %s, where it began", folder)
+        config = resolved.config
+        before = directory.config()
+        with nothing_half_made(directory):
+            directory.keep(config, resolved.origin)
+            ranks = config.machines.processes * max(1, len(config.machines.hosts))
+            asked = (config.plan, config.machines.islands) != (before.plan, before.machines.islands)
+            if asked or (ranks, config.train.batch) != _planned(directory):
+                directory.plan_file.unlink(missing_ok=True)  # plan again
+            launch = Launch(directory=directory, config=config, resume=True, folder=folder)
+            if config.machines.hosts:
+                lock.close()  # their supervisors hold it
+                launch.over_ssh(config.machines.hosts)
+            else:
+                launch.here()
     return summarise(directory)
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -34,11 +35,14 @@ from gossamer.spec import records
 from gossamer.spec.choice import told
 from gossamer.spec.errors import BadInput, Interrupted, PeerLost, RunFailed
 from gossamer.spec.plan import Plan
+from gossamer.view.progress import Doubtful
 from gossamer.view.rundir import RunDirectory
 from gossamer.wire.channel.group import Group, Meeting
 from gossamer.wire.process.frames import place_of
 from gossamer.wire.pump import Observer, Pump
 
+_AGAIN_S = 1.0  # before the end of a run is tried once more to be written down
+_UNWRITTEN = 20_000  # records kept for a disk that has no room: the newest
 _log = logging.getLogger(__name__)
 
 
@@ -71,12 +75,14 @@ class Job:
     described: str  # the model, for people
     data: str  # fingerprint of the training data
     text: str  # what the data is, for people
+    remark: str = ""  # what they should know of it
     resume: bool
     resume_step: int = -1  # the one all hosts hold; -1: the newest good one here
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
     moves: Callable[[], None] = _nothing  # told of every message that goes out or has come
     observe: Observer | None = None  # told of every message that goes out
+    sealed: Callable[[str], None] | None = None  # told "done" or "interrupted", once all is saved and written down
     show: Callable[[records.Record], None] | None = None  # besides writing them down
     keep: Callable[[], None] | None = None  # what is written beside the checkpoints once all ranks agree
     vocabulary: int = 0  # ids of the tokenizer, where the data is text
@@ -92,7 +98,6 @@ def run_job(job: Job) -> dict[str, Any]:
     """Train to the end of the configuration. Raises Interrupted, RunFailed and its children, BadInput."""
     config, where = job.parts.config, job.where
     check_before_start(job.parts)
-    began = time.perf_counter()
     plan = job.parts.plan
     meeting = Meeting(
         store=where.store,
@@ -139,7 +144,9 @@ def run_job(job: Job) -> dict[str, Any]:
             exchanger.tell(told, trainer.progress.step)
         _keep(job, sink)
         sink(_start(job, trainer))
-        return _train(trainer, saver, sink, began, is_kept=job.is_kept)
+        if job.remark:
+            sink(records.Event(level="warning", message=job.remark, step=trainer.progress.step))
+        return _train(job, trainer, saver, sink)
     finally:
         ending.close()
         pump.close()
@@ -187,24 +194,26 @@ def _exchanger(
     )
 
 
-def _train(
-    trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None], began: float, *, is_kept: bool
-) -> dict[str, Any]:
-    outcome, message = "failed", ""
-    try:
-        _run(trainer, saver, is_kept=is_kept)
-        outcome = "done"
-    except Interrupted as error:
-        outcome, message = "interrupted", str(error)
-        raise
-    except BaseException as error:
-        message = _why(error)
-        raise
-    finally:
+def _train(job: Job, trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None]) -> dict[str, Any]:
+    began = time.perf_counter()  # with the record of the start: one length of a run, whoever tells it
+
+    def end(outcome: str, message: str = "") -> dict[str, Any]:
         saver.finish()
         step, seconds = trainer.progress.step, time.perf_counter() - began
         sink(records.End(step=step, outcome=outcome, message=message, seconds=seconds))
-    return {"outcome": outcome, "step": step, "seconds": seconds, "peak_bytes": peak_bytes()}
+        if outcome != "failed" and job.sealed is not None:
+            job.sealed(outcome)
+        return {"outcome": outcome, "step": step, "seconds": seconds, "peak_bytes": peak_bytes()}
+
+    try:
+        _run(job, trainer, saver)
+    except Interrupted as error:
+        end("interrupted", str(error))
+        raise
+    except BaseException as error:
+        end("failed", _why(error))
+        raise
+    return end("done")
 
 
 def _why(error: BaseException) -> str:
@@ -215,16 +224,21 @@ def _why(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f", at {place}" if place else "")
 
 
-def _run(trainer: Trainer, saver: Saver, *, is_kept: bool) -> None:
+def _run(job: Job, trainer: Trainer, saver: Saver) -> None:
+    """Both ways out end with the last checkpoint confirmed, and the caller's module whole."""
+    interrupted: Interrupted | None = None
     try:
         trainer.run()
-    except Interrupted:
-        saver.confirm()
-        if is_kept:
-            trainer.states.leave()
-        raise
-    if is_kept:
+    except Interrupted as error:
+        interrupted = error
+    unsaved = saver.confirm(trainer.replica.gather, job.at)
+    if job.is_kept:
         trainer.states.leave()
+    if unsaved is not None:
+        how = "stopped as asked after" if interrupted is not None else "trained to"
+        raise type(unsaved)(f"{how} step {trainer.progress.step}, but {unsaved}")
+    if interrupted is not None:
+        raise interrupted
 
 
 def _saver(job: Job, sink: Callable[[records.Record], None]) -> Saver:
@@ -305,18 +319,43 @@ def _forget(record: records.Record) -> None:
 
 
 class _Sink:
-    """Appends records to the run directory. A disk that does not take them is told once and does not stop the run."""
+    """Appends records to the run directory. A disk that does not take them does not stop the run: it is told once, and
+    they are written, in order, with the first that it does take. Raises RunFailed for the end of a run that went well,
+    where that cannot be written: nobody who reads the records would know of it.
+    """
 
     def __init__(self, directory: RunDirectory, show: Callable[[records.Record], None] | None) -> None:
         self._directory, self._show = directory, show
+        self._unwritten: deque[records.Record] = deque(maxlen=_UNWRITTEN)
         self._told = False
+        self._doubtful = Doubtful()
 
     def __call__(self, record: records.Record) -> None:
-        try:
-            self._directory.append(record)
-        except OSError as error:
-            if not self._told:
-                _log.warning("%s cannot be written (%s): the run goes on", self._directory.records_file, error.strerror)
+        for said in self._doubtful.add(record):
+            _log.warning("%s", said)
+        self._unwritten.append(record)
+        problem = self._write()
+        if problem is not None and not self._told:
             self._told = True
+            _log.warning("%s cannot be written (%s): the run goes on", self._directory.records_file, problem.strerror)
+        if problem is not None and isinstance(record, records.End) and record.outcome != "failed":
+            self._insist(record)
         if self._show is not None:
             self._show(record)
+
+    def _insist(self, record: records.End) -> None:
+        time.sleep(_AGAIN_S)
+        if (problem := self._write()) is not None:
+            raise RunFailed(
+                f"{record.outcome} at step {record.step}, which is saved, but {len(self._unwritten)} records are not "
+                f"in {self._directory.records_file}: {problem.strerror}. Free space and resume: nothing else is lost"
+            )
+
+    def _write(self) -> OSError | None:
+        try:
+            while self._unwritten:
+                self._directory.append(self._unwritten[0])
+                self._unwritten.popleft()
+        except OSError as error:
+            return error
+        return None

@@ -108,6 +108,8 @@ def ending(data: Mapping[str, Any]) -> str:
     directory = data.get("directory")
     if directory is None:
         return ""
+    if data.get("outcome") == "unfinished":  # started from here on hosts that keep it on disks of their own
+        return f"{directory}: its records are on the machines that trained it"
     figures = [f"{data.get('outcome')} at step {data.get('steps')}"]
     if data.get("seconds"):
         figures.append(f"in {show_seconds(data['seconds'])}")

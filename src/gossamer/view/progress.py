@@ -129,13 +129,13 @@ class Progress:
         if self.start is None or self.start.peak_flop_per_s <= 0 or self.start.flop_per_token <= 0:
             return None
         rate = self.tokens_per_s
-        return rate * self.start.flop_per_token / self.start.peak_flop_per_s if rate is not None else None
+        return part_of(rate * self.start.flop_per_token, self.start.peak_flop_per_s) if rate is not None else None
 
     @property
     def exposed_share(self) -> float | None:
         """Part of the recent stepping time in which compute waited for the wire."""
         stepping_s = sum(step.step_s for step in self._recent)
-        return sum(step.exposed_s for step in self._recent) / stepping_s if stepping_s > 0 else None
+        return part_of(sum(step.exposed_s for step in self._recent), stepping_s)
 
     @property
     def link_bytes(self) -> dict[str, tuple[float, float]]:
@@ -154,3 +154,33 @@ class Progress:
             return None
         pace_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return max(0, self.steps - self.steps_done) * pace_s
+
+
+@dataclass(slots=True)
+class Doubtful:
+    """Watches for shares that cannot be, which are shown nowhere: what to say of them in a log, each once."""
+
+    _start: Start | None = None
+    _said: set[str] = field(default_factory=set)
+
+    def add(self, record: Record) -> list[str]:
+        if isinstance(record, Start):
+            self._start = record
+        if not isinstance(record, Step) or self._start is None or record.step_s <= 0:
+            return []
+        flop_per_s = record.tokens / record.step_s * self._start.flop_per_token
+        found = []
+        if 0 < self._start.peak_flop_per_s < flop_per_s:
+            found.append("makes more arithmetic than the fastest matmul that was measured at the start")
+        if record.exposed_s > record.step_s:
+            found.append("has waited longer for the wire than it took")
+        new = [said for said in found if said not in self._said]
+        self._said.update(new)
+        return [f"step {record.step} {said}: shares beyond 100% are not shown" for said in new]
+
+
+def part_of(part: float, whole: float) -> float | None:
+    """`part` as a share of `whole`; None where the whole is unknown, or the part is larger: then one was measured
+    wrongly, and a figure that cannot be is worse than none.
+    """
+    return part / whole if 0 <= part <= whole and whole > 0 else None
