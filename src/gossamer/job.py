@@ -21,6 +21,7 @@ from gossamer.adapting import Adapting, asking, between_islands
 from gossamer.bordering import with_borders
 from gossamer.exchanging import Exchanger, is_plain, levels_of, loop_of
 from gossamer.memory import Walk
+from gossamer.model.call import caller_of
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
 from gossamer.optim.common_adamw import CommonAdamW
 from gossamer.run.batches import Feed, moved
@@ -101,7 +102,9 @@ def run_job(job: Job) -> dict[str, Any]:
         saver = _saver(job, sink)
         saver.open()
         check_agreement(pump, _facts(job))
+        flop_per_token = _flop_per_token(job.parts)  # before anything of ours is in the way of its forward
         engine = engine_of(job.parts)
+        ending.callback(engine.randomness.remove)
         job.at(0, "probe")
         walk = _walk(job.parts, engine, pump)
         exchanger = _exchanger(job, engine, pump, sink, walk)
@@ -119,6 +122,7 @@ def run_job(job: Job) -> dict[str, Any]:
             replan=asking(exchanger, adapting),
         )
         trainer = build(parts, engine, pump, around)
+        ending.callback(trainer.replica.close)
         ending.callback(trainer.apart.close)
         if adapting is not None:
             adapting.begin(trainer.replica)
@@ -126,7 +130,7 @@ def run_job(job: Job) -> dict[str, Any]:
             saver.resume(pump.channel, job.resume_step)
         if told := trainer.begin(again=job.resume):
             exchanger.tell(told, trainer.progress.step)
-        sink(_start(job, trainer))
+        sink(_start(job, trainer, flop_per_token))
         return _train(trainer, saver, sink, began, is_kept=job.is_kept)
     finally:
         ending.close()
@@ -230,12 +234,19 @@ def _facts(job: Job) -> dict[str, str]:
     }
 
 
-def _start(job: Job, trainer: Trainer) -> records.Start:
+def _flop_per_token(parts: Parts) -> float:
+    """Of a forward; 0 where the data has no tokens."""
+    one = parts.train.batch(np.zeros(1, np.int64))
+    if "input_ids" not in one:
+        return 0.0
+    return forward_flop_per_token(parts.outline, caller_of(parts.outline, one), moved(one, parts.device))
+
+
+def _start(job: Job, trainer: Trainer, flop_per_token: float) -> records.Start:
     """All ranks call it: they measure their peak rates at the same time, as they will share what they share."""
     config, plan = job.parts.config, trainer.feed.plan
     job.at(trainer.progress.step, "measure")
-    one = moved(job.parts.train.batch(np.zeros(1, np.int64)), job.parts.device)
-    counted = forward_flop_per_token(job.parts.outline, trainer.engine.caller, one) if "input_ids" in one else 0.0
+    one = job.parts.train.batch(np.zeros(1, np.int64))
     peak = measure_peak_flop_per_s(trainer.engine.precision.compute, job.parts.device)
     tokens = next(iter(one.values())).numel()
     return records.Start(
@@ -246,7 +257,7 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
         parameters=facts_of(job.parts.outline).parameters,
         data=job.text,
         tokens_per_step=plan.batch * tokens,
-        flop_per_token=training_flop_per_token(counted),
+        flop_per_token=training_flop_per_token(flop_per_token),
         peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
         exchange=_in_words(plan),
         versions={"gossamer": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},

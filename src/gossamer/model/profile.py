@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.model.call import Caller
-from gossamer.model.flop import UNCOUNTED
+from gossamer.model.cut.operators import Unreal
+from gossamer.model.cut.partial import hollowed
+from gossamer.model.flop import flop_of
 from gossamer.model.units import unit_names
+from gossamer.model.untouched import untouched
 
 _TIME_S = 0.2  # for the measurement of the peak
 _LARGEST = 8192
@@ -60,22 +64,43 @@ def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 def forward_flop_per_token(module: nn.Module, caller: Caller, batch: Mapping[str, Tensor]) -> float:
     """Multiplications and additions (flop) of a forward over `batch`, per token of its `input_ids`.
 
-    Counted by running it once, in evaluation mode and without gradients: one sequence of the run's own length is
-    enough, and needed, as attention grows with it. Convolutions, matmuls and attention count; what is elementwise
-    does not. Where the model cannot be counted (operators of its own), 2 flop per parameter.
+    Counted by running a copy of the module once, in evaluation mode, without numbers where a parameter is in them: one
+    sequence of the run's own length is enough, and needed, as attention grows with it. The module itself is not run.
+    Convolutions, matmuls and attention count; what is elementwise does not. Where the model cannot be copied or
+    counted (operators of its own, decisions by what it computes), 2 flop per parameter.
     """
-    counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
-    was = {m: m.training for m in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad(), counter:
-            caller(module, batch)
-    finally:
-        for one, training in was.items():
-            one.training = training
-    counted = float(counter.get_total_flops())
     tokens = batch["input_ids"].numel()
+    try:
+        counted = _counted(module, caller, batch)
+    except Exception:  # whatever a forward does with tensors that have no numbers
+        counted = 0.0
     return counted / tokens if counted else 2.0 * sum(p.numel() for p in module.parameters())
+
+
+def _counted(module: nn.Module, caller: Caller, batch: Mapping[str, Tensor]) -> float:
+    counted = 0.0
+    with untouched(module):  # globals and generators are those of the copy too
+        outline = hollowed(module)
+        outline.eval()
+        with torch.enable_grad(), _Counting(outline) as counting:  # it may take a gradient on its way
+            caller(outline, batch)
+            counted = float(counting.flop)
+        torch.clear_autocast_cache()
+    return counted
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operators run on shapes alone, and are counted."""
+
+    def __init__(self, outline: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operators = Unreal(outline)
+        self.flop: float = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = self._operators.run(func, args, kwargs or {})
+        self.flop += flop_of(func, args, kwargs or {}, out)
+        return out
 
 
 def training_flop_per_token(forward_flop: float) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gossamer.compress import Exchange
 from gossamer.memory import Sharding, States
+from gossamer.model.untouched import untouched
 from gossamer.optim import Rule
 from gossamer.optim.rate import Rate
 from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
@@ -256,9 +257,11 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean validation loss over the same sequences on any number of ranks; None without validation data. Then what
-        the model writes, where that was asked for. Of islands that train apart it is the model they agree on.
+        the model writes, where that was asked for. Of islands that train apart it is the model they agree on. What the
+        model keeps from one forward to the next is afterwards as training left it.
         """
-        with self.apart.agreed(self.progress.step):
+        module, is_whole = self.engine.module, not self.sharding.takes_parameters
+        with self.apart.agreed(self.progress.step), untouched(module, parameters=is_whole):
             loss = self._evaluate()
             if self.sampler is not None:
                 self.at(self.progress.step, "sample")
@@ -274,13 +277,10 @@ class Trainer:
         count = min(self.goal.evaluate_sequences, len(self.validation))
         plan, replica = self.feed.plan, self.feed.replica
         slices = [list(self._slices(count, r)) for r in range(plan.mesh.replica)]
-        module = self.engine.module
-        training = module.training
-        module.eval()
+        self.engine.module.eval()
         # Where all ranks gather parameters together, all run as many forwards; what is past one's share counts nothing.
         idle = max(map(len, slices)) - len(slices[replica]) if self.sharding.takes_parameters else 0
         sums = self.replica.gather(self._evaluated(self.validation, slices[replica], idle))
-        module.train(training)
         sums = sums.sum(0)
         loss = float(sums[0] / sums[1]) if sums[1] else math.nan
         text_bytes = self.validation.text_bytes(np.arange(count))
