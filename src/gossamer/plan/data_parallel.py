@@ -300,9 +300,10 @@ def _verified(config: RunConfig, mesh: Mesh, method: Sync) -> str:
         got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
         wanted = "whole replicas that hold the same at every step, by gradients, so that each can do another's work"
         raise bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sync to every_step", key=key)
-    if memory.build(config.plan.states, key="plan.states").gives_back:
-        wanted, got = "whole, or zero1, so that each can do another's work", f"plan.states {told(config.plan.states)}"
-        raise bad_input(wanted=f"plan.states {wanted}", got=got, do="set it to 0, or plan.states to zero1", key=key)
+    if memory.build(config.plan.states, key="plan.states").is_sharded:
+        wanted = "plan.states whole, as a rank that updates its rows wrongly gives all the others the same wrong ones"
+        got = f"plan.states {told(config.plan.states)}"
+        raise bad_input(wanted=wanted, got=got, do="set it to 0, or plan.states to whole", key=key)
     if mesh.replica < 3:
         do = "set it to 0, or machines.processes to 3 or more"
         raise bad_input(wanted="3 replicas, of which two can outvote one", got=str(mesh.replica), do=do, key=key)
