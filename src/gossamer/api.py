@@ -256,7 +256,9 @@ def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
     from gossamer.demo import PROMPT, USUAL_S, Demo, closing
     from gossamer.view.closing import demo_panel
 
-    config = Demo(seconds or USUAL_S).config()
+    demo, console = Demo(seconds or USUAL_S), Console()
+    Console(stderr=True).print(demo.promise(), highlight=False)
+    config = demo.config()
     summary = train_command(Resolved.of(config, origin="gossamer demo"))
     run_dir = Path(summary["directory"])
     from gossamer.model.sample import generate
@@ -264,6 +266,5 @@ def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
     module, corpus, _, _ = load(run_dir)
     text = generate(module, corpus.tokenizer, PROMPT, tokens=240, temperature=0.7, top_k=40, seed=0)
     result = closing(summary, text=text, train=corpus.text("train"), validation=corpus.text("validation"))
-    console = Console()
     console.print(demo_panel(result, width=min(100, console.width)))
     return {**summary, "sample": PROMPT + text}

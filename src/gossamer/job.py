@@ -26,6 +26,7 @@ from gossamer.model.profile import facts_of, forward_flop_per_token, measure_pea
 from gossamer.optim.common_adamw import CommonAdamW
 from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
+from gossamer.run.computing import choose_precision
 from gossamer.run.saver import Saver
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Trainer, peak_bytes
@@ -102,6 +103,8 @@ def run_job(job: Job) -> dict[str, Any]:
         saver = _saver(job, sink)
         saver.open()
         check_agreement(pump, _facts(job))
+        job = _settled(job, pump, sink)
+        config, plan = job.parts.config, job.parts.plan
         flop_per_token = _flop_per_token(job.parts)  # before anything of ours is in the way of its forward
         engine = engine_of(job.parts)
         ending.callback(engine.randomness.remove)
@@ -137,6 +140,23 @@ def run_job(job: Job) -> dict[str, Any]:
         pump.close()
         beside.close()
         pump.channel.close()
+
+
+def _settled(job: Job, pump: Pump, sink: Callable[[records.Record], None]) -> Job:
+    """With what `auto` computes in, on this machine and when it goes on."""
+    parts, kept = job.parts, ""
+    if parts.config.train.precision != "auto":
+        return job
+    if job.resume and job.where.rank == 0:
+        starts = (one for one in job.directory.records() if isinstance(one, records.Start))
+        kept = next((one.precision for one in starts if one.precision in ("fp32", "bf16")), "")
+    job.at(0, "measure")
+    chosen, why = choose_precision(parts, pump, kept=kept)
+    why = f"{chosen}: {why}"
+    sink(records.Event(level="info", message=f"precision: {why}"))
+    train = parts.config.train.model_copy(update={"precision": chosen})
+    plan = parts.plan.model_copy(update={"reasons": {**parts.plan.reasons, "precision": why}})
+    return replace(job, parts=replace(parts, config=parts.config.model_copy(update={"train": train}), plan=plan))
 
 
 def _walk(parts: Parts, engine: Engine, pump: Pump) -> Walk | None:
@@ -260,6 +280,7 @@ def _start(job: Job, trainer: Trainer, flop_per_token: float) -> records.Start:
         flop_per_token=training_flop_per_token(flop_per_token),
         peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
         exchange=_in_words(plan),
+        precision=trainer.engine.precision.name,
         versions={"gossamer": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +17,13 @@ from gossamer.model.call import Caller
 from gossamer.model.cut.operators import Unreal
 from gossamer.model.cut.partial import hollowed
 from gossamer.model.flop import flop_of
+from gossamer.model.precision import Precision
 from gossamer.model.units import unit_names
 from gossamer.model.untouched import untouched
 
 _TIME_S = 0.2  # for the measurement of the peak
 _LARGEST = 8192
+_KINDS, _LARGEST_PART, _TOKENS, _REPEATS = 3, 1024, 256, 4  # of matrices that are measured in several types
 _BACKWARD = 2  # backward takes two matmuls for every one of forward
 
 
@@ -129,6 +133,37 @@ def measure_peak_flop_per_s(dtype: torch.dtype, device: torch.device | None = No
     while time.perf_counter() - began < _TIME_S:
         best = max(best, 2.0 * size**3 / multiply())
     return best
+
+
+def matmul_seconds(
+    shapes: Sequence[tuple[int, int]], tokens: int, precisions: Sequence[Precision], device: torch.device
+) -> tuple[float, ...]:
+    """By precision: seconds of the matmuls that matrices of these shapes take part in, forward and backward, as in
+    training (float32 weights, cast in every forward). The best of a few, taken in turn.
+
+    Takes about a second: of the three kinds of matrices that cost most, in parts of at most 1024 by 1024, 256 tokens.
+    """
+    counts = Counter(shapes)
+    most = sorted(counts, key=lambda shape: -counts[shape] * shape[0] * shape[1])[:_KINDS]
+    generator, total = torch.Generator().manual_seed(0), [0.0] * len(precisions)
+    for rows, columns in most:
+        part = min(rows, _LARGEST_PART), min(columns, _LARGEST_PART)
+        weight = torch.randn(part, generator=generator).to(device).requires_grad_()
+        x = torch.randn(min(tokens, _TOKENS), part[1], generator=generator).to(device).requires_grad_()
+        times = [
+            [_timed(functools.partial(_linear, weight, x, one), device)() for one in precisions]
+            for _ in range(_REPEATS + 1)
+        ][1:]  # the first chooses kernels
+        scale = counts[rows, columns] * rows * columns / (part[0] * part[1])
+        total = [sum_s + scale * min(column) for sum_s, column in zip(total, zip(*times, strict=True), strict=True)]
+    return tuple(total)
+
+
+def _linear(weight: Tensor, x: Tensor, precision: Precision) -> Tensor:
+    with torch.enable_grad(), precision.forward(x.device):
+        y = nn.functional.linear(x, weight)
+    torch.autograd.grad(y, (weight, x), torch.ones_like(y))
+    return y
 
 
 def _timed(work: Callable[[], Tensor], device: torch.device) -> Callable[[], float]:

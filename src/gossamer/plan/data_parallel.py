@@ -60,6 +60,7 @@ class DataParallel(Planner):
         _check_adapt(config, mesh, method)
         _check_states(config, mesh, method)
         _check_probe(config, method)
+        _check_seconds(config, method)
         _rule(config, method.loop)
         if config.train.verify.every:
             reasons["verify"] = _verified(config, mesh, method)
@@ -327,6 +328,16 @@ def _check_probe(config: RunConfig, method: Sync) -> None:
             got="fp16",
             do="set train.precision to fp32: the differences of losses are small",
             key="train.precision",
+        )
+
+
+def _check_seconds(config: RunConfig, method: Sync) -> None:
+    if config.train.seconds and (config.plan.sync == "auto" or not method.is_plain):
+        raise bad_input(
+            wanted="steps in which all ranks meet, for a number of them that time decides",
+            got=f"plan.sync {told(config.plan.sync)}",
+            do="set it to 0 and say the steps in train.steps, or set plan.sync to every_step",
+            key="train.seconds",
         )
 
 

@@ -241,6 +241,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
             evaluate_sequences=config.train.evaluate_sequences,
             checkpoint_every=config.train.checkpoint_every,
             seed=config.train.seed,
+            seconds=config.train.seconds,
         ),
         policy=NonFinite(config.train.on_nonfinite),
         scaling=scaling,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from gossamer.spec.cost import Cost
-from gossamer.spec.records import End, Evaluation, Record, Saved, Start, Step
+from gossamer.spec.records import End, Evaluation, Length, Record, Saved, Start, Step
 from gossamer.view.rundir import RunDirectory
 
 _TIMES = ("compute_s", "exposed_s", "step_s")  # of Cost; wire_s and bubble_s are not in the records
@@ -104,6 +104,8 @@ class _Told:
             self._add_step(record)
         elif isinstance(record, Evaluation):
             self.evaluations[record.step] = record
+        elif isinstance(record, Length) and self.start is not None:
+            self.start = replace(self.start, steps=record.steps)
         elif isinstance(record, Saved) and not record.error:
             self.saved = record
         elif isinstance(record, End):
