@@ -28,6 +28,23 @@ from gossamer.view.rundir import RunDirectory
 from pool import Seat
 
 
+class Branches(nn.Module):
+    """A layer that is never called, and one that only rows whose second token 4 divides are for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 12), nn.Linear(12, 16)
+        self.never, self.even = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        chosen = (input_ids[:, 1] % 4 == 0).nonzero().flatten()
+        if len(chosen):
+            x = x.index_add(0, chosen, torch.tanh(self.even(x[chosen])))
+        return self.head(x)
+
+
 class Tokens(Dataset):
     """Sequences with a learnable pattern; every third has void labels. Item `poison` is not finite when embedded."""
 
@@ -293,6 +310,7 @@ def train(
         "row": lambda: Row(dropout),
         "marks": Marks,
         "causal": Causal,
+        "branches": Branches,
         "wordless": Wordless,
         "late": Late,
         "doubles": lambda: Marks().double(),

@@ -63,6 +63,26 @@ def parts_of(module: nn.Module, **train: Any) -> Parts:
     )
 
 
+def run_alone(parts: Parts, folder: Path) -> RunDirectory:
+    """The real job, in this process."""
+    directory = RunDirectory(folder / "run")
+    run_job(
+        Job(
+            parts=parts,
+            where=Where(store=dist.HashStore(), interface="lo"),
+            directory=directory,
+            described="Net",
+            data="rows",
+            text="rows",
+            resume=False,
+            at=lambda step, phase: None,
+            asked_to_stop=lambda: False,
+            is_kept=True,
+        )
+    )
+    return directory
+
+
 def state_of(module: Net) -> bytes:
     """All of it, in bytes."""
     kept: list[Any] = [habits.CALLS, habits.STATE, habits.OfTheClass.made, habits.RANDOM.bit_generator.state]
@@ -136,21 +156,8 @@ def test_one_process_is_the_plain_loop(kind: type[Net], tmp_path: Path) -> None:
     expected, kept = {n: x.clone() for n, x in module.state_dict().items()}, habits.CALLS
 
     module = begin(kind)
-    directory = RunDirectory(tmp_path / "run")
-    run_job(
-        Job(
-            parts=parts_of(module, evaluate_every=1, checkpoint_every=0, sample="adg", sample_tokens=3),
-            where=Where(store=dist.HashStore(), interface="lo"),
-            directory=directory,
-            described="Net",
-            data="rows",
-            text="rows",
-            resume=False,
-            at=lambda step, phase: None,
-            asked_to_stop=lambda: False,
-            is_kept=True,
-        )
-    )
+    parts = parts_of(module, evaluate_every=1, checkpoint_every=0, sample="adg", sample_tokens=3)
+    directory = run_alone(parts, tmp_path)
     records = [json.loads(line) for line in directory.records_file.read_text().splitlines()]
     assert [r["loss"] for r in records if r["kind"] == "step"] == pytest.approx(plain, rel=1e-6)
     assert len([r for r in records if r["kind"] == "evaluation"]) == STEPS
