@@ -267,7 +267,8 @@ def _start(job: Job, trainer: Trainer, flop_per_token: float) -> records.Start:
     config, plan = job.parts.config, trainer.feed.plan
     job.at(trainer.progress.step, "measure")
     one = job.parts.train.batch(np.zeros(1, np.int64))
-    peak = measure_peak_flop_per_s(trainer.engine.precision.compute, job.parts.device)
+    types = {trainer.engine.precision.compute, torch.float32}  # in half types it may be the slower one
+    peak = max(measure_peak_flop_per_s(one, job.parts.device) for one in types)
     tokens = next(iter(one.values())).numel()
     return records.Start(
         ranks=job.where.ranks,

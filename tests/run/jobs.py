@@ -387,6 +387,25 @@ def train(
     return found
 
 
+def computing(seat: Seat, *, measured: list[list[float]]) -> list[str]:
+    """What ranks choose to compute in that have measured so."""
+    from unittest.mock import patch
+
+    from gossamer.run import computing as chosen
+    from gossamer.wire.channel.group import Group, Meeting
+    from gossamer.wire.message import Levels
+    from gossamer.wire.pump import Pump
+    from run.test_untouched import parts_of
+
+    levels = Levels.flat(seat.ranks)
+    pump = Pump(Group(Meeting(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0)))
+    with patch.object(chosen, "matmul_seconds", lambda *_: measured[seat.rank]):
+        found = chosen.choose_precision(parts_of(Small(0.0)), pump, kept="")
+    pump.close()
+    pump.channel.close()
+    return list(found)
+
+
 def train_behind(seat: Seat, *, islands: list[list[int]], **given: Any) -> dict[str, Any]:
     """As `train`, on two hosts whose links are found to be those of `islands`."""
     from gossamer import exchanging

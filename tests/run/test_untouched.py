@@ -63,7 +63,7 @@ def parts_of(module: nn.Module, **train: Any) -> Parts:
     )
 
 
-def run_alone(parts: Parts, folder: Path) -> RunDirectory:
+def run_alone(parts: Parts, folder: Path, *, resume: bool = False) -> RunDirectory:
     """The real job, in this process."""
     directory = RunDirectory(folder / "run")
     run_job(
@@ -74,7 +74,7 @@ def run_alone(parts: Parts, folder: Path) -> RunDirectory:
             described="Net",
             data="rows",
             text="rows",
-            resume=False,
+            resume=resume,
             at=lambda step, phase: None,
             asked_to_stop=lambda: False,
             is_kept=True,
