@@ -134,7 +134,8 @@ class Progress:
         if self.start is None or self.start.peak_flop_per_s <= 0 or self.start.flop_per_token <= 0:
             return None
         rate = self.tokens_per_s
-        return rate * self.start.flop_per_token / self.start.peak_flop_per_s if rate is not None else None
+        share = rate * self.start.flop_per_token / self.start.peak_flop_per_s if rate is not None else 0.0
+        return share if 0 < share <= 1 else None  # beyond, what was measured is no peak
 
     @property
     def exposed_share(self) -> float | None:

@@ -140,4 +140,5 @@ def _measured(told: _Told, steps: list[Step]) -> Cost:
 def _of_peak(start: Start | None, tokens_per_s: float | None) -> float | None:
     if start is None or tokens_per_s is None or start.peak_flop_per_s <= 0 or start.flop_per_token <= 0:
         return None
-    return tokens_per_s * start.flop_per_token / start.peak_flop_per_s
+    share = tokens_per_s * start.flop_per_token / start.peak_flop_per_s
+    return share if share <= 1 else None
