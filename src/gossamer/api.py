@@ -278,7 +278,9 @@ def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
     from gossamer.demo import PROMPT, USUAL_S, Demo, closing
     from gossamer.view.closing import demo_panel
 
-    config = Demo(seconds or USUAL_S).config()
+    demo, console = Demo(seconds or USUAL_S), Console()
+    Console(stderr=True).print(demo.promise(), highlight=False)
+    config = demo.config()
     summary = train_command(Resolved.of(config, origin="gossamer demo"))
     run_dir = Path(summary["directory"])
     from gossamer.model.sample import generate
@@ -287,6 +289,5 @@ def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
     found, corpus = load(run_dir), corpus_of(config.data)
     text = generate(found.module, found.words(), PROMPT, tokens=240, temperature=0.7, top_k=40, seed=0)
     result = closing(summary, text=text, train=corpus.text("train"), validation=corpus.text("validation"))
-    console = Console()
     console.print(demo_panel(result, width=min(100, console.width)))
     return {**summary, "sample": PROMPT + text}

@@ -22,11 +22,13 @@ from gossamer.adapting import Adapting, asking, between_islands
 from gossamer.bordering import with_borders
 from gossamer.exchanging import Exchanger, is_plain, levels_of, loop_of
 from gossamer.memory import Walk
+from gossamer.model.call import caller_of
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
 from gossamer.model.vocabulary import within_vocabulary
 from gossamer.optim.common_adamw import CommonAdamW
-from gossamer.run.batches import Batch, Feed, moved
+from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
+from gossamer.run.computing import choose_precision
 from gossamer.run.saver import Saver
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Trainer, peak_bytes
@@ -117,7 +119,11 @@ def run_job(job: Job) -> dict[str, Any]:
         saver = _saver(job, sink)
         saver.open()
         check_agreement(pump, _facts(job))
+        job = _settled(job, pump, sink)
+        config, plan = job.parts.config, job.parts.plan
+        flop_per_token = _flop_per_token(job)  # before anything of ours is in the way of its forward
         engine = engine_of(job.parts)
+        ending.callback(engine.randomness.remove)
         job.at(0, "probe")
         walk = _walk(job.parts, engine, pump)
         exchanger = _exchanger(job, engine, pump, sink, walk)
@@ -135,6 +141,7 @@ def run_job(job: Job) -> dict[str, Any]:
             replan=asking(exchanger, adapting),
         )
         trainer = build(parts, engine, pump, around)
+        ending.callback(trainer.replica.close)
         ending.callback(trainer.apart.close)
         if adapting is not None:
             adapting.begin(trainer.replica)
@@ -143,7 +150,7 @@ def run_job(job: Job) -> dict[str, Any]:
         if told := trainer.begin(again=job.resume):
             exchanger.tell(told, trainer.progress.step)
         _keep(job, sink)
-        sink(_start(job, trainer))
+        sink(_start(job, trainer, flop_per_token))
         if job.remark:
             sink(records.Event(level="warning", message=job.remark, step=trainer.progress.step))
         return _train(job, trainer, saver, sink)
@@ -164,6 +171,23 @@ def _keep(job: Job, sink: Callable[[records.Record], None]) -> None:
         why = getattr(error, "strerror", None) or str(error)
         said = f"what sampling and exporting need was not kept in {job.directory.path}: {why}"
         sink(records.Event(level="warning", message=said))
+
+
+def _settled(job: Job, pump: Pump, sink: Callable[[records.Record], None]) -> Job:
+    """With what `auto` computes in, on this machine and when it goes on."""
+    parts, kept = job.parts, ""
+    if parts.config.train.precision != "auto":
+        return job
+    if job.resume and job.where.rank == 0:
+        starts = (one for one in job.directory.records() if isinstance(one, records.Start))
+        kept = next((one.precision for one in starts if one.precision in ("fp32", "bf16")), "")
+    job.at(0, "measure")
+    chosen, why = choose_precision(parts, pump, kept=kept)
+    why = f"{chosen}: {why}"
+    sink(records.Event(level="info", message=f"precision: {why}"))
+    train = parts.config.train.model_copy(update={"precision": chosen})
+    plan = parts.plan.model_copy(update={"reasons": {**parts.plan.reasons, "precision": why}})
+    return replace(job, parts=replace(parts, config=parts.config.model_copy(update={"train": train}), plan=plan))
 
 
 def _walk(parts: Parts, engine: Engine, pump: Pump) -> Walk | None:
@@ -276,12 +300,21 @@ def _facts(job: Job) -> dict[str, str]:
     }
 
 
-def _start(job: Job, trainer: Trainer) -> records.Start:
+def _flop_per_token(job: Job) -> float:
+    """Of a forward; 0 where the data has no tokens. Where it is text, all of its tokenizer's ids must fit."""
+    parts = job.parts
+    one = moved(parts.train.batch(np.zeros(1, np.int64)), parts.device)
+    if "input_ids" not in one:
+        return 0.0
+    with within_vocabulary(parts.outline, one["input_ids"], job.vocabulary):
+        return forward_flop_per_token(parts.outline, caller_of(parts.outline, one), one)
+
+
+def _start(job: Job, trainer: Trainer, flop_per_token: float) -> records.Start:
     """All ranks call it: they measure their peak rates at the same time, as they will share what they share."""
     config, plan = job.parts.config, trainer.feed.plan
     job.at(trainer.progress.step, "measure")
-    one = moved(job.parts.train.batch(np.zeros(1, np.int64)), job.parts.device)
-    counted = _counted(job, trainer.engine, one) if "input_ids" in one else 0.0
+    one = job.parts.train.batch(np.zeros(1, np.int64))
     peak = measure_peak_flop_per_s(trainer.engine.precision.compute, job.parts.device)
     tokens = next(iter(one.values())).numel()
     return records.Start(
@@ -292,17 +325,12 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
         parameters=facts_of(job.parts.outline).parameters,
         data=job.text,
         tokens_per_step=plan.batch * tokens,
-        flop_per_token=training_flop_per_token(counted),
+        flop_per_token=training_flop_per_token(flop_per_token),
         peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
         exchange=_in_words(plan),
+        precision=trainer.engine.precision.name,
         versions={"gossamer": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
-
-
-def _counted(job: Job, engine: Engine, one: Batch) -> float:
-    """Flop per token of the first sequence; where the data is text, all of its tokenizer's ids must fit."""
-    with within_vocabulary(job.parts.outline, one["input_ids"], job.vocabulary):
-        return forward_flop_per_token(job.parts.outline, engine.caller, one)
 
 
 def _in_words(plan: Plan) -> str:

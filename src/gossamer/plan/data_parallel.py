@@ -60,6 +60,7 @@ class DataParallel(Planner):
         _check_adapt(config, mesh, method)
         _check_states(config, mesh, method)
         _check_probe(config, method)
+        _check_seconds(config, method)
         _rule(config, method.loop)
         if config.train.verify.every:
             reasons["verify"] = _verified(config, mesh, method)
@@ -300,9 +301,10 @@ def _verified(config: RunConfig, mesh: Mesh, method: Sync) -> str:
         got = f"a model in {mesh.pipe} stages" if mesh.pipe > 1 else f"plan.sync {told(config.plan.sync)}"
         wanted = "whole replicas that hold the same at every step, by gradients, so that each can do another's work"
         raise bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sync to every_step", key=key)
-    if memory.build(config.plan.states, key="plan.states").gives_back:
-        wanted, got = "whole, or zero1, so that each can do another's work", f"plan.states {told(config.plan.states)}"
-        raise bad_input(wanted=f"plan.states {wanted}", got=got, do="set it to 0, or plan.states to zero1", key=key)
+    if memory.build(config.plan.states, key="plan.states").is_sharded:
+        wanted = "plan.states whole, as a rank that updates its rows wrongly gives all the others the same wrong ones"
+        got = f"plan.states {told(config.plan.states)}"
+        raise bad_input(wanted=wanted, got=got, do="set it to 0, or plan.states to whole", key=key)
     if mesh.replica < 3:
         do = "set it to 0, or machines.processes to 3 or more"
         raise bad_input(wanted="3 replicas, of which two can outvote one", got=str(mesh.replica), do=do, key=key)
@@ -326,6 +328,16 @@ def _check_probe(config: RunConfig, method: Sync) -> None:
             got="fp16",
             do="set train.precision to fp32: the differences of losses are small",
             key="train.precision",
+        )
+
+
+def _check_seconds(config: RunConfig, method: Sync) -> None:
+    if config.train.seconds and (config.plan.sync == "auto" or not method.is_plain):
+        raise bad_input(
+            wanted="steps in which all ranks meet, for a number of them that time decides",
+            got=f"plan.sync {told(config.plan.sync)}",
+            do="set it to 0 and say the steps in train.steps, or set plan.sync to every_step",
+            key="train.seconds",
         )
 
 

@@ -90,7 +90,12 @@ class TrainSection(Section):
     objective: Written = Field("next_token", description="a method of `gossamer methods loss`")
     clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
     accumulate: Positive | Auto = Field("auto", description="micro-batches per replica and step")
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type the forward and backward compute in")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "fp32", description="type the forward and backward compute in; auto: bf16 where it is measured to be faster"
+    )
+    seconds: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="train about so long at most: `steps` become fewer, and the schedule with them; 0: no limit"
+    )
     seed: Annotated[int, Field(ge=0)] = 0
     evaluate_every: Annotated[int, Field(ge=0)] = Field(200, description="steps; 0: only at the end")
     evaluate_sequences: Positive = Field(256, description="validation sequences per evaluation, at most")

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from gossamer.spec.records import End, Evaluation, Event, Record, Sample, Saved, Start, Step
+from gossamer.spec.records import End, Evaluation, Event, Length, Record, Sample, Saved, Start, Step
 from gossamer.view.curve import Curve
 
 RECENT = 20  # steps that a rate is taken over
@@ -23,6 +23,7 @@ class Progress:
     """
 
     start: Start | None = None
+    length: Length | None = None  # since the last start
     step: Step | None = None  # the last committed one
     evaluation: Evaluation | None = None
     saved: Saved | None = None  # the last one that succeeded
@@ -51,6 +52,8 @@ class Progress:
             self.evaluations.append(record)
         elif isinstance(record, Saved):
             self._add_saved(record)
+        elif isinstance(record, Length):
+            self.length = record
         elif isinstance(record, Sample):
             self.sample = record
         elif isinstance(record, Event):
@@ -65,7 +68,7 @@ class Progress:
             self.saved, self.save_failed = saved, None
 
     def _add_start(self, start: Start) -> None:
-        self.start, self.end = start, None
+        self.start, self.length, self.end = start, None, None
         self.losses.forget_after(start.step)
         self.evaluations = [e for e in self.evaluations if e.step <= start.step]
         self.evaluation = self.evaluations[-1] if self.evaluations else None
@@ -100,6 +103,8 @@ class Progress:
     @property
     def steps(self) -> int:
         """Steps wanted; 0 while no start was read."""
+        if self.length is not None:
+            return self.length.steps
         return self.start.steps if self.start is not None else 0
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from gossamer.spec.cost import Cost
-from gossamer.spec.records import End, Evaluation, Record, Saved, Start, Step
+from gossamer.spec.records import End, Evaluation, Length, Record, Saved, Start, Step
 from gossamer.view.progress import part_of
 from gossamer.view.rundir import RunDirectory
 
@@ -106,6 +106,8 @@ class _Told:
             self._add_step(record)
         elif isinstance(record, Evaluation):
             self.evaluations[record.step] = record
+        elif isinstance(record, Length) and self.start is not None:
+            self.start = replace(self.start, steps=record.steps)
         elif isinstance(record, Saved) and not record.error:
             self.saved = record
         elif isinstance(record, End):
