@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from gossamer import compress, memory, sync
 from gossamer.measuring import Measured
 from gossamer.memory import Walk
@@ -20,14 +22,14 @@ from gossamer.plan.adapt import Policy
 from gossamer.plan.exchange import CANDIDATES, PERIODS, Decision, across_islands, choose, choose_period, written_of
 from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import trainable
-from gossamer.run.rehearse import rehearse
+from gossamer.run.rehearse import Rehearsal, rehearse
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
 from gossamer.spec.choice import Choice, Exchanges, Written, asks_for_islands
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import bad_input
 from gossamer.spec.links import Links
-from gossamer.spec.plan import Plan
+from gossamer.spec.plan import BUCKET_BYTES, Plan
 from gossamer.spec.statistics import Paths, Statistics
 from gossamer.spec.units import show_rate
 from gossamer.sync import Loop
@@ -40,6 +42,7 @@ _LEAST_BUCKET_BYTES = 1 << 20
 _LATENCIES_PER_BUCKET = 40  # of wire time: small enough to overlap, large enough that latency is little of it
 _WATCH_STEPS = 20  # how often the rate of the wire is looked at
 _DRIFT = 2.0  # by what factor it must have changed
+_REHEARSALS = 3  # batches that are tried for one whose gradients are finite
 
 
 def levels_of(plan: Plan, ranks: int) -> Levels:
@@ -87,7 +90,14 @@ class Exchanger:
     walk: Walk | None = None  # where parameters are sharded
     tells: bool = False  # whether the update rule has second moments that islands can bring together
     _measured: Measured | None = None
+    _sick: tuple[int, ...] = ()  # ranks whose gradients were not finite in any rehearsal; then the choice is of bytes
+    _most_bucket_bytes: int = 0  # where links have no say
     _watch: _Watch = field(default_factory=lambda: _Watch())
+
+    def __post_init__(self) -> None:
+        self._most_bucket_bytes = self.plan.bucket_bytes
+        if self.plan.exchange != "auto" and not self._states_are_sharded():  # what was cut for the links of another day
+            self._most_bucket_bytes = max(BUCKET_BYTES, self.plan.bucket_bytes)
 
     def settle(self, *, automatic: bool, hosts: int) -> Plan:
         """Before step 1: the plan with an exchange in place of `auto`, its reason and forecast, and with the islands
@@ -123,12 +133,13 @@ class Exchanger:
     def _choose_period(self, decision: Decision, links: Links) -> None:
         """Whether gradients meet at every step, or islands part."""
         assert self._measured is not None
+        links = _of(links, self.plan.islands) if self.plan.islands else links
         islands = self.plan.islands or tuple((rank,) for rank in self.pump.channel.levels.everyone)
         periods = [period for period in PERIODS if bool(period.second_moments) == self.tells]
         loop = sync.build(written_of(periods[0], 1, self.steps)).loop  # all of them send the same in a round
         assert loop is not None
-        params, units = trainable(self.engine.module), self.plan.units
-        facts = self._measured.round_facts(loop, links, Levels.islands(islands), params, units, self.pump)
+        cut = _bucket_bytes(links, self._most_bucket_bytes)
+        facts = self._measured.round_facts(loop, links, Levels.islands(islands), self.plan.units, cut)
         chosen = choose_period(decision, facts, steps=self.steps, lossy=self.lossy, periods=periods)
         self._adopt("sync", chosen.sync or "every_step", chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
@@ -141,6 +152,9 @@ class Exchanger:
         sharding = memory.build(self.plan.states, key="plan.states")
         return hosts > 1 and sharding.is_sharded and (sharding.needs_islands or not sharding.takes_parameters)
 
+    def _states_are_sharded(self) -> bool:
+        return memory.build(self.plan.states, key="plan.states").is_sharded
+
     def _part(self, loop: Loop, hosts: int) -> None:
         """Who trains together: what is given, else what the links say, else everybody alone."""
         self._part_into(self.plan.islands or self._islands(hosts))
@@ -150,7 +164,7 @@ class Exchanger:
         if loop.steps:
             loop, round_s, each = self._paced(loop)
             said += f": {each}, {round_s:.3g} s of computing a round"
-        if memory.build(self.plan.states, key="plan.states").is_sharded:
+        if self._states_are_sharded():
             said += f"; in each, states are shared out among {min(map(len, self.plan.islands))} of its ranks"
         if self.policy is not None:
             loop = self._by_ways(loop, self.policy)
@@ -229,21 +243,26 @@ class Exchanger:
         if not self._watch.drifted(rate):
             return None
         before = self.plan
-        self._choose(probe(self.pump.channel))
+        self._choose(probe(self.pump.channel), step)
         self._watch.begin_anew(self.pump)
-        chosen = self.plan.exchange
-        in_force = {"exchange": before.exchange, "adapted_from": before.adapted_from}
+        chosen, cut = self.plan.exchange, self.plan.bucket_bytes
+        in_force = {name: getattr(before, name) for name in ("exchange", "adapted_from", "bucket_bytes")}
         self.plan = self.plan.model_copy(update=in_force)
         said = f"the links have drifted; exchange: {self.plan.reasons['exchange']}"
-        if chosen in (before.exchange, before.adapted_from):  # what was made of it since then goes on
-            self.keep(self.plan)
-            self.tell(said, step)
-            return None
-        return self.change(chosen, step, said, adapted_from="")
+        if chosen not in (before.exchange, before.adapted_from):
+            changed = self.change(chosen, step, said, adapted_from="", bucket_bytes=cut)
+            if changed is not None:
+                return changed
+        self._reprice()  # what is in force goes on, and what was made of it since it was chosen
+        self.keep(self.plan)
+        self.tell(said, step)
+        return None
 
-    def change(self, written: Exchanges, step: int, said: str, *, adapted_from: Exchanges) -> Replan | None:
-        """At a step's border: go on with another exchange, in which feedback goes on wherever something may be owed.
-        None where it is the one in force.
+    def change(
+        self, written: Exchanges, step: int, said: str, *, adapted_from: Exchanges, bucket_bytes: int = 0
+    ) -> Replan | None:
+        """At a step's border: go on with another exchange, in which feedback goes on wherever something may be owed; in
+        buckets of the size in force, where no other is given. None where it is the one in force.
         """
         params = trainable(self.engine.module)
         before, after = (compress.rules(w).by_name(params) for w in (self.plan.exchange, written))
@@ -251,7 +270,8 @@ class Exchanger:
         written = compress.fed_back(written, lacking)
         if written == self.plan.exchange:
             return None
-        self.plan = self.plan.model_copy(update={"exchange": written, "adapted_from": adapted_from})
+        update = {"exchange": written, "adapted_from": adapted_from}
+        self.plan = self.plan.model_copy(update={**update, "bucket_bytes": bucket_bytes or self.plan.bucket_bytes})
         self._reprice()
         self._watch.first = 0.0  # other messages pass at another rate: the next window is the measure
         self.keep(self.plan)
@@ -288,20 +308,53 @@ class Exchanger:
             self.plan = self.plan.model_copy(update={"islands": links.islands})
             self.pump.channel.widen(Levels.islands(links.islands))
 
-    def _choose(self, links: Links) -> Decision:
+    def _choose(self, links: Links, step: int = 0) -> Decision:
+        """With gradients of `step`, where those of an earlier one are not known; the plan becomes what is chosen."""
         self._learn(links)
-        bucket_bytes = _bucket_bytes(links, self.plan.bucket_bytes)
+        links = _of(links, self.plan.islands)
+        bucket_bytes = _bucket_bytes(links, self._most_bucket_bytes)
         candidates = across_islands(CANDIDATES) if self.plan.islands else CANDIDATES
-        params = trainable(self.engine.module)
-        if self._measured is None:
-            rehearsal = rehearse(self.engine, self.feed, params)
-            self._measured = Measured.by(rehearsal, params, candidates, self.pump, bucket_bytes)
-        decision = choose(self._measured.facts(links, self.pump), lossy=self.lossy, candidates=candidates)
+        measured = self._measure(step)
+        facts = measured.facts(links, candidates, bucket_bytes)
+        decision = choose(facts, lossy=self.lossy and measured.knows, candidates=candidates)
         self.waited = decision.waited
         exact = decision.written == candidates[0].written
-        self.plan = self.plan if exact else self.plan.model_copy(update={"bucket_bytes": bucket_bytes})
-        self.plan = _planned(self.plan, decision, links, self._price(decision.written))
+        cut = {"bucket_bytes": self._most_bucket_bytes if exact else bucket_bytes}
+        self.plan = self.plan.model_copy(update=cut)
+        self.plan = _planned(self.plan, decision, links, self._price(decision.written), self._unknown)
         return decision
+
+    @property
+    def _unknown(self) -> str:
+        """What a choice could not rest on, in words."""
+        if not self._sick:
+            return ""
+        return (
+            f"; gradients of {_REHEARSALS} batches were not finite on ranks {list(self._sick)}: what a lossy exchange "
+            "loses is not known, so only what is exact, or bf16, was held against the wire"
+        )
+
+    def _measure(self, step: int) -> Measured:
+        """What does not change with the links; once, but that losses are looked for again where they are not known."""
+        if self._measured is None or not self._measured.knows:
+            params = trainable(self.engine.module)
+            rehearsal, self._sick = self._rehearsed(step)
+            self._measured = Measured.by(rehearsal, params, CANDIDATES, self.pump, knows=not self._sick)
+        return self._measured
+
+    def _rehearsed(self, step: int) -> tuple[Rehearsal, tuple[int, ...]]:
+        """Of the first batch from `step` on whose gradients are finite on all ranks; of some, the last one, and who had
+        none then. One bad batch is no bad run: its step will be rejected and tried again.
+        """
+        params, channel = trainable(self.engine.module), self.pump.channel
+        for batch in range(step, step + _REHEARSALS):
+            rehearsal = rehearse(self.engine, self.feed, params, batch)
+            is_finite = all(bool(torch.isfinite(g).all()) for g in rehearsal.gradients.values())
+            sound = gathered(channel, [float(is_finite)])[:, 0].tolist()
+            sick = tuple(rank for rank, ok in zip(channel.levels.everyone, sound, strict=True) if not ok)
+            if not sick:
+                break
+        return rehearsal, sick
 
 
 @dataclass(slots=True)
@@ -342,9 +395,16 @@ def _bucket_bytes(links: Links, largest: int) -> int:
     return min(largest, max(_LEAST_BUCKET_BYTES, wanted))
 
 
-def _planned(plan: Plan, decision: Decision, links: Links, cost: Cost) -> Plan:
+def _of(links: Links, islands: tuple[tuple[int, ...], ...]) -> Links:
+    """What `links` say of these islands; where others are seen now, or none, all ranks are as near as the farthest."""
+    if not links.has_islands or {frozenset(i) for i in links.islands} == {frozenset(i) for i in islands}:
+        return links
+    return links.model_copy(update={"levels": {"all": links.levels["all"]}})
+
+
+def _planned(plan: Plan, decision: Decision, links: Links, cost: Cost, beside: str) -> Plan:
     link = links.levels.get("between", links.levels["all"])
-    said = f"{decision.reason} (links: {show_rate(link.bytes_per_s)}, {1e3 * link.latency_s:.1f} ms)"
+    said = f"{decision.reason}{beside} (links: {show_rate(link.bytes_per_s)}, {1e3 * link.latency_s:.1f} ms)"
     line = decision.forecast
     times: dict[str, object] = {"state_bytes": plan.forecast.state_bytes, "step_s": line.step_s}
     times |= {"compute_s": line.step_s - line.exposed_s, "wire_s": line.wire_s, "exposed_s": line.exposed_s}

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
 
 from gossamer import compress
 from gossamer.compress import Exchange
 from gossamer.compress.dense import Dense
-from gossamer.plan.exchange import BucketFacts, Candidate, Facts, Option, RoundFacts, timeline, wire_seconds
+from gossamer.plan.exchange import (
+    BucketFacts,
+    Candidate,
+    Facts,
+    Option,
+    RoundFacts,
+    check_finite,
+    timeline,
+    wire_seconds,
+)
 from gossamer.run.rehearse import Rehearsal, stolen_share
+from gossamer.spec.choice import told
 from gossamer.spec.errors import BadInput
 from gossamer.spec.links import Links
 from gossamer.spec.plan import BUCKET_BYTES
@@ -23,75 +35,145 @@ from gossamer.wire.pump import Pump
 
 _SAMPLED_RANKS = 16  # beyond, prices are asked of the first and the last ranks only
 
+_Groups: TypeAlias = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What does not change with the links: when buckets fill, what candidates cost and lose on them."""
+class _Cut:
+    """The buckets of one size: where their gradients lie, |gradient|^2, and when they are ready."""
 
     layouts: tuple[Layout, ...]
-    cells: tuple[tuple[Exchange | None, ...], ...]  # every candidate beside every bucket; None where it cannot serve
-    cpu_s: tuple[float, ...]  # of the cells, row by row
-    loss: tuple[float, ...]
-    squares: tuple[float, ...]  # |gradient|^2 of every bucket
-    times: tuple[float, ...]  # compute, backward, stolen share, and when every bucket is ready
+    squares: tuple[float, ...]
+    ready_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A candidate for a bucket, on any link: what it takes to encode and decode, and what it loses."""
+
+    exchange: Exchange
+    cpu_s: float
+    loss: float
+
+
+@dataclass(slots=True)
+class Measured:
+    """What does not change with the links. Ranks measure at once, as they will compute at once, and the largest number
+    of all ranks counts. What nobody has asked for yet is measured when it is: candidates for buckets of another size,
+    or among ranks that have turned out to be islands.
+    """
+
+    params: Mapping[str, Tensor]
+    pump: Pump
+    ready_s: Mapping[str, float]  # this rank's, by parameter
+    times: tuple[float, float, float]  # compute, backward, stolen share
+    squares: Mapping[str, float]  # |gradient|^2, this rank's; of nothing where gradients were not finite
+    lost: Mapping[str, Mapping[str, float]]  # |x - kept|^2 by exchange and parameter, this rank's
+    _cuts: dict[int, _Cut] = field(default_factory=dict)  # by bucket_bytes
+    _columns: dict[tuple[str, _Groups, int], tuple[_Cell | None, ...]] = field(default_factory=dict)
 
     @staticmethod
     def by(
-        rehearsal: Rehearsal,
-        params: Mapping[str, Tensor],
-        candidates: Sequence[Candidate],
-        pump: Pump,
-        bucket_bytes: int,
+        rehearsal: Rehearsal, params: Mapping[str, Tensor], candidates: Sequence[Candidate], pump: Pump, *, knows: bool
     ) -> Measured:
-        """All ranks measure at once, as they will compute at once; the largest number of all ranks counts."""
-        built, levels, rank = [compress.build(c.written) for c in candidates], pump.channel.levels, pump.channel.rank
-        cut = buckets_of(params, dict.fromkeys(params, built[0]), bucket_bytes=bucket_bytes)
-        layouts = tuple(where for where, _ in cut)
-        pairs = list(zip(candidates, built, strict=True))
-        cells = tuple(tuple(x if _serves(c, x, where, levels) else None for c, x in pairs) for where in layouts)
-        flat = [(x, where) for where, row in zip(layouts, cells, strict=True) for x in row]
-        cpu = [compress.seconds_of(x, where, levels, rank) if x else 0.0 for x, where in flat]
-        loss = [_loss(x, where, rehearsal) if x else 0.0 for x, where in flat]
-        squares = [_square(where, rehearsal) for where in layouts]
-        ready = [max(rehearsal.ready_s[e.name] for e in where.entries) for where in layouts]
-        times = [rehearsal.compute_s, rehearsal.backward_s, stolen_share(), *ready]
-        slowest = (
-            tuple(gathered(pump.channel, numbers).max(0).values.tolist()) for numbers in (cpu, loss, squares, times)
-        )
-        return Measured(layouts, cells, *slowest)
+        """What candidates lose is measured once, on gradients that are not kept. `knows`: whether these are finite on
+        all ranks; else what is lossy has no price.
+        """
+        times = [rehearsal.compute_s, rehearsal.backward_s, stolen_share()]
+        agreed = _largest(pump, ("compute_s", "backward_s", "stolen"), times)
+        gradients = rehearsal.gradients if knows else {}
+        squares = {n: float(g.double().square().sum()) for n, g in gradients.items()}
+        lost = {told(c.loses_as): _lost(c, gradients) for c in candidates} if knows else {}
+        return Measured(params, pump, rehearsal.ready_s, (agreed[0], agreed[1], agreed[2]), squares, lost)
 
-    def facts(self, links: Links, pump: Pump) -> Facts:
-        """All of it, with what the wire takes on these links."""
-        cells, total = iter(zip(self.cpu_s, self.loss, strict=True)), sum(self.squares) or 1.0
+    @property
+    def knows(self) -> bool:
+        """Whether it is known what a lossy exchange loses."""
+        return bool(self.lost)
+
+    def facts(self, links: Links, candidates: Sequence[Candidate], bucket_bytes: int) -> Facts:
+        """All of it, with what the wire takes on these links. All ranks call it together."""
+        cut = self._cut(bucket_bytes)
+        columns = [self._column(c, bucket_bytes) for c in candidates]
+        total = sum(cut.squares) or 1.0
         buckets = []
-        for where, row, ready_s, square in zip(self.layouts, self.cells, self.times[3:], self.squares, strict=True):
-            options = [_option(x, where, pump.channel.levels, links, *next(cells)) for x in row]
+        for b, where in enumerate(cut.layouts):
+            options = tuple(_option(column[b], where, self.pump.channel.levels, links) for column in columns)
             names = tuple(e.name for e in where.entries)
-            buckets.append(BucketFacts(names, where.numel, ready_s, square / total, tuple(options)))
-        return Facts(tuple(buckets), *self.times[:3])
+            buckets.append(BucketFacts(names, where.numel, cut.ready_s[b], cut.squares[b] / total, options))
+        return Facts(tuple(buckets), *self.times)
+
+    def _cut(self, bucket_bytes: int) -> _Cut:
+        if bucket_bytes not in self._cuts:
+            found = buckets_of(self.params, dict.fromkeys(self.params, Dense()), bucket_bytes=bucket_bytes)
+            layouts = tuple(where for where, _ in found)
+            names = [f"{what} of bucket {b}" for what in ("|gradient|^2", "ready_s") for b in range(len(layouts))]
+            mine = [sum(self.squares.get(e.name, 0.0) for e in where.entries) for where in layouts]
+            mine += [max(self.ready_s[e.name] for e in where.entries) for where in layouts]
+            agreed = _largest(self.pump, names, mine)
+            self._cuts[bucket_bytes] = _Cut(layouts, agreed[: len(layouts)], agreed[len(layouts) :])
+        return self._cuts[bucket_bytes]
+
+    def _column(self, candidate: Candidate, bucket_bytes: int) -> tuple[_Cell | None, ...]:
+        """The candidate for every bucket; None where it cannot serve, or where what it loses is not known."""
+        levels, cut = self.pump.channel.levels, self._cut(bucket_bytes)
+        key = (told(candidate.written), tuple(sorted(levels.groups.items())), bucket_bytes)
+        if key not in self._columns:
+            one = compress.build(candidate.written)
+            serving = [_serves(candidate, one, where, levels) for where in cut.layouts]
+            cpu = [
+                compress.seconds_of(one, where, levels, self.pump.channel.rank) if serves else 0.0
+                for where, serves in zip(cut.layouts, serving, strict=True)
+            ]
+            names = [f"cpu_s of {candidate.said} for bucket {b}" for b in range(len(cpu))]
+            cpu_s = _largest(self.pump, names, cpu)
+            loss = gathered(self.pump.channel, self._loss(candidate, cut)).max(0).values.tolist()
+            self._columns[key] = tuple(
+                _Cell(one, seconds, part) if serves and math.isfinite(part) else None
+                for serves, seconds, part in zip(serving, cpu_s, loss, strict=True)
+            )
+        return self._columns[key]
+
+    def _loss(self, candidate: Candidate, cut: _Cut) -> list[float]:
+        """|x - kept|^2 / |x|^2 over this rank's gradients, by bucket; nan where they are not known and it matters."""
+        if not self.knows:
+            return [math.nan if candidate.lossy else 0.0] * len(cut.layouts)
+        by_name, found = self.lost[told(candidate.loses_as)], []
+        for where in cut.layouts:
+            names = [e.name for e in where.entries]
+            square = sum(self.squares[n] for n in names)
+            found.append(sum(by_name[n] for n in names) / square if square else 0.0)
+        return found
 
     def round_facts(
-        self, loop: Loop, links: Links, levels: Levels, params: Mapping[str, Tensor], units: Sequence[str], pump: Pump
+        self, loop: Loop, links: Links, levels: Levels, units: Sequence[str], bucket_bytes: int
     ) -> RoundFacts:
         """A step of an island by itself, and a round of `loop` between the islands of `levels`. All ranks measure what
         encoding takes at once; the slowest counts.
         """
-        inside = levels.only("island")
+        inside, cut, rank = levels.only("island"), self._cut(bucket_bytes), self.pump.channel.rank
         near = links.model_copy(update={"levels": {"all": links.levels.get("island", links.levels["all"])}})
-        buckets = tuple(
-            BucketFacts((), w.numel, at, 0.0, ()) for w, at in zip(self.layouts, self.times[3:], strict=True)
-        )
-        dense = [Option(0.0, *_on_wire(Dense(), where, inside, near), 0.0) for where in self.layouts]
-        fragments = exchanges_of_round(loop, params, levels, units=units, bucket_bytes=BUCKET_BYTES)
+        buckets = tuple(BucketFacts((), w.numel, at, 0.0, ()) for w, at in zip(cut.layouts, cut.ready_s, strict=True))
+        dense = [Option(0.0, *_on_wire(Dense(), where, inside, near), 0.0) for where in cut.layouts]
+        fragments = exchanges_of_round(loop, self.params, levels, units=units, bucket_bytes=BUCKET_BYTES)
         squares = exchange_of_second_moments(levels)
-        cpu_s = sum(compress.seconds_of(x, where, levels, pump.channel.rank) for one in fragments for where, x in one)
+        cpu_s = sum(compress.seconds_of(x, where, levels, rank) for one in fragments for where, x in one)
         return RoundFacts(
-            step_s=timeline(Facts(buckets, *self.times[:3]), dense).step_s,
+            step_s=timeline(Facts(buckets, *self.times), dense).step_s,
             fragments_s=tuple(sum(_on_wire(x, where, levels, links)[0] for where, x in one) for one in fragments),
-            cpu_s=float(gathered(pump.channel, [cpu_s]).max()),
+            cpu_s=_largest(self.pump, ("cpu_s of a round",), [cpu_s])[0],
             stolen=self.times[2],
             second_moments_s=sum(_on_wire(squares, where, levels, links)[0] for one in fragments for where, _ in one),
         )
+
+
+def _largest(pump: Pump, names: Sequence[str], mine: Sequence[float]) -> tuple[float, ...]:
+    """Of each number the largest of all ranks. Raises BadInput for one that is not finite, by its name and rank."""
+    rows = gathered(pump.channel, mine).tolist()
+    for rank, row in zip(pump.channel.levels.everyone, rows, strict=True):
+        for name, value in zip(names, row, strict=True):
+            check_finite(name, value, where=f" on rank {rank}")
+    return tuple(map(max, zip(*rows, strict=True)))
 
 
 def _serves(candidate: Candidate, exchange: Exchange, where: Layout, levels: Levels) -> bool:
@@ -104,10 +186,8 @@ def _serves(candidate: Candidate, exchange: Exchange, where: Layout, levels: Lev
     return True
 
 
-def _option(
-    exchange: Exchange | None, where: Layout, levels: Levels, links: Links, cpu_s: float, loss: float
-) -> Option | None:
-    return None if exchange is None else Option(cpu_s, *_on_wire(exchange, where, levels, links), loss)
+def _option(cell: _Cell | None, where: Layout, levels: Levels, links: Links) -> Option | None:
+    return None if cell is None else Option(cell.cpu_s, *_on_wire(cell.exchange, where, levels, links), cell.loss)
 
 
 def _on_wire(exchange: Exchange, where: Layout, levels: Levels, links: Links) -> tuple[float, int]:
@@ -118,14 +198,14 @@ def _on_wire(exchange: Exchange, where: Layout, levels: Levels, links: Links) ->
     return wire_seconds({r: exchange.traffic(where, levels, r) for r in asked}, levels, links)
 
 
-def _loss(exchange: Exchange, where: Layout, rehearsal: Rehearsal) -> float:
-    """|x - kept|^2 / |x|^2 over the gradients of a bucket."""
-    square = _square(where, rehearsal)
-    if exchange.traits.lossless or not square:
-        return 0.0
-    names = [e.name for e in where.entries]
-    return sum(compress.error_of(exchange, rehearsal.gradients[n], name=n) ** 2 for n in names) / square
-
-
-def _square(where: Layout, rehearsal: Rehearsal) -> float:
-    return sum(float(rehearsal.gradients[e.name].square().sum()) for e in where.entries)
+def _lost(candidate: Candidate, gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """|x - kept|^2 of every gradient by itself; nan of one that it cannot serve."""
+    one, found = compress.build(candidate.loses_as), dict.fromkeys(gradients, 0.0)
+    if one.traits.lossless:
+        return found
+    for name, gradient in gradients.items():
+        try:
+            found[name] = compress.error_of(one, gradient, name=name) ** 2
+        except BadInput:
+            found[name] = math.nan
+    return found

@@ -6,6 +6,7 @@ from math import ceil
 
 import pytest
 import torch
+from torch import Tensor
 
 from compress import crew
 from gossamer import compress
@@ -17,6 +18,7 @@ from gossamer.ops.hadamard import GROUP, hadamard
 from gossamer.ops.narrow import widen
 from gossamer.ops.noise import Noise
 from gossamer.ops.planes import join, split
+from gossamer.ops.quantise import dequantise, quantise
 from gossamer.spec.errors import BadInput
 
 KEY = Key(shared=3, own=7)
@@ -257,6 +259,17 @@ def test_noise_is_uniform_and_moves_on() -> None:
     assert abs(float((a * b).mean())) < 0.004
 
 
+def test_low_bits_of_noise_are_as_random_as_high_ones() -> None:
+    """Of two numbers in one block as of any two, at every draw from the pool."""
+    noise = Noise(1 << 14, torch.Generator().manual_seed(1), torch.device("cpu"))
+    for _ in range(8):
+        words = noise.words(1 << 14).long()
+        for bit in (0, 1, 16, 31):
+            ones = (words >> bit & 1).double()
+            assert abs(float(ones.mean()) - 0.5) < 0.02
+            assert abs(float(((ones[::2] - 0.5) * (ones[1::2] - 0.5)).mean())) < 0.015
+
+
 def test_planes_come_together_again() -> None:
     x = torch.cat([gaussian(1000), torch.tensor([0.0, -0.0, 1e-45, float("inf"), -float("nan")])])
     assert torch.equal(join(*split(x)).view(torch.int32), x.view(torch.int32))
@@ -327,3 +340,32 @@ def test_wrong_parameters_are_named(written, key: str) -> None:
     with pytest.raises(BadInput) as error:
         codec.build(written)
     assert error.value.key == key
+
+
+@pytest.mark.parametrize("written", ["float16", {"fp8": {"form": "e4m3"}}, {"fp8": {"form": "e5m2"}}], ids=str)
+@pytest.mark.parametrize("number", [1.5e38, 2.0**127, 3.3e38, torch.finfo(torch.float32).max])
+def test_what_is_finite_stays_finite_to_the_last_number_there_is(written, number: float) -> None:
+    x = gaussian(600)
+    x[7], x[300] = number, -number
+    decoded = there_and_back(written, x)
+    assert decoded[[7, 300]].tolist() == pytest.approx([number, -number], rel=0.13)
+    assert bool(torch.isfinite(decoded).all())
+    x[8] = torch.inf
+    assert not bool(torch.isfinite(there_and_back(written, x)[:256]).all())
+
+
+@pytest.mark.parametrize(("levels", "bits"), [(127, 8), (7, 4), (1, 2)])
+def test_no_noise_rounds_the_largest_beyond_the_last_level(levels: int, bits: int, monkeypatch) -> None:
+    """The greatest noise there is, on the largest of 30,000 blocks: it comes back, and not as minus itself."""
+
+    def most(self: Noise, count: int) -> Tensor:
+        return torch.full((count,), 0x7FFF7FFF, dtype=torch.int32)
+
+    monkeypatch.setattr(Noise, "words", most)
+    top = gaussian(30_000).abs().clamp_(1e-3)
+    x = torch.stack((top, torch.zeros_like(top)), 1).repeat(1, 4).flatten()  # blocks of 8
+    kind = torch.int8 if bits == 8 else torch.uint8
+    scales, out = torch.empty(len(top)), torch.empty(x.numel() * bits // 8, dtype=kind)
+    quantise(x, 8, levels, scales, out, torch.Generator(), bits=bits)
+    back = dequantise(out, scales, 8, bits=bits, numel=x.numel()).view(-1, 8)[:, 0]
+    torch.testing.assert_close(back, top, rtol=6e-7, atol=0)

@@ -336,3 +336,24 @@ def test_warm_up_over_gloo(pool) -> None:
     for answer in answers:
         for mine, outcomes in zip(answer["means"], found, strict=True):
             assert torch.equal(torch.tensor(mine), outcomes[0].mean)
+
+
+def test_buckets_that_begin_with_a_vector_draw_noise_of_their_own() -> None:
+    """What a coded left factor carries as it is, is rounded at random: not alike in two buckets."""
+    one, found = PowerSgd(rank=2, left=TwoShot(Int8(stochastic=True))), []
+    for name in ("a", "b"):
+        where = crew.layout({f"{name}.bias": (64,), f"{name}.weight": (24, 16)})
+        outcomes, _ = crew.world(one, 2, [crew.bucket(where, r) for r in range(2)], [one.init(where)] * 2)
+        found.append(outcomes[1].lost[:56])  # what it sends to the other rank: numbers of the vector alone
+    assert not torch.equal(found[0], found[1])
+
+
+def test_parameters_with_unequal_turns_go_on_with_the_later_one() -> None:
+    """As after buckets were cut anew: whose factor was sent last must not be sent again, and all have the same turn."""
+    one, where = AcpSgd(rank=2), crew.layout({"a": (24, 16), "b": (16, 24)})
+    state = one.init(where)
+    state = State({**state.tensors, "turn@a": torch.tensor(3)})
+    (outcome,), _ = crew.world(one, 1, [crew.bucket(where, 0)], [state])
+    assert {int(t) for n, t in outcome.state.tensors.items() if n.startswith("turn@")} == {4}
+    assert torch.equal(outcome.state.tensors["p@a"], state.tensors["p@a"]), "odd turns send the right factor"
+    assert not torch.equal(outcome.state.tensors["q@a"], state.tensors["q@a"])

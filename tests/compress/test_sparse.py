@@ -131,6 +131,19 @@ def test_every_place_is_as_likely_as_any_other(numel: int, k: int) -> None:
     assert bool(((counts / draws - part).abs() <= 5.5 * (part * (1 - part) / draws) ** 0.5 + 1e-9).all())
 
 
+@pytest.mark.parametrize(
+    ("fraction", "numel", "k"), [(0.3, 12, 4), (0.3, 11, 3), (0.01, 10, 1), (0.999, 9, 9), (0.5, 0, 0)]
+)
+def test_a_fraction_is_rounded_to_the_nearest_count(fraction: float, numel: int, k: int) -> None:
+    where = layout(numel)
+    for name, size in (("topk", 8), ("sampled_topk", 8), ("random_k", 4)):
+        (sent,) = compress.build({name: {"fraction": fraction}}).traffic(where, Levels.flat(2), 0)
+        assert sent.nbytes == size * k
+    x = gaussian(numel)
+    (outcome,), _ = exchanged(compress.build({"topk": {"fraction": fraction}}), [x])
+    assert int((kept(x, outcome) != 0).sum()) == k
+
+
 def test_random_k_is_unbiased_where_it_says_so() -> None:
     one, x = compress.build({"random_k": {"fraction": 0.2, "unbiased": True}}), gaussian(40)
     draws = torch.stack([exchanged(one, [x], step)[0][0].mean.double() for step in range(1000)])

@@ -172,3 +172,14 @@ def over_gloo(seat: Seat, *, gamma: float) -> dict[str, Any]:
     sent = channel.meter.snapshot()
     channel.close()
     return {"mean": means[0].tolist(), "sent": sent}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_opwa_counts_who_had_something_to_send(seed: int) -> None:
+    """Ranks with fewer non-zeros than they send fill up with zeros; which ones these are says nothing."""
+    rng = torch.Generator().manual_seed(seed)
+    places = torch.randperm(200, generator=rng)[:12].view(3, 4)
+    given = [torch.zeros(200).index_fill_(0, places[r], 1.0 + r) for r in range(3)]
+    outcomes = exchanged(UnevenTopK((0.4,), 3.0, 1), given)
+    wanted = 3.0 * sum(float(w) * x for w, x in zip(crew.weights(3), given, strict=True))
+    torch.testing.assert_close(outcomes[0].mean, wanted)

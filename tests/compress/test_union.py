@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.few import NUMEL, exchanged, gaussian, sparse, weighted
+from compress.few import NUMEL, exchanged, gaussian, layout, sparse, weighted
 from gossamer import compress
 from gossamer.ops.sketch import Hashes, median
 
@@ -97,3 +97,34 @@ def test_rows_that_nobody_used_cost_a_bit_per_block() -> None:
     outcomes, sent = exchanged(compress.build("union_sum"), [x.flatten() for x in inputs])
     torch.testing.assert_close(outcomes[1].mean.double(), weighted([x.flatten() for x in inputs]))
     assert sent == pytest.approx(1000 * 64 / 32 / 8 + 3 * 64 * 4, abs=16)
+
+
+def test_the_median_of_three_rows_keeps_giants_out_of_what_they_collide_with() -> None:
+    """A tenth of the entries are a million times the others: in one row of 800 cells each meets some 18 of these."""
+    rng = torch.Generator().manual_seed(2)
+    x = torch.zeros(4000)
+    places = torch.randperm(4000, generator=rng)[:400]
+    x[places] = torch.randn(400, generator=rng)
+    x[places[:40]] *= 1e6
+    spoilt = []
+    for rows in (1, 3):
+        outcomes, _ = exchanged(compress.build({"s2_reducer": {"cells": 2.0 * rows, "rows": rows}}), [x])
+        small = places[40:]
+        spoilt.append(int(((outcomes[0].mean - x)[small].abs() > 1e3).sum()))
+    assert spoilt[0] > 10 and spoilt[1] <= spoilt[0] / 3
+
+
+@pytest.mark.parametrize(("cells", "rows"), [(2.0, 1), (6.0, 3), (4.5, 3)])
+def test_a_sketch_declares_the_error_of_one_of_its_rows(cells: float, rows: int) -> None:
+    """Each row has cells / rows of a cell for every entry: delta = 1 - rows / cells, and what is lost is less than says
+    that on average over hashes.
+    """
+    one = compress.build({"s2_reducer": {"cells": cells, "rows": rows}})
+    assert one.contraction(layout(100)) == pytest.approx(1 - rows / cells)
+    x = sparse(0.02, 20_000)
+    part = [float((exchanged(one, [x], s)[0][0].lost.norm() / x.norm()).square()) for s in range(10)]
+    assert 0 < sum(part) / 10 <= 1.1 * rows / cells
+
+
+def test_a_sketch_with_no_more_cells_than_rows_declares_nothing() -> None:
+    assert compress.build({"s2_reducer": {"cells": 3.0, "rows": 3}}).contraction(layout(100)) is None

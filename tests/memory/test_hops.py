@@ -17,6 +17,7 @@ from compress.test_structure import kept_mean, levels_of
 from compress.test_structure import world as exchanged
 from gossamer import compress, memory, optim
 from gossamer.compress import Exchange
+from gossamer.compress.error_feedback import ErrorFeedback
 from gossamer.memory._hops import Hops, dealt
 from gossamer.memory._rows import Deal, path_of
 from gossamer.memory._scatter import Scatter, parts_of
@@ -106,6 +107,49 @@ def test_what_is_lost_is_accounted_for(islands: tuple[int, ...], inside: Any) ->
     for rank, outcome in enumerate(outcomes):
         wanted = at_level(where, Deal(levels, ("island", "between")), rank, kept)
         torch.testing.assert_close(outcome.mean.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights", [(3, 0, 1, 2), (0, 5, 1, 2), (0, 0, 2, 1), (0, 0, 1, 0)], ids=str)
+@pytest.mark.parametrize("between", [Scatter(compress.codec.build("int4")), compress.build({"two_shot": "sign"})])
+@pytest.mark.parametrize("inside", [None, "int8"])
+def test_that_holds_where_ranks_or_islands_have_no_weight(inside: Any, between: Exchange, weights: Any) -> None:
+    """Whose input does not count owes what it has lost of the others'."""
+    where, levels = crew.layout(), levels_of((2, 2))
+    one = Hops(between, compress.codec.build(inside) if inside else None)
+    shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    outcomes, _ = exchanged(one, levels, where, weights=shares)
+    wanted = torch.zeros(where.numel, dtype=torch.float64)
+    for rank, outcome in enumerate(outcomes):
+        wanted += shares[rank] * crew.kept(crew.bucket(where, rank).flat.double(), outcome)
+        wanted -= 0.0 if outcome.owed is None else outcome.owed.double()
+    deal = Deal(levels, ("island", "between") if isinstance(between, Scatter) else ("island",))
+    for rank, outcome in enumerate(outcomes):
+        at_mine = at_level(where, deal, rank, wanted)
+        torch.testing.assert_close(outcome.mean.double(), at_mine, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights", [(3, 1, 1, 2), (3, 0, 1, 2), (0, 0, 2, 1)], ids=str)
+@pytest.mark.parametrize("between", [Scatter(compress.codec.build("int4")), compress.build({"two_shot": "int4"})])
+@pytest.mark.parametrize("hops", [True, False])
+def test_what_a_narrow_type_rounds_off_is_owed_whole(hops: bool, between: Exchange, weights: Any) -> None:
+    """Whoever alone has the mean of a row bears all that is rounded off it, with weight or without."""
+    if not hops and not isinstance(between, Scatter):
+        pytest.skip("has the whole mean everywhere")
+    where, levels = crew.layout({"w": (24, 16), "b": (40,)}, dtype=torch.bfloat16), levels_of((2, 2))
+    one = ErrorFeedback(Hops(between) if hops else between)
+    shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    path = ("island", "between") if isinstance(between, Scatter) else ("island",)
+    deal = Deal(levels, path if hops else ("all",))
+    states, sent = [one.init(where)] * 4, torch.zeros(where.numel, dtype=torch.float64)
+    given, size = sent.clone(), 0.0
+    for step in range(6):
+        outcomes, _ = exchanged(one, levels, where, states, step, weights=shares)
+        states = [o.state for o in outcomes]
+        mean = sum(w * crew.bucket(where, r, step).flat.double() for r, w in enumerate(shares))
+        firsts = [at_level(where, deal, r, o.mean.double()) for r, o in enumerate(outcomes) if deal.is_first(r)]
+        given, sent, size = given + 0.1 * mean, sent + 0.1 * sum(firsts), size + 0.1 * float(mean.norm())
+    owed = sum(s.tensors["e"].double() for s in states)
+    assert float((sent + owed - given).norm()) < 1e-5 * size
 
 
 @each_level

@@ -211,6 +211,13 @@ def test_a_narrow_way_in_holds_everybody_back() -> None:
         assert link.seconds(arriving * numel) <= end * (1 + 1e-9)
 
 
+def test_a_way_in_slower_than_all_ways_out_says_how_long_a_round_takes() -> None:
+    """Rank 1 receives at a tenth of what rank 0 sends at: by then all could send more, but nothing more can arrive."""
+    out, into = up(1e6, 5e6), up(1e9, 1e5)
+    assert fractions(0.01, 100_000, Paths(up=out, down=into)) == pytest.approx((0.01, 0.01))
+    assert fractions(0.01, 100_000, Paths(up=out, down=up(1e9, 1e9))) == pytest.approx((0.01, 0.05))
+
+
 def test_what_it_writes_is_an_exchange_that_sends_as_said() -> None:
     measured = Statistics(names=("w",), numel=(10_000,))
     choices = BCRS().choose(measured, Paths(up=UNEQUAL))

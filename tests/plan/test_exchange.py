@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+from dataclasses import replace
 from itertools import combinations_with_replacement, product
 
 import pytest
@@ -13,13 +16,16 @@ from gossamer.plan.exchange import (
     Candidate,
     Facts,
     Option,
+    Timeline,
     across_islands,
     choose,
     timeline,
     waited_for,
     wire_seconds,
 )
+from gossamer.spec.errors import BadInput
 from gossamer.spec.links import Link, Links
+from gossamer.spec.units import show_seconds
 from gossamer.wire.message import Combine, Levels, Traffic
 
 EXACT, HALF, LOSSY, HARSH = (
@@ -116,6 +122,36 @@ def test_what_hides_is_not_waited_for_and_what_delays_all_after_it_is() -> None:
     assert sorted(decision.waited) == [f"block.{b}.w" for b in range(4)]
 
 
+def bucket_of(ready_s: float, cpu_s: float, wire_s: float) -> BucketFacts:
+    return BucketFacts(("w",), 1, ready_s, 1.0, (Option(cpu_s, wire_s, 8, 0.0),))
+
+
+def line_of(*buckets: BucketFacts, stolen: float = 0.0) -> Timeline:
+    known = Facts(buckets, compute_s=1.5, backward_s=1.0, stolen=stolen)
+    return timeline(known, [b.options[0] for b in buckets])  # type: ignore[misc]
+
+
+def test_encoding_and_decoding_beside_backward_make_it_longer_by_what_they_steal() -> None:
+    """0.4 s of coding, all done before the backward pass would have ended, of which each half takes its part."""
+    early = bucket_of(ready_s=0.2, cpu_s=0.4, wire_s=0.1)
+    assert line_of(early).step_s == pytest.approx(1.5)
+    assert line_of(early, stolen=1.0).step_s == pytest.approx(1.9)
+    assert line_of(early, stolen=0.5).step_s == pytest.approx(1.7)
+    beside = bucket_of(ready_s=0.6, cpu_s=0.4, wire_s=5.0)  # decoded when nothing is left to steal from
+    assert line_of(beside, stolen=1.0).step_s == pytest.approx(1.5 + 0.2 + (0.6 + 0.2 + 5.0 + 0.2 - 1.2))
+    after = bucket_of(ready_s=1.0, cpu_s=0.4, wire_s=0.1)
+    assert line_of(after, stolen=1.0).step_s == pytest.approx(1.5 + 0.5)
+
+
+def test_one_thread_encodes_and_decodes_one_bucket_at_a_time() -> None:
+    both = bucket_of(ready_s=1.0, cpu_s=0.4, wire_s=0.0)
+    assert line_of(both, both).exposed_s == pytest.approx(4 * 0.2)
+    encoding_last = line_of(bucket_of(1.0, 0.2, 0.0), bucket_of(1.0, 2.0, 0.0))  # encoded at 1.1 and 2.1
+    assert encoding_last.exposed_s == pytest.approx(0.1 + 1.0 + 0.1 + 1.0)
+    wire_last = line_of(bucket_of(1.0, 0.2, 3.0), bucket_of(1.0, 0.2, 1.0))  # arrive at 4.1 and 5.1
+    assert wire_last.exposed_s == pytest.approx(0.1 + 3.0 + 1.0 + 0.1)
+
+
 def test_a_rule_for_every_parameter() -> None:
     """What is written can be read back, and serves every name."""
     decision = choose(facts(20e6), lossy=True, candidates=KINDS)
@@ -139,11 +175,55 @@ def _layout():
     return Layout.of({"w": torch.empty(64, 64)})
 
 
+def test_a_model_without_buckets_has_nothing_to_choose() -> None:
+    decision = choose(Facts((), compute_s=1.0, backward_s=0.5, stolen=0.0), lossy=True)
+    assert decision.written == "dense" and decision.forecast.step_s == 1.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_facts_take_no_number_that_is_none(bad: float) -> None:
+    """Nothing is less than it, so the choice would rest on nothing. An infinite latency is one of them."""
+    option = Option(0.1, 0.2, 100, 0.0)
+    with pytest.raises(BadInput, match=r"finite backward_s, got"):
+        Facts((), compute_s=1.0, backward_s=bad, stolen=0.0)
+    for name in ("cpu_s", "wire_s", "loss"):
+        sick = replace(option, **{name: bad})
+        bucket = BucketFacts(("w",), 10, 0.5, 1.0, (option, None, sick))
+        with pytest.raises(BadInput, match=rf"finite {name} of candidate 2 for bucket 0, got {bad}"):
+            Facts((bucket,), compute_s=1.0, backward_s=1.0, stolen=0.0)
+    links = Links(islands=((0, 1),), levels={"all": Link(latency_s=math.inf, bytes_per_s=1e6)})
+    seconds, _ = wire_seconds(dict.fromkeys((0, 1), (Traffic(Combine.SHUFFLE, 8, 1),)), Levels.flat(2), links)
+    with pytest.raises(BadInput, match="wire_s"):
+        Facts((BucketFacts(("w",), 10, 0.5, 1.0, (Option(0.0, seconds, 8, 0.0),)),), 1.0, 1.0, 0.0)
+    assert show_seconds(math.inf) == "inf s"
+
+
+def test_borders_settle_in_as_many_rounds_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever values are: where they are none, too."""
+    module, asked = importlib.import_module("gossamer.plan.exchange.choose"), list[int]()
+
+    def value(*what: object) -> float:
+        asked.append(1)
+        assert len(asked) < 50, "it does not end"
+        return math.nan
+
+    monkeypatch.setattr(module, "_value", value)
+    assert module._settled(facts(2e6), [0, 1, 2, 3], (0, 2, 4)) == (0, 2, 4) and len(asked) > 1
+
+
 def test_messages_follow_one_another_and_ranks_send_at_once() -> None:
     links = Links(islands=((0, 1),), levels={"all": Link(latency_s=0.01, bytes_per_s=1e6)})
     traffic = (Traffic(Combine.SHUFFLE, 2_000_000, 1), Traffic(Combine.GATHER, 1_000_000, 1))
     seconds, sent = wire_seconds(dict.fromkeys((0, 1), traffic), Levels.flat(2), links)
     assert seconds == pytest.approx(0.01 + 1.0 + 0.01 + 1.0) and sent == 2_000_000
+
+
+def test_the_rank_that_sends_most_is_waited_for() -> None:
+    links = Links(islands=((0, 1, 2),), levels={"all": Link(latency_s=0.0, bytes_per_s=1e6)})
+    sent = {0: (0, 3_000_000, 0), 1: (1_000_000, 0, 500_000), 2: (0, 0, 0)}
+    traffic = {r: (Traffic(Combine.SHUFFLE, sum(n), 1, splits=n, arriving=(0, 0, 0)),) for r, n in sent.items()}
+    seconds, most = wire_seconds(traffic, Levels.flat(3), links)
+    assert seconds == pytest.approx(3.0) and most == 3_000_000
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.said)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from gossamer.spec.links import Link, Links
+from gossamer.wire import probe as wire_probe
 from gossamer.wire.channel.lockstep import Lockstep
 from gossamer.wire.lab import Lab, Topology, lab_unavailable
 from gossamer.wire.probe import islands_of, probe, turns, ways_of
@@ -56,6 +58,28 @@ def test_equal_ways_are_no_exceptions_and_those_inside_islands_say_nothing() -> 
     home = (0, 0, 1, 1)
     rates = matrix(4, lambda i, j: 1e9 * (1 + i) if home[i] == home[j] else 5e6)
     assert ways_of(rates, ((0, 1), (2, 3)), slowest=2e6) == ({}, {})
+
+
+def test_a_way_that_is_slow_in_one_direction_is_slow() -> None:
+    """An exchange goes both ways: who sends fast to a site and hears slowly from it is no part of it."""
+    site = (0, 0, 1, 1)
+    rates = matrix(4, lambda i, j: 1e6 if site[i] > site[j] else 1e9)
+    assert islands_of(rates) == ((0, 1), (2, 3))
+
+
+def test_one_late_message_is_not_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    (channel,) = Lockstep.world(1)
+    found = iter([1e-3, 1e-3, 0.5, 1.2e-3, 1e-3, 0.9e-3, 1e-3, 1.1e-3, 1e-3])
+    monkeypatch.setattr(wire_probe, "_seconds", lambda *what: next(found))
+    assert wire_probe._latency(channel) == 1e-3
+
+
+def test_the_slowest_rank_says_what_a_link_can_do() -> None:
+    """All measure; what counts for all is the time of the one that took longest."""
+    channels = Lockstep.world(3, patience_s=20.0)
+    with ThreadPoolExecutor(3) as ranks:
+        found = list(ranks.map(wire_probe._agreed, channels, (0.1, 0.7, 0.3)))
+    assert found == [0.7] * 3
 
 
 @pytest.mark.parametrize("ranks", range(2, 10))

@@ -84,6 +84,12 @@ class Exchange(ABC):
         """delta, where E|lost|^2 <= (1 - delta)|x|^2 holds for every x; None where no delta > 0 does."""
         return 1.0 if self.traits.lossless else None
 
+    def part_of_mean(self, at: Round) -> float:
+        """This rank's part of what is lost where the mean is rounded to the bucket's type. All ranks hold the same one,
+        and each bears as much as its input has counted, unless a method says otherwise.
+        """
+        return at.share
+
     def for_island(self) -> Exchange:
         """What is left of it where only the ranks of an island meet, as while islands train apart: all of it, unless it
         speaks of islands itself. Then that is a method without state.

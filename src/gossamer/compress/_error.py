@@ -41,7 +41,7 @@ def error_of(
         at = Round(0, _ALONE, torch.ones(1, dtype=torch.float64), (key[0], key[1] + step), 1.0)
         (outcome,) = run_lockstep(Lockstep.world(1, _ALONE), [exchange.run(Bucket(layout, flat.clone()), state, at)])
         state = outcome.state
-    return float(torch.linalg.vector_norm(flat - outcome.mean.float()))
+    return float(torch.linalg.vector_norm(flat - outcome.mean.float(), dtype=torch.float64))
 
 
 def bytes_of(exchange: Measurable, layout: Layout, levels: Levels, rank: int = 0) -> int:

@@ -162,8 +162,9 @@ def put_back(state: State, place: Place, part: State) -> State:
     tensors = dict(state.tensors)
     for name, tensor in part.tensors.items():
         old = state.tensors[name]
-        around = (old[: place.mine.start], tensor, old[place.mine.stop :])
-        tensors[name] = torch.cat(around) if _by_entry(name, old, place) else tensor
+        if _by_entry(name, old, place):
+            tensor = torch.cat((old[: place.mine.start], tensor, old[place.mine.stop :]))
+        tensors[name] = tensor
     return State(tensors, tuple(put_back(a, place, b) for a, b in zip(state.inner, part.inner, strict=True)))
 
 

@@ -117,7 +117,8 @@ class Split:
 
     def first(self, layout: Layout) -> Layout:
         """What `pack` makes of a bucket laid out so, with the left factors: a bucket of its own, in float32."""
-        sizes: list[tuple[str, tuple[int, ...]]] = [(f"dense@{a}", (b - a,)) for a, b in self.dense]
+        names = {e.start: e.name for e in layout.entries if e.numel}  # no two buckets have the same: they draw apart
+        sizes: list[tuple[str, tuple[int, ...]]] = [(f"dense@{names[a]}", (b - a,)) for a, b in self.dense]
         sizes += [(f"p@{batch.names[0]}", batch.left) for batch in self.batches]
         starts = accumulate((prod(shape) for _, shape in sizes), initial=0)
         entries = tuple(Entry(name, shape, start) for (name, shape), start in zip(sizes, starts, strict=False))
@@ -143,6 +144,12 @@ class Split:
             size = stop - start
             flat[start:stop] = 0.0 if lost is None else lost[at : at + size]
             at += size
+
+    def dense_of(self, packed: Tensor, like: Tensor) -> Tensor:
+        """The dense ranges of what was packed in their places, zeros elsewhere."""
+        found = torch.zeros_like(like)
+        self.lose_dense(found, packed)
+        return found
 
 
 def split(layout: Layout, rank: int, *, steps: int) -> Split:

@@ -51,7 +51,7 @@ class DeltaReference(Exchange):
         out = yield from self.inner.run(Bucket(as_float(x.layout), x.flat.float() - r), inner, at)
         moved = r + out.mean
         mean = moved.to(x.layout.dtype, copy=True)  # whoever gets it may change it
-        return Outcome(mean, out.lost, State({"r": moved}, (out.state,)))
+        return Outcome(mean, out.lost, State({"r": moved}, (out.state,)), out.owed)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return self.inner.traffic(as_float(layout), levels, rank)

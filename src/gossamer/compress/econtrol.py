@@ -2,14 +2,14 @@
 
 Equations (rank i, step t; u_t = w_i g_t):
     d_i    = x_i - h_i / w_i + eta e_i / u_t
-    h_i   <- h_i + w_i kept(d_i)
+    h_i   <- h_i + w_i kept(d_i) - owed_i
     e_i   <- e_i + g_t (w_i x_i - h_i)
     agg   <- agg + sum_j w_j kept(d_j) = sum_j h_j,   which is the mean
     so that sum_t g_t agg_t + sum_i e_{i,T} = sum_t g_t sum_i w_i x_{i,t}
 Symbols: x_i input; w_i its weight; g_t the learning rate with `track_lr`, else 1; kept(d) what the inner exchange
 keeps of d; h_i what all ranks know of my weighted input, e_i what the parameters are owed by this rank, both zero at
 first; agg (numel,) the same on every rank, bit for bit. Rates and weights that change are treated as in
-error_feedback (e) and ef21 (h, agg). eta = 0 is ef21; the published e_i is this one divided by u_t.
+error_feedback (e) and ef21 (h, agg, owed). eta = 0 is ef21; the published e_i is this one divided by u_t.
 eta:     without one, delta / (2 - delta) of the inner exchange for this very bucket, at most 0.5; 0.01 where it
 declares no delta. Why: let each number be kept with probability delta. From one time to the next, G steps later, its
 error is multiplied by 1 - eta G, and E(1 - eta G)^2 is least there; from twice that value on it is above one. `check`
@@ -70,6 +70,8 @@ class EControl(Exchange):
         if out.lost is not None:
             kept -= out.lost
         known = torch.add(h, kept, alpha=share, out=sent)
+        if out.owed is not None:
+            known -= out.owed
         mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
         owed = torch.empty_like(e)
         for one, old, new, heard in in_cache(owed, e, flat, known):

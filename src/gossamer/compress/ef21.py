@@ -2,13 +2,14 @@
 
 Equations (rank i, step t):
     d_i   = x_i - h_i / w_i
-    h_i  <- h_i + w_i kept(d_i)
+    h_i  <- h_i + w_i kept(d_i) - owed_i
     agg  <- agg + sum_j w_j kept(d_j) = sum_j h_j,   which is the mean
 Symbols: x_i input; w_i its weight; kept(d) what the inner exchange keeps of d; h_i what all ranks know of my weighted
 input w_i x_i, h_i = 0 at first; agg (numel,) the same on every rank, bit for bit.
 Memory counts weighted inputs, so agg = sum_j h_j holds, up to rounding, also where weights change from step to step:
 a changed weight is a changed w_i x_i, and is sent like any other change. With constant weights this is the paper's
-method, h_i being w_i times the paper's. A rank without weight cannot be heard: its h_i stays as it is until it can.
+method, h_i being w_i times the paper's. A rank without weight cannot be heard: its h_i stays as it is until it can, but
+for owed_i, what it has lost of others' input in an exchange that encodes twice.
 Nothing is owed to the parameters, so learning rates play no part.
 Wire:    that of the inner exchange.   State: 2 numel float32, by parameter.   Work: 3 numel flop.
 Paper:   Richtarik, Sokolov, Fatkhullin, arXiv 2106.05203.
@@ -55,7 +56,8 @@ class EF21(Exchange):
         kept = difference(flat, h, share)  # again: what was sent may have been overwritten
         if out.lost is not None:
             kept -= out.lost
-        known = {"h": torch.add(h, kept, alpha=share, out=sent), "agg": agg}
+        h = torch.add(h, kept, alpha=share, out=sent)
+        known = {"h": h if out.owed is None else h.sub_(out.owed), "agg": agg}
         mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
         return Outcome(mean, None, State(known, (out.state,)))
 

@@ -3,10 +3,11 @@
 Equations (rank i, step t):
     m_i  <- (1 - a) m_i + a w_i x_i
     d_i   = (m_i - h_i) / w_i
-    h_i  <- h_i + w_i kept(d_i)
+    h_i  <- h_i + w_i kept(d_i) - owed_i
     agg  <- agg + sum_j w_j kept(d_j) = sum_j h_j,   which is the mean
 Symbols: x_i input; w_i its weight; m_i running mean of my weighted inputs, h_i what all ranks know of it, both zero
-at first; a in (0, 1]; kept(d) what the inner exchange keeps of d; agg (numel,) the same on every rank, bit for bit.
+at first; a in (0, 1]; kept(d) what the inner exchange keeps of d; owed_i as in ef21; agg (numel,) the same on every
+rank, bit for bit.
 Weights that change are treated as in ef21; a rank without weight forgets, and is heard when it has weight again.
 Wire:    that of the inner exchange.   State: 3 numel float32, by parameter.   Work: 6 numel flop.
 Paper:   Fatkhullin, Tyurin, Richtarik, arXiv 2305.15155.
@@ -58,7 +59,8 @@ class EF21SGDM(Exchange):
         kept = _news(m, h, share)  # again: what was sent may have been overwritten
         if out.lost is not None:
             kept -= out.lost
-        known = {"m": m, "h": torch.add(h, kept, alpha=share, out=sent), "agg": agg}
+        h = torch.add(h, kept, alpha=share, out=sent)
+        known = {"m": m, "h": h if out.owed is None else h.sub_(out.owed), "agg": agg}
         mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
         return Outcome(mean, None, State(known, (out.state,)))
 

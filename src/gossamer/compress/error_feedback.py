@@ -3,12 +3,13 @@
 Equations (rank i, step t; u_t = w_i g_t):
     s_t     = x_t + e_t / u_t
     mean_t  = exchange(s_t),   in which lost_t is missing of mine
-    e_{t+1} = u_t lost_t
+    e_{t+1} = u_t lost_t,   and e_t + g_t owed_t where u_t = 0
     so that sum_t g_t mean_t + sum_i e_{i,T} = sum_t g_t sum_i w_i x_{i,t}
 Symbols: x_t input; e_t residual, e_0 = 0; w_i my weight; g_t the learning rate with `track_lr`, else 1. So the
 residual is what the parameters are still owed by this rank: neither a changing rate nor changing weights stretch
 it, and the residuals of ranks that leave can be added to those of others. A step at rate 0 moves and owes nothing;
-a rank without weight sends nothing of its residual. What the bucket's own type rounds off the mean is owed as well.
+a rank without weight sends nothing of its residual, and adds to it what it has lost of the others' input (owed_t). What
+the bucket's own type rounds off the mean is owed as well.
 Wire:    that of the inner exchange.   State: numel float32, by parameter.   Work: 3 numel flop.
 Paper:   Seide et al. 2014; Karimireddy et al., arXiv 1901.09847; the rate as in Zheng et al., arXiv 1905.10936.
 Good when: the compressor contracts.   Not for: strong heterogeneity between ranks (see econtrol), or rates that fall
@@ -50,8 +51,10 @@ class ErrorFeedback(Exchange):
         sent = torch.add(x.flat.float(), e, alpha=1 / unit if unit else 0.0)
         out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, replace(at, accounts=True))
         owed = self._owed(out.lost, e, unit)
+        if out.owed is not None:
+            owed.add_(out.owed, alpha=rate_of(at, self.track_lr))
         mean = out.mean.to(x.layout.dtype)
-        rounded_off(owed, out.mean, mean, unit)
+        rounded_off(owed, out.mean, mean, rate_of(at, self.track_lr) * self.inner.part_of_mean(at))
         return Outcome(mean, None, State({"e": owed}, (out.state,)))
 
     @staticmethod

@@ -4,7 +4,8 @@ Equations (island I of rank i; W_I = sum of w_i over I; every owner o of an isla
     m_I    = sum_{i in I} (w_i / W_I) D(C(x_i))       summed by the owner, in rank order
     M      = sum_I W_I (m_I - lost_I)                 by `between`, among the owners of the same entries in all islands
     mean   = D(C(M))                                  sent by the owners to the ranks of their islands
-    lost_i = x_i - D(C(x_i)), and at the owner  + (W_I / w_o) (lost_I + M - mean)
+    lost_i = x_i - D(C(x_i)), and at the owner  + (W_I / w_o) (lost_I + M - mean);
+    owed_o = W_I (lost_I + M - mean) + owed_I  where w_o = 0
 Symbols: x_i (numel,) input of rank i; w_i its weight; C `inside`, D its inverse (the identity where none is given).
 Levels:  `island` and `between` (see wire.message.Levels.islands). Of every island as many ranks own entries as the
 smallest has; the others run `between` on nothing and in a group of one, so that all ranks send as many messages.
@@ -71,14 +72,18 @@ class Hierarchical(Exchange):
         sub = Bucket(here.mine.layout, island.to(x.layout.dtype))
         out = yield from across(self.between, sub, part_of(inner, here), at, here)
         mean = yield from self._spread(out.mean, here, keys)
-        lost = None
+        lost = owed = None
         if at.accounts and (out.lost is not None or not self._exact):
             lost = x.flat.float() - self._decoded(sent, here, keys).float()
             later = out.mean.float() - mean[here.mine.slice].float()
             later += 0.0 if out.lost is None else out.lost
+            weight = float(here.totals(at.weights)[at.rank])
             if at.share > 0:
-                lost[here.mine.slice].add_(later, alpha=float(here.totals(at.weights)[at.rank]) / at.share)
-        return Outcome(mean, lost, State(inner=(put_back(inner, here, out.state),)))
+                lost[here.mine.slice].add_(later, alpha=weight / at.share)
+            else:
+                owed = torch.zeros_like(lost)
+                owed[here.mine.slice] = later.mul_(weight) if out.owed is None else out.owed.add(later, alpha=weight)
+        return Outcome(mean, lost, State(inner=(put_back(inner, here, out.state),)), owed)
 
     def _reduce(self, sent: Tensor, here: Place, at: Round, keys: list[Key]) -> _Turns:
         """The mean of my island, of the entries I own, in float32."""

@@ -50,7 +50,8 @@ class Momentum(Exchange):
         mean = torch.sub(out.mean, before, alpha=self.beta).div_(1 - self.beta)
         lost = out.lost.div_(1 - self.beta) if out.lost is not None else None
         after = State({"momentum": out.mean.float().clone()}, (out.state,))
-        return Outcome(mean.to(x.layout.dtype), lost, after)
+        owed = out.owed.div_(1 - self.beta) if out.owed is not None else None
+        return Outcome(mean.to(x.layout.dtype), lost, after, owed)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return self.inner.traffic(as_float(layout), levels, rank)

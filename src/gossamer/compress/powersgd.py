@@ -79,7 +79,8 @@ class PowerSgd(Exchange):
             if at.accounts:
                 batch.take(flat, left, own)
             tensors |= batch.named(unit_rows(right, old), "q")
-        return Outcome(mean.to(x.layout.dtype), flat if at.accounts else None, State(tensors, (out.state,)))
+        lost, owed = (flat if at.accounts else None), (None if out.owed is None else cut.dense_of(out.owed, flat))
+        return Outcome(mean.to(x.layout.dtype), lost, State(tensors, (out.state,)), owed)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         cut = self._split(layout)

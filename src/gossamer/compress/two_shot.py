@@ -3,9 +3,10 @@
 Equations (n ranks, chunk c belongs to rank c):
     m_c  = w_c x_c[c] + sum_{i != c} w_i D(C(x_i[c]))      what its owner sums: its own numbers need no code
     mean = (D(C'(m_0)), ..., D(C'(m_{n-1})))
-    lost_i = x_i - D(C(x_i)), and on its own chunk  (m_i - D(C'(m_i))) / w_i
+    lost_i = x_i - D(C(x_i)), and on its own chunk  (m_i - D(C'(m_i))) / w_i;   owed_i = m_i - D(C'(m_i)) where w_i = 0
 Symbols: x_i (numel,) input of rank i; w_i its weight; C `codec`, C' `back` (the same codec where none is given).
-The owner takes the loss of the second encoding on itself, so that feedback around it sees both.
+The owner takes the loss of the second encoding on itself, so that feedback around it sees both; one without weight
+owes it to the mean.
 Wire:    SHUFFLE of n messages of ceil(numel / n) numbers, then GATHER of one: 2 (n-1)/n of an encoded bucket. Where
 messages are as long as they need to be, a MAX of 4 bytes goes before each, and all are padded to the longest.
 State:   none.   Work: per element one encoding, which finds out what is lost as well, and one decoding.
@@ -56,9 +57,16 @@ class TwoShot(Exchange):
         answer = yield from _even(self._back, _encoded(self._back, mine, key_back, mine if loses else None))
         (answers,) = yield Message((answer,), Combine.GATHER)
         mean = self._back.decode(answers, chunk, key_back)  # (ranks, chunk)
-        if loses:
-            mine.mul_(1 / at.share if at.share > 0 else 0.0)
-        return Outcome(_flat(mean, x.layout).to(x.layout.dtype), _flat(rows, x.layout) if loses else None, state)
+        owed = None
+        if loses and at.share > 0:
+            mine.mul_(1 / at.share)
+        elif loses:
+            owed = torch.zeros_like(rows)
+            owed[me].copy_(mine)
+            mine.zero_()
+            owed = _flat(owed, x.layout)
+        lost = _flat(rows, x.layout) if loses else None
+        return Outcome(_flat(mean, x.layout).to(x.layout.dtype), lost, state, owed)
 
     def _for_others(self, rows: Tensor, me: int, key: Key, *, loses: bool) -> Tensor:
         """(ranks, nbytes): every row encoded but my own, which travels nowhere."""

@@ -3,7 +3,7 @@
 Equations:
     S_i    = places of the k_i largest |x_i|,   k_i = max(1, round(fractions[i] numel)), numel where 8 k_i >= 4 numel
     v_i    = p_i / w_i x_i on S_i, 0 elsewhere,   p_i = w_i f_i^tilt / sum_j w_j f_j^tilt
-    o      = number of ranks that sent a place;   M = gamma where 1 <= o <= overlap, 1 elsewhere
+    o      = number of ranks that sent a place as other than zero;   M = gamma where 1 <= o <= overlap, 1 elsewhere
     kept_i = M v_i;   mean = sum_i w_i kept_i = M sum_i p_i (x_i on S_i)
 Symbols: x_i (numel,) input of rank i; w_i its weight; f_i = fractions[i] (one fraction: that of every rank).
 Wire:    uneven SHUFFLE: 8 k_i bytes (float32 value, int32 place), or 4 numel of a rank that sends all, to each of the
@@ -79,7 +79,7 @@ class UnevenTopK(Exchange):
         mean = _total(flat, pieces, shares)
         kept = _total(flat, [pieces[at.place]], [shares[at.place] / at.share if at.share > 0 else 1.0])
         if self.gamma != 1.0:
-            senders = _total(flat, [(torch.ones_like(v), where) for v, where in pieces], [1.0] * len(pieces))
+            senders = _total(flat, [((v != 0).to(v.dtype), where) for v, where in pieces], [1.0] * len(pieces))
             mask = torch.where((senders >= 1) & (senders <= self.overlap), self.gamma, 1.0)
             mean.mul_(mask)
             kept.mul_(mask)

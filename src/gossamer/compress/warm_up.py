@@ -61,7 +61,7 @@ class WarmUp(Exchange):
         for _ in range(rounds - spent):
             yield Message((torch.empty(0, dtype=torch.uint8),), Combine.SUM)
         after = (out.state, inner) if is_first else (first, out.state)
-        return Outcome(out.mean, out.lost, State({}, after))
+        return Outcome(out.mean, out.lost, State({}, after), out.owed)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         first, inner = (one.traffic(layout, levels, rank) for one in (self.first, self.inner))

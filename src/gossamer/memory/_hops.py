@@ -3,7 +3,8 @@
 Equations (island I of rank i; W_I = sum of w_i over I; rows k belong to the k-th ranks of all islands together):
     m_I[k] = sum_{i in I} (w_i / W_I) D(C(x_i[k]))     at the k-th rank of I, whose own numbers need no code
     mean[k] = sum_I W_I m_I[k]                         by `between`, among the k-th ranks of all islands
-    lost_i = x_i - D(C(x_i)) of others' rows, and of its own  (W_k / w_k) lost of `between`
+    lost_i = x_i - D(C(x_i)) of others' rows, and of its own  (W_k / w_k) lost of `between`;
+    owed_i = W_k lost of `between` and what that owes, of its own rows, where w_i = 0
 Symbols: C `inside`, D its inverse (the identity where none is given). `between` may be a Scatter: then the k-th rows
 are dealt out among the k-th ranks, and each gets the mean of its own; or any exchange, and they all get the mean of k.
 The order of a message inside is a permutation of the bucket: all rows of the first owner, of the second, and so on.
@@ -69,9 +70,15 @@ class Hops(Exchange):
             return Outcome(x.flat, lost, state)
         out = yield from across(self.between, sub, _part(inner, own), at, here)
         unpacked(out.mean, own, x.flat.zero_())
-        if lost is not None and out.lost is not None and at.share > 0:
-            unpacked(out.lost * (float(here.totals(at.weights)[at.rank]) / at.share), own, lost)
-        return Outcome(x.flat, lost, State(inner=(_put_back(inner, own, out.state),)))
+        owed = None
+        if lost is not None and out.lost is not None:
+            weight = float(here.totals(at.weights)[at.rank])
+            if at.share > 0:
+                unpacked(out.lost * (weight / at.share), own, lost)
+            else:
+                owed = torch.zeros_like(lost)
+                unpacked(out.lost * weight if out.owed is None else out.owed.add(out.lost, alpha=weight), own, owed)
+        return Outcome(x.flat, lost, State(inner=(_put_back(inner, own, out.state),)), owed)
 
     def _reduce(
         self, x: Bucket, here: Place, parts: tuple[Part, ...], at: Round, lost: Tensor | None
@@ -103,6 +110,16 @@ class Hops(Exchange):
         message = self.inside.encode_losing(rows, key, rows)
         unpacked(rows, part, lost)
         return message
+
+    def part_of_mean(self, at: Round) -> float:
+        """Of its rows on its island all of it; the islands share it as `between` has it."""
+        if _is_one(at.levels):
+            return 1.0
+        islands = at.levels.groups["island"]
+        weights = [float(at.weights[list(island)].sum()) for island in islands]
+        mine = islands.index(at.levels.group("island", at.rank))
+        level = Levels({"all": (tuple(range(len(islands))),)})
+        return self.between.part_of_mean(replace(at, rank=mine, levels=level, weights=torch.tensor(weights)))
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         here = _place(layout, levels, rank)

@@ -26,10 +26,7 @@ from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Roun
 
 @dataclass(frozen=True, slots=True)
 class Scatter(Exchange):
-    """In the bucket's own type, or through a codec. Of others' rows the bucket holds zeros afterwards.
-
-    Feedback around it books what a half type rounds off a rank's own rows with that rank's weight alone.
-    """
+    """In the bucket's own type, or through a codec. Of others' rows the bucket holds zeros afterwards."""
 
     codec: Codec | None = None
 
@@ -59,6 +56,10 @@ class Scatter(Exchange):
                 self.codec.add(own, arrived[place], share, key)
         unpacked(own.to(x.flat.dtype), parts[me], x.flat.zero_())
         return Outcome(x.flat, None if lost is None or not at.accounts else spread(lost, parts, x.flat), state)
+
+    def part_of_mean(self, at: Round) -> float:
+        """All of it: nobody else has the mean of its rows."""
+        return 1.0
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         parts = parts_of(layout, len(levels.group("all", rank)))

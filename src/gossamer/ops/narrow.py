@@ -9,6 +9,8 @@ from gossamer.ops.blocks import as_rows, scratch, spans
 from gossamer.ops.quantise import SMALLEST, largest
 
 _EXPONENT = 0x7F800000  # of a float32
+_FAR = 2.0**112  # a scale beside which a number of 16 bits may leave float32
+_MOST = torch.finfo(torch.float32).max
 
 
 def narrow(x: Tensor, block: int, top: int, scales: Tensor, out: Tensor) -> None:
@@ -28,14 +30,21 @@ def narrow(x: Tensor, block: int, top: int, scales: Tensor, out: Tensor) -> None
 
 
 def widen(values: Tensor, scales: Tensor, block: int) -> Tensor:
-    """What `narrow` wrote, as a new (..., numel) float32."""
+    """What `narrow` wrote, as a new (..., numel) float32. What rounding has made larger than the largest float32 comes
+    back as that: only a block with an infinite scale had a number that is not finite.
+    """
     out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     rows, scales, target = as_rows(values), as_rows(scales), as_rows(out)
     eighth = rows.dtype == torch.float8_e4m3fn
+    reaches_the_end = bool((scales >= _FAR).any())
     for span in spans(rows, block):
         here, power = span.numbers(target), span.blocks(scales).unsqueeze(-1)
         here.copy_(_e4m3(span.numbers(rows)) if eighth else span.numbers(rows))
-        here.mul_(power * 2.0**8 if eighth else power)
+        if reaches_the_end:  # one factor alone would be infinite, or the product may be
+            here.mul_(2.0**8 if eighth else 1.0).mul_(power)
+            here.copy_(torch.where(power.isfinite(), here.clamp(-_MOST, _MOST), here))
+        else:
+            here.mul_(power * 2.0**8 if eighth else power)
     return out
 
 

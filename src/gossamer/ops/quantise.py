@@ -86,7 +86,10 @@ class _Shake:
 def _steps(values: Tensor, room: Tensor, levels: int, scale: Tensor, noise: _Shake | None) -> Tensor:
     top = largest(values, room)
     if noise is not None:
-        top *= 1 + 2.0**-22  # so that no noise can round the largest number beyond the last level
+        # So that no noise can round the largest number beyond the last level, where it would change its sign: its
+        # product with the inverse may be some bits more than `levels`. A block that reaches the last float32 becomes
+        # infinite by it.
+        top *= 1 + 2.0**-22
     torch.div(top, levels, out=scale)
     inverse = torch.where(top < SMALLEST, torch.zeros_like(top), levels / top)
     steps = torch.mul(values, inverse.unsqueeze(-1), out=room)

@@ -30,13 +30,13 @@ class Rehearsal:
     gradients: dict[str, Tensor]
 
 
-def rehearse(engine: Engine, feed: Feed, params: Mapping[str, Tensor]) -> Rehearsal:
-    """Compute the first step's first micro-batch some times; the model is afterwards as it was in all it keeps."""
-    pieces = feed.fetch(0)
+def rehearse(engine: Engine, feed: Feed, params: Mapping[str, Tensor], step: int = 0) -> Rehearsal:
+    """Compute the first micro-batch of `step` some times; the model is afterwards as it was in all it keeps."""
+    pieces = feed.fetch(step)
     piece = MicroBatch(pieces[0].key, moved(pieces[0].rows, engine.device))
     with untouched(engine.module, is_timed=True):
         engine.module.train()
-        runs = [_once(engine, piece, params) for _ in range(_REPEATS + 1)][1:]
+        runs = [_once(engine, piece, params, step) for _ in range(_REPEATS + 1)][1:]
         fastest = min(runs, key=lambda one: one.compute_s)
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in params.items()}
     return Rehearsal(fastest.compute_s * len(pieces), fastest.backward_s, fastest.ready_s, gradients)
@@ -78,12 +78,12 @@ def _encode_until(stop: threading.Event, busy: threading.Event) -> None:
         busy.set()
 
 
-def _once(engine: Engine, piece: MicroBatch, params: Mapping[str, Tensor]) -> Rehearsal:
+def _once(engine: Engine, piece: MicroBatch, params: Mapping[str, Tensor], step: int) -> Rehearsal:
     for param in params.values():
         param.grad = None
     ready: dict[str, float] = {}
     began = time.perf_counter()
-    loss = torch.nan_to_num(engine.loss(piece.rows, step=0, key=piece.key))
+    loss = torch.nan_to_num(engine.loss(piece.rows, step=step, key=piece.key))
     _settle(engine.device)
     turned = time.perf_counter()
     hooks = [
@@ -93,7 +93,7 @@ def _once(engine: Engine, piece: MicroBatch, params: Mapping[str, Tensor]) -> Re
         for n, p in params.items()
     ]
     try:
-        with engine.randomness.at(0, piece.key):
+        with engine.randomness.at(step, piece.key):
             loss.backward()  # type: ignore[no-untyped-call]
         _settle(engine.device)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from gossamer.spec.errors import bad_input
@@ -23,6 +24,8 @@ def show_gib(count: float) -> str:
 
 def show_seconds(seconds: float) -> str:
     """0.0123 -> "12.3 ms"; 75 -> "1m15s"; 7500 -> "2h05m"."""
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:

@@ -29,7 +29,7 @@ from gossamer.compress.codec.fp8 import Fp8
 from gossamer.compress.dense import Dense
 from gossamer.compress.two_shot import TwoShot
 from gossamer.sync._fragments import Course, Departed, Flight, Fragment, Part, Squares, are_finite, fragments_of
-from gossamer.sync._island_wide import among_all
+from gossamer.sync._island_wide import among_all, stays_of
 from gossamer.sync._loop import Loop
 from gossamer.sync._replica import Replica
 from gossamer.sync._roll_call import Call, Due, RollCall
@@ -375,7 +375,7 @@ class Apart:
                     part.state = self._anew(part) if full else outcome.state
                 self._loop.rule.step(fragment.anchors, means, fragment.outer, flight.at)
             keeps_own = arrived and flight.takes_part and not (final or full)
-            losses = [o.lost if keeps_own else None for o in outcomes]
+            losses = [stays_of(o, self._islands) if keeps_own else None for o in outcomes]
             carried = self._moved_since(fragment, flight) if keeps_own and flight.left else ()
             self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0, carried)
             came = means if arrived else [torch.zeros_like(mean) for mean in means]
@@ -456,8 +456,9 @@ class Apart:
             part.each = outcome.state
             part.anchor.sub_(outcome.mean)
             part.was.sub_(outcome.mean)
-            if outcome.lost is not None and sound:
-                part.was.sub_(outcome.lost)
+            stays = stays_of(outcome, self._islands)
+            if stays is not None and sound:
+                part.was.sub_(stays)
         self._follow(parts)
 
     def _follow(self, parts: Sequence[Part]) -> None:
@@ -536,6 +537,11 @@ class Apart:
     def _loop(self) -> Loop:
         assert self.loop is not None
         return self.loop
+
+    @property
+    def _islands(self) -> int:
+        """How many there are."""
+        return len(self.replica.levels.groups["island"])
 
     @property
     def _here(self) -> tuple[int, Levels]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from gossamer.compress import Exchange, Traits
 from gossamer.compress.hierarchical import Hierarchical
 from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.message import Combine, Levels, Message, Round, Rounds, State, Traffic
+from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
 
 
 def among_all(exchange: Exchange, levels: Levels, *, keeps: bool) -> Exchange:
@@ -22,11 +23,21 @@ def among_all(exchange: Exchange, levels: Levels, *, keeps: bool) -> Exchange:
     return IslandWide(wide) if keeps else wide
 
 
+def stays_of(outcome: Outcome, islands: int) -> Tensor | None:
+    """What of a displacement stays with the island it came from: what was lost of it; and what an island without weight
+    has lost of the others', times their number: it comes back to the mean where islands then weigh alike.
+    """
+    if outcome.lost is None or outcome.owed is None:
+        return outcome.lost
+    return outcome.lost.add(outcome.owed, alpha=islands)
+
+
 @dataclass(frozen=True, slots=True)
 class IslandWide(Exchange):
     """Around an exchange over islands: what is lost is the island's, and not that of the rank that spoke for it.
 
-    lost <- sum_{i in I} (w_i / W_I) lost_i, W_I = sum of w_i over I: one SUM of float32 inside the island more.
+    lost <- sum_{i in I} (w_i lost_i + owed_i) / W_I, W_I = sum of w_i over I: a SUM of float32 more inside the island.
+    An island without weight: the mean of its lost_i, and what its ranks owe as `stays_of` has it.
     """
 
     inner: Exchange
@@ -42,9 +53,12 @@ class IslandWide(Exchange):
         out = yield from self.inner.run(x, state, at)
         lost = torch.zeros_like(out.mean, dtype=torch.float32) if out.lost is None else out.lost
         mine = at.weights[list(at.levels.group("island", at.rank))]
-        share = at.share / float(mine.sum()) if float(mine.sum()) > 0 else 1 / len(mine)
-        (total,) = yield Message((lost.mul_(share),), Combine.SUM, "island")
-        return replace(out, lost=total)
+        weight = float(mine.sum())
+        lost.mul_(at.share / weight if weight > 0 else 1 / len(mine))
+        if out.owed is not None:
+            lost.add_(out.owed, alpha=1 / weight if weight > 0 else len(at.levels.groups["island"]))
+        (total,) = yield Message((lost,), Combine.SUM, "island")
+        return replace(out, lost=total, owed=None)
 
     def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
         return (*self.inner.traffic(layout, levels, rank), Traffic(Combine.SUM, layout.numel, 4, "island"))

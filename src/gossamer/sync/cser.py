@@ -4,7 +4,9 @@ brought together every H steps as far as `exchange` carries it (error reset, in 
 Equations (island i, step p_i, residual e_i = x_i - a):
     x_i <- x_i - mean_j C2(p_j) - (p_i - C2(p_i)) ;   a <- a - mean_j C2(p_j)
     every H steps:  a <- a + mean_j C1(e_j) ;   x_i <- a + (e_i - C1(e_i))
-Symbols: a anchor, the same on all islands; C2 `each`, C1 `exchange`; means weighted by samples seen.
+Symbols: a anchor, the same on all islands; C2 `each`, C1 `exchange`; means weighted by samples seen. What
+an exchange that encodes twice has lost of the others at an island without samples stays there, for islands that weigh
+alike when they next meet.
 Wire:    per step what `each` sends of the model, and every H steps what `exchange` does.   State: the anchor and where
 the island was before the step, each as large as the model.
 Paper:   Xie et al., CSER, NeurIPS 2020, arXiv 2007.13221. There C1 and C2 are random blocks (random_blocks here), and

@@ -218,14 +218,16 @@ class Outcome:
     """The end of an exchange.
 
     `mean`: weighted mean over ranks, flat like the bucket. `lost`: the part of MY input that the mean does not account
-    for, float32, so that mean = sum_i w_i kept_i with kept_i = x_i - lost_i. None: nothing is lost, now (a loss-free
-    exchange) or in time (feedback, which remembers it itself), or nobody asked (`Round.accounts`). `state`: the new
-    one.
+    for, float32; None: nothing is lost, now (a loss-free exchange) or in time (feedback, which remembers it itself), or
+    nobody asked (`Round.accounts`). `state`: the new one. `owed`: what I have lost of the mean itself, by a second
+    encoding, where my input has no weight that it could be laid on; float32, in the unit of the mean. So
+    mean = sum_i (w_i kept_i - owed_i) with kept_i = x_i - lost_i, and `owed` is None on every rank that has weight.
     """
 
     mean: Tensor
     lost: Tensor | None
     state: State
+    owed: Tensor | None = None
 
 
 Rounds: TypeAlias = Generator[Message, tuple[Tensor, ...], Outcome]

@@ -10,7 +10,7 @@ Wire:    2 numel bytes, and 4 ceil(numel / 1024) with float16; each padded to 4.
 Error:   of a number at most 2^-8 |x| (bfloat16), 2^-11 |x| + 2^-39 max|x_b| (float16).
 Paper:   Micikevicius et al., arXiv 1710.03740 (float16); Kalamkar et al., arXiv 1905.12322 (bfloat16).
 Good when: nothing may be noticed.   Not for: links that need more than half of the bytes gone.
-A float32 beyond the largest bfloat16 (3.39e38) becomes infinite; what is infinite stays so.
+A float32 beyond the largest bfloat16 (3.39e38) becomes infinite, as float16 it stays finite; what is infinite stays so.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Equations (per block b):
 Symbols: t 7 for e4m3 (4 significant bits, exponents -6 to 8), 14 for e5m2 (3 significant bits, exponents -14 to 15).
 Wire:    numel + 4 ceil(numel / block) bytes, padded to 4; the numbers in torch's float8_e4m3fn or float8_e5m2.
 Error:   of a number at most 2^-4 |x| + 2^-17 max|x_b| (e4m3), 2^-3 |x| + 2^-31 max|x_b| (e5m2).
+A finite number stays finite: above the last step below 2^128 it becomes the largest float32.
 Paper:   Micikevicius et al., arXiv 2209.05433.
 Good when: numbers of a block differ widely (activations, heavy tails).   Not for: those that do not: int8 is closer.
 Unlike the paper: the scale is a power of two and belongs to a block, so scaling itself loses nothing.

@@ -8,7 +8,7 @@ seconds, made dearer by the part of the gradient that it leaves for later, are f
 
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_islands
 from gossamer.plan.exchange.choose import Decision, choose
-from gossamer.plan.exchange.facts import BucketFacts, Facts, Option, wire_seconds
+from gossamer.plan.exchange.facts import BucketFacts, Facts, Option, check_finite, wire_seconds
 from gossamer.plan.exchange.period import (
     PERIODS,
     Parted,
@@ -35,6 +35,7 @@ __all__ = [
     "Timeline",
     "Together",
     "across_islands",
+    "check_finite",
     "choose",
     "choose_period",
     "forecast_apart",

@@ -11,13 +11,19 @@ from gossamer.spec.choice import Written
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """`said`: what people call it. `lossy`: whether the user must have allowed it. `least_numel`: buckets below it are
-    not worth its calls.
+    not worth its calls. `within`: what is between islands in it, which loses what it loses.
     """
 
     written: Written
     said: str
     lossy: bool = True
     least_numel: int = 0
+    within: Written = ""
+
+    @property
+    def loses_as(self) -> Written:
+        """The exchange whose loss is its own, and is measured once for both."""
+        return self.within or self.written
 
 
 def _fed_back(inner: Written) -> Written:
@@ -26,11 +32,12 @@ def _fed_back(inner: Written) -> Written:
 
 def across_islands(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """For ranks on islands: the plain all-reduce over all of them, then every candidate between islands alone."""
-    between = (
-        Candidate({"hierarchical": {"between": c.written}}, f"{c.said} between islands", c.lossy, c.least_numel)
-        for c in candidates
-    )
-    return (candidates[0], *between)
+    return (candidates[0], *map(_between, candidates))
+
+
+def _between(one: Candidate) -> Candidate:
+    written: Written = {"hierarchical": {"between": one.written}}
+    return Candidate(written, f"{one.said} between islands", one.lossy, one.least_numel, one.written)
 
 
 CANDIDATES: tuple[Candidate, ...] = (

@@ -54,7 +54,8 @@ def choose(facts: Facts, *, lossy: bool, candidates: Sequence[Candidate] = CANDI
 def _best(facts: Facts, candidates: Sequence[Candidate], *, lossy: bool) -> tuple[list[int], Timeline]:
     """(candidate of every bucket, forecast). The later a bucket is ready the more of it is waited for: so candidates
     come in their order, from exact to harsh, and what is looked for is where each begins. One border after the other is
-    moved to its best place until none moves any more, from every choice of one candidate for all.
+    moved to its best place until none moves any more, at most as often as there are borders, from every choice of one
+    candidate for all.
     """
     usable = [c for c, one in enumerate(candidates) if c == 0 or one.lossy == lossy]
     plain = timeline(facts, _options(facts, [0] * len(facts.buckets)))
@@ -70,7 +71,7 @@ def _best(facts: Facts, candidates: Sequence[Candidate], *, lossy: bool) -> tupl
 
 def _settled(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> tuple[int, ...]:
     best = _value(facts, usable, borders)
-    while True:
+    for _ in borders:
         before = best
         for level in range(len(borders)):
             low = borders[level - 1] if level else 0
@@ -80,7 +81,8 @@ def _settled(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> t
             if value < best:
                 best, borders = value, tried[place]
         if best >= before:
-            return borders
+            break
+    return borders
 
 
 def _value(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> float:
@@ -111,7 +113,7 @@ def _options(facts: Facts, picked: Sequence[int]) -> list[Option]:
 
 def _written(facts: Facts, picked: Sequence[int], candidates: Sequence[Candidate]) -> Exchanges:
     """One choice, or rules: for every candidate but the commonest a pattern of names, that one for all the rest."""
-    kinds = sorted(set(picked), key=lambda c: sum(p == c for p in picked))
+    kinds = sorted(set(picked), key=lambda c: sum(p == c for p in picked)) or [0]  # of no bucket: as they are
     if len(kinds) == 1:
         return candidates[kinds[0]].written
     rules = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
+from gossamer.spec.errors import bad_input
 from gossamer.spec.links import Links
 from gossamer.wire.message import Combine, Levels, Traffic
 from gossamer.wire.meter import sent_bytes
@@ -43,6 +45,24 @@ class Facts:
     compute_s: float
     backward_s: float
     stolen: float
+
+    def __post_init__(self) -> None:
+        """Raises BadInput for a number that is not finite: nothing is less than it, so nothing could be chosen."""
+        for name in ("compute_s", "backward_s", "stolen"):
+            check_finite(name, getattr(self, name))
+        for place, bucket in enumerate(self.buckets):
+            for name in ("ready_s", "weight"):
+                check_finite(f"{name} of bucket {place}", getattr(bucket, name))
+            for number, option in enumerate(bucket.options):
+                for one in fields(Option) if option is not None else ():
+                    check_finite(f"{one.name} of candidate {number} for bucket {place}", getattr(option, one.name))
+
+
+def check_finite(name: str, value: float, where: str = "") -> None:
+    """Raises BadInput where a measured number is none."""
+    if not math.isfinite(value):
+        do = "measure again, or name the exchange in plan.exchange"
+        raise bad_input(wanted=f"a finite {name}", got=f"{value:g}{where}", do=do, key="plan.exchange")
 
 
 def wire_seconds(per_rank: dict[int, tuple[Traffic, ...]], levels: Levels, links: Links) -> tuple[float, int]:
