@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
+from gossamer.compress._key import key_at
+from gossamer.ops.signs import signed_sums
 from references.exchanges import Code, Exchange, Mean, Met, TwoShot, e5m2, largest
 from references.outer import Average
 from references.rules import Rule
@@ -14,6 +18,7 @@ from references.task import Task, Vector
 
 Rules = Callable[[Task], Rule]
 Outers = Callable[[], Average]
+CPU = torch.device("cpu")
 
 
 def shares(of: Sequence[float]) -> list[float]:
@@ -285,3 +290,44 @@ class ZeroOne:
                 island.rule.meet(a, d, rates)
             labels, rates = [0.0] * len(groups), 0.0
         return a
+
+
+@dataclass(frozen=True)
+class OneByte:
+    """Slopes along random signs, in a byte each; the clip bounds every one of them."""
+
+    samples: int
+    epsilon: float
+
+    def run(self, task: Task) -> Vector:
+        x = task.start()
+        for step in range(task.steps):
+            seen = [task.loss(x, step, rank)[1] for rank in range(len(task.rows))]
+            moved = np.zeros_like(x)
+            for rank, share in enumerate(shares(seen)):
+                for number in range(rank * self.samples, (rank + 1) * self.samples):
+                    z = self._direction(task, step, number)
+                    ahead, behind = (task.loss(x + way * self.epsilon * z, step, rank)[0] for way in (1, -1))
+                    slope = one_byte((ahead - behind) / (2 * self.epsilon), self._draw(step, number))
+                    moved += share / self.samples * np.clip(slope, -task.clip, task.clip) * z
+            x = x - task.rate(step) * moved
+        return x
+
+    @staticmethod
+    def _direction(task: Task, step: int, number: int) -> Vector:
+        found = []
+        for name, (at, _) in task.spans().items():
+            key = key_at((0, step, name, "direction"), number).own
+            found += [piece.double().numpy() for _, piece in signed_sums(at.stop - at.start, [(key, 1.0)], CPU)]
+        return np.concatenate(found)
+
+    @staticmethod
+    def _draw(step: int, number: int) -> float:
+        return key_at((0, step, "byte"), number).own / 2**63
+
+
+def one_byte(value: float, draw: float) -> float:
+    """Rounded up or down at random to a sign, five bits of exponent and two of mantissa."""
+    size = abs(value)
+    quarter = 2.0 ** (max(math.floor(math.log2(size)), -15) - 2) if size else 1.0
+    return math.copysign((math.floor(size / quarter) + (draw < size / quarter % 1)) * quarter, value)

@@ -1,7 +1,7 @@
 """What the references train: the model of run.jobs, its samples in the order of the run, its gradients in float64.
 
 All that is trained is one vector of float64, laid out as a bucket is: the last parameter first. With the product the
-references share the order of the samples, and nothing else.
+references share the order of the samples and random numbers, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import cache
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.func import functional_call
 
 from gossamer.data.ordering import order
@@ -79,13 +80,25 @@ class Task:
 
     def gradient(self, x: Vector, step: int, ranks: Sequence[int]) -> tuple[Vector, float]:
         """Of the mean loss over the valid labels of these ranks' rows, and how many labels these are."""
+        params = {n: torch.tensor(x[at].reshape(s), requires_grad=True) for n, (at, s) in self.spans().items()}
+        mean, labels = self._loss(params, step, ranks)
+        mean.backward()
+        return np.concatenate([params[n].grad.numpy().ravel() for n in params]), labels  # type: ignore[union-attr]
+
+    def loss(self, x: Vector, step: int, rank: int) -> tuple[float, float]:
+        """The mean loss of a rank's rows, and their valid labels."""
+        mean, labels = self._loss(
+            {n: torch.tensor(x[at].reshape(s)) for n, (at, s) in self.spans().items()}, step, [rank]
+        )
+        return float(mean), labels
+
+    def _loss(self, params: dict[str, Tensor], step: int, ranks: Sequence[int]) -> tuple[Tensor, float]:
         first, all_rows = step * sum(self.rows), []
         for rank in ranks:
             begin = first + sum(self.rows[:rank])
             all_rows += range(begin, begin + self.rows[rank])
         chosen = torch.from_numpy(order(0, len(self.data))(np.array(all_rows)))
         ids, labels = self.data.ids[chosen], self.data.labels[chosen]
-        params = {n: torch.tensor(x[at].reshape(s), requires_grad=True) for n, (at, s) in self.spans().items()}
         fixed = {n: p.detach() for n, p in model().named_parameters() if n not in params}
         scale = torch.ones(len(ids), dtype=torch.float64)
         logits = functional_call(model(), {**params, **fixed}, (ids, scale))[:, :-1]
@@ -93,8 +106,7 @@ class Task:
         total = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
         )
-        (total / max(1, counts)).backward()
-        return np.concatenate([params[n].grad.numpy().ravel() for n in params]), float(counts)  # type: ignore[union-attr]
+        return total / max(1, counts), float(counts)
 
     def clipped(self, g: Vector) -> Vector:
         """At most `clip` long; 0: as it is."""

@@ -13,7 +13,7 @@ import pytest
 
 from pool import Pool
 from references.exchanges import Feedback, Momentum, TopK, TwoShot, WarmUp, sign
-from references.loops import Apart, Co2, Cser, Gossip, Rules, ZeroOne, together
+from references.loops import Apart, Co2, Cser, Gossip, OneByte, Rules, ZeroOne, together
 from references.outer import Average, Hypergradient, Nesterov, SignMomentum, SlowMomentum, StaleMomentum
 from references.rules import AdamW, CommonAdamW, Lamb, Lans, Lars, OneBitAdam, OneBitLamb, Sgd, ZeroOneAdam
 from references.task import WARMUP, Task, Vector
@@ -115,6 +115,10 @@ TABLE: dict[str, Row] = {
     "1-bit lamb: signs": Row(
         rule={"one_bit_lamb": {"lr": 0.02, "freeze": 5}}, to=every_step(OneBitLamb, one_bit), clip=0.0,
         plan={"exchange": MOMENTUM},
+    ),
+    "just one byte": Row(
+        rule={"sgd": {"lr": 0.1}}, to=OneByte(2, 1e-2).run, clip=1.5,
+        plan=synced("just_one_byte", samples=2, epsilon=1e-2),
     ),
     # Where the state lies changes nothing.
     "zero1": Row(rule=ADAM, to=every_step(), plan={"states": "zero1"}),
