@@ -34,7 +34,7 @@ def test_stop_and_resume_is_bit_equal_to_never_stopping(pool, tmp_path: Path, ra
 
 
 def test_a_stop_after_a_rejected_step_is_bit_equal_too(pool, tmp_path: Path) -> None:
-    """In fp16: how many updates there were, which is not how many steps, and the scale of the loss are state as well."""
+    """In fp16: the number of updates, which is not that of steps, and the scale of the loss are state as well."""
     given = {"steps": 6, "bad": int(order(0, 64)(9)), "sections": {"train": {"precision": "fp16"}}}
     (straight,) = pool.run("run.jobs:train", 1, folder=str(tmp_path / "whole"), **given)
     assert [s["committed"] for s in records(tmp_path / "whole", "step")] == [True, False, True, True, True, True]
