@@ -147,6 +147,8 @@ def test_the_odd_one_is_named_with_its_distance_from_the_nearer() -> None:
     assert trio.odd(1.0) is None
     assert distance(row, row + torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0])) == float("inf")
     assert distance(row * float("nan"), row) == float("inf")
+    of_the_loss = row + torch.tensor([0.5, 0.0, 0.0, 0.0, 0.0])
+    assert distance(row, of_the_loss) == 0.5 / 2.5  # a gradient that is right under a loss that is not
 
 
 def test_who_is_outvoted() -> None:
