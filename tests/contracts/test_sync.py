@@ -1,4 +1,4 @@
-"""What every member of the sync room keeps: over gloo, through the driver. That each is its equations is in references."""
+"""What every member of the sync room keeps, over gloo, through the driver; tests/references have the equations."""
 
 from __future__ import annotations
 
