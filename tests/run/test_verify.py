@@ -169,8 +169,13 @@ def test_the_odd_one_is_named_with_its_distance_from_the_nearer() -> None:
     trio = Trio((7, 5, 6), (row, other, row))
     assert trio.odd(1e-3) == (5, distance(row, other))
     assert trio.odd(1.0) is None
+    near = row + torch.tensor([0.0, 0.0, 0.0, 0.01, 0.0])
+    assert distance(near, other) < distance(row, other)
+    assert Trio((7, 5, 6), (row, other, near)).odd(0.01) == (5, distance(near, other))
     assert distance(row, row + torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0])) == float("inf")
     assert distance(row * float("nan"), row) == float("inf")
+    of_the_loss = row + torch.tensor([0.5, 0.0, 0.0, 0.0, 0.0])
+    assert distance(row, of_the_loss) == 0.5 / 2.5  # a gradient that is right under a loss that is not
 
 
 def test_distances_of_fingerprints_are_those_of_tensors() -> None:
