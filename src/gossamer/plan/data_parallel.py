@@ -27,7 +27,7 @@ from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_
 from gossamer.spec.choice import Choice, Exchanges, Written, asks_for_islands, told
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import bad_input
 from gossamer.spec.plan import BUCKET_BYTES, Mesh, Plan
 from gossamer.sync import Loop, Sync
 from gossamer.wire.message import Levels
@@ -114,11 +114,6 @@ class DataParallel(Planner):
 
 
 def _mesh(asked: MeshSection, ranks: int) -> Mesh:
-    for axis in ("shard", "tensor", "sequence", "expert"):
-        if getattr(asked, axis) not in (1, "auto"):
-            raise BadInput(
-                "only replica and pipe can be planned in this version: leave it at 1", key=f"plan.mesh.{axis}"
-            )
     stages = 1 if asked.pipe == "auto" else asked.pipe
     if ranks % stages:
         raise bad_input(

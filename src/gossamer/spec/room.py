@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 from gossamer.spec.choice import Choice, Written
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
+from gossamer.spec.short import Form
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,11 +60,10 @@ class Room(Generic[T]):
         """Construct the method that `written` names; every wrong parameter is a BadInput that names the known ones."""
         choice = Choice.parse(written, key=key)
         preset = _presets(self._folder()).get(choice.name)
-        if preset is not None:
-            base = Choice.parse(preset["is"])
-            choice = Choice(base.name, {**base.parameters, **choice.parameters})
-        cls = self.type(choice.name, key=key)
-        return _construct(cls, choice.parameters, key=f"{key}.{choice.name}" if key else choice.name)
+        base = Choice(choice.name) if preset is None else Choice.parse(preset["is"])
+        cls = self.type(base.name, key=key)
+        at = f"{key}.{base.name}" if key else base.name
+        return _construct(cls, choice.parameters, base.parameters, key=at)
 
     def _modules(self) -> tuple[str, ...]:
         return tuple(m.name for m in pkgutil.iter_modules([str(self._folder())]) if self._is_method(m))
@@ -90,24 +90,26 @@ def _room_in(hint: Any) -> Room[Any] | None:
     return next((room for kind in kinds if (room := room_of(kind))), None)
 
 
-def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
+def _construct(cls: type[T], parameters: Mapping[str, Any], preset: Mapping[str, Any], *, key: str) -> T:
     assert is_dataclass(cls), f"{cls} is no dataclass: a method's fields are its whole configuration"
     known = {f.name: f for f in fields(cls) if f.init}
     hints = get_type_hints(cls)
     inner = {name: room for name in known if (room := _room_in(hints[name]))}
-    given = dict(parameters)
-    needed = [name for name in inner if known[name].default is MISSING and known[name].default_factory is MISSING]
-    meant = needed if len(needed) == 1 else list(inner)
-    if len(meant) == 1 and len(given) == 1 and not set(given) & set(known):
-        given = {meant[0]: given}  # {error_feedback: {topk: {...}}}: the only method that can be meant needs no name
-    for name in given:
-        if name not in known:
-            raise BadInput(f"{cls.__name__} has no parameter {name!r}: {nearest(name, known)}", key=key)
+    needed = [n for n in inner if known[n].default is MISSING and known[n].default_factory is MISSING]
+    form = Form(
+        known=known,
+        inner={name: room.names() for name, room in inner.items()},
+        needed=[name for name in needed if name not in preset],
+    )
+    given = form.spelled_out(parameters)
+    if (unknown := form.unknown(given)) is not None:
+        name, near = unknown
+        raise BadInput(f"{cls.__name__} has no parameter {name!r}: {near}", key=key)
     values = {
         name: inner[name].build(value, key=f"{key}.{name}")
         if name in inner and value is not None
         else _coerce(value, hints[name], key=f"{key}.{name}")
-        for name, value in given.items()
+        for name, value in {**preset, **given}.items()
     }
     try:
         return cls(**values)
