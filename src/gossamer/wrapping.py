@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer import compress, sync
+from gossamer import sync
 from gossamer.data import share_rows, valid_labels
 from gossamer.job import Where
 from gossamer.ops.norm import scale_
+from gossamer.plan.law import check_loop
 from gossamer.run.batches import Batch, row_count
 from gossamer.run.checkpoint import trainable
 from gossamer.run.launch.environment import launcher_of, read_environment
@@ -62,7 +63,7 @@ def wrap(
     whose gradients add up before each `optimizer.step()`; it says which backward is a step's last.
     """
     params = trainable(model)
-    exchanges = compress.rules(exchange, key="exchange").by_name(params)
+    exchanges = check_loop(exchange=exchange, clip=clip).by_name(params)
     alone = not launcher_of(os.environ)
     where = Where(store=dist.HashStore()) if alone else place_to_meet(read_environment(), timeout_s)
     ranks = where.ranks

@@ -58,12 +58,19 @@ class Room(Generic[T]):
 
     def build(self, written: Written | Choice, *, key: str = "") -> T:
         """Construct the method that `written` names; every wrong parameter is a BadInput that names the known ones."""
+        choice = self.read(written, key=key)
+        return _construct(self.type(choice.name), choice.parameters, key=_below(key, choice.name))
+
+    def read(self, written: Written | Choice, *, key: str = "") -> Choice:
+        """What is written, with every parameter by its name: no short form, no preset. Raises BadInput for a name that
+        no method, or no parameter of it, has.
+        """
         choice = Choice.parse(written, key=key)
         preset = _presets(self._folder()).get(choice.name)
         base = Choice(choice.name) if preset is None else Choice.parse(preset["is"])
-        cls = self.type(base.name, key=key)
-        at = f"{key}.{base.name}" if key else base.name
-        return _construct(cls, choice.parameters, base.parameters, key=at)
+        cls = self.type(base.name if preset is not None else choice.name, key=key)
+        given = _spelled_out(cls, choice.parameters, base.parameters, key=_below(key, base.name))
+        return Choice(base.name, {**base.parameters, **given})
 
     def _modules(self) -> tuple[str, ...]:
         return tuple(m.name for m in pkgutil.iter_modules([str(self._folder())]) if self._is_method(m))
@@ -90,11 +97,22 @@ def _room_in(hint: Any) -> Room[Any] | None:
     return next((room for kind in kinds if (room := room_of(kind))), None)
 
 
-def _construct(cls: type[T], parameters: Mapping[str, Any], preset: Mapping[str, Any], *, key: str) -> T:
+def _below(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _inner(cls: type[Any]) -> dict[str, Room[Any]]:
+    """The parameters of a method that are methods, each with their room."""
     assert is_dataclass(cls), f"{cls} is no dataclass: a method's fields are its whole configuration"
-    known = {f.name: f for f in fields(cls) if f.init}
     hints = get_type_hints(cls)
-    inner = {name: room for name in known if (room := _room_in(hints[name]))}
+    return {f.name: room for f in fields(cls) if f.init and (room := _room_in(hints[f.name]))}
+
+
+def _spelled_out(
+    cls: type[Any], parameters: Mapping[str, Any], preset: Mapping[str, Any], *, key: str
+) -> Mapping[str, Any]:
+    inner = _inner(cls)
+    known = {f.name: f for f in fields(cls) if f.init}
     needed = [n for n in inner if known[n].default is MISSING and known[n].default_factory is MISSING]
     form = Form(
         known=known,
@@ -105,11 +123,16 @@ def _construct(cls: type[T], parameters: Mapping[str, Any], preset: Mapping[str,
     if (unknown := form.unknown(given)) is not None:
         name, near = unknown
         raise BadInput(f"{cls.__name__} has no parameter {name!r}: {near}", key=key)
+    return given
+
+
+def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
+    inner, hints = _inner(cls), get_type_hints(cls)
     values = {
         name: inner[name].build(value, key=f"{key}.{name}")
         if name in inner and value is not None
         else _coerce(value, hints[name], key=f"{key}.{name}")
-        for name, value in {**preset, **given}.items()
+        for name, value in parameters.items()
     }
     try:
         return cls(**values)

@@ -24,21 +24,20 @@ class Form:
 
     def spelled_out(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """`given` with the parameter in front where it is a nested method alone: of the one that is needed, or else of
-        the one there is. A name that no method of that room has stays where it is, and is an unknown parameter.
+        the one there is. A name is a method's where one of that room has it, or is nearer to it than any parameter.
         """
         meant = self._meant
-        if meant and len(given) == 1 and not set(given) & set(self.known) and set(given) & set(self.inner[meant]):
-            return {meant: dict(given)}
+        if meant and len(given) == 1 and not set(given) & set(self.known):
+            methods, name = self.inner[meant], next(iter(given))
+            best = get_close_matches(name, [*self.known, *methods], n=1, cutoff=0.5)
+            if name in methods or (best and best[0] in methods):
+                return {meant: dict(given)}
         return dict(given)
 
     def unknown(self, given: Mapping[str, Any]) -> tuple[str, str] | None:
         """The first name that is no parameter, and a clause that says what it may be meant for; None where all are."""
         name = next((name for name in given if name not in self.known), None)
-        if name is None:
-            return None
-        methods = self.inner[self._meant] if self._meant and len(given) == 1 else ()
-        best = get_close_matches(name, [*self.known, *methods], n=1, cutoff=0.5)
-        return name, nearest(name, methods if best and best[0] in methods else self.known)
+        return None if name is None else (name, nearest(name, self.known))
 
     @property
     def _meant(self) -> str:
