@@ -273,7 +273,7 @@ BAD = [
         {"plan": {"states": "zero3", "share": [7.0, 1.0]}, "data": {"sequence": 16384}},
         "plan.share: wanted as many micro-batches on every replica",
     ),
-    ({"plan": {"states": "zero2"}, "train": {"verify": {"every": 2}}}, "plan.states whole, or zero1"),
+    ({"plan": {"states": "zero2"}, "train": {"verify": {"every": 2}}}, "train.verify.every: wanted plan.states whole"),
     ({"plan": {"states": "zero3", "schedule": "gpipe"}}, "plan.states: wanted plan.schedule one_stage"),
     ({"plan": {"states": "zero9"}}, "no sharding is called 'zero9'"),
 ]

@@ -48,11 +48,12 @@ def with_plan(resolved: Resolved, file: Path, *, ranks: int | None = None) -> Re
     given = {key for key, where in resolved.origin.items() if where != DEFAULT}
     for error in contradictions(resolved.config, plan, given, name=str(file), lines=lines):
         raise error
-    chooses = resolved.config.plan.exchange == "auto" != plan.exchange
+    asked, plain = resolved.config.plan, plan.mesh.pipe == 1 and Choice.parse(plan.sync).name == "every_step"
+    chose = asked.exchange == "auto" != plan.exchange and (plain or asked.sync == "auto")
     for key, value, field in _decisions(plan):
         if key not in given or value_at(resolved.config, key) == "auto":
             resolved = resolved.replace(key, value, origin=lines.get(field, str(file)))
-    if chooses and resolved.config.plan.lossy:  # the permission was for a choice that the plan has made
+    if chose and resolved.config.plan.lossy:  # the permission was for a choice that the plan has made
         resolved = resolved.replace("plan.lossy", False, origin=lines.get("exchange", str(file)))
     return resolved
 

@@ -40,6 +40,14 @@ class Unread:
 
 _STAGES = "a model in stages, whose borders it is about"
 _NO_STAGES = "plan.mesh.pipe 1"
+
+
+def without_stages(key: str) -> BadInput:
+    """The error about a key that is for the borders between stages, where there are none."""
+    do = f"set plan.mesh.pipe to the number of stages, or leave {key} out"
+    return bad_input(wanted=_STAGES, got=_NO_STAGES, do=do, key=key)
+
+
 UNREAD = (
     Unread(
         key="plan.cuts",

@@ -73,11 +73,7 @@ class Room(Generic[T]):
         return Choice(base.name, {**base.parameters, **given})
 
     def _modules(self) -> tuple[str, ...]:
-        return tuple(m.name for m in pkgutil.iter_modules([str(self._folder())]) if self._is_method(m))
-
-    @staticmethod
-    def _is_method(module: pkgutil.ModuleInfo) -> bool:
-        return not module.name.startswith("_") and not module.ispkg
+        return _methods(self._folder())
 
     def _folder(self) -> Path:
         where = sys.modules[self.package].__file__
@@ -156,6 +152,13 @@ def _coerce(value: Any, hint: Any, *, key: str) -> Any:
 
 def _name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
+@cache
+def _methods(folder: Path) -> tuple[str, ...]:
+    """The names of the files of methods in it."""
+    found = pkgutil.iter_modules([str(folder)])
+    return tuple(m.name for m in found if not m.name.startswith("_") and not m.ispkg)
 
 
 @cache

@@ -11,6 +11,7 @@ from gossamer.plan.law._terms import RULE, Terms, rule_of
 from gossamer.spec.choice import Choice, Exchanges, told
 from gossamer.spec.config import PlanSection
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.given import without_stages
 from gossamer.sync import Loop
 
 Law: TypeAlias = Callable[[Terms], BadInput | None]
@@ -303,6 +304,10 @@ def _verified(terms: Terms) -> BadInput | None:
 
 def _borders(terms: Terms) -> BadInput | None:
     plan = terms.plan
+    if terms.stages == 1 and plan.cuts:
+        return without_stages("plan.cuts")
+    if terms.stages == 1 and plan.boundary != _PLAN.boundary:
+        return without_stages("plan.boundary")
     if isinstance(plan.boundary, tuple) and len(plan.boundary) != terms.stages - 1:
         return bad_input(
             wanted=f"one way for each of the {terms.stages - 1} borders between {terms.stages} stages",

@@ -63,7 +63,8 @@ class Terms:
         """Whether anything that meets may be less than what was to meet, or is left to be chosen."""
         loop, asked = self.sync.loop, self.config.plan
         met = [*self.exchanges, *([loop.exchange] if loop is not None else [])]
-        is_open = "auto" in (asked.exchange, asked.sync) or self.policy is not None
+        chosen = asked.exchange == "auto" and self.stages == 1 and self.sync.is_plain
+        is_open = chosen or asked.sync == "auto" or self.policy is not None
         return is_open or not all(one.traits.lossless for one in met)
 
 
