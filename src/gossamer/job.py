@@ -26,6 +26,7 @@ from gossamer.model.call import caller_of
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
 from gossamer.model.vocabulary import within_vocabulary
 from gossamer.optim.common_adamw import CommonAdamW
+from gossamer.plan import law
 from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
 from gossamer.run.computing import choose_precision
@@ -129,6 +130,7 @@ def run_job(job: Job) -> dict[str, Any]:
         exchanger = _exchanger(job, engine, pump, sink, walk)
         parts = replace(job.parts, plan=exchanger.settle(automatic=job.automatic, hosts=where.hosts), walk=walk)
         parts = with_borders(parts, pump.channel, exchanger.tell)
+        law.check(config, parts.plan)  # what was chosen is a plan like any other
         check_agreement(pump, {"exchange": parts.plan.model_dump_json()})
         exchanger.keep(parts.plan)
         adapting = Adapting.of(config.plan, exchanger)

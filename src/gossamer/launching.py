@@ -92,15 +92,18 @@ class Launch:
         _raise_for(outcome, found[0])
         return found[0]
 
-    def over_ssh(self, hosts: list[str]) -> None:
-        """Start the same command on every host."""
+    def over_ssh(self, hosts: list[str], plan: Path | None = None) -> None:
+        """Start the same command on every host, under the plan of a file where one is given."""
         config = self.config.model_dump(mode="json")
         config["machines"]["hosts"] = []
         config["run"]["name"] = self.directory.name
         arguments = ["train", "{files}/run.yaml", *(["--resume", "auto"] if self.resume else [])]
-        written, folder = yaml.safe_dump(config, sort_keys=False), str(self.folder or Path.cwd())
+        files = {"run.yaml": yaml.safe_dump(config, sort_keys=False)}
+        if plan is not None:
+            arguments += ["--plan", "{files}/plan.yaml"]
+            files["plan.yaml"] = plan.read_text("utf-8")
         try:
-            code = launch_hosts(hosts, arguments, files={"run.yaml": written}, folder=folder)
+            code = launch_hosts(hosts, arguments, files=files, folder=str(self.folder or Path.cwd()))
         finally:
             _drop_empty(self.directory.path)  # where this machine is none of them
         _raise_for(Outcome(exit_code=code, text="see above" if code else ""), self.directory)

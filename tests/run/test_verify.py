@@ -140,6 +140,7 @@ def test_a_run_goes_on_from_before(pool: Pool, tmp_path: Path) -> None:
             for one in ("zero1", "zero3", "sdp4bit")
         ),
         (3, {"sync": "diloco"}, "train.verify.every: wanted whole replicas that hold the same at every step"),
+        (3, {"states": "zero1"}, "train.verify.every: wanted plan.states whole"),
     ],
 )
 def test_bad_input(pool: Pool, tmp_path: Path, ranks: int, plan: dict[str, Any], said: str) -> None:
