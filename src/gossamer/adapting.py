@@ -65,18 +65,11 @@ class Adapting:
     @staticmethod
     def of(section: PlanSection, exchanger: Exchanger) -> Adapting | None:
         """None where nothing is to be adapted as the run goes on: borders between stages, and what goes between islands
-        that train apart, are before it. Raises BadInput for a policy that cannot serve, or has no choice.
+        that train apart, are before it.
         """
         if section.adapt == "none" or exchanger.plan.mesh.pipe > 1 or loop_of(exchanger.plan) is not None:
             return None
         policy = adapt.build(section.adapt, key=_KEY)
-        if policy.for_links:
-            raise bad_input(
-                wanted="a policy for gradients",
-                got=f"{told(section.adapt)}, which is for the links between stages of a model (plan.mesh.pipe)",
-                do="name another: gossamer methods plan/adapt",
-                key=_KEY,
-            )
         return Adapting(
             policy=policy,
             every=section.adapt_every,

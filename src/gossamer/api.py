@@ -7,17 +7,22 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gossamer.beginning import nothing_half_made
 from gossamer.launching import Launch
 from gossamer.run.launch.environment import launcher_of, read_environment
-from gossamer.settings import Resolved
+from gossamer.settings import Resolved, located
+from gossamer.settings.complain import DEFAULT
+from gossamer.settings.plans import asks_for_another_plan, contradictions, with_plan
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput, Interrupted, bad_input
+from gossamer.spec.errors import BadInput, CheckpointMismatch, Interrupted, bad_input
+from gossamer.spec.given import check_given
 from gossamer.spec.plan import Plan
+from gossamer.spec.records import End, Saved, Start
+from gossamer.view.occupied import check_free, held
 from gossamer.view.rundir import RunDirectory, newest_like, open_run
 from gossamer.view.screen import open_display
 from gossamer.view.summary import summarise
@@ -45,7 +50,7 @@ def train_command(
     `resume="auto"` goes on with the newest run of the same configuration, if there is one. Raises BadInput,
     RunFailed, Interrupted.
     """
-    _check_ranks(resolved.config, hosts)
+    resolved = _planned(resolved, plan, hosts, host)
     if dry:
         from gossamer.dry import dry_run
 
@@ -61,67 +66,134 @@ def train_command(
     launch = Launch(directory=directory, config=resolved.config, resume=resuming)
     names = hosts or resolved.config.machines.hosts
     if host is not None and meet is not None:
-        return summarise(launch.met(host, meet, prepare))
+        with nothing_half_made(directory):
+            return summarise(launch.met(host, meet, prepare))
     if names:
-        launch.over_ssh(names)
+        if resuming:
+            check_free(directory.path)  # their supervisors will hold it
+        with nothing_half_made(directory):
+            launch.over_ssh(names, plan)
         return summarise(directory)
     if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
-        with nothing_half_made(directory) if _is_first() else nullcontext():
-            if _is_first():
-                prepare(directory)
+        if not _is_first():
             return _as_worker(directory, resolved.config, resume=resuming)
-    with nothing_half_made(directory):
+        with held(directory.path), nothing_half_made(directory):
+            prepare(directory)
+            return _as_worker(directory, resolved.config, resume=resuming)
+    if resuming and _is_done(directory, resolved.config):
+        return {**summarise(directory), "nothing_to_do": resolved.config.train.steps}
+    with held(directory.path), nothing_half_made(directory):
         prepare(directory)
         launch.here()
     return summarise(directory)
 
 
-def _check_ranks(config: RunConfig, hosts: list[str] | None) -> None:
-    """What needs no torch to be refused at once."""
-    ranks = config.machines.processes * max(1, len(hosts or config.machines.hosts))
-    if config.train.batch < ranks:
+def _planned(resolved: Resolved, plan: Path | None, hosts: list[str] | None, host: str | None) -> Resolved:
+    """The configuration with what a plan decides; raises BadInput for what needs no torch to be refused at once."""
+    config, launched = resolved.config, launcher_of(os.environ) in ("torchrun", "srun", "mpirun")
+    machines = int(host.rpartition("/")[2]) if host is not None else max(1, len(hosts or config.machines.hosts))
+    ranks = read_environment().ranks if launched else config.machines.processes * machines
+    if plan is not None:
+        resolved = with_plan(resolved, plan, ranks=ranks)
+    check_given(resolved.config)
+    _check_ranks(resolved.config, ranks)
+    return resolved
+
+
+def _check_ranks(config: RunConfig, ranks: int) -> None:
+    stages = 1 if config.plan.mesh.pipe == "auto" else config.plan.mesh.pipe
+    if config.train.batch * stages < ranks and config.plan.stages == "auto":
         raise bad_input(
             wanted="at least one sequence per process and step",
             got=f"a batch of {config.train.batch} for {ranks} processes",
             do=f"set train.batch to {ranks} or more, or machines.processes to at most {config.train.batch}",
             key="train.batch",
         )
+    if config.plan.stages == "auto" and ranks % stages:
+        raise bad_input(
+            wanted=f"a multiple of {stages} processes, one for every stage",
+            got=f"{ranks}",
+            do=f"set machines.processes to a multiple of {stages}, or plan.mesh.pipe to a divisor of {ranks}",
+            key="plan.mesh.pipe",
+        )
 
 
 def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[str, Any]:
     """`gossamer resume`: go on from the newest good checkpoint, perhaps with other settings.
 
+    The plan is made anew where the settings ask for another one. A run that has made its steps is left as it is.
     Paths in what the run began with are relative to the folder it began in, those in `overrides` to the current one.
     """
     from gossamer.keeping import folder_of
     from gossamer.settings import anchored, reload
+    from gossamer.settings.methods import check_names
 
     directory = open_run(run_dir)
     folder = folder_of(directory)
-    resolved = reload(run_dir, overrides or [])
-    if folder != Path.cwd():
-        resolved = anchored(resolved, Path.cwd())
-        _log.warning("paths of this run are relative to %s, where it began", folder)
-    config = resolved.config
-    before = directory.config()
-    with nothing_half_made(directory):
-        directory.keep(config, resolved.origin)
-        ranks = config.machines.processes * max(1, len(config.machines.hosts))
-        asked = (config.plan, config.machines.islands) != (before.plan, before.machines.islands)
-        if asked or (ranks, config.train.batch) != _planned(directory):
-            directory.plan_file.unlink(missing_ok=True)  # plan again
-        launch = Launch(directory=directory, config=config, resume=True, folder=folder)
-        if config.machines.hosts:
-            launch.over_ssh(config.machines.hosts)
-        else:
-            launch.here()
+    with ExitStack() as lock:
+        lock.enter_context(held(directory.path))
+        resolved = reload(run_dir, overrides or [])
+        if folder != Path.cwd():
+            resolved = anchored(resolved, Path.cwd())
+            _log.warning("paths of this run are relative to %s, where it began", folder)
+        config = resolved.config
+        try:
+            check_names(resolved)
+            check_given(config)
+            _check_ranks(config, config.machines.processes * max(1, len(config.machines.hosts)))
+            if _is_done(directory, config):
+                return {**summarise(directory), "nothing_to_do": config.train.steps}
+            launch = Launch(directory=directory, config=config, resume=True, folder=folder)
+            with nothing_half_made(directory):
+                _prepare_again(directory, resolved)
+                if config.machines.hosts:
+                    lock.close()  # their supervisors hold it
+                    launch.over_ssh(config.machines.hosts)
+                else:
+                    launch.here()
+        except BadInput as error:
+            raise located(error, resolved.origin) from error
     return summarise(directory)
 
 
-def _planned(directory: RunDirectory) -> tuple[int, int]:
-    """For how many ranks, and with which batch."""
-    plan = directory.plan()
-    return (plan.mesh.size, plan.batch) if plan is not None else (0, 0)
+def _prepare_again(directory: RunDirectory, resolved: Resolved) -> None:
+    """Write down with what a run goes on: its plan only where the settings ask for the same one."""
+    config, before, plan = resolved.config, directory.config(), directory.plan()
+    directory.keep(config, resolved.origin)
+    if plan is not None and asks_for_another_plan(before, config):
+        directory.plan_file.unlink()
+    elif plan is not None:  # somebody may have written in it
+        given = {key for key, where in resolved.origin.items() if where != DEFAULT}
+        for error in contradictions(config, plan, given, name=str(directory.plan_file), lines={}):
+            raise error
+
+
+def _is_done(directory: RunDirectory, config: RunConfig) -> bool:
+    """Whether a run has made all steps that are wanted of it, and has them in a checkpoint that is good. Raises
+    BadInput where it has made more.
+    """
+    wanted, made, ended = config.train.steps, 0, False
+    for record in directory.records():
+        if isinstance(record, Saved) and not record.error:
+            made = record.step
+        if isinstance(record, (Start, End)):
+            ended = isinstance(record, End) and record.outcome == "done"
+    if made > wanted:
+        raise bad_input(
+            wanted=f"at least the {made} steps that are made and saved",
+            got=str(wanted),
+            do=f"leave it out, or set it above {made}",
+            key="train.steps",
+        )
+    if made < wanted or not ended:
+        return False
+    from gossamer.store.checkpoint import latest_good  # brings torch
+
+    try:
+        checkpoint, _ = latest_good(directory.checkpoints)
+    except (BadInput, CheckpointMismatch):
+        return False  # going on says what is wrong
+    return int(checkpoint.meta["step"]) == wanted  # else the last steps are made again
 
 
 def _directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bool]:
@@ -269,7 +341,9 @@ def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
     from gossamer.demo import PROMPT, USUAL_S, Demo, closing
     from gossamer.view.closing import demo_panel
 
-    config = Demo(seconds or USUAL_S).config()
+    demo, console = Demo(seconds or USUAL_S), Console()
+    Console(stderr=True).print(demo.promise(), highlight=False)
+    config = demo.config()
     summary = train_command(Resolved.of(config, origin="gossamer demo"))
     run_dir = Path(summary["directory"])
     from gossamer.model.sample import generate
@@ -278,6 +352,5 @@ def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
     found, corpus = load(run_dir), corpus_of(config.data)
     text = generate(found.module, found.words(), PROMPT, tokens=240, temperature=0.7, top_k=40, seed=0)
     result = closing(summary, text=text, train=corpus.text("train"), validation=corpus.text("validation"))
-    console = Console()
     console.print(demo_panel(result, width=min(100, console.width)))
     return {**summary, "sample": PROMPT + text}

@@ -26,14 +26,14 @@ from gossamer.model.origin import Origin
 from gossamer.model.precision import precision_of
 from gossamer.model.units import block_names
 from gossamer.pipeline.planned import schedule_of
-from gossamer.plan import Border, Staged, price_of_stages
+from gossamer.plan import Border, Staged, law, price_of_stages
 from gossamer.planning import make_plan
 from gossamer.run.batches import Batches, Feed
 from gossamer.run.cut import Cut, Forward, boundary_of
 from gossamer.run.machine import memory
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
-from gossamer.spec.errors import bad_input
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_gib
 
@@ -158,6 +158,7 @@ def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined
     flow = Ways(outline, run, Cuts(()), units).flow(first)
     if plan.cuts:
         cuts = Cuts(plan.cuts)
+        _check_cuts(cuts, flow, outline, plan, config)
     else:
         cuts, why = _cuts(flow, outline, plan, config)
         plan = plan.model_copy(update={"cuts": cuts.first, "reasons": {**plan.reasons, "cuts": why}})
@@ -173,8 +174,12 @@ def _begun(plan: Plan | None, module: nn.Module, asked: Asked) -> Plan:
     """The plan that was given, or a new one, as far as a model says it that was not traced yet."""
     if plan is None:
         return make_plan(asked.config, module, ranks=asked.ranks, device=asked.device)
+    law.check(asked.config, plan)
     check_units(module, plan.units)
-    return plan if plan.units else plan.model_copy(update={"units": units_of(module, asked.config.plan.units)})
+    units = units_of(module, asked.config.plan.units)
+    if asked.config.plan.units != "auto" and plan.units and plan.units != units:
+        raise _other("plan.units", plan.units, units)
+    return plan if plan.units else plan.model_copy(update={"units": units})
 
 
 def _units(plan: Plan, run: Forward, rows: Mapping[str, Tensor], module: nn.Module) -> tuple[str, ...]:
@@ -190,6 +195,21 @@ def _built(source: Source, found: Outlined, mine: list[Part], asked: Asked) -> t
         compile_units(module, units)
     stages = {part.stage: Stage(module, found.flow, part, keep=holds) for part in mine}
     return module, stages
+
+
+def _check_cuts(cuts: Cuts, flow: Flow, outline: nn.Module, plan: Plan, config: RunConfig) -> None:
+    """Raises BadInput where a plan cuts elsewhere than was written beside it."""
+    if config.plan.cuts != "auto" and (asked := _cuts(flow, outline, plan, config)[0]) != cuts:
+        raise _other("plan.cuts", cuts.first, asked.first)
+
+
+def _other(key: str, has: Sequence[str], asked: Sequence[str]) -> BadInput:
+    return bad_input(
+        wanted=f"what the plan says ({key.partition('.')[2]} {', '.join(has)})",
+        got=", ".join(asked),
+        do="leave the key out, change the plan, or train without it",
+        key=key,
+    )
 
 
 def _cuts(flow: Flow, outline: nn.Module, plan: Plan, config: RunConfig) -> tuple[Cuts, str]:

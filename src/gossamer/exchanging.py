@@ -17,7 +17,7 @@ from gossamer import compress, memory, sync
 from gossamer.measuring import Measured
 from gossamer.memory import Walk
 from gossamer.pipeline.links import levels_of_stages
-from gossamer.plan import price_apart, price_of
+from gossamer.plan import law, price_apart, price_of
 from gossamer.plan.adapt import Policy
 from gossamer.plan.exchange import CANDIDATES, PERIODS, Decision, across_islands, choose, choose_period, written_of
 from gossamer.run.batches import Feed
@@ -25,7 +25,7 @@ from gossamer.run.checkpoint import trainable
 from gossamer.run.rehearse import Rehearsal, rehearse
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Replan
-from gossamer.spec.choice import Choice, Exchanges, Written, asks_for_islands
+from gossamer.spec.choice import Choice, Exchanges, Written
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import bad_input
 from gossamer.spec.links import Links
@@ -117,7 +117,7 @@ class Exchanger:
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
             if self.plan.sync == "auto":
                 self._choose_period(decision, links)
-        elif not self.plan.islands and (asks_for_islands(self.plan.exchange) or self._shards(hosts)):
+        elif not self.plan.islands and (compress.asks_for_islands(self.plan.exchange) or self._shards(hosts)):
             self._learn(probe(self.pump.channel))
             if self.plan.islands:
                 self._reprice()
@@ -171,6 +171,10 @@ class Exchanger:
         self._price_apart(loop, compute_s=round_s / loop.every, state_bytes=self.plan.forecast.state_bytes)
         self._adopt("sync", self.plan.sync, said)
         self.tell(f"sync: {said}", 0)
+        if unused := law.not_used_inside(loop, self.plan.islands, self.plan.exchange):
+            reasons = {**self.plan.reasons, "exchange": unused}
+            self.plan = self.plan.model_copy(update={"reasons": reasons})
+            self.tell(f"exchange: {unused}", 0)
 
     def _part_into(self, islands: tuple[tuple[int, ...], ...]) -> None:
         levels = Levels.islands(islands).twice()

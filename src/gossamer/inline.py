@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from gossamer.run.launch.worker import StopFlag
 from gossamer.settings import Resolved, check
 from gossamer.settings import load as load_settings
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import BadInput, RunFailed, bad_input
 from gossamer.store.checkpoint import list_checkpoints
+from gossamer.view.occupied import held
 from gossamer.view.rundir import RunDirectory, newest_like
 from gossamer.view.screen import open_display
 from gossamer.view.summary import summarise
@@ -53,6 +55,18 @@ def train_inline(
     resume: str | None = None,
 ) -> dict[str, Any]:
     """See `gossamer.train`. Raises BadInput, RunFailed, Interrupted."""
+    try:
+        return _train(model, data, config, resume)
+    except SystemExit as left:  # the caller's script would end with it, perhaps with exit code 0
+        raise RunFailed(f"the model, the data or a library ended the process (SystemExit: {left.code})") from left
+
+
+def _train(
+    model: nn.Module | str | Mapping[str, Any],
+    data: Any,
+    config: RunConfig | Mapping[str, Any] | str | Path | None,
+    resume: str | None,
+) -> dict[str, Any]:
     _check_model(model)
     settings = _as_given(settings_of(config), model, data)
     place = read_environment() if launcher_of(os.environ) else _ALONE
@@ -62,7 +76,7 @@ def train_inline(
     corpus, train, validation, fingerprint = _data(data, settings)
     source, described, origin = _source(model, settings, corpus)
     device, objective = device_of(place), objective_of(settings)
-    held = hold(
+    built = hold(
         source,
         Asked(
             config=settings,
@@ -75,23 +89,23 @@ def train_inline(
         ),
     )
     directory, resuming = _directory(settings, place, resume)
-    if place.rank == 0:
-        directory.keep(settings, Resolved.of(settings).origin)
     stop = StopFlag()
-    display = open_display(settings.run.display, title=directory.name)
-    with stop.listening():
+    with held(directory.path) if place.rank == 0 else nullcontext(), stop.listening():
+        if place.rank == 0:
+            directory.keep(settings, Resolved.of(settings).origin)
+        display = open_display(settings.run.display, title=directory.name)
         try:
             run_job(
                 Job(
                     parts=Parts(
-                        module=held.module,
+                        module=built.module,
                         objective=objective,
                         train=train,
                         validation=validation,
                         config=settings,
-                        plan=held.plan,
+                        plan=built.plan,
                         device=device,
-                        cut=held.cut,
+                        cut=built.cut,
                         words=None if corpus is None else corpus.tokenizer,
                     ),
                     where=_where(place, settings),
@@ -99,6 +113,7 @@ def train_inline(
                     described=described,
                     data=fingerprint,
                     text=data if isinstance(data, str) else type(data).__name__,
+                    remark="" if corpus is None else corpus.remark,
                     resume=resuming,
                     keep=lambda: keep(directory, None if corpus is None else corpus.tokenizer, origin),
                     vocabulary=0 if corpus is None else corpus.tokenizer.vocabulary,

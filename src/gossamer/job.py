@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,11 +22,14 @@ from gossamer.adapting import Adapting, asking, between_islands
 from gossamer.bordering import with_borders
 from gossamer.exchanging import Exchanger, is_plain, levels_of, loop_of
 from gossamer.memory import Walk
+from gossamer.model.call import caller_of
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
 from gossamer.model.vocabulary import within_vocabulary
 from gossamer.optim.common_adamw import CommonAdamW
-from gossamer.run.batches import Batch, Feed, moved
+from gossamer.plan import law
+from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
+from gossamer.run.computing import choose_precision
 from gossamer.run.saver import Saver
 from gossamer.run.stage import Engine
 from gossamer.run.trainer import Trainer, peak_bytes
@@ -34,11 +38,14 @@ from gossamer.spec import records
 from gossamer.spec.choice import told
 from gossamer.spec.errors import BadInput, Interrupted, PeerLost, RunFailed
 from gossamer.spec.plan import Plan
+from gossamer.view.progress import Doubtful
 from gossamer.view.rundir import RunDirectory
 from gossamer.wire.channel.group import Group, Meeting
 from gossamer.wire.process.frames import place_of
 from gossamer.wire.pump import Observer, Pump
 
+_AGAIN_S = 1.0  # before the end of a run is tried once more to be written down
+_UNWRITTEN = 20_000  # records kept for a disk that has no room: the newest
 _log = logging.getLogger(__name__)
 
 
@@ -71,12 +78,14 @@ class Job:
     described: str  # the model, for people
     data: str  # fingerprint of the training data
     text: str  # what the data is, for people
+    remark: str = ""  # what they should know of it
     resume: bool
     resume_step: int = -1  # the one all hosts hold; -1: the newest good one here
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
     moves: Callable[[], None] = _nothing  # told of every message that goes out or has come
     observe: Observer | None = None  # told of every message that goes out
+    sealed: Callable[[str], None] | None = None  # told "done" or "interrupted", once all is saved and written down
     show: Callable[[records.Record], None] | None = None  # besides writing them down
     keep: Callable[[], None] | None = None  # what is written beside the checkpoints once all ranks agree
     vocabulary: int = 0  # ids of the tokenizer, where the data is text
@@ -92,7 +101,6 @@ def run_job(job: Job) -> dict[str, Any]:
     """Train to the end of the configuration. Raises Interrupted, RunFailed and its children, BadInput."""
     config, where = job.parts.config, job.where
     check_before_start(job.parts)
-    began = time.perf_counter()
     plan = job.parts.plan
     meeting = Meeting(
         store=where.store,
@@ -112,12 +120,17 @@ def run_job(job: Job) -> dict[str, Any]:
         saver = _saver(job, sink)
         saver.open()
         check_agreement(pump, _facts(job))
+        job = _settled(job, pump, sink)
+        config, plan = job.parts.config, job.parts.plan
+        flop_per_token = _flop_per_token(job)  # before anything of ours is in the way of its forward
         engine = engine_of(job.parts)
+        ending.callback(engine.randomness.remove)
         job.at(0, "probe")
         walk = _walk(job.parts, engine, pump)
         exchanger = _exchanger(job, engine, pump, sink, walk)
         parts = replace(job.parts, plan=exchanger.settle(automatic=job.automatic, hosts=where.hosts), walk=walk)
         parts = with_borders(parts, pump.channel, exchanger.tell)
+        law.check(config, parts.plan)  # what was chosen is a plan like any other
         check_agreement(pump, {"exchange": parts.plan.model_dump_json()})
         exchanger.keep(parts.plan)
         adapting = Adapting.of(config.plan, exchanger)
@@ -130,6 +143,7 @@ def run_job(job: Job) -> dict[str, Any]:
             replan=asking(exchanger, adapting),
         )
         trainer = build(parts, engine, pump, around)
+        ending.callback(trainer.replica.close)
         ending.callback(trainer.apart.close)
         if adapting is not None:
             adapting.begin(trainer.replica)
@@ -138,8 +152,10 @@ def run_job(job: Job) -> dict[str, Any]:
         if told := trainer.begin(again=job.resume):
             exchanger.tell(told, trainer.progress.step)
         _keep(job, sink)
-        sink(_start(job, trainer))
-        return _train(trainer, saver, sink, began, is_kept=job.is_kept)
+        sink(_start(job, trainer, flop_per_token))
+        if job.remark:
+            sink(records.Event(level="warning", message=job.remark, step=trainer.progress.step))
+        return _train(job, trainer, saver, sink)
     finally:
         ending.close()
         pump.close()
@@ -157,6 +173,23 @@ def _keep(job: Job, sink: Callable[[records.Record], None]) -> None:
         why = getattr(error, "strerror", None) or str(error)
         said = f"what sampling and exporting need was not kept in {job.directory.path}: {why}"
         sink(records.Event(level="warning", message=said))
+
+
+def _settled(job: Job, pump: Pump, sink: Callable[[records.Record], None]) -> Job:
+    """With what `auto` computes in, on this machine and when it goes on."""
+    parts, kept = job.parts, ""
+    if parts.config.train.precision != "auto":
+        return job
+    if job.resume and job.where.rank == 0:
+        starts = (one for one in job.directory.records() if isinstance(one, records.Start))
+        kept = next((one.precision for one in starts if one.precision in ("fp32", "bf16")), "")
+    job.at(0, "measure")
+    chosen, why = choose_precision(parts, pump, kept=kept)
+    why = f"{chosen}: {why}"
+    sink(records.Event(level="info", message=f"precision: {why}"))
+    train = parts.config.train.model_copy(update={"precision": chosen})
+    plan = parts.plan.model_copy(update={"reasons": {**parts.plan.reasons, "precision": why}})
+    return replace(job, parts=replace(parts, config=parts.config.model_copy(update={"train": train}), plan=plan))
 
 
 def _walk(parts: Parts, engine: Engine, pump: Pump) -> Walk | None:
@@ -187,24 +220,26 @@ def _exchanger(
     )
 
 
-def _train(
-    trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None], began: float, *, is_kept: bool
-) -> dict[str, Any]:
-    outcome, message = "failed", ""
-    try:
-        _run(trainer, saver, is_kept=is_kept)
-        outcome = "done"
-    except Interrupted as error:
-        outcome, message = "interrupted", str(error)
-        raise
-    except BaseException as error:
-        message = _why(error)
-        raise
-    finally:
+def _train(job: Job, trainer: Trainer, saver: Saver, sink: Callable[[records.Record], None]) -> dict[str, Any]:
+    began = time.perf_counter()  # with the record of the start: one length of a run, whoever tells it
+
+    def end(outcome: str, message: str = "") -> dict[str, Any]:
         saver.finish()
         step, seconds = trainer.progress.step, time.perf_counter() - began
         sink(records.End(step=step, outcome=outcome, message=message, seconds=seconds))
-    return {"outcome": outcome, "step": step, "seconds": seconds, "peak_bytes": peak_bytes()}
+        if outcome != "failed" and job.sealed is not None:
+            job.sealed(outcome)
+        return {"outcome": outcome, "step": step, "seconds": seconds, "peak_bytes": peak_bytes()}
+
+    try:
+        _run(job, trainer, saver)
+    except Interrupted as error:
+        end("interrupted", str(error))
+        raise
+    except BaseException as error:
+        end("failed", _why(error))
+        raise
+    return end("done")
 
 
 def _why(error: BaseException) -> str:
@@ -215,16 +250,21 @@ def _why(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f", at {place}" if place else "")
 
 
-def _run(trainer: Trainer, saver: Saver, *, is_kept: bool) -> None:
+def _run(job: Job, trainer: Trainer, saver: Saver) -> None:
+    """Both ways out end with the last checkpoint confirmed, and the caller's module whole."""
+    interrupted: Interrupted | None = None
     try:
         trainer.run()
-    except Interrupted:
-        saver.confirm()
-        if is_kept:
-            trainer.states.leave()
-        raise
-    if is_kept:
+    except Interrupted as error:
+        interrupted = error
+    unsaved = saver.confirm(trainer.replica.gather, job.at)
+    if job.is_kept:
         trainer.states.leave()
+    if unsaved is not None:
+        how = "stopped as asked after" if interrupted is not None else "trained to"
+        raise type(unsaved)(f"{how} step {trainer.progress.step}, but {unsaved}")
+    if interrupted is not None:
+        raise interrupted
 
 
 def _saver(job: Job, sink: Callable[[records.Record], None]) -> Saver:
@@ -262,12 +302,21 @@ def _facts(job: Job) -> dict[str, str]:
     }
 
 
-def _start(job: Job, trainer: Trainer) -> records.Start:
+def _flop_per_token(job: Job) -> float:
+    """Of a forward; 0 where the data has no tokens. Where it is text, all of its tokenizer's ids must fit."""
+    parts = job.parts
+    one = moved(parts.train.batch(np.zeros(1, np.int64)), parts.device)
+    if "input_ids" not in one:
+        return 0.0
+    with within_vocabulary(parts.outline, one["input_ids"], job.vocabulary):
+        return forward_flop_per_token(parts.outline, caller_of(parts.outline, one), one)
+
+
+def _start(job: Job, trainer: Trainer, flop_per_token: float) -> records.Start:
     """All ranks call it: they measure their peak rates at the same time, as they will share what they share."""
     config, plan = job.parts.config, trainer.feed.plan
     job.at(trainer.progress.step, "measure")
-    one = moved(job.parts.train.batch(np.zeros(1, np.int64)), job.parts.device)
-    counted = _counted(job, trainer.engine, one) if "input_ids" in one else 0.0
+    one = job.parts.train.batch(np.zeros(1, np.int64))
     peak = measure_peak_flop_per_s(trainer.engine.precision.compute, job.parts.device)
     tokens = next(iter(one.values())).numel()
     return records.Start(
@@ -278,17 +327,12 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
         parameters=facts_of(job.parts.outline).parameters,
         data=job.text,
         tokens_per_step=plan.batch * tokens,
-        flop_per_token=training_flop_per_token(counted),
+        flop_per_token=training_flop_per_token(flop_per_token),
         peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
         exchange=_in_words(plan),
+        precision=trainer.engine.precision.name,
         versions={"gossamer": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
-
-
-def _counted(job: Job, engine: Engine, one: Batch) -> float:
-    """Flop per token of the first sequence; where the data is text, all of its tokenizer's ids must fit."""
-    with within_vocabulary(job.parts.outline, one["input_ids"], job.vocabulary):
-        return forward_flop_per_token(job.parts.outline, engine.caller, one)
 
 
 def _in_words(plan: Plan) -> str:
@@ -305,18 +349,43 @@ def _forget(record: records.Record) -> None:
 
 
 class _Sink:
-    """Appends records to the run directory. A disk that does not take them is told once and does not stop the run."""
+    """Appends records to the run directory. A disk that does not take them does not stop the run: it is told once, and
+    they are written, in order, with the first that it does take. Raises RunFailed for the end of a run that went well,
+    where that cannot be written: nobody who reads the records would know of it.
+    """
 
     def __init__(self, directory: RunDirectory, show: Callable[[records.Record], None] | None) -> None:
         self._directory, self._show = directory, show
+        self._unwritten: deque[records.Record] = deque(maxlen=_UNWRITTEN)
         self._told = False
+        self._doubtful = Doubtful()
 
     def __call__(self, record: records.Record) -> None:
-        try:
-            self._directory.append(record)
-        except OSError as error:
-            if not self._told:
-                _log.warning("%s cannot be written (%s): the run goes on", self._directory.records_file, error.strerror)
+        for said in self._doubtful.add(record):
+            _log.warning("%s", said)
+        self._unwritten.append(record)
+        problem = self._write()
+        if problem is not None and not self._told:
             self._told = True
+            _log.warning("%s cannot be written (%s): the run goes on", self._directory.records_file, problem.strerror)
+        if problem is not None and isinstance(record, records.End) and record.outcome != "failed":
+            self._insist(record)
         if self._show is not None:
             self._show(record)
+
+    def _insist(self, record: records.End) -> None:
+        time.sleep(_AGAIN_S)
+        if (problem := self._write()) is not None:
+            raise RunFailed(
+                f"{record.outcome} at step {record.step}, which is saved, but {len(self._unwritten)} records are not "
+                f"in {self._directory.records_file}: {problem.strerror}. Free space and resume: nothing else is lost"
+            )
+
+    def _write(self) -> OSError | None:
+        try:
+            while self._unwritten:
+                self._directory.append(self._unwritten[0])
+                self._unwritten.popleft()
+        except OSError as error:
+            return error
+        return None

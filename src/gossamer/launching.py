@@ -8,6 +8,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,10 +26,12 @@ from gossamer.run.launch import (
     launch_hosts,
     launch_met,
 )
+from gossamer.run.launch.signals import nothing_to_stop
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted, RunFailed
 from gossamer.spec.records import Event
 from gossamer.view.display import Display
+from gossamer.view.occupied import held
 from gossamer.view.rundir import RunDirectory
 from gossamer.view.screen import open_display
 from gossamer.view.tracking import Trackers
@@ -71,31 +74,38 @@ class Launch:
             interface=self.config.machines.interface,
         )
         found: list[RunDirectory] = []
-        watches: list[_Watch] = []
+        with ExitStack() as stack:
+            stack.callback(_drop_empty, self.directory.path)  # a name of our own, where host 0 has another
+            if number == 0:
+                stack.enter_context(held(self.directory.path))
 
-        def start(meeting: Meeting) -> Start:
-            directory = RunDirectory(meeting.rundir)
-            prepare(directory)
-            found.append(directory)
-            watches.append(_Watch(Launch(directory=directory, config=self.config, resume=self.resume)).__enter__())
-            return self._start(directory.path, watches[0].tick)
+            def start(meeting: Meeting) -> Start:
+                directory = RunDirectory(meeting.rundir)
+                if number and not meeting.among.shared:
+                    stack.enter_context(held(directory.path))
+                prepare(directory)
+                found.append(directory)
+                watch = stack.enter_context(_Watch(Launch(directory=directory, config=self.config, resume=self.resume)))
+                return self._start(directory.path, watch.tick)
 
-        try:
             outcome = launch_met(invitation, start)
-        finally:
-            for watch in watches:
-                watch.__exit__()
         _raise_for(outcome, found[0])
         return found[0]
 
-    def over_ssh(self, hosts: list[str]) -> None:
-        """Start the same command on every host."""
+    def over_ssh(self, hosts: list[str], plan: Path | None = None) -> None:
+        """Start the same command on every host, under the plan of a file where one is given."""
         config = self.config.model_dump(mode="json")
         config["machines"]["hosts"] = []
         config["run"]["name"] = self.directory.name
         arguments = ["train", "{files}/run.yaml", *(["--resume", "auto"] if self.resume else [])]
-        written = yaml.safe_dump(config, sort_keys=False)
-        code = launch_hosts(hosts, arguments, files={"run.yaml": written}, folder=str(self.folder or Path.cwd()))
+        files = {"run.yaml": yaml.safe_dump(config, sort_keys=False)}
+        if plan is not None:
+            arguments += ["--plan", "{files}/plan.yaml"]
+            files["plan.yaml"] = plan.read_text("utf-8")
+        try:
+            code = launch_hosts(hosts, arguments, files=files, folder=str(self.folder or Path.cwd()))
+        finally:
+            _drop_empty(self.directory.path)  # where this machine is none of them
         _raise_for(Outcome(exit_code=code, text="see above" if code else ""), self.directory)
 
     def _start(self, rundir: Path, tick: Callable[[], None]) -> Start:
@@ -149,9 +159,10 @@ class _Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.tick()
-        self._trackers.close()
-        self._display.close()
+        with nothing_to_stop():
+            self.tick()
+            self._trackers.close()
+            self._display.close()
 
     def tick(self) -> None:
         """Show what is new."""
@@ -159,6 +170,11 @@ class _Watch:
             self._display.show(record)
             self._trackers.log(record)
         self._display.tick()
+
+
+def _drop_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _raise_for(outcome: Outcome, directory: RunDirectory) -> None:

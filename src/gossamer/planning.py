@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import yaml
 
 from gossamer import plan as planner
 from gossamer.memory import Walk
@@ -14,6 +13,7 @@ from gossamer.run.checkpoint import trainable
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 from gossamer.spec.plan import Plan
+from gossamer.view.rundir import plan_in
 
 
 def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device: torch.device) -> Plan:
@@ -27,14 +27,7 @@ def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device:
 
 def read_plan(path: Path, *, ranks: int) -> Plan:
     """A plan.yaml; raises BadInput when it cannot be read or is for another number of ranks."""
-    from pydantic import ValidationError
-
-    try:
-        plan = Plan.model_validate(yaml.safe_load(path.read_text("utf-8")))
-    except OSError as error:
-        raise BadInput(f"cannot read the plan {path}: {error.strerror}") from None
-    except (ValidationError, yaml.YAMLError) as error:
-        raise BadInput(f"{path} is no plan: {str(error).splitlines()[0]}. Make one with --dry") from None
+    plan = plan_in(path)
     if plan.ranks != ranks:
         raise BadInput(f"{path} is a plan for {plan.ranks} ranks, there are {ranks}: start as many, or plan again")
     return plan

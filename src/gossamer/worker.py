@@ -30,9 +30,11 @@ from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.spec.records import Record
 from gossamer.view.rundir import RunDirectory
 from gossamer.wire.channel.store import join_store
+from gossamer.wire.process import DONE, INTERRUPTED
 
 Show = Callable[[Record], None]
 _LATER_S = 30.0  # than its supervisor, which knows who hangs, a rank that waits gives up
+_CODES = {"done": DONE, "interrupted": INTERRUPTED}
 
 
 def main() -> int:
@@ -85,6 +87,7 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
             described=origin.describe(),
             data=corpus.fingerprint,
             text=str(config.data.source),
+            remark=corpus.remark,
             vocabulary=corpus.tokenizer.vocabulary,
             show=show if place.rank == 0 else None,
             resume=resume or place.resume_step >= 0,
@@ -93,6 +96,7 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
             asked_to_stop=lambda: ready.stop.is_set,
             keep=lambda: keep(directory, corpus.tokenizer, origin),
             moves=ready.heartbeat.at,
+            sealed=lambda outcome: ready.heartbeat.leave(_CODES[outcome], for_all=place.rank == 0),
             observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
         )
     )

@@ -193,6 +193,7 @@ ENDINGS = [
     (PeerLost("rank 1 is gone"), 3, "The run failed (peer lost):"),
     (Interrupted("saved at step 7"), 4, "Interrupted, with a checkpoint saved:\n  saved at step 7"),
     (KeyboardInterrupt(), 3, "Stopped at once:"),
+    (SystemExit(0), 3, "ended the process (SystemExit: 0)"),
     (ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow"), 2, install("parquet")),
     (ModuleNotFoundError("No module named 'mlflow.x'", name="mlflow.x"), 2, install("mlflow")),
 ]
@@ -366,3 +367,20 @@ def test_nothing_but_the_output_module_prints() -> None:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
             assert not is_print, f"{path}:{getattr(node, 'lineno', 0)} prints"
+
+
+@pytest.mark.parametrize("stopped", ["cyclopts", "gossamer.cli.endings"])
+def test_ctrl_c_while_the_program_is_loaded_is_one_line(stopped: str) -> None:
+    program = (
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {stopped!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from gossamer.cli import main\n"
+        "sys.exit(main(['methods', '--json']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stderr == "Stopped at once: nothing after the last checkpoint was saved\n"
+    assert json.loads(done.stdout) == {"error": "nothing after the last checkpoint was saved", "exit": 3}

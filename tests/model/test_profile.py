@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from gossamer.model import profile
 from gossamer.model.call import caller_of
 from gossamer.model.origin.hf import Hf
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
@@ -50,3 +51,10 @@ def test_no_kind_of_model_resists_counting() -> None:
         facts = facts_of(module)
         assert forward_flop_per_token(module, caller_of(module), batch(1, 16)) > facts.parameters / 2
         assert len([u for u in facts.units if u.rpartition(".")[2].isdigit()]) == 2
+
+
+def test_the_peak_is_that_of_the_faster_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {torch.bfloat16: 1.0, torch.float32: 5.0, torch.float64: 9.0}
+    monkeypatch.setattr(profile, "_best_rate", lambda dtype, device: rates[dtype])
+    assert [measure_peak_flop_per_s(dtype) for dtype in rates] == [5.0, 5.0, 9.0]
+    assert {rows * inner * columns for rows, inner, columns in profile._shapes(256)} == {256**3}

@@ -28,6 +28,23 @@ from gossamer.view.rundir import RunDirectory
 from pool import Seat
 
 
+class Branches(nn.Module):
+    """A layer that is never called, and one that only rows whose second token 4 divides are for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 12), nn.Linear(12, 16)
+        self.never, self.even = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        chosen = (input_ids[:, 1] % 4 == 0).nonzero().flatten()
+        if len(chosen):
+            x = x.index_add(0, chosen, torch.tanh(self.even(x[chosen])))
+        return self.head(x)
+
+
 class Tokens(Dataset):
     """Sequences with a learnable pattern; every third has void labels. Item `poison` is not finite when embedded."""
 
@@ -293,6 +310,7 @@ def train(
         "row": lambda: Row(dropout),
         "marks": Marks,
         "causal": Causal,
+        "branches": Branches,
         "wordless": Wordless,
         "late": Late,
         "doubles": lambda: Marks().double(),
@@ -389,6 +407,25 @@ def train_with_bad_samples(seat: Seat, *, fault: str, **given: Any) -> dict[str,
         return train(seat, **given)
     finally:
         sampling.draw, sampling._Words = draw, words
+
+
+def computing(seat: Seat, *, measured: list[list[float]]) -> list[str]:
+    """What ranks choose to compute in that have measured so."""
+    from unittest.mock import patch
+
+    from gossamer.run import computing as chosen
+    from gossamer.wire.channel.group import Group, Meeting
+    from gossamer.wire.message import Levels
+    from gossamer.wire.pump import Pump
+    from run.test_untouched import parts_of
+
+    levels = Levels.flat(seat.ranks)
+    pump = Pump(Group(Meeting(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0)))
+    with patch.object(chosen, "matmul_seconds", lambda *_: measured[seat.rank]):
+        found = chosen.choose_precision(parts_of(Small(0.0)), pump, kept="")
+    pump.close()
+    pump.channel.close()
+    return list(found)
 
 
 def train_behind(seat: Seat, *, islands: list[list[int]], **given: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [one for one in map(json.loads, lines) if one["kind"] == kind]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])  # of two it is among the references
 def test_it_is_plain_data_parallelism(pool: Pool, tmp_path: Path, ranks: int) -> None:
     """Clipped and unclipped steps, dropout, tied weights, unequal rows: equal to 1e-6, on all ranks bit for bit."""
     found, norms = {}, {}
@@ -273,7 +273,7 @@ BAD = [
         {"plan": {"states": "zero3", "share": [7.0, 1.0]}, "data": {"sequence": 16384}},
         "plan.share: wanted as many micro-batches on every replica",
     ),
-    ({"plan": {"states": "zero2"}, "train": {"verify": {"every": 2}}}, "plan.states whole, or zero1"),
+    ({"plan": {"states": "zero2"}, "train": {"verify": {"every": 2}}}, "train.verify.every: wanted plan.states whole"),
     ({"plan": {"states": "zero3", "schedule": "gpipe"}}, "plan.states: wanted plan.schedule one_stage"),
     ({"plan": {"states": "zero9"}}, "no sharding is called 'zero9'"),
 ]

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gossamer.data.ordering import order
+from gossamer.store.checkpoint import open_checkpoint
+
 
 def records(folder: Path, kind: str) -> list[dict]:
     lines = (folder / "run" / "records.jsonl").read_text().splitlines()
@@ -28,6 +31,18 @@ def test_stop_and_resume_is_bit_equal_to_never_stopping(pool, tmp_path: Path, ra
     assert second["digest"] == straight["digest"]
     assert losses(halves) == losses(whole), "every loss, to the last bit"
     assert second["seen"] == straight["seen"], "buffers are state too"
+
+
+def test_a_stop_after_a_rejected_step_is_bit_equal_too(pool, tmp_path: Path) -> None:
+    """In fp16: the number of updates, which is not that of steps, and the scale of the loss are state as well."""
+    given = {"steps": 6, "bad": int(order(0, 64)(9)), "sections": {"train": {"precision": "fp16"}}}
+    (straight,) = pool.run("run.jobs:train", 1, folder=str(tmp_path / "whole"), **given)
+    assert [s["committed"] for s in records(tmp_path / "whole", "step")] == [True, False, True, True, True, True]
+    pool.run("run.jobs:train", 1, folder=str(tmp_path / "halves"), until=4, **given)
+    (again,) = pool.run("run.jobs:train", 1, folder=str(tmp_path / "halves"), resume=True, **given)
+    assert again["digest"] == straight["digest"] and losses(tmp_path / "halves")[4:] == losses(tmp_path / "whole")[4:]
+    ends = [open_checkpoint(tmp_path / name / "run" / "checkpoints", 6) for name in ("whole", "halves")]
+    assert [int(one.read("precision/good_steps")) for one in ends] == [4, 4]
 
 
 def test_every_sample_is_seen_once_whatever_the_number_of_ranks(pool, tmp_path: Path) -> None:

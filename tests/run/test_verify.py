@@ -81,7 +81,6 @@ def test_training_is_the_same_with_and_without_it(pool: Pool, tmp_path: Path) ->
     "sections",
     [
         {"plan": {"exchange": {"error_feedback": {"topk": {"fraction": 0.1}}}}},
-        {"plan": {"states": "zero1"}},
         {"plan": {"share": [2, 1, 1]}, "train": {"accumulate": 2}},
         {"train": {"precision": "bf16"}},
     ],
@@ -91,6 +90,27 @@ def test_honest_ranks_pass_however_they_train(pool: Pool, tmp_path: Path, sectio
     given = {**sections, "train": {**sections.get("train", {}), "verify": {"every": 1}}}
     pool.run("run.verify_jobs:run", 3, sections=given, folder=str(tmp_path), dropout=0.1)
     assert [one["named"] for one in records(tmp_path, "verification")] == [[]] * 6
+
+
+def test_a_frozen_parameter_is_looked_at_before_it_is_saved(pool: Pool, tmp_path: Path) -> None:
+    given = {"train": {"verify": {"every": 10**6}, "checkpoint_every": 2}}
+    arguments = {"sections": given, "frozen": ["norm"], "folder": str(tmp_path)}
+    answers = pool.attempt("run.verify_jobs:run", 3, fault="frozen", at=2, **arguments)
+    assert [one.get("kind") for one in answers] == ["Untrustworthy"] * 3, answers
+    assert "step 4: rank 1 on host" in answers[0]["error"] and "its parameters or optimizer" in answers[0]["error"]
+    assert [one["step"] for one in records(tmp_path, "checkpoint")] == [2]
+
+
+def test_a_noisy_rank_does_not_raise_what_the_others_are_allowed(pool: Pool, tmp_path: Path) -> None:
+    """Its reruns are ten times as far apart as is always forgiven: it is named, and the tolerance is of the others."""
+    tell = {"train": {"verify": {"every": 1, "on_failure": "tell"}}}
+    for fault in ("", "jitters"):
+        folder = tmp_path / (fault or "honest")
+        pool.run("run.verify_jobs:run", 3, fault=fault, sections=tell, steps=1, folder=str(folder))
+    honest, noisy = (records(tmp_path / name, "verification")[0] for name in ("honest", "jitters"))
+    assert noisy["tolerance"] == pytest.approx(honest["tolerance"], rel=0.5)
+    (first, *_) = [one for one in records(tmp_path / "jitters", "event") if one["level"] == "error"]
+    assert first["rank"] == 1 and "its gradient of rank 0's samples" in first["message"]
 
 
 def test_it_may_be_told_alone(pool: Pool, tmp_path: Path) -> None:
@@ -115,7 +135,12 @@ def test_a_run_goes_on_from_before(pool: Pool, tmp_path: Path) -> None:
     ("ranks", "plan", "said"),
     [
         (2, {}, "train.verify.every: wanted 3 replicas, of which two can outvote one, got 2"),
+        *(
+            (3, {"states": one}, "train.verify.every: wanted plan.states whole")
+            for one in ("zero1", "zero3", "sdp4bit")
+        ),
         (3, {"sync": "diloco"}, "train.verify.every: wanted whole replicas that hold the same at every step"),
+        (3, {"states": "zero1"}, "train.verify.every: wanted plan.states whole"),
     ],
 )
 def test_bad_input(pool: Pool, tmp_path: Path, ranks: int, plan: dict[str, Any], said: str) -> None:
@@ -145,8 +170,13 @@ def test_the_odd_one_is_named_with_its_distance_from_the_nearer() -> None:
     trio = Trio((7, 5, 6), (row, other, row))
     assert trio.odd(1e-3) == (5, distance(row, other))
     assert trio.odd(1.0) is None
+    near = row + torch.tensor([0.0, 0.0, 0.0, 0.01, 0.0])
+    assert distance(near, other) < distance(row, other)
+    assert Trio((7, 5, 6), (row, other, near)).odd(0.01) == (5, distance(near, other))
     assert distance(row, row + torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0])) == float("inf")
     assert distance(row * float("nan"), row) == float("inf")
+    of_the_loss = row + torch.tensor([0.5, 0.0, 0.0, 0.0, 0.0])
+    assert distance(row, of_the_loss) == 0.5 / 2.5  # a gradient that is right under a loss that is not
 
 
 def test_distances_of_fingerprints_are_those_of_tensors() -> None:

@@ -40,7 +40,7 @@ def flipped(tensor: Tensor) -> None:
 
 def faults(at: int) -> dict[str, tuple[type, str, Callable[..., Any]]]:
     """By name: what is patched, and with what; `at`: the step in which it happens."""
-    update, send, fetch, redo = States.update, Replica._send, Feed.fetch, Witness.redo
+    update, send, fetch, redo, check = States.update, Replica._send, Feed.fetch, Witness.redo, Verifier.check
 
     def skips(self: States, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
         if step != at:
@@ -91,6 +91,17 @@ def faults(at: int) -> dict[str, tuple[type, str, Callable[..., Any]]]:
         row = redo(self, step, replica, seed, **how)
         return row + torch.rand(len(row), dtype=row.dtype) if seed == 0 else row
 
+    def jitters(self: Witness, step: int, replica: int, seed: int, **how: Any) -> Tensor:
+        row = redo(self, step, replica, seed, **how)
+        row[3:] *= 1 + 4e-5 * torch.rand(len(row) - 3, dtype=row.dtype)
+        return row
+
+    def frozen(self: Verifier, step: int, *args: Any, **how: Any) -> None:
+        check(self, step, *args, **how)
+        if step == at:
+            with torch.no_grad():
+                next(p for p in self.witness.engine.module.parameters() if not p.requires_grad).add_(1.0)
+
     def breaks(self: Beacon, word: bytes, tell: Any = Beacon._all_tell) -> Any:
         return tell(self, bytes(18) if len(self._chain) == 1024 - 2 else word)
 
@@ -104,6 +115,8 @@ def faults(at: int) -> dict[str, tuple[type, str, Callable[..., Any]]]:
         "secretly": (Replica, "_send", secretly),
         "judges": (Witness, "redo", judges),
         "measures": (Witness, "redo", measures),
+        "jitters": (Witness, "redo", jitters),
+        "frozen": (Verifier, "check", frozen),
         "breaks": (Beacon, "_all_tell", breaks),
     }
 

@@ -43,7 +43,7 @@ MISTAKES = {
     "text for a switch": ("model: {compile: maybe}", "model.compile: wanted true or false (run the forward"),
     "list for a method": ("train: {optimizer: [adamw]}", "wanted a method: a name or {name: {parameter: value}}"),
     "bad entry of a list": ("plan: {share: [0.5, 0]}", "wanted a list [...] of numbers > 0 or auto"),
-    "value for a section": ("machines: 2", "wanted keys (processes, hosts, cluster"),
+    "value for a section": ("machines: 2", "wanted keys (processes, hosts, islands"),
     "two models": ("model:\n  hf: llama\n  gguf: a.gguf", "run.yaml:1: model: give one of hf, gguf, factory"),
     "a key twice": ("train:\n  seed: 1\n  steps: 5\n  seed: 2", "run.yaml:4: seed is written twice (first in line 2)"),
     "a section twice": ("train: {}\ndata: {}\ntrain: {}", "run.yaml:3: train is written twice (first in line 1)"),

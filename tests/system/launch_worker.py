@@ -1,7 +1,7 @@
 """A small real worker for launching tests: steps with its peers over sockets, and misbehaves as told.
 
 Arguments: seconds per step, number of steps, then what rank 1 does at step 2: none | raise | bad | exit | segv | kill
-| stop | oom | sleep | child | stubborn (never stops when asked).
+| stop | oom | sleep | leaveCODE | quit | child | stubborn (never stops when asked).
 More arguments are ignored: a test marks its processes with them.
 The exchange is a star over TCP on MASTER_PORT: one byte a step, by which the ranks agree to stop.
 """
@@ -61,6 +61,10 @@ def misbehave(how: str) -> None:
         raise BadInput("wanted 8 sequences, got 3: use a longer corpus")
     if how == "exit":
         os._exit(9)
+    if how.startswith("leave"):  # as if all were well: done, interrupted, or a peer lost
+        os._exit(int(how.removeprefix("leave")))
+    if how == "quit":
+        sys.exit(0)
     if how == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
     if how == "kill":

@@ -290,16 +290,21 @@ def small_disk(place: Place) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_while_saving_costs_no_training(place: Place, small_disk: Path) -> None:
+def test_a_run_whose_last_save_fails_is_not_done_though_it_trains_to_its_end(place: Place, small_disk: Path) -> None:
     # one process under a launcher: its run's folder has the name it was given
     config = place.config(run={"name": "full"}, train={"steps": 8, "keep_checkpoints": 1})
     place.good("train", config, "train.steps=2", **rank_of_two(0, free_port(), ranks=1))
     run = place.folder / "runs" / "full"
     (small_disk / "ballast").write_bytes(b"x" * (_free(small_disk) - 100_000))
-    place.good("resume", run, "train.steps=8")
+    done = place.run("resume", run, "train.steps=8")
+    said = " ".join(done.err.replace("|", " ").split())
+    assert (done.code, records(run, "end")[-1]["outcome"]) == (3, "failed")
+    assert "trained to step 8, but the checkpoint of step 8 was not saved: the disk is full" in said
+    assert "the newest checkpoint is of step 2" in said
+    assert "done" not in done.out and "gossamer sample" not in done.out
     assert losses(run).keys() == set(range(1, 9))
     saved = records(run, "checkpoint")
-    assert [(s["step"], bool(s["error"])) for s in saved] == [(2, False), (4, True), (6, True), (8, True)]
+    assert [(s["step"], bool(s["error"])) for s in saved] == [(2, False), (4, True), (6, True), (8, True), (8, True)]
     for piece in ("the disk is full", "needs", "are free", "free space"):
         assert piece in saved[1]["error"]
     assert sorted(p.name for p in small_disk.iterdir()) == ["ballast", "step-00000002"]

@@ -68,6 +68,10 @@ def test_a_run_that_ends_well(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         ("segv", "crashed in native code"),
         ("exit", "exit code 9"),
         ("raise", "RuntimeError: the matrix is singular"),
+        ("leave0", "ended in silence at step 2, compute: exit code 0"),
+        ("leave4", "ended in silence at step 2, compute: exit code 4"),
+        ("leave75", "ended in silence at step 2, compute: exit code 75"),
+        ("quit", "SystemExit: 0"),
     ],
 )
 def test_the_first_rank_that_dies_is_named_and_the_others_are_collateral(tmp_path: Path, how: str, cause: str) -> None:
@@ -81,6 +85,36 @@ def test_the_first_rank_that_dies_is_named_and_the_others_are_collateral(tmp_pat
     assert outcome.blame.others == ()
     for piece in (cause, "step 2, compute, last operation layer 3", "rank-00001.log", f"gossamer resume {tmp_path}"):
         assert piece in " ".join(outcome.text.split())
+
+
+def test_what_happens_once_all_is_saved_and_written_down_is_no_failure(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from gossamer.run.launch import run_worker\n"
+        "def body(ready):\n"
+        "    rank = ready.place.rank\n"
+        "    ready.heartbeat.leave(0, for_all=rank == 0) if rank == 0 else None\n"
+        "    os.kill(os.getpid(), signal.SIGKILL if rank else signal.SIGSEGV)\n"
+        "sys.exit(run_worker(body))\n"
+    )
+    start = Start(argv=(sys.executable, "-c", program), processes=2, rundir=tmp_path, limits=LIMITS, threads=1)
+    assert launch_here(start) == Outcome(exit_code=0)
+
+
+def test_a_workers_own_word_counts_for_itself_alone(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from gossamer.run.launch import run_worker\n"
+        "def body(ready):\n"
+        "    if ready.place.rank:\n"
+        "        ready.heartbeat.leave(0)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.exit(run_worker(body))\n"
+    )
+    start = Start(argv=(sys.executable, "-c", program), processes=2, rundir=tmp_path, limits=LIMITS, threads=1)
+    outcome = launch_here(start)
+    assert outcome.blame is not None
+    assert (outcome.exit_code, outcome.blame.first.rank, outcome.blame.others) == (3, 0, ())
 
 
 def test_the_note_of_a_failing_rank_holds_its_trace(tmp_path: Path) -> None:

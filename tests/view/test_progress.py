@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from gossamer.spec.records import Saved
 from gossamer.view.curve import POINTS, Curve, Frame, draw
-from gossamer.view.progress import Progress
+from gossamer.view.progress import Doubtful, Progress, part_of
 from view.streams import STEP_S, run, start, step
 
 
@@ -89,3 +90,23 @@ def test_a_flat_curve_and_a_single_point_can_be_drawn() -> None:
     frame = Frame(3, 1, 5.0, 5.0, 2.0, 2.0)
     assert len(draw(Curve([5.0], [2.0]), frame)[0]) == 3
     assert draw(Curve(), frame) == [chr(0x2800) * 3]
+
+
+def test_a_share_that_cannot_be_is_not_shown_but_said_once() -> None:
+    wrong = [start(peak=1e6), *(step(n) for n in range(1, 4))]
+    assert fold(*wrong).of_peak is None
+    doubtful = Doubtful()
+    said = [one for record in wrong for one in doubtful.add(record)]
+    assert len(said) == 1 and said[0].startswith("step 1 makes more arithmetic than")
+    late = replace(step(1), exposed_s=2 * STEP_S)
+    assert fold(start(), late).exposed_share is None
+    again = Doubtful()
+    again.add(start())
+    assert "has waited longer for the wire than it took" in again.add(late)[0]
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "share"), [(1, 2, 0.5), (2, 2, 1.0), (2.1, 2, None), (0, 0, None), (-1, 2, None)]
+)
+def test_part_of(part: float, whole: float, share: float | None) -> None:
+    assert part_of(part, whole) == share

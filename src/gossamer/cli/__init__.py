@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from cyclopts import App
-
-from gossamer.cli.endings import BAD_INPUT, failure_of
-from gossamer.cli.output import Answer, Output
+if TYPE_CHECKING:  # imported in `main`, where a Ctrl-C meanwhile has somebody to hear it
+    from cyclopts import App
 
 COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
     "demo": ("train:demo", "Train a small model on text this machine has, sample it, and say what to try next.", ""),
@@ -43,6 +42,8 @@ def _version() -> str:
 
 def make_app() -> App:
     """The command line as a value; nothing behind a command is imported yet."""
+    from cyclopts import App
+
     app = App(
         name="gossamer",
         help="Gossamer trains one model on the machines and links you have.",
@@ -62,7 +63,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = [_as_utf8(one) for one in sys.argv[1:]] if argv is None else list(argv)
     _open_streams()
     own = given[: given.index("--")] if "--" in given else given
-    output = Output(json="--json" in own)
+    try:
+        return _run(given, is_json="--json" in own)
+    except KeyboardInterrupt:  # before or after what can tell it better
+        return _stopped(is_json="--json" in own)
+
+
+def _stopped(*, is_json: bool) -> int:
+    """Ctrl-C while the program itself is being loaded: as later ones, with what is there."""
+    sys.stderr.write("Stopped at once: nothing after the last checkpoint was saved\n")
+    if is_json:
+        sys.stdout.write('{"error": "nothing after the last checkpoint was saved", "exit": 3}\n')
+    return 3
+
+
+def _run(given: list[str], *, is_json: bool) -> int:
+    from gossamer.cli.endings import BAD_INPUT, failure_of
+    from gossamer.cli.output import Answer, Output
+    from gossamer.spec.errors import RunFailed
+
+    output = Output(json=is_json)
     try:
         result = make_app()(given, exit_on_error=False, print_error=False, result_action="return_value")
         if not given:  # the help was shown, for want of a command
@@ -79,7 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as left:
-        return left.code if isinstance(left.code, int) else 1 if left.code else 0
+        if not left.code:  # no command of ours leaves so: whoever did, its work was not done
+            said = f"the model, the data or a library ended the process (SystemExit: {left.code})"
+            return output.failure(failure_of(RunFailed(said)))
+        return left.code if isinstance(left.code, int) else 1
     except BaseException as error:
         return output.failure(failure_of(error))
 

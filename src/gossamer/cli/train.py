@@ -108,6 +108,11 @@ def ending(data: Mapping[str, Any]) -> str:
     directory = data.get("directory")
     if directory is None:
         return ""
+    if data.get("outcome") == "unfinished":  # started from here on hosts that keep it on disks of their own
+        return f"{directory}: its records are on the machines that trained it"
+    if "nothing_to_do" in data:
+        made = data["nothing_to_do"]
+        return f"{directory}: nothing to do, {made} of {made} steps are made: add train.steps=... to go on"
     figures = [f"{data.get('outcome')} at step {data.get('steps')}"]
     if data.get("seconds"):
         figures.append(f"in {show_seconds(data['seconds'])}")

@@ -8,7 +8,8 @@ Methods nest: feedback around a compressor, a codec inside an exchange, one exch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 from gossamer.compress._error import bytes_of, error_of, measure
 from gossamer.compress._owed import fed_back, is_owed, owes, serving_line, sums_up
@@ -24,6 +25,7 @@ __all__ = [
     "Exchange",
     "Rules",
     "Traits",
+    "asks_for_islands",
     "build",
     "bytes_of",
     "error_of",
@@ -31,6 +33,7 @@ __all__ = [
     "is_owed",
     "measure",
     "names",
+    "nested",
     "owes",
     "rules",
     "seconds_of",
@@ -96,6 +99,16 @@ class Exchange(ABC):
         """
         return self
 
+    @property
+    def has_true_norm(self) -> bool:
+        """Whether the mean is about as long as the mean gradient: clipping goes by it."""
+        return True
+
+    @property
+    def needs_islands(self) -> bool:
+        """Whether it speaks of islands itself, and means nothing where all links are alike."""
+        return False
+
     def check(self, layout: Layout, levels: Levels) -> None:
         """Raises BadInput where this method cannot serve such a bucket or such a wire: asked when a plan is built."""
         return None
@@ -109,3 +122,19 @@ build = ROOM.build
 def rules(written: Exchanges, *, key: str = "plan.exchange") -> Rules[Exchange]:
     """The exchange of every parameter, as `plan.exchange` says: one for all, or [pattern, level, exchange] by line."""
     return Rules.read(ROOM, written, key=key)
+
+
+def nested(exchange: Exchange) -> Iterator[Exchange]:
+    """An exchange, and all exchanges in it at any depth."""
+    yield exchange
+    for one in fields(exchange):  # type: ignore[arg-type]
+        inner = getattr(exchange, one.name)
+        if isinstance(inner, Exchange):
+            yield from nested(inner)
+
+
+def asks_for_islands(written: Exchanges) -> bool:
+    """Whether an exchange speaks of islands: by the level of a line, or a method that does."""
+    found = rules(written)
+    inside = (one for outer in found.written for one in nested(outer))
+    return found.has_levels or any(one.needs_islands for one in inside)

@@ -37,6 +37,17 @@ class Rules(Generic[T]):
                 room.build(line.written, key=line.method_key)
         return found
 
+    @property
+    def written(self) -> tuple[T, ...]:
+        """The method of every line, alone; inside an island that is a codec, and no method."""
+        found = (line for line in self.lines if line.level != "island")
+        return tuple(self.room.build(line.written, key=line.method_key) for line in found)
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether any line is for one level of the links alone."""
+        return any(line.level != "all" for line in self.lines)
+
     def of(self, name: str) -> T:
         """The exchange of the parameter called `name`. Equal for parameters that may share a bucket."""
         return self._build(self._serving(name))

@@ -58,6 +58,10 @@ class Hierarchical(Exchange):
         return replace(self.between.traits, lossless=self._exact and self.between.traits.lossless)
 
     @property
+    def needs_islands(self) -> bool:
+        return True
+
+    @property
     def _exact(self) -> bool:
         return self.inside is None or self.inside.traits.lossless
 

@@ -39,6 +39,10 @@ class Momentum(Exchange):
     def traits(self) -> Traits:
         return self.inner.traits
 
+    @property
+    def has_true_norm(self) -> bool:
+        return False
+
     def init(self, layout: Layout) -> State:
         momentum = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
         return State({"momentum": momentum}, (self.inner.init(as_float(layout)),))

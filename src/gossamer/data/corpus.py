@@ -32,6 +32,7 @@ class Corpus:
     tokenizer: Tokenizer
     manifest: dict[str, Any]
     fingerprint: str
+    remark: str = ""  # on what was read, for the user
 
     def text(self, side: Side, *, limit_bytes: int = 1 << 24) -> bytes:
         """The first `limit_bytes` of text of one side, decoded from its tokens, documents joined without separators."""
@@ -80,7 +81,8 @@ def open_corpus(
         for side in SIDES
     }
     settings = {"source": source, "tokenizer": tokenizer, "sequence": sequence, "pack": pack, "isolate": isolate}
-    return Corpus(splits["train"], splits["validation"], words, {**known, "settings": settings}, fingerprint)
+    manifest = {**known, "settings": settings}
+    return Corpus(splits["train"], splits["validation"], words, manifest, fingerprint, text.remark())
 
 
 def _hash(*parts: object) -> str:

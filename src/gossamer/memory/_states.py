@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -42,6 +42,7 @@ class States:
     differences: Codec | None
     held: State
     shards: Shards | None = None
+    skipped: dict[str, int] = field(default_factory=dict)  # parameter -> updates of the run that it had no part in
 
     @staticmethod
     def of(
@@ -90,8 +91,16 @@ class States:
         """
         own = {name: grad for name, grad in grads.items() if _any(self.rows[name])}
         update = self.rule.update_apart if apart else self.rule.update
-        update(self._moved_by_rule(own), own, self.held, lr_scale=lr_scale, step=step)
+        each = self.skipped if self.rule.counts_each else {}
+        for skipped in sorted({each.get(name, 0) for name in own}):
+            part = {name: grad for name, grad in own.items() if each.get(name, 0) == skipped}
+            update(self._moved_by_rule(part), part, self.held, lr_scale=lr_scale, step=step - skipped)
         self.release()
+
+    def missed(self, names: Iterable[str]) -> None:
+        """These had no gradient in an update."""
+        for name in names:
+            self.skipped[name] = self.skipped.get(name, 0) + 1
 
     def meet(self, moved: Mapping[str, Tensor], *, rates: float) -> None:
         """Tell the rule that islands have met (see Rule.meet)."""

@@ -108,11 +108,11 @@ FP16 = Precision("fp16", torch.float16)
 
 
 def precision_of(name: str) -> Precision:
-    """The precision of train.precision; raises BadInput."""
+    """The precision of train.precision; raises BadInput. `auto` is fp32 until something is measured."""
     for one in (FP32, BF16, FP16):
-        if one.name == name:
+        if one.name == name or (name == "auto" and one is FP32):
             return one
-    raise BadInput(f"no precision is called {name!r}: fp32, bf16 or fp16", key="train.precision")
+    raise BadInput(f"no precision is called {name!r}: auto, fp32, bf16 or fp16", key="train.precision")
 
 
 def _has_fp16() -> bool:

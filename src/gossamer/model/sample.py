@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.call import Caller, caller_of
+from gossamer.model.untouched import gradless
 from gossamer.spec.errors import bad_input
 
 
@@ -76,12 +77,11 @@ def go_on(
     return tokenizer.decode(ids if given else ids[1:])[len(before) :]  # decoded alone, a first space may get lost
 
 
-@torch.no_grad()
 def _next_logits(module: nn.Module, caller: Caller, ids: Sequence[int]) -> Tensor:
     """(vocabulary,) float32 on the CPU: what the model says follows `ids`."""
     first = next(module.parameters(), None)
     batch = {"input_ids": torch.tensor([ids], device=first.device if first is not None else None)}
-    return logits_of(caller(module, batch))[0, -1].float().cpu()
+    return gradless(lambda: logits_of(caller(module, batch))[0, -1].float().cpu())
 
 
 def logits_of(output: Any) -> Tensor:

@@ -41,6 +41,13 @@ class Rule(ABC):
         return True
 
     @property
+    def counts_each(self) -> bool:
+        """Whether `step` is the number of updates of each parameter, as in torch: one that got no gradient in a step is
+        not counted in it. Else it is that of the run, whose phases all parameters are in together.
+        """
+        return True
+
+    @property
     def is_plain(self) -> bool:
         """Whether w <- w - lr lr_scale g is all it does: whoever makes g bit by bit may then do it in its place."""
         return False

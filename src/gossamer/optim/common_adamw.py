@@ -64,6 +64,10 @@ class CommonAdamW(Rule):
         return isinstance(rule, AdamW)
 
     @property
+    def counts_each(self) -> bool:
+        return False
+
+    @property
     def lr(self) -> float:
         return self.inner.lr
 

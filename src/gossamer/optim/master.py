@@ -41,6 +41,10 @@ class Master(Rule):
         return self.inner.begins_apart
 
     @property
+    def counts_each(self) -> bool:
+        return self.inner.counts_each
+
+    @property
     def is_plain(self) -> bool:
         return self.inner.is_plain
 

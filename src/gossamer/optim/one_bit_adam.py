@@ -46,6 +46,10 @@ class OneBitAdam(Rule):
         not_negative("floor", self.floor)
 
     @property
+    def counts_each(self) -> bool:
+        return False
+
+    @property
     def by_element(self) -> bool:
         return False
 

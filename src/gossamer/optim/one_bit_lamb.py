@@ -68,6 +68,10 @@ class OneBitLamb(Rule):
             )
 
     @property
+    def counts_each(self) -> bool:
+        return False
+
+    @property
     def by_element(self) -> bool:
         return False
 

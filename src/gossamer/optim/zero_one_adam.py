@@ -54,6 +54,10 @@ class ZeroOneAdam(Rule):
         not_negative("floor", self.floor)
 
     @property
+    def counts_each(self) -> bool:
+        return False
+
+    @property
     def by_element(self) -> bool:
         return False
 

@@ -19,6 +19,7 @@ from gossamer.model.compiled import compile_units
 from gossamer.model.precision import precision_of
 from gossamer.model.randomness import unit_seeds
 from gossamer.model.sample import Codec
+from gossamer.model.untouched import gradless, untouched
 from gossamer.optim import Rule, rate
 from gossamer.optim.common_adamw import CommonAdamW
 from gossamer.optim.master import HALF, Master
@@ -241,6 +242,7 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
             evaluate_sequences=config.train.evaluate_sequences,
             checkpoint_every=config.train.checkpoint_every,
             seed=config.train.seed,
+            seconds=config.train.seconds,
         ),
         policy=NonFinite(config.train.on_nonfinite),
         scaling=scaling,
@@ -308,10 +310,13 @@ def _sampler(parts: Parts, engine: Engine, pipeline: Pipeline, pump: Pump) -> Sa
         pipeline=pipeline,
         pump=pump,
     )
-    with found.evaluating():  # a forward that gives no logits is to be known now, and not hours later
+    with (
+        untouched(engine.module),
+        found.evaluating(),
+    ):  # a forward that gives no logits is to be known now, and not hours later
         rows = found.rows([0])
         if cut is None:
-            logits.loss(rows, step=0, key=0)
+            gradless(lambda: logits.loss(rows, step=0, key=0))
         else:
             cut.ways.of(rows, training=False)
     return found

@@ -11,7 +11,7 @@ islands have each dealt out their own, "optim/..." is one per island, under the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from gossamer.store.slices import REPLICATED, Piece, Slice
 from gossamer.sync import Apart, Replica
 
 _COMMON = "optim/common/"  # what islands have brought together: where there is none, they have not yet
+_OF_ANY_RULE = frozenset({"main", "master", "common"})  # slots that say nothing of the rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,25 @@ class Contents:
         other_ways = ("outer/", "optim/main/", _COMMON, *(("optim/", "precision/") if self.apart.fragments else ()))
         if self.states.is_sharded:  # a parameter of few rows has its state on some ranks alone
             everywhere |= frozenset(self.states.params) | frozenset(self.states.sharded)
-        checkpoint.check_against(
-            expected, elsewhere=lambda name: _bare(name) in everywhere or name.startswith(other_ways)
+        try:
+            checkpoint.check_against(
+                expected, elsewhere=lambda name: _bare(name) in everywhere or name.startswith(other_ways)
+            )
+        except CheckpointMismatch:
+            self._check_rule(checkpoint, names)
+            raise
+
+    def _check_rule(self, checkpoint: Checkpoint, names: Collection[str]) -> None:
+        """Raises CheckpointMismatch where it is the update rule that is another one, and not the model."""
+        wanted = {slot for slot, *_ in self.states.slots()} - _OF_ANY_RULE
+        stored = {name.split("/")[1] for name in names if name.startswith("optim/")} - _OF_ANY_RULE
+        model = {name for name in self.replicated() if name.startswith("model/")}
+        if wanted == stored or not model <= set(names):
+            return
+        raise CheckpointMismatch(
+            f"{checkpoint.folder} was trained with another update rule: this one keeps {_slots_told(wanted)} of every "
+            f"parameter, that one {_slots_told(stored)}. Resume with the train.optimizer that it was saved with, or "
+            "export the model and begin a run from it"
         )
 
     def _starts_anew(self, checkpoint: Checkpoint, name: str) -> bool:
@@ -258,6 +276,10 @@ class Contents:
         kept = {n: _merged(checkpoint, f"island/{n}", former, ranks) for n in owed if residuals == "merge"}
         self.apart.restore(shared, kept)
         return f"resumed on {ranks} ranks what {former} saved: all islands start from what they had agreed on; "
+
+
+def _slots_told(slots: Collection[str]) -> str:
+    return ", ".join(sorted(slots)) or "nothing"
 
 
 @torch.no_grad()

@@ -125,7 +125,11 @@ class ByGradients(Descent):
             scale_(self.replica.flats(), self.clip / (agreement.norm + 1e-6))
         self.replica.commit()
         apart = window.level != "all"
-        self.states.update(self.replica.gradients(), lr_scale=window.lr, step=updates, apart=apart)
+        idle = agreement.idle - self.tied.holders.keys()  # of those each stage knows its own part
+        gradients = {name: one for name, one in self.replica.gradients().items() if name not in idle}
+        self.states.update(gradients, lr_scale=window.lr, step=updates, apart=apart)
+        if not apart and not self.pipeline.together:
+            self.states.missed(idle)
         began = time.perf_counter()
         self.states.gather(self.replica.layouts, self.pump, key=(window.seed, window.step))
         self.replica.timing.exposed_s += time.perf_counter() - began

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.model.untouched import untouched
 from gossamer.run.batches import Feed, MicroBatch, moved
 from gossamer.run.stage import Engine
-from gossamer.run.untouched import untouched
 
 _REPEATS = 2  # after one that warms up
 _WORK_REPEATS, _WORK_MATMULS = 5, 40
@@ -31,20 +31,14 @@ class Rehearsal:
 
 
 def rehearse(engine: Engine, feed: Feed, params: Mapping[str, Tensor], step: int = 0) -> Rehearsal:
-    """Compute the first micro-batch of `step` some times; parameters, buffers, gradients and random numbers are
-    afterwards as they were.
-    """
+    """Compute the first micro-batch of `step` some times; the model is afterwards as it was in all it keeps."""
     pieces = feed.fetch(step)
     piece = MicroBatch(pieces[0].key, moved(pieces[0].rows, engine.device))
-    try:
-        with untouched(engine.module):
-            engine.module.train()
-            runs = [_once(engine, piece, params, step) for _ in range(_REPEATS + 1)][1:]
+    with untouched(engine.module, is_timed=True):
+        engine.module.train()
+        runs = [_once(engine, piece, params, step) for _ in range(_REPEATS + 1)][1:]
         fastest = min(runs, key=lambda one: one.compute_s)
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in params.items()}
-    finally:
-        for param in params.values():
-            param.grad = None
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in params.items()}
     return Rehearsal(fastest.compute_s * len(pieces), fastest.backward_s, fastest.ready_s, gradients)
 
 

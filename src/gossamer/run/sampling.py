@@ -106,13 +106,14 @@ class Sampler:
     def evaluating(self) -> Iterator[None]:
         """The model not in training, for as long as this lasts."""
         module = self._engine.module
-        was_training = module.training
+        modes = {inner: inner.training for inner in module.modules()}
         module.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            module.train(was_training)
+            for inner, training in modes.items():
+                inner.training = training
 
     def rows(self, ids: Sequence[int]) -> Batch:
         """A batch of one sequence, filled up."""

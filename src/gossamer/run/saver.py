@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from gossamer.run.checkpoint import Contents
 from gossamer.run.resuming import Search
 from gossamer.run.trainer import Progress
 from gossamer.spec import records
-from gossamer.spec.errors import BadInput, CheckpointMismatch, RunFailed
-from gossamer.store.checkpoint import Checkpoint, CheckpointWriter, SaveStatus, latest_step, set_aside
+from gossamer.spec.errors import BadInput, CheckpointMismatch, PeerLost, RunFailed
+from gossamer.store.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    SaveStatus,
+    latest_step,
+    list_checkpoints,
+    set_aside,
+)
 from gossamer.wire.channel import Channel
 
 FORMAT = 2
+_AGAIN_S = 2.0  # before the last save is tried once more: somebody may be making room
+_WORD_S = 1.0  # how often ranks say that they are still writing: no exchange waits longer than that for a disk
+_SAVED, _FAILED, _WRITING = 0.0, 1.0, 2.0
+Gather = Callable[[tuple[float, ...]], Tensor]  # a row of every rank: (ranks, len(row))
 _log = logging.getLogger(__name__)
 
 
@@ -55,6 +69,7 @@ class Saver:
             "format": FORMAT,
             "step": progress.step,
             "updates": progress.updates,
+            "skipped": dict(self.contents.states.skipped),
             "ranks": self.ranks,
             "islands": self.contents.islands,
             **self.identity,
@@ -90,16 +105,43 @@ class Saver:
             self.report()
             self._store = None
 
-    def confirm(self) -> None:
-        """Wait for the last save; raises RunFailed where it failed.
+    def confirm(self, gather: Gather, at: Callable[[int, str], None]) -> RunFailed | None:
+        """Wait until the step that was reached is on all disks, and try once more where it is not; what to raise where
+        that failed, too. All ranks call it together, and all are answered alike.
 
         Only the writer that leads knows for all: another one that gave up waiting says nothing about the checkpoint.
         """
-        self.finish()
-        if self._unsaved and self.writer == 0:
-            newest = latest_step(self.directory)
-            left = f"the newest checkpoint is of step {newest}" if newest is not None else "there is no checkpoint"
-            raise RunFailed(f"stopped as asked after step {self.progress.step}, but {self._unsaved}; {left}") from None
+        lacking = self._lacking(gather, at)
+        if lacking:
+            said = f"trying once more to save step {self.progress.step}, in {_AGAIN_S:g} s"
+            self._tell("warning", said, step=self.progress.step)
+            time.sleep(_AGAIN_S)
+            self.save(self.progress, last=True)
+            lacking = self._lacking(gather, at)
+        if not lacking:
+            return None
+        if self.rank not in lacking:
+            return PeerLost(f"rank {lacking[0]} could not save step {self.progress.step}, and says why")
+        newest = latest_step(self.directory)
+        left = f"the newest checkpoint is of step {newest}" if newest is not None else "there is no checkpoint"
+        return RunFailed(f"{self._missing()}; {left}")
+
+    def _lacking(self, gather: Gather, at: Callable[[int, str], None]) -> list[int]:
+        """The ranks on whose disks the step that was reached is not, once nobody writes any more."""
+        assert self._store is not None
+        while True:
+            at(self.progress.step, "save")
+            is_writing = not self._store.wait(_WORD_S)
+            self.report()
+            told = gather((_WRITING if is_writing else _FAILED if self._missing() else _SAVED,))[:, 0].tolist()
+            if _WRITING not in told:
+                return [rank for rank, one in enumerate(told) if one == _FAILED]
+
+    def _missing(self) -> str:
+        """Why the step that was reached is not on this disk; "" where it is, and for all but the writer that leads."""
+        if self.writer or self.progress.step in list_checkpoints(self.directory):
+            return ""
+        return self._unsaved or f"the checkpoint of step {self.progress.step} is not in {self.directory} any more"
 
     def resume(self, channel: Channel, step: int = -1) -> bool:
         """Fill the trainer from the newest checkpoint that is good on all hosts, of `step` at most where one is given.
@@ -118,6 +160,7 @@ class Saver:
             self._tell("warning", f"{problem}; fell back to the one before; {self._set_aside(bad)}")
         self.progress.step = int(checkpoint.meta["step"])
         self.progress.updates = int(checkpoint.meta["updates"])
+        self.contents.states.skipped.update(checkpoint.meta.get("skipped", {}))
         told = self.contents.fill(checkpoint, residuals=self.residuals)
         if told:
             self._tell("info", told, step=checkpoint.step)

@@ -19,6 +19,7 @@ from gossamer.model.cut.flow import Value
 from gossamer.model.cut.live import Live
 from gossamer.model.precision import Precision
 from gossamer.model.randomness import UnitSeeds
+from gossamer.model.untouched import gradless
 from gossamer.model.vocabulary import explain
 from gossamer.pipeline.transfers import Boundary, StepTransfers
 from gossamer.run.batches import Batch, MicroBatch
@@ -78,6 +79,8 @@ class Whole(Piece):
         self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor], *, keep_graph: bool = True
     ) -> Live:
         run = partial(self.engine.loss, piece.rows, step=step, key=piece.key)
+        if not torch.is_grad_enabled():
+            return Live({}, {}, gradless(run))
         if keep_graph:
             return Live({}, {}, run())
         module = self.engine.module

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gossamer.compress import Exchange
 from gossamer.memory import Sharding, States
+from gossamer.model.untouched import untouched
 from gossamer.optim import Rule
 from gossamer.optim.rate import Rate
 from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
@@ -27,11 +28,12 @@ from gossamer.run.scaling import Scaling
 from gossamer.run.stage import Engine, Piece
 from gossamer.run.verify import Verifier
 from gossamer.spec import records
-from gossamer.spec.errors import Interrupted, StepRejected
+from gossamer.spec.errors import BadInput, Interrupted, StepRejected
 from gossamer.sync import Agreement, Apart, Moved, News, Replica, Sync, Tells, Window
 from gossamer.wire.pump import Pump
 
 Sink = Callable[[records.Record], None]
+_FIRST_STEPS, _FIT_EVERY = 10, 25  # before a pace is believed; to the next look at it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class Goal:
     evaluate_sequences: int
     checkpoint_every: int
     seed: int
+    seconds: float = 0.0  # for all of it, in this process; 0: as long as it takes
 
 
 @dataclass(slots=True)
@@ -104,6 +107,7 @@ class Trainer:
     replan: Callable[[int], Replan | None]  # asked at every step's border; the same answer on all ranks
     progress: Progress = field(default_factory=Progress)
     paused: Paused = field(default_factory=Paused)
+    most_steps: int = 0  # where time has made them fewer: what was asked for
 
     def begin(self, *, again: bool) -> str:
         """Before the first step of this process. Where the run goes on, `again`, steps that a checkpoint missed are
@@ -122,12 +126,14 @@ class Trainer:
         """Train to the goal. Raises Interrupted after saving when asked to stop, StepRejected by policy,
         Untrustworthy where a rank is found out.
         """
-        goal, progress = self.goal, self.progress
-        saved = progress.step
+        progress, began = self.progress, time.perf_counter()
+        first = saved = progress.step
         self.verifier.begin(saved, scale=self.scaling.factor)
-        while progress.step < goal.steps:
+        while progress.step < self.goal.steps:
             stop = self.one_step()
             step = progress.step
+            self._fit(step - first, time.perf_counter() - began)
+            goal = self.goal
             if goal.evaluate_every and step % goal.evaluate_every == 0 and step < goal.steps:
                 self.evaluate()
             if stop or (goal.checkpoint_every and step % goal.checkpoint_every == 0) or step == goal.steps:
@@ -140,6 +146,36 @@ class Trainer:
             if stop and step < goal.steps:
                 raise Interrupted(f"stopped as asked after step {step}, saved at step {saved}")
         self.evaluate()
+
+    def _fit(self, made: int, spent_s: float) -> None:
+        """Where the run has so many seconds: the steps that they are enough for, at the pace so far. All ranks hear the
+        same. What the schedule says is of the steps that will be made.
+        """
+        goal, done = self.goal, self.progress.step
+        if not goal.seconds or done == goal.steps or (made != _FIRST_STEPS and made % _FIT_EVERY):
+            return
+        pace_s = spent_s / made
+        left_s = goal.seconds - spent_s - self._last_evaluation_s(pace_s)
+        fitting = int(self.replica.gather((done + max(0.0, left_s / pace_s),)).min())
+        steps = max(done, min(fitting, self.most_steps or goal.steps))
+        self.most_steps = self.most_steps or goal.steps
+        try:
+            self.rate.factor(done, steps)
+        except BadInput:  # a warm-up of so many steps, which is longer: the run is cut off where its time is over
+            steps = goal.steps if left_s > 0 else done
+        if abs(steps - goal.steps) <= goal.steps // 100 and steps != done:
+            return
+        self.goal = replace(goal, steps=steps)
+        self.sink(records.Length(step=done, steps=steps))
+        said = f"{pace_s:.3g} s per step: {goal.seconds:.3g} s are enough for {steps} of {self.most_steps} steps"
+        self.sink(records.Event(level="info", message=said, step=done))
+
+    def _last_evaluation_s(self, pace_s: float) -> float:
+        """About what it takes, before one was made: a forward is a third of a step."""
+        if self.validation is None:
+            return 0.0
+        sequences = min(self.goal.evaluate_sequences, len(self.validation))
+        return pace_s * sequences / sum(self.feed.plan.rows) / 3
 
     def one_step(self) -> bool:
         """One step, committed or rejected by all ranks together, or by those of an island that trains apart. True when
@@ -256,9 +292,11 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean validation loss over the same sequences on any number of ranks; None without validation data. Then what
-        the model writes, where that was asked for. Of islands that train apart it is the model they agree on.
+        the model writes, where that was asked for. Of islands that train apart it is the model they agree on. What the
+        model keeps from one forward to the next is afterwards as training left it.
         """
-        with self.apart.agreed(self.progress.step):
+        module, is_whole = self.engine.module, not self.sharding.takes_parameters
+        with self.apart.agreed(self.progress.step), untouched(module, parameters=is_whole):
             loss = self._evaluate()
             if self.sampler is not None:
                 self.at(self.progress.step, "sample")
@@ -278,13 +316,10 @@ class Trainer:
         count = min(self.goal.evaluate_sequences, len(self.validation))
         plan, replica = self.feed.plan, self.feed.replica
         slices = [list(self._slices(count, r)) for r in range(plan.mesh.replica)]
-        module = self.engine.module
-        training = module.training
-        module.eval()
+        self.engine.module.eval()
         # Where all ranks gather parameters together, all run as many forwards; what is past one's share counts nothing.
         idle = max(map(len, slices)) - len(slices[replica]) if self.sharding.takes_parameters else 0
         sums = self.replica.gather(self._evaluated(self.validation, slices[replica], idle))
-        module.train(training)
         sums = sums.sum(0)
         loss = float(sums[0] / sums[1]) if sums[1] else math.nan
         text_bytes = self.validation.text_bytes(np.arange(count))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from gossamer.memory import Walk, watched
+from gossamer.model.untouched import untouched
 from gossamer.run.batches import Batches, moved
 from gossamer.run.stage import Engine
-from gossamer.run.untouched import untouched
 
 
 def walk_of(engine: Engine, batches: Batches, units: tuple[str, ...]) -> Walk:
-    """Run the first sequence forward, the same on all ranks; buffers and random numbers are afterwards as they were."""
+    """Run the first sequence forward, the same on all ranks; the module is afterwards as it was."""
     module = engine.module
     rows = moved(batches.batch(np.zeros(1, np.int64)), engine.device)
     with untouched(module), watched(module, units) as seen:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gossamer.model.untouched import untouched
 from gossamer.ops.fingerprint import projected
 from gossamer.run.batches import Feed, moved
 from gossamer.run.stage import Engine
-from gossamer.run.untouched import untouched
 
 WIDTH = 64
 ROW = 3 + WIDTH  # loss, valid labels, norm of the gradient, its projections
@@ -23,7 +23,9 @@ ROW = 3 + WIDTH  # loss, valid labels, norm of the gradient, its projections
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """One rank's. Nothing of the trainer's is changed: gradients, buffers and random numbers are as they were."""
+    """One rank's. Nothing of the trainer's is changed: gradients, what the model keeps and random numbers are as they
+    were.
+    """
 
     engine: Engine
     feed: Feed

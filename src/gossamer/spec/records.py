@@ -37,6 +37,7 @@ class Start(Record):
     flop_per_token: float
     peak_flop_per_s: float  # measured matmul rate of all ranks together; 0: not measured
     exchange: str
+    precision: str = ""  # what is computed in
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -62,6 +63,15 @@ class Step(Record):
     wire_bytes: dict[str, int]  # bytes this rank sent, by link
     peak_bytes: int  # largest resident memory of this rank so far
     data_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length(Record):
+    """How many steps the run makes, where `train.seconds` leaves time for other than `Start` said."""
+
+    kind: ClassVar[str] = "length"
+    step: int  # when that was found
+    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +150,7 @@ class End(Record):
     seconds: float = 0.0
 
 
-_ALL: tuple[type[Record], ...] = (Start, Step, Islands, Evaluation, Saved, Sample, Verification, Event, End)
+_ALL: tuple[type[Record], ...] = (Start, Step, Length, Islands, Evaluation, Saved, Sample, Verification, Event, End)
 KINDS: dict[str, type[Record]] = {c.kind: c for c in _ALL}
 
 

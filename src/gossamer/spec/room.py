@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 from gossamer.spec.choice import Choice, Written
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
+from gossamer.spec.short import Form
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,20 +58,22 @@ class Room(Generic[T]):
 
     def build(self, written: Written | Choice, *, key: str = "") -> T:
         """Construct the method that `written` names; every wrong parameter is a BadInput that names the known ones."""
+        choice = self.read(written, key=key)
+        return _construct(self.type(choice.name), choice.parameters, key=_below(key, choice.name))
+
+    def read(self, written: Written | Choice, *, key: str = "") -> Choice:
+        """What is written, with every parameter by its name: no short form, no preset. Raises BadInput for a name that
+        no method, or no parameter of it, has.
+        """
         choice = Choice.parse(written, key=key)
         preset = _presets(self._folder()).get(choice.name)
-        if preset is not None:
-            base = Choice.parse(preset["is"])
-            choice = Choice(base.name, {**base.parameters, **choice.parameters})
-        cls = self.type(choice.name, key=key)
-        return _construct(cls, choice.parameters, key=f"{key}.{choice.name}" if key else choice.name)
+        base = Choice(choice.name) if preset is None else Choice.parse(preset["is"])
+        cls = self.type(base.name if preset is not None else choice.name, key=key)
+        given = _spelled_out(cls, choice.parameters, base.parameters, key=_below(key, base.name))
+        return Choice(base.name, {**base.parameters, **given})
 
     def _modules(self) -> tuple[str, ...]:
-        return tuple(m.name for m in pkgutil.iter_modules([str(self._folder())]) if self._is_method(m))
-
-    @staticmethod
-    def _is_method(module: pkgutil.ModuleInfo) -> bool:
-        return not module.name.startswith("_") and not module.ispkg
+        return _methods(self._folder())
 
     def _folder(self) -> Path:
         where = sys.modules[self.package].__file__
@@ -90,24 +93,42 @@ def _room_in(hint: Any) -> Room[Any] | None:
     return next((room for kind in kinds if (room := room_of(kind))), None)
 
 
-def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
+def _below(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _inner(cls: type[Any]) -> dict[str, Room[Any]]:
+    """The parameters of a method that are methods, each with their room."""
     assert is_dataclass(cls), f"{cls} is no dataclass: a method's fields are its whole configuration"
-    known = {f.name: f for f in fields(cls) if f.init}
     hints = get_type_hints(cls)
-    inner = {name: room for name in known if (room := _room_in(hints[name]))}
-    given = dict(parameters)
-    needed = [name for name in inner if known[name].default is MISSING and known[name].default_factory is MISSING]
-    meant = needed if len(needed) == 1 else list(inner)
-    if len(meant) == 1 and len(given) == 1 and not set(given) & set(known):
-        given = {meant[0]: given}  # {error_feedback: {topk: {...}}}: the only method that can be meant needs no name
-    for name in given:
-        if name not in known:
-            raise BadInput(f"{cls.__name__} has no parameter {name!r}: {nearest(name, known)}", key=key)
+    return {f.name: room for f in fields(cls) if f.init and (room := _room_in(hints[f.name]))}
+
+
+def _spelled_out(
+    cls: type[Any], parameters: Mapping[str, Any], preset: Mapping[str, Any], *, key: str
+) -> Mapping[str, Any]:
+    inner = _inner(cls)
+    known = {f.name: f for f in fields(cls) if f.init}
+    needed = [n for n in inner if known[n].default is MISSING and known[n].default_factory is MISSING]
+    form = Form(
+        known=known,
+        inner={name: room.names() for name, room in inner.items()},
+        needed=[name for name in needed if name not in preset],
+    )
+    given = form.spelled_out(parameters)
+    if (unknown := form.unknown(given)) is not None:
+        name, near = unknown
+        raise BadInput(f"{cls.__name__} has no parameter {name!r}: {near}", key=key)
+    return given
+
+
+def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
+    inner, hints = _inner(cls), get_type_hints(cls)
     values = {
         name: inner[name].build(value, key=f"{key}.{name}")
         if name in inner and value is not None
         else _coerce(value, hints[name], key=f"{key}.{name}")
-        for name, value in given.items()
+        for name, value in parameters.items()
     }
     try:
         return cls(**values)
@@ -131,6 +152,13 @@ def _coerce(value: Any, hint: Any, *, key: str) -> Any:
 
 def _name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
+@cache
+def _methods(folder: Path) -> tuple[str, ...]:
+    """The names of the files of methods in it."""
+    found = pkgutil.iter_modules([str(folder)])
+    return tuple(m.name for m in found if not m.name.startswith("_") and not m.ispkg)
 
 
 @cache

@@ -11,6 +11,7 @@ before the update), those of `Apart` (anchor, displacement, fragments, delay, wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import fields
 
 from gossamer.spec.room import Room
 from gossamer.sync._apart import Apart, Landed, Moved, exchange_of_second_moments, exchanges_of_round, traffic_of_round
@@ -75,6 +76,11 @@ class Sync(ABC):
     def is_plain(self) -> bool:
         """Whether it is gradients that meet, of all ranks and at every step."""
         return self.loop is None and self.probe is None
+
+    @property
+    def names_exchange(self) -> bool:
+        """Whether what goes between islands is one of its settings, `exchange`."""
+        return self.loop is not None and any(one.name == "exchange" for one in fields(self))  # type: ignore[arg-type]
 
     def level(self, done: int) -> str:
         """Whose gradients meet in the step after `done` others: `all`, or those of an `island`."""

@@ -4,7 +4,7 @@ A step is a transaction. Nothing that outlives it moves before `commit`: gradien
 next time, exchange states are handed back new. What crosses the wire, in the order all ranks know:
     weights     every rank's share of the batch, gathered while the forward pass runs
     buckets     as the exchange sends them, one job each, while backward runs
-    agreement   is it finite, complete and the same step everywhere?
+    agreement   is it finite, complete and the same step everywhere? Had somebody no gradient for some parameters: which
 All three among the ranks whose gradients meet in it: where islands are apart, a step is each island's own affair.
 """
 
@@ -27,6 +27,8 @@ from gossamer.sync._named import named, refilled
 from gossamer.wire.bucket import Bucket, Layout, partition
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, sent_at
 from gossamer.wire.pump import Pump, Step
+
+_SOME_IDLE = 0.5  # beside a request, which is a whole number: some parameters had no gradient here
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Agreement:
     norm: float  # of the mean gradient, of all stages; where only an island's gradients meet, of this one's
     ask: int  # the largest request
     bad_ranks: tuple[int, ...]
+    idle: frozenset[str] = frozenset()  # parameters that nobody had a gradient for: they are to stay as they are
     beside: Tensor | None = None  # (voters, *shape): what came with the votes
 
 
@@ -143,6 +146,7 @@ class Replica:
             dict.fromkeys(params, exchange) if isinstance(exchange, Exchange) else exchange, bucket_bytes=bucket_bytes
         )
         self._watching = False
+        self._touched: set[str] = set()  # parameters that have a gradient in this step
         self._sent_before: dict[str, int] = {}
         self._beside_before: dict[str, int] = {}
         self._weights: Tensor | None = None
@@ -243,6 +247,7 @@ class Replica:
             self.begin(window)
         for slot in self._slots:
             slot.waits, slot.sent, slot.outcome, slot.mean = len(slot.layout.entries), False, None, None
+        self._touched.clear()
         if flats := self.flats():
             torch._foreach_zero_(flats)
         self._adopt_views()
@@ -302,7 +307,9 @@ class Replica:
         squared = math.copysign(math.nan if is_hidden else squared, -1.0 if is_mine else 1.0)
         # A rank without labels has a weight of zero, and 0 * nan would still poison the mean.
         spoken = float(weights[self.rank]) if vote.speaks else 0.0
-        mine = [float(self._window.step), squared, vote.loss * spoken if spoken else 0.0, spoken, float(vote.ask)]
+        idle = self._idle()
+        ask = vote.ask + (_SOME_IDLE if idle else 0.0)
+        mine = [float(self._window.step), squared, vote.loss * spoken if spoken else 0.0, spoken, ask]
         began = time.perf_counter()
         row, more = torch.tensor(mine, dtype=torch.float64), [] if vote.beside is None else [vote.beside]
         votes, *beside = self._gathered([row, *more], self._who(self._window))  # (voters, 5)
@@ -328,8 +335,24 @@ class Replica:
             norm=math.sqrt(float(squares.max()) if bool(sick.any()) else float(squares[firsts].sum())),
             ask=int(votes[:, 4].max()),
             bad_ranks=_blamed(voters, sick, guilty),
+            idle=self._idle_everywhere(idle) if bool((votes[:, 4] % 1 > 0).any()) else frozenset(),
             beside=beside[0] if beside else None,
         )
+
+    def _idle(self) -> frozenset[str]:
+        """Parameters for which this rank had no gradient in the step, and for which nothing came that was owed."""
+        none = frozenset(self._params) - self._touched
+        for slot in self._slots if none else ():
+            if any(True for _ in slot.state.flatten()):  # what it keeps from step to step it may give out now
+                none -= {name for name, view in self._known(slot) if name in none and bool(view.any())}
+        return none
+
+    def _idle_everywhere(self, idle: frozenset[str]) -> frozenset[str]:
+        """Of all whose gradients meet: they hold the same parameters."""
+        bits = torch.tensor([name in idle for name in self._params], dtype=torch.uint8)
+        (rows,) = self._gathered([bits], self._window.level)  # (ranks, parameters)
+        everywhere = rows.view(-1, len(bits)).all(0).tolist()
+        return frozenset(name for name, alone in zip(self._params, everywhere, strict=True) if alone)
 
     def gather(self, row: tuple[float, ...], level: str = "") -> Tensor:
         """The `row` of every rank, or of those at `level`, (ranks, len(row)) float64. All of them must call it, and not
@@ -434,6 +457,7 @@ class Replica:
         self.timing.exposed_s += time.perf_counter() - began
 
     def _count(self, name: str) -> None:
+        self._touched.add(name)
         if not self._watching:
             return
         index = self._slot_of[name]

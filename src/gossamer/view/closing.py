@@ -164,8 +164,9 @@ def _closing_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f}{peak}"))
     sent = sum(summary["wire_bytes"].values())
     if sent:
-        waited = show_share(summary["exposed_share"] or 0)
-        rows.append(("sent", f"{show_bytes(sent)} by the first rank, {waited} of the time exposed"))
+        share = summary["exposed_share"]
+        waited = f", {show_share(share)} of the time exposed" if share is not None else ""
+        rows.append(("sent", f"{show_bytes(sent)} by the first rank{waited}"))
     if summary["rejected_steps"]:
         rows.append(("rejected", f"{summary['rejected_steps']} steps"))
     if summary["checkpoint"] is not None:

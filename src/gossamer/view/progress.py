@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from gossamer.spec.records import End, Evaluation, Event, Record, Sample, Saved, Start, Step
+from gossamer.spec.records import End, Evaluation, Event, Length, Record, Sample, Saved, Start, Step
 from gossamer.view.curve import Curve
 
 RECENT = 20  # steps that a rate is taken over
@@ -23,6 +23,7 @@ class Progress:
     """
 
     start: Start | None = None
+    length: Length | None = None  # since the last start
     step: Step | None = None  # the last committed one
     evaluation: Evaluation | None = None
     saved: Saved | None = None  # the last one that succeeded
@@ -51,6 +52,8 @@ class Progress:
             self.evaluations.append(record)
         elif isinstance(record, Saved):
             self._add_saved(record)
+        elif isinstance(record, Length):
+            self.length = record
         elif isinstance(record, Sample):
             self.sample = record
         elif isinstance(record, Event):
@@ -65,7 +68,7 @@ class Progress:
             self.saved, self.save_failed = saved, None
 
     def _add_start(self, start: Start) -> None:
-        self.start, self.end = start, None
+        self.start, self.length, self.end = start, None, None
         self.losses.forget_after(start.step)
         self.evaluations = [e for e in self.evaluations if e.step <= start.step]
         self.evaluation = self.evaluations[-1] if self.evaluations else None
@@ -100,6 +103,8 @@ class Progress:
     @property
     def steps(self) -> int:
         """Steps wanted; 0 while no start was read."""
+        if self.length is not None:
+            return self.length.steps
         return self.start.steps if self.start is not None else 0
 
     @property
@@ -129,13 +134,13 @@ class Progress:
         if self.start is None or self.start.peak_flop_per_s <= 0 or self.start.flop_per_token <= 0:
             return None
         rate = self.tokens_per_s
-        return rate * self.start.flop_per_token / self.start.peak_flop_per_s if rate is not None else None
+        return part_of(rate * self.start.flop_per_token, self.start.peak_flop_per_s) if rate is not None else None
 
     @property
     def exposed_share(self) -> float | None:
         """Part of the recent stepping time in which compute waited for the wire."""
         stepping_s = sum(step.step_s for step in self._recent)
-        return sum(step.exposed_s for step in self._recent) / stepping_s if stepping_s > 0 else None
+        return part_of(sum(step.exposed_s for step in self._recent), stepping_s)
 
     @property
     def link_bytes(self) -> dict[str, tuple[float, float]]:
@@ -154,3 +159,33 @@ class Progress:
             return None
         pace_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return max(0, self.steps - self.steps_done) * pace_s
+
+
+@dataclass(slots=True)
+class Doubtful:
+    """Watches for shares that cannot be, which are shown nowhere: what to say of them in a log, each once."""
+
+    _start: Start | None = None
+    _said: set[str] = field(default_factory=set)
+
+    def add(self, record: Record) -> list[str]:
+        if isinstance(record, Start):
+            self._start = record
+        if not isinstance(record, Step) or self._start is None or record.step_s <= 0:
+            return []
+        flop_per_s = record.tokens / record.step_s * self._start.flop_per_token
+        found = []
+        if 0 < self._start.peak_flop_per_s < flop_per_s:
+            found.append("makes more arithmetic than the fastest matmul that was measured at the start")
+        if record.exposed_s > record.step_s:
+            found.append("has waited longer for the wire than it took")
+        new = [said for said in found if said not in self._said]
+        self._said.update(new)
+        return [f"step {record.step} {said}: shares beyond 100% are not shown" for said in new]
+
+
+def part_of(part: float, whole: float) -> float | None:
+    """`part` as a share of `whole`; None where the whole is unknown, or the part is larger: then one was measured
+    wrongly, and a figure that cannot be is worse than none.
+    """
+    return part / whole if 0 <= part <= whole and whole > 0 else None

@@ -196,7 +196,7 @@ class RunDirectory:
 
     def plan(self) -> Plan | None:
         """plan.yaml; None where the run has none. Raises BadInput for one that cannot be read."""
-        return Plan.model_validate(self._yaml(self.plan_file)) if self.plan_file.exists() else None
+        return plan_in(self.plan_file) if self.plan_file.exists() else None
 
     def provenance(self) -> dict[str, str]:
         """Dotted key -> where its value came from; empty where it was not kept."""
@@ -212,6 +212,25 @@ class RunDirectory:
             raise bad_input(
                 wanted=f"a readable {file.name} in {self.path}", got=said, do="name a run directory"
             ) from None
+
+
+def plan_in(file: Path) -> Plan:
+    """The plan in a file; raises BadInput, with the field that is wrong, where it cannot be read or is none."""
+    try:
+        found = yaml.safe_load(file.read_text("utf-8"))
+    except OSError as error:
+        do = "make one with `gossamer train --dry`"
+        raise BadInput(f"cannot read the plan {file}: {error.strerror}: {do}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadInput(f"{file} is no plan: {str(error).splitlines()[0]}. Make one with --dry") from None
+    try:
+        return Plan.model_validate(found)
+    except ValidationError as error:
+        one = error.errors()[0]
+        at, said = ".".join(map(str, one["loc"])), str(one["msg"]).removeprefix("Value error, ")
+        said = "there is no such field" if one["type"] == "extra_forbidden" else said
+        place = f"{at}: " if at else ""
+        raise BadInput(f"{file} is no plan: {place}{said}. Make one with --dry, or remove it to plan again") from None
 
 
 def latest(runs: Path) -> RunDirectory:

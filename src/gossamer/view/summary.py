@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from gossamer.spec.cost import Cost
-from gossamer.spec.records import End, Evaluation, Record, Saved, Start, Step
+from gossamer.spec.records import End, Evaluation, Length, Record, Saved, Start, Step
+from gossamer.view.progress import part_of
 from gossamer.view.rundir import RunDirectory
 
 _TIMES = ("compute_s", "exposed_s", "step_s")  # of Cost; wire_s and bubble_s are not in the records
@@ -37,7 +38,7 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
         "parameters": start.parameters if start is not None else None,
         "ranks": start.ranks if start is not None else None,
         "exchange": start.exchange if start is not None else None,
-        "steps": max(told.steps, default=0),
+        "steps": end.step if end is not None else max(told.steps, default=0),
         "steps_wanted": start.steps if start is not None else None,
         "rejected_steps": told.rejected,
         "tokens": sum(step.tokens for step in steps),
@@ -48,11 +49,12 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
         "validation_bits_per_byte": evaluation.bits_per_byte if evaluation is not None else None,
         "tokens_per_s": rate,
         "of_peak": _of_peak(start, rate),
-        "exposed_share": sum(step.exposed_s for step in steps) / stepping_s if stepping_s > 0 else None,
+        "exposed_share": part_of(sum(step.exposed_s for step in steps), stepping_s),
         "wire_bytes_per_step": measured.wire_bytes,
         "wire_bytes": told.sent_bytes,
         "peak_bytes": told.peak_bytes or None,
         "checkpoint": told.saved.path if told.saved is not None else None,
+        "checkpoint_step": told.saved.step if told.saved is not None else None,
         "measured": measured.model_dump(mode="json"),
         "forecast": forecast.model_dump(mode="json") if forecast is not None else None,
         "forecast_error": forecast_error(forecast, measured) if forecast is not None else {},
@@ -104,6 +106,8 @@ class _Told:
             self._add_step(record)
         elif isinstance(record, Evaluation):
             self.evaluations[record.step] = record
+        elif isinstance(record, Length) and self.start is not None:
+            self.start = replace(self.start, steps=record.steps)
         elif isinstance(record, Saved) and not record.error:
             self.saved = record
         elif isinstance(record, End):
@@ -138,4 +142,4 @@ def _measured(told: _Told, steps: list[Step]) -> Cost:
 def _of_peak(start: Start | None, tokens_per_s: float | None) -> float | None:
     if start is None or tokens_per_s is None or start.peak_flop_per_s <= 0 or start.flop_per_token <= 0:
         return None
-    return tokens_per_s * start.flop_per_token / start.peak_flop_per_s
+    return part_of(tokens_per_s * start.flop_per_token, start.peak_flop_per_s)

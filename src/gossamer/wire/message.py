@@ -10,6 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from gossamer.spec.errors import BadInput, bad_input
+
 
 class Combine(Enum):
     """What the wire does with the messages of the ranks of one group.
@@ -114,7 +116,7 @@ class Levels:
 
     def only(self, level: str) -> Levels:
         """What a method sees that runs at `level` alone: that level's groups, called `all`."""
-        return Levels({"all": self.groups[level]})
+        return Levels({"all": self._groups_of(level)})
 
     def and_more(self, levels: Levels) -> Levels:
         """These, and the others."""
@@ -128,11 +130,25 @@ class Levels:
         return Levels({**own, **{late(level): groups for level, groups in own.items()}, WORD: (self.everyone,)})
 
     def group(self, level: str, rank: int) -> tuple[int, ...]:
-        """The ranks that `rank` exchanges with at `level`, itself included."""
-        for group in self.groups[level]:
-            if rank in group:
-                return group
-        raise KeyError(f"rank {rank} is in no group of level {level!r}")
+        """The ranks that `rank` exchanges with at `level`, itself included. Raises BadInput where there is no such
+        level, or no group of it has the rank.
+        """
+        group = next((group for group in self._groups_of(level) if rank in group), None)
+        if group is None:
+            raise self._unknown(level, f"that rank {rank} takes part in")
+        return group
+
+    def _groups_of(self, level: str) -> tuple[tuple[int, ...], ...]:
+        if level not in self.groups:
+            raise self._unknown(level, "that something is to meet at")
+        return self.groups[level]
+
+    def _unknown(self, level: str, what: str) -> BadInput:
+        return bad_input(
+            wanted=f"a level {level!r} of the links {what}",
+            got=f"the levels {', '.join(self.groups)}",
+            do="name methods that speak of these alone, or say in machines.islands who shares a fast link",
+        )
 
 
 _LATE = "late "

@@ -42,6 +42,10 @@ class Source(ABC):
         """(file, bytes, modified_ns) of all files read: equal stamps mean equal documents. Empty: cannot tell."""
         return ()
 
+    def remark(self) -> str:
+        """What the user should know of what is read; "" for nothing."""
+        return ""
+
 
 ROOM = Room(__name__, Source)  # type: ignore[type-abstract]
 names, build = ROOM.names, ROOM.build

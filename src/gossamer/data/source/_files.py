@@ -17,14 +17,48 @@ KEY = "data.source"
 def find(pattern: str) -> list[tuple[str, Path]]:
     """(name, file) of every file that matches, sorted by name: the path below the part without wildcards.
 
-    `**` crosses folders. Raises BadInput when nothing matches.
+    `**` crosses folders. A file that links lead to under several names counts once, under the shortest of them: its
+    text is not to be learnt twice, nor to be held out under one name and trained on under another. Raises BadInput
+    when nothing matches.
     """
+    return once(_matching(pattern))
+
+
+def remark(pattern: str) -> str:
+    """What to tell the user of the files that match; "" for nothing."""
+    return told_of_links(_matching(pattern), pattern)
+
+
+def once(named: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """Of files under several names, the shortest; sorted by name."""
+    shortest_last = sorted(named, key=lambda one: (len(one[0]), one), reverse=True)
+    return sorted({_identity(file): (name, file) for name, file in shortest_last}.values())
+
+
+def told_of_links(named: list[tuple[str, Path]], where: str) -> str:
+    """What `once` has left out, for the user; "" for nothing."""
+    kept = {name for name, _ in once(named)}
+    twice = sorted(name for name, _ in named if name not in kept)
+    if not twice:
+        return ""
+    count = f"{len(twice)} file names are" if len(twice) > 1 else "1 file name is"
+    return f"{count} left out of {where}: links to files that are read under shorter names (first: {twice[0]})"
+
+
+def _matching(pattern: str) -> list[tuple[str, Path]]:
+    """(name, file) of every name that matches."""
     pattern = os.path.expanduser(pattern)
     fixed = _fixed_part(pattern)
     found = {Path(f) for f in glob.glob(pattern, recursive=True) if os.path.isfile(f)}
     if not found:
         _explain_nothing(pattern)
-    return sorted((file.relative_to(fixed).as_posix(), file) for file in found)
+    return [(file.relative_to(fixed).as_posix(), file) for file in found]
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    """Of the file itself, whatever links lead to it, hard ones too."""
+    stat = file.stat()
+    return stat.st_dev, stat.st_ino
 
 
 def _fixed_part(pattern: str) -> Path:

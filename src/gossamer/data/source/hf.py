@@ -11,7 +11,7 @@ from typing import Any
 
 from gossamer.data.source import Document, Source
 from gossamer.data.source._arrow import arrow_texts, parquet_texts
-from gossamer.data.source._files import KEY, stamps, unreadable
+from gossamer.data.source._files import KEY, once, stamps, told_of_links, unreadable
 from gossamer.data.source.jsonl import jsonl_documents
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
@@ -39,7 +39,17 @@ class Hf(Source):
     def stamp(self) -> tuple[tuple[str, int, int], ...]:
         return stamps(self._files())
 
+    def remark(self) -> str:
+        root = self._root()
+        return "" if (root / "state.json").exists() else told_of_links(_matching(root, self.split), self.directory)
+
     def _files(self) -> list[tuple[str, Path]]:
+        root = self._root()
+        if (root / "state.json").exists():
+            return [(f["filename"], root / f["filename"]) for f in _json(root / "state.json")["_data_files"]]
+        return once(_matching(root, self.split))
+
+    def _root(self) -> Path:
         root = Path(self.directory).expanduser()
         if not root.is_dir():
             raise bad_input(
@@ -50,12 +60,10 @@ class Hf(Source):
             if self.split not in splits:
                 raise BadInput(f"{root} has no split {self.split!r}: {nearest(self.split, splits)}", key=KEY)
             root = root / self.split
-        if (root / "state.json").exists():
-            return [(f["filename"], root / f["filename"]) for f in _json(root / "state.json")["_data_files"]]
-        return _plain(root, self.split)
+        return root
 
 
-def _plain(root: Path, split: str) -> list[tuple[str, Path]]:
+def _matching(root: Path, split: str) -> list[tuple[str, Path]]:
     for kind in _KINDS:
         found = sorted((file.relative_to(root).as_posix(), file) for file in root.rglob(kind))
         named = [(name, file) for name, file in found if _names_split(name, split)]

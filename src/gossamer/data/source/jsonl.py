@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.data.source import Document, Source
-from gossamer.data.source._files import KEY, find, lines, stamps
+from gossamer.data.source._files import KEY, find, lines, remark, stamps
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
 
@@ -27,6 +27,9 @@ class Jsonl(Source):
 
     def stamp(self) -> tuple[tuple[str, int, int], ...]:
         return stamps(find(self.files))
+
+    def remark(self) -> str:
+        return remark(self.files)
 
 
 def jsonl_documents(name: str, file: Path, *, field: str) -> Iterator[Document]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gossamer.data.source import Document, Source
 from gossamer.data.source._arrow import parquet_texts
-from gossamer.data.source._files import find, stamps
+from gossamer.data.source._files import find, remark, stamps
 
 
 @dataclass(frozen=True)
@@ -24,3 +24,6 @@ class Parquet(Source):
 
     def stamp(self) -> tuple[tuple[str, int, int], ...]:
         return stamps(find(self.files))
+
+    def remark(self) -> str:
+        return remark(self.files)

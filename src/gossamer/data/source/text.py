@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gossamer.data.source import Document, Source
-from gossamer.data.source._files import find, read_text, stamps
+from gossamer.data.source._files import find, read_text, remark, stamps
 
 
 @dataclass(frozen=True)
@@ -22,3 +22,6 @@ class Text(Source):
 
     def stamp(self) -> tuple[tuple[str, int, int], ...]:
         return stamps(find(self.files))
+
+    def remark(self) -> str:
+        return remark(self.files)

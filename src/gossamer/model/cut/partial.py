@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.model.cut.flow import hollow
+from gossamer.model.snapshot import Snapshot
 from gossamer.spec.errors import RunFailed
 
 Build = Callable[[], nn.Module]
@@ -59,13 +60,16 @@ class Skeleton:
 
 
 def hollowed(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters are zeros without memory."""
-    blanks = {
+    """A copy of a module whose parameters are zeros without memory. What it keeps of a graph is kept without it."""
+    blanks: dict[int, object] = {
         id(p): nn.Parameter(
             hollow(tuple(p.shape), p.dtype, torch.device("cpu"), fill=0.0), requires_grad=p.requires_grad
         )
         for p in module.parameters()
     }
+    for tensor in Snapshot.of(module).tensors:
+        if not tensor.is_leaf:  # deepcopy refuses these
+            blanks[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return copy.deepcopy(module, blanks)  # type: ignore[arg-type]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 from gossamer import compress
@@ -19,10 +19,9 @@ def near(written: Written) -> tuple[Written, ...]:
     """Ranks from half to twice as many, or codecs of other widths, with all that is around them (feedback, levels) as
     it is; nothing where neither is there.
     """
-    choice = Choice.parse(written)
-    cls = compress.ROOM.type(choice.name)
+    choice = compress.ROOM.read(written)
+    cls, given = compress.ROOM.type(choice.name), choice.parameters
     hints = get_type_hints(cls)
-    given = _in_full(cls, hints, choice.parameters)
     found = [{choice.name: {**given, field: value}} for field, value in _varied(cls, hints, given)]
     return tuple(found)
 
@@ -44,13 +43,3 @@ def _codecs(written: Written) -> Iterator[Written]:
     for name in _CODECS:
         if name != own.name:
             yield {name: seeded} if seeded and name != "bfloat16" else name
-
-
-def _in_full(cls: type[Exchange], hints: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """{powersgd: {...}} inside feedback is {inner: {powersgd: {...}}} written short."""
-    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]  # type: ignore[arg-type]
-    methods = [name for name in needed if hints[name] in (Codec, Exchange)]
-    if len(methods) == 1 and len(given) == 1 and not set(given) & known:
-        return {methods[0]: dict(given)}
-    return dict(given)

@@ -15,6 +15,7 @@ from gossamer.run.launch.files import errors_folder
 from gossamer.spec.units import show_gib, show_seconds
 from gossamer.wire.process import (
     DONE,
+    FAILED,
     INTERRUPTED,
     HeartbeatServer,
     Job,
@@ -22,6 +23,7 @@ from gossamer.wire.process import (
     Pulse,
     Warden,
     Worker,
+    exit_text,
     read_error,
 )
 from gossamer.wire.process.out_of_memory import memory_events
@@ -76,7 +78,12 @@ class Crew:
 
     @property
     def exit_codes(self) -> tuple[int, ...]:
-        return tuple(worker.exit_code for worker in self._workers.values() if worker.exit_code is not None)
+        return tuple(_code(worker) for worker in self._workers.values() if worker.exit_code is not None)
+
+    @property
+    def sealed(self) -> int | None:
+        """How the whole run ended, where a worker here has said so: all is saved and written down. None: not yet."""
+        return next((w.word.code for w in self._workers.values() if w.word.for_all), None)
 
     @property
     def pulses(self) -> tuple[Pulse, ...]:
@@ -119,8 +126,9 @@ class Crew:
                 continue
             self._server.finish(rank)
             # asked to stop before its handler stood, or killed because it took too long
-            excused = stop == "now" or (stop is not None and worker.exit_code in (-signal.SIGTERM, -signal.SIGKILL))
-            if rank not in self._named and worker.exit_code not in (DONE, INTERRUPTED) and not excused:
+            code = _code(worker)
+            excused = stop == "now" or (stop is not None and code in (-signal.SIGTERM, -signal.SIGKILL))
+            if rank not in self._named and code not in (DONE, INTERRUPTED) and not excused:
                 failures.append(self._exited(rank, worker))
         return failures
 
@@ -150,20 +158,32 @@ class Crew:
 
     def _exited(self, rank: int, worker: Worker) -> Failure:
         assert worker.exit_code is not None
+        if worker.is_silent:
+            return self._silent(rank, worker)
         report = read_error(self._errors, rank, pid=worker.pid)
-        said = f"{report.kind}: {report.message}" if report else worker.last_line()
+        said = f"{report.kind}: {report.message}" if report else worker.word.why or worker.last_line()
+        kind, _, message = worker.word.why.partition(": ")
         cause = cause_of_exit(
-            worker.exit_code, said=said, out_of_memory=self._killed(rank), peak=show_gib(worker.peak_bytes)
+            _code(worker), said=said, out_of_memory=self._killed(rank), peak=show_gib(worker.peak_bytes)
         )
         return self._failure(rank, "exited", cause).model_copy(
             update={
-                "exit_code": worker.exit_code,
-                "kind": report.kind if report else "",
-                "message": report.message if report else said,
+                "exit_code": _code(worker),
+                "kind": report.kind if report else kind,
+                "message": report.message if report else message or said,
                 "place": report.place if report else "",
-                "by_us": self._ended_by_us and (worker.exit_code < 0 or report is None),
+                "by_us": self._ended_by_us and (worker.exit_code < 0 or (report is None and not kind)),
             }
         )
+
+    def _silent(self, rank: int, worker: Worker) -> Failure:
+        position = worker.last_position()
+        at = f"step {position.step}, {position.phase}" if position.step >= 0 else f"phase {position.phase}"
+        cause = (
+            f"ended in silence at {at}: {exit_text(worker.exit_code or 0)} before its work was done\n"
+            "something in its process ended it: os._exit in the model, the data or a library"
+        )
+        return self._failure(rank, "exited", cause).model_copy(update={"exit_code": FAILED, "message": cause})
 
     def _killed(self, rank: int) -> str:
         events = self._memory[rank]
@@ -188,6 +208,17 @@ class Crew:
             sequence=position.sequence,
             log=str(worker.log),
         )
+
+
+def _code(worker: Worker) -> int:
+    """How a worker has ended: as it said, unless it was killed before all that it had to do was done; in silence is a
+    failure.
+    """
+    assert worker.exit_code is not None
+    said = worker.word.code
+    if said in (DONE, INTERRUPTED) or (said >= 0 and worker.exit_code >= 0):
+        return said
+    return FAILED if worker.is_silent else worker.exit_code
 
 
 def _silence(silent_s: float, state: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gossamer.run.launch.files import lacks_checkpoint
 from gossamer.wire.process.codes import BAD_INPUT, PEER_LOST, exit_text
 from gossamer.wire.process.lines import Said
 
@@ -102,9 +103,14 @@ def page(found: Blame, *, rundir: Path) -> str:
         ("ended by us", _ranks(ended)),
         ("log", first.log),
         ("all logs", str(rundir / "logs")),
-        ("next", "" if first.kind == "CheckpointMismatch" else f"gossamer resume {rundir}"),  # would end the same way
+        ("next", _next(first, rundir)),
     ]
     return _bordered("the run failed", [(name, text) for name, text in rows if text])
+
+
+def _next(first: Failure, rundir: Path) -> str:
+    """Nothing where it would end the same way, or begin anew."""
+    return "" if first.kind == "CheckpointMismatch" or lacks_checkpoint(rundir) else f"gossamer resume {rundir}"
 
 
 def _who(first: Failure) -> str:

@@ -34,7 +34,8 @@ class Start:
     """What to start on this host. `env` is added to this process's environment, and wins over it.
 
     echo: rank 0's output goes to the terminal as well as to its log. threads: compute threads per worker; 0: the
-    processors this process may use, divided by `processes`. say: told what the user should know; tick: called some
+    processors this process may use, divided by `processes`. gives_word: the program ends by way of `run_worker`, and an
+    exit code 0 without its word is a failure. say: told what the user should know; tick: called some
     twenty times a second (a live display draws there).
     """
 
@@ -46,6 +47,7 @@ class Start:
     echo: bool = True
     threads: int = 0
     generation: int = 0
+    gives_word: bool = True
     say: Callable[[str], None] = to_stderr
     tick: Callable[[], None] = _nothing
 
@@ -84,12 +86,20 @@ def launch_local(
 ) -> int:
     """Start `processes` workers of `argv` on this machine and wait for them; returns exit code 0, 2, 3 or 4.
 
-    Says on stderr why it ended. Logs go to rundir/logs, notes of failing ranks to rundir/errors. `Start` and
-    `launch_here` have all the settings. Call it from the main thread: elsewhere no signal is heard.
+    `argv` may be any program: its exit codes are taken as they are. Says on stderr why it ended. Logs go to
+    rundir/logs, notes of failing ranks to rundir/errors. `Start` and `launch_here` have all the settings. Call it from
+    the main thread: elsewhere no signal is heard.
     """
     limits = Limits(heartbeat_s=heartbeat_s)
     start = Start(
-        argv=tuple(argv), processes=processes, rundir=rundir, limits=limits, env=env or {}, echo=echo, tick=tick
+        argv=tuple(argv),
+        processes=processes,
+        rundir=rundir,
+        limits=limits,
+        env=env or {},
+        echo=echo,
+        gives_word=False,
+        tick=tick,
     )
     outcome = launch_here(start)
     if outcome.text:
@@ -183,6 +193,7 @@ def _job(start: Start, among: Among, server: HeartbeatServer, local_rank: int) -
         log=log_file(start.rundir, rank),
         echo=start.echo and rank == 0,
         descriptors=handed_over,
+        gives_word=start.gives_word,
     )
 
 

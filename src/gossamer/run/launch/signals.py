@@ -5,11 +5,35 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from gossamer.wire.process.loop import Loop
 
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def nothing_to_stop() -> Iterator[None]:
+    """While entered, what asks to stop is not heard, as all is over but the tidying; but a second SIGINT is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = 0
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        heard += number == signal.SIGINT
+        if heard > 1:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, asked) for number in _ASKING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRequests:

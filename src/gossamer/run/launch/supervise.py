@@ -10,6 +10,7 @@ from pathlib import Path
 from gossamer.run.launch.control import Alive, Done, Ended, Failed, How, Line, Stop
 from gossamer.run.launch.crew import Crew, Limits
 from gossamer.run.launch.failure import Blame, Dated, Failure, blame, page
+from gossamer.run.launch.files import lacks_checkpoint
 from gossamer.run.launch.signals import StopRequests
 from gossamer.run.launch.verdicts import Verdicts, standing_of
 from gossamer.spec.units import show_seconds
@@ -196,6 +197,8 @@ class Supervision:
         if self._ended is not None:  # host 0 has heard all hosts: its word stands
             return Outcome(exit_code=self._ended.exit_code, text=self._ended.text)
         resume = f"go on with: gossamer resume {self._site.rundir}"
+        if self._crew.sealed is not None:  # who was lost, or told to end, after that has taken nothing with it
+            return _ended(self._crew.sealed, resume)
         is_own_fault = any(not dated.failure.is_collateral for dated in self._failures)
         if self._failures and self._stop != "now" and (is_own_fault or self._stop is None):
             found = blame(self._failures)
@@ -203,8 +206,12 @@ class Supervision:
                 return Outcome(exit_code=BAD_INPUT, text=found.first.message, blame=found)
             return Outcome(exit_code=FAILED, text=page(found, rundir=self._site.rundir), blame=found)
         codes = {*self._crew.exit_codes, *(code for codes in self._done.values() for code in codes)}
-        if codes <= {DONE}:
-            return Outcome(exit_code=DONE)
         if codes <= {DONE, INTERRUPTED}:
-            return Outcome(exit_code=INTERRUPTED, text=f"stopped, with a checkpoint; {resume}")
-        return Outcome(exit_code=FAILED, text=f"stopped before a new checkpoint was saved; {resume}")
+            return _ended(max(codes, default=DONE), resume)
+        left = "there is none to go on from" if lacks_checkpoint(self._site.rundir) else resume
+        return Outcome(exit_code=FAILED, text=f"stopped before a new checkpoint was saved; {left}")
+
+
+def _ended(code: int, resume: str) -> Outcome:
+    """Done, or interrupted with a checkpoint."""
+    return Outcome(exit_code=code, text=f"stopped, with a checkpoint; {resume}" if code == INTERRUPTED else "")

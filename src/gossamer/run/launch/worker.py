@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,12 @@ class StopFlag:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._asked)
+
+    def ignore(self) -> None:
+        """Nothing is left to stop. Python takes its own handlers away before a process has quite ended."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -64,8 +70,9 @@ class Ready:
 def run_worker(body: Callable[[Ready], None]) -> int:
     """Run `body` as the worker this process was started as; returns the exit code its supervisor understands.
 
-    0: `body` returned; 2: BadInput; 4: Interrupted (a checkpoint is saved); 75: PeerLost; 3: anything else. Failures
-    leave a note in the run's errors folder and their trace on stderr. Raises BadInput when there is no launcher.
+    0: `body` returned; 2: BadInput; 4: Interrupted (a checkpoint is saved); 75: PeerLost; 3: anything else. The code
+    is said to the supervisor before this process leaves with it. Failures leave a note in the run's errors folder and
+    their trace on stderr. Raises BadInput when there is no launcher.
     """
     place = read_environment()
     stop = StopFlag()
@@ -82,14 +89,16 @@ def run_worker(body: Callable[[Ready], None]) -> int:
     )
     try:
         body(Ready(place=place, heartbeat=heartbeat, stop=stop))
-        return DONE
+        heartbeat.leave(DONE)
     except Interrupted:
-        return INTERRUPTED
+        heartbeat.leave(INTERRUPTED)
     except BaseException as error:
         _leave_note(place, error)
-        return _code(error)
+        heartbeat.leave(_code(error), why=f"{type(error).__name__}: {error}")
     finally:
+        stop.ignore()
         heartbeat.close()
+    return heartbeat.word.code
 
 
 def _code(error: BaseException) -> int:
@@ -99,12 +108,14 @@ def _code(error: BaseException) -> int:
 
 
 def _leave_note(place: Place, error: BaseException) -> None:
-    if isinstance(error, PeerLost):
-        sys.stderr.write(f"rank {place.rank} lost a peer: {error}\n")  # whose supervisor has more to say
-    elif not isinstance(error, BadInput):
-        sys.excepthook(type(error), error, error.__traceback__)
+    with suppress(OSError):  # a full disk, under the log too: the supervisor hears of it all the same
+        if isinstance(error, PeerLost):
+            sys.stderr.write(f"rank {place.rank} lost a peer: {error}\n")  # whose supervisor has more to say
+        elif not isinstance(error, BadInput):
+            sys.excepthook(type(error), error, error.__traceback__)
     if place.errors:
         try:
             write_error(Path(place.errors), place.rank, error)
         except OSError as disk:
-            sys.stderr.write(f"no note about this could be left in {place.errors}: {disk}\n")
+            with suppress(OSError):
+                sys.stderr.write(f"no note about this could be left in {place.errors}: {disk}\n")

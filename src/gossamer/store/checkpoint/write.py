@@ -106,6 +106,10 @@ class CheckpointWriter:
         self._thread.start()
         return SaveStatus.STARTED
 
+    def wait(self, patience_s: float) -> bool:
+        """Wait for the save in flight; False where it is still being written after `patience_s`."""
+        return self._join(patience_s)
+
     def poll(self) -> list[SaveResult]:
         """How the saves ended that did so since the last call."""
         with self._lock:

@@ -88,8 +88,11 @@ def step_words(progress: Progress, step: Step) -> str:
         words.append(f"{show_share(share):>4} of peak")
     words.append(f"{show_gib(progress.peak_bytes):>8}")
     sent = sum(per_step for per_step, _ in progress.link_bytes.values())
-    if sent and (exposed := progress.exposed_share) is not None:
-        words.append(f"sent {show_bytes(sent):>7}, {show_share(exposed):>4} exposed")
+    if sent:
+        exposed = progress.exposed_share
+        words.append(
+            f"sent {show_bytes(sent):>7}" + (f", {show_share(exposed):>4} exposed" if exposed is not None else "")
+        )
     if left := progress.remaining_s:
         words.append(f"{show_seconds(left)} left")
     return "  ".join(words)

@@ -11,6 +11,7 @@ from typing import Any
 from gossamer.spec.errors import bad_input
 from gossamer.spec.extras import install
 from gossamer.spec.records import Evaluation, Record, Step
+from gossamer.view.progress import part_of
 
 
 def need(module: str, *, extra: str) -> Any:
@@ -41,7 +42,7 @@ def scalars(record: Record) -> tuple[int, dict[str, float]]:
             "train/rejected": float(not record.committed),
             "speed/tokens_per_s": record.tokens / record.step_s if record.step_s > 0 else math.nan,
             "speed/step_s": record.step_s,
-            "speed/exposed_share": record.exposed_s / record.step_s if record.step_s > 0 else math.nan,
+            "speed/exposed_share": math.nan if (share := part_of(record.exposed_s, record.step_s)) is None else share,
             "speed/sent_bytes": float(sum(record.wire_bytes.values())),
             "memory/peak_bytes": float(record.peak_bytes),
             "train/loss": record.loss if record.committed else math.nan,

@@ -191,5 +191,5 @@ def _uneven(message: Message, sent: tuple[Tensor, ...], me: int) -> tuple[tuple[
 
 
 def _first_line(error: BaseException) -> str:
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return _WHERE_IT_WAS_BUILT.sub("", said)[:200]
+    said = _WHERE_IT_WAS_BUILT.sub("", str(error).strip())
+    return (said.splitlines() or [type(error).__name__])[0][:200]

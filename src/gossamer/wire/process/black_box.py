@@ -14,7 +14,10 @@ from typing import BinaryIO
 
 _FORM = struct.Struct("=qqHH")
 _TEXT_BYTES = 200
-_BYTES = _FORM.size + 2 * _TEXT_BYTES
+_WORD = struct.Struct("=qHH")  # behind the texts
+_WORD_AT = _FORM.size + 2 * _TEXT_BYTES
+_WHY_BYTES = 2000
+_BYTES = _WORD_AT + _WORD.size + _WHY_BYTES  # within a page: a disk that fills up later takes nothing from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,18 @@ class Position:
     sequence: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Word:
+    """How a worker says that it ends: the exit code it will have, -1 where it has said nothing. `for_all`: it speaks
+    for the whole run, all of which is saved and written down: what becomes of a process from now on changes nothing.
+    `why`: its error, "Kind: message", also where no disk takes a note any more.
+    """
+
+    code: int = -1
+    for_all: bool = False
+    why: str = ""
+
+
 class BlackBox:
     """The supervisor's end. Pass `descriptor` on to the worker."""
 
@@ -35,6 +50,7 @@ class BlackBox:
         self._file.truncate(_BYTES)
         self._memory = mmap.mmap(self._file.fileno(), _BYTES)
         write_position(self._memory, Position())
+        write_word(self._memory, Word())
 
     @property
     def descriptor(self) -> int:
@@ -47,6 +63,12 @@ class BlackBox:
         op = self._memory[_FORM.size + _TEXT_BYTES : _FORM.size + _TEXT_BYTES + min(op_bytes, _TEXT_BYTES)]
         return Position(step, phase.decode("utf-8", "replace"), op.decode("utf-8", "replace"), sequence)
 
+    def word(self) -> Word:
+        """How the worker said that it ends."""
+        code, for_all, size = _WORD.unpack_from(self._memory, _WORD_AT)
+        begin = _WORD_AT + _WORD.size
+        return Word(code, bool(for_all), self._memory[begin : begin + min(size, _WHY_BYTES)].decode("utf-8", "replace"))
+
     def close(self) -> None:
         self._memory.close()
         self._file.close()
@@ -55,6 +77,13 @@ class BlackBox:
 def open_box(descriptor: int) -> mmap.mmap:
     """The worker's end; raises OSError when `descriptor` is none of a box."""
     return mmap.mmap(descriptor, _BYTES)
+
+
+def write_word(memory: mmap.mmap, word: Word) -> None:
+    why = word.why.encode("utf-8", "replace")[:_WHY_BYTES]
+    begin = _WORD_AT + _WORD.size
+    memory[begin : begin + len(why)] = why
+    _WORD.pack_into(memory, _WORD_AT, word.code, word.for_all, len(why))
 
 
 def write_position(memory: mmap.mmap, position: Position) -> None:

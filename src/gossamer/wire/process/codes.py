@@ -10,6 +10,7 @@ FAILED = 3  # the run failed
 INTERRUPTED = 4  # asked to stop, and a checkpoint is saved
 PEER_LOST = 75  # this rank failed only because another one was lost
 ORPHANED = 76  # this rank ended itself because its supervisor was gone
+SPOKEN = (DONE, BAD_INPUT, INTERRUPTED, PEER_LOST)  # a worker of ours says so before it leaves with one of these
 
 
 def exit_text(code: int) -> str:

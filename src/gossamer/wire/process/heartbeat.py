@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gossamer.spec.errors import RunFailed
-from gossamer.wire.process.black_box import Position, open_box, write_position
+from gossamer.wire.process.black_box import Position, Word, open_box, write_position, write_word
 from gossamer.wire.process.codes import ORPHANED
 from gossamer.wire.process.frames import stand
 from gossamer.wire.process.lines import Said, write_line
@@ -81,6 +81,7 @@ class Heartbeat:
         self._first_step, self._longest_s = -1, 0.0
         self._moving = threading.Lock()
         self._box = open_box(box) if box >= 0 else None
+        self.word = Word()
         self._thread: threading.Thread | None = None
         if address:
             self._socket = _connect(address)
@@ -109,6 +110,17 @@ class Heartbeat:
             self._moved_s = now_s
             if self._box is not None:
                 write_position(self._box, self._position)
+
+    def leave(self, code: int, *, for_all: bool = False, why: str = "") -> None:
+        """Say with which exit code this process is about to end: without it, 0 is taken for an end in silence.
+
+        The first word stands: what fails once all is saved takes nothing back. See `Word` for the rest.
+        """
+        if self.word.code >= 0:
+            return
+        self.word = Word(code, for_all, why)
+        if self._box is not None:
+            write_word(self._box, self.word)
 
     @property
     def now(self) -> Beat:

@@ -12,7 +12,8 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import BinaryIO
 
-from gossamer.wire.process.black_box import BlackBox, Position
+from gossamer.wire.process.black_box import BlackBox, Position, Word
+from gossamer.wire.process.codes import SPOKEN
 from gossamer.wire.process.loop import Loop
 from gossamer.wire.process.output import Tee, last_line
 from gossamer.wire.process.warden import Warden
@@ -23,7 +24,10 @@ _ENTER = Path(__file__).with_name("_enter.py")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What to start. `env` is the whole environment; `echo` passes its output on to ours as well as to `log`;
-    `descriptors` of ours are its own as well."""
+    `descriptors` of ours are its own as well.
+
+    gives_word: its program says how it ends (`Heartbeat.leave`), and an exit code 0 without that is a failure.
+    """
 
     rank: int
     argv: tuple[str, ...]
@@ -31,6 +35,7 @@ class Job:
     log: Path
     echo: bool = False
     descriptors: tuple[int, ...] = ()
+    gives_word: bool = False
 
 
 class Worker:
@@ -48,7 +53,7 @@ class Worker:
         self._file: BinaryIO = job.log.open("ab")
         self._log_start_bytes = self._file.tell()
         self._box = BlackBox()
-        self._position = Position()
+        self._position, self._word, self._gives_word = Position(), Word(), job.gives_word
         self._process = subprocess.Popen(
             tied(job.argv),
             env={**job.env, "GOSSAMER_BOX": str(self._box.descriptor)},
@@ -78,13 +83,23 @@ class Worker:
             for tee in self._tees:
                 tee.close()
             self._file.close()
-            self._position = self._box.read()
+            self._position, self._word = self._box.read(), self._box.word()
             self._box.close()
         return self.exit_code
 
     def last_position(self) -> Position:
         """Where it stands, or stood when it ended."""
         return self._box.read() if self.exit_code is None else self._position
+
+    @property
+    def word(self) -> Word:
+        """How it said that it ends."""
+        return self._box.word() if self.exit_code is None else self._word
+
+    @property
+    def is_silent(self) -> bool:
+        """It has left with an exit code that means something only with its word, and gave none."""
+        return self._gives_word and self.exit_code in SPOKEN and self._word.code != self.exit_code
 
     def signal(self, number: Signals) -> None:
         """Send a signal to the worker alone (its children are its own affair until it ends)."""

@@ -1,0 +1,400 @@
+"""What a forward may change beside what it returns, kept before and put back after: Python state, tensors, generators.
+
+Found from a module by what it holds: attributes of its submodules, what lies in their lists, dicts and objects, tensors
+(parameters, buffers, and others), generators of its own; and what the code of its classes names outside of them:
+globals, variables of enclosing functions, attributes of classes. Installed libraries are not read, but for objects of
+the package that a submodule is of.
+
+Not seen: memory behind extension types, files, generators of Python (`yield`) that a module goes on drawing from.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gossamer.model.cut.operators import written
+from gossamer.model.randomness import Keyed
+
+_OWN = sys.stdlib_module_names | {"torch", "numpy", "gossamer", "builtins"}
+_INSTALLED = ("site-packages", "dist-packages")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
+_ITERATORS = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, itertools.repeat)
+_OF_CONTAINERS: tuple[type, ...] = (*map(type, (iter([]), iter(()), iter(range(0)), iter(""))), enumerate, zip)
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
+
+PutBack = Callable[[], None]
+
+
+@dataclass
+class Snapshot:
+    """Python state as it was. The tensors that were found are kept apart: what to do with them is the caller's."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)  # of these
+    is_compiled: bool = False  # whether some of the code that was found is
+    _put_back: list[PutBack] = field(default_factory=list)
+    _seen: dict[int, Any] = field(default_factory=dict)  # by id; held, so that no id is given twice
+    _copied: dict[int, Any] = field(default_factory=dict)  # iterators
+    _packages: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(module: nn.Module, *, without: Sequence[Tensor] = ()) -> Snapshot:
+        """All that is found from `module`, but for some tensors, and the generators that code draws from without naming
+        them.
+        """
+        packages = frozenset(_package(type(m)) for m in module.modules()) - _OWN
+        found = Snapshot(_packages=packages, _seen={id(x): x for x in without})
+        found._generators()
+        waiting: list[Any] = [module]
+        while waiting:
+            held = waiting.pop()
+            if not isinstance(held, _PLAIN) and id(held) not in found._seen:
+                found._seen[id(held)] = held
+                waiting.extend(found._keep(held))
+        return found
+
+    def put_back(self) -> None:
+        """As it was: the same objects in the same places."""
+        for one in self._put_back:
+            one()
+
+    def _generators(self) -> None:
+        torchs, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self._put_back += [lambda: random.setstate(pythons), lambda: np.random.set_state(numpys)]
+        self._put_back.append(lambda: torch.set_rng_state(torchs))
+        if torch.cuda.is_available():
+            states = torch.cuda.get_rng_state_all()
+            self._put_back.append(lambda: torch.cuda.set_rng_state_all(states))
+
+    def _keep(self, held: Any) -> Iterator[Any]:
+        """Note how to put `held` back; what it refers to."""
+        if (compiled := getattr(held, "_torchdynamo_orig_callable", None)) is not None or isinstance(
+            held, OptimizedModule
+        ):
+            self.is_compiled = True
+            yield compiled
+        if isinstance(held, Keyed):
+            yield held.real
+        elif isinstance(held, Tensor):
+            yield from self._tensor(held)
+        elif isinstance(held, nn.Module):
+            yield vars(held)
+            yield type(held)
+        elif isinstance(held, dict):
+            yield from self._dict(held)
+        elif isinstance(held, list | collections.deque):
+            yield from self._list(held)
+        elif isinstance(held, set):
+            yield from self._set(held)
+        elif isinstance(held, tuple | frozenset):
+            yield from held
+        elif isinstance(held, np.ndarray):
+            self._array(held)
+        elif isinstance(held, FunctionType):
+            yield from self._function(held)
+        elif isinstance(held, MethodType):
+            yield from (held.__self__, held.__func__)
+        elif isinstance(held, functools.partial):
+            yield from (held.func, held.args, held.keywords)
+        elif isinstance(held, staticmethod | classmethod):
+            yield held.__func__
+        elif isinstance(held, property):
+            yield from (held.fget, held.fset)
+        elif isinstance(held, type):
+            yield from self._class(held)
+        elif not self._generator(held) and self._is_read(type(held)):
+            yield type(held)
+        if not isinstance(held, type | nn.Module | FunctionType) and self._is_read(type(held)):
+            yield from self._object(held)
+
+    def _tensor(self, held: Tensor) -> Iterator[Any]:
+        try:
+            alias, grad, needs = held.detach(), held.grad if held.is_leaf else None, held.requires_grad
+        except (RuntimeError, NotImplementedError, ValueError):  # without memory of its own, or not yet
+            return
+        self.tensors.append(held)
+        hooks = {name: getattr(held, name, None) for name in _HOOKS}
+        kept = {name: dict(one) if one else {} for name, one in hooks.items()}
+
+        def put_back() -> None:
+            if held.is_leaf and held.grad is not grad:
+                held.grad = grad
+            if held.is_leaf and held.requires_grad != needs:
+                held.requires_grad_(needs)
+            for name, was in kept.items():
+                now = getattr(held, name, None)
+                if now is not None and dict(now) != was:
+                    now.clear()
+                    now.update(was)
+            if held.shape != alias.shape or _address(held) != _address(alias):
+                held.data = alias
+
+        self._put_back.append(put_back)
+        if grad is not None:
+            self.gradients.append(grad)
+        if own := {n: x for n, x in getattr(held, "__dict__", {}).items() if not n.startswith("_")}:
+            yield from own.values()
+
+    def _dict(self, held: dict[Any, Any]) -> Iterator[Any]:
+        items = [(key, self._value(value)) for key, value in held.items()]
+
+        def put_back() -> None:
+            if len(held) != len(items) or not all(
+                a is c and b is d for (a, b), (c, d) in zip(held.items(), items, strict=True)
+            ):
+                kind = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
+                kind.clear(held)
+                kind.update(held, items)
+
+        self._put_back.append(put_back)
+        yield from (value for _, value in items)
+
+    def _list(self, held: Any) -> Iterator[Any]:
+        items = [self._value(value) for value in held]
+
+        def put_back() -> None:
+            if len(held) != len(items) or not all(a is b for a, b in zip(held, items, strict=True)):
+                kind = list if isinstance(held, list) else collections.deque
+                kind.clear(held)
+                kind.extend(held, items)
+
+        self._put_back.append(put_back)
+        yield from items
+
+    def _set(self, held: set[Any]) -> Iterator[Any]:
+        items = set(held)
+
+        def put_back() -> None:
+            if held != items:
+                held.clear()
+                held.update(items)
+
+        self._put_back.append(put_back)
+        yield from items
+
+    def _array(self, held: np.ndarray[Any, Any]) -> None:
+        was = held.copy()
+
+        def put_back() -> None:
+            if held.flags.writeable and held.shape == was.shape:
+                held[...] = was
+
+        self._put_back.append(put_back)
+
+    def _generator(self, held: Any) -> bool:
+        """Whether it is a generator of random numbers, which is then noted."""
+        if isinstance(held, torch.Generator):
+            state = held.get_state()
+            self._put_back.append(lambda: _set_torch(held, state))
+        elif isinstance(held, np.random.Generator):
+            return self._generator(held.bit_generator)
+        elif isinstance(held, np.random.BitGenerator):
+            bits = copy.deepcopy(held.state)
+            self._put_back.append(lambda: setattr(held, "state", bits))
+        elif isinstance(held, np.random.RandomState):
+            numpys = held.get_state()
+            self._put_back.append(lambda: held.set_state(numpys))
+        elif isinstance(held, random.Random) and not isinstance(held, random.SystemRandom):
+            pythons = held.getstate()
+            self._put_back.append(lambda: held.setstate(pythons))
+        else:
+            return False
+        return True
+
+    def _object(self, held: Any) -> Iterator[Any]:
+        """Attributes of an object."""
+        if isinstance(own := getattr(held, "__dict__", None), dict) and not isinstance(held, Tensor):
+            yield own
+        slots = [n for kind in type(held).__mro__ for n in _listed(vars(kind).get("__slots__", ())) if n != "__dict__"]
+        names = [n for n in slots if n != "__weakref__" and hasattr(held, n)]
+        for name in names:
+            yield from self._attribute(held, name)
+
+    def _attribute(self, owner: Any, name: str) -> Iterator[Any]:
+        was = self._value(getattr(owner, name))
+
+        def put_back() -> None:
+            if getattr(owner, name, None) is not was:
+                object.__setattr__(owner, name, was)
+
+        self._put_back.append(put_back)
+        yield was
+
+    def _class(self, held: type) -> Iterator[Any]:
+        for kind in held.__mro__:
+            if not self._is_code(sys.modules.get(kind.__module__), kind.__module__):
+                continue
+            was = {n: self._value(x) for n, x in vars(kind).items() if not n.startswith("__")}
+            self._put_back.append(functools.partial(_restore_class, kind, was))
+            yield from was.values()
+
+    def _function(self, held: FunctionType) -> Iterator[Any]:
+        if not self._is_code(sys.modules.get(held.__module__ or ""), held.__module__ or ""):
+            return
+        yield from (held.__defaults__, held.__kwdefaults__, held.__dict__)
+        for cell in held.__closure__ or ():
+            try:
+                was = self._value(cell.cell_contents)
+            except ValueError:  # not filled yet
+                continue
+            self._put_back.append(functools.partial(setattr, cell, "cell_contents", was))
+            yield was
+        names, space = frozenset(_names(held.__code__)), held.__globals__
+        yield from self._named(names, space)
+        for module in [space[name] for name in names & space.keys() if isinstance(space[name], ModuleType)]:
+            if self._is_code(module, module.__name__):
+                yield from self._named(names, vars(module))
+
+    def _named(self, names: frozenset[str], space: dict[str, Any]) -> Iterator[Any]:
+        """Globals that code may change."""
+        missing = object()
+        for name in sorted(names):
+            if isinstance(value := space.get(name, missing), ModuleType):
+                continue
+            was = self._value(value)
+            self._put_back.append(functools.partial(_restore_global, space, name, was, missing))
+            if was is not missing:
+                yield was
+
+    def _value(self, value: Any) -> Any:
+        """What is to stand in its place: itself, but of an iterator, which only goes forward, a copy."""
+        if not isinstance(value, (*_ITERATORS, *_OF_CONTAINERS)):
+            return value
+        if id(value) not in self._copied:
+            self._seen[id(value)] = value
+            self._copied[id(value)] = copy.copy(value)
+        return self._copied[id(value)]
+
+    def _is_read(self, kind: type) -> bool:
+        """Whether attributes of objects of a class are looked at."""
+        package = _package(kind)
+        if kind is SimpleNamespace or package in self._packages:
+            return True
+        return self._is_code(sys.modules.get(kind.__module__), kind.__module__)
+
+    def _is_code(self, module: ModuleType | None, name: str) -> bool:
+        """Whether it is the user's code, and not a library's."""
+        if name.partition(".")[0] in _OWN:
+            return False
+        file = getattr(module, "__file__", None) or ""
+        return not any(part in file for part in _INSTALLED)
+
+
+@dataclass
+class Copies:
+    """Copies of tensors, made at once, or each right before its memory is first written to (`watching`)."""
+
+    tensors: Sequence[Tensor]
+    _copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def make(self) -> None:
+        """Of all of them, now."""
+        for tensor in self.tensors:
+            self._copy(tensor)
+
+    def _copy(self, tensor: Tensor) -> None:
+        try:
+            alias = tensor.detach()
+            self._copies.setdefault(id(tensor), (alias, alias.clone()))
+        except (RuntimeError, NotImplementedError):  # a kind of tensor without memory of its own
+            return
+
+    def watching(self) -> TorchDispatchMode:
+        """While it is entered, a copy is made of what is about to be written to."""
+        return _BeforeWrites(self.tensors, self._copy)
+
+    def put_back(self) -> None:
+        """The numbers as they were, where they are others."""
+        with torch.no_grad():
+            for alias, was in self._copies.values():
+                if not torch.equal(alias, was):
+                    alias.data.copy_(was)
+        self._copies.clear()
+
+
+class _BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Sequence[Tensor], copy_of: Callable[[Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copy = copy_of
+        self._known: dict[int, list[Tensor]] = {}  # memory -> tensors in it
+        for tensor in tensors:
+            self._known.setdefault(_memory(tensor), []).append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for key in {_memory(x) for x in _changed(func, args, kwargs or {})} & self._known.keys():
+            for tensor in self._known.pop(key):
+                self._copy(tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """What an operator may write to. Those of others, and normalisations, need not say so."""
+    if not hasattr(func, "_schema") or func.namespace != "aten" or "batch_norm" in func.name():
+        return (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    return written(func, args, kwargs) if func._schema.is_mutable else iter(())
+
+
+def _restore_class(kind: type, was: Mapping[str, Any]) -> None:
+    for name in [n for n in vars(kind) if not n.startswith("__") and n not in was]:
+        delattr(kind, name)
+    for name, value in was.items():
+        if vars(kind).get(name) is not value:
+            setattr(kind, name, value)
+
+
+def _restore_global(space: dict[str, Any], name: str, was: Any, missing: object) -> None:
+    if was is missing:
+        space.pop(name, None)
+    elif space.get(name) is not was:
+        space[name] = was
+
+
+def _set_torch(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _listed(slots: Any) -> Sequence[str]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)

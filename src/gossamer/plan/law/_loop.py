@@ -1,0 +1,33 @@
+"""The laws of a loop that is not ours: an exchange and a clipping, and no plan."""
+
+from __future__ import annotations
+
+from gossamer import compress
+from gossamer.compress import Exchange, Rules
+from gossamer.plan.law._laws import clipped
+from gossamer.spec.choice import Exchanges
+from gossamer.spec.errors import bad_input
+
+
+def check_loop(*, exchange: Exchanges, clip: float, key: str = "exchange", clip_key: str = "clip") -> Rules[Exchange]:
+    """The exchange of one's own loop, by parameter. Raises BadInput where there is none to choose, where it cannot be
+    clipped so, or where it speaks of links that such a loop knows nothing of.
+    """
+    if exchange == "auto":
+        raise bad_input(
+            wanted="an exchange by its name: it is `gossamer train` that measures and chooses",
+            got="auto",
+            do="name one of `gossamer methods compress`, or leave it at dense",
+            key=key,
+        )
+    found = compress.rules(exchange, key=key)
+    if compress.asks_for_islands(exchange):
+        raise bad_input(
+            wanted="an exchange among ranks that are all alike, as nothing says here which of them share a fast link",
+            got="one that speaks of islands",
+            do="name the method that is inside it, or train with `gossamer train`",
+            key=key,
+        )
+    if (error := clipped(found.written, clip, key=key, clip_key=clip_key)) is not None:
+        raise error
+    return found

@@ -1,0 +1,204 @@
+"""One run, one process: who trains in a run directory holds it, and whoever comes second is told so.
+
+The lock is the system's own (`flock` on RUN/.lock), so that it goes with its holder, however that ends. Where a file
+system has none, it is a file that its holder touches (RUN/.lock.beat), and one left untouched for three periods counts
+no more. Who holds it stands in the file, for the message.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from gossamer.spec.errors import BadInput, bad_input
+
+try:
+    import fcntl
+except ImportError:  # not POSIX: the beating file
+    fcntl = None  # type: ignore[assignment]
+
+BEAT_S = 5.0
+_PERIODS = 3
+_SETTLE_S = 0.3  # for two that take over one dead holder's file at once to see whose name it bears
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who holds a run directory. `since_s`: seconds since the epoch, of the holder's clock."""
+
+    host: str = field(default_factory=socket.gethostname)
+    process: int = field(default_factory=os.getpid)
+    since_s: float = field(default_factory=time.time)
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def told(self) -> str:
+        """ "process 4711 on host a since 17:45"."""
+        since, now = time.localtime(self.since_s), time.localtime()
+        form = "%H:%M" if since[:3] == now[:3] else "%Y-%m-%d %H:%M"
+        return f"process {self.process} on host {self.host} since {time.strftime(form, since)}"
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Hold a run directory, made where it is not there. Raises BadInput, at once, where somebody trains in it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        release = _locked(directory) or _beating(directory)
+    except OSError as error:
+        raise bad_input(
+            wanted=f"to write in the run directory {directory}",
+            got=error.strerror or str(error),
+            do="name one that can be written",
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            release()
+
+
+def check_free(directory: Path) -> None:
+    """Raises BadInput where somebody trains in it; holds nothing afterwards."""
+    with held(directory):
+        pass
+
+
+def _refusal(directory: Path, holder: Holder | None) -> BadInput:
+    who = holder.told() if holder is not None else "another process"
+    return BadInput(
+        f"{directory} is being trained by {who}: nothing was changed. Wait for its end, or stop it "
+        "(Ctrl-C or SIGTERM, and it saves a checkpoint), then try again"
+    )
+
+
+def _read(file: Path) -> Holder | None:
+    try:
+        said = json.loads(file.read_text("utf-8"))
+        return Holder(
+            host=str(said["host"]),
+            process=int(said["process"]),
+            since_s=float(said["since_s"]),
+            token=str(said["token"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _line(holder: Holder) -> bytes:
+    return json.dumps(asdict(holder)).encode() + b"\n"
+
+
+def _locked(directory: Path) -> Callable[[], None] | None:
+    """Take the system's lock; what gives it back, or None where the file system has no locks."""
+    if fcntl is None:
+        return None
+    file = directory / ".lock"
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _UNSUPPORTED:
+                return None
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise _refusal(directory, _read(file)) from None
+            raise
+        if _is_at(file, descriptor):
+            break
+        os.close(descriptor)  # of a holder that took the file away as it left
+    with suppress(OSError):  # a full disk: it is held all the same
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, _line(Holder()), 0)
+
+    def release() -> None:
+        file.unlink(missing_ok=True)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+        os.close(descriptor)
+
+    return release
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(file.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _beating(directory: Path) -> Callable[[], None]:
+    """Take the file that is touched; what gives it back."""
+    file, mine = directory / ".lock.beat", Holder()
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        os.write(descriptor, _line(mine))
+        os.close(descriptor)
+    except FileExistsError:
+        _take_over(directory, file, mine)
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_S):
+            with suppress(OSError):
+                if (holder := _read(file)) is not None and holder.token == mine.token:
+                    os.utime(file)
+
+    thread = threading.Thread(target=beat, name="gossamer-lock", daemon=True)
+    thread.start()
+
+    def release() -> None:
+        over.set()
+        thread.join()
+        if (holder := _read(file)) is not None and holder.token == mine.token:
+            file.unlink(missing_ok=True)
+
+    return release
+
+
+def _take_over(directory: Path, file: Path, mine: Holder) -> None:
+    """Put our name into the file of a holder that is gone. Raises BadInput where it is not, or another was first."""
+    holder = _read(file)
+    beside = file.with_name(f".lock.{mine.token}")
+    beside.write_bytes(_line(mine))
+    try:
+        if not _is_gone(holder, age_s=_age_s(file, beside)):
+            raise _refusal(directory, holder)
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
+    time.sleep(_SETTLE_S)
+    found = _read(file)
+    if found is None or found.token != mine.token:
+        raise _refusal(directory, found)
+
+
+def _age_s(file: Path, beside: Path) -> float:
+    """Since the last beat, by the clock of the file system: those of hosts may differ."""
+    try:
+        return beside.stat().st_mtime - file.stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")
+
+
+def _is_gone(holder: Holder | None, *, age_s: float) -> bool:
+    if age_s > _PERIODS * BEAT_S:
+        return True
+    if holder is None or holder.host != socket.gethostname():
+        return False
+    try:
+        os.kill(holder.process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

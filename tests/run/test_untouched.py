@@ -1,0 +1,167 @@
+"""Whatever a model keeps from forward to forward: only steps move it, and one process is the plain loop."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossamer import loss
+from gossamer.cutting import Asked, ModuleSource, hold
+from gossamer.job import Job, Where, run_job
+from gossamer.model.call import caller_of
+from gossamer.model.profile import forward_flop_per_token
+from gossamer.model.untouched import gradless, untouched
+from gossamer.run.batches import DatasetBatches, Feed
+from gossamer.run.build import Parts, engine_of
+from gossamer.run.checkpoint import trainable
+from gossamer.run.rehearse import rehearse
+from gossamer.run.witness import Witness
+from gossamer.spec.config import RunConfig
+from gossamer.view.rundir import RunDirectory
+from model import habits
+from model.habits import HABITS, Net, begin
+from run.jobs import Letters
+
+STEPS = 3
+
+
+class Rows(torch.utils.data.Dataset):
+    ids = torch.randint(0, 16, (24, 6), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def parts_of(module: nn.Module, **train: Any) -> Parts:
+    data, objective = DatasetBatches(Rows()), loss.build("next_token")
+    optimizer = {"optimizer": {"sgd": {"lr": 0.1}}, "schedule": "constant", "clip": 0, "accumulate": 2}
+    config = RunConfig.model_validate({"train": {"steps": STEPS, "batch": 4, **optimizer, **train}})
+    cpu = torch.device("cpu")
+    asked = Asked(config=config, ranks=1, rank=0, batches=data, objective=objective, device=cpu)
+    held = hold(ModuleSource(module), asked, None)
+    return Parts(
+        module=held.module,
+        objective=objective,
+        train=data,
+        validation=DatasetBatches(Rows()),
+        config=config,
+        plan=held.plan,
+        device=cpu,
+        words=Letters(),
+    )
+
+
+def run_alone(parts: Parts, folder: Path, *, resume: bool = False) -> RunDirectory:
+    """The real job, in this process."""
+    directory = RunDirectory(folder / "run")
+    run_job(
+        Job(
+            parts=parts,
+            where=Where(store=dist.HashStore(), interface="lo"),
+            directory=directory,
+            described="Net",
+            data="rows",
+            text="rows",
+            resume=resume,
+            at=lambda step, phase: None,
+            asked_to_stop=lambda: False,
+            is_kept=True,
+        )
+    )
+    return directory
+
+
+def state_of(module: Net) -> bytes:
+    """All of it, in bytes."""
+    kept: list[Any] = [habits.CALLS, habits.STATE, habits.OfTheClass.made, habits.RANDOM.bit_generator.state]
+    kept += [habits.DICE.getstate(), np.random.get_state(), torch.get_rng_state()]
+    if isinstance(module, habits.Closure):
+        kept.append(module.count.__closure__[0].cell_contents)
+    for name, inner in module.named_modules():
+        own = {n: x for n, x in vars(inner).items() if n not in ("_modules", "count")}
+        for n in ("_forward_hooks", "forward"):
+            own[n] = len(own[n]) if isinstance(own.get(n), dict) else repr(type(own.get(n)))
+        own = {n: (x.initial_seed(), x.get_state()) if isinstance(x, torch.Generator) else x for n, x in own.items()}
+        kept.append((name, {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in own.items()}))
+    grads = [(p.requires_grad, p.grad) for p in module.parameters()]
+    found = io.BytesIO()
+    _Numbers(found).dump((kept, grads))
+    return found.getvalue()
+
+
+class _Numbers(pickle.Pickler):
+    """Of a tensor its numbers alone, and not where they lie."""
+
+    def persistent_id(self, held: Any) -> Any:
+        if not isinstance(held, torch.Tensor):
+            return None
+        own = {n: x for n, x in vars(held).items() if not n.startswith("_")}
+        return held.dtype, held.requires_grad, own, held.detach().contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize("kind", HABITS)
+def test_nothing_stays_of_a_look(kind: type[Net]) -> None:
+    module = begin(kind)
+    parts = parts_of(module)
+    module.mix.bias.grad = torch.full((8,), 2.0)
+    before = state_of(module)
+    flop = forward_flop_per_token(module, caller_of(module), {"input_ids": Rows.ids[:1]})
+    assert flop >= 2 * (8 * 8 + 8 * 16) and state_of(module) == before
+    engine = engine_of(parts)
+    before = state_of(module)
+    feed = Feed(parts.train, parts.plan, 0, 0)
+    gradients = rehearse(engine, feed, trainable(module)).gradients
+    assert float(gradients["head.weight"].norm()) > 0 and state_of(module) == before
+    Witness(engine, feed, trainable(module)).redo(1, 0, 7)
+    assert state_of(module) == before
+    with untouched(module):
+        module.eval()
+        gradless(lambda: module(Rows.ids[:2]))
+        with torch.enable_grad():
+            module(Rows.ids[:2]).sum().backward()
+        assert state_of(module) != before
+    assert state_of(module) == before
+
+
+@pytest.mark.parametrize("kind", HABITS)
+def test_one_process_is_the_plain_loop(kind: type[Net], tmp_path: Path) -> None:
+    """With evaluations and samples between its steps."""
+    module = begin(kind)
+    parts = parts_of(module)
+    feed, plain = Feed(parts.train, parts.plan, 0, parts.config.train.seed), []
+    module.train()
+    for step in range(STEPS):
+        pieces, mean = feed.fetch(step), 0.0
+        module.zero_grad()
+        for piece in pieces.values():
+            found = parts.objective(module(piece.rows["input_ids"]), piece.rows) / len(pieces)
+            found.backward()
+            mean += found.item()
+        plain.append(mean)
+        with torch.no_grad():
+            for p in module.parameters():
+                p.sub_(p.grad, alpha=0.1) if p.grad is not None else None
+    expected, kept = {n: x.clone() for n, x in module.state_dict().items()}, habits.CALLS
+
+    module = begin(kind)
+    parts = parts_of(module, evaluate_every=1, checkpoint_every=0, sample="adg", sample_tokens=3)
+    directory = run_alone(parts, tmp_path)
+    records = [json.loads(line) for line in directory.records_file.read_text().splitlines()]
+    assert [r["loss"] for r in records if r["kind"] == "step"] == pytest.approx(plain, rel=1e-6)
+    assert len([r for r in records if r["kind"] == "evaluation"]) == STEPS
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    assert kept == habits.CALLS and "forward" not in vars(module.mix)
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())

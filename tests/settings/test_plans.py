@@ -1,0 +1,126 @@
+"""A plan from a file, beside what was written: its decisions are settings, and a contradiction names both places."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gossamer.plan import data_parallel
+from gossamer.settings.plans import PLANNED, asks_for_another_plan, with_plan
+from gossamer.settings.resolve import load
+from gossamer.spec.errors import BadInput
+from gossamer.spec.given import UNREAD, check_given
+from gossamer.spec.plan import Mesh, Plan
+from gossamer.view.rundir import plan_in
+
+PLAN = Plan(mesh=Mesh(replica=2), share=(0.5, 0.5), rows=(4, 4), microbatches=(1, 1), states="zero2", exchange="tree")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.yaml").write_text(yaml.safe_dump(PLAN.model_dump(mode="json"), sort_keys=False))
+    return Path("plan.yaml")
+
+
+def test_what_a_plan_decides_is_a_setting_with_the_line_it_stands_on(file: Path) -> None:
+    resolved = with_plan(load(None, ["plan.lossy=true"]), file, ranks=2)
+    config, line = resolved.config, 1 + file.read_text().splitlines().index("states: zero2")
+    assert (config.plan.states, config.plan.exchange, config.train.batch) == ("zero2", "tree", 8)
+    assert resolved.origin["plan.states"] == f"plan.yaml:{line}"
+    assert not config.plan.lossy, "the permission was for a choice that the plan has made"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "plan.mesh.pipe=2",
+        "plan.mesh.replica=4",
+        "train.batch=16",
+        "train.accumulate=4",
+        "plan.microbatches=2",
+        "plan.states=whole",
+        "plan.sync=diloco",
+        "plan.exchange=dense",
+        "plan.share=[3, 1]",
+        "plan.schedule=gpipe",
+        "plan.stages=[[0], [1]]",
+        "machines.islands=[[0], [1]]",
+    ],
+)
+def test_what_is_written_and_not_what_the_plan_says_is_refused_with_both_places(given: str, file: Path) -> None:
+    key = given.partition("=")[0]
+    with pytest.raises(BadInput, match=r"wanted what the plan says, .*plan\.yaml:\d+\), got") as error:
+        with_plan(load(None, [given]), file, ranks=2)
+    assert error.value.key == key
+
+
+@pytest.mark.parametrize("given", ["plan.states=zero2", "train.batch=8", "plan.share=[2, 2]", "train.accumulate=1"])
+def test_what_is_written_and_is_what_the_plan_says_is_taken(given: str, file: Path) -> None:
+    assert with_plan(load(None, [given]), file, ranks=2).config.plan.states == "zero2"
+
+
+def test_what_a_run_measured_for_itself_contradicts_nothing(tmp_path: Path) -> None:
+    paced = PLAN.model_copy(update={"states": "whole", "sync": {"diloco": {"every": 4, "steps": [4, 2]}}})
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(paced.model_dump(mode="json")))
+    for steps in ("auto", [4, 2]):
+        given = [f"plan.sync={{diloco: {{every: 4, steps: {steps}}}}}"]
+        assert with_plan(load(None, given), tmp_path / "p.yaml").config.plan.sync
+    with pytest.raises(BadInput, match=r"plan\.sync: wanted what the plan says"):
+        with_plan(load(None, ["plan.sync={diloco: {every: 4, steps: [2, 4]}}"]), tmp_path / "p.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("states:", "state:"), "state: there is no such field"),
+        (("rows:", "rows: 3\nrow:"), "rows: "),
+        (("  pipe: 1", "  tensor: 2"), "mesh.tensor: there is no such field"),
+        (("share:", "share: ["), "is no plan"),
+    ],
+    ids=lambda one: str(one)[:20],
+)
+def test_a_damaged_plan_says_what_is_wrong_with_it(change: tuple[str, str], said: str, file: Path) -> None:
+    file.write_text(file.read_text().replace(*change))
+    with pytest.raises(BadInput, match=r"plan\.yaml is no plan: ") as error:
+        plan_in(file)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_value_of_anything_a_planner_reads_is_another_plan() -> None:
+    text = Path(data_parallel.__file__).read_text("utf-8")
+    read = {".".join(found) for found in re.findall(r"config\.(train|data|machines)\.(\w+)", text)}
+    assert read, "the planner reads these of a configuration"
+    assert all(any(f"{key}.".startswith(f"{one}.") for one in PLANNED) for key in read)
+    before = load(None).config
+    for given in ("train.accumulate=4", "train.optimizer=lamb", "train.batch=8", "plan.states=zero1"):
+        assert asks_for_another_plan(before, load(None, [given]).config)
+    for given in ("train.steps=4", "train.clip=0", "train.seed=1", "run.display=quiet"):
+        assert not asks_for_another_plan(before, load(None, [given]).config)
+
+
+WRITTEN: dict[str, list[Any]] = {
+    "plan.cuts": ["plan.cuts=[0, 1]", "plan.mesh.pipe=2"],
+    "plan.boundary": ["plan.boundary=coded", "plan.mesh.pipe=2"],
+    "train.accumulate": ["train.accumulate=2", "plan.microbatches=2"],
+    "plan.adapt_every": ["plan.adapt_every=20", "plan.adapt=l_greco"],
+    "plan.adapt_window": ["plan.adapt_window=5", "plan.adapt=l_greco"],
+    "plan.lossy": ["plan.lossy=true", "plan.exchange=auto"],
+    "train.verify.margin": ["train.verify.margin=9", "train.verify.every=3"],
+    "train.verify.on_failure": ["train.verify.on_failure=tell", "train.verify.every=3"],
+    "train.sample_tokens": ["train.sample_tokens=3", "train.sample=x"],
+}
+
+
+@pytest.mark.parametrize("key", [one.key for one in UNREAD])
+def test_a_key_that_nothing_would_read_is_refused_and_beside_what_reads_it_taken(key: str) -> None:
+    alone, beside = WRITTEN[key]
+    against = {"train.accumulate": ["plan.microbatches=4"], "plan.lossy": ["plan.exchange=dense"]}.get(key, [])
+    with pytest.raises(BadInput) as error:
+        check_given(load(None, [alone, *against]).config)
+    assert error.value.key == key
+    check_given(load(None, [alone, beside]).config)
