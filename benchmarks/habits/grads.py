@@ -298,9 +298,13 @@ def hook_after_wrap(wrap):
 @habit(may="refused")
 def post_hook_that_clamps(wrap):
     """register_post_accumulate_grad_hook before wrap: it edits .grad before the mean is there."""
+
+    def clamp(param):
+        param.grad.clamp_(-0.01, 0.01)
+
     model = net()
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: param.grad.clamp_(-0.01, 0.01))
+        param.register_post_accumulate_grad_hook(clamp)
     model, optimizer, loader = wrap(model, sgd(model), batches())
     for x, y in loader:
         optimizer.zero_grad()

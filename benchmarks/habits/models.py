@@ -7,6 +7,7 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from loops.habit import habit
@@ -369,7 +370,7 @@ def normed_weights(wrap):
 def pruned(wrap):
     """torch.nn.utils.prune: a mask is a buffer, the weight is made of two."""
     model = net()
-    nn.utils.prune.l1_unstructured(model[2], "weight", amount=0.4)
+    prune.l1_unstructured(model[2], "weight", amount=0.4)
     return trained(wrap, model)
 
 

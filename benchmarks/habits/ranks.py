@@ -29,7 +29,7 @@ def is_last():
 @habit(must="equal")
 def saved_by_rank_0(wrap):
     """gossamer.rank() says who saves, gossamer.ranks() how many there are."""
-    import gossamer
+    import gossamer  # here, as pages are read before a launcher's variables are set
 
     model = net()
     model, optimizer, loader = wrap(model, sgd(model), batches())

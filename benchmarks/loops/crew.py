@@ -129,38 +129,40 @@ def _together(places: Sequence[dict[str, str]], job: Callable[[], Outcome], limi
     try:
         for place in places:
             ours, theirs = _fork.Pipe(duplex=False)
-            stacks = tempfile.TemporaryFile("w+")
-            process = _fork.Process(target=_member, args=(place, job, theirs, stacks, limit_s))
+            words = tempfile.TemporaryFile("w+")
+            process = _fork.Process(target=_member, args=(place, job, theirs, words, limit_s))
             process.start()
             theirs.close()
-            members.append((process, ours, stacks))
+            members.append((process, ours, words))
         return [_outcome(*member, until) for member in members]
     finally:
-        for process, pipe, stacks in members:
+        for process, pipe, words in members:
             process.kill()
             process.join()
             pipe.close()
-            stacks.close()
+            words.close()
 
 
-def _outcome(process: Any, pipe: Connection, stacks: IO[str], until: float) -> Outcome:
+def _outcome(process: Any, pipe: Connection, words: IO[str], until: float) -> Outcome:
     if not wait([pipe], timeout=max(0.0, until - time.monotonic())):
-        return Outcome(ending="hang", said=f"no end within the limit, at {_where(stacks)}")
+        return Outcome(ending="hang", said=f"no end within the limit, at {_where(words)}")
     try:
         found = unpacked(pipe.recv_bytes())
     except EOFError:
         process.join()
-        return Outcome(ending="crash", said=f"its process ended without a word, with {process.exitcode}")
+        words.seek(0)
+        return Outcome(ending="crash", said=f"its process ended with {process.exitcode}: {words.read()[-300:]}")
     process.join(ENDING_S)
     if process.exitcode is None:
         return Outcome(ending="hang", said=f"the loop {found.ending}, and its process does not end")
     return found
 
 
-def _member(place: dict[str, str], job: Callable[[], Outcome], pipe: Connection, stacks: IO[str], limit_s: float) -> None:
+def _member(place: dict[str, str], job: Callable[[], Outcome], pipe: Connection, words: IO[str], limit_s: float) -> None:
+    os.dup2(words.fileno(), 2)
     torch.set_num_threads(1)
     os.environ.update(place)
-    faulthandler.dump_traceback_later(max(1.0, limit_s - 1), file=stacks)
+    faulthandler.dump_traceback_later(max(1.0, limit_s - 1), file=words)
     try:
         pipe.send_bytes(job().packed())
     except BaseException:
@@ -168,9 +170,9 @@ def _member(place: dict[str, str], job: Callable[[], Outcome], pipe: Connection,
     faulthandler.cancel_dump_traceback_later()
 
 
-def _where(stacks: IO[str]) -> str:
+def _where(words: IO[str]) -> str:
     """Where the main thread is: the innermost four calls."""
-    stacks.seek(0)
-    threads = re.split(r"\n(?=Thread|Current thread)", stacks.read())
+    words.seek(0)
+    threads = re.split(r"\n(?=Thread|Current thread)", words.read())
     calls = re.findall(r'File "(.*)", line (\d+) in (\S+)', threads[-1])
     return " < ".join(f"{Path(file).name}:{line} {name}" for file, line, name in calls[:4]) or "an unknown place"

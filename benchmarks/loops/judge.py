@@ -33,8 +33,9 @@ def judge(habit: Habit, ranks: Sequence[int], limit_s: float) -> dict[str, Any]:
     """One row of the record."""
     began = time.monotonic()
     as_launched(habit.launcher)
-    import gossamer  # noqa: F401  # here: it is there in all processes of the trials
+    import gossamer
 
+    assert gossamer.wrap  # with all that it imports: it is there in the processes of all trials
     found: list[tuple[str, Verdict]] = []
     known = _reference(habit, torch.float64, limit_s)
     for count in ranks:
