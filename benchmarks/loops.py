@@ -1,6 +1,7 @@
 """Habits of training loops under `gossamer.wrap`: is what comes out equal to one process of plain torch, or refused?
 
-    python benchmarks/loops.py [--habits a,b] [--pages batches,losses] [--ranks 1,2,3] [--jobs 2] [--json]
+    python benchmarks/loops.py [--habits a,b] [--pages batches,losses] [--ranks 1,2,3] [--no-fp32]
+                              [--jobs 2] [--limit 60] [--json]
 
 Each habit of benchmarks/habits is one loop, run with wrap as the identity in one process, then with gossamer.wrap on
 1, 2 and 3 ranks, which are started as torchrun starts them, with the same batches. float64, no dropout, 10 optimizer
@@ -28,13 +29,15 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
 import habits
+from loops.crew import as_launched
 from loops.habit import HABITS, Habit
 from loops.judge import ORDER, judge
 from result import publish
@@ -47,6 +50,7 @@ def main() -> None:
     read.add_argument("--ranks", default="1,2,3")
     read.add_argument("--jobs", type=int, default=2)
     read.add_argument("--limit", type=float, default=60.0, help="seconds for one trial")
+    read.add_argument("--no-fp32", action="store_true", help="float64 alone")
     read.add_argument("--json", action="store_true", help="nothing but the last line")
     asked = read.parse_args()
     torch.set_num_threads(1)
@@ -55,10 +59,11 @@ def main() -> None:
     pages = [page for page in asked.pages.split(",") if page]
     if unknown := [n for n in names if n not in HABITS] + [p for p in pages if p not in habits.PAGES]:
         sys.exit(f"there is no {', no '.join(unknown)}")
+    types = (torch.float64,) if asked.no_fp32 else (torch.float64, torch.float32)
     chosen = [h for h in HABITS.values() if (not names or h.name in names) and (not pages or h.page in pages)]
     ranks = [int(count) for count in asked.ranks.split(",")]
     began, rows = time.monotonic(), []
-    for row in judged(chosen, ranks, asked.jobs, asked.limit):
+    for row in all_judged(chosen, partial(judge, ranks=ranks, types=types, limit_s=asked.limit), asked.jobs):
         rows.append(row)
         if not asked.json:
             mark = "    " if row["good"] else "BAD "
@@ -72,14 +77,27 @@ def main() -> None:
         "ranks": ranks,
         "seconds": round(time.monotonic() - began),
     }
-    if names or pages or asked.ranks != "1,2,3":
+    if names or pages or asked.no_fp32 or asked.ranks != "1,2,3":
         print(json.dumps(figures))
     else:
         publish("loops", figures)
 
 
-def judged(chosen: Sequence[Habit], ranks: Sequence[int], jobs: int, limit_s: float) -> Iterator[dict[str, Any]]:
-    """Rows as they come, each from a forked process: what is imported here is imported once."""
+Judge = Callable[[Habit], dict[str, Any]]
+
+
+def all_judged(chosen: Sequence[Habit], by: Judge, jobs: int) -> Iterator[dict[str, Any]]:
+    """Rows as they come. Those of torchrun last: what all of them import is imported once, under its variables."""
+    yield from judged([h for h in chosen if h.launcher != "torchrun"], by, jobs)
+    as_launched("torchrun")
+    import gossamer
+
+    assert gossamer.wrap
+    yield from judged([h for h in chosen if h.launcher == "torchrun"], by, jobs)
+
+
+def judged(chosen: Sequence[Habit], by: Judge, jobs: int) -> Iterator[dict[str, Any]]:
+    """Rows as they come, each from a forked process."""
     fork, waiting = multiprocessing.get_context("fork"), list(reversed(chosen))
     live: dict[Connection, tuple[Habit, Any]] = {}
     try:
@@ -87,14 +105,15 @@ def judged(chosen: Sequence[Habit], ranks: Sequence[int], jobs: int, limit_s: fl
             while waiting and len(live) < jobs:
                 habit = waiting.pop()
                 ours, theirs = fork.Pipe(duplex=False)
-                process = fork.Process(target=work, args=(habit, ranks, limit_s, theirs))
+                process = fork.Process(target=work, args=(habit, by, theirs))
                 process.start()
                 theirs.close()
                 live[ours] = (habit, process)
             for pipe in wait(list(live)):
                 assert isinstance(pipe, Connection)
-                habit, process = live.pop(pipe)
+                habit, process = live[pipe]
                 yield received(habit, pipe)
+                del live[pipe]
                 end(process)
                 pipe.close()
     finally:
@@ -102,11 +121,11 @@ def judged(chosen: Sequence[Habit], ranks: Sequence[int], jobs: int, limit_s: fl
             end(process)
 
 
-def work(habit: Habit, ranks: Sequence[int], limit_s: float, pipe: Connection) -> None:
+def work(habit: Habit, by: Judge, pipe: Connection) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        pipe.send(judge(habit, ranks, limit_s))
+        pipe.send(by(habit))
     except BaseException:
         pipe.send(row_of(habit, traceback.format_exc()))
 

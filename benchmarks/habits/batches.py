@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BatchEncoding
 
 from loops.habit import habit
 from loops.scene import CLASSES, ROWS, WIDTH, batches, cross_entropy, net, pairs, ranks, seeded, sgd, texts
@@ -80,7 +81,10 @@ def nested(wrap):
 @habit(must="equal")
 def scalars_and_strings(wrap):
     """Beside tensors: a name, a number, None, a tensor without a dimension, a flag."""
-    data = [{"x": x, "y": y, "name": "part", "scale": 0.5, "no": None, "t": torch.tensor(0.3), "is": True} for x, y in batches()]
+    data = [
+        {"x": x, "y": y, "name": "part", "scale": 0.5, "no": None, "t": torch.tensor(0.3), "is": True}
+        for x, y in batches()
+    ]
 
     def loss_of(model, batch):
         assert batch["name"] == "part" and batch["no"] is None and batch["is"] is True
@@ -104,8 +108,6 @@ def strings_of_rows(wrap):
 @habit(must="equal")
 def batch_encoding(wrap):
     """A BatchEncoding of transformers: .to, and attributes."""
-    from transformers import BatchEncoding
-
     table = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, CLASSES))
     data = [BatchEncoding(batch | {"labels": batch["input_ids"][:, 0] % CLASSES}) for batch in texts(rows=7)]
 
@@ -137,18 +139,14 @@ def class_weights_untold(wrap):
 def time_major(wrap):
     """(time, rows, features), told by rows=."""
     data = [{"x": torch.stack([x, -x, 2 * x]), "y": y} for x, y in batches(rows=7)]
-    return trained(
-        wrap, data, lambda model, b: F.cross_entropy(model(b["x"]).mean(0), b["y"]), rows={"x": 1, "y": 0}
-    )
+    return trained(wrap, data, lambda model, b: F.cross_entropy(model(b["x"]).mean(0), b["y"]), rows={"x": 1, "y": 0})
 
 
 @habit(must="equal")
 def time_major_tuples(wrap):
     """(time, rows) on both sides of a tuple, told by one number."""
     data = [(torch.stack([x, -x, 2 * x]), torch.stack([y, y, y])) for x, y in batches(rows=7)]
-    return trained(
-        wrap, data, lambda model, b: F.cross_entropy(model(b[0]).flatten(0, 1), b[1].flatten()), rows=1
-    )
+    return trained(wrap, data, lambda model, b: F.cross_entropy(model(b[0]).flatten(0, 1), b[1].flatten()), rows=1)
 
 
 @habit(may="refused")
@@ -164,7 +162,9 @@ def truncated_backpropagation(wrap):
     torch.manual_seed(3)
     model = nn.ModuleList([nn.Embedding(11, 6), nn.GRU(6, 8), nn.Linear(8, 11)])
     text = torch.randint(11, (ROWS, 1 + 4 * 12), generator=seeded(2)).T
-    model, optimizer, loader = wrap(model, sgd(model), [(text[i : i + 4], text[i + 1 : i + 5]) for i in range(0, 48, 4)], rows=1)
+    model, optimizer, loader = wrap(
+        model, sgd(model), [(text[i : i + 4], text[i + 1 : i + 5]) for i in range(0, 48, 4)], rows=1
+    )
     hidden = None
     for x, y in loader:
         optimizer.zero_grad()
@@ -271,11 +271,24 @@ def rows_moved_in_the_loop(wrap):
     return model
 
 
-@habit(must="equal")
+@habit(may="refused")
 def micro_batches_of_a_batch(wrap):
-    """The loop cuts each batch into rows of its own, one backward for each (a long model on a small card)."""
+    """The loop cuts each batch into rows, one backward for each: ranks may have unequal numbers of them."""
     model = net()
-    model, optimizer, loader = wrap(model, sgd(model), batches())
+    model, optimizer, loader = wrap(model, sgd(model), batches(), timeout_s=5.0)
+    for x, y in loader:
+        optimizer.zero_grad()
+        for row, label in zip(x.split(1), y.split(1), strict=True):
+            (cross_entropy(model, row, label) / len(x)).backward()
+        optimizer.step()
+    return model
+
+
+@habit(may="refused")
+def micro_batches_by_a_constant(wrap):
+    """The same, divided by the rows of the whole batch, of which a rank has a part."""
+    model = net()
+    model, optimizer, loader = wrap(model, sgd(model), batches(), timeout_s=5.0)
     for x, y in loader:
         optimizer.zero_grad()
         for row, label in zip(x.split(1), y.split(1), strict=True):

@@ -5,6 +5,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from loops.habit import habit
 from loops.scene import CLASSES, batches, cross_entropy, net, pairs, seeded, sgd, texts
@@ -50,12 +60,23 @@ def summed_over_rows(wrap):
     return trained(wrap, lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum") / len(x), batches(rows=7))
 
 
-@habit(must="equal")
+@habit(may="refused")
 def summed_over_a_constant(wrap):
-    """A sum divided by a number that is the same for every batch, the last short one too."""
+    """A sum divided by a number that is the same for every batch, and could be a count."""
+    return trained(wrap, lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum") / 8, uneven())
+
+
+@habit(must="equal")
+def summed_over_a_constant_told(wrap):
+    """The same with loss="sum"."""
+    return trained(wrap, lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum") / 8, uneven(), loss="sum")
+
+
+def uneven():
+    """Batches of seven rows, and the last of four."""
     data = batches(rows=7)
     data[-1] = tuple(part[:4] for part in data[-1])
-    return trained(wrap, lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum") / 8, data)
+    return data
 
 
 @habit(must="equal")
@@ -196,7 +217,9 @@ def label_smoothing_with_class_weights(wrap):
 def soft_targets(wrap):
     """Cross-entropy with probabilities as its target (mixup)."""
     return trained(
-        wrap, lambda model, x, y: F.cross_entropy(model(x), 0.9 * F.one_hot(y, CLASSES) + 0.1 / CLASSES), batches(rows=7)
+        wrap,
+        lambda model, x, y: F.cross_entropy(model(x), 0.9 * F.one_hot(y, CLASSES) + 0.1 / CLASSES),
+        batches(rows=7),
     )
 
 
@@ -256,7 +279,10 @@ def summed_over_features(wrap):
 def gaussian(wrap):
     """GaussianNLLLoss, with a variance that is learned."""
     return trained(
-        wrap, lambda model, x, y: F.gaussian_nll_loss(model(x)[:, :2], y, F.softplus(model(x)[:, 2:])), pairs(7, 2), lr=0.01
+        wrap,
+        lambda model, x, y: F.gaussian_nll_loss(model(x)[:, :2], y, F.softplus(model(x)[:, 2:])),
+        pairs(7, 2),
+        lr=0.01,
     )
 
 
@@ -289,7 +315,9 @@ def ctc(wrap):
 def triplet(wrap):
     """TripletMarginLoss over rows (anchor, other, far), smooth enough to train."""
     return trained(
-        wrap, lambda model, x, y: F.triplet_margin_loss(model(x), model(x + 0.1), model(-x), margin=9.0), batches(rows=7)
+        wrap,
+        lambda model, x, y: F.triplet_margin_loss(model(x), model(x + 0.1), model(-x), margin=9.0),
+        batches(rows=7),
     )
 
 
@@ -354,7 +382,9 @@ def penalty_of_weights(wrap):
 
     def loss_of(model, x, y):
         weights = [p for name, p in model.named_parameters() if "weight" in name]
-        return cross_entropy(model, x, y) + 0.01 * sum(w.square().sum() for w in weights) + 1e-3 * weights[0].abs().sum()
+        return (
+            cross_entropy(model, x, y) + 0.01 * sum(w.square().sum() for w in weights) + 1e-3 * weights[0].abs().sum()
+        )
 
     return trained(wrap, loss_of, batches(rows=7))
 
@@ -381,7 +411,9 @@ def learned_weights_of_losses(wrap):
 
     def loss_of(model, x, y):
         out = model.net(x)
-        return sum(torch.exp(-s) * a + s for s, a in zip(model.s, (F.cross_entropy(out, y), out.abs().mean()), strict=True))
+        return sum(
+            torch.exp(-s) * a + s for s, a in zip(model.s, (F.cross_entropy(out, y), out.abs().mean()), strict=True)
+        )
 
     return trained(wrap, loss_of, batches(rows=7), Weighed(), lr=0.01)
 
@@ -493,19 +525,19 @@ def median_of_losses(wrap):
 @habit(must="equal")
 def causal_language_model(wrap):
     """A GPT-2 of transformers: labels are shifted inside, and padding is ignored."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(3)
     sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 11, "n_positions": 8}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, eos_token_id=1, bos_token_id=1))
-    return huggingface(wrap, model, [b | {"labels": b["input_ids"].masked_fill(b["attention_mask"] == 0, -100)} for b in texts()])
+    model = GPT2LMHeadModel(
+        GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, eos_token_id=1, bos_token_id=1)
+    )
+    return huggingface(
+        wrap, model, [b | {"labels": b["input_ids"].masked_fill(b["attention_mask"] == 0, -100)} for b in texts()]
+    )
 
 
 @habit(must="equal")
 def masked_language_model(wrap):
     """A BERT: labels are 2-D and not shifted, and most are ignored."""
-    from transformers import BertForMaskedLM
-
     torch.manual_seed(3)
     data = texts()
     for i, batch in enumerate(data):
@@ -518,8 +550,6 @@ def masked_language_model(wrap):
 @habit(must="equal")
 def token_classification(wrap):
     """A BERT that labels each token, the first too."""
-    from transformers import BertForTokenClassification
-
     torch.manual_seed(3)
     data = [b | {"labels": (b["input_ids"] % 3).masked_fill(b["attention_mask"] == 0, -100)} for b in texts()]
     return huggingface(wrap, BertForTokenClassification(bert(num_labels=3)), data)
@@ -528,8 +558,6 @@ def token_classification(wrap):
 @habit(must="equal")
 def multi_label_classification(wrap):
     """A BERT with float labels of shape (rows, labels)."""
-    from transformers import BertForSequenceClassification
-
     torch.manual_seed(3)
     model = BertForSequenceClassification(bert(num_labels=3, problem_type="multi_label_classification"))
     return huggingface(
@@ -540,18 +568,17 @@ def multi_label_classification(wrap):
 @habit(must="equal")
 def sequence_to_sequence(wrap):
     """A T5: two masks, labels that are not shifted by the loss."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
     torch.manual_seed(3)
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 11}
     model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0, decoder_start_token_id=0))
-    data = [b | {"labels": b["input_ids"].flip(1)[:, :4].masked_fill(b["input_ids"].flip(1)[:, :4] == 0, -100)} for b in texts()]
+    data = [
+        b | {"labels": b["input_ids"].flip(1)[:, :4].masked_fill(b["input_ids"].flip(1)[:, :4] == 0, -100)}
+        for b in texts()
+    ]
     return huggingface(wrap, model, data)
 
 
 def bert(**more):
-    from transformers import BertConfig
-
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     return BertConfig(
         **sizes,

@@ -195,7 +195,7 @@ def moving_average(wrap):
 
 @habit(must="equal")
 def copied_after_wrap(wrap):
-    """deepcopy of the wrapped model: the copy is trained by itself for a while, and thrown away (reptile's inner loop)."""
+    """deepcopy of the wrapped model: rank 0 trains the copy by itself for a while, and throws it away."""
     model = net()
     model, optimizer, loader = wrap(model, sgd(model), batches())
     for x, y in loader:
@@ -396,7 +396,9 @@ def attention(wrap):
     """TransformerEncoder with a padding mask."""
     torch.manual_seed(3)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    model = nn.ModuleList([nn.Embedding(11, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 3)])
+    model = nn.ModuleList(
+        [nn.Embedding(11, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 3)]
+    )
     draw = seeded(5)
     data = [(torch.randint(11, (7, 5), generator=draw), torch.randint(3, (7,), generator=draw)) for _ in batches()]
 
@@ -412,9 +414,9 @@ def sparse_embedding(wrap):
     return trained(wrap, *sparse(torch.optim.SGD, lr=0.5))
 
 
-@habit(must="equal")
+@habit(may="refused")
 def sparse_adam(wrap):
-    """SparseAdam: rows that nobody looked up must not move."""
+    """SparseAdam: rows that nobody looked up must not move, which a mean of all ranks does not tell."""
     table, _, data, loss_of = sparse(torch.optim.SGD, lr=0.5)
     dense, rows = sgd(table[1]), torch.optim.SparseAdam(table[0].parameters(), 0.01)
     table, (dense, rows), loader = wrap(table, [dense, rows], data)

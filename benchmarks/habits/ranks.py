@@ -177,14 +177,14 @@ def exchange_auto(wrap):
 
 @habit(must="alike")
 def exchange_int4(wrap):
-    """exchange="int4"."""
-    return compressed(wrap, "int4")
+    """Four bits, with error feedback."""
+    return compressed(wrap, {"error_feedback": {"two_shot": "int4"}})
 
 
 @habit(must="alike")
 def exchange_topk(wrap):
-    """exchange="topk"."""
-    return compressed(wrap, "topk")
+    """The largest entries, with error feedback."""
+    return compressed(wrap, {"error_feedback": {"topk": {"fraction": 0.2}}})
 
 
 @habit(must="alike")
@@ -194,10 +194,10 @@ def exchange_powersgd(wrap):
 
 
 @habit(must="alike")
-def exchange_cast(wrap):
-    """exchange="cast", with everything that a loop may do to gradients."""
+def exchange_int8(wrap):
+    """Eight bits, with what a loop may do to gradients."""
     model = net()
-    model, optimizer, loader = wrap(model, sgd(model, 0.02), batches(rows=9) * 4, exchange="cast")
+    model, optimizer, loader = wrap(model, sgd(model, 0.02), batches(rows=9) * 4, exchange={"two_shot": "int8"})
     for x, y in loader:
         model.zero_grad()
         (cross_entropy(model, x, y) / 2).backward()

@@ -125,22 +125,26 @@ def _keep_store(pipe: Connection) -> None:
 
 def _together(places: Sequence[dict[str, str]], job: Callable[[], Outcome], limit_s: float) -> list[Outcome]:
     until = time.monotonic() + limit_s
-    members: list[tuple[Any, Connection, IO[str]]] = []
-    try:
-        for place in places:
-            ours, theirs = _fork.Pipe(duplex=False)
-            words = tempfile.TemporaryFile("w+")
-            process = _fork.Process(target=_member, args=(place, job, theirs, words, limit_s))
-            process.start()
-            theirs.close()
-            members.append((process, ours, words))
+    with contextlib.ExitStack() as held:
+        members = [held.enter_context(_started(place, job, limit_s)) for place in places]
         return [_outcome(*member, until) for member in members]
-    finally:
-        for process, pipe, words in members:
+
+
+@contextlib.contextmanager
+def _started(
+    place: dict[str, str], job: Callable[[], Outcome], limit_s: float
+) -> Iterator[tuple[Any, Connection, IO[str]]]:
+    """(process, where its outcome comes from, what it has written to standard error)."""
+    ours, theirs = _fork.Pipe(duplex=False)
+    with ours, tempfile.TemporaryFile("w+") as words:
+        process = _fork.Process(target=_member, args=(place, job, theirs, words, limit_s))
+        process.start()
+        theirs.close()
+        try:
+            yield process, ours, words
+        finally:
             process.kill()
             process.join()
-            pipe.close()
-            words.close()
 
 
 def _outcome(process: Any, pipe: Connection, words: IO[str], until: float) -> Outcome:
@@ -158,7 +162,9 @@ def _outcome(process: Any, pipe: Connection, words: IO[str], until: float) -> Ou
     return found
 
 
-def _member(place: dict[str, str], job: Callable[[], Outcome], pipe: Connection, words: IO[str], limit_s: float) -> None:
+def _member(
+    place: dict[str, str], job: Callable[[], Outcome], pipe: Connection, words: IO[str], limit_s: float
+) -> None:
     os.dup2(words.fileno(), 2)
     torch.set_num_threads(1)
     os.environ.update(place)

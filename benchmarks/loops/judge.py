@@ -29,8 +29,8 @@ class Verdict:
     detail: str
 
 
-def judge(habit: Habit, ranks: Sequence[int], limit_s: float) -> dict[str, Any]:
-    """One row of the record."""
+def judge(habit: Habit, ranks: Sequence[int], types: Sequence[torch.dtype], limit_s: float) -> dict[str, Any]:
+    """One row of the record: float64 on each number of ranks, float32 on two, where float64 is equal there."""
     began = time.monotonic()
     as_launched(habit.launcher)
     import gossamer
@@ -39,8 +39,11 @@ def judge(habit: Habit, ranks: Sequence[int], limit_s: float) -> dict[str, Any]:
     found: list[tuple[str, Verdict]] = []
     known = _reference(habit, torch.float64, limit_s)
     for count in ranks:
-        found.append((f"{count} {'rank' if count == 1 else 'ranks'}", _trial(habit, count, torch.float64, known, limit_s)))
-    if habit.fp32 and habit.must != "alike" and 2 in ranks and dict(found)["2 ranks"].result == "equal":
+        found.append(
+            (f"{count} {'rank' if count == 1 else 'ranks'}", _trial(habit, count, torch.float64, known, limit_s))
+        )
+    is_wanted = torch.float32 in types and habit.fp32 and habit.must != "alike"
+    if is_wanted and 2 in ranks and dict(found)["2 ranks"].result == "equal":
         known = _reference(habit, torch.float32, limit_s)
         found.append(("2 ranks, fp32", _trial(habit, 2, torch.float32, known, limit_s)))
     result = max((verdict.result for _, verdict in found), key=ORDER.index)
