@@ -166,9 +166,32 @@ def compiled(wrap):
 
 @habit(must="equal")
 def compiled_after_wrap(wrap):
-    """torch.compile of what wrap returned, with the loss in it."""
+    """torch.compile of what wrap returned."""
     model = net()
     model, optimizer, loader = wrap(model, sgd(model), batches(rows=7))
+    fast = torch.compile(model, backend="aot_eager")
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(fast, x, y).backward()
+        optimizer.step()
+    return model
+
+
+@habit(must="equal")
+def compiled_with_its_loss(wrap):
+    """torch.compile of the model and its loss together, which is told to be a mean."""
+    return compiled_loss(wrap, loss="mean")
+
+
+@habit(may="refused")
+def compiled_with_its_loss_untold(wrap):
+    """The same, untold: nobody can look into it."""
+    return compiled_loss(wrap)
+
+
+def compiled_loss(wrap, **settings):
+    model = net()
+    model, optimizer, loader = wrap(model, sgd(model), batches(rows=7), **settings)
     loss_of = torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend="aot_eager")
     for x, y in loader:
         optimizer.zero_grad()
@@ -576,7 +599,7 @@ def initialized_after_wrap(wrap):
     return model
 
 
-@habit(may="refused")
+@habit(may="refused", sets=True)
 def initialized_unequally_after_wrap(wrap):
     """The same, with a seed of each rank's own: ranks part before the first step."""
     model = net()
@@ -617,7 +640,7 @@ def parameter_outside_the_model(wrap):
     return model, scale
 
 
-@habit(may="refused")
+@habit(may="refused", sets=True)
 def weights_of_the_rank(wrap):
     """A rank alone changes a weight on the way (a script that loads its best checkpoint on rank 0)."""
     model = net()

@@ -18,7 +18,8 @@ class Habit:
     the ranks hold the same bits, near those of one process. may: "refused", where exactness cannot be had or shown.
     like: the loop that one process runs, where it is not the same text. tolerance: of float64, where some of the
     arithmetic is not. says: what a refusal names (a regular expression), or a warning, where result must be "alike".
-    steps: the fewest optimizer steps that make it a test; 0 where no optimizer counts them.
+    steps: the fewest optimizer steps that make it a test; 0 where no optimizer counts them. sets: whether the loop
+    itself sets parameters beside the optimizer, so that a refusal is judged by where the last step left them.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Habit:
     says: str = ""
     steps: int = 10
     fp32: bool = True
+    sets: bool = False
 
     @property
     def wanted(self) -> str:

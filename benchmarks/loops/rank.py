@@ -8,12 +8,14 @@ import logging
 import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from loops import scene
 from loops.habit import Habit
@@ -26,7 +28,8 @@ class Outcome:
     """How a loop ended: "returned", "refused" (an error of ours), "crash" (any other), or "hang".
 
     state: what the loop returned, or the parameters at the end it came to. moved: whether these parameters are other
-    than when wrap returned. history: of plain torch, the parameters at first and after every step.
+    than when wrap returned. history: of plain torch, the parameters at first and after every step. notes: warnings and
+    the log.
     """
 
     ending: str
@@ -66,20 +69,14 @@ def run(habit: Habit, dtype: torch.dtype, steps: int, *, is_plain: bool) -> Outc
 def _ended(habit: Habit, seen: Watched, is_plain: bool) -> Outcome:
     loop = (habit.like or habit.loop) if is_plain else habit.loop
     try:
-        with seen.every_step() if is_plain else warnings.catch_warnings():
+        with seen.every_step(all_kept=is_plain):
             returned = loop(seen.plain if is_plain else seen.wrapped)
     except Exception as error:
         is_ours = type(error).__module__.split(".")[0] == "gossamer"
         said = f"{type(error).__name__}: {error}" if is_ours else traceback.format_exc()
-        return Outcome(
-            ending="refused" if is_ours else "crash", said=said, state=seen.parameters(), moved=seen.has_moved()
-        )
-    return Outcome(
-        ending="returned",
-        state=dict(tensors("", returned)),
-        moved=seen.has_moved(),
-        history=tuple(seen.history),
-    )
+        now = seen.history[-1] if habit.sets and seen.history else seen.parameters()
+        return Outcome(ending="refused" if is_ours else "crash", said=said, state=now, moved=seen.has_moved(now))
+    return Outcome(ending="returned", state=dict(tensors("", returned)), history=tuple(seen.history))
 
 
 class Watched:
@@ -99,7 +96,7 @@ class Watched:
 
         self._add(model)
         three = gossamer.wrap(model, optimizer, loader, **{"timeout_s": TIMEOUT_S, **settings})
-        self._first = self.parameters()
+        self._first = self.history[-1] = self.parameters()
         return three
 
     def _add(self, model: Any) -> None:
@@ -115,25 +112,23 @@ class Watched:
             if not isinstance(param, nn.UninitializedParameter)
         }
 
-    def has_moved(self) -> bool:
-        now = self.parameters()
+    def has_moved(self, now: Mapping[str, Tensor]) -> bool:
         return any(name in now and not torch.equal(first, now[name]) for name, first in self._first.items())
 
-    def every_step(self) -> Any:
-        """Keeps the parameters after each step of any optimizer."""
-        from contextlib import contextmanager
+    @contextmanager
+    def every_step(self, *, all_kept: bool) -> Iterator[None]:
+        """Keeps the parameters after each step of any optimizer, or after the last one."""
 
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        def keep(*_: Any) -> None:
+            if not all_kept:
+                self.history.clear()
+            self.history.append(self.parameters())
 
-        @contextmanager
-        def watching() -> Iterator[None]:
-            hook = register_optimizer_step_post_hook(lambda *_: self.history.append(self.parameters()))
-            try:
-                yield
-            finally:
-                hook.remove()
-
-        return watching()
+        hook = register_optimizer_step_post_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
 
 
 def tensors(name: str, held: Any) -> Iterator[tuple[str, Tensor]]:
@@ -150,6 +145,3 @@ def tensors(name: str, held: Any) -> Iterator[tuple[str, Tensor]]:
     else:
         for index, value in enumerate(held):
             yield from tensors(f"{name}{index}.", value)
-
-
-Job = Callable[[], Outcome]

@@ -1,4 +1,4 @@
-"""Loops as people write them, on two ranks, against one process of plain torch: the telling part of benchmarks/loops.py.
+"""Loops as people write them, on two ranks, against one process of plain torch: a part of benchmarks/loops.py.
 
 The whole of it (benchmarks/habits) is for three numbers of ranks and takes minutes.
 """
