@@ -1,8 +1,12 @@
 """Gossamer trains one model on the machines and links you have.
 
     gossamer.train(model, data, config)          # train, from Python
-    gossamer.wrap(model, optimizer, loader)      # the same inside one's own loop
-    gossamer.plan(config, ...)                   # how the work would be split
+    gossamer.wrap(model, optimizer, loader)      # the same inside one's own loop; rank(), ranks()
+    gossamer.plan(model, config, ranks=4)        # how the work would be split
+    gossamer.resume(run_dir, {"train.steps": 2000})
+    gossamer.sample(run_dir, "The ")             # text of a trained model
+    gossamer.export(run_dir, "my-model")         # a folder that transformers loads
+    gossamer.load(run_dir)                       # its module, tokenizer and configuration
 
 Nothing is imported before it is used: `import gossamer` alone does not even import torch.
 """
@@ -15,15 +19,38 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.api import train, wrap
+    from gossamer.api import export, load, resume, sample, train
+    from gossamer.own_loop import wrap
+    from gossamer.own_loop.meeting import rank, ranks
     from gossamer.spec.config import RunConfig
     from gossamer.spec.plan import Plan
 
     __version__: str
 
-__all__ = ["Plan", "RunConfig", "__version__", "plan", "train", "wrap"]
+_VERBS = ("export", "load", "resume", "sample", "train")
+__all__ = [
+    "Plan",
+    "RunConfig",
+    "__version__",
+    "export",
+    "load",
+    "plan",
+    "rank",
+    "ranks",
+    "resume",
+    "sample",
+    "train",
+    "wrap",
+]
 
-_HOME = {"train": "api", "wrap": "api", "RunConfig": "spec.config", "Plan": "spec.plan"}
+_HOME = {
+    **dict.fromkeys(_VERBS, "api"),
+    "wrap": "own_loop",
+    "rank": "own_loop.meeting",
+    "ranks": "own_loop.meeting",
+    "RunConfig": "spec.config",
+    "Plan": "spec.plan",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -39,7 +66,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 class _PlanVerb(ModuleType):

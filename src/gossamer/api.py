@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +18,16 @@ from gossamer.settings import Resolved
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted, bad_input
 from gossamer.spec.plan import Plan
-from gossamer.view.rundir import RunDirectory, open_run
+from gossamer.view.rundir import RunDirectory, newest_like, open_run
 from gossamer.view.screen import open_display
 from gossamer.view.summary import summarise
 
 if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
     from torch import nn
 
-    from gossamer.data import Corpus
+    from gossamer.trained import Trained
+
+_log = logging.getLogger(__name__)
 
 
 def train_command(
@@ -86,11 +89,19 @@ def _check_ranks(config: RunConfig, hosts: list[str] | None) -> None:
 
 
 def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[str, Any]:
-    """`gossamer resume`: go on from the newest good checkpoint, perhaps with other settings."""
-    from gossamer.settings import reload
+    """`gossamer resume`: go on from the newest good checkpoint, perhaps with other settings.
+
+    Paths in what the run began with are relative to the folder it began in, those in `overrides` to the current one.
+    """
+    from gossamer.keeping import folder_of
+    from gossamer.settings import anchored, reload
 
     directory = open_run(run_dir)
+    folder = folder_of(directory)
     resolved = reload(run_dir, overrides or [])
+    if folder != Path.cwd():
+        resolved = anchored(resolved, Path.cwd())
+        _log.warning("paths of this run are relative to %s, where it began", folder)
     config = resolved.config
     before = directory.config()
     with nothing_half_made(directory):
@@ -99,7 +110,7 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
         asked = (config.plan, config.machines.islands) != (before.plan, before.machines.islands)
         if asked or (ranks, config.train.batch) != _planned(directory):
             directory.plan_file.unlink(missing_ok=True)  # plan again
-        launch = Launch(directory=directory, config=config, resume=True)
+        launch = Launch(directory=directory, config=config, resume=True, folder=folder)
         if config.machines.hosts:
             launch.over_ssh(config.machines.hosts)
         else:
@@ -119,11 +130,8 @@ def _directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bo
     runs = Path(config.run.directory)
     if resume not in (None, "auto"):
         raise bad_input(wanted="--resume auto", got=f"--resume {resume}", do="or use `gossamer resume RUN_DIR`")
-    if resume == "auto":
-        for folder in sorted(runs.glob("*/run.yaml"), key=lambda f: f.stat().st_mtime, reverse=True):
-            found = RunDirectory(folder.parent)
-            if found.config() == config:
-                return found, True
+    if resume == "auto" and (found := newest_like(runs, config)) is not None:
+        return found, True
     name = config.run.name or os.environ.get("GOSSAMER_RUN_NAME")
     if name and launcher_of(os.environ):
         return RunDirectory(runs / name), False
@@ -180,20 +188,34 @@ def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> d
     return summarise(directory) if first else {}
 
 
+def resume(run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> dict[str, Any]:
+    """Go on with a run from its newest good checkpoint, in processes of its own; returns its summary.
+
+    overrides: what is to be otherwise from now on, ["train.steps=2000"] or {"train.steps": 2000}. Call it from the
+    main thread. Raises BadInput, RunFailed, Interrupted.
+    """
+    from gossamer.settings import written_overrides
+
+    return resume_command(Path(run_dir), written_overrides(overrides))
+
+
 def train(
     model: nn.Module | str | Mapping[str, Any],
     data: Any = "stdlib",
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    resume: str | None = None,
 ) -> dict[str, Any]:
     """Train `model` on `data` in this process, or as one rank under torchrun; returns the run's summary.
 
     model: an nn.Module nobody rewrote (or what the `model` section of a configuration says).
     data: a source as in `data.source`, a Corpus, or a map-style dataset of dictionaries of tensors.
     config: a RunConfig, a dictionary of its sections, or the path of a run.yaml.
+    resume: "auto" goes on with the newest run of the same configuration that has a checkpoint, where there is one.
     """
     from gossamer.inline import train_inline
 
-    return train_inline(model, data, config)
+    return train_inline(model, data, config, resume)
 
 
 def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | None = None, *, ranks: int = 1) -> Plan:
@@ -207,46 +229,37 @@ def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | 
     return make_plan(settings_of(config), model, ranks=ranks, device=device)
 
 
-def wrap(model: nn.Module, optimizer: Any, loader: Any, **settings: Any) -> tuple[Any, Any, Any]:
-    """For one's own loop: the same three things, with gradients exchanged and steps agreed. See `gossamer.wrapping`."""
-    from gossamer.wrapping import wrap as wrap_loop
+def load(run_dir: str | Path, module: nn.Module | None = None) -> Trained:
+    """What a run trained, from its directory alone: its model, tokenizer and configuration. See `gossamer.trained`.
 
-    return wrap_loop(model, optimizer, loader, **settings)
+    module: for a run of a module that a program made, one built alike, which is filled.
+    """
+    from gossamer.trained import read_trained
 
-
-def load(run_dir: Path) -> tuple[nn.Module, Corpus, RunConfig, Any]:
-    """The model of a run as its newest good checkpoint has it, its corpus, configuration and origin."""
-    from gossamer.run.checkpoint import read_model
-    from gossamer.worker import corpus_of, origin_for
-
-    directory = open_run(run_dir)
-    config = directory.config()
-    corpus = corpus_of(config.data)
-    origin = origin_for(config, corpus)
-    module = origin.build(config.train.seed)
-    read_model(module, directory.checkpoints)
-    return module.eval(), corpus, config, origin
+    return read_trained(Path(run_dir), module)
 
 
 def sample(
-    run_dir: Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    run_dir: str | Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
 ) -> str:
     """`gossamer sample`: text the model of a run goes on with after `prompt`."""
     from gossamer.model.sample import generate
 
-    module, corpus, _, _ = load(run_dir)
-    return generate(module, corpus.tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    found = load(run_dir)
+    return generate(found.module, found.words(), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
 
 
-def export(run_dir: Path, target: Path) -> dict[str, Any]:
-    """`gossamer export RUN_DIR --to hf DIR`: a folder that transformers loads. Refuses one that exists."""
+def export(run_dir: str | Path, target: str | Path) -> dict[str, Any]:
+    """`gossamer export RUN_DIR --to hf DIR`: a folder that transformers loads, or for a model of your own its weights.
+    `load` in what it returns is the Python that loads it. Refuses a folder that exists.
+    """
     from gossamer.model.hand_over import export_hf
 
+    target = Path(target)
     if target.exists():
         raise BadInput(f"{target} exists already: nothing was written. Name a new folder, or remove that one")
-    module, corpus, _, origin = load(run_dir)
-    export_hf(module, origin, corpus.tokenizer, target)
-    return {"exported": str(target)}
+    found = load(run_dir)
+    return {"exported": str(target), "load": export_hf(found.module, found.origin, found.tokenizer, target)}
 
 
 def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
@@ -260,9 +273,10 @@ def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
     summary = train_command(Resolved.of(config, origin="gossamer demo"))
     run_dir = Path(summary["directory"])
     from gossamer.model.sample import generate
+    from gossamer.worker import corpus_of
 
-    module, corpus, _, _ = load(run_dir)
-    text = generate(module, corpus.tokenizer, PROMPT, tokens=240, temperature=0.7, top_k=40, seed=0)
+    found, corpus = load(run_dir), corpus_of(config.data)
+    text = generate(found.module, found.words(), PROMPT, tokens=240, temperature=0.7, top_k=40, seed=0)
     result = closing(summary, text=text, train=corpus.text("train"), validation=corpus.text("validation"))
     console = Console()
     console.print(demo_panel(result, width=min(100, console.width)))

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from pydantic import BaseModel
 from torch import nn
 from torch.utils.data import Dataset
 
 from gossamer.cutting import Asked, ModuleSource, OriginSource, Source, hold
 from gossamer.data import Corpus
 from gossamer.job import Job, Where, run_job
-from gossamer.model.origin import origin_of
+from gossamer.keeping import keep
+from gossamer.model.origin import Origin, origin_of
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
 from gossamer.run.build import Parts, set_memory, set_threads
 from gossamer.run.launch.environment import Place, launcher_of, read_environment
 from gossamer.run.launch.worker import StopFlag
-from gossamer.settings import Resolved
+from gossamer.settings import Resolved, check
 from gossamer.settings import load as load_settings
-from gossamer.spec.config import ModelSection, RunConfig
+from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.view.rundir import RunDirectory
+from gossamer.store.checkpoint import list_checkpoints
+from gossamer.view.rundir import RunDirectory, newest_like
 from gossamer.view.screen import open_display
 from gossamer.view.summary import summarise
 from gossamer.worker import corpus_of, device_of, objective_of, origin_for, place_to_meet
@@ -46,15 +50,17 @@ def train_inline(
     model: nn.Module | str | Mapping[str, Any],
     data: Any,
     config: RunConfig | Mapping[str, Any] | str | Path | None,
+    resume: str | None = None,
 ) -> dict[str, Any]:
     """See `gossamer.train`. Raises BadInput, RunFailed, Interrupted."""
-    settings = settings_of(config)
+    _check_model(model)
+    settings = _as_given(settings_of(config), model, data)
     place = read_environment() if launcher_of(os.environ) else _ALONE
     _one_rank_per_process(settings, place)
     set_threads(settings.machines.threads, place.local_ranks)
     set_memory(settings.plan.states)
     corpus, train, validation, fingerprint = _data(data, settings)
-    source, described = _source(model, settings, corpus)
+    source, described, origin = _source(model, settings, corpus)
     device, objective = device_of(place), objective_of(settings)
     held = hold(
         source,
@@ -68,7 +74,7 @@ def train_inline(
             local_ranks=place.local_ranks,
         ),
     )
-    directory = _directory(settings, place)
+    directory, resuming = _directory(settings, place, resume)
     if place.rank == 0:
         directory.keep(settings, Resolved.of(settings).origin)
     stop = StopFlag()
@@ -93,7 +99,9 @@ def train_inline(
                     described=described,
                     data=fingerprint,
                     text=data if isinstance(data, str) else type(data).__name__,
-                    resume=False,
+                    resume=resuming,
+                    keep=lambda: keep(directory, None if corpus is None else corpus.tokenizer, origin),
+                    vocabulary=0 if corpus is None else corpus.tokenizer.vocabulary,
                     at=lambda step, phase: None,
                     asked_to_stop=lambda: stop.is_set,
                     show=display.show if place.rank == 0 else None,
@@ -110,8 +118,59 @@ def settings_of(config: RunConfig | Mapping[str, Any] | str | Path | None) -> Ru
     if isinstance(config, RunConfig):
         return config
     if config is None or isinstance(config, Mapping):
+        _check_written(config or {})
         return load_settings(None, given=config).config
-    return load_settings(Path(config)).config
+    if isinstance(config, (str, os.PathLike)):
+        return load_settings(Path(config)).config
+    raise bad_input(
+        wanted="a mapping of sections, a RunConfig, or the path of a file",
+        got=_kind(config),
+        do='write {"train": {"steps": 100}}, say',
+        key="config",
+    )
+
+
+def _check_model(model: object) -> None:
+    """Raises BadInput for what is no model, nor the description of one."""
+    if isinstance(model, (nn.Module, str, Mapping)):
+        return
+    do = "give a module, the name or folder of a Hugging Face model, or the keys of `model` as a mapping"
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        do = f"give one of them: {model.__name__}(...)"
+    elif callable(model):
+        do = f"give what it returns, or {{'factory': 'package.module:{getattr(model, '__name__', 'function')}'}}"
+    raise bad_input(wanted="a model", got=_kind(model), do=do, key="model")
+
+
+def _check_written(values: Mapping[Any, Any], above: str = "") -> None:
+    """Raises BadInput for what no file could hold, such as an optimizer that has been made already."""
+    for name, value in values.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping):
+            _check_written(value, f"{key}.")
+        elif isinstance(value, (list, tuple)):
+            _check_written(dict(enumerate(value)), f"{key}.")
+        elif value is not None and not isinstance(value, (str, int, float, Number, os.PathLike, BaseModel)):
+            raise bad_input(
+                wanted="a number, a text, a list or a mapping, as in a file",
+                got=_kind(value),
+                do=f"write its name and its settings, such as {{'{_name(value).lower()}': {{...}}}}; "
+                "`gossamer methods` lists what there is",
+                key=key,
+            )
+
+
+def _kind(value: object) -> str:
+    """What it is, in a word or two: what it holds may fill pages."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{_article(_name(value))} {_name(value)}"
+
+
+def _name(value: object) -> str:
+    return (value if isinstance(value, type) else type(value)).__name__
+
+
+def _article(word: str) -> str:
+    return "an" if word[:1].lower() in "aeiou" else "a"
 
 
 def _one_rank_per_process(config: RunConfig, place: Place) -> None:
@@ -127,39 +186,62 @@ def _one_rank_per_process(config: RunConfig, place: Place) -> None:
 def _data(data: Any, config: RunConfig) -> tuple[Corpus | None, Batches, Batches | None, str]:
     """Corpus (for text), training and validation batches, and what identifies the data."""
     if isinstance(data, str):
-        data = corpus_of(config.data.model_copy(update={"source": data}))
+        data = corpus_of(config.data)
     if isinstance(data, Corpus):
         held_out = TextBatches(data.validation) if len(data.validation) else None
         return data, TextBatches(data.train), held_out, data.fingerprint
-    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    is_numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
+    if is_numbered or isinstance(data, Dataset):
         return None, DatasetBatches(data), None, f"{type(data).__qualname__}:{len(data)}"
     raise bad_input(
         wanted="a source as in data.source, a Corpus, or a map-style dataset of dictionaries",
-        got=type(data).__name__,
+        got=_kind(data),
         do="wrap what you have in a torch Dataset with __len__ and __getitem__",
         key="data",
     )
 
 
-def _source(model: nn.Module | str | Mapping[str, Any], config: RunConfig, corpus: Corpus | None) -> tuple[Source, str]:
+def _source(
+    model: nn.Module | str | Mapping[str, Any], config: RunConfig, corpus: Corpus | None
+) -> tuple[Source, str, Origin | None]:
     if isinstance(model, nn.Module):
-        return ModuleSource(model), type(model).__name__
-    section = ModelSection.model_validate(model if isinstance(model, Mapping) else {"hf": model})
-    settings = config.model_copy(update={"model": section})
-    origin = origin_for(settings, corpus) if corpus is not None else origin_of(section)
-    return OriginSource(origin, config.train.seed), origin.describe()
+        return ModuleSource(model), type(model).__name__, None
+    origin = origin_for(config, corpus) if corpus is not None else origin_of(config.model)
+    return OriginSource(origin, config.train.seed), origin.describe(), origin
 
 
-def _directory(config: RunConfig, place: Place) -> RunDirectory:
+def _as_given(config: RunConfig, model: nn.Module | str | Mapping[str, Any], data: Any) -> RunConfig:
+    """The configuration with what was given beside it: what run.yaml says is what is trained."""
+    if isinstance(model, nn.Module):  # which no configuration can make again
+        section = config.model.model_copy(update={"hf": None, "gguf": None, "factory": None, "config": {}})
+    else:
+        section = check({"model": model if isinstance(model, Mapping) else {"hf": model}}).model
+    told: dict[str, Any] = {"model": section}
+    if isinstance(data, str):
+        told["data"] = config.data.model_copy(update={"source": data})
+    return config.model_copy(update=told)
+
+
+def _directory(config: RunConfig, place: Place, resume: str | None) -> tuple[RunDirectory, bool]:
+    """The run's folder, and whether it is one to go on with: then it holds a checkpoint, which only all ranks make."""
+    if resume not in (None, "auto"):
+        raise bad_input(wanted='resume="auto" or None', got=repr(resume), do="or call gossamer.resume(RUN_DIR)")
     runs = Path(config.run.directory)
     if place.ranks == 1:
-        return RunDirectory.create(runs, config.run.name or "run")
+        found = newest_like(runs, config, is_fit=_has_checkpoint) if resume else None
+        return (found, True) if found else (RunDirectory.create(runs, config.run.name or "run"), False)
     if config.run.name is None:
         raise BadInput("several ranks write to one folder: give it a name", key="run.name")
-    return RunDirectory(runs / config.run.name)
+    named = RunDirectory(runs / config.run.name)
+    return named, resume is not None and _has_checkpoint(named)
+
+
+def _has_checkpoint(directory: RunDirectory) -> bool:
+    return bool(list_checkpoints(directory.checkpoints))
 
 
 def _where(place: Place, config: RunConfig) -> Where:
     if place.ranks == 1:
-        return Where(store=dist.HashStore(), interface=os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        return Where(store=dist.HashStore(), interface=interface, timeout_s=config.machines.timeout_s)
     return place_to_meet(place, config.machines.timeout_s)

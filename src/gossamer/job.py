@@ -22,8 +22,9 @@ from gossamer.bordering import with_borders
 from gossamer.exchanging import Exchanger, is_plain, levels_of, loop_of
 from gossamer.memory import Walk
 from gossamer.model.profile import facts_of, forward_flop_per_token, measure_peak_flop_per_s, training_flop_per_token
+from gossamer.model.vocabulary import within_vocabulary
 from gossamer.optim.common_adamw import CommonAdamW
-from gossamer.run.batches import Feed, moved
+from gossamer.run.batches import Batch, Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
 from gossamer.run.saver import Saver
 from gossamer.run.stage import Engine
@@ -31,10 +32,11 @@ from gossamer.run.trainer import Trainer, peak_bytes
 from gossamer.run.walking import walk_of
 from gossamer.spec import records
 from gossamer.spec.choice import told
-from gossamer.spec.errors import Interrupted
+from gossamer.spec.errors import BadInput, Interrupted, PeerLost, RunFailed
 from gossamer.spec.plan import Plan
 from gossamer.view.rundir import RunDirectory
 from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.process.frames import place_of
 from gossamer.wire.pump import Observer, Pump
 
 _log = logging.getLogger(__name__)
@@ -52,6 +54,11 @@ class Where:
     store: dist.Store
     interface: str = ""
     generation: int = 0
+    timeout_s: float = 120.0  # how long a message may take
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +75,11 @@ class Job:
     resume_step: int = -1  # the one all hosts hold; -1: the newest good one here
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
+    moves: Callable[[], None] = _nothing  # told of every message that goes out or has come
     observe: Observer | None = None  # told of every message that goes out
     show: Callable[[records.Record], None] | None = None  # besides writing them down
+    keep: Callable[[], None] | None = None  # what is written beside the checkpoints once all ranks agree
+    vocabulary: int = 0  # ids of the tokenizer, where the data is text
     is_kept: bool = False  # whether the caller's module is to be whole afterwards, where its parameters are sharded
 
     @property
@@ -90,7 +100,8 @@ def run_job(job: Job) -> dict[str, Any]:
         levels=levels_of(plan, where.ranks),
         backend=plan.backend,
         interface=where.interface,
-        timeout_s=config.machines.timeout_s,
+        timeout_s=where.timeout_s,
+        moves=job.moves,
         generation=where.generation,
     )
     pump = Pump(Group(meeting), look_ahead=plan.look_ahead, observe=job.observe)
@@ -126,6 +137,7 @@ def run_job(job: Job) -> dict[str, Any]:
             saver.resume(pump.channel, job.resume_step)
         if told := trainer.begin(again=job.resume):
             exchanger.tell(told, trainer.progress.step)
+        _keep(job, sink)
         sink(_start(job, trainer))
         return _train(trainer, saver, sink, began, is_kept=job.is_kept)
     finally:
@@ -133,6 +145,18 @@ def run_job(job: Job) -> dict[str, Any]:
         pump.close()
         beside.close()
         pump.channel.close()
+
+
+def _keep(job: Job, sink: Callable[[records.Record], None]) -> None:
+    """On one rank of those that see the same directory. A disk that does not take it is told of; the run goes on."""
+    if job.keep is None or job.where.writer:
+        return
+    try:
+        job.keep()
+    except (OSError, BadInput) as error:  # BadInput: a tokenizer beside the weights that cannot be read
+        why = getattr(error, "strerror", None) or str(error)
+        said = f"what sampling and exporting need was not kept in {job.directory.path}: {why}"
+        sink(records.Event(level="warning", message=said))
 
 
 def _walk(parts: Parts, engine: Engine, pump: Pump) -> Walk | None:
@@ -174,13 +198,21 @@ def _train(
         outcome, message = "interrupted", str(error)
         raise
     except BaseException as error:
-        message = f"{type(error).__name__}: {error}"
+        message = _why(error)
         raise
     finally:
         saver.finish()
         step, seconds = trainer.progress.step, time.perf_counter() - began
         sink(records.End(step=step, outcome=outcome, message=message, seconds=seconds))
     return {"outcome": outcome, "step": step, "seconds": seconds, "peak_bytes": peak_bytes()}
+
+
+def _why(error: BaseException) -> str:
+    """What the run's last record says of it. Whose fault a lost peer is, supervisors know better than its victim."""
+    if isinstance(error, PeerLost):
+        return "another rank was lost"
+    place = "" if isinstance(error, (BadInput, RunFailed)) else place_of(error)
+    return f"{type(error).__name__}: {error}" + (f", at {place}" if place else "")
 
 
 def _run(trainer: Trainer, saver: Saver, *, is_kept: bool) -> None:
@@ -235,7 +267,7 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
     config, plan = job.parts.config, trainer.feed.plan
     job.at(trainer.progress.step, "measure")
     one = moved(job.parts.train.batch(np.zeros(1, np.int64)), job.parts.device)
-    counted = forward_flop_per_token(job.parts.outline, trainer.engine.caller, one) if "input_ids" in one else 0.0
+    counted = _counted(job, trainer.engine, one) if "input_ids" in one else 0.0
     peak = measure_peak_flop_per_s(trainer.engine.precision.compute, job.parts.device)
     tokens = next(iter(one.values())).numel()
     return records.Start(
@@ -251,6 +283,12 @@ def _start(job: Job, trainer: Trainer) -> records.Start:
         exchange=_in_words(plan),
         versions={"gossamer": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     )
+
+
+def _counted(job: Job, engine: Engine, one: Batch) -> float:
+    """Flop per token of the first sequence; where the data is text, all of its tokenizer's ids must fit."""
+    with within_vocabulary(job.parts.outline, one["input_ids"], job.vocabulary):
+        return forward_flop_per_token(job.parts.outline, engine.caller, one)
 
 
 def _in_words(plan: Plan) -> str:

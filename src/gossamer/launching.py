@@ -43,6 +43,7 @@ class Launch:
     directory: RunDirectory
     config: RunConfig
     resume: bool
+    folder: Path | None = None  # that paths of the configuration are relative to; None: the current one
 
     def here(self) -> None:
         """All processes on this machine."""
@@ -93,7 +94,8 @@ class Launch:
         config["machines"]["hosts"] = []
         config["run"]["name"] = self.directory.name
         arguments = ["train", "{files}/run.yaml", *(["--resume", "auto"] if self.resume else [])]
-        code = launch_hosts(hosts, arguments, files={"run.yaml": yaml.safe_dump(config, sort_keys=False)})
+        written = yaml.safe_dump(config, sort_keys=False)
+        code = launch_hosts(hosts, arguments, files={"run.yaml": written}, folder=str(self.folder or Path.cwd()))
         _raise_for(Outcome(exit_code=code, text="see above" if code else ""), self.directory)
 
     def _start(self, rundir: Path, tick: Callable[[], None]) -> Start:
@@ -102,8 +104,8 @@ class Launch:
             argv=(sys.executable, "-m", "gossamer.worker", str(rundir.absolute())),
             processes=machines.processes,
             rundir=rundir,
-            limits=Limits(heartbeat_s=machines.heartbeat_s, progress_timeout_s=machines.timeout_s + 30),
-            env={"GOSSAMER_RESUME": "1" if self.resume else "0"},
+            limits=Limits(heartbeat_s=machines.heartbeat_s, progress_timeout_s=machines.timeout_s),
+            env={"GOSSAMER_RESUME": "1" if self.resume else "0", "GOSSAMER_FOLDER": str(self.folder or "")},
             echo=False,
             threads=0 if machines.threads == "auto" else machines.threads,
             tick=tick,

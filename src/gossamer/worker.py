@@ -7,16 +7,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from gossamer import loss
 from gossamer.cutting import Asked, OriginSource, hold
 from gossamer.data import Corpus, open_corpus
 from gossamer.job import Job, Where, run_job
+from gossamer.keeping import keep
 from gossamer.loss import Objective
 from gossamer.model.origin import Origin, origin_of
 from gossamer.model.vocabulary import check_sequence, check_vocabulary
@@ -30,15 +29,17 @@ from gossamer.spec.config import DataSection, RunConfig
 from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.spec.records import Record
 from gossamer.view.rundir import RunDirectory
+from gossamer.wire.channel.store import join_store
 
 Show = Callable[[Record], None]
-# torchrun keeps the store itself, and tells so.
-_AGENT_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+_LATER_S = 30.0  # than its supervisor, which knows who hangs, a rank that waits gives up
 
 
 def main() -> int:
     """Exit code as `run_worker` says."""
-    directory = RunDirectory(Path(sys.argv[1]))
+    directory = RunDirectory(Path(sys.argv[1]).absolute())
+    if folder := os.environ.get("GOSSAMER_FOLDER"):  # of a run that is resumed from another one
+        os.chdir(folder)
     resume = os.environ.get("GOSSAMER_RESUME") == "1"
     return run_worker(lambda ready: work(ready, directory, directory.config(), resume=resume))
 
@@ -79,16 +80,19 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
     run_job(
         Job(
             parts=parts,
-            where=place_to_meet(place, config.machines.timeout_s),
+            where=place_to_meet(place, config.machines.timeout_s + (_LATER_S if place.heartbeat else 0.0)),
             directory=directory,
             described=origin.describe(),
             data=corpus.fingerprint,
             text=str(config.data.source),
+            vocabulary=corpus.tokenizer.vocabulary,
             show=show if place.rank == 0 else None,
             resume=resume or place.resume_step >= 0,
             resume_step=place.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
+            keep=lambda: keep(directory, corpus.tokenizer, origin),
+            moves=ready.heartbeat.at,
             observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
         )
     )
@@ -132,24 +136,24 @@ def device_of(place: Place) -> torch.device:
 def place_to_meet(place: Place, timeout_s: float) -> Where:
     """This rank among the others, with the store they all meet in. Raises PeerLost, BadInput."""
     try:
-        store = dist.TCPStore(
+        store = join_store(
             place.address,
             place.port,
             place.ranks,
-            is_master=place.rank == 0 and not _AGENT_STORE,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
+            is_keeper=place.rank == 0 and not place.has_store,
+            timeout_s=timeout_s,
+            listener=place.listener,
         )
     except RuntimeError as error:
         said = str(error).strip().splitlines()[0]
-        if "address already in use" in said and place.launcher != "gossamer":  # ours tries ports itself
+        if "address already in use" in said:  # never of our own supervisor's: that listens before it starts anybody
             raise BadInput(
                 f"port {place.port}, where rank 0 is to listen, is in use{owner(place.port)}: "
                 "end that, or set MASTER_PORT to another port on all ranks"
             ) from None
         raise PeerLost(
             f"rank {place.rank} cannot reach the meeting point {place.address}:{place.port}: {said}. "
-            "If the port is in use, start again or set MASTER_PORT"
+            "Rank 0 listens there: look whether it has started, and whether this host reaches that address"
         ) from None
     first = place.local_rank if place.hosts > 1 and not place.shared else place.rank
     writers = place.local_ranks if place.hosts > 1 and not place.shared else place.ranks
@@ -162,6 +166,7 @@ def place_to_meet(place: Place, timeout_s: float) -> Where:
         store=store,
         interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         generation=place.generation,
+        timeout_s=timeout_s,
     )
 
 

@@ -6,17 +6,20 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gossamer.cli import doctor, main
-from gossamer.cli.extras import extra_with, extras, version_of
 from gossamer.run.machine import cores, memory
 from gossamer.settings import load
 from gossamer.settings.rooms import rooms
+from gossamer.spec import extras as known
 from gossamer.spec.config import RunConfig
+from gossamer.spec.extras import extra_with, extras, version_of
 
 ROOMS = rooms()
 DOCS = Path(__file__).parents[2] / "docs"
@@ -97,7 +100,52 @@ def test_a_doctor_that_finds_something_bad_says_so(
     monkeypatch.setattr(doctor, "version_of", lambda name: None)
     assert main(["doctor"]) == 3
     out = capsys.readouterr().out
-    assert "RED     wire (gloo)" in out and "pip install 'gossamer[hf]'" in out and "must be put right" in out
+    assert "RED     wire (gloo)" in out and doctor.install("hf") in out and "must be put right" in out
+
+
+def test_a_doctor_without_extras_does_not_send_to_the_demo(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_wire", lambda: doctor.Finding("wire (gloo)", doctor.OK, "fine"))
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.endswith("\n\nReady. Try: gossamer demo\n")
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "transformers" else "1")
+    assert main(["doctor"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "demo" in last and last.endswith(doctor.install("hf")) and "Try:" not in last
+
+
+def test_hints_to_install_name_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip's own note of where the package came from decides; an index is never asked for its name."""
+    said: dict[str, Any] = {}
+
+    class Installed:
+        requires = known.metadata.requires("gossamer")
+
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return json.dumps(said) if said else None
+
+    monkeypatch.setattr(known.metadata, "distribution", lambda name: Installed())
+    monkeypatch.setattr(known.shutil, "which", lambda name: str(Path(sys.executable).parent / name))
+    checkout = tmp_path / "my checkout"
+    checkout.mkdir()
+    found = {f"{name}{limits}" for name, limits in known._requirements()["hf"].items()}
+    command, do, *packages = shlex.split(known.install("hf"))
+    assert (command, do, set(packages)) == ("pip", "install", found) and any(
+        p.startswith("transformers") and ">=5" in p for p in found
+    )
+    said.update(url=checkout.as_uri(), dir_info={"editable": True})
+    assert shlex.split(known.install("hf")) == ["pip", "install", "-e", f"{checkout}[hf]"]
+    said.update(dir_info={})
+    assert shlex.split(known.install("hf")) == ["pip", "install", f"{checkout}[hf]"]
+    checkout.rmdir()
+    assert set(shlex.split(known.install("hf"))[2:]) == found, "a folder that is gone"
+    said.update(url="https://example.org/gossamer.git", vcs_info={"vcs": "git", "commit_id": "abc"})
+    wanted = "gossamer[hf] @ git+https://example.org/gossamer.git@abc"
+    assert shlex.split(known.install("hf")) == ["pip", "install", wanted]
+    monkeypatch.setattr(known.shutil, "which", lambda name: "/usr/bin/pip")
+    assert shlex.split(known.install("hf"))[:3] == [sys.executable, "-m", "pip"]
 
 
 def test_a_wire_that_does_not_work_is_named_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

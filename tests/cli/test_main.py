@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import gossamer
 from gossamer import api
 from gossamer.cli import COMMANDS, main
 from gossamer.spec.errors import BadInput, Interrupted, PeerLost, RunFailed
+from gossamer.spec.extras import install
 
 DONE = {"directory": "runs/a", "outcome": "done", "steps": 5, "seconds": 2.0, "validation_bits_per_byte": 2.5}
 
@@ -54,7 +56,7 @@ def test_help_and_the_library_itself_import_no_torch() -> None:
         "    codes = [main(['--help']), *(main([name, '--help']) for name in COMMANDS if name != 'lab')]\n"
         "    codes += [main(['methods', 'optim']), main(['config', 'show', '--json']), main(['--version'])]\n"
         "assert not any(codes), codes\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'scipy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -83,7 +85,7 @@ def test_the_public_names_are_there() -> None:
     assert callable(gossamer.train) and callable(gossamer.wrap) and callable(gossamer.plan)
     assert gossamer.plan.names is sys.modules["gossamer.plan"].names
     assert gossamer.RunConfig().train.batch == 64 and gossamer.Plan.__name__ == "Plan"
-    assert set(gossamer.__all__) <= set(dir(gossamer))
+    assert dir(gossamer) == sorted(gossamer.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         gossamer.trian  # noqa: B018
 
@@ -92,7 +94,18 @@ USAGE = {
     ("trian",): "there is no command 'trian': did you mean 'train'?",
     ("config", "shw"): "there is no command 'shw': did you mean 'show'?",
     ("train",): "RUN",
-    ("train", "run.yaml", "--hots", "a"): "--hots",
+    ("train", "run.yaml", "--hots", "a"): "--hots. Did you mean --hosts?",
+    ("train", "run.yaml", "--steps", "3"): "there is no option --steps: write train.steps=3",
+    ("train", "run.yaml", "--train.steps=3"): "write train.steps=3",
+    ("train", "run.yaml", "--train.optimizer.sgd.lr", "0.1"): "write train.optimizer.sgd.lr=0.1",
+    ("train", "run.yaml", "--batch-size", "8"): "write train.batch=8",
+    ("train", "run.yaml", "--lr=1e-3"): "write train.optimizer.adamw.lr=1e-3",
+    ("train", "run.yaml", "--seed"): "write train.seed=VALUE",
+    ("train", "run.yaml", "--schedule", "constant"): "write train.schedule=constant or plan.schedule=constant",
+    ("train", "run.yaml", "--nothing-alike", "8"): "--nothing-alike",
+    ("resume", "runs/none", "--steps", "3"): "write train.steps=3",
+    ("config", "check", "run.yaml", "--steps", "3"): "write train.steps=3",
+    ("sample", "runs/none", "a", "--steps", "3"): "Unknown option: --steps",
     ("train", "run.yaml", "--resume", "now"): "auto",
     ("train", "nowhere.yaml"): "there is no file nowhere.yaml",
     ("sample", "runs/none"): "TEXT",
@@ -101,6 +114,7 @@ USAGE = {
     ("sample", "runs/none", "a", "--temperature", "-1"): "--temperature",
     ("sample", "runs/none", "a"): "runs/none",
     ("resume", "runs/none"): "runs/none",
+    ("resume", "run.yaml"): "wanted a run directory at run.yaml, got a file",
     ("export", "runs/none", "out", "--to", "gguf"): "hf",
     ("export", "runs/none", "out"): "--to",
     ("demo", "--seconds", "-1"): "wanted seconds > 0, got -1",
@@ -179,8 +193,8 @@ ENDINGS = [
     (PeerLost("rank 1 is gone"), 3, "The run failed (peer lost):"),
     (Interrupted("saved at step 7"), 4, "Interrupted, with a checkpoint saved:\n  saved at step 7"),
     (KeyboardInterrupt(), 3, "Stopped at once:"),
-    (ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow"), 2, "pip install 'gossamer[parquet]'"),
-    (ModuleNotFoundError("No module named 'mlflow.x'", name="mlflow.x"), 2, "pip install 'gossamer[mlflow]'"),
+    (ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow"), 2, install("parquet")),
+    (ModuleNotFoundError("No module named 'mlflow.x'", name="mlflow.x"), 2, install("mlflow")),
 ]
 
 
@@ -248,13 +262,88 @@ def test_sample_writes_what_the_model_says_whatever_it_is(
     assert asked == {"run_dir": Path("runs/a"), "tokens": 3, "temperature": 0.8, "top_k": 50, "seed": 1}
 
 
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("", BadInput("wanted a model", key="model"), "run.yaml (it sets nothing): model: wanted a model"),
+        ("", BadInput("model: wanted a model"), "run.yaml (it sets nothing): model: wanted a model"),
+        ("train: {batch: 8}", BadInput("none", key="data.source"), "  data.source: none"),
+        ("train: {batch: 8}", BadInput("none", key="model"), "  run.yaml: model: none"),
+        ("train: {batch: 8}", BadInput("few", key="train.batch"), "  run.yaml:1: train.batch: few"),
+        ("train: {batch: 8}", BadInput("a port is in use"), "  a port is in use"),
+    ],
+)
+def test_what_no_line_says_is_told_with_its_file(
+    text: str,
+    error: BadInput,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "train_command", raising(error))
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["train", "run.yaml"]) == 2
+    assert f"{said}\n" in capsys.readouterr().err
+
+
+def test_no_command_is_the_help_and_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    out = capsys.readouterr().out
+    assert all(f" {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_letters_of_the_command_line_are_utf_8_under_any_locale(encoding: str, tmp_path: Path) -> None:
+    """What `LC_ALL=C` makes of them depends on the Python; one that cannot read them hands over half letters."""
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": str(int(encoding == "utf-8")), "PYTHONCOERCECLOCALE": "0"}
+    command = [os.fsencode(sys.executable), b"-m", b"gossamer", b"config", b"show", b"--json"]
+
+    def shown(*more: bytes) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([*command, *more], capture_output=True, env=environ, cwd=tmp_path, check=False)
+
+    done = shown("train.sample=für 猫".encode())
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["config"]["train"]["sample"] == "für 猫"
+    done = shown(b"train.sample=f\xfcr")
+    assert done.returncode == 2 and b"train.sample: wanted text, got" in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_answer_that_nobody_can_read_undoes_nothing(tmp_path: Path) -> None:
+    program = (
+        "import sys; from gossamer import api; from gossamer.cli import main\n"
+        f"api.train_command = lambda *args, **rest: {DONE!r}\n"
+        "sys.exit(main())"
+    )
+    (tmp_path / "run.yaml").touch()
+
+    def told(*argv: str, out: str = "/dev/full") -> tuple[int, str]:
+        with open(out, "w") as full:
+            command = [sys.executable, "-c", program, *argv]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
+        return done.returncode, done.stderr
+
+    code, said = told("train", "run.yaml")
+    assert code == 0 and said == "Done, but not told: standard output takes nothing more: No space left on device\n"
+    code, said = told("methods")
+    assert code == 3 and "The answer could not be written:" in said and "Traceback" not in said
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "gossamer", "methods"], check=False
+    )
+    assert closed.returncode == 0
+
+
 def test_resume_and_export_hand_over(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "resume_command", lambda run_dir, overrides: {**DONE, "got": [run_dir, overrides]})
     assert main(["resume", "runs/a", "train.steps=9", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["got"] == ["runs/a", ["train.steps=9"]]
-    monkeypatch.setattr(api, "export", lambda run_dir, target: {"exported": str(target)})
+    monkeypatch.setattr(api, "export", lambda run_dir, target: {"exported": str(target), "load": "so"})
     assert main(["export", "runs/a", "out", "--to", "hf", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"exported": "out"}
+    assert json.loads(capsys.readouterr().out) == {"exported": "out", "load": "so"}
+    assert main(["export", "runs/a", "out", "--to", "hf"]) == 0
+    assert capsys.readouterr().out == "out is written: so\n"
 
 
 def test_json_has_no_nan(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from gossamer.data.source import Document, Source, parse_source
 from gossamer.spec.errors import BadInput
+from gossamer.spec.extras import install
 
 
 def read(written: str | dict[str, object]) -> list[Document]:
@@ -112,7 +113,7 @@ def test_parquet_and_arrow(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_bytes(b"x")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    assert 'pip install "gossamer[parquet]"' in refused(f"parquet:{tmp_path}/a.parquet")
+    assert install("parquet") in refused(f"parquet:{tmp_path}/a.parquet")
 
 
 def test_hub_layouts(tmp_path: Path) -> None:

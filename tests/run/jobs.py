@@ -369,6 +369,28 @@ def train(
     return found
 
 
+def train_with_bad_samples(seat: Seat, *, fault: str, **given: Any) -> dict[str, Any]:
+    """As `train`, where drawing a token fails on the last rank, or the tokenizer on all."""
+    from gossamer.run import sampling
+
+    class Broken(Letters):
+        def decode(self, ids: Iterable[int]) -> str:
+            raise ValueError("no such letter")
+
+    def fail(*args: Any, **rest: Any) -> Any:
+        raise RuntimeError("nothing to choose from")
+
+    draw, words = sampling.draw, sampling._Words
+    if fault == "decode":
+        sampling._Words = lambda inner: words(Broken())
+    elif seat.rank == seat.ranks - 1:
+        sampling.draw = fail
+    try:
+        return train(seat, **given)
+    finally:
+        sampling.draw, sampling._Words = draw, words
+
+
 def train_behind(seat: Seat, *, islands: list[list[int]], **given: Any) -> dict[str, Any]:
     """As `train`, on two hosts whose links are found to be those of `islands`."""
     from gossamer import exchanging

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gossamer.run.launch.failure import Dated, Failure, blame, cause_of_exit, page
-from gossamer.wire.process import PEER_LOST, Pulse, stalled
+from gossamer.wire.process import PEER_LOST, Pulse, left_standing, stalled
 
 
 def failure(rank: int, **given: object) -> Failure:
@@ -97,7 +97,7 @@ def test_no_alarm() -> None:
     waits = {"still_s": 20.0, "phase": "exchange"}
     assert names(pulse(0, **waits), pulse(1, still_s=1.0, phase="compute")) == [], "it is slow, but it moves"
     assert names(pulse(0, **waits), pulse(1, still_s=15.0, longest_s=5.0, phase="compute"), patience=4.0) == []
-    assert names(pulse(0, **waits), Pulse(rank=1, heard_s=0, progress_s=0)) == [], "it has not stepped yet: it compiles"
+    assert names(Pulse(rank=0, heard_s=0, progress_s=0), Pulse(rank=1, heard_s=0, progress_s=0)) == [], "they compile"
     assert names(pulse(0, still_s=20.0, finished=True)) == []
     assert names() == []
 
@@ -105,3 +105,43 @@ def test_no_alarm() -> None:
 def test_a_pause_of_the_supervisor_is_nobodys_silence() -> None:
     later = pulse(0, still_s=20.0).later(15.0, 100.0)
     assert (later.progress_s, later.heard_s) == (95.0, 100.0)
+
+
+def test_who_does_not_wait_is_blamed_by_those_who_do() -> None:
+    waits = {"still_s": 20.0, "phase": "compute", "waits": True}
+    assert names(pulse(0, sequence=6, **waits), pulse(1, sequence=8, still_s=15.0, phase="compute")) == [1], (
+        "in a pipeline ranks send unequally much"
+    )
+    assert names(pulse(0, step=0, **waits), Pulse(rank=1, heard_s=0, progress_s=0)) == [1], "before its first step too"
+    both = (pulse(1, step=5, still_s=15.0, phase="compute"), pulse(2, step=5, still_s=14.0, phase="compute"))
+    assert names(pulse(0, **waits), *both) == [1, 2]
+    assert names(pulse(0, **waits), both[0], pulse(2, still_s=1.0, phase="compute")) == [1], "one that moves is no bar"
+    assert names(pulse(0, **(waits | {"still_s": 5.0})), both[0]) == [], "nobody has waited for long yet"
+
+
+def test_a_slow_disk_is_no_hang_unless_somebody_waits_for_it() -> None:
+    saves = [pulse(rank, still_s=60.0, phase="save") for rank in range(2)]
+    assert names(*saves) == []
+    assert names(pulse(0, still_s=60.0, phase="compute", waits=True), saves[1]) == [1]
+    assert names(*(pulse(rank, still_s=700.0, phase="save") for rank in range(2))) == [0, 1]
+
+
+def test_who_is_left_standing_once_others_have_given_up() -> None:
+    gone = pulse(0, still_s=20.0, finished=True)
+    others = (pulse(1, still_s=21.0), pulse(2, still_s=3.0), pulse(3, still_s=19.0), pulse(4, still_s=20.0, waits=True))
+    assert [p.rank for p in left_standing([gone, *others], 100.0, after_s=1.0)] == [1, 3]
+    assert left_standing([gone, others[1]], 100.0, after_s=5.0) == []
+
+
+def test_what_all_ranks_find_out_together_is_nobodys_failure() -> None:
+    cause = "WireMismatch: rank 2 differs from the other 2"
+    found = blame([dated(at, rank, exit_code=3, cause=cause) for rank, at in enumerate((2.0, 1.0, 3.0))])
+    rows = page(found, rundir=Path("runs/x")).splitlines()
+    assert "| first failing rank  none alone: ranks 0, 1, 2 on a failed alike" in rows[1]
+    assert not any("failed as well" in row for row in rows)
+
+
+def test_the_place_in_the_users_code_stands_under_the_cause() -> None:
+    found = blame([dated(1.0, 1, exit_code=3, cause="ValueError: no", place="net.py:12 in forward")])
+    rows = [row.strip("| ") for row in page(found, rundir=Path("runs/x")).splitlines()]
+    assert rows[rows.index("likely cause        ValueError: no") + 1] == "at net.py:12 in forward"

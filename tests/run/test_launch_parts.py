@@ -281,3 +281,19 @@ def test_workers_get_their_environment_and_the_users(tmp_path: Path) -> None:
     assert all(s["MINE"] == "7" and s["WORLD_SIZE"] == "2" and int(s["OMP_NUM_THREADS"]) >= 1 for s in seen)
     assert {s["GLOO_SOCKET_IFNAME"] for s in seen} == {"lo"}
     assert Limits().heartbeat_s == float(seen[0]["GOSSAMER_HEARTBEAT_S"])
+
+
+def test_rank_0_inherits_the_socket_that_all_ranks_are_told_of(tmp_path: Path) -> None:
+    """Nobody else can have the port in between, as one that is only free at that moment."""
+    program = (
+        "import os, socket\n"
+        "told = (os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))\n"
+        "socket.create_connection(told).close()\n"  # rank 0 may not have looked at it yet
+        "if os.environ['RANK'] == '0':\n"
+        "    held = socket.socket(fileno=int(os.environ['GOSSAMER_LISTENER']))\n"
+        "    assert held.getsockname() == told and held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)\n"
+        "    held.accept()\n"
+        "else:\n"
+        "    assert 'GOSSAMER_LISTENER' not in os.environ\n"
+    )
+    assert launch_local([sys.executable, "-c", program], 2, rundir=tmp_path, echo=False) == 0

@@ -43,6 +43,27 @@ def test_the_text_is_that_of_the_whole_model(pool, tmp_path: Path) -> None:
         assert texts(pool, tmp_path / f"many {number}", ranks, **plan)[0] == expected
 
 
+def test_what_cannot_be_sampled_is_told_and_training_is_what_it_is(pool, tmp_path: Path) -> None:
+    """Logits of which no token can be drawn, on one rank or all; a tokenizer that fails."""
+    silent = {"train": {k: v for k, v in TRAIN.items() if not k.startswith("sample")}, "data": {"sequence": 40}}
+    sections = {"train": TRAIN, "data": {"sequence": 40}}
+    for ranks, fault, plan, said in (
+        (1, "draw", {}, "rank 0 can draw no token from the model's logits: RuntimeError"),
+        (2, "draw", {}, "rank 1 can draw no token from the model's logits"),
+        (2, "draw", {"mesh": {"pipe": 2}}, "rank 1 can draw no token"),
+        (1, "decode", {}, "no sample: ValueError: no such letter"),
+    ):
+        given = {"steps": 6, "kind": "causal"}
+        case = tmp_path / f"{ranks} {fault} {len(plan)}"
+        arguments = {**given, "folder": str(case), "sections": {**sections, "plan": plan}, "fault": fault}
+        found = pool.run("run.jobs:train_with_bad_samples", ranks, **arguments)
+        arguments = {**given, "folder": str(case / "silent"), "sections": {**silent, "plan": plan}}
+        expected = pool.run("run.jobs:train", ranks, **arguments)
+        assert [each["digest"] for each in found] == [each["digest"] for each in expected]
+        assert not records(case, "sample") and len(records(case, "step")) == 6
+        assert [said in each["message"] for each in records(case, "event")] == [True, True]
+
+
 def test_data_without_a_tokenizer_is_refused(pool, tmp_path: Path) -> None:
     sections = {"train": {"sample": "a"}}
     arguments = {"folder": str(tmp_path), "words": False, "kind": "causal", "sections": sections}

@@ -12,7 +12,7 @@ import torch
 
 from gossamer.ops.fingerprint import digest, projected
 from gossamer.run.beacon import Beacon
-from gossamer.run.majority import Trio, Word, distance, odd_one, outvoted
+from gossamer.run.majority import Trio, Word, distance, odd_one
 from pool import Pool
 
 
@@ -147,13 +147,6 @@ def test_the_odd_one_is_named_with_its_distance_from_the_nearer() -> None:
     assert trio.odd(1.0) is None
     assert distance(row, row + torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0])) == float("inf")
     assert distance(row * float("nan"), row) == float("inf")
-
-
-def test_who_is_outvoted() -> None:
-    assert outvoted("aaa") == []
-    assert outvoted("aba") == [1]
-    assert outvoted("ab") is None
-    assert outvoted("abcaa") == [1, 2]
 
 
 def test_distances_of_fingerprints_are_those_of_tensors() -> None:

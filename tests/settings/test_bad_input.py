@@ -47,6 +47,16 @@ MISTAKES = {
     "two models": ("model:\n  hf: llama\n  gguf: a.gguf", "run.yaml:1: model: give one of hf, gguf, factory"),
     "a key twice": ("train:\n  seed: 1\n  steps: 5\n  seed: 2", "run.yaml:4: seed is written twice (first in line 2)"),
     "a section twice": ("train: {}\ndata: {}\ntrain: {}", "run.yaml:3: train is written twice (first in line 1)"),
+    "half a letter": (
+        'train: {sample: "a\\ud800"}',
+        "run.yaml:1: train.sample: wanted text, got 'a\\ud800', in which bytes are no UTF-8: write it anew",
+    ),
+    "half a letter in a method": (
+        'data: {source: {text: "\\udcff"}}',
+        "run.yaml:1: data.source: wanted text, got '\\udcff'",
+    ),
+    "half a letter in a list": ('machines: {hosts: [a, "\\udcff"]}', "machines.hosts: wanted text, got '\\udcff'"),
+    "half a letter in a key": ('model: {config: {"\\udcff": 1}}', "model.config: wanted text, got '\\udcff'"),
     "a list": ("- train", "run.yaml:1: wanted keys such as `train:`, got a list"),
     "a word": ("hello", "run.yaml:1: wanted keys such as `train:`, got only 'hello'"),
     "a tab": ("train:\n\tsteps: 1", "run.yaml:2: this is not YAML"),

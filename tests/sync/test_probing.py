@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from gossamer import sync
 from gossamer.plan import price_probed
-from gossamer.spec.errors import BadInput, CheckpointMismatch
+from gossamer.spec.errors import BadInput, CheckpointMismatch, WireMismatch
 from gossamer.sync import Heard, Mark, Probe, Probing, parsed
 from gossamer.sync._byte import NOT_FINITE, decode, encode
 from gossamer.wire.message import Levels
@@ -32,6 +33,32 @@ class Alone:
 def probing(params: dict[str, torch.Tensor], **settings: Any) -> Probing:
     truth = {n: p if p.dtype in (torch.float32, torch.float64) else p.float() for n, p in params.items()}
     return Probing(Probe(**{"samples": 1, "epsilon": 1e-3, **settings}), params, truth, Alone(), 7)  # type: ignore[arg-type]
+
+
+class Among(Alone):
+    """One of several, who hear these checksums."""
+
+    def __init__(self, *sums: float) -> None:
+        self.sums = sums
+
+    def gather(self, row: tuple[float, ...]) -> torch.Tensor:
+        return torch.tensor(self.sums, dtype=torch.float64).reshape(-1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sums", "who"),
+    [
+        ((7.0, 5.0, 5.0, 5.0), "rank 0 differs from the other 3"),
+        ((5.0, 5.0, 7.0), "rank 2 differs from the other 2"),
+        ((5.0, 7.0), "rank 0 and rank 1 differ"),
+    ],
+)
+def test_who_is_elsewhere_is_for_the_majority_to_say(sums: tuple[float, ...], who: str) -> None:
+    one = replace(probing(start(torch.float32)), replica=Among(*sums))
+    mark = one.mark(400)
+    with pytest.raises(WireMismatch, match=f"after step 400 the parameters are not the same everywhere: {who}$"):
+        one.agreed(mark)
+    assert replace(one, replica=Among(5.0, 5.0, 5.0)).agreed(mark) is mark
 
 
 def test_every_code_is_its_number_and_comes_back() -> None:

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 
 from gossamer.run.launch import Ready, run_worker
+from gossamer.wire.channel.store import join_store
 
 
 def main(ready: Ready) -> None:
     place = ready.place
-    store = dist.TCPStore(place.address, place.port, place.ranks, place.rank == 0, timeout=timedelta(seconds=60))
+    store = join_store(
+        place.address, place.port, place.ranks, is_keeper=place.rank == 0, timeout_s=60.0, listener=place.listener
+    )
     store = dist.PrefixStore(f"generation-{place.generation}", store)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=timedelta(seconds=60))
     for step in range(4):

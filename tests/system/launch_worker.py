@@ -26,7 +26,7 @@ class Star:
         place = ready.place
         self.is_hub = place.rank == 0
         if place.rank == 0:
-            with socket.create_server((place.address, place.port)) as server:
+            with socket.socket(fileno=place.listener) as server:
                 self.peers = [server.accept()[0] for _ in range(place.ranks - 1)]
             return
         while True:

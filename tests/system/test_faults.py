@@ -67,6 +67,62 @@ def test_a_stopped_rank_is_named_with_its_last_operation(place: Place) -> None:
     assert not place.living()
 
 
+MISBEHAVES = """
+import os, time
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+
+    def forward(self, tokens):
+        if self.training and os.environ.get("RANK") == "RANKED":
+            self.misbehave()
+        return self.head(self.embed(tokens))
+
+    calls = 0
+
+    def misbehave(self):
+        self.calls += 1
+        if self.calls > FIRST:
+            HOW
+"""
+
+
+def misbehaving(place: Place, how: str, *, rank: int, first: int = 12, timeout_s: float = 60.0) -> Path:
+    """The configuration of a model that does this on a rank, from its so-many-th forward on."""
+    text = MISBEHAVES.replace("RANKED", str(rank)).replace("FIRST", str(first)).replace("HOW", how)
+    (place.folder / "net.py").write_text(text)
+    machines = {"processes": 2, "timeout_s": timeout_s, "heartbeat_s": 1.0}
+    return place.config(model={"factory": "net:Net"}, train={"steps": 40}, machines=machines)
+
+
+@pytest.mark.parametrize(("rank", "first"), [(1, 12), (0, 0)])
+def test_a_rank_that_hangs_is_named_with_its_stacks_and_not_the_one_that_waits_for_it(
+    place: Place, rank: int, first: int
+) -> None:
+    """In the middle of the run, and before its first step."""
+    config = misbehaving(place, "time.sleep(1000)", rank=rank, first=first, timeout_s=10.0)
+    said = page(place.run("train", config))
+    assert f"first failing rank {rank} on host" in said
+    assert f"rank {1 - rank} waits for it" in said and f"ended by us rank {1 - rank} on" in said
+    assert "its stacks are at the end of its log at net.py:20 in misbehave" in said
+    (run,) = place.runs()
+    assert 'net.py", line 20 in misbehave' in (run / f"logs/rank-{rank:05d}.log").read_text()
+    assert not place.living()
+
+
+def test_an_error_of_the_user_s_has_its_place_and_its_victim_no_word_of_gloo_s(place: Place) -> None:
+    said = page(place.run("train", misbehaving(place, 'raise ValueError("mine")', rank=1)))
+    assert "first failing rank 1 on host" in said
+    assert "likely cause ValueError: mine at net.py:20 in misbehave" in said
+    (run,) = place.runs()
+    (end,) = records(run, "end")
+    assert (end["outcome"], end["message"]) == ("failed", "another rank was lost")
+    assert ".cc:" not in (run / "logs/rank-00000.log").read_text()
+
+
 def test_a_step_that_is_not_finite_is_rejected_counted_and_ends_the_run_where_the_policy_says_stop(
     place: Place,
 ) -> None:

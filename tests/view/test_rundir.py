@@ -11,7 +11,7 @@ import pytest
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 from gossamer.spec.plan import Plan
-from gossamer.spec.records import End, Record, Step
+from gossamer.spec.records import End, Event, Record, Step
 from gossamer.view.rundir import RunDirectory, latest, open_run
 from view.streams import run, start, step
 
@@ -101,7 +101,12 @@ def test_configuration_and_plan_come_back(tmp_path: Path) -> None:
     assert directory.config() == config
     assert directory.plan() == plan
     assert directory.provenance() == {"train.steps": "run.yaml:3"}
-    assert sorted(path.name for path in directory.path.iterdir()) == ["plan.yaml", "provenance.json", "run.yaml"]
+    assert sorted(path.name for path in directory.path.iterdir()) == [
+        "began.json",
+        "plan.yaml",
+        "provenance.json",
+        "run.yaml",
+    ]
 
 
 def test_a_damaged_configuration_is_bad_input(tmp_path: Path) -> None:
@@ -124,6 +129,23 @@ def test_tail_hands_over_each_line_once_and_only_whole(tmp_path: Path) -> None:
     assert told(tail.read()) == told([step(1)])
     directory.append(step(2))
     tail.skip()
+    assert tail.read() == []
+
+
+def test_a_tail_of_what_cannot_be_read_has_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.append(Event(level="info", message="a"))
+    tail = run.tail()
+
+    def fail(*args: object, **rest: object) -> None:
+        raise PermissionError("a share that went away")
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "open", fail)
+        assert tail.read() == []
+    assert len(tail.read()) == 1, "once it can be read again"
+    with run.records_file.open("a") as out:
+        out.write('{"kind": ["odd"]}\n')
     assert tail.read() == []
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from cyclopts import App
 
-from gossamer.cli.endings import failure_of
+from gossamer.cli.endings import BAD_INPUT, failure_of
 from gossamer.cli.output import Answer, Output
 
 COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
@@ -59,13 +59,21 @@ def make_app() -> App:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Never raises, and writes at most one block about an error."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = [_as_utf8(one) for one in sys.argv[1:]] if argv is None else list(argv)
+    _open_streams()
     own = given[: given.index("--")] if "--" in given else given
     output = Output(json="--json" in own)
     try:
         result = make_app()(given, exit_on_error=False, print_error=False, result_action="return_value")
+        if not given:  # the help was shown, for want of a command
+            return BAD_INPUT
         if isinstance(result, Answer):
-            return output.answer(result)
+            try:
+                return output.answer(result)
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                return output.unheard(result, error)
         return result if isinstance(result, int) else 0  # a command that wrote by itself; help
     except BrokenPipeError:  # `gossamer methods | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -74,3 +82,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return left.code if isinstance(left.code, int) else 1 if left.code else 0
     except BaseException as error:
         return output.failure(failure_of(error))
+
+
+def _as_utf8(argument: str) -> str:
+    """An argument of which the locale (C, in cron jobs) could not read every letter, read as UTF-8; a path stays what
+    the system calls it."""
+    if argument.isprintable() or os.path.lexists(argument):
+        return argument
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        return argument
+
+
+def _open_streams() -> None:
+    """Whoever closed standard output or error wants to read nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (for as long as we live)

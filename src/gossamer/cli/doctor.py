@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gossamer.cli.extras import extras, install, version_of
 from gossamer.cli.output import Answer, Json, table
 from gossamer.run.machine import cores, memory
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
+from gossamer.spec.extras import extras, install, version_of
 from gossamer.spec.units import show_gib
 from gossamer.wire.lab import lab_unavailable
 
@@ -38,9 +38,16 @@ def doctor(*, json: Json = False) -> Answer:
     found = list(look())
     bad = [f for f in found if f.level == BAD]
     rows = [(_SIGN[f.level], f.name, f.said) for f in found]
-    closing = f"{len(bad)} of these must be put right before training" if bad else "Ready. Try: gossamer demo"
+    closing = f"{len(bad)} of these must be put right before training" if bad else _ready()
     data = {"ok": not bad, "findings": [asdict(f) for f in found]}
     return Answer(data, f"{table(rows)}\n\n{closing}", exit_code=3 if bad else 0)
+
+
+def _ready() -> str:
+    """What can be tried with what is installed."""
+    if all(version_of(name) for name in extras().get("hf", ())):
+        return "Ready. Try: gossamer demo"
+    return f"Ready for models of your own (model.factory). For the demo, model.hf and model.gguf: {install('hf')}"
 
 
 def look() -> Iterator[Finding]:
@@ -69,7 +76,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding("system", NOTE, "only Linux is tested; the rest should work, the laboratory does not")
     for name in ("gossamer", "torch"):
         version = version_of(name)
-        yield Finding(name, OK if version else BAD, version or "not installed: pip install gossamer")
+        yield Finding(name, OK if version else BAD, version or f"not installed for {sys.executable}")
 
 
 def _threads() -> Finding:

@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tempfile
 import traceback
 
-from cyclopts import CycloptsError, UnknownCommandError
+from cyclopts import CycloptsError, UnknownCommandError, UnknownOptionError
 
-from gossamer.cli.extras import extra_with, install
 from gossamer.cli.output import Failure
 from gossamer.spec.errors import BadInput, Interrupted, RunFailed
+from gossamer.spec.extras import extra_with, install
 from gossamer.spec.nearest import nearest
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 3, 4
+_TAKE_KEYS = ("train", "resume", "config")  # commands
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -29,7 +31,9 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, Interrupted):
         return Failure(INTERRUPTED, "Interrupted, with a checkpoint saved:", str(error))
     if isinstance(error, KeyboardInterrupt):
-        return Failure(FAILED, "Stopped at once:", "nothing after the last checkpoint was saved")
+        return Failure(
+            FAILED, "Stopped at once:", "nothing more was saved; a run that had a checkpoint goes on from it"
+        )
     if isinstance(error, RunFailed):
         kind = re.sub(r"(?<!^)(?=[A-Z])", " ", type(error).__name__).lower()
         return Failure(FAILED, f"The run failed ({kind}):" if kind != "run failed" else "The run failed:", str(error))
@@ -50,7 +54,25 @@ def _missing(error: BaseException | None) -> str | None:
 def _usage(error: CycloptsError) -> str:
     chain = " ".join(("gossamer", *(error.command_chain or ())))
     said = _unknown_command(error) if isinstance(error, UnknownCommandError) else str(error).strip()
+    if isinstance(error, UnknownOptionError) and (keys := _as_keys(error)):
+        said = f"there is no option {error.token.keyword or error.token.value}: write {' or '.join(keys)}"
     return f"{said}\nSee: {chain} --help"
+
+
+def _as_keys(error: UnknownOptionError) -> list[str]:
+    """What of the configuration an unknown option of a command that takes key=value may have meant."""
+    if (error.command_chain or ("",))[0] not in _TAKE_KEYS:
+        return []
+    option, _, value = (error.token.keyword or error.token.value).partition("=")
+    if difflib.get_close_matches(option, [n for one in error.argument_collection for n in one.names], cutoff=0.8):
+        return []  # a slip of the pen
+    given = list(error.root_input_tokens or ())
+    behind = given[given.index(option) + 1 :] if option in given else []
+    if not value and behind and not behind[0].startswith("--"):
+        value = behind[0]
+    from gossamer.settings.options import as_overrides
+
+    return as_overrides(option, value)
 
 
 def _unknown_command(error: UnknownCommandError) -> str:

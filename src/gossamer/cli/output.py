@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 from cyclopts import Parameter
 
@@ -22,11 +23,15 @@ Json = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command came to: `data` for --json, `text` for people, and the exit code."""
+    """What a command came to: `data` for --json, `text` for people, and the exit code.
+
+    `is_report`: it tells of something that is done and kept, also where nobody can read of it.
+    """
 
     data: Mapping[str, Any]
     text: str = ""
     exit_code: int = 0
+    is_report: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,15 @@ class Output:
             _write(answer.text.rstrip("\n") + "\n")
         return answer.exit_code
 
+    def unheard(self, answer: Answer, error: OSError) -> int:
+        """Say that an answer could not be written (a full disk behind standard output); the exit code."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it has nowhere to go, either
+        why = f"standard output takes nothing more: {error.strerror or error}"
+        if answer.is_report:
+            _write(f"Done, but not told: {why}\n", sys.stderr)
+            return answer.exit_code
+        return Output(json=False).failure(Failure(3, "The answer could not be written:", why))
+
     def failure(self, failure: Failure) -> int:
         """Write an error; its exit code."""
         from rich.console import Console
@@ -72,9 +86,10 @@ class Output:
         _write(json.dumps(_plain(data), allow_nan=False, default=str) + "\n")
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(_printable(text, sys.stdout.encoding))
-    sys.stdout.flush()
+def _write(text: str, out: TextIO | None = None) -> None:
+    out = sys.stdout if out is None else out
+    out.write(_printable(text, out.encoding))
+    out.flush()
 
 
 def _printable(text: str, encoding: str | None) -> str:

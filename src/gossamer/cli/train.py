@@ -12,8 +12,9 @@ from cyclopts import Parameter
 
 from gossamer import api
 from gossamer.cli.output import Answer, Json
-from gossamer.settings import load, located
+from gossamer.settings import Resolved, load, located
 from gossamer.settings.methods import check_names
+from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.units import show_seconds
 
@@ -28,7 +29,7 @@ def demo(*, seconds: float | None = None, json: Json = False) -> Answer:
     """
     if seconds is not None and not seconds > 0:
         raise bad_input(wanted="seconds > 0", got=f"{seconds:g}", do="write how long to train", key="--seconds")
-    return Answer(api.demo_command(seconds=seconds))
+    return Answer(api.demo_command(seconds=seconds), is_report=True)
 
 
 def train(
@@ -73,8 +74,19 @@ def train(
     try:
         data = api.train_command(resolved, plan=plan, hosts=names, host=host, meet=meet, resume=resume, dry=dry)
     except BadInput as error:
-        raise located(error, resolved.origin) from error
-    return Answer(data, yaml.safe_dump(data, sort_keys=False) if dry else ending(data))
+        raise _in_file(located(error, resolved.origin), run, resolved) from error
+    return Answer(data, yaml.safe_dump(data, sort_keys=False) if dry else ending(data), is_report=not dry)
+
+
+def _in_file(error: BadInput, run: Path, resolved: Resolved) -> BadInput:
+    """An error about what a file lacks: a whole section, or everything."""
+    key = re.match(r"([a-z_]+)(\.[a-z_0-9]+)*: ", str(error))
+    if key is None or key.group(1) not in RunConfig.model_fields:  # it has its place, or is about something else
+        return error
+    is_empty = all(where in ("default", "command line") for where in resolved.origin.values())
+    if key.group(2) and not is_empty:
+        return error
+    return BadInput(f"{run}{' (it sets nothing)' if is_empty else ''}: {error}")
 
 
 def resume(run_dir: Path, /, *override: str, json: Json = False) -> Answer:
@@ -88,7 +100,7 @@ def resume(run_dir: Path, /, *override: str, json: Json = False) -> Answer:
         key=value, wins over what the run began with.
     """
     data = api.resume_command(run_dir, list(override))
-    return Answer(data, ending(data))
+    return Answer(data, ending(data), is_report=True)
 
 
 def ending(data: Mapping[str, Any]) -> str:

@@ -58,4 +58,4 @@ def export(run_dir: Path, target: Path, /, *, to: Literal["hf"], json: Json = Fa
         hf: weights, config and tokenizer for Hugging Face transformers.
     """
     data = api.export(run_dir, target)
-    return Answer(data, f"{target} is written: transformers.AutoModelForCausalLM.from_pretrained({str(target)!r})")
+    return Answer(data, f"{target} is written: {data['load']}", is_report=True)

@@ -20,10 +20,11 @@ from gossamer.model.profile import tied_names
 from gossamer.store.huggingface import export_directory
 
 _KEY = "export"
+_ONE_FILE = 1 << 62  # load_model reads one file, of any size
 
 
-def export_hf(module: nn.Module, origin: Origin, tokenizer: Tokenizer | None, target: Path) -> Path:
-    """Write `module` to the new directory `target`; returns it.
+def export_hf(module: nn.Module, origin: Origin | None, tokenizer: Tokenizer | None, target: Path) -> str:
+    """Write `module` to the new directory `target`; returns the Python that loads it.
 
     A model of transformers becomes what AutoModelForCausalLM.from_pretrained(target) loads, with equal logits: its
     config, its weights in the type they are held in (names and layout as in published checkpoints, tied ones once),
@@ -33,25 +34,34 @@ def export_hf(module: nn.Module, origin: Origin, tokenizer: Tokenizer | None, ta
     inner = getattr(module, "_orig_mod", module)  # what torch.compile wrapped
     files = _beside(origin, tokenizer)
     if not _is_of_transformers(inner):
-        config, own = _own(inner, origin)
-        return _export(target, _tensors(inner), config, own, files)
+        config, own, build = _own(inner, origin)
+        _export(target, _tensors(inner), config, own, files, max_shard_bytes=_ONE_FILE)
+        return f"module = {build}; safetensors.torch.load_model(module, {str(target / 'model.safetensors')!r})"
     with quietly(_KEY, wanted=f"a {type(inner).__name__} that transformers can save"):
         config, tensors = _config_of(inner), _published(inner, _tensors(inner))
     if (generation := getattr(inner, "generation_config", None)) is not None:
         files.setdefault("generation_config.json", _generation(generation))
-    return _export(target, tensors, config, {}, files)
+    _export(target, tensors, config, {}, files)
+    return f"transformers.AutoModelForCausalLM.from_pretrained({str(target)!r})"
 
 
-def _export(target: Path, tensors: dict[str, Tensor], config: dict[str, Any], own: Files, files: Files) -> Path:
+def _export(
+    target: Path,
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    own: Files,
+    files: Files,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
     beside: Files = dict(own)
     beside.update(files)
-    export_directory(target, tensors, config, beside)
-    return target
+    export_directory(target, tensors, config, beside, max_shard_bytes=max_shard_bytes)
 
 
-def _beside(origin: Origin, tokenizer: Tokenizer | None) -> Files:
+def _beside(origin: Origin | None, tokenizer: Tokenizer | None) -> Files:
     """The origin's files, unless the model was trained with another tokenizer."""
-    files = origin.files()
+    files = origin.files() if origin is not None else {}
     if tokenizer is None:
         return files
     with tempfile.TemporaryDirectory() as folder:
@@ -110,17 +120,18 @@ def _generation(config: Any) -> bytes:
     return str(config.to_json_string(use_diff=True)).encode()
 
 
-def _own(module: nn.Module, origin: Origin) -> tuple[dict[str, Any], Files]:
-    """config.json and README.md of a module that transformers does not know."""
+def _own(module: nn.Module, origin: Origin | None) -> tuple[dict[str, Any], Files, str]:
+    """config.json and README.md of a module that transformers does not know, and how it is built."""
     config: dict[str, Any] = {"class": f"{type(module).__module__}.{type(module).__qualname__}"}
-    build = "module = ...  # build it as before training"
+    build, made = "module = ...  # build it as before training", f"{type(module).__qualname__}(...)"
     if isinstance(origin, Factory):
         package, _, function = origin.of.partition(":")
         config |= {"factory": origin.of, "arguments": dict(origin.config), "dtype": origin.dtype}
         arguments = ", ".join(f"{name}={value!r}" for name, value in origin.config.items())
         build = f"from {package} import {function}\nmodule = {function}({arguments})"
+        made = f"{package}.{function}({arguments})"
     readme = _README.format(name=config["class"], build=build)
-    return config, {"README.md": readme.encode()}
+    return config, {"README.md": readme.encode()}, made
 
 
 _README = """\

@@ -41,6 +41,7 @@ def generate(
     Equal arguments give equal text. An empty prompt begins after `stop`, else after token 0. Raises BadInput.
     """
     _check(tokens=tokens, temperature=temperature, top_k=top_k, window=window)
+    check_prompt(prompt, key="prompt")
     generator = torch.Generator().manual_seed(seed)
     caller, was_training = caller_of(module), module.training
 
@@ -108,6 +109,15 @@ def draw(logits: Tensor, generator: torch.Generator, *, temperature: float, top_
         least = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
     return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+
+
+def check_prompt(prompt: str, *, key: str) -> None:
+    """Raise BadInput for text that no tokenizer can take."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        got = f"{prompt!a}, in which bytes are no UTF-8"
+        raise bad_input(wanted="text", got=got, do="write it anew in UTF-8", key=key) from None
 
 
 def _check(*, tokens: int, temperature: float, top_k: int, window: int) -> None:

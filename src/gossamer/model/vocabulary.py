@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import walk_tb
+
+import torch
+from torch import Tensor, nn
+
 from gossamer.spec.errors import BadInput
 
 
@@ -20,6 +27,54 @@ def check_vocabulary(model: int | None, given: int, *, tokenizer: str = "", has_
     else:
         do = f"set vocab_size in model.config to at least {given}, or give the model's own tokenizer by hf:DIR"
     raise BadInput(f"the model has {model} token ids, {named} gives {given}: {do}", key="data.tokenizer")
+
+
+@contextmanager
+def within_vocabulary(module: nn.Module, tokens: Tensor, given: int) -> Iterator[None]:
+    """Around a forward over `tokens`: raises BadInput where an embedding that is given them has fewer rows than a
+    tokenizer has ids (0: there is none), though these few may all be among its rows; and as `explain` does.
+    """
+
+    def look(one: nn.Embedding, args: tuple[object, ...]) -> None:
+        ids = args[0] if args else None
+        is_of_tokens = isinstance(ids, Tensor) and ids.shape == tokens.shape and ids.data_ptr() == tokens.data_ptr()
+        if is_of_tokens and one.num_embeddings < given:
+            raise _too_small(one.num_embeddings, f"the tokenizer gives {given}", given)
+
+    hooks = [one.register_forward_pre_hook(look) for one in module.modules() if isinstance(one, nn.Embedding)]
+    try:
+        yield
+    except IndexError as error:
+        explain(error, tokens)
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def explain(error: IndexError, tokens: Tensor | None) -> None:
+    """Raise BadInput instead of `error`, where it is an embedding's that has no row for one of `tokens`, or for the
+    place of one in its sequence.
+    """
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "embedding"]
+    held = frames[-1].f_locals if frames else {}
+    ids, weight = held.get("input"), held.get("weight")
+    if not isinstance(ids, Tensor) or not isinstance(weight, Tensor) or tokens is None:
+        return
+    if ids.shape == tokens.shape and torch.equal(ids, tokens.to(ids.device)):
+        largest = int(ids.max())
+        raise _too_small(len(weight), f"the data has token {largest}", largest + 1) from error
+    length = tokens.shape[-1]
+    if ids.shape[-1:] == (length,) and torch.equal(ids.flatten()[:length].cpu(), torch.arange(length)):
+        check_sequence(len(weight), length)
+
+
+def _too_small(rows: int, given: str, wanted: int) -> BadInput:
+    return BadInput(
+        f"the model has {rows} token ids, {given}: build it with a vocabulary of at least {wanted}, or give the "
+        "model's own tokenizer by hf:DIR",
+        key="data.tokenizer",
+    )
 
 
 def check_sequence(positions: int | None, sequence: int) -> None:

@@ -13,13 +13,15 @@ _ROW = 2048  # elements
 
 
 def global_norm_squared(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements, () float32 on the first tensor's device; 0 for no tensor.
+    """Sum of the squares of all elements, () on the first tensor's device; 0 for no tensor. float32, or float64 where
+    any tensor is.
 
     Half types are read as float32, so 1e4 squared does not overflow; inf and nan come through.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float32)
     device = tensors[0].device
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     short: list[Tensor] = []
     norms: list[Tensor] = []
     for tensor in tensors:
@@ -27,10 +29,10 @@ def global_norm_squared(tensors: Sequence[Tensor]) -> Tensor:
         whole = flat.numel() // _ROW * _ROW
         if whole:
             rows = flat[:whole].view(-1, _ROW)
-            norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).to(device))
+            norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=dtype).to(device))
         short.append(flat[whole:])
-    norms += [n.to(device).view(1) for n in torch._foreach_norm(short, 2, dtype=torch.float32)]
-    return torch.cat(norms).square().sum()  # pairwise, in float32
+    norms += [n.to(device).view(1) for n in torch._foreach_norm(short, 2, dtype=dtype)]
+    return torch.cat(norms).square().sum()  # pairwise
 
 
 @torch.no_grad()

@@ -45,6 +45,7 @@ from gossamer.run.witness import Witness
 from gossamer.spec.choice import Written
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.majority import outvoted, parted
 from gossamer.spec.plan import Plan
 from gossamer.sync import Sync
 from gossamer.wire.channel import gathered
@@ -339,12 +340,10 @@ def check_agreement(pump: Pump, facts: dict[str, str]) -> None:
     digests = [int.from_bytes(hashlib.sha256(v.encode()).digest()[:6], "big") for v in facts.values()]
     rows = gathered(pump.channel, digests)  # 48 bits are exact in float64
     for column, name in enumerate(facts):
-        values = rows[:, column]
-        if bool((values != values[0]).any()):
-            others = [r for r in range(len(values)) if values[r] != values[0]]
+        values = rows[:, column].tolist()
+        if outvoted(values) != []:
             raise BadInput(
-                f"the ranks do not agree about the {name}: rank {others[0]} differs from rank 0 "
-                f"({len(others)} of {len(values)} ranks differ). Give every host the same {name}"
+                f"the ranks do not agree about the {name}: {parted(values)}. Give every host the same {name}"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -51,7 +52,9 @@ class ByLosses(Descent):
         pipeline = self.pipeline.forward_only(len(task.pieces))
         there = [] if is_first else [(owner, name, copy.clone()) for owner, name, copy in self._before]
         with in_place_of(there):
-            means = run_forward(self.pump, self.pieces, pipeline, task.pieces, step=task.window.step)
+            step = task.window.step
+            moves = partial(self.at, step, "compute")
+            means = run_forward(self.pump, self.pieces, pipeline, task.pieces, step=step, moves=moves)
         total = sum(task.weights.values())
         parts = [float(means[n]) * weight / total for n, weight in task.weights.items() if weight]
         self._compute_s += time.perf_counter() - began

@@ -107,6 +107,7 @@ class ByGradients(Descent):
             recomputed=frozenset((a.stage, a.batch) for a in self.pipeline.row if a.op is Op.RECOMPUTE),
             on_last_backward=self.replica.watch,
             on_reduce=lambda: self._reduce(window.step),
+            moves=lambda: self.at(window.step, "compute"),
         )
         self.replica.open(window)
         self.at(window.step, "compute")

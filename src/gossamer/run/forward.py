@@ -58,9 +58,11 @@ class ForwardWork:
     batches: Mapping[int, MicroBatch]
     transfers: StepTransfers
     step: int
+    moves: Callable[[], None]
     results: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch
 
     def forward(self, stage: int, batch: int) -> None:
+        self.moves()
         live = self.pieces[stage].forward(self.batches[batch], self.step, self.transfers.received(stage, batch))
         self.transfers.made(stage, batch, live.sent)
         if stage + 1 == self.stages:
@@ -93,6 +95,10 @@ def transfers_of(
     return StepTransfers(pump, pipeline.links, pipeline.row, boundaries, at)
 
 
+def _nothing() -> None:
+    pass
+
+
 @torch.no_grad()
 def run_forward(
     pump: Pump,
@@ -101,12 +107,13 @@ def run_forward(
     batches: Mapping[int, MicroBatch],
     *,
     step: int = 0,
+    moves: Callable[[], None] = _nothing,
 ) -> dict[int, Tensor]:
     """By micro-batch, what the objective made of it, on the ranks that hold the last stage. All ranks of the pipeline
-    call it. `step`: whose random numbers are drawn. Raises PeerLost.
+    call it. `step`: whose random numbers are drawn; `moves` is called before each forward. Raises PeerLost.
     """
     transfers = transfers_of(pump, pieces, pipeline, batches, (0, 0))
-    work = ForwardWork(pieces, pipeline.schedule.stages, batches, transfers, step)
+    work = ForwardWork(pieces, pipeline.schedule.stages, batches, transfers, step, moves)
     play(pipeline.schedule, RankWorld(pipeline.rank, work))
     transfers.finish()
     return work.results

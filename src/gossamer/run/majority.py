@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -71,9 +69,3 @@ class Trio:
         first, second, third = self.distances
         near = {Word.FIRST: (first, second), Word.SECOND: (first, third), Word.THIRD: (second, third)}
         return self.ranks[word.value], min(near[word])
-
-
-def outvoted(said: Sequence[Hashable]) -> list[int] | None:
-    """The ranks that say other than more than half of all do; None where no word is said by so many."""
-    word, count = Counter(said).most_common(1)[0]
-    return [rank for rank, one in enumerate(said) if one != word] if 2 * count > len(said) else None

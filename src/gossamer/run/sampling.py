@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,36 @@ from gossamer.wire.pump import Pump
 TEMPERATURE, TOP_K = 0.8, 50  # as `gossamer sample` has them
 _GRAIN = 32  # lengths of sequences are multiples of it: a stage learns once what a forward of such a shape does
 
+_NONE, _FAILED = -1.0, -2.0  # in the place of a token: this rank has no logits; it could make nothing of them
+
 Gather = Callable[[tuple[float, ...]], Tensor]
+
+
+class NoSample(Exception):
+    """There is no text this time: on all ranks, which are as they would be with one. Training goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Words(Codec):
+    """A tokenizer whose failures are `NoSample`: all ranks ask it the same."""
+
+    inner: Codec
+
+    def encode(self, text: str, /) -> Any:
+        with _sampling():
+            return self.inner.encode(text)
+
+    def decode(self, ids: Iterable[int], /) -> str:
+        with _sampling():
+            return self.inner.decode(ids)
+
+
+@contextmanager
+def _sampling() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a sample is only for looking at
+        raise NoSample(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +80,27 @@ class Sampler:
     pump: Pump
 
     def text(self, gather: Gather) -> str:
-        """What follows the prompt: the same on all ranks, which all call it. `gather` collects a row from each."""
+        """What follows the prompt: the same on all ranks, which all call it. `gather` collects a row from each.
+
+        Raises NoSample on all of them where one can draw no token, as of logits that are not finite.
+        """
         generator = torch.Generator().manual_seed(self.seed)
 
         def choose(ids: Sequence[int]) -> int:
-            logits = self._logits(ids)
-            drawn = -1 if logits is None else draw(logits, generator, temperature=TEMPERATURE, top_k=TOP_K)
+            logits, drawn, why = self._logits(ids), _NONE, "on another rank"
+            try:
+                if logits is not None:
+                    drawn = float(draw(logits, generator, temperature=TEMPERATURE, top_k=TOP_K))
+            except Exception as error:
+                drawn, why = _FAILED, f"{type(error).__name__}: {error}"
+            told = [token for (token,) in gather((drawn,)).tolist()]
+            if _FAILED in told:
+                raise NoSample(f"rank {told.index(_FAILED)} can draw no token from the model's logits: {why}")
             # Replicas on machines of several kinds may differ in the last bit: the first one's token is everybody's.
-            return int(next(token for (token,) in gather((float(drawn),)).tolist() if token >= 0))
+            return int(next(token for token in told if token >= 0))
 
         with self.evaluating():
-            return go_on(self.words, self.prompt, choose, tokens=self.tokens, window=self.window)
+            return go_on(_Words(self.words), self.prompt, choose, tokens=self.tokens, window=self.window)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from gossamer.model.cut.flow import Value
 from gossamer.model.cut.live import Live
 from gossamer.model.precision import Precision
 from gossamer.model.randomness import UnitSeeds
+from gossamer.model.vocabulary import explain
 from gossamer.pipeline.transfers import Boundary, StepTransfers
 from gossamer.run.batches import Batch, MicroBatch
 from gossamer.spec.action import Action
@@ -38,7 +39,12 @@ class Engine:
     def loss(self, rows: Batch, *, step: int, key: int) -> Tensor:
         """Mean loss over the valid labels of `rows`, float32; randomness depends on (seed, step, key) alone."""
         with self.randomness.at(step, key), self.precision.forward(self.device):
-            return self.objective(self.caller(self.module, rows), rows).float()
+            try:
+                output = self.caller(self.module, rows)
+            except IndexError as error:
+                explain(error, rows.get("input_ids"))
+                raise
+            return self.objective(output, rows).float()
 
 
 class Piece(ABC):
@@ -81,6 +87,10 @@ class Whole(Piece):
         return Live({}, {}, loss, partial(once_more, lambda: Live({}, {}, run()), buffers))
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class StepWork:
     """One step of one rank: what the actions of its list do, called by the player.
@@ -100,6 +110,7 @@ class StepWork:
     recomputed: frozenset[tuple[int, int]]  # (stage, micro-batch) that keeps no graph until it is recomputed
     on_last_backward: Callable[[], None]
     on_reduce: Callable[[], None]
+    moves: Callable[[], None] = _nothing  # told of every forward and backward
     losses: dict[int, Tensor] = field(default_factory=dict)
     compute_s: float = 0.0
     _live: dict[tuple[int, int], Live] = field(default_factory=dict)
@@ -117,6 +128,7 @@ class StepWork:
         return self.stages - 1 in self.pieces
 
     def forward(self, stage: int, batch: int) -> None:
+        self.moves()
         began, piece = time.perf_counter(), self.microbatches[batch]
         received, keep = self.transfers.received(stage, batch), (stage, batch) not in self.recomputed
         live = self.pieces[stage].forward(piece, self.step, received, keep_graph=keep)
@@ -150,6 +162,7 @@ class StepWork:
     @contextmanager
     def _backward(self, stage: int, batch: int, *, is_last: bool) -> Iterator[None]:
         """Around a backward, or a part of one; `is_last`: nothing of the micro-batch comes after it."""
+        self.moves()
         began = time.perf_counter()
         self._backwards += is_last
         if is_last and self._backwards == len(self.microbatches) * len(self.pieces):

@@ -22,7 +22,7 @@ from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_sli
 from gossamer.run.descent import At, Attempt, Descent, Task
 from gossamer.run.forward import Pipeline, run_forward
 from gossamer.run.policy import NonFinite, Verdict
-from gossamer.run.sampling import Sampler
+from gossamer.run.sampling import NoSample, Sampler
 from gossamer.run.scaling import Scaling
 from gossamer.run.stage import Engine, Piece
 from gossamer.run.verify import Verifier
@@ -262,8 +262,12 @@ class Trainer:
             loss = self._evaluate()
             if self.sampler is not None:
                 self.at(self.progress.step, "sample")
-                text = self.sampler.text(self.replica.gather)
-                self.sink(records.Sample(step=self.progress.step, prompt=self.sampler.prompt, text=text))
+                try:
+                    text = self.sampler.text(self.replica.gather)
+                    self.sink(records.Sample(step=self.progress.step, prompt=self.sampler.prompt, text=text))
+                except NoSample as error:
+                    said = f"no sample: {error}"
+                    self.sink(records.Event(level="warning", message=said, step=self.progress.step))
         return loss
 
     def _evaluate(self) -> float | None:
@@ -312,9 +316,14 @@ class Trainer:
             return 0.0, 0.0
         pipeline = self.pipeline.forward_only(len(chosen))
         mine = sorted(pipeline.batches)
-        batches = {n: MicroBatch(0, moved(split.batch(chosen[n]), self.engine.device)) for n in mine}
+        batches: dict[int, MicroBatch] = {}
+        for n in mine:
+            self.at(self.progress.step, "evaluate")
+            batches[n] = MicroBatch(0, moved(split.batch(chosen[n]), self.engine.device))
         weights = self._weights(batches)
-        means = run_forward(self.pump, self.pieces, pipeline, batches)
+        means = run_forward(
+            self.pump, self.pieces, pipeline, batches, moves=lambda: self.at(self.progress.step, "evaluate")
+        )
         known = {n: float(mean) for n, mean in means.items() if weights[n] and n < real}
         return sum(mean * weights[n] for n, mean in known.items()), sum(weights[n] for n in known)
 

@@ -29,11 +29,12 @@ from torch import Tensor
 from gossamer.memory import States
 from gossamer.ops.fingerprint import digest
 from gossamer.run.beacon import Beacon
-from gossamer.run.majority import Trio, Word, distance, outvoted
+from gossamer.run.majority import Trio, Word, distance
 from gossamer.run.witness import ROW, Witness
 from gossamer.spec import records
 from gossamer.spec.config import VerifySection
 from gossamer.spec.errors import Untrustworthy
+from gossamer.spec.majority import outvoted
 from gossamer.sync import Replica
 
 _EPS = 16  # units in the last place of float32 that are always forgiven

@@ -6,8 +6,20 @@ told with its file and line (`complain`) in plain words (`words`); `record` show
 
 from __future__ import annotations
 
+from gossamer.settings.anchor import anchored, written_overrides
 from gossamer.settings.complain import check, located
 from gossamer.settings.record import reload, show
 from gossamer.settings.resolve import Resolved, load, override, schema
 
-__all__ = ["Resolved", "check", "load", "located", "override", "reload", "schema", "show"]
+__all__ = [
+    "Resolved",
+    "anchored",
+    "check",
+    "load",
+    "located",
+    "override",
+    "reload",
+    "schema",
+    "show",
+    "written_overrides",
+]

@@ -12,6 +12,7 @@ from gossamer.settings.form import flow
 from gossamer.settings.overrides import COMMAND_LINE
 from gossamer.settings.read import read
 from gossamer.settings.resolve import Resolved, resolve
+from gossamer.spec.errors import bad_input
 from gossamer.view.rundir import open_run
 
 _COLUMN = 44
@@ -35,6 +36,12 @@ def _section(resolved: Resolved, model: BaseModel, prefix: str, depth: int) -> I
 def reload(run_dir: Path, overrides: Iterable[str] = ()) -> Resolved:
     """The configuration of an earlier run under new key=value `overrides`; other origins are those it began with."""
     directory = open_run(run_dir)
+    if not directory.config_file.exists():
+        raise bad_input(
+            wanted=f"the configuration that {run_dir} began with, run.yaml in it",
+            got="none",
+            do="put it back: `gossamer config show` of what it was started with writes the same",
+        )
     resolved = resolve(read(directory.config_file), overrides)
     earlier = directory.provenance()
     origin = {k: v if COMMAND_LINE in v else earlier.get(k, v) for k, v in resolved.origin.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gossamer.spec.choice import Exchanges, Written
 
@@ -16,10 +16,26 @@ Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
+def _broken(value: Any) -> str | None:
+    """The first text anywhere in a value that holds a surrogate."""
+    if isinstance(value, str):
+        return value if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value) else None
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    return next((found for part in parts if (found := _broken(part)) is not None), None)
+
+
 class Section(BaseModel):
     """A part of the configuration: frozen, and strict about its keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, ser_json_inf_nan="constants")
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        """Half a letter (bytes that are no UTF-8, on the command line) could be neither tokenised nor written down."""
+        if (broken := _broken(value)) is not None:
+            raise ValueError(f"wanted text, got {broken!a}, in which bytes are no UTF-8: write it anew in UTF-8")
+        return value
 
 
 class ModelSection(Section):
@@ -99,7 +115,9 @@ class MachinesSection(Section):
     threads: Positive | Auto = Field(
         "auto", description="compute threads per process; auto: OMP_NUM_THREADS, else the cores shared"
     )
-    timeout_s: Annotated[float, Field(gt=0)] = Field(120.0, description="an exchange that takes longer has failed")
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        120.0, description="a rank that others wait for so long has failed"
+    )
     heartbeat_s: Annotated[float, Field(gt=0)] = Field(5.0, description="a rank silent for so long is named")
 
 
@@ -171,7 +189,11 @@ class RunSection(Section):
     """Where a run is recorded and how it is shown."""
 
     directory: str = "runs"
-    name: str | None = Field(None, description="name of the run's folder; default: date, time and model")
+    name: str | None = Field(
+        None,
+        description="end of the name of the run's folder, after date and time (under a launcher, all of that name); "
+        "default: the model's name",
+    )
     trackers: list[Written] = Field([], description="methods of `gossamer methods view/tracker`")
     display: Literal["auto", "live", "plain", "quiet"] = "auto"
 

@@ -153,7 +153,7 @@ def read_record(line: str) -> Record | None:
     if not isinstance(data, dict):
         return None
     data = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-    cls = KINDS.get(data.pop("kind", ""))
+    cls = KINDS.get(str(data.pop("kind", "")))
     if cls is None:
         return None
     known = {f.name for f in fields(cls)}

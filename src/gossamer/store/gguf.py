@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from gossamer.spec.errors import bad_input
+from gossamer.spec.extras import install
 from gossamer.spec.units import show_bytes
 
 _VERSIONS = (2, 3)
@@ -102,7 +103,7 @@ def _reader(path: Path, size: int) -> Any:
     try:
         gguf = importlib.import_module("gguf")
     except ImportError:
-        raise bad_input(wanted="the package gguf", got="none", do='pip install "gossamer[hf]"') from None
+        raise bad_input(wanted="the package gguf", got="none", do=install("hf")) from None
     try:
         with without_words():
             return gguf.GGUFReader(str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import weakref
@@ -17,6 +18,7 @@ from gossamer.store.checkpoint.shard import write_shard
 from gossamer.store.slices import Piece, Slice
 
 _INFO = {"format": "pt"}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def export_directory(
@@ -33,7 +35,8 @@ def export_directory(
 
     Tensors are taken one by one and held for one shard at a time. A tensor given under two names (a tied weight) is
     written under the first, provided that the object given first is still alive then.
-    Raises BadInput where `target` exists, RunFailed where the disk is full: nothing is left of a failed export.
+    Raises BadInput where `target` exists or cannot be written, RunFailed where the disk is full: nothing is left of a
+    failed export.
     """
     files = dict(files or {})
     _check(target, files)
@@ -48,6 +51,12 @@ def export_directory(
             (partial / name).write_bytes(data.read_bytes() if isinstance(data, Path) else data)
         partial.rename(target)
     except OSError as error:
+        if error.errno not in _FULL:
+            raise bad_input(
+                wanted=f"a folder that can be written at {target}",
+                got=error.strerror or str(error),
+                do="name another",
+            ) from None
         free = show_bytes(shutil.disk_usage(target.parent).free) if target.parent.is_dir() else "nothing"
         raise RunFailed(
             f"{target} was not written: {error.strerror} ({free} free): free space, or name another"

@@ -20,6 +20,7 @@ from torch import Tensor
 from gossamer.compress._key import key_at
 from gossamer.ops.signs import signed_sums
 from gossamer.spec.errors import WireMismatch
+from gossamer.spec.majority import outvoted, parted
 from gossamer.sync._byte import decode, encode
 from gossamer.sync._heard import Heard, Mark
 from gossamer.sync._probe import Probe
@@ -91,10 +92,9 @@ class Probing:
 
     def agreed(self, mark: Mark) -> Mark:
         """All ranks call it with theirs. Raises WireMismatch where one is elsewhere, as it would stay."""
-        sums = self.replica.gather((float(mark.checksum),))[:, 0]
-        if bool((sums != sums[0]).any()):
-            others = [rank for rank, one in enumerate(sums.tolist()) if one != sums[0]]
-            raise WireMismatch(f"after step {mark.step} the parameters of rank {others} are not those of rank 0")
+        sums = self.replica.gather((float(mark.checksum),))[:, 0].tolist()
+        if outvoted(sums) != []:
+            raise WireMismatch(f"after step {mark.step} the parameters are not the same everywhere: {parted(sums)}")
         return mark
 
     @contextmanager

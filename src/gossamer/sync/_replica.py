@@ -82,7 +82,7 @@ class _Slot:
     mean: Bucket | None = None
     waits: int = 0
     sent: bool = False
-    finite: bool = True  # what this rank sent; looked at where a lossy exchange could hide it
+    total: Tensor = field(default_factory=lambda: torch.zeros(()))  # of all numbers that this rank gave
     outcome: Outcome | None = None
     own: Bucket | None = None  # what this rank gave to the exchange, where that is kept
 
@@ -297,8 +297,9 @@ class Replica:
         """Exchange votes, among those whose gradients meet."""
         weights = self.weights()
         squared = self._norm_squared() if vote.squared is None else vote.squared
-        if not all(slot.finite for slot in self._slots):
-            squared = math.nan
+        is_mine, is_hidden = self._not_finite()
+        # The sign bit tells whose it is: where all learn the same mean, all have what one has given.
+        squared = math.copysign(math.nan if is_hidden else squared, -1.0 if is_mine else 1.0)
         # A rank without labels has a weight of zero, and 0 * nan would still poison the mean.
         spoken = float(weights[self.rank]) if vote.speaks else 0.0
         mine = [float(self._window.step), squared, vote.loss * spoken if spoken else 0.0, spoken, float(vote.ask)]
@@ -310,6 +311,8 @@ class Replica:
             steps = [int(s) for s in votes[:, 0].tolist()]
             raise WireMismatch(f"the ranks are at different steps, by rank: {steps}")
         sick = ~(torch.isfinite(votes[:, 1]) & torch.isfinite(votes[:, 2]))
+        guilty = torch.signbit(votes[:, 1]) | ~torch.isfinite(votes[:, 2])  # they gave what the others got
+        squares = votes[:, 1].abs()
         voters, groups = self.levels.everyone, self.levels.groups["all"]  # each group has one mean: a part of the model
         if self._window.level != "all":  # or a model of its own
             voters = self.levels.group(self._window.level, self.rank)
@@ -322,9 +325,9 @@ class Replica:
             finite=not bool(sick.any()),
             loss=float(votes[:, 2].sum()) / total if total else 0.0,
             weight=total,
-            norm=math.sqrt(float(votes[:, 1].max()) if bool(sick.any()) else float(votes[firsts, 1].sum())),
+            norm=math.sqrt(float(squares.max()) if bool(sick.any()) else float(squares[firsts].sum())),
             ask=int(votes[:, 4].max()),
-            bad_ranks=tuple(voters[i] for i in torch.nonzero(sick).flatten().tolist()),
+            bad_ranks=_blamed(voters, sick, guilty),
             beside=beside[0] if beside else None,
         )
 
@@ -344,6 +347,11 @@ class Replica:
     def _gather(self, mine: Tensor, level: str) -> Generator[Message, tuple[Tensor, ...], Outcome]:
         (rows,) = yield Message((mine,), Combine.GATHER, level)
         return Outcome(rows, None, State())
+
+    def _not_finite(self) -> tuple[bool, bool]:
+        """Whether what this rank gave is not finite, and whether a lossy exchange might have hidden that."""
+        bad = [slot for slot in self._slots if not math.isfinite(slot.total.item())]
+        return bool(bad), not all(slot.exchange.traits.lossless for slot in bad)
 
     def _who(self, window: Window) -> str:
         """The level of those who vote in a step."""
@@ -446,8 +454,9 @@ class Replica:
             bucket.flat.mul_(1.0 / scale)
         if self._keeps_sent:
             slot.own = Bucket(slot.layout, bucket.flat.clone())
-        # A sum is the cheapest look at all numbers; a lossy method might not send the one that is not finite.
-        slot.finite = slot.exchange.traits.lossless or math.isfinite(bucket.flat.sum().item())
+        # The cheapest look at all numbers, for `agree`: from a mean that is not finite nobody sees whose they were.
+        if self.ranks > 1 or not slot.exchange.traits.lossless:
+            slot.total = bucket.flat.sum(dtype=torch.promote_types(bucket.flat.dtype, torch.float32))
         one = self._method(slot.exchange, window.level)
         if one is slot.exchange:
             method = one.run(bucket, slot.state, at)
@@ -475,6 +484,13 @@ class Replica:
             self._weights[list(self.levels.group(self._who(self._window), self.rank))] = told
             self.timing.exposed_s += time.perf_counter() - began
         return self._weights
+
+
+def _blamed(voters: Sequence[int], sick: Tensor, guilty: Tensor) -> tuple[int, ...]:
+    """Where anything is not finite: the ranks it came from, or, if it came from none alone, those that have it."""
+    if not bool(sick.any()):
+        return ()
+    return tuple(voters[i] for i in torch.nonzero(guilty if bool(guilty.any()) else sick).flatten().tolist())
 
 
 def buckets_of(

@@ -3,6 +3,7 @@
 records.jsonl     what happened, a line each (spec/records.py); append-only, one writer: the source of truth
 run.yaml          the resolved configuration      provenance.json   where each value of it came from
 plan.yaml         who does what                   checkpoints/      saved states
+began.json        the folder it began in          tokenizer/ model/ what sampling and exporting need (keeping.py)
 logs/             what each rank wrote
 """
 
@@ -13,14 +14,16 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import bad_input
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.spec.records import End, Record, Saved, read_record
 from gossamer.view.tail import Tail
@@ -82,6 +85,18 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def began_file(self) -> Path:
+        return self.path / "began.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
     def log_file(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank:05d}.log"
 
@@ -140,8 +155,10 @@ class RunDirectory:
             sleep(poll_s)
 
     def keep(self, config: RunConfig, provenance: Mapping[str, str]) -> None:
-        """Write run.yaml and provenance.json; each appears whole or not at all."""
+        """Write run.yaml and provenance.json, and at first began.json; each appears whole or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
+        if not self.began_file.exists():
+            _write(self.began_file, json.dumps(self._beginning(Path.cwd()), indent=1) + "\n")
         _write(self.config_file, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100))
         _write(self.provenance_file, json.dumps(dict(provenance), indent=1) + "\n")
 
@@ -150,9 +167,32 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         _write(self.plan_file, yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=100))
 
+    def _beginning(self, folder: Path) -> dict[str, str | None]:
+        path = self.path.resolve()
+        inside = path.relative_to(folder.resolve()).as_posix() if path.is_relative_to(folder.resolve()) else None
+        return {"folder": str(folder), "run": inside}
+
+    def began_in(self) -> tuple[Path | None, Path | None]:
+        """The folder the run began in, and where in it the run lay; None where that is not known, or was outside."""
+        try:
+            said = json.loads(self.began_file.read_text("utf-8"))
+            folder, inside = said["folder"], said["run"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None, None
+        return (Path(folder) if folder else None), (Path(inside) if inside else None)
+
     def config(self) -> RunConfig:
         """run.yaml; raises BadInput where it is missing or damaged."""
-        return RunConfig.model_validate(self._yaml(self.config_file))
+        try:
+            return RunConfig.model_validate(self._yaml(self.config_file))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise bad_input(
+                wanted=f"a configuration of this version in {self.config_file}",
+                got=f"{first['msg']} at {key or 'its top'}",
+                do="put back the one that the run wrote, or use the version that wrote it",
+            ) from None
 
     def plan(self) -> Plan | None:
         """plan.yaml; None where the run has none. Raises BadInput for one that cannot be read."""
@@ -184,10 +224,28 @@ def latest(runs: Path) -> RunDirectory:
     return RunDirectory(max(found)[2])
 
 
+def newest_like(
+    runs: Path, config: RunConfig, *, is_fit: Callable[[RunDirectory], bool] = lambda run: True
+) -> RunDirectory | None:
+    """The run under `runs` that began last with exactly this configuration, among those that are fit; or None."""
+    for file in sorted(runs.glob("*/run.yaml"), key=lambda f: f.stat().st_mtime, reverse=True):
+        found = RunDirectory(file.parent)
+        with suppress(BadInput):  # a damaged one, or one of another version, is not alike
+            if found.config() == config and is_fit(found):
+                return found
+    return None
+
+
 def open_run(path: Path) -> RunDirectory:
     """The run directory at `path`; raises BadInput where it is none."""
     if _written_at(path) is None:
-        got = "a folder without records.jsonl and run.yaml" if path.is_dir() else "no such folder"
+        got = (
+            "a folder without records.jsonl and run.yaml"
+            if path.is_dir()
+            else "a file"
+            if path.exists()
+            else "no such folder"
+        )
         raise bad_input(
             wanted=f"a run directory at {path}", got=got, do="name the folder that `gossamer train` printed"
         )

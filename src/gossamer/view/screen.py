@@ -74,7 +74,7 @@ class Guarded(Display):
     def _guard(self, inner: Display, act: Callable[[Display], None]) -> None:
         try:
             act(inner)
-        except Exception as error:  # whatever a terminal does, training is worth more
+        except (Exception, SystemExit) as error:  # whatever a terminal does, training is worth more
             self.inner = None
             with suppress(Exception):
                 inner.close()

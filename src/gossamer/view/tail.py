@@ -18,11 +18,17 @@ class Tail:
         self._offset = 0
 
     def read(self) -> list[Record]:
-        """The new records, possibly none; the file need not exist yet. A file that shrank is read from its start."""
+        """The new records, possibly none; the file need not exist yet. A file that shrank is read from its start.
+
+        One that cannot be read has nothing new: who follows a run only looks at it.
+        """
         try:
-            size = self._file.stat().st_size
-        except FileNotFoundError:
+            return self._read()
+        except OSError:
             return []
+
+    def _read(self) -> list[Record]:
+        size = self._file.stat().st_size
         if size < self._offset:
             self._offset = 0
         if size == self._offset:

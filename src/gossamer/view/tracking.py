@@ -13,6 +13,8 @@ from gossamer.spec.errors import BadInput
 from gossamer.spec.records import Record
 from gossamer.view.tracker import Session, build
 
+_THEIRS = (Exception, SystemExit)  # other people's code, other people's servers
+
 
 class Trackers:
     """The trackers of one run. Whatever one of them raises is reported once, to `warn`; that tracker is dropped.
@@ -45,7 +47,7 @@ class Trackers:
                         trackers._sessions[name] = tracker.start(run_name, config, directory)
                 except BadInput:
                     raise
-                except Exception as error:
+                except _THEIRS as error:
                     trackers._drop(name, error)
         except BadInput:
             trackers.close()
@@ -64,10 +66,10 @@ class Trackers:
             try:
                 with redirect_stdout(sys.stderr):
                     act(session)
-            except Exception as error:  # other people's code, other people's servers
+            except _THEIRS as error:
                 self._drop(name, error)
 
-    def _drop(self, name: str, error: Exception) -> None:
+    def _drop(self, name: str, error: BaseException) -> None:
         self._sessions.pop(name, None)
         said = (str(error).splitlines() or [""])[0]
         self._warn(f"tracker {name} failed and is off for the rest of the run: {type(error).__name__}: {said}")

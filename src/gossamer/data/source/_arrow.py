@@ -9,6 +9,7 @@ from typing import Any
 
 from gossamer.data.source._files import KEY, unreadable
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.extras import install
 from gossamer.spec.nearest import nearest
 
 
@@ -61,6 +62,6 @@ def _pyarrow(module: str) -> Any:
         raise bad_input(
             wanted="pyarrow, to read Parquet and Arrow files",
             got="no such package",
-            do='pip install "gossamer[parquet]"',
+            do=install("parquet"),
             key=KEY,
         ) from None

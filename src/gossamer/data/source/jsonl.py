@@ -63,7 +63,7 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise bad_input(
             wanted=f"one JSON object per line at {where}",
-            got=f"{line[:40]!r} ({error.msg} at column {error.colno})",
+            got=f"{line[:40].decode('utf-8', 'replace').strip()!r} ({error.msg} at column {error.colno})",
             do="mend or remove the line",
             key=KEY,
         ) from None

@@ -14,6 +14,7 @@ import numpy as np
 from gossamer.data.tokenizer import Ids, Spans, Tokenizer
 from gossamer.data.tokenizer._files import write_files
 from gossamer.spec.errors import bad_input
+from gossamer.spec.extras import install
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,7 @@ def library(key: str) -> Any:
     try:
         return importlib.import_module("tokenizers")
     except ImportError:
-        raise bad_input(
-            wanted="the package tokenizers", got="no such package", do='pip install "gossamer[hf]"', key=key
-        ) from None
+        raise bad_input(wanted="the package tokenizers", got="no such package", do=install("hf"), key=key) from None
 
 
 def _spans(text: str, encoding: Any) -> Spans:

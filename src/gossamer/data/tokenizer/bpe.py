@@ -33,7 +33,7 @@ class Bpe(Recipe):
                 wanted=f"at least {_SMALLEST} tokens (256 bytes and a separator)",
                 got=str(self.vocabulary),
                 do="write bpe:4096, or byte for no merges",
-                key=_KEY,
+                key="vocabulary",
             )
 
     def make(self, texts: Callable[[], Iterable[str]], *, identity: str, cache: Path) -> Tokenizer:

@@ -12,6 +12,7 @@ from typing import Any
 from gossamer.data.tokenizer import Recipe, Tokenizer
 from gossamer.data.tokenizer._fast import load
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.extras import install
 
 _KEY = "data.tokenizer"
 _USUAL = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP]")
@@ -77,7 +78,7 @@ def _converted(where: Path, **options: str) -> Tokenizer:
         raise bad_input(
             wanted=f"transformers, to read the tokenizer in {where}",
             got="no such package",
-            do='pip install "gossamer[hf]"',
+            do=install("hf"),
             key=_KEY,
         ) from None
     try:

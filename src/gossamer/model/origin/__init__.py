@@ -72,6 +72,12 @@ class Origin(ABC):
         """What belongs beside the weights in an export: tokenizer files and the like."""
 
     @abstractmethod
+    def kept(self) -> Files:
+        """What of the files this model came from it takes to build it once more, without any weights: config.json and
+        `files`. Empty where a folder cannot stand for it.
+        """
+
+    @abstractmethod
     def fingerprint(self) -> str:
         """Hash of everything that `build` depends on, but the seed; large files enter by size and samples."""
 

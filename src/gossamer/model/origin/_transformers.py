@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.extras import install
 from gossamer.spec.nearest import nearest
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -29,9 +31,7 @@ def library(key: str) -> ModuleType:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise bad_input(
-            wanted="the package transformers", got=str(error), do='pip install "gossamer[hf]"', key=key
-        ) from None
+        raise bad_input(wanted="the package transformers", got=str(error), do=install("hf"), key=key) from None
     transformers.utils.logging.set_verbosity_error()
     return transformers
 
@@ -52,7 +52,8 @@ def quietly(key: str, *, wanted: str) -> Iterator[ModuleType]:
     except BadInput:
         raise
     except Exception as error:  # whatever a model's own code makes of what the user wrote
-        said = " ".join(str(error).split())[:500] or "no message"
+        said = " ".join(str(error).split()) or "no message"
+        said = said if len(said) <= 500 else f"{said[:500].rpartition(' ')[0]} ..."
         raise bad_input(
             wanted=wanted, got=f"{type(error).__name__}: {said}", do="correct what it names", key=key
         ) from error
@@ -107,6 +108,13 @@ def drop_foreign_ids(config: Any, written: Mapping[str, Any]) -> None:
         value = getattr(config, name, None)
         if name not in written and isinstance(value, int) and vocabulary is not None and value >= vocabulary:
             setattr(config, name, None)
+
+
+def written(config: Any) -> bytes:
+    """A config.json that says every key: the defaults of another version of transformers may be others."""
+    keys: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    keys.pop("_name_or_path", None)
+    return (json.dumps(keys, indent=2) + "\n").encode()
 
 
 def vocabulary_of(config: Any) -> int | None:

@@ -89,6 +89,9 @@ class Factory(Origin):
     def files(self) -> Files:
         return {}
 
+    def kept(self) -> Files:
+        return {}
+
     def fingerprint(self) -> str:
         source = inspect.getsourcefile(self._function)
         return digest([self.of, dict(self.config), self.dtype], [Path(source)] if source else [])
@@ -133,7 +136,9 @@ def _check_arguments(function: Callable[..., Any], name: str, given: Mapping[str
         known = [n for n in signature.parameters if n not in given]
         unknown = [n for n in given if n not in signature.parameters]
         hint = nearest(unknown[0], known) if unknown else "give it in model.config"
-        raise bad_input(wanted=f"arguments of {name}{signature}", got=str(error), do=hint, key="model.config") from None
+        raise bad_input(
+            wanted=f"arguments of {name}{signature}", got=str(error).removeprefix("got "), do=hint, key="model.config"
+        ) from None
 
 
 def _complaint(wanted: str, error: Exception) -> BadInput:

@@ -100,6 +100,9 @@ class Gguf(Origin):
             tokenizer.save_pretrained(folder)
             return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
 
+    def kept(self) -> Files:
+        return {**self.files(), "config.json": kit.written(self._config)}
+
     def fingerprint(self) -> str:
         return digest([self.dtype, dict(self.config)], [self._file])
 

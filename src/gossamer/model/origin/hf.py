@@ -110,6 +110,9 @@ class Hf(Origin):
             return {}
         return {name: self._directory / name for name in _BESIDE if (self._directory / name).is_file()}
 
+    def kept(self) -> Files:
+        return {**self.files(), "config.json": kit.written(self._config)}
+
     def fingerprint(self) -> str:
         weights = self._directory.glob("*.safetensors") if self._directory is not None else ()
         return digest([self._config.to_dict(), self.dtype], weights)
@@ -134,12 +137,24 @@ class Hf(Origin):
             if directory is None:
                 config = _of_type(transformers, self.of, self.config)
             else:
+                _check_known(transformers, directory)
                 config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
                 kit.check_keys(type(config), self.config)
                 config = type(config).from_pretrained(str(directory), local_files_only=True, **self.config)
         _check_causal(config.model_type)
         kit.check_sizes(config, key="model.config")
         return config
+
+
+def _check_known(transformers: Any, directory: Path) -> None:
+    kind = json.loads((directory / "config.json").read_text("utf-8"))["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        raise bad_input(
+            wanted=f"a model_type in {directory / 'config.json'} that transformers {transformers.__version__} knows",
+            got=repr(kind),
+            do=f"{nearest(str(kind), kit.causal_types())} A newer transformers may know it; else give a factory",
+            key=_KEY,
+        )
 
 
 def _of_type(transformers: Any, kind: str, keys: Mapping[str, Any]) -> Any:

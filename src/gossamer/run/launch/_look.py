@@ -7,6 +7,7 @@ import glob
 import importlib.metadata
 import json
 import os
+import random
 import socket
 import sys
 
@@ -19,9 +20,15 @@ def version(package: str) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """One that the system hands to nobody by itself: it will be listened to only some seconds from now."""
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 50):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    return 0
 
 
 def main() -> None:

@@ -34,6 +34,8 @@ class Standing(Said):
     still_s: float  # for how long it has not moved
     longest_s: float
     finished: bool
+    waits: bool
+    place: str
 
 
 class Alive(Said):

@@ -160,6 +160,7 @@ class Crew:
                 "exit_code": worker.exit_code,
                 "kind": report.kind if report else "",
                 "message": report.message if report else said,
+                "place": report.place if report else "",
                 "by_us": self._ended_by_us and (worker.exit_code < 0 or report is None),
             }
         )

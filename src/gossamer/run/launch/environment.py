@@ -34,6 +34,8 @@ class Place:
     token: str = ""
     heartbeat_s: float = 5.0
     box: int = -1  # descriptor of the supervisor's black box; -1: there is none
+    has_store: bool = False  # whether the launcher keeps the store itself, as torchrun's agent does
+    listener: int = -1  # descriptor of the socket on which rank 0 listens, from the supervisor; -1: it opens one
     errors: str = ""  # folder for the note of a failing rank
     resume_step: int = -1  # newest checkpoint that every host holds; -1: not known here
     shared: bool = True  # whether all hosts see the same run directory
@@ -120,7 +122,8 @@ class _Variables:
 
 def _torchrun(env: _Variables) -> Place:
     rank, ranks = env.number("RANK"), env.number("WORLD_SIZE")
-    local_rank, local_ranks = env.number("LOCAL_RANK"), env.number("LOCAL_WORLD_SIZE")
+    # Set by hand, as for torch's own "env://", there are no local ones: then all ranks are taken to be on one host.
+    local_rank, local_ranks = env.number_or("LOCAL_RANK", rank), env.number_or("LOCAL_WORLD_SIZE", ranks)
     if "GOSSAMER_HOST" in env.all:
         host, hosts = env.part("GOSSAMER_HOST")
     else:
@@ -142,6 +145,8 @@ def _torchrun(env: _Variables) -> Place:
         token=env.all.get("GOSSAMER_TOKEN", ""),
         heartbeat_s=env.seconds("GOSSAMER_HEARTBEAT_S", 5.0),
         box=env.number_or("GOSSAMER_BOX", -1),
+        has_store=env.all.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        listener=env.number_or("GOSSAMER_LISTENER", -1),
         errors=env.all.get("GOSSAMER_ERRORS", ""),
         resume_step=env.number_or("GOSSAMER_RESUME_STEP", -1),
         shared=env.all.get("GOSSAMER_SHARED", "1") == "1",

@@ -31,6 +31,7 @@ class Failure(Said):
     exit_code: int = 0  # meaningful for "exited"; minus the signal's number
     kind: str = ""  # class of the exception, from the rank's own note
     message: str = ""  # from the note, else the last line it wrote
+    place: str = ""  # the last line of the user's code that it was in
     cause: str  # likely cause, in words
     step: int = -1
     phase: str = ""
@@ -39,6 +40,11 @@ class Failure(Said):
     log: str = ""
     age_s: float = 0.0  # how long ago when it was said: clocks of hosts are never compared
     by_us: bool = False  # ended by its supervisor after something else had failed
+
+    @property
+    def gave_up_waiting(self) -> bool:
+        """It lost a peer that may well be alive: nothing came from it in time."""
+        return self.is_collateral and not self.by_us and "timed out" in self.message.lower()
 
     @property
     def is_collateral(self) -> bool:
@@ -84,13 +90,14 @@ def page(found: Blame, *, rundir: Path) -> str:
     where = f"step {first.step}, {first.phase}" if first.step >= 0 else (first.phase or "before the first step")
     if first.op:
         where += f", last operation {first.op}" + (f" (number {first.sequence})" if first.sequence >= 0 else "")
+    alike = [f for f in found.others if f.cause == first.cause]  # all found out together: the cause says who it is
     lost = [f for f in found.collateral if not f.by_us]
     ended = [f for f in found.collateral if f.by_us]
     rows = [
-        ("first failing rank", _who(first)),
+        ("first failing rank", f"none alone: {_ranks([first, *alike])} failed alike" if alike else _who(first)),
         ("stood at", where),
-        ("likely cause", first.cause),
-        ("failed as well", "; ".join(_brief(f) for f in found.others)),
+        ("likely cause", f"{first.cause}\nat {first.place}" if first.place else first.cause),
+        ("failed as well", "; ".join(_brief(f) for f in found.others if f not in alike)),
         ("lost their peer", _ranks(lost)),
         ("ended by us", _ranks(ended)),
         ("log", first.log),

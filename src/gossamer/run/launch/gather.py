@@ -23,7 +23,8 @@ from gossamer.run.launch.greetings import (
 )
 from gossamer.run.launch.interface import Interface, RateServer, candidates, choose
 from gossamer.run.launch.invitation import Invitation, Meeting
-from gossamer.run.launch.local import Among, free_port
+from gossamer.run.launch.local import Among
+from gossamer.run.launch.local import listen as listen_anywhere
 from gossamer.run.launch.port import listen
 from gossamer.spec.errors import BadInput, PeerLost, RunFailed, WireMismatch
 
@@ -45,7 +46,7 @@ def gather(call: Invitation, stack: ExitStack) -> Meeting:
     if lines := disagreements(ours, hellos):
         _refuse(peers, "the hosts do not agree:\n  " + "\n  ".join(lines) + "\nmake them equal and start again")
     try:
-        return _welcome(call, peers, [ours, *hellos])
+        return _welcome(call, peers, [ours, *hellos], stack)
     except BadInput as error:
         _refuse(peers, str(error))
     except RunFailed as error:
@@ -90,7 +91,7 @@ def _arrivals(
     return dict(sorted(arrived.items()))
 
 
-def _welcome(call: Invitation, peers: Mapping[int, Peer], hellos: list[Hello]) -> Meeting:
+def _welcome(call: Invitation, peers: Mapping[int, Peer], hellos: list[Hello], stack: ExitStack) -> Meeting:
     own = _own_devices(call, peers)
     rundir = call.runs / call.run
     rundir.mkdir(parents=True, exist_ok=True)
@@ -107,6 +108,7 @@ def _welcome(call: Invitation, peers: Mapping[int, Peer], hellos: list[Hello]) -
         if rates:
             rates.close()
     chosen = choose(own, [answer.rates for answer in answers.values()]) if rates else own[0]
+    listener = stack.enter_context(listen_anywhere(chosen.address))
     offsets = [sum(hello.processes for hello in hellos[:host]) for host in range(call.hosts + 1)]
     among = Among(
         host=0,
@@ -114,7 +116,8 @@ def _welcome(call: Invitation, peers: Mapping[int, Peer], hellos: list[Hello]) -
         offset=0,
         ranks=offsets[-1],
         address=chosen.address,
-        port=free_port(chosen.address),
+        port=listener.getsockname()[1],
+        listener=listener,
         interface=chosen.name,
         resume_step=newest_common(hellos),
         shared=all(answer.sees_file for answer in answers.values()),

@@ -16,6 +16,8 @@ from gossamer.run.launch.supervise import Outcome, Site, Supervision
 from gossamer.spec.errors import BadInput
 from gossamer.wire.process import HeartbeatServer, Job, Loop
 
+_BACKLOG = 4096  # all ranks may knock before rank 0 answers
+
 
 def to_stderr(text: str) -> None:
     """Say something to whoever started us."""
@@ -54,7 +56,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Among:
-    """This host among all. `offset`: its first rank; `address`:`port`: where rank 0's process listens;
+    """This host among all. `offset`: its first rank; `address`:`port`: where rank 0's process listens, on host 0 by the
+    `listener` that it is handed, open already so that nobody else has the port; whoever launches closes it.
     `interface`: the network device for the exchange, "" to leave the choice to the backend."""
 
     host: int
@@ -66,6 +69,7 @@ class Among:
     interface: str = ""
     resume_step: int = -1
     shared: bool = True
+    listener: socket.socket | None = None
 
 
 def launch_local(
@@ -95,13 +99,15 @@ def launch_local(
 
 def launch_here(start: Start) -> Outcome:
     """The same, on this machine alone, with all settings, and handing back who failed and why."""
+    listener = listen("127.0.0.1")
     among = Among(
         host=0,
         hostnames=(socket.gethostname(),),
         offset=0,
         ranks=start.processes,
         address="127.0.0.1",
-        port=free_port("127.0.0.1"),
+        port=listener.getsockname()[1],
+        listener=listener,
         interface=loopback(),
     )
     return launch_among(start, among)
@@ -125,14 +131,13 @@ def launch_among(start: Start, among: Among, others: Mapping[int, socket.socket]
         line.close()
         server.close()
         loop.close()
+        if among.listener is not None:
+            among.listener.close()
 
 
-def free_port(address: str) -> int:
-    """A port on `address` that nobody uses at this moment."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-    return port
+def listen(address: str) -> socket.socket:
+    """A socket on `address` that listens already, at a port that nobody else can have from now on."""
+    return socket.create_server((address, 0), backlog=_BACKLOG)
 
 
 def loopback() -> str:
@@ -143,6 +148,7 @@ def loopback() -> str:
 
 def _job(start: Start, among: Among, server: HeartbeatServer, local_rank: int) -> Job:
     rank = among.offset + local_rank
+    handed_over = (among.listener.fileno(),) if among.listener is not None and rank == 0 else ()
     ours = {
         "RANK": rank,
         "WORLD_SIZE": among.ranks,
@@ -161,6 +167,8 @@ def _job(start: Start, among: Among, server: HeartbeatServer, local_rank: int) -
         "GOSSAMER_ERRORS": errors_folder(start.rundir).absolute(),
         "GOSSAMER_SHARED": int(among.shared),
     }
+    if handed_over:
+        ours["GOSSAMER_LISTENER"] = handed_over[0]
     if among.resume_step >= 0:
         ours["GOSSAMER_RESUME_STEP"] = among.resume_step
     if among.interface:
@@ -174,6 +182,7 @@ def _job(start: Start, among: Among, server: HeartbeatServer, local_rank: int) -
         env={**os.environ, **{name: str(value) for name, value in ours.items()}, **start.env},
         log=log_file(start.rundir, rank),
         echo=start.echo and rank == 0,
+        descriptors=handed_over,
     )
 
 

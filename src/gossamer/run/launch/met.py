@@ -21,4 +21,6 @@ def launch_met(invitation: Invitation, start: Callable[[Meeting], Start]) -> Out
     with ExitStack() as stack:
         for connection in meeting.others.values():
             stack.callback(connection.close)
+        if meeting.among.listener is not None:
+            stack.callback(meeting.among.listener.close)
         return launch_among(start(meeting), meeting.among, meeting.others)

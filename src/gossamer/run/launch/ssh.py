@@ -37,19 +37,20 @@ def launch_hosts(
     paths: Sequence[str] = (),
     python: str = sys.executable,
     meet: str = "",
+    folder: str = "",
     say: Callable[[str], None] = to_stderr,
 ) -> int:
     """Run `python -m gossamer ARGUMENTS --host I/N --meet ADDRESS:PORT` on every host; returns exit code 0, 2, 3 or 4.
 
     hosts: names ssh knows, host 0 first. files: texts by name that are put on every host; "{files}" in `arguments` is
     their folder there. paths: what must exist on every host. python: the interpreter there. meet: "ADDRESS:PORT" of
-    host 0, "" to use the address by which ssh reached it. Host 0's output is passed on. Raises BadInput, with a
-    table, when a host cannot run this.
+    host 0, "" to use the address by which ssh reached it. folder: where it runs there, "" for the current one's name.
+    Host 0's output is passed on. Raises BadInput, with a table, when a host cannot run this.
     """
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if twice or not hosts:
         raise BadInput(f"wanted different hosts, got {', '.join(hosts) or 'none'}", key="machines.hosts")
-    wanted = Wanted(python=python, paths=tuple(paths), folder=str(Path.cwd()))
+    wanted = Wanted(python=python, paths=tuple(paths), folder=folder or str(Path.cwd()))
     found = look(hosts, wanted)
     where = meet or _meeting_place(hosts, found)
     orders = [

@@ -11,7 +11,7 @@ from gossamer.run.launch.control import Alive, Done, Ended, Failed, How, Line, S
 from gossamer.run.launch.crew import Crew, Limits
 from gossamer.run.launch.failure import Blame, Dated, Failure, blame, page
 from gossamer.run.launch.signals import StopRequests
-from gossamer.run.launch.verdicts import Verdicts, standing
+from gossamer.run.launch.verdicts import Verdicts, standing_of
 from gossamer.spec.units import show_seconds
 from gossamer.wire.process import BAD_INPUT, DONE, FAILED, INTERRUPTED, Job, Loop
 
@@ -102,7 +102,7 @@ class Supervision:
                 self._failed_s = time.monotonic()
             self._failures.append(Dated(failure=failure, at_s=time.monotonic() - failure.age_s))
             self._line.send(Failed(failure=failure), besides=by)
-            if failure.what == "hung" and self._crew.owns(failure.rank):
+            if failure.what in ("hung", "silent") and self._crew.owns(failure.rank):
                 self._crew.accuse(failure.rank)
 
     def _hear(self) -> None:
@@ -121,13 +121,20 @@ class Supervision:
     def _judge(self) -> None:
         self._judged_s = time.monotonic()
         failures, warnings = self._crew.judge()
-        self._line.send(Alive(standings=tuple(standing(pulse) for pulse in self._crew.pulses)))
+        self._line.send(Alive(standings=tuple(standing_of(pulse) for pulse in self._crew.pulses)))
         if self._site.host == 0 and not self._failures and not failures:
             hung, slow = self._verdicts.judge(self._crew.pulses)
             failures, warnings = failures + hung, warnings + slow
+        elif self._site.host == 0 and not failures and not self._is_ending and self._gave_up_waiting():
+            failures = self._verdicts.left_standing(self._crew.pulses)
         for warning in warnings:
             self._site.say(warning)
         self._note([*failures, *self._lost_hosts()])
+
+    def _gave_up_waiting(self) -> bool:
+        """Whether all that failed are ranks which waited too long for another one: it is still there."""
+        failures = [dated.failure for dated in self._failures]
+        return any(f.gave_up_waiting for f in failures) and all(f.is_collateral for f in failures)
 
     def _lost_hosts(self) -> list[Failure]:
         """Hosts whose supervisor is gone or unheard, each named once."""

@@ -11,8 +11,7 @@ from gossamer.run.launch.crew import Limits
 from gossamer.run.launch.failure import Failure
 from gossamer.run.launch.files import log_file
 from gossamer.spec.units import show_seconds
-from gossamer.wire.process import Pulse, stalled
-from gossamer.wire.process.pulse import WAITING
+from gossamer.wire.process import Pulse, left_standing, stalled
 
 _PATIENCE = 4.0  # a rank is named when it stands still for so many times its longest pause so far
 
@@ -33,15 +32,26 @@ class Verdicts:
             self._host_of[standing.rank] = host
 
     def judge(self, own: Sequence[Pulse]) -> tuple[list[Failure], list[str]]:
-        """The rank that has held the others up for too long (at most one), and what to say of slow ones."""
-        now_s = time.monotonic()
+        """The ranks that have held the others up for too long, the first one first, and what to say of slow ones."""
+        now_s, limit_s = time.monotonic(), self._limits.progress_timeout_s
         everyone = [*own, *self._remote.values()]
-        hung = stalled(everyone, now_s, after_s=self._limits.progress_timeout_s, patience=_PATIENCE)
+        hung = stalled(everyone, now_s, after_s=limit_s, patience=_PATIENCE)
+        if hung:  # one that hung a little later is no victim
+            later = stalled(everyone, now_s, after_s=limit_s / 2, patience=_PATIENCE)
+            hung += [pulse for pulse in later if pulse not in hung]
         slow = stalled(everyone, now_s, after_s=self._limits.heartbeat_s, patience=_PATIENCE)
-        failures = [self._failure(pulse, everyone, now_s) for pulse in hung[:1]]
+        if not all(p.is_stepping for p in everyone if not p.finished):
+            slow = []  # processes do not start alike
+        failures = [self._failure(pulse, everyone, now_s) for pulse in hung]
         new = [p for p in slow if _spot(p) not in self._warned and not failures]
         self._warned = {_spot(p) for p in slow}
         return failures, [self._slow(pulse, everyone, now_s) for pulse in new]
+
+    def left_standing(self, own: Sequence[Pulse]) -> list[Failure]:
+        """Others have given up waiting: the ranks that stand still, and wait for nobody."""
+        now_s, everyone = time.monotonic(), [*own, *self._remote.values()]
+        still = left_standing(everyone, now_s, after_s=self._limits.heartbeat_s)
+        return [self._failure(pulse, everyone, now_s) for pulse in still]
 
     def _failure(self, pulse: Pulse, everyone: Sequence[Pulse], now_s: float) -> Failure:
         host = self._host_of.get(pulse.rank, 0)
@@ -56,6 +66,7 @@ class Verdicts:
             phase=pulse.phase,
             op=pulse.op,
             sequence=pulse.sequence,
+            place=pulse.place,
             log=str(log_file(self._rundir, pulse.rank)),
         )
 
@@ -66,16 +77,17 @@ class Verdicts:
 
     def _standstill(self, pulse: Pulse, everyone: Sequence[Pulse], now_s: float) -> str:
         still = f"no progress for {show_seconds(now_s - pulse.progress_s)}, though its heart beats"
-        waiting = sorted(p.rank for p in everyone if p.rank != pulse.rank and not p.finished)
-        if pulse.phase in WAITING:
+        others = [p for p in everyone if p.rank != pulse.rank and not p.finished]
+        if pulse.is_waiting:
             return f"{still}: all ranks wait in {pulse.phase}; look at the network between the hosts"
+        waiting = sorted(p.rank for p in others if p.is_waiting)
         if not waiting:
             return still
         ranks = ", ".join(str(rank) for rank in waiting)
         return f"{still}; " + (f"rank {ranks} waits for it" if len(waiting) == 1 else f"ranks {ranks} wait for it")
 
 
-def standing(pulse: Pulse) -> Standing:
+def standing_of(pulse: Pulse) -> Standing:
     """A pulse as another host may read it: ages instead of times."""
     return Standing(
         rank=pulse.rank,
@@ -88,6 +100,8 @@ def standing(pulse: Pulse) -> Standing:
         still_s=max(0.0, time.monotonic() - pulse.progress_s),
         longest_s=pulse.longest_s,
         finished=pulse.finished,
+        waits=pulse.waits,
+        place=pulse.place,
     )
 
 
@@ -108,4 +122,6 @@ def _pulse(said: Standing, now_s: float) -> Pulse:
         progress_s=now_s - said.still_s,
         longest_s=said.longest_s,
         finished=said.finished,
+        waits=said.waits,
+        place=said.place,
     )

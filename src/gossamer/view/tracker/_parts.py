@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gossamer.spec.errors import bad_input
+from gossamer.spec.extras import install
 from gossamer.spec.records import Evaluation, Record, Step
 
 
@@ -20,7 +21,7 @@ def need(module: str, *, extra: str) -> Any:
         raise bad_input(
             wanted=f"the package {module.partition('.')[0]} for the tracker {extra}",
             got=str(error),
-            do=f"pip install 'gossamer[{extra}]', or take {extra} out of run.trackers",
+            do=f"{install(extra)}, or take {extra} out of run.trackers",
             key="run.trackers",
         ) from None
 

@@ -7,6 +7,7 @@ step. So the channel refuses everything after the first failure, and keeps what 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,6 +20,10 @@ from gossamer.spec.errors import PeerLost
 from gossamer.wire.channel import Channel, Pending
 from gossamer.wire.message import AHEAD, WORD, Combine, Levels, Message
 from gossamer.wire.meter import Meter
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,9 @@ class Meeting:
     interface: str = ""  # network device of gloo; empty: the one of the host's name
     timeout_s: float = 120.0
     generation: int = 0
+    moves: Callable[[], None] = (
+        _nothing  # told of every message that goes out or has come, but for the words of waiting
+    )
 
     def timeout(self, level: str) -> timedelta:
         """Of the groups at `level`."""
@@ -99,6 +107,7 @@ class Group(Channel):
             raise PeerLost(f"this wire was given up: {self._poison}")
         group = self.levels.group(message.level, self.rank)
         self.meter.count(message, group)
+        self._moved(message)
         parts, begin = _prepared(message, group, self.rank)
         self._in_flight[id(parts)] = (*parts, *message.parts)
         try:
@@ -109,8 +118,13 @@ class Group(Channel):
             raise self._poisoned(message, error) from error
         return _Under(self, message, parts, works)
 
-    def _arrived(self, parts: tuple[Tensor, ...]) -> None:
+    def _arrived(self, message: Message, parts: tuple[Tensor, ...]) -> None:
         del self._in_flight[id(parts)]
+        self._moved(message)
+
+    def _moved(self, message: Message) -> None:
+        if message.level != WORD:  # those go to and fro however long a rank stands still
+            self._meeting.moves()
 
     def _poisoned(self, message: Message, error: RuntimeError) -> PeerLost:
         group = self.levels.group(message.level, self.rank)
@@ -135,10 +149,11 @@ class _Under(Pending):
                 work.wait()
         except RuntimeError as error:
             raise self._group._poisoned(self._message, error) from error
-        self._group._arrived(self._parts)
+        self._group._arrived(self._message, self._parts)
         return self._parts
 
 
+_WHERE_IT_WAS_BUILT = re.compile(r"^\[[^\]]*:\d+\]\s*")  # gloo begins with a line of its own sources
 _REDUCTIONS = {Combine.SUM: dist.ReduceOp.SUM, Combine.MAX: dist.ReduceOp.MAX, Combine.OR: dist.ReduceOp.BOR}
 _Begin = Callable[[dist.ProcessGroup, int], list[dist.Work]]
 
@@ -176,4 +191,5 @@ def _uneven(message: Message, sent: tuple[Tensor, ...], me: int) -> tuple[tuple[
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return _WHERE_IT_WAS_BUILT.sub("", said)[:200]

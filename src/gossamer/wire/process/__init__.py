@@ -9,7 +9,7 @@ from gossamer.wire.process.codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, OR
 from gossamer.wire.process.heartbeat import Heartbeat
 from gossamer.wire.process.listen import HeartbeatServer
 from gossamer.wire.process.loop import Loop
-from gossamer.wire.process.pulse import Pulse, stalled
+from gossamer.wire.process.pulse import Pulse, left_standing, stalled
 from gossamer.wire.process.reports import ErrorReport, read_error, write_error
 from gossamer.wire.process.spawn import Job, Worker, tied
 from gossamer.wire.process.warden import Warden
@@ -32,6 +32,7 @@ __all__ = [
     "exit_text",
     "read_error",
     "stalled",
+    "left_standing",
     "tied",
     "write_error",
 ]

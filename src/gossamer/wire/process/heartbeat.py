@@ -15,6 +15,7 @@ from pydantic import Field
 from gossamer.spec.errors import RunFailed
 from gossamer.wire.process.black_box import Position, open_box, write_position
 from gossamer.wire.process.codes import ORPHANED
+from gossamer.wire.process.frames import stand
 from gossamer.wire.process.lines import Said, write_line
 
 BEATS_PER_PERIOD = 5
@@ -44,6 +45,8 @@ class Beat(Said):
     progress_age_s: float
     first_step: int  # the first step of this process
     longest_s: float  # the longest it stood still since it had done that one, and moved on
+    waits: bool  # it can do nothing until another rank does something
+    place: Short  # the last line of the user's code that it is in
 
 
 class Goodbye(Said):
@@ -76,6 +79,7 @@ class Heartbeat:
         self._beat_s = period_s / BEATS_PER_PERIOD
         self._position, self._moved_s = Position(), time.monotonic()
         self._first_step, self._longest_s = -1, 0.0
+        self._moving = threading.Lock()
         self._box = open_box(box) if box >= 0 else None
         self._thread: threading.Thread | None = None
         if address:
@@ -90,25 +94,26 @@ class Heartbeat:
         self, *, step: int | None = None, phase: str | None = None, op: str | None = None, sequence: int | None = None
     ) -> None:
         """Note progress: what is left out stays as it was. Costs some microseconds; any thread may call it."""
-        was, now_s = self._position, time.monotonic()
-        self._position = Position(
-            was.step if step is None else step,
-            was.phase if phase is None else phase,
-            was.op if op is None else op,
-            was.sequence if sequence is None else sequence,
-        )
-        if self._first_step < 0:
-            self._first_step = self._position.step
-        elif was.step > self._first_step:
-            self._longest_s = max(self._longest_s, now_s - self._moved_s)
-        self._moved_s = now_s
-        if self._box is not None:
-            write_position(self._box, self._position)
+        with self._moving:  # else what one thread has just noted is lost to another one
+            was, now_s = self._position, time.monotonic()
+            self._position = Position(
+                was.step if step is None else step,
+                was.phase if phase is None else phase,
+                was.op if op is None else op,
+                was.sequence if sequence is None else sequence,
+            )
+            if self._first_step < 0:
+                self._first_step = self._position.step
+            elif was.step > self._first_step:
+                self._longest_s = max(self._longest_s, now_s - self._moved_s)
+            self._moved_s = now_s
+            if self._box is not None:
+                write_position(self._box, self._position)
 
     @property
     def now(self) -> Beat:
         """What would be said now."""
-        position = self._position
+        position, stands = self._position, stand()
         return Beat(
             rank=self.rank,
             step=position.step,
@@ -118,6 +123,8 @@ class Heartbeat:
             progress_age_s=time.monotonic() - self._moved_s,
             first_step=self._first_step,
             longest_s=self._longest_s,
+            waits=stands.waits,
+            place=stands.place[-200:],
         )
 
     def close(self) -> None:
@@ -128,9 +135,10 @@ class Heartbeat:
             self._woken.close()
             self._socket.close()
             self._thread = None
-        if self._box is not None:
-            self._box.close()
-            self._box = None
+        with self._moving:
+            if self._box is not None:
+                self._box.close()
+                self._box = None
 
     def _run(self) -> None:
         unsent = b""

@@ -9,7 +9,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from gossamer.spec.errors import WireMismatch
+from gossamer.spec.errors import BadInput, RunFailed, WireMismatch
+from gossamer.wire.process.frames import place_of
 from gossamer.wire.process.lines import LIMIT_BYTES, Said, read_line, write_line
 
 _MESSAGE_CHARACTERS = 4000
@@ -23,6 +24,7 @@ class ErrorReport(Said):
     pid: int
     kind: Annotated[str, Field(max_length=200)]  # class of the exception
     message: Annotated[str, Field(max_length=_MESSAGE_CHARACTERS)]
+    place: Annotated[str, Field(max_length=_MESSAGE_CHARACTERS)] = ""  # in the user's code, "" for none
     trace: Annotated[str, Field(max_length=_TRACE_CHARACTERS)] = ""
 
 
@@ -36,12 +38,14 @@ def error_path(folder: Path, rank: int) -> Path:
 def write_error(folder: Path, rank: int, error: BaseException) -> Path:
     """Leave the note about `error`; raises OSError when the disk does not take it."""
     folder.mkdir(parents=True, exist_ok=True)
+    place = "" if isinstance(error, (BadInput, RunFailed)) else place_of(error)  # ours say where by themselves
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     report = ErrorReport(
         rank=rank,
         pid=os.getpid(),
         kind=type(error).__name__[:200],
         message=_clean(str(error))[:_MESSAGE_CHARACTERS],
+        place=_clean(place)[-_MESSAGE_CHARACTERS:],
         trace=_clean(trace)[-_TRACE_CHARACTERS:],
     )
     path = error_path(folder, rank)

@@ -22,13 +22,15 @@ _ENTER = Path(__file__).with_name("_enter.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to start. `env` is the whole environment; `echo` passes its output on to ours as well as to `log`."""
+    """What to start. `env` is the whole environment; `echo` passes its output on to ours as well as to `log`;
+    `descriptors` of ours are its own as well."""
 
     rank: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
     log: Path
     echo: bool = False
+    descriptors: tuple[int, ...] = ()
 
 
 class Worker:
@@ -55,7 +57,7 @@ class Worker:
             stderr=subprocess.PIPE if job.echo else self._file,
             bufsize=0,
             start_new_session=True,
-            pass_fds=(self._box.descriptor,),
+            pass_fds=(self._box.descriptor, *job.descriptors),
         )
         self.pid = self._process.pid
         warden.guard(self.pid)

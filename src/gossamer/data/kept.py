@@ -1,0 +1,49 @@
+"""A tokenizer as files, and read back: what was trained can be used where its text is not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gossamer.data.tokenizer import Tokenizer
+from gossamer.data.tokenizer._bytes import Bytes
+from gossamer.data.tokenizer._fast import load
+from gossamer.spec.errors import BadInput
+
+_IDENTITY = "identity.json"
+_KEY = "data.tokenizer"
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Name -> content: the files by which transformers knows `tokenizer`, and one that says what it must be again."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = {file.name: file.read_bytes() for file in tokenizer.save(Path(folder))}
+    identity = {
+        "fingerprint": tokenizer.fingerprint,
+        "vocabulary": tokenizer.vocabulary,
+        "separator": tokenizer.separator,
+        "sha256": {name: hashlib.sha256(text).hexdigest() for name, text in files.items()},
+    }
+    return {**files, _IDENTITY: (json.dumps(identity, indent=1) + "\n").encode("ascii")}
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer whose `tokenizer_files` are in `folder`: the same ids for every text. Raises BadInput for files
+    that are missing, or not as they were written.
+    """
+    try:
+        identity: dict[str, Any] = json.loads((folder / _IDENTITY).read_bytes())
+        texts = {name: (folder / name).read_bytes() for name in identity["sha256"]}
+        changed = [name for name, text in texts.items() if hashlib.sha256(text).hexdigest() != identity["sha256"][name]]
+        separator = "" if changed else json.loads(texts["tokenizer_config.json"])["eos_token"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise BadInput(f"the tokenizer in {folder} cannot be read ({said}): put its files back", key=_KEY) from None
+    if changed:
+        raise BadInput(f"{folder / changed[0]} is not as the run wrote it: put the file back", key=_KEY)
+    if identity["fingerprint"] == Bytes().fingerprint:  # needs no package
+        return Bytes()
+    return load(texts["tokenizer.json"].decode("utf-8"), separator=separator, key=_KEY)

@@ -1,0 +1,151 @@
+"""What a rank has at hand when a backward pass begins: the batch it is of, and what that counts."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.own_loop.batches import Share, leaves
+from gossamer.own_loop.reading import Batch, Counted, Kind
+from gossamer.own_loop.rows import Mark
+from gossamer.spec.errors import BadInput
+
+_LOOKS = 2  # at the graph of every loss that is made in another way
+_KEPT = 4  # batches that a loop may have asked for before it used the first of them
+
+
+class AtHand(Batch):
+    """The batches that were given out last, and which of them the model has seen last.
+
+    A loop may fetch the next batch before it calls backward on the last one: the one that counts is the one whose
+    memory the model's forward was given. Where that cannot be seen (batches that were moved to a device), it is the
+    last that was given out; in a loop that fetches ahead, a difference that would matter is refused.
+    """
+
+    def __init__(self, weigh: Callable[[Any], float] | None, *, divides: bool) -> None:
+        """`divides`: whether batches are dealt out; else every rank has its own."""
+        self.weigh, self._divides = weigh, divides
+        self._looks: dict[int, int] = {}
+        self._means: set[int] = set()
+        self.is_last = False  # of its loader, as far as that can be known
+        self._given: deque[tuple[int, Share]] = deque(maxlen=_KEPT)
+        self._since = 0  # given out since a pass began
+        self._ahead = False
+        self._seen: int | None = None
+        self._part = False  # whether the model was given some of its rows alone
+        self._number = 0
+
+    def give(self, share: Share, *, is_last: bool) -> None:
+        """A batch goes to the loop."""
+        self._number += 1
+        self._given.append((self._number, share))
+        self._since += 1
+        self._ahead |= self._since > 1
+        self.is_last = is_last
+
+    def look(self, model: nn.Module) -> Callable[[], None]:
+        """See what its forward is given."""
+        me = weakref.ref(self)
+
+        def seen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (hand := me()) is not None and torch.is_grad_enabled():
+                hand._see([leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+
+        return model.register_forward_pre_hook(seen, with_kwargs=True).remove
+
+    def _see(self, tensors: list[Tensor]) -> None:
+        for number, share in reversed(self._given):
+            held = [tensor for tensor in tensors if share.holds(tensor)]
+            if held:
+                self._seen = number
+                self._part = next((t for t in held if share.lacks(t)), None) is not None
+                return
+
+    @property
+    def share(self) -> Share | None:
+        """The batch of the pass that begins."""
+        if not self._given:
+            return None
+        by_number = dict(self._given)
+        if self._seen in by_number:
+            return by_number[self._seen]
+        if self._ahead and len({one.rows == 0 for one in by_number.values()}) > 1:
+            raise BadInput(
+                "a batch with fewer rows than ranks, in a loop that asks for batches before it needs them: which one a "
+                "backward pass is of cannot be told. Drop the last batch (drop_last=True)"
+            )
+        return self._given[-1][1]
+
+    @property
+    def mark(self) -> Mark:
+        share = self.share
+        if share is None:
+            return Mark()
+        number = next(n for n, one in self._given if one is share)
+        return Mark(number, share.mark)
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        """Of this rank, in the batch of the pass that begins; 0 where that is not known."""
+        share = self.share
+        return 0 if share is None or not self._divides else share.rows
+
+    @property
+    def whole(self) -> int:  # type: ignore[override]
+        """Of all ranks."""
+        share = self.share
+        return 0 if share is None or not self._divides else share.whole
+
+    def counts(self) -> set[float]:
+        share = self.share
+        return set() if share is None else share.counts()
+
+    def is_new(self, shape: int) -> bool:
+        self._looks[shape] = self._looks.get(shape, 0) + 1
+        return self._looks[shape] <= _LOOKS
+
+    def is_mean(self, shape: int) -> bool:
+        return shape in self._means
+
+    def learn(self, counted: Counted, kind: Kind) -> None:
+        """The ranks have found what a sum was divided by: their own counts."""
+        if counted.is_divided and kind is Kind.MEAN:
+            self._means.add(counted.shape)
+
+    def counted(self, read: Counted | None, loss: str) -> Counted:
+        """What this rank's gradient counts: as the loss was read, or as it was told. Begins the pass."""
+        self._since = 0
+        share = self.share
+        if self._part:
+            self._part = False
+            raise BadInput(
+                "the model was given some of this rank's rows of a batch alone: a loop that cuts batches itself makes "
+                "other parts of a rank's rows than of all. Cut them smaller in the loader, and pass accumulate=, the "
+                "number of backward passes before a step"
+            )
+        is_spare = share is not None and share.rows == 0
+        if loss == "sum":
+            return Counted(Kind.SUM, (-1.0 if is_spare else 1.0,))
+        if loss == "mean" or self.weigh is not None:
+            return Counted(Kind.MEAN, (0.0 if is_spare else self._weight(share),))
+        if read is None:
+            return Counted(Kind.UNKNOWN, (), 0, "a backward pass that did not come through torch.autograd.backward")
+        if is_spare:
+            counts = tuple(-1.0 if read.kind is Kind.SUM else 0.0 for _ in read.counts)
+            return Counted(read.kind, counts, read.shape, read.said)
+        if read.kind is Kind.SUM:
+            return Counted(read.kind, (1.0,), read.shape, read.said)
+        return read
+
+    def _weight(self, share: Share | None) -> float:
+        if share is None:
+            return 1.0
+        weight = float(share.rows) if self.weigh is None else float(self.weigh(share.batch))
+        if not weight >= 0.0:
+            raise BadInput(f"wanted a number that is not negative, got {weight} for a batch", key="weight")
+        return weight

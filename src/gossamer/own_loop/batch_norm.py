@@ -1,0 +1,184 @@
+"""BatchNorm whose statistics are those of all ranks' rows, as one process with the whole batch has them.
+
+Equations (x_i the rows of all ranks, n of them; G_i = w_r dL_r/dy_i for a row of rank r, whose loss counts w_r):
+    mean = sum_i x_i / n;  var = sum_i x_i^2 / n - mean^2                                     (float64, one message)
+    dL/dx_i = weight / sqrt(var + eps) (G_i - sum_j G_j / n - xhat_i sum_j G_j xhat_j / n)    (one message)
+A rank's backward pass works with dL_r and not with w_r dL_r, so what it gets is divided by w_r again.
+Source: Ioffe and Szegedy, arXiv:1502.03167, section 3; the sums over ranks as in torch.nn.SyncBatchNorm, whose ranks
+all count the same.
+
+A layer keeps its parameters, buffers, name and place in the model; its class becomes a subclass of what it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gossamer.own_loop.passes import Passes
+from gossamer.spec.errors import bad_input
+from gossamer.wire.channel import Channel
+from gossamer.wire.message import Combine, Message
+
+
+def with_statistics(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    """The layers that normalise by statistics of the rows they are given, by name."""
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and any(p.requires_grad for p in model.parameters())
+    ]
+
+
+def over_all_ranks(layers: Sequence[tuple[str, _BatchNorm]], passes: Passes, channel: Channel) -> None:
+    """From now on their statistics are of all ranks' rows. Raises BadInput for a layer of an unknown class."""
+    for name, layer in layers:
+        if type(layer) not in _CLASSES:
+            raise bad_input(
+                wanted=f"BatchNorm1d, 2d or 3d for {name or 'the model'}", got=type(layer).__name__,
+                do="use one of them, or batch_norm='rank'", key="batch_norm",
+            )  # fmt: skip
+        layer.__class__ = _CLASSES[type(layer)]
+        object.__setattr__(layer, "_ranks", _Ranks(weakref.ref(passes), channel))
+
+
+class _Ranks:
+    """The other ranks, as a layer sees them. A copy of the layer is alone."""
+
+    def __init__(self, passes: weakref.ref[Passes] | None = None, channel: Channel | None = None) -> None:
+        self._passes, self._channel = passes, channel
+
+    def __deepcopy__(self, _: Any) -> _Ranks:
+        return _Ranks()
+
+    def __reduce__(self) -> tuple[type[_Ranks], tuple[()]]:
+        return _Ranks, ()
+
+    def summed(self, mine: Tensor) -> Tensor:
+        """The sum over ranks of a few numbers, float64."""
+        sent = mine.double().cpu()
+        if self._channel is not None:
+            (sent,) = self._channel.start(Message((sent,), Combine.SUM)).wait()
+        return sent.to(mine.device)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the rows at hand are anybody's: of a batch with fewer rows than ranks some ranks hold a spare one."""
+        passes = self._passes() if self._passes is not None else None
+        share = passes.hand.share if passes is not None else None
+        return share is None or share.rows > 0
+
+    def weight(self) -> float:
+        """What this rank's loss counts in the pass that runs."""
+        passes = self._passes() if self._passes is not None else None
+        return 1.0 if passes is None else passes.share()
+
+
+class _Normalise(torch.autograd.Function):
+    """y = weight xhat + bias, over the rows of all ranks; also gives mean, var and n for the running averages."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: _Ranks) -> Any:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        wide = x.double()
+        here = float(x.numel() // x.shape[1]) if ranks.counts else 0.0
+        sums = torch.cat([x.new_tensor([here], dtype=torch.float64), wide.sum(dims), wide.square().sum(dims)])
+        if not here:
+            sums = torch.zeros_like(sums)
+        total = ranks.summed(sums)
+        n, (first, second) = total[0], total[1:].tensor_split(2)
+        mean = first / n
+        var = (second / n - mean.square()).clamp_min(0.0)
+        scale = (var + eps).rsqrt()
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        xhat = (wide - mean.view(shape)) * scale.view(shape)
+        y = xhat if weight is None else xhat * weight.view(shape)
+        y = (y if bias is None else y + bias.view(shape)).to(x.dtype)
+        ctx.save_for_backward(xhat, weight, scale, n)
+        ctx.ranks, ctx.dims, ctx.has_bias = ranks, dims, bias is not None
+        ctx.mark_non_differentiable(mean, var, n)
+        return y, mean, var, n
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        xhat, weight, scale, n = ctx.saved_tensors
+        dims, shape = ctx.dims, [1, -1] + [1] * (grad.dim() - 2)
+        wide = grad.double()
+        for_bias, for_weight = wide.sum(dims), (wide * xhat).sum(dims)
+        counted = ctx.ranks.weight()
+        total = ctx.ranks.summed(torch.cat([for_bias, for_weight]) * counted) if counted else None
+        if total is None:
+            total = ctx.ranks.summed(torch.zeros_like(torch.cat([for_bias, for_weight])))
+            back = torch.zeros_like(wide)
+        else:
+            mean_g, mean_gx = (total / n / counted).tensor_split(2)
+            back = (wide - mean_g.view(shape) - xhat * mean_gx.view(shape)) * scale.view(shape)
+        if weight is not None:
+            back = back * weight.view(shape)
+        to_weight = None if weight is None else for_weight.to(weight.dtype)
+        return back.to(grad.dtype), to_weight, for_bias.to(grad.dtype) if ctx.has_bias else None, None, None
+
+
+def _forward(layer: _BatchNorm, x: Tensor, ranks: _Ranks) -> Tensor:
+    """One forward in training mode, running averages included, as torch.nn keeps them."""
+    y, mean, var, n = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, ranks)  # type: ignore[no-untyped-call]
+    if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
+        with torch.no_grad():
+            if layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.add_(1)
+            share = layer.momentum
+            if share is None:  # a plain average of all batches
+                share = 1.0 / float(layer.num_batches_tracked or 1)
+            unbiased = var * (n / (n - 1)) if float(n) > 1 else var
+            layer.running_mean.mul_(1 - share).add_(share * mean.to(layer.running_mean.dtype))
+            layer.running_var.mul_(1 - share).add_(share * unbiased.to(layer.running_var.dtype))
+    result: Tensor = y
+    return result
+
+
+def _takes_statistics(layer: _BatchNorm) -> bool:
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
+class BatchNorm1dOverRanks(nn.BatchNorm1d):
+    """BatchNorm1d over the rows of all ranks while it trains."""
+
+    _ranks: _Ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        return _forward(self, x, self._ranks) if _takes_statistics(self) else super().forward(x)
+
+
+class BatchNorm2dOverRanks(nn.BatchNorm2d):
+    """BatchNorm2d over the rows of all ranks while it trains."""
+
+    _ranks: _Ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        return _forward(self, x, self._ranks) if _takes_statistics(self) else super().forward(x)
+
+
+class BatchNorm3dOverRanks(nn.BatchNorm3d):
+    """BatchNorm3d over the rows of all ranks while it trains."""
+
+    _ranks: _Ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        return _forward(self, x, self._ranks) if _takes_statistics(self) else super().forward(x)
+
+
+_CLASSES: dict[type[_BatchNorm], type[_BatchNorm]] = {
+    nn.BatchNorm1d: BatchNorm1dOverRanks,
+    nn.BatchNorm2d: BatchNorm2dOverRanks,
+    nn.BatchNorm3d: BatchNorm3dOverRanks,
+}

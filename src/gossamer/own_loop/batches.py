@@ -1,0 +1,282 @@
+"""A rank's rows of a batch of any form: which tensors have rows, in which dimension, and what all ranks must agree on.
+
+Tuples, lists, named tuples, dataclasses, dictionaries of any class, nested: each comes back as what it was, with this
+rank's rows in place of all. Strings, numbers and None are everybody's. Rows are found only where it cannot be
+otherwise: every tensor has as many in its first dimension. What differs is asked for by name (`rows=`), never guessed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.data import share_rows
+from gossamer.ops.fingerprint import digest
+from gossamer.spec.errors import BadInput, bad_input
+
+Take: TypeAlias = Callable[[int], slice]
+Rows: TypeAlias = "int | Mapping[str, int | None] | Callable[[Any, Take], Any] | None"
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+_SAMPLED_BYTES = 1 << 20  # of a tensor's fingerprint: beyond, evenly spaced pieces of it stand for all
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """This rank's part of one batch. `rows`: how many of `whole` are its own; 0 where there were fewer than ranks, and
+    the batch holds one row that counts nothing. `mark`: 32 bits of the whole batch, equal where batches are.
+    """
+
+    batch: Any
+    rows: int
+    whole: int
+    mark: int
+
+    def counts(self) -> set[float]:
+        """What a loss may count in it: rows, elements, labels that are not ignored or not padding, before and after the
+        shift of causal models.
+        """
+        found: set[float] = {float(self.rows)}
+        for _, leaf in leaves(self.batch):
+            if not isinstance(leaf, Tensor):
+                continue
+            found |= {float(leaf.shape[0]) if leaf.dim() else 1.0, float(leaf.numel())}
+            found |= {float(leaf[..., 1:].numel())} if leaf.dim() > 1 else set()
+            if not leaf.is_floating_point() and not leaf.is_complex():
+                for one in (leaf, leaf[..., 1:]) if leaf.dim() > 1 else (leaf,):
+                    found |= {float(torch.count_nonzero(one)), float((one != -100).sum()), float((one > 0).sum())}
+            else:
+                found.add(float(leaf.detach().real.sum()) if leaf.dim() else 1.0)
+        return found
+
+    def lacks(self, tensor: Tensor) -> bool:
+        """Whether `tensor`, which lies in the memory of this batch, leaves out first or last rows of it."""
+        for _, leaf in leaves(self.batch):
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == max(1, self.rows) and leaf.numel():
+                if tensor.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr() or not tensor.numel():
+                    continue
+                low = tensor.storage_offset() - leaf.storage_offset()
+                high = low + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                row = leaf.stride(0)
+                return low >= row or high < (leaf.shape[0] - 1) * row
+        return False
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the memory of this batch."""
+        return tensor.untyped_storage().data_ptr() in {
+            leaf.untyped_storage().data_ptr() for _, leaf in leaves(self.batch) if isinstance(leaf, Tensor)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Divider:
+    """Deals out batches. `rows`: None finds the dimension; a number is that of all tensors; a mapping names it by path
+    ("w", "0", "x.mask"), None for a tensor that is everybody's; a function divides a batch of a form unknown here.
+    `given_rows`: what the loader says a batch has, if it does. `may_be_time_major`: whether the model may take rows
+    second.
+    """
+
+    rank: int
+    parts: tuple[float, ...]
+    rows: Rows = None
+    given_rows: int | None = None
+    may_be_time_major: bool = False
+
+    def share(self, batch: Any, *, is_last: bool = True) -> Share:
+        """This rank's part. Raises BadInput where it cannot be told which tensors have rows."""
+        mark = fingerprint(batch)
+        if callable(self.rows):
+            taken: list[tuple[int, int]] = []
+            mine = self.rows(batch, lambda whole: self._taking(whole, taken))
+            if not taken:
+                raise BadInput(
+                    "wanted rows(batch, take) to ask take(number of rows), got a function that did not", key="rows"
+                )
+            return Share(mine, *taken[-1], mark)
+        dims = self._dims(batch)
+        sizes = {path: size for path, (_, size) in dims.items()}
+        whole = self._whole(sizes, is_last)
+        start, stop = self._mine(whole)
+        mine = _taken(batch, dims, slice(start, max(stop, start + 1)) if stop > start else slice(0, 1))
+        return Share(mine, stop - start, whole, mark)
+
+    def _taking(self, whole: int, taken: list[tuple[int, int]]) -> slice:
+        start, stop = self._mine(whole)
+        taken.append((stop - start, whole))
+        return slice(start, stop) if stop > start else slice(0, 1)
+
+    def _mine(self, whole: int) -> tuple[int, int]:
+        if whole >= len(self.parts):
+            rows = share_rows(whole, self.parts)
+        else:  # the first ranks have one each
+            rows = tuple(int(rank < whole) for rank in range(len(self.parts)))
+        start = sum(rows[: self.rank])
+        return start, start + rows[self.rank]
+
+    def _dims(self, batch: Any) -> dict[str, tuple[int, int]]:
+        """(dimension, rows) of everything that has rows, by path."""
+        found: dict[str, tuple[int, int]] = {}
+        named = self.rows if isinstance(self.rows, Mapping) else {}
+        tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim}
+        for path in named:
+            if path not in tensors:
+                raise bad_input(
+                    wanted=f"a tensor called {path!r} in the batch",
+                    got=", ".join(repr(one) for one in tensors) or "no tensor",
+                    do="name it as it is called there",
+                    key="rows",
+                )
+        self._check_time_major(tensors)
+        for path, leaf in tensors.items():
+            dim = named[path] if path in named else (self.rows if isinstance(self.rows, int) else 0)
+            if dim is not None:
+                found[path] = (dim, leaf.shape[dim])
+        for path, leaf in leaves(batch):
+            if isinstance(leaf, (Tensor, np.ndarray, list, tuple, *_PLAIN)):
+                continue
+            raise bad_input(
+                wanted="batches of tensors (in tuples, lists, dictionaries, dataclasses)",
+                got=f"{type(leaf).__name__} at {path or 'the top'}",
+                do="pass rows=, a function (batch, take) that gives the rows take(n) of n, or split=False where "
+                "every rank's loader gives its own data",
+            )
+        if not found:
+            raise bad_input(
+                wanted="a batch with rows that can be dealt out",
+                got=f"{type(batch).__name__} without a tensor of one dimension or more",
+                do="pass split=False where every rank's loader gives its own data",
+            )
+        return found
+
+    def _check_time_major(self, tensors: Mapping[str, Any]) -> None:
+        if not self.may_be_time_major or self.rows is not None or not tensors:
+            return
+        if all(leaf.ndim >= 2 for leaf in tensors.values()) and len({leaf.shape[1] for leaf in tensors.values()}) == 1:
+            raise bad_input(
+                wanted="to know which dimension of a batch has rows, as the model has layers with batch_first=False",
+                got=", ".join(f"{path or 'tensor'} of {tuple(leaf.shape)}" for path, leaf in tensors.items()),
+                do="pass rows=1 where the second dimension has them, rows=0 where the first has",
+                key="rows",
+            )
+
+    def _whole(self, sizes: Mapping[str, int], is_last: bool) -> int:
+        """The rows of the batch; raises where tensors disagree, or with the loader."""
+        several = set(sizes.values())
+        wanted = self.given_rows
+        if len(several) > 1 or (wanted is not None and several and not self._is_usual(min(several), wanted, is_last)):
+            usual = wanted if wanted is not None else max(several, key=list(sizes.values()).count)
+            odd = next((path for path, size in sizes.items() if size != usual), "")
+            listed = ", ".join(f"{path or 'tensor'}: {size}" for path, size in sizes.items())
+            raise bad_input(
+                wanted="as many rows in the first dimension of every tensor of a batch"
+                + (f", {wanted} as the loader says" if wanted is not None else ""),
+                got=listed,
+                do=f'pass rows={{"{odd}": None}} if it is the same for all rows, or the dimension that has them',
+                key="rows",
+            )
+        return several.pop()
+
+    def _is_usual(self, rows: int, wanted: int, is_last: bool) -> bool:
+        return rows == wanted or (is_last and rows < wanted) or self.rows is not None
+
+
+def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of everything in a batch. A list of things that are no tensors is one leaf: it goes by rows."""
+    children = _children(batch)
+    if children is None:
+        yield path, batch
+    else:
+        for name, child in children:
+            yield from leaves(child, f"{path}.{name}" if path else str(name))
+
+
+def fingerprint(batch: Any) -> int:
+    """32 bits of all numbers and words of a batch."""
+    found = 0
+    for path, leaf in leaves(batch):
+        found = zlib.crc32(f"{path}{type(leaf).__name__}".encode(), found)
+        if isinstance(leaf, Tensor):
+            found = zlib.crc32(f"{tuple(leaf.shape)}{leaf.dtype}".encode(), found)
+            found = _of_numbers(leaf, found)
+        elif isinstance(leaf, np.ndarray):
+            found = zlib.crc32(np.ascontiguousarray(leaf).data, found) if leaf.dtype != object else found
+        elif isinstance(leaf, list | tuple | str | int | float):
+            found = zlib.crc32(repr(leaf).encode(), found)
+    return found
+
+
+def _of_numbers(tensor: Tensor, found: int) -> int:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return found
+    if tensor.device.type != "cpu":
+        return zlib.crc32(
+            digest([torch.view_as_real(tensor) if tensor.is_complex() else tensor], 0).to_bytes(8, "big"), found
+        )
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+    if flat.nbytes > _SAMPLED_BYTES:
+        pieces = 256
+        each, stride = _SAMPLED_BYTES // pieces, flat.nbytes // pieces
+        flat = np.concatenate([flat[at : at + each] for at in range(0, pieces * stride, stride)])
+    return zlib.crc32(flat.data, found) if flat.nbytes else found
+
+
+def _children(batch: Any) -> list[tuple[str, Any]] | None:
+    """What a batch is made of; None of a leaf."""
+    if isinstance(batch, Mapping):
+        return [(str(name), child) for name, child in batch.items()]
+    if isinstance(batch, torch.nn.utils.rnn.PackedSequence):
+        return None
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return list(zip(batch._fields, batch, strict=True))
+    if isinstance(batch, list | tuple):
+        if all(isinstance(one, _PLAIN) for one in batch):
+            return None
+        return [(str(index), child) for index, child in enumerate(batch)]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [(one.name, getattr(batch, one.name)) for one in dataclasses.fields(batch)]
+    return None
+
+
+def _taken(batch: Any, dims: Mapping[str, tuple[int, int]], rows: slice, path: str = "") -> Any:
+    """`batch` with `rows` of everything that has them."""
+    children = _children(batch)
+    if children is None:
+        if path in dims:
+            return batch[(slice(None),) * dims[path][0] + (rows,)]
+        if isinstance(batch, list | tuple) and len(batch) in {size for _, size in dims.values()}:
+            return batch[rows]
+        return batch
+    taken = {name: _taken(child, dims, rows, f"{path}.{name}" if path else name) for name, child in children}
+    return _rebuilt(batch, taken)
+
+
+def _rebuilt(batch: Any, taken: Mapping[str, Any]) -> Any:
+    if isinstance(batch, Mapping):
+        named = {name: taken[str(name)] for name in batch}
+        if type(batch) is dict:
+            return named
+        again = copy.copy(batch)
+        for name, child in named.items():
+            again[name] = child  # type: ignore[index]
+        return again
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*taken.values())
+    if isinstance(batch, list | tuple):
+        return type(batch)(taken.values())
+    again = copy.copy(batch)
+    for name, child in taken.items():
+        object.__setattr__(again, name, child)
+    return again
+
+
+def is_time_major(modules: Sequence[torch.nn.Module]) -> bool:
+    """Whether any layer takes (time, rows, ...)."""
+    return any(getattr(layer, "batch_first", True) is False for one in modules for layer in one.modules())

@@ -1,0 +1,119 @@
+"""Where the ranks of somebody's own loop meet, and who is missing when one does not come."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from gossamer.run.launch.environment import Place, launcher_of, read_environment
+from gossamer.spec.errors import BadInput, PeerLost
+from gossamer.wire.channel.group import Group, Meeting
+from gossamer.wire.message import Levels
+from gossamer.worker import place_to_meet
+
+_LATE_S = 3.0  # how long a rank that waits gives the others to say that they wait, too
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """This rank among all of one wrapped loop, and the store they meet in. Alone it is rank 0 of 1."""
+
+    rank: int
+    ranks: int
+    store: dist.Store
+    interface: str = ""
+
+    def meet(self, name: str, backend: str, timeout_s: float) -> Group:
+        """A channel of their own. All ranks call it in the same order."""
+        meeting = Meeting(
+            store=dist.PrefixStore(name, self.store),
+            rank=self.rank,
+            levels=Levels.flat(self.ranks),
+            interface=self.interface,
+            timeout_s=timeout_s,
+            backend=backend,
+        )
+        return Group(meeting)
+
+    def says(self, key: str, said: str) -> None:
+        """Leave word for those who will ask. A store that is gone is not waited for."""
+        try:
+            self.store.set(f"{key}/{self.rank}", said)
+        except RuntimeError:
+            return
+
+    def lost(self, error: PeerLost, doing: str) -> PeerLost:
+        """What to raise where others did not come: who they are, as far as the ranks that wait can tell."""
+        self.says("waits", doing)
+        said: list[str] = []
+        deadline = time.monotonic() + _LATE_S
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        try:
+            while others and time.monotonic() < deadline:
+                others = [rank for rank in others if not self.store.check([f"waits/{rank}"])]
+                time.sleep(0.05)
+            for rank in others:
+                left = self.store.get(f"left/{rank}").decode() if self.store.check([f"left/{rank}"]) else ""
+                said.append(f"rank {rank} {left or 'did not come to it, and says nothing'}")
+        except RuntimeError:
+            said = ["rank 0, which keeps the store, is gone"]
+        who = "; ".join(said) or "all ranks wait: the network between them is lost"
+        return PeerLost(f"rank {self.rank} waits in {doing}: {who}. Every rank must call backward and step as often")
+
+
+def party(timeout_s: float) -> Party:
+    """Who takes part: the process group that exists, else what a launcher's variables say, else this process alone.
+
+    Every wrap of a process has keys of its own in the store; all ranks wrap in the same order.
+    """
+    if dist.is_available() and dist.is_initialized():
+        store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    elif launcher_of(os.environ):
+        place = read_environment()
+        where = _met(place, timeout_s)
+        store, rank, ranks, interface = where
+    else:
+        return Party(0, 1, dist.HashStore())
+    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    wraps = store.add(f"own_loop/{run}/wraps/{rank}", 1)
+    return Party(rank, ranks, dist.PrefixStore(f"own_loop/{run}/{wraps}", store), interface)
+
+
+@functools.cache
+def _met(place: Place, timeout_s: float) -> tuple[dist.Store, int, int, str]:
+    """The process's one store of a launcher: a second one could not listen at the same port."""
+    where = place_to_meet(place, timeout_s)
+    return where.store, where.rank, where.ranks, where.interface
+
+
+def rank() -> int:
+    """This process among all that run the same script: 0 of one that is alone. For what only one of them should do."""
+    return _place()[0]
+
+
+def ranks() -> int:
+    """How many processes run the same script."""
+    return _place()[1]
+
+
+def _place() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if launcher_of(os.environ):
+        place = read_environment()
+        return place.rank, place.ranks
+    return 0, 1
+
+
+def parts_of(share: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
+    """Every rank's part of a batch. Raises BadInput."""
+    parts = tuple(float(one) for one in share) if share is not None else (1.0 / ranks,) * ranks
+    if len(parts) != ranks or not all(one > 0 for one in parts):
+        raise BadInput(f"wanted {ranks} positive parts, one per rank, got {list(parts)}: correct them", key="share")
+    return parts

@@ -1,0 +1,200 @@
+"""The step of an optimizer as a transaction of all ranks: it stays the user's own, with a hook before and one after.
+
+Before: all ranks tell each other where they are, the norm of what `.grad` holds now, the rates and settings of the
+optimizer, and now and then a digest of the parameters. What differs is refused before anything moves: gradients that a
+rank has edited by numbers of its own, a rate that follows a rank's own validation loss. A gradient that is not finite
+is rejected by all of them, and no parameter moves. After: what exchanges carry is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossamer.ops.fingerprint import digest
+from gossamer.ops.norm import global_norm_squared, scale_
+from gossamer.own_loop.passes import Passes
+from gossamer.own_loop.rows import LOSS, STEP, Row, Rows
+from gossamer.spec.errors import BadInput, WireMismatch
+
+_log = logging.getLogger(__name__)
+_SAME = 1e-5  # squares of norms that differ by less are those of the same numbers, on machines that add otherwise
+_DIGEST_BITS = 52
+
+
+class Steps:
+    """One optimizer's. `passes`: of the models whose parameters it moves; none where this process is alone."""
+
+    def __init__(
+        self, optimizer: Optimizer, passes: Sequence[Passes], clip: float, buffers: Mapping[str, Tensor]
+    ) -> None:
+        """`buffers`: what should be the same on all ranks beside the parameters."""
+        self._passes, self._clip = tuple(passes), clip
+        self._buffers = {name: b for name, b in buffers.items() if b.is_floating_point()}
+        self.made = 0
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        optimizer.rejected = 0  # type: ignore[attr-defined]
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_known(optimizer)
+        self._check_grouped()
+        self._check_scaler()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._agree(optimizer)
+            return None
+        agreed = self._agreed(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": agreed}
+        return (args[0], agreed, *args[2:]), kwargs
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rejected, self._kept = self._kept, []
+        for param, grad in rejected:
+            param.grad = grad
+        for one in self._passes:
+            one.reject() if rejected else one.commit()
+        self.made += 1
+
+    def _agree(self, optimizer: Optimizer) -> None:
+        grads = [p.grad for p in _params(optimizer) if p.grad is not None]
+        squared = float(global_norm_squared([_dense(grad) for grad in grads]))
+        bad: list[int] = []
+        if self._passes:
+            bad = self._checked(optimizer, STEP, squared)
+        if not torch.isfinite(torch.tensor(squared)):
+            self._reject(optimizer, bad)
+        elif self._clip and squared**0.5 > self._clip:
+            scale_(grads, self._clip / (squared**0.5 + 1e-6))
+
+    def _reject(self, optimizer: Optimizer, bad: list[int]) -> None:
+        """No rank moves: an optimizer leaves parameters without a gradient as they are."""
+        who = f"of rank {', '.join(map(str, bad))}" if bad else "(of which rank is not known)"
+        _log.warning("a gradient %s is not finite: no rank updates, the step is rejected", who)
+        optimizer.rejected += 1  # type: ignore[attr-defined]
+        self._kept = [(p, p.grad) for p in _params(optimizer) if p.grad is not None]
+        for param, _ in self._kept:
+            param.grad = None
+
+    def _checked(self, optimizer: Optimizer, kind: int, squared: float, value: float = 0.0) -> list[int]:
+        """All ranks hold the same; gives the ranks whose own gradients were not finite."""
+        first = self._passes[0]
+        is_due = self.made & (self.made - 1) == 0  # parameters: at steps 0, 1, 2, 4, 8, ...
+        found = digest([_dense(p.detach()) for p in _params(optimizer)], self.made) % 2**_DIGEST_BITS if is_due else 0
+        is_finite = all(one.is_finite for one in self._passes)
+        held = float(global_norm_squared([_dense(p.detach()) for p in _params(optimizer)]))
+        buffers = float(global_norm_squared(list(self._buffers.values())))
+        beside = (squared, float(is_finite), float(_settings(optimizer)), float(found), held, buffers)
+        rows = first.gathered(Row(kind, first.serial, beside=beside), f"optimizer.step() {self.made + 1}")
+        self._compare(rows, optimizer)
+        return [rank for rank, fine in enumerate(rows.beside[:, 1].tolist()) if not fine]
+
+    def _compare(self, rows: Rows, optimizer: Optimizer) -> None:
+        squares, _, settings, found, held, buffers = rows.beside.unbind(1)
+        if len(set(settings.tolist())) > 1:
+            mine = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+            raise WireMismatch(
+                f"the optimizer's settings differ between ranks (here {mine}): what sets them, such as a validation "
+                "loss, must be the same on all ranks"
+            )
+        if len(set(found.tolist())) > 1 or _differ(held):
+            raise WireMismatch(
+                f"the parameters differ between ranks before step {self.made + 1}: something moves them by a rank's "
+                "own numbers, beside the optimizer"
+            )
+        if _differ(buffers):
+            raise WireMismatch(
+                f"the buffers differ between ranks before step {self.made + 1} ({', '.join(self._buffers)}): a buffer "
+                "that is made of a batch is of each rank's own rows, and not what one process has"
+            )
+        if _differ(squares):
+            norms = ", ".join(f"{float(one) ** 0.5:.6g} on rank {rank}" for rank, one in enumerate(squares))
+            raise WireMismatch(
+                f"gradients differ between ranks at optimizer.step(): their norms are {norms}. After backward they "
+                "were the same everywhere: what edits them must do the same on all ranks"
+            )
+
+    def _agreed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose loss is that of the whole batch, as an algorithm decides by it."""
+
+        def agreed() -> Any:
+            loss = closure()
+            if not self._passes:
+                return loss
+            squared = float(global_norm_squared([_dense(p.grad) for p in _params(optimizer) if p.grad is not None]))
+            self._checked(optimizer, LOSS, squared)
+            return self._passes[0].whole(loss)
+
+        return agreed
+
+    def _check_known(self, optimizer: Optimizer) -> None:
+        """Every gradient that is about to move a parameter is the mean of all ranks."""
+        if not self._passes:
+            return
+        known = {id(param) for one in self._passes for param in one.params.values()}
+        for index, param in enumerate(_params(optimizer)):
+            if param.grad is not None and id(param) not in known:
+                raise BadInput(
+                    f"parameter {index} of the optimizer, {tuple(param.shape)}, was unfrozen or added after "
+                    "gossamer.wrap: its gradient is this rank's own. Unfreeze it before (what has no gradient stays "
+                    "as it is), or wrap again"
+                )
+
+    def _check_grouped(self) -> None:
+        for one in self._passes:
+            if one.is_held:
+                raise BadInput(
+                    f"optimizer.step() in the middle of a group: wanted {one.manner.accumulate} backward passes before "
+                    "it (accumulate=), the last of them outside of no_sync, as it sends the sum of all"
+                )
+
+    def _check_scaler(self) -> None:
+        """What an exchange keeps for later must have no scale in it."""
+        if not any(one.remembers and one.manner.scale is None for one in self._passes):
+            return
+        frame = sys._getframe()
+        while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+            if frame.f_code is torch.amp.GradScaler.step.__code__:
+                raise BadInput(
+                    "an exchange that keeps residuals under a GradScaler: they would be of another scale than the "
+                    "gradients they are added to. Pass scaler= to gossamer.wrap"
+                )
+
+
+def _differ(squares: Tensor) -> bool:
+    """Whether the squares of norms, one of each rank, are of different tensors."""
+    finite = torch.isfinite(squares)
+    if not bool(finite.all()):
+        return bool(finite.any())
+    return float(squares.max() - squares.min()) > _SAME * float(squares.max())
+
+
+def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _dense(grad: Tensor) -> Tensor:
+    grad = grad.coalesce().values() if grad.is_sparse else grad
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def _settings(optimizer: Optimizer) -> int:
+    """32 bits of everything in the groups that is a number or a word."""
+    groups = [[(k, _plain(v)) for k, v in sorted(g.items()) if k != "params"] for g in optimizer.param_groups]
+    return zlib.crc32(repr(groups).encode())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if isinstance(value, (int, float, str, bool, tuple, list, type(None))) else type(value).__name__

@@ -1,0 +1,174 @@
+"""What a loss counts is read from its graph: for every form of loss that people write, or it is said to be unknown."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gossamer.own_loop.reading import Batch, Kind, read
+
+ROWS, CLASSES = 6, 5
+labels = torch.tensor([0, 1, -100, 3, 4, -100])
+whole = labels.clamp(0)
+weights = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.25])
+target = torch.linspace(-1, 1, ROWS * CLASSES).view(ROWS, CLASSES)
+mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+
+
+def outputs() -> tuple[nn.Linear, Tensor]:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, CLASSES)
+    return layer, layer(torch.randn(ROWS, 3))
+
+
+class Counts(Batch):
+    """A rank's rows of a batch of twice as many."""
+
+    rows, whole = ROWS, 2 * ROWS
+
+    def __init__(self, counts: set[float]) -> None:
+        self._counts = counts
+
+    def counts(self) -> set[float]:
+        return self._counts
+
+    def is_new(self, shape: int) -> bool:
+        return True
+
+    def is_mean(self, shape: int) -> bool:
+        return False
+
+
+def counted(loss: Tensor, given: Tensor | None = None, counts: set[float] | None = None):
+    return read([loss], [given], Counts({float(ROWS)} if counts is None else counts))
+
+
+MEANS = {
+    "cross entropy": (lambda o: F.cross_entropy(o, whole), ROWS),
+    "ignored labels": (lambda o: F.cross_entropy(o, labels), 4),
+    "class weights": (lambda o: F.cross_entropy(o, whole, weight=weights), float(weights[whole].sum())),
+    "smoothed labels": (lambda o: F.cross_entropy(o, labels, label_smoothing=0.1), 4),
+    "labels as probabilities": (lambda o: F.cross_entropy(o, target.softmax(-1)), ROWS),
+    "nll": (lambda o: F.nll_loss(o.log_softmax(-1), whole), ROWS),
+    "mse": (lambda o: F.mse_loss(o, target), ROWS * CLASSES),
+    "l1": (lambda o: F.l1_loss(o, target), ROWS * CLASSES),
+    "smooth l1": (lambda o: F.smooth_l1_loss(o, target), ROWS * CLASSES),
+    "huber": (lambda o: F.huber_loss(o, target), ROWS * CLASSES),
+    "bce": (lambda o: F.binary_cross_entropy(o.sigmoid(), target.sigmoid()), ROWS * CLASSES),
+    "bce of logits": (lambda o: F.binary_cross_entropy_with_logits(o, target.sigmoid()), ROWS * CLASSES),
+    "kl, by batch": (lambda o: F.kl_div(o.log_softmax(-1), target.softmax(-1), reduction="batchmean"), ROWS),
+    "mean of what was not reduced": (lambda o: F.cross_entropy(o, whole, reduction="none").mean(), ROWS),
+    "mean of rows": (lambda o: o.square().sum(-1).mean(), ROWS),
+    "features summed, rows averaged": (lambda o: o.mean(0).sum(), ROWS),
+    "negated and scaled": (lambda o: -0.3 * o.logsumexp(-1).mean(), ROWS),
+    "scaled by a scaler": (lambda o: F.mse_loss(o, target) * torch.tensor(65536.0), ROWS * CLASSES),
+    "for two batches": (lambda o: F.mse_loss(o, target) / 2, ROWS * CLASSES),
+    "two terms that count alike": (lambda o: F.mse_loss(o, target) + 0.1 * o.abs().mean(), ROWS * CLASSES),
+    "a sum over rows": (lambda o: o.square().sum() / ROWS, ROWS),
+    "a sum over rows, then scaled": (lambda o: 0.5 * (o.square().sum() / ROWS), ROWS),
+    "losses in a list": (lambda o: torch.stack([F.mse_loss(o, target), o.abs().mean()]).sum(), ROWS * CLASSES),
+    "losses in a list that count alike": (lambda o: torch.stack([o.square().mean(), o.abs().mean()]).mean(), 30),
+    "a mask": (lambda o: (o.square().sum(-1) * mask).sum() / mask.sum(), 3),
+    "a mask of its own": (lambda o: (o.square() * (target > 0.3)).sum() / (target > 0.3).sum(), 11),
+    "a mask, as a factor": (lambda o: (o.square().sum(-1) * mask).sum() * (1 / (mask.sum() + 1)), 4),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_tells_what_it_was_divided_by(name: str) -> None:
+    make, count = MEANS[name]
+    found = counted(make(outputs()[1]), counts={float(ROWS), 3.0, 4.0})
+    assert found.kind is Kind.MEAN, found
+    assert found.counts == pytest.approx((count,))
+
+
+SUMS = {
+    "reduction='sum'": lambda o: F.mse_loss(o, target, reduction="sum"),
+    "cross entropy": lambda o: F.cross_entropy(o, labels, reduction="sum"),
+    "written out": lambda o: (o - target).square().sum(),
+    "of row means": lambda o: o.square().mean(-1).sum(),
+    "two of them": lambda o: F.mse_loss(o, target, reduction="sum") - 0.5 * (1 + o - o.exp()).sum(),
+    "divided by the rows of all ranks": lambda o: (o - target).square().sum() / (2 * ROWS),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_a_sum(name: str) -> None:
+    assert counted(SUMS[name](outputs()[1])).kind is Kind.SUM
+
+
+def test_a_vector_of_losses_is_summed_by_its_gradient() -> None:
+    _, out = outputs()
+    found = read([out.square().mean(-1)], [torch.ones(ROWS)], Counts(set()))
+    assert found.kind is Kind.SUM
+
+
+centred = torch.eye(ROWS) - 1 / ROWS
+UNKNOWN = {
+    "root of a mean": lambda o: F.mse_loss(o, target).sqrt(),
+    "product of two losses": lambda o: F.mse_loss(o, target) * o.abs().mean(),
+    "a mean and a sum": lambda o: F.mse_loss(o, target) + o.abs().sum(),
+    "weights that add up to one": lambda o: (o.square().sum(-1) * torch.softmax(mask, 0)).sum(),
+    "the same, as gradients": lambda o: o.square().sum(-1),
+    "a largest row": lambda o: o.square().sum(-1).max(),
+    "the larger half of the rows": lambda o: o.square().sum(-1).topk(3).values.mean(),
+    "rows against rows": lambda o: F.cross_entropy(o @ o.T, torch.arange(ROWS)),
+    "features against features": lambda o: (o.T @ o).square().sum(),
+    "the spread of the rows": lambda o: o.std(0).mean(),
+    "rows without their mean": lambda o: (o - o.mean(0)).square().mean(),
+    "one over a count, as a factor": lambda o: o.square().sum() * (1 / ROWS),
+    "a sum and a penalty": lambda o: o.square().sum() + nn.Parameter(torch.ones(2)).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_no_weight_makes_right_is_unknown(name: str) -> None:
+    given = torch.softmax(mask, 0) if name == "the same, as gradients" else None
+    assert counted(UNKNOWN[name](outputs()[1]), given).kind is Kind.UNKNOWN
+
+
+def test_a_model_with_products_of_its_own_is_not_mistaken_for_rows_against_rows() -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(ROWS, 4, 8)
+    out = nn.LayerNorm(8)(attention(x, x, x)[0]).softmax(-1).topk(3).values
+    assert counted(out.square().mean()).kind is Kind.MEAN
+
+
+def test_a_mask_that_lets_nothing_through_counts_nothing() -> None:
+    _, out = outputs()
+    found = counted((out.square().sum(-1) * torch.zeros(ROWS)).sum() / torch.zeros(ROWS).sum().clamp(min=1))
+    assert (found.kind, found.counts) == (Kind.MEAN, (0.0,))
+
+
+def test_a_sum_divided_by_no_count_that_is_known_is_left_to_the_ranks() -> None:
+    found = counted(outputs()[1].sum() / 4.0)
+    assert (found.kind, found.counts) == (Kind.DIVIDED, (4.0,))
+
+
+def test_terms_that_count_differently_are_all_told() -> None:
+    _, out = outputs()
+    assert counted(F.cross_entropy(out, labels) + F.mse_loss(out, target)).counts == (4.0, 30.0)
+
+
+def test_a_penalty_on_parameters_counts_nothing() -> None:
+    layer, out = outputs()
+    start = layer.weight.detach().clone()
+    penalty = 0.1 * (layer.weight - start).square().sum() + layer.bias.norm() + layer.weight.square().mean()
+    assert counted(penalty).kind is Kind.FREE
+    found = counted(F.cross_entropy(out, labels) + penalty)
+    assert (found.kind, found.counts) == (Kind.MEAN, (4.0,))
+
+
+def test_a_weight_that_is_learnt_does_not_change_what_its_loss_counts() -> None:
+    _, out = outputs()
+    scale = nn.Parameter(torch.zeros(()))
+    found = counted((-scale).exp() * F.mse_loss(out, target) + scale)
+    assert (found.kind, found.counts) == (Kind.MEAN, (30.0,))
+
+
+def test_factors_are_part_of_what_ranks_compare() -> None:
+    _, out = outputs()
+    one, same, other = (counted(factor * F.mse_loss(out, target)) for factor in (0.5, 0.5, 0.25))
+    assert one.shape == same.shape != other.shape

@@ -1,0 +1,108 @@
+"""The place of an error in the user's code, and whether a process waits for others, seen from its frames."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from gossamer.wire.message import Combine, Message
+from gossamer.wire.process import frames
+from gossamer.wire.process.frames import place_of, stand
+from gossamer.wire.pump import Pump
+
+USERS = """
+def forward(x):
+    return x @ x.new_zeros(7)
+
+def chained(x):
+    try:
+        forward(x)
+    except RuntimeError as error:
+        raise KeyError("of ours") from error
+
+def leaves():
+    raise SystemExit(5)
+"""
+
+
+def users(tmp_path: Path, name: str = "net.py") -> types.ModuleType:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    module = types.ModuleType("net")
+    exec(compile(USERS, str(file), "exec"), module.__dict__)
+    return module
+
+
+def caught(act, *given) -> BaseException:  # type: ignore[no-untyped-def]
+    try:
+        act(*given)
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_the_innermost_line_of_the_user_s(tmp_path: Path, monkeypatch) -> None:
+    net, x = users(tmp_path), torch.zeros(3, 3)
+    assert place_of(caught(net.forward, x)) == f"{tmp_path}/net.py:3 in forward"
+    assert place_of(caught(net.leaves)) == f"{tmp_path}/net.py:12 in leaves"
+    assert place_of(caught(net.chained, x)) == f"{tmp_path}/net.py:3 in forward", "where the first of them came from"
+    monkeypatch.chdir(tmp_path)
+    assert place_of(caught(net.forward, x)) == "net.py:3 in forward"
+
+
+def test_an_installed_package_where_there_is_nothing_of_the_user_s(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(frames, "_OURS", str(Path(__file__).parent))  # or this test is the user's code
+    frames._whose.cache_clear()
+    try:
+        other = users(tmp_path, "lib/site-packages/models/llama.py")
+        torchs = users(tmp_path, "lib/site-packages/torch/nn.py")
+        assert place_of(caught(other.forward, torch.zeros(3, 3))).endswith("models/llama.py:3 in forward")
+        assert place_of(caught(torchs.forward, torch.zeros(3, 3))) == ""
+        assert place_of(ValueError("never raised")) == ""
+    finally:
+        frames._whose.cache_clear()
+
+
+class Nowhere:
+    """A channel on which nothing is sent."""
+
+    def start(self, message: Message) -> NoReturn:
+        raise AssertionError("nothing is sent")
+
+
+def waits(method: Iterator[Message] | None, there: threading.Event, go: threading.Event) -> bool:
+    """What is seen of a process that asks for the result of `method`, once it has been begun."""
+    pump = Pump(Nowhere())  # type: ignore[arg-type]
+    step = pump.begin((1,))
+    if method is not None:
+        step.submit(0, method)  # type: ignore[arg-type]
+    asking = threading.Thread(target=lambda: caught(step.result, 0))
+    asking.start()
+    try:
+        assert there.wait(20)
+        seen = [stand().waits for _ in range(300) if not threading.Event().wait(0.001)]
+        return any(seen)
+    finally:
+        go.set()
+        step.drop()
+        pump.close()
+        asking.join()
+
+
+def test_who_asks_for_a_message_waits_unless_his_own_is_still_being_made() -> None:
+    there, go = threading.Event(), threading.Event()
+
+    def held_up() -> Iterator[Message]:
+        there.set()
+        go.wait()
+        raise ValueError("never sent")
+        yield Message((torch.zeros(1),), Combine.SUM)
+
+    assert not stand().waits
+    assert not waits(held_up(), there, go)
+    assert waits(None, there, go)
