@@ -80,7 +80,7 @@ def _trial(habit: Habit, ranks: int, dtype: torch.dtype, known: Outcome, limit_s
     if parted := _difference(outcomes[0].state, outcomes[1:], exactly=True):
         return Verdict(result="wrong", detail=f"ranks part: {parted}")
     if habit.must == "alike":
-        return _alike(habit, outcomes[0], known)
+        return _alike(habit.says if ranks > 1 else "", outcomes[0], known)
     if found := _difference(known.state, outcomes[:1], tolerance=tolerance):
         return Verdict(result="wrong", detail=found)
     return Verdict(result="equal", detail=f"{_distance(known.state, outcomes[0].state):.0e}")
@@ -101,17 +101,16 @@ def _refused(habit: Habit, outcomes: Sequence[Outcome], known: Outcome, toleranc
     return Verdict(result="refused", detail=detail)
 
 
-def _alike(habit: Habit, found: Outcome, known: Outcome) -> Verdict:
-    names = [n for n, value in known.state.items() if value.is_floating_point() and known.history[0].keys() >= {n}]
-    names = names or [n for n, value in known.state.items() if value.is_floating_point()]
-    first = list(known.history[0].values())
+def _alike(says: str, found: Outcome, known: Outcome) -> Verdict:
+    """Near the end that one process came to, and said where `says` wants that."""
+    names = [name for name, value in known.state.items() if value.is_floating_point()]
     way = math.sqrt(sum(_squared(known.history[-1][n] - known.history[0][n]) for n in known.history[0]))
     apart = math.sqrt(sum(_squared(found.state[n] - known.state[n]) for n in names))
-    assert first and way > 0
+    assert way > 0
     if not apart < NEAR * way:
         return Verdict(result="wrong", detail=f"{apart / way:.2f} of the way that one process went away from it")
-    if habit.says and not re.search(habit.says, found.notes):
-        return Verdict(result="wrong", detail=f"no warning that names {habit.says}: {found.notes[-200:]!r}")
+    if says and not re.search(says, found.notes):
+        return Verdict(result="wrong", detail=f"no warning that names {says}: {found.notes[-200:]!r}")
     return Verdict(result="alike", detail=f"{apart / way:.1e} of the way that one process went")
 
 
