@@ -31,7 +31,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossamer import compress
 from gossamer.own_loop.at_hand import AtHand
 from gossamer.own_loop.batch_norm import over_all_ranks, with_statistics
 from gossamer.own_loop.batches import Divider, Rows, is_time_major
@@ -41,6 +40,7 @@ from gossamer.own_loop.meeting import Party, parts_of, party
 from gossamer.own_loop.passes import AUTO, Manner, Passes
 from gossamer.own_loop.steps import Steps
 from gossamer.own_loop.trained import Trained
+from gossamer.plan.law import check_loop
 from gossamer.spec.choice import Exchanges
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.wire.pump import Pump
@@ -91,7 +91,7 @@ def wrap(
     parts = parts_of(share, whole.ranks)
     if exchange == AUTO and whole.hosts == 1:
         exchange = "dense"  # every process is on this machine
-    compress.rules("dense" if exchange == AUTO else exchange, key="exchange")  # a mistake in it is told alone, too
+    check_loop(exchange=exchange, clip=clip)  # also where this process is alone
     hand = AtHand(weight, divides=split)
     passes: list[Passes] = []
     if whole.ranks > 1:
