@@ -98,8 +98,8 @@ def wrap(
         manner = Manner(
             accumulate=accumulate, loss=loss, seed=seed, lossy=lossy, scale=scaler.get_scale if scaler else None
         )
-        passes = _met(models, optimizers, exchange, whole, hand, manner, timeout_s)
-        _mind_batch_norm(models, passes, whole, batch_norm, timeout_s)
+        passes = _met(models, optimizers, exchange, whole, hand, manner)
+        _mind_batch_norm(models, passes, whole, batch_norm)
     for one in optimizers:
         mine = [p for p in passes if _moves(one, p)]
         Steps(one, mine, clip, _buffers(models))
@@ -156,13 +156,13 @@ class _Rate:
 
 def _met(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], exchange: Exchanges, whole: Party, hand: AtHand,
-    manner: Manner, timeout_s: float,
+    manner: Manner
 ) -> list[Passes]:  # fmt: skip
     """The passes of every model, all ranks having started from rank 0's values."""
     passes: list[Passes] = []
     for index, model in enumerate(models):
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        channel = whole.meet(f"model {index}", "nccl" if device.type == "cuda" else "gloo", timeout_s)
+        channel = whole.meet(f"model {index}", "nccl" if device.type == "cuda" else "gloo")
         if index == 0:
             start_alike(tensors_of(models, optimizers), channel)
         pump = Pump(channel)
@@ -189,15 +189,13 @@ def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
-def _mind_batch_norm(
-    models: Sequence[nn.Module], passes: Sequence[Passes], whole: Party, batch_norm: str, timeout_s: float
-) -> None:
+def _mind_batch_norm(models: Sequence[nn.Module], passes: Sequence[Passes], whole: Party, batch_norm: str) -> None:
     """Statistics over all ranks' rows, or a word that they are of each rank's own."""
     for index, (model, one) in enumerate(zip(models, passes, strict=True)):
         if not (layers := with_statistics(model)):
             continue
         if batch_norm == "all":
-            over_all_ranks(layers, one, whole.meet(f"statistics {index}", "gloo", timeout_s))
+            over_all_ranks(layers, one, whole.meet(f"statistics {index}", "gloo"))
         elif whole.rank == 0:
             _log.warning(
                 "%s normalises by the statistics of each rank's own rows, which is not what one process with the whole "

@@ -30,15 +30,16 @@ class Party:
     store: dist.Store
     interface: str = ""
     hosts: int = 1
+    timeout_s: float = 120.0
 
-    def meet(self, name: str, backend: str, timeout_s: float) -> Group:
+    def meet(self, name: str, backend: str) -> Group:
         """A channel of their own. All ranks call it in the same order."""
         meeting = Meeting(
             store=dist.PrefixStore(name, self.store),
             rank=self.rank,
             levels=Levels.flat(self.ranks),
             interface=self.interface,
-            timeout_s=timeout_s,
+            timeout_s=self.timeout_s,
             backend=backend,
         )
         return Group(meeting)
@@ -62,10 +63,10 @@ class Party:
                 time.sleep(0.05)
             for rank in others:
                 left = self.store.get(f"left/{rank}").decode() if self.store.check([f"left/{rank}"]) else ""
-                said.append(f"rank {rank} {left or 'did not come to it, and says nothing'}")
+                said.append(f"rank {rank} {left or f'did not come to it within {self.timeout_s:g} s'}")
         except RuntimeError:
             said = ["rank 0, which keeps the store, is gone"]
-        who = "; ".join(said) or "all ranks wait: the network between them is lost"
+        who = "; ".join(said) or f"all ranks wait, and nothing passes between them ({error})"
         return PeerLost(f"rank {self.rank} waits in {doing}: {who}. Every rank must call backward and step as often")
 
 
@@ -88,7 +89,7 @@ def party(timeout_s: float) -> Party:
     mine = dist.PrefixStore(f"own_loop/{run}/{wraps}", store)
     mine.set(f"host/{rank}", socket.gethostname())
     names = {mine.get(f"host/{other}") for other in range(ranks)}
-    return Party(rank, ranks, mine, interface, max(hosts, len(names)))
+    return Party(rank, ranks, mine, interface, max(hosts, len(names)), timeout_s)
 
 
 @functools.cache

@@ -316,7 +316,7 @@ class Passes:
             try:
                 told = one.weighing.result(0).mean
             except PeerLost as error:
-                raise self.party.lost(error, f"backward pass {one.row.serial}") from error
+                raise self.party.lost(error, f"backward pass {one.row.serial}") from None
             one.rows = Rows.of(told, self.party.rank, one.row)
             one.rows.check()
             self.hand.learn(one.row.counted, one.rows.kind)
@@ -391,7 +391,7 @@ class Passes:
         try:
             return one.exchanging.result(job)
         except PeerLost as error:
-            raise self.party.lost(error, f"backward pass {one.row.serial}") from error
+            raise self.party.lost(error, f"backward pass {one.row.serial}") from None
 
     def _marks(self, names: set[str]) -> Tensor:
         marks = torch.zeros(len(self._params), dtype=torch.uint8)
@@ -490,7 +490,7 @@ class Passes:
         try:
             rows = Rows.of(step.result(0).mean, self.party.rank, row)
         except PeerLost as error:
-            raise self.party.lost(error, doing) from error
+            raise self.party.lost(error, doing) from None
         rows.check()
         return rows
 
