@@ -40,6 +40,7 @@ from gossamer.wire.message import Combine, Message, Outcome, Round, State
 from gossamer.wire.pump import Pump, Step
 
 AUTO = "auto"
+_SKIPPED = 40  # steps in a row: more than a GradScaler skips until it has found its scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,9 +343,8 @@ class Passes:
         self._sums.append(flat.sum())
         if (scale := self._scale(slot)) != 1.0:
             flat.mul_(1.0 / scale)
-        at = Round(
-            self.party.rank, self.pump.channel.levels, weights, (self.manner.seed, self.serial), self.rate(), False
-        )
+        key, levels = (self.manner.seed, self.serial), self.pump.channel.levels
+        at = Round(self.party.rank, levels, weights, key, self.rate(), accounts=False)
         state = slot.state if slot.pending is None else slot.pending
         one.exchanging.submit(index, slot.exchange.run(slot.bucket, state, at))
 
@@ -380,10 +380,10 @@ class Passes:
             slot.pending = outcome.state
             if (times := factor * self._scale(slot)) != 1.0:
                 slot.bucket.flat.mul_(times)
-        anywhere = self._outcome(one, len(self._slots)).mean
+        anywhere = self._outcome(one, len(self._slots)).mean.tolist()
         with torch.no_grad():
-            for name in self._params:
-                self._put(name, had=bool(anywhere[self._place[name]]))
+            for name, had in zip(self._params, anywhere, strict=True):
+                self._put(name, had=bool(had))
         self._held, self._grouped = set(), 0
 
     def _outcome(self, one: _Pass, job: int) -> Outcome:
@@ -482,6 +482,11 @@ class Passes:
             return
         self.reject()
         self.skipped += 1
+        if self.remembers and self.skipped > _SKIPPED:
+            raise BadInput(
+                f"{self.skipped} backward passes without a step of the optimizer that was wrapped: what the exchange "
+                "keeps back would never be sent. Step it, or use an exchange that keeps nothing"
+            )
 
     def gathered(self, row: Row, doing: str) -> Rows:
         """The same row of every rank, beside the passes. Raises as a pass does."""
