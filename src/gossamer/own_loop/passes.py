@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from gossamer import compress
 from gossamer.compress import Exchange, owes
+from gossamer.compress.dense import Dense
 from gossamer.ops.fingerprint import digest
 from gossamer.own_loop.at_hand import AtHand
 from gossamer.own_loop.choosing import WATCHED, Watch
 from gossamer.own_loop.in_turn import InTurn
 from gossamer.own_loop.meeting import Party
-from gossamer.own_loop.reading import Counted
+from gossamer.own_loop.reading import Counted, Kind
 from gossamer.own_loop.roots import Asked, watched
 from gossamer.own_loop.rows import BACKWARD, LOSS, TAKEN, Row, Rows
 from gossamer.own_loop.trained import Trained
@@ -38,7 +39,7 @@ from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.sync import buckets_of
 from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.channel import Channel, Pending
-from gossamer.wire.message import Combine, Message, Round, State
+from gossamer.wire.message import Combine, Message, Outcome, Round, Rounds, State
 from gossamer.wire.pump import Pump, Step
 
 AUTO = "auto"
@@ -59,13 +60,20 @@ class Manner:
 
 @dataclass(slots=True)
 class _Slot:
-    """One bucket. `pending`: the exchange's state after the passes since the last step, if there were any."""
+    """One bucket. `pending`: the exchange's state after the passes since the last step, if there were any.
+
+    `tail`: of a bucket that is only summed, some numbers behind its gradients: what this rank's count, and for every
+    parameter whether it had one. So a sum of gradients times counts brings along what it is divided by, and nothing
+    need be known before it goes out. None where an exchange has more to do.
+    """
 
     layout: Layout
     exchange: Exchange
     state: State
     bucket: Bucket
     views: dict[str, Tensor]
+    whole: Tensor  # (bucket and tail,)
+    tail: Tensor | None = None  # (1 + parameters,)
     pending: State | None = None
     waits: int = 0
     sent: bool = False
@@ -172,8 +180,7 @@ class Passes:
         exchanges = {name: self._rules.of(name) for name in params}
         for layout, exchange in buckets_of(params, exchanges, bucket_bytes=self._bucket_bytes):
             exchange.check(layout, self.pump.channel.levels)
-            bucket = layout.allocate()
-            self._slots.append(_Slot(layout, exchange, exchange.init(layout), bucket, dict(bucket.slices())))
+            self._slots.append(_slot(layout, exchange))
         self._params |= params
         self._slot_of = {e.name: i for i, slot in enumerate(self._slots) for e in slot.layout.entries}
         self._place = {name: index for index, name in enumerate(self._params)}
@@ -345,10 +352,16 @@ class Passes:
         return rows.share * self.party.ranks * rows.factor
 
     def _send(self, one: _Pass, index: int) -> None:
-        slot, rows = self._slots[index], self._rows(one)
+        slot = self._slots[index]
         assert one.exchanging is not None
         slot.sent = True
         flat = slot.bucket.flat
+        if slot.tail is not None:
+            self._sums.append(flat.sum())
+            self._count_in(one, slot, slot.tail)
+            one.exchanging.submit(index, _summed(slot))
+            return
+        rows = self._rows(one)
         if one.is_grouped:
             weights = torch.full((self.party.ranks,), 1 / self.party.ranks, dtype=torch.float64)
         else:
@@ -362,6 +375,17 @@ class Passes:
         at = Round(self.party.rank, levels, weights, key, self.rate(), accounts=False)
         state = slot.state if slot.pending is None else slot.pending
         one.exchanging.submit(index, slot.exchange.run(slot.bucket, state, at))
+
+    def _count_in(self, one: _Pass, slot: _Slot, tail: Tensor) -> None:
+        """The bucket's gradients times what they count, and behind them what that is."""
+        counted = one.row.counted
+        count = 1.0 if one.is_grouped or not counted.counts else max(0.0, counted.counts[0])
+        if count == 0.0:
+            slot.bucket.flat.zero_()  # a rank without anything that counts may have nan there
+        elif count != 1.0:
+            slot.bucket.flat.mul_(count)
+        had = [float(entry.name in one.arrived or entry.name in self._held) for entry in slot.layout.entries]
+        tail.copy_(torch.tensor([count, *had], dtype=tail.dtype))
 
     def _scale(self, slot: _Slot) -> float:
         """What gradients are divided by, so that what is kept for later is of no scale."""
@@ -386,20 +410,37 @@ class Passes:
         for index, slot in enumerate(self._slots):
             if not slot.sent:
                 self._send(one, index)
-        marking = self._words.start(Message((self._marks(mine),), Combine.MAX))
-        factor = 1.0 if one.is_grouped else rows.factor
+        is_marked = any(slot.tail is None for slot in self._slots)
+        marking = self._words.start(Message((self._marks(mine),), Combine.MAX)) if is_marked else None
+        anywhere: dict[str, bool] = {}
         for index, slot in enumerate(self._slots):
             outcome = exchanging.result(index)
+            if slot.tail is not None:
+                total, *had = slot.tail.tolist()
+                anywhere |= {e.name: one > 0 for e, one in zip(slot.layout.entries, had, strict=True)}
+                self._divide(one, slot, total, rows)
+                slot.pending = outcome.state
+                continue
+            factor = 1.0 if one.is_grouped else rows.factor
             if outcome.mean.data_ptr() != slot.bucket.flat.data_ptr():
                 slot.bucket.flat.copy_(outcome.mean)
             slot.pending = outcome.state
             if (times := factor * self._scale(slot)) != 1.0:
                 slot.bucket.flat.mul_(times)
-        (anywhere,) = marking.wait()
+        if marking is not None:
+            (marked,) = marking.wait()
+            anywhere = {name: bool(one) for name, one in zip(self._params, marked.tolist(), strict=True)}
         with torch.no_grad():
-            for name, had in zip(self._params, anywhere.tolist(), strict=True):
-                self._put(name, had=bool(had))
+            for name in self._params:
+                self._put(name, had=anywhere[name])
         self._held, self._grouped = set(), 0
+
+    def _divide(self, one: _Pass, slot: _Slot, total: float, rows: Rows) -> None:
+        """A bucket's sum of gradients times counts becomes the gradient of the whole batch."""
+        if one.is_grouped:
+            slot.bucket.flat.mul_(1 / self.party.ranks)
+        elif rows.kind is not Kind.SUM and total not in (0.0, 1.0):
+            slot.bucket.flat.div_(total)
 
     def _marks(self, names: set[str]) -> Tensor:
         marks = torch.zeros(len(self._params), dtype=torch.uint8)
@@ -517,6 +558,24 @@ class Passes:
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes = [], []
+
+
+def _slot(layout: Layout, exchange: Exchange) -> _Slot:
+    """A bucket of zeros, with a tail where its exchange is nothing but a sum."""
+    is_sum = isinstance(exchange, Dense) and layout.dtype in (torch.float32, torch.float64)
+    tail = 1 + len(layout.entries) if is_sum else 0
+    flat = torch.zeros(layout.numel + tail, dtype=layout.dtype, device=layout.device)
+    bucket = Bucket(layout, flat[: layout.numel])
+    views, behind = dict(bucket.slices()), flat[layout.numel :] if is_sum else None
+    return _Slot(layout, exchange, exchange.init(layout), bucket, views, flat, behind)
+
+
+def _summed(slot: _Slot) -> Rounds:
+    """The sum of a bucket and its tail over all ranks, in place."""
+    (found,) = yield Message((slot.whole,), Combine.SUM)
+    if found.data_ptr() != slot.whole.data_ptr():
+        slot.whole.copy_(found)
+    return Outcome(slot.bucket.flat, None, slot.state if slot.pending is None else slot.pending)
 
 
 @dataclass(frozen=True, slots=True)
