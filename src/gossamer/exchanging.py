@@ -138,7 +138,7 @@ class Exchanger:
         periods = [period for period in PERIODS if bool(period.second_moments) == self.tells]
         loop = sync.build(written_of(periods[0], 1, self.steps)).loop  # all of them send the same in a round
         assert loop is not None
-        cut = _bucket_bytes(links, self._most_bucket_bytes)
+        cut = bucket_bytes_for(links, self._most_bucket_bytes)
         facts = self._measured.round_facts(loop, links, Levels.islands(islands), self.plan.units, cut)
         chosen = choose_period(decision, facts, steps=self.steps, lossy=self.lossy, periods=periods)
         self._adopt("sync", chosen.sync or "every_step", chosen.reason)
@@ -316,7 +316,7 @@ class Exchanger:
         """With gradients of `step`, where those of an earlier one are not known; the plan becomes what is chosen."""
         self._learn(links)
         links = _of(links, self.plan.islands)
-        bucket_bytes = _bucket_bytes(links, self._most_bucket_bytes)
+        bucket_bytes = bucket_bytes_for(links, self._most_bucket_bytes)
         candidates = across_islands(CANDIDATES) if self.plan.islands else CANDIDATES
         measured = self._measure(step)
         facts = measured.facts(links, candidates, bucket_bytes)
@@ -392,7 +392,7 @@ class _Watch:
         self.rate(pump)
 
 
-def _bucket_bytes(links: Links, largest: int) -> int:
+def bucket_bytes_for(links: Links, largest: int) -> int:
     """Slow links have time for small buckets, which overlap better and can be treated one by one."""
     link = links.levels.get("between", links.levels["all"])
     wanted = int(_LATENCIES_PER_BUCKET * link.latency_s * link.bytes_per_s)

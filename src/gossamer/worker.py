@@ -35,8 +35,6 @@ from gossamer.wire.process import DONE, INTERRUPTED
 Show = Callable[[Record], None]
 _LATER_S = 30.0  # than its supervisor, which knows who hangs, a rank that waits gives up
 _CODES = {"done": DONE, "interrupted": INTERRUPTED}
-# torchrun keeps the store itself, and tells so.
-_AGENT_STORE = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def main() -> int:
@@ -146,7 +144,7 @@ def place_to_meet(place: Place, timeout_s: float) -> Where:
             place.address,
             place.port,
             place.ranks,
-            is_keeper=place.rank == 0 and not _AGENT_STORE,
+            is_keeper=place.rank == 0 and not place.has_store,
             timeout_s=timeout_s,
             listener=place.listener,
         )

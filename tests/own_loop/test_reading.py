@@ -116,6 +116,9 @@ UNKNOWN = {
     "the larger half of the rows": lambda o: o.square().sum(-1).topk(3).values.mean(),
     "rows against rows": lambda o: F.cross_entropy(o @ o.T, torch.arange(ROWS)),
     "features against features": lambda o: (o.T @ o).square().sum(),
+    "rows against the next ones": lambda o: (o[:, 0] - o[:, 0].roll(1)).square().mean(),
+    "distances of rows": lambda o: torch.cdist(o, target).mean(),
+    "a mean as a product": lambda o: o.square().sum(-1) @ torch.full((ROWS,), 1 / ROWS),
     "the spread of the rows": lambda o: o.std(0).mean(),
     "rows without their mean": lambda o: (o - o.mean(0)).square().mean(),
     "one over a count, as a factor": lambda o: o.square().sum() * (1 / ROWS),
@@ -163,9 +166,20 @@ def test_a_penalty_on_parameters_counts_nothing() -> None:
 
 def test_a_weight_that_is_learnt_does_not_change_what_its_loss_counts() -> None:
     _, out = outputs()
-    scale = nn.Parameter(torch.zeros(()))
+    scale, others = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(2))
+    found = counted(others[0].exp() * F.mse_loss(out, target) + others[0])
+    assert (found.kind, found.counts) == (Kind.MEAN, (30.0,))
     found = counted((-scale).exp() * F.mse_loss(out, target) + scale)
     assert (found.kind, found.counts) == (Kind.MEAN, (30.0,))
+
+
+def test_a_rank_without_labels_counts_nothing() -> None:
+    _, out = outputs()
+    none = torch.full((ROWS,), -100)
+    by_hand = F.cross_entropy(out, none, reduction="sum") / (none != -100).sum()
+    for loss in (F.cross_entropy(out, none), by_hand):
+        found = counted(loss)
+        assert (found.kind, found.counts) == (Kind.MEAN, (0.0,))
 
 
 def test_factors_are_part_of_what_ranks_compare() -> None:

@@ -176,9 +176,9 @@ def test_prices_are_of_their_own_candidate(world) -> None:
 )
 def test_buckets_are_forty_latencies_of_wire(link: Link, size: int) -> None:
     flat, far = Links(islands=((0, 1),), levels={"all": link}), Link(latency_s=5.0, bytes_per_s=1e9)
-    assert exchanging._bucket_bytes(flat, BUCKET_BYTES) == size
+    assert exchanging.bucket_bytes_for(flat, BUCKET_BYTES) == size
     apart = Links(islands=((0,), (1,)), levels={"all": far, "island": far, "between": link})
-    assert exchanging._bucket_bytes(apart, BUCKET_BYTES) == size, "between islands is where messages wait"
+    assert exchanging.bucket_bytes_for(apart, BUCKET_BYTES) == size, "between islands is where messages wait"
 
 
 def test_other_messages_pass_at_another_rate(world) -> None:

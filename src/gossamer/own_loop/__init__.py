@@ -31,16 +31,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossamer import compress
 from gossamer.own_loop.at_hand import AtHand
 from gossamer.own_loop.batch_norm import over_all_ranks, with_statistics
 from gossamer.own_loop.batches import Divider, Rows, is_time_major
 from gossamer.own_loop.beginning import check_models, check_optimizers, start_alike, tensors_of
 from gossamer.own_loop.loader import WrappedLoader, refuse_sampler, rows_of
 from gossamer.own_loop.meeting import Party, parts_of, party
-from gossamer.own_loop.passes import Manner, Passes
+from gossamer.own_loop.passes import AUTO, Manner, Passes
 from gossamer.own_loop.steps import Steps
 from gossamer.own_loop.trained import Trained
+from gossamer.plan.law import check_loop
 from gossamer.spec.choice import Exchanges
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.wire.pump import Pump
@@ -54,6 +54,7 @@ def wrap(
     loader: Iterable[Any] | None = None,
     *,
     exchange: Exchanges = "dense",
+    lossy: bool = False,
     share: list[float] | None = None,
     clip: float = 0.0,
     accumulate: int = 1,
@@ -71,7 +72,8 @@ def wrap(
     Several models and optimizers may come as lists, and come back so. Raises BadInput, PeerLost; so do backward and
     step, before any parameter has moved.
 
-    exchange: a method of `compress`. share: part of every batch per rank (default equal). clip: largest global gradient
+    exchange: a method of `compress`, or "auto", which chooses after the first steps by the links between hosts; it may
+    lose something where `lossy`. share: part of every batch per rank (default equal). clip: largest global gradient
     norm, 0 for none. accumulate: backward passes before each step that are exchanged as one (`model.no_sync()` does the
     same by hand). weight: what a batch counts in a mean over it, as a function of it; loss: "read" from its graph, else
     "mean" (over what `weight` gives, or rows) or "sum". rows: which dimension of which tensor has rows, where that
@@ -87,13 +89,17 @@ def wrap(
         refuse_sampler(loader)
     whole = party(timeout_s)
     parts = parts_of(share, whole.ranks)
-    compress.rules(exchange, key="exchange")  # a mistake in it is told alone, too
+    if exchange == AUTO and whole.hosts == 1:
+        exchange = "dense"  # every process is on this machine
+    check_loop(exchange=exchange, clip=clip)  # also where this process is alone
     hand = AtHand(weight, divides=split)
     passes: list[Passes] = []
     if whole.ranks > 1:
-        manner = Manner(accumulate=accumulate, loss=loss, seed=seed, scale=scaler.get_scale if scaler else None)
-        passes = _met(models, optimizers, exchange, whole, hand, manner, timeout_s)
-        _mind_batch_norm(models, passes, whole, batch_norm, timeout_s)
+        manner = Manner(
+            accumulate=accumulate, loss=loss, seed=seed, lossy=lossy, scale=scaler.get_scale if scaler else None
+        )
+        passes = _met(models, optimizers, exchange, whole, hand, manner)
+        _mind_batch_norm(models, passes, whole, batch_norm)
     for one in optimizers:
         mine = [p for p in passes if _moves(one, p)]
         Steps(one, mine, clip, _buffers(models))
@@ -150,13 +156,13 @@ class _Rate:
 
 def _met(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], exchange: Exchanges, whole: Party, hand: AtHand,
-    manner: Manner, timeout_s: float,
+    manner: Manner
 ) -> list[Passes]:  # fmt: skip
     """The passes of every model, all ranks having started from rank 0's values."""
     passes: list[Passes] = []
     for index, model in enumerate(models):
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        channel = whole.meet(f"model {index}", "nccl" if device.type == "cuda" else "gloo", timeout_s)
+        channel = whole.meet(f"model {index}", "nccl" if device.type == "cuda" else "gloo")
         if index == 0:
             start_alike(tensors_of(models, optimizers), channel)
         pump = Pump(channel)
@@ -183,15 +189,13 @@ def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
-def _mind_batch_norm(
-    models: Sequence[nn.Module], passes: Sequence[Passes], whole: Party, batch_norm: str, timeout_s: float
-) -> None:
+def _mind_batch_norm(models: Sequence[nn.Module], passes: Sequence[Passes], whole: Party, batch_norm: str) -> None:
     """Statistics over all ranks' rows, or a word that they are of each rank's own."""
     for index, (model, one) in enumerate(zip(models, passes, strict=True)):
         if not (layers := with_statistics(model)):
             continue
         if batch_norm == "all":
-            over_all_ranks(layers, one, whole.meet(f"statistics {index}", "gloo", timeout_s))
+            over_all_ranks(layers, one, whole.meet(f"statistics {index}", "gloo"))
         elif whole.rank == 0:
             _log.warning(
                 "%s normalises by the statistics of each rank's own rows, which is not what one process with the whole "

@@ -93,7 +93,7 @@ class AtHand(Batch):
     def rows(self) -> int:  # type: ignore[override]
         """Of this rank, in the batch of the pass that begins; 0 where that is not known."""
         share = self.share
-        return 0 if share is None or not self._divides else share.rows
+        return 0 if share is None or not self._divides or not share.is_first else share.rows
 
     @property
     def whole(self) -> int:  # type: ignore[override]

@@ -39,6 +39,7 @@ class Share:
     rows: int
     whole: int
     mark: int
+    is_first: bool = True  # whether rows are in the first dimension everywhere
 
     def counts(self) -> set[float]:
         """What a loss may count in it: rows, elements, labels that are not ignored or not padding, before and after the
@@ -61,19 +62,17 @@ class Share:
         """Whether `tensor`, which lies in the memory of this batch, leaves out first or last rows of it."""
         for _, leaf in leaves(self.batch):
             if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == max(1, self.rows) and leaf.numel():
-                if tensor.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr() or not tensor.numel():
+                if not _overlap(tensor, leaf):
                     continue
                 low = tensor.storage_offset() - leaf.storage_offset()
-                high = low + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                high = low + _reach(tensor)
                 row = leaf.stride(0)
                 return low >= row or high < (leaf.shape[0] - 1) * row
         return False
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the memory of this batch."""
-        return tensor.untyped_storage().data_ptr() in {
-            leaf.untyped_storage().data_ptr() for _, leaf in leaves(self.batch) if isinstance(leaf, Tensor)
-        }
+        return any(_overlap(tensor, leaf) for _, leaf in leaves(self.batch) if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +99,13 @@ class Divider:
                 raise BadInput(
                     "wanted rows(batch, take) to ask take(number of rows), got a function that did not", key="rows"
                 )
-            return Share(mine, *taken[-1], mark)
+            return Share(mine, *taken[-1], mark, is_first=False)
         dims = self._dims(batch)
         sizes = {path: size for path, (_, size) in dims.items()}
         whole = self._whole(sizes, is_last)
         start, stop = self._mine(whole)
         mine = _taken(batch, dims, slice(start, max(stop, start + 1)) if stop > start else slice(0, 1))
-        return Share(mine, stop - start, whole, mark)
+        return Share(mine, stop - start, whole, mark, all(dim == 0 for dim, _ in dims.values()))
 
     def _taking(self, whole: int, taken: list[tuple[int, int]]) -> slice:
         start, stop = self._mine(whole)
@@ -186,6 +185,20 @@ class Divider:
 
     def _is_usual(self, rows: int, wanted: int, is_last: bool) -> bool:
         return rows == wanted or (is_last and rows < wanted) or self.rows is not None
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have memory in common, from the first to the last number of each."""
+    if one.layout != torch.strided or other.layout != torch.strided or not one.numel() or not other.numel():
+        return False
+    starts = [t.data_ptr() for t in (one, other)]
+    ends = [t.data_ptr() + _reach(t) * t.element_size() for t in (one, other)]
+    return starts[0] <= ends[1] and starts[1] <= ends[0]
+
+
+def _reach(tensor: Tensor) -> int:
+    """From the first number to the last, in numbers."""
+    return int(sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
 
 
 def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:

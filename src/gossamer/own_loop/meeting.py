@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from gossamer.job import Where
 from gossamer.run.launch.environment import Place, launcher_of, read_environment
 from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.wire.channel.group import Group, Meeting
@@ -21,21 +23,23 @@ _LATE_S = 3.0  # how long a rank that waits gives the others to say that they wa
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """This rank among all of one wrapped loop, and the store they meet in. Alone it is rank 0 of 1."""
+    """This rank among all of one wrapped loop, on so many hosts, and their store. Alone it is rank 0 of 1."""
 
     rank: int
     ranks: int
     store: dist.Store
     interface: str = ""
+    hosts: int = 1
+    timeout_s: float = 120.0
 
-    def meet(self, name: str, backend: str, timeout_s: float) -> Group:
+    def meet(self, name: str, backend: str) -> Group:
         """A channel of their own. All ranks call it in the same order."""
         meeting = Meeting(
             store=dist.PrefixStore(name, self.store),
             rank=self.rank,
             levels=Levels.flat(self.ranks),
             interface=self.interface,
-            timeout_s=timeout_s,
+            timeout_s=self.timeout_s,
             backend=backend,
         )
         return Group(meeting)
@@ -59,10 +63,10 @@ class Party:
                 time.sleep(0.05)
             for rank in others:
                 left = self.store.get(f"left/{rank}").decode() if self.store.check([f"left/{rank}"]) else ""
-                said.append(f"rank {rank} {left or 'did not come to it, and says nothing'}")
+                said.append(f"rank {rank} {left or f'did not come to it within {self.timeout_s:g} s'}")
         except RuntimeError:
             said = ["rank 0, which keeps the store, is gone"]
-        who = "; ".join(said) or "all ranks wait: the network between them is lost"
+        who = "; ".join(said) or f"all ranks wait, and nothing passes between them ({error})"
         return PeerLost(f"rank {self.rank} waits in {doing}: {who}. Every rank must call backward and step as often")
 
 
@@ -73,23 +77,25 @@ def party(timeout_s: float) -> Party:
     """
     if dist.is_available() and dist.is_initialized():
         store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        interface, hosts = os.environ.get("GLOO_SOCKET_IFNAME", ""), 1
     elif launcher_of(os.environ):
         place = read_environment()
         where = _met(place, timeout_s)
-        store, rank, ranks, interface = where
+        store, rank, ranks, interface, hosts = where.store, where.rank, where.ranks, where.interface, where.hosts
     else:
         return Party(0, 1, dist.HashStore())
     run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     wraps = store.add(f"own_loop/{run}/wraps/{rank}", 1)
-    return Party(rank, ranks, dist.PrefixStore(f"own_loop/{run}/{wraps}", store), interface)
+    mine = dist.PrefixStore(f"own_loop/{run}/{wraps}", store)
+    mine.set(f"host/{rank}", socket.gethostname())
+    names = {mine.get(f"host/{other}") for other in range(ranks)}
+    return Party(rank, ranks, mine, interface, max(hosts, len(names)), timeout_s)
 
 
 @functools.cache
-def _met(place: Place, timeout_s: float) -> tuple[dist.Store, int, int, str]:
+def _met(place: Place, timeout_s: float) -> Where:
     """The process's one store of a launcher: a second one could not listen at the same port."""
-    where = place_to_meet(place, timeout_s)
-    return where.store, where.rank, where.ranks, where.interface
+    return place_to_meet(place, timeout_s)
 
 
 def rank() -> int:

@@ -13,6 +13,7 @@ then, and a step that never came (a GradScaler that skipped it, gradients that w
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from gossamer import compress
 from gossamer.compress import Exchange, owes
 from gossamer.ops.fingerprint import digest
 from gossamer.own_loop.at_hand import AtHand
+from gossamer.own_loop.choosing import WATCHED, Watch
 from gossamer.own_loop.meeting import Party
 from gossamer.own_loop.reading import Counted
 from gossamer.own_loop.roots import Asked, watched
@@ -37,6 +39,9 @@ from gossamer.wire.bucket import Bucket, Layout
 from gossamer.wire.message import Combine, Message, Outcome, Round, State
 from gossamer.wire.pump import Pump, Step
 
+AUTO = "auto"
+_SKIPPED = 40  # steps in a row: more than a GradScaler skips until it has found its scale
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
@@ -45,6 +50,7 @@ class Manner:
     accumulate: int = 1
     loss: str = "read"
     seed: int = 0
+    lossy: bool = False  # whether an exchange that is chosen may lose something
     scale: Callable[[], float] | None = None  # what losses are multiplied with, of a GradScaler
     bucket_bytes: int = 25 << 20
 
@@ -96,11 +102,14 @@ class Passes:
         self, trained: Trained, exchanges: Exchanges, party: Party, pump: Pump, hand: AtHand, manner: Manner
     ) -> None:
         self.trained, self.party, self.pump, self.hand, self.manner = trained, party, pump, hand, manner
-        self._rules = compress.rules(exchanges, key="exchange")
+        self._watch = Watch(lossy=manner.lossy) if exchanges == AUTO else None
+        self._rules = compress.rules("dense" if exchanges == AUTO else exchanges, key="exchange")
+        self._bucket_bytes = manner.bucket_bytes
         self.serial = 0  # of the last pass
         self.steps = 0  # that were committed
         self.rate: Callable[[], float] = lambda: 1.0  # of the optimizer, which feedback follows
         self.skipped = 0  # steps in a row that never came
+        self.reason = ""  # of what `auto` chose
         self.last: Rows | None = None  # of the last pass
         self._counted: Counted | None = None
         self._roots: tuple[Tensor, ...] = ()
@@ -147,8 +156,16 @@ class Passes:
 
     def take_in(self, params: Mapping[str, nn.Parameter]) -> None:
         """Parameters that are trained from now on. All ranks take in the same, in the same order."""
+        self._lay_out(params)
+        for name, param in params.items():
+            _let_go(param)
+            _refuse_after_hooks(name, param, 0)
+            self._hook(name, param)
+
+    def _lay_out(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Buckets for them, behind those that there are."""
         exchanges = {name: self._rules.of(name) for name in params}
-        for layout, exchange in buckets_of(params, exchanges, bucket_bytes=self.manner.bucket_bytes):
+        for layout, exchange in buckets_of(params, exchanges, bucket_bytes=self._bucket_bytes):
             exchange.check(layout, self.pump.channel.levels)
             bucket = layout.allocate()
             self._slots.append(_Slot(layout, exchange, exchange.init(layout), bucket, dict(bucket.slices())))
@@ -158,10 +175,6 @@ class Passes:
         self.remembers = any(True for slot in self._slots for _ in slot.state.flatten())  # from step to step
         levels, rank = self.pump.channel.levels, self.party.rank
         self._rounds = [*(len(s.exchange.traffic(s.layout, levels, rank)) for s in self._slots), 1]
-        for name, param in params.items():
-            _let_go(param)
-            _refuse_after_hooks(name, param, 0)
-            self._hook(name, param)
 
     def _hook(self, name: str, param: nn.Parameter) -> None:
         with torch.enable_grad():
@@ -189,6 +202,8 @@ class Passes:
             self._take_in_later(new)
         for param in self._params.values():
             _defer_hooks(param)
+        if self._watch is not None:
+            self._watch.turn()
         self._counted = None
         if self.manner.loss == "read" and self.hand.weigh is None:
             self._counted = asked.counted(self.hand)
@@ -233,6 +248,8 @@ class Passes:
                 view.zero_().add_(new)
             else:
                 view.copy_(new)
+        if self._watch is not None and self.serial == WATCHED and new is not None and new.layout == torch.strided:
+            self._watch.see(name, new)
         param.grad = view
         one.arrived.add(name)
         slot.waits -= 1
@@ -300,7 +317,7 @@ class Passes:
             try:
                 told = one.weighing.result(0).mean
             except PeerLost as error:
-                raise self.party.lost(error, f"backward pass {one.row.serial}") from error
+                raise self.party.lost(error, f"backward pass {one.row.serial}") from None
             one.rows = Rows.of(told, self.party.rank, one.row)
             one.rows.check()
             self.hand.learn(one.row.counted, one.rows.kind)
@@ -326,9 +343,8 @@ class Passes:
         self._sums.append(flat.sum())
         if (scale := self._scale(slot)) != 1.0:
             flat.mul_(1.0 / scale)
-        at = Round(
-            self.party.rank, self.pump.channel.levels, weights, (self.manner.seed, self.serial), self.rate(), False
-        )
+        key, levels = (self.manner.seed, self.serial), self.pump.channel.levels
+        at = Round(self.party.rank, levels, weights, key, self.rate(), accounts=False)
         state = slot.state if slot.pending is None else slot.pending
         one.exchanging.submit(index, slot.exchange.run(slot.bucket, state, at))
 
@@ -344,6 +360,8 @@ class Passes:
 
     def _exchange(self, one: _Pass, exchanging: Step) -> None:
         """The end of a pass that meets."""
+        if self._watch is not None and self.serial == WATCHED:
+            self._watch.end()
         rows = self._rows(one)
         mine = one.arrived | {name for name in self._held if self._is_view(name, self._params[name].grad)}
         for name in self._params:
@@ -362,10 +380,10 @@ class Passes:
             slot.pending = outcome.state
             if (times := factor * self._scale(slot)) != 1.0:
                 slot.bucket.flat.mul_(times)
-        anywhere = self._outcome(one, len(self._slots)).mean
+        anywhere = self._outcome(one, len(self._slots)).mean.tolist()
         with torch.no_grad():
-            for name in self._params:
-                self._put(name, had=bool(anywhere[self._place[name]]))
+            for name, had in zip(self._params, anywhere, strict=True):
+                self._put(name, had=bool(had))
         self._held, self._grouped = set(), 0
 
     def _outcome(self, one: _Pass, job: int) -> Outcome:
@@ -373,7 +391,7 @@ class Passes:
         try:
             return one.exchanging.result(job)
         except PeerLost as error:
-            raise self.party.lost(error, f"backward pass {one.row.serial}") from error
+            raise self.party.lost(error, f"backward pass {one.row.serial}") from None
 
     def _marks(self, names: set[str]) -> Tensor:
         marks = torch.zeros(len(self._params), dtype=torch.uint8)
@@ -433,6 +451,20 @@ class Passes:
         self.steps += 1
         self.skipped = 0
         self._sums = []
+        self._choose()
+
+    def _choose(self) -> None:
+        """After a step: settle on an exchange, once a pass has been watched; and look at when the next step begins."""
+        if self._watch is None:
+            return
+        if self.serial < WATCHED:
+            self._watch.began_s = time.perf_counter()
+            return
+        chosen = self._watch.choose(self._params, self.pump, self.manner.bucket_bytes)
+        self._watch, self.reason = None, chosen.reason
+        self._rules, self._bucket_bytes = compress.rules(chosen.exchange, key="exchange"), chosen.bucket_bytes
+        self._slots = []  # what lies in `.grad` is its own from now on
+        self._lay_out(self._params)
 
     def reject(self) -> None:
         """The step did not take effect: exchanges go on from where they were."""
@@ -450,6 +482,11 @@ class Passes:
             return
         self.reject()
         self.skipped += 1
+        if self.remembers and self.skipped > _SKIPPED:
+            raise BadInput(
+                f"{self.skipped} backward passes without a step of the optimizer that was wrapped: what the exchange "
+                "keeps back would never be sent. Step it, or use an exchange that keeps nothing"
+            )
 
     def gathered(self, row: Row, doing: str) -> Rows:
         """The same row of every rank, beside the passes. Raises as a pass does."""
@@ -458,7 +495,7 @@ class Passes:
         try:
             rows = Rows.of(step.result(0).mean, self.party.rank, row)
         except PeerLost as error:
-            raise self.party.lost(error, doing) from error
+            raise self.party.lost(error, doing) from None
         rows.check()
         return rows
 

@@ -199,7 +199,11 @@ def _scaled(node: Any, name: str, below: list[Any], factor: float) -> list[Term]
         return _product(name, _terms(left, factor), _terms(right, 1.0))
     other = _constant(node, "_saved_other" if left is not None else "_saved_self")
     terms = _terms(left if left is not None else right, factor)
-    if other is None or other.value == 0.0 or (name == "Div" and left is None):
+    if (
+        other is None
+        or (other.value == 0.0 and not (name == "Div" and other.is_computed))
+        or (name == "Div" and left is None)
+    ):
         return [
             Term(Kind.UNKNOWN, f"{name} with something that is no number") if t.kind is not Kind.FREE else t
             for t in terms
@@ -223,6 +227,8 @@ def _times(term: Term, name: str, other: Given) -> Term:
     if is_sum and name == "Div":
         is_computed = term.is_computed or other.is_computed
         return Term(Kind.DIVIDED, f"{term.what} / {value:g}", term.count * abs(value), term.factor, is_computed)
+    if not value:
+        return Term(Kind.UNKNOWN, f"{term.what} {'times' if name == 'Mul' else '/'} 0")
     factor = term.factor * value if name == "Mul" else term.factor / value
     return Term(term.kind, term.what, term.count, factor, term.is_computed)
 
@@ -234,8 +240,9 @@ def _reduced(node: Any, name: str, below: list[Any], factor: float) -> Term:
             return Term(Kind.FREE, "a mean of parameters")
         return Term(Kind.MEAN, f"a mean over {node._saved_self_sym_numel}", float(node._saved_self_sym_numel), factor)
     if name in ("Sum", "Dot"):
-        sizes = tuple(node._saved_self_sym_sizes) if name == "Sum" else ()
-        return _sum(below[0] if name == "Sum" else node, sizes, "a sum", factor)
+        if name == "Dot":
+            return _dot(node, below, factor)
+        return _sum(below[0], tuple(node._saved_self_sym_sizes), "a sum", factor)
     if node._saved_reduction == 2:
         return Term(Kind.SUM, f"{name} (reduction='sum')", 1.0, factor)
     if name.startswith("NllLoss"):
@@ -243,6 +250,17 @@ def _reduced(node: Any, name: str, below: list[Any], factor: float) -> Term:
         return Term(Kind.MEAN, f"{name} over {total:g}", total, factor)
     count = float(node._saved_self.numel()) if name != "MultiMarginLoss" else float(node._saved_self.shape[0])
     return Term(Kind.MEAN, f"{name} over {count:g}", count, factor)
+
+
+def _dot(node: Any, below: list[Any], factor: float) -> Term:
+    """A sum of losses times what each counts."""
+    left = below[0] is not None
+    kept = _saved(node, "_saved_tensor" if left else "_saved_self")
+    if None not in below[:2] or not isinstance(kept, Tensor):
+        return Term(Kind.UNKNOWN, "Dot of two tensors that both depend on the batch")
+    if _adds_up(kept):
+        return Term(Kind.UNKNOWN, _OWN_WEIGHTS)
+    return _sum(below[0] if left else below[1], tuple(kept.shape), "a sum", factor)
 
 
 def _sum(node: Any, sizes: tuple[int, ...], what: str, factor: float) -> Term:
@@ -261,7 +279,7 @@ def _sum(node: Any, sizes: tuple[int, ...], what: str, factor: float) -> Term:
             if isinstance(other, Tensor) and other.numel() > 1 and _adds_up(other):
                 return Term(Kind.UNKNOWN, _OWN_WEIGHTS)
             number = _number(other)
-            if number is not None and number.value != 0.0 and (left or name == "Mul"):
+            if number is not None and (number.value or number.is_computed) and (left or name == "Mul"):
                 term = _times(term, name, number)
             node = below[0] if left else below[1]
         else:
@@ -285,6 +303,14 @@ def _is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
         seen += 1
         name = _name(one)
         if seen > _FREE_NODES or (name not in _BY_ELEMENT and name not in _PASSING and name != "AccumulateGrad"):
+            return False
+        if name in ("Select", "Unbind", "Slice") and not _is_parameter(one.next_functions[0][0]):
+            return False
+        if name in ("Mul", "Div") and any(
+            (given := _constant(one, kept)) is not None and given.is_computed
+            for kept, below in zip(("_saved_self", "_saved_other"), one.next_functions[::-1], strict=False)
+            if below[0] is not None
+        ):
             return False
         if name == "AccumulateGrad":
             if sizes is not None and tuple(one.variable.shape) != sizes:
@@ -330,12 +356,13 @@ def _reduces(node: Any, below: list[Any], rows: int) -> bool:
 
 
 def _takes_rows_together(node: Any, name: str, below: list[Any], rows: int) -> bool:
-    if name in ("Mm", "Cdist"):
-        left, right = _sizes(node, "self", "x1"), _sizes(node, "mat2", "x2")
+    if name in ("Cdist", "EuclideanDist"):
+        left, right = _sizes(node, "x1"), _sizes(node, "x2")
+        return len(left) == 2 == len(right) and left[0] == rows == right[0]
+    if name == "Mm":
+        left, right = _sizes(node, "self"), _sizes(node, "mat2")
         if len(left) != 2 or len(right) != 2 or any(one is None or _is_parameter(one) for one in below[:2]):
             return False
-        if name == "Cdist":
-            return bool(left[0] == rows == right[0])
         return bool(left[0] == rows == right[1] or left[1] == rows == right[0])
     if name not in _TOGETHER:
         return False
@@ -359,7 +386,8 @@ def _sizes(node: Any, *names: str) -> tuple[int, ...]:
             found = kept.shape
         if found is not None:
             return tuple(found)
-    return ()
+    made = node._input_metadata[0].shape if len(node._input_metadata) == 1 else ()
+    return tuple(made)
 
 
 def _is_of_scalars(stack: Any) -> bool:
@@ -371,6 +399,8 @@ def _dims(node: Any, sizes: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """The dimensions that a step reduced; of one over all, every one."""
     sizes = tuple(node._saved_self_sym_sizes) if sizes is None else sizes
     given = _saved(node, "_saved_dim")
+    if given is None:
+        given = _saved(node, "_saved_dims")
     if given is None or given == () or not sizes:
         return tuple(range(len(sizes)))
     dims = (given,) if isinstance(given, int) else given
@@ -441,5 +471,18 @@ _BY_ELEMENT = {
         "Stack",
         "Cat",
     ),
-    *("Sum", "Mean", "Norm", "LinalgVectorNorm", "Max", "Min", "Maximum", "Minimum", "Where"),
+    *(
+        "Sum",
+        "Mean",
+        "Norm",
+        "LinalgVectorNorm",
+        "Max",
+        "Min",
+        "Maximum",
+        "Minimum",
+        "Where",
+        "Select",
+        "Unbind",
+        "Slice",
+    ),
 }

@@ -10,16 +10,10 @@ from gossamer.spec.errors import bad_input
 
 
 def check_loop(*, exchange: Exchanges, clip: float, key: str = "exchange", clip_key: str = "clip") -> Rules[Exchange]:
-    """The exchange of one's own loop, by parameter. Raises BadInput where there is none to choose, where it cannot be
-    clipped so, or where it speaks of links that such a loop knows nothing of.
+    """The exchange of one's own loop, by parameter; of one that is still to be chosen, what serves until then. Raises
+    BadInput where it cannot be clipped so, or where it speaks of links that such a loop knows nothing of.
     """
-    if exchange == "auto":
-        raise bad_input(
-            wanted="an exchange by its name: it is `gossamer train` that measures and chooses",
-            got="auto",
-            do="name one of `gossamer methods compress`, or leave it at dense",
-            key=key,
-        )
+    exchange = "dense" if exchange == "auto" else exchange
     found = compress.rules(exchange, key=key)
     if compress.asks_for_islands(exchange):
         raise bad_input(

@@ -34,6 +34,7 @@ class Place:
     token: str = ""
     heartbeat_s: float = 5.0
     box: int = -1  # descriptor of the supervisor's black box; -1: there is none
+    has_store: bool = False  # whether the launcher keeps the store itself, as torchrun's agent does
     listener: int = -1  # descriptor of the socket on which rank 0 listens, from the supervisor; -1: it opens one
     errors: str = ""  # folder for the note of a failing rank
     resume_step: int = -1  # newest checkpoint that every host holds; -1: not known here
@@ -146,6 +147,7 @@ def _torchrun(env: _Variables) -> Place:
         token=env.all.get("GOSSAMER_TOKEN", ""),
         heartbeat_s=env.seconds("GOSSAMER_HEARTBEAT_S", 5.0),
         box=env.number_or("GOSSAMER_BOX", -1),
+        has_store=env.all.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         listener=env.number_or("GOSSAMER_LISTENER", -1),
         errors=env.all.get("GOSSAMER_ERRORS", ""),
         resume_step=env.number_or("GOSSAMER_RESUME_STEP", -1),

@@ -21,5 +21,6 @@ def join_store(
         is_master=is_keeper,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
+        multi_tenant=True,  # a process group that somebody opens later at the same address shares it
         **handed_over,
     )

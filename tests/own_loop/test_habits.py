@@ -1,0 +1,37 @@
+"""Loops as people write them, on two ranks, against one process of plain torch: a part of benchmarks/loops.py.
+
+The whole of it (benchmarks/habits) is for three numbers of ranks and takes minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+HABITS = (
+    *("plain", "zero_by_the_model", "two_backwards", "backward_given_up", "accumulate_short_group"),
+    *("clip_grad_norm", "grad_scaler", "gradient_by_autograd_grad", "hook_that_clamps"),
+    *("ignore_index", "class_weights", "sum_with_penalty", "root_of_the_mean"),
+    *("nested", "class_weights_untold", "fewer_rows_than_ranks", "shuffled_while_one_rank_samples"),
+    *("distributed_sampler_left_in", "unequal_data", "looked_at", "fetched_ahead"),
+    *("unfrozen_on_the_way", "experts_chosen_by_rows", "two_models", "batch_norm_of_all", "lbfgs"),
+    *("saved_and_loaded", "one_rank_stops_early", "variables_by_hand_two_wraps"),
+)
+
+
+def test_habits_are_exact_or_refused() -> None:
+    ranks, habits = "2", ",".join(HABITS)
+    command = [sys.executable, str(ROOT / "benchmarks" / "loops.py"), "--ranks", ranks, "--habits", habits, "--json"]
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([*command, "--no-fp32"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {row["habit"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}
+    assert set(rows) == set(HABITS)
+    bad = [f"{row['habit']}: wanted {row['wanted']}, {row['detail']}" for row in rows.values() if not row["good"]]
+    assert not bad, "\n".join(bad)
+    assert {"equal", "refused"} == {row["result"] for row in rows.values()}
