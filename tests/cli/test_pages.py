@@ -164,7 +164,7 @@ def test_messages_are_those_that_the_pages_quote(
         """What `gossamer train` does before it trains, here and in its workers."""
         from gossamer.worker import corpus_of, origin_for
 
-        api._check_ranks(resolved.config, rest["hosts"])
+        api._planned(resolved, rest["plan"], rest["hosts"], rest["host"])
         origin_for(resolved.config, corpus_of(resolved.config.data.model_copy(update={"cache": str(tutorial / "c")})))
         raise AssertionError("the page says that this is refused")
 

@@ -37,7 +37,7 @@ MISTAKES = {
     "not a number": ("train: {clip: .nan}", "train.clip: wanted a number >= 0"),
     "number out of range": ("data: {validation: 1}", "wanted a number >= 0 and < 1 (fraction held out, by hash of"),
     "auto misspelt": ("train: {accumulate: atuo}", "wanted a whole number >= 1 or auto (micro-batches per replica"),
-    "none of the choices": ("train: {precision: fp8}", "wanted one of fp32, bf16, fp16 (type the forward and"),
+    "none of the choices": ("train: {precision: fp8}", "wanted one of auto, fp32, bf16, fp16 (type the forward and"),
     "nothing": ("train:\n  batch:", "run.yaml:2: train.batch: wanted a whole number >= 1"),
     "number for text": ("model: {factory: 7}", 'got 7: quote it: "7"'),
     "text for a switch": ("model: {compile: maybe}", "model.compile: wanted true or false (run the forward"),

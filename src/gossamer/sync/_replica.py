@@ -4,12 +4,13 @@ A step is a transaction. Nothing that outlives it moves before `commit`: gradien
 next time, exchange states are handed back new. What crosses the wire, in the order all ranks know:
     weights     every rank's share of the batch, gathered while the forward pass runs
     buckets     as the exchange sends them, one job each, while backward runs
-    agreement   is it finite, complete and the same step everywhere? Had somebody no gradient for some parameters: which
+    agreement   is it finite, complete and the same step everywhere? Then, where ranks differ in it, who had no gradient
 All three among the ranks whose gradients meet in it: where islands are apart, a step is each island's own affair.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from gossamer.wire.bucket import Bucket, Layout, partition
 from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, sent_at
 from gossamer.wire.pump import Pump, Step
 
-_SOME_IDLE = 0.5  # beside a request, which is a whole number: some parameters had no gradient here
+_MARKS = 2**48  # of sets of parameters without a gradient, told beside a request, which is a small whole number
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +309,7 @@ class Replica:
         # A rank without labels has a weight of zero, and 0 * nan would still poison the mean.
         spoken = float(weights[self.rank]) if vote.speaks else 0.0
         idle = self._idle()
-        ask = vote.ask + (_SOME_IDLE if idle else 0.0)
+        ask = vote.ask + _mark(idle)
         mine = [float(self._window.step), squared, vote.loss * spoken if spoken else 0.0, spoken, ask]
         began = time.perf_counter()
         row, more = torch.tensor(mine, dtype=torch.float64), [] if vote.beside is None else [vote.beside]
@@ -335,7 +336,7 @@ class Replica:
             norm=math.sqrt(float(squares.max()) if bool(sick.any()) else float(squares[firsts].sum())),
             ask=int(votes[:, 4].max()),
             bad_ranks=_blamed(voters, sick, guilty),
-            idle=self._idle_everywhere(idle) if bool((votes[:, 4] % 1 > 0).any()) else frozenset(),
+            idle=self._idle_everywhere(idle, votes[[voters.index(rank) for rank in self._met()], 4] % 1),
             beside=beside[0] if beside else None,
         )
 
@@ -347,8 +348,14 @@ class Replica:
                 none -= {name for name, view in self._known(slot) if name in none and bool(view.any())}
         return none
 
-    def _idle_everywhere(self, idle: frozenset[str]) -> frozenset[str]:
-        """Of all whose gradients meet: they hold the same parameters."""
+    def _met(self) -> tuple[int, ...]:
+        """The ranks whose gradients meet in the step, and that hold the same parameters."""
+        return tuple(self.levels.group(self._window.level, self.rank))
+
+    def _idle_everywhere(self, idle: frozenset[str], marks: Tensor) -> frozenset[str]:
+        """Of all whose gradients meet; asked for by name only where their marks say that they differ."""
+        if bool((marks == marks[0]).all()):
+            return idle
         bits = torch.tensor([name in idle for name in self._params], dtype=torch.uint8)
         (rows,) = self._gathered([bits], self._window.level)  # (ranks, parameters)
         everywhere = rows.view(-1, len(bits)).all(0).tolist()
@@ -508,6 +515,14 @@ class Replica:
             self._weights[list(self.levels.group(self._who(self._window), self.rank))] = told
             self.timing.exposed_s += time.perf_counter() - began
         return self._weights
+
+
+def _mark(idle: frozenset[str]) -> float:
+    """Below 1, and another one for every set of parameters; 0 for none of them."""
+    if not idle:
+        return 0.0
+    said = hashlib.blake2b("\0".join(sorted(idle)).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(said, "big") % (_MARKS - 1) + 1) / _MARKS
 
 
 def _blamed(voters: Sequence[int], sick: Tensor, guilty: Tensor) -> tuple[int, ...]:

@@ -122,8 +122,10 @@ class _Variables:
 
 def _torchrun(env: _Variables) -> Place:
     rank, ranks = env.number("RANK"), env.number("WORLD_SIZE")
-    # Set by hand, as for torch's own "env://", there are no local ones: then all ranks are taken to be on one host.
-    local_rank, local_ranks = env.number_or("LOCAL_RANK", rank), env.number_or("LOCAL_WORLD_SIZE", ranks)
+    if env.all.get("LOCAL_RANK") or env.all.get("LOCAL_WORLD_SIZE"):  # one alone does not say who is where
+        local_rank, local_ranks = env.number("LOCAL_RANK"), env.number("LOCAL_WORLD_SIZE")
+    else:  # set by hand, as for torch's own "env://": all ranks are taken to be on one host
+        local_rank, local_ranks = rank, ranks
     if "GOSSAMER_HOST" in env.all:
         host, hosts = env.part("GOSSAMER_HOST")
     else:
