@@ -115,3 +115,16 @@ def test_a_fingerprint_is_of_everything_in_a_batch() -> None:
 def test_a_large_tensors_fingerprint_sees_another_order_of_rows() -> None:
     large = torch.randn(64, 100, 100, generator=torch.Generator().manual_seed(0))
     assert fingerprint(large) != fingerprint(large[torch.arange(63, -1, -1)])
+
+
+def test_records_of_rows_go_with_them() -> None:
+    records = [{"name": name} for name in "abcd"]
+    batch = {"x": numbers(4), "about": records, "scales": list(torch.arange(4.0).unbind()), "box": [1, 2, 3]}
+    found = second().share(batch).batch
+    assert (found["about"], found["scales"], found["box"]) == (records[2:], [2.0, 3.0], [1, 2, 3])
+
+
+@pytest.mark.parametrize("one", [numbers(4).to_sparse(), torch.eye(4).to_sparse_csr()])
+def test_a_tensor_that_cannot_be_cut_by_rows_is_asked_for(one: Tensor) -> None:
+    with pytest.raises(BadInput, match=r"sparse.*rows="):
+        second().share({"x": one})

@@ -14,6 +14,7 @@ labels = torch.tensor([0, 1, -100, 3, 4, -100])
 whole = labels.clamp(0)
 weights = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.25])
 target = torch.linspace(-1, 1, ROWS * CLASSES).view(ROWS, CLASSES)
+shares = torch.tensor([0.7, 0.5])
 mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
 
 
@@ -70,6 +71,13 @@ MEANS = {
     "a sum over rows, then scaled": (lambda o: 0.5 * (o.square().sum() / ROWS), ROWS),
     "losses in a list": (lambda o: torch.stack([F.mse_loss(o, target), o.abs().mean()]).sum(), ROWS * CLASSES),
     "losses in a list that count alike": (lambda o: torch.stack([o.square().mean(), o.abs().mean()]).mean(), 30),
+    "a mean of one number": (lambda o: F.cross_entropy(o, labels).mean(), 4),
+    "a sum of one number": (lambda o: F.cross_entropy(o, labels).view(1).sum(), 4),
+    "losses joined": (lambda o: torch.cat([F.mse_loss(o, target).view(1), o.abs().mean().view(1)]).sum(), 30),
+    "losses times weights": (lambda o: (shares * torch.stack([F.mse_loss(o, target), o.abs().mean()])).sum(), 30),
+    "losses in a product": (lambda o: torch.stack([F.mse_loss(o, target), o.abs().mean()]) @ shares, 30),
+    "a term switched off": (lambda o: F.cross_entropy(o, labels) + 0.0 * o.abs().mean(), 4),
+    "a sum over rows, and for two passes": (lambda o: o.square().sum() / ROWS / 2, ROWS),
     "a mask": (lambda o: (o.square().sum(-1) * mask).sum() / mask.sum(), 3),
     "a mask of its own": (lambda o: (o.square() * (target > 0.3)).sum() / (target > 0.3).sum(), 11),
     "a mask, as a factor": (lambda o: (o.square().sum(-1) * mask).sum() * (1 / (mask.sum() + 1)), 4),
@@ -118,6 +126,13 @@ UNKNOWN = {
     "features against features": lambda o: (o.T @ o).square().sum(),
     "rows against the next ones": lambda o: (o[:, 0] - o[:, 0].roll(1)).square().mean(),
     "distances of rows": lambda o: torch.cdist(o, target).mean(),
+    "rows against rows, by einsum": lambda o: torch.einsum("id,jd->ij", o, o).logsumexp(1).mean(),
+    "rows against rows, by broadcasting": lambda o: (o[:, None] - o[None]).square().mean(),
+    "two views against each other": lambda o: (torch.cat([o, -o]) @ torch.cat([o, -o]).T).square().mean(),
+    "rows less the ones before": lambda o: (o[1:] - o[:-1]).square().mean(),
+    "one half of the rows": lambda o: o[:3].square().mean(),
+    "a mean over groups of rows": lambda o: torch.zeros(CLASSES).index_add(0, whole, o[:, 0]).mean(),
+    "rows with advantages of mean 0": lambda o: (o[:, 0] * (target[:, 0].exp() - target[:, 0].exp().mean())).mean(),
     "a mean as a product": lambda o: o.square().sum(-1) @ torch.full((ROWS,), 1 / ROWS),
     "the spread of the rows": lambda o: o.std(0).mean(),
     "rows without their mean": lambda o: (o - o.mean(0)).square().mean(),
@@ -186,3 +201,26 @@ def test_factors_are_part_of_what_ranks_compare() -> None:
     _, out = outputs()
     one, same, other = (counted(factor * F.mse_loss(out, target)) for factor in (0.5, 0.5, 0.25))
     assert one.shape == same.shape != other.shape
+
+
+def test_class_weights_are_part_of_what_ranks_compare() -> None:
+    _, out = outputs()
+    one, other = (counted(F.cross_entropy(out, whole, weight=w)) for w in (weights, weights + 0.1))
+    assert one.shape != other.shape
+
+
+def test_a_loss_that_is_made_in_another_way_is_looked_through() -> None:
+    class Looked(Counts):
+        def __init__(self) -> None:
+            super().__init__(set())
+            self.seen: list[int] = []
+
+        def is_new(self, shape: int) -> bool:
+            self.seen.append(shape)
+            return True
+
+    _, out = outputs()
+    batch = Looked()
+    for loss in (F.cross_entropy(out, whole), F.cross_entropy(out @ out.T, torch.arange(ROWS))):
+        read([loss], [None], batch)
+    assert len(set(batch.seen)) == 2

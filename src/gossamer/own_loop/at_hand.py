@@ -19,6 +19,24 @@ _LOOKS = 2  # at the graph of every loss that is made in another way
 _KEPT = 4  # batches that a loop may have asked for before it used the first of them
 
 
+class _Seen:
+    """A hook of a wrapped model. A copy of the model, or a saved one, has one that sees nothing."""
+
+    def __init__(self, hand: weakref.ref[AtHand] | None = None) -> None:
+        self._hand = hand
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hand = self._hand() if self._hand is not None else None
+        if hand is not None and torch.is_grad_enabled():
+            hand.see([leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+
+    def __deepcopy__(self, _: Any) -> _Seen:
+        return _Seen()
+
+    def __reduce__(self) -> tuple[type[_Seen], tuple[()]]:
+        return _Seen, ()
+
+
 class AtHand(Batch):
     """The batches that were given out last, and which of them the model has seen last.
 
@@ -50,15 +68,9 @@ class AtHand(Batch):
 
     def look(self, model: nn.Module) -> Callable[[], None]:
         """See what its forward is given."""
-        me = weakref.ref(self)
+        return model.register_forward_pre_hook(_Seen(weakref.ref(self)), with_kwargs=True).remove
 
-        def seen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (hand := me()) is not None and torch.is_grad_enabled():
-                hand._see([leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)])
-
-        return model.register_forward_pre_hook(seen, with_kwargs=True).remove
-
-    def _see(self, tensors: list[Tensor]) -> None:
+    def see(self, tensors: list[Tensor]) -> None:
         for number, share in reversed(self._given):
             held = [tensor for tensor in tensors if share.holds(tensor)]
             if held:

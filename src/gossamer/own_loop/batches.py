@@ -135,15 +135,18 @@ class Divider:
                 )
         self._check_time_major(tensors)
         for path, leaf in tensors.items():
+            if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+                continue  # told below
             dim = named[path] if path in named else (self.rows if isinstance(self.rows, int) else 0)
             if dim is not None:
                 found[path] = (dim, leaf.shape[dim])
         for path, leaf in leaves(batch):
-            if isinstance(leaf, (Tensor, np.ndarray, list, tuple, *_PLAIN)):
+            is_known = isinstance(leaf, (Tensor, np.ndarray, list, tuple, *_PLAIN))
+            if is_known and not (isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested)):
                 continue
             raise bad_input(
                 wanted="batches of tensors (in tuples, lists, dictionaries, dataclasses)",
-                got=f"{type(leaf).__name__} at {path or 'the top'}",
+                got=f"{_form(leaf)} at {path or 'the top'}",
                 do="pass rows=, a function (batch, take) that gives the rows take(n) of n, or split=False where "
                 "every rank's loader gives its own data",
             )
@@ -185,6 +188,12 @@ class Divider:
 
     def _is_usual(self, rows: int, wanted: int, is_last: bool) -> bool:
         return rows == wanted or (is_last and rows < wanted) or self.rows is not None
+
+
+def _form(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    return "a nested tensor" if leaf.is_nested else f"a tensor of {leaf.layout}"
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -261,12 +270,11 @@ def _children(batch: Any) -> list[tuple[str, Any]] | None:
 def _taken(batch: Any, dims: Mapping[str, tuple[int, int]], rows: slice, path: str = "") -> Any:
     """`batch` with `rows` of everything that has them."""
     children = _children(batch)
+    is_of_rows = type(batch) in (list, tuple) and len(batch) in {size for _, size in dims.values()}
+    if path and is_of_rows and not any(inner.startswith(f"{path}.") for inner in dims):
+        return batch[rows]  # words, numbers or records, one of every row
     if children is None:
-        if path in dims:
-            return batch[(slice(None),) * dims[path][0] + (rows,)]
-        if isinstance(batch, list | tuple) and len(batch) in {size for _, size in dims.values()}:
-            return batch[rows]
-        return batch
+        return batch[(slice(None),) * dims[path][0] + (rows,)] if path in dims else batch
     taken = {name: _taken(child, dims, rows, f"{path}.{name}" if path else name) for name, child in children}
     return _rebuilt(batch, taken)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 from typing import Any
@@ -48,6 +48,8 @@ class Term:
     count: float = 1.0
     factor: float = 1.0  # what it was multiplied with outside of its reduction
     is_computed: bool = False  # whether it was divided by a tensor, so by something of this rank's rows, or by a number
+    divisors: tuple[float, ...] = ()  # one by one, of a divided sum
+    fixed: int = 0  # 32 bits of what it has of its own that must be the same on all ranks: class weights
 
     @property
     def is_part_of_a_sum(self) -> bool:
@@ -92,12 +94,12 @@ def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], batch: Bat
     """What the loss (or losses) of a backward pass count."""
     every = [term for root, given in zip(roots, gradients, strict=True) for term in _of_root(root, given)]
     terms = [term for term in every if term.kind is not Kind.FREE]
-    shape = zlib.crc32(repr([(_alike(t.kind), round(t.factor, 12)) for t in terms]).encode())
+    shape = zlib.crc32(repr([(_alike(t.kind), round(t.factor, 12), t.fixed) for t in terms]).encode())
     known = {term.count for term in terms if term.kind is Kind.MEAN}
     if any(term.kind is Kind.DIVIDED or term.is_part_of_a_sum for term in terms):
         known |= batch.counts()
     terms = [_settled(term, known, batch, shape) for term in terms]
-    if roots and batch.is_new(shape) and (found := _across_rows(roots, batch.rows)):
+    if roots and batch.is_new(_made(roots, shape)) and (found := _across_rows(roots, batch.rows)):
         terms = [Term(Kind.UNKNOWN, f"{found}, which takes the rows of a batch together")]
     said = " + ".join(dict.fromkeys(term.what for term in terms)) or "parameters alone"
     kinds = {term.kind for term in terms}
@@ -137,7 +139,11 @@ def _settled(term: Term, known: set[float], batch: Batch, shape: int) -> Term:
     Multiplied with one over a count, nobody can tell.
     """
     if term.kind is Kind.DIVIDED:
-        is_whole = term.count == batch.whole and batch.whole > batch.rows
+        if len(term.divisors) > 1 and (
+            own := _own(term.divisors, known, batch)
+        ):  # by rows, and by passes before a step
+            return Term(Kind.MEAN, term.what, own, term.factor)
+        is_whole = batch.whole in term.divisors and batch.whole > batch.rows
         if _is_among(term.count, known) or (term.is_computed and not is_whole) or batch.is_mean(shape):
             return Term(Kind.MEAN, term.what, term.count, term.factor)
         if is_whole and not term.is_computed:
@@ -145,6 +151,13 @@ def _settled(term: Term, known: set[float], batch: Batch, shape: int) -> Term:
     if term.is_part_of_a_sum and _is_among(1 / abs(term.factor), known):
         return Term(Kind.UNKNOWN, f"{term.what} times {term.factor:g}, which may be one over what this rank counts")
     return term
+
+
+def _own(divisors: Sequence[float], known: set[float], batch: Batch) -> float:
+    """Which of several numbers that a sum was divided by is this rank's count; 0 where it is none of them alone."""
+    if batch.rows > 1 and batch.rows in divisors:
+        return float(batch.rows)
+    return max((one for one in divisors if one > 1 and _is_among(one, known)), default=0.0)
 
 
 def _is_among(count: float, known: set[float]) -> bool:
@@ -183,13 +196,69 @@ def _terms(node: Any, factor: float) -> list[Term]:
         return [term for one in below if one is not None for term in _terms(one, factor)]
     if name in ("Mul", "Div"):
         return _scaled(node, name, below, factor)
-    if name in ("Mean", "Sum") and below[0] is not None and _name(below[0]) == "Stack" and _is_of_scalars(below[0]):
-        return _terms(below[0], factor)  # of losses
+    if name in ("Mean", "Sum", "Dot") and (losses := _losses(node, name, below)) is not None:
+        each = factor / len(losses) if name == "Mean" else factor
+        return [_times(term, "Mul", Given(each, is_computed=False)) for terms in losses for term in terms]
     if name in ("Mean", "Sum", "Dot") or hasattr(node, "_saved_reduction"):
         return [_reduced(node, name, below, factor)]
     if _is_free(node, None):
         return [Term(Kind.FREE, name)]
     return [Term(Kind.UNKNOWN, f"{name}, a function of a mean or sum that is not its multiple")]
+
+
+def _losses(node: Any, name: str, below: list[Any]) -> list[list[Term]] | None:
+    """The terms of each of the losses that a mean, sum or product with weights is of; None where it is of rows."""
+    if name != "Dot":
+        return _elements(below[0])
+    left = below[0] is not None
+    kept = _saved(node, "_saved_tensor" if left else "_saved_self")
+    found = _elements(below[0] if left else below[1]) if None in below[:2] else None
+    return None if found is None or not isinstance(kept, Tensor) else _each_times(found, "Mul", kept)
+
+
+def _elements(node: Any) -> list[list[Term]] | None:
+    """The terms of each number of a vector of losses, as torch.stack makes it; None where it is not one."""
+    if node is None:
+        return None
+    if _is_scalar(node):
+        return [_terms(node, 1.0)]
+    name, below = _name(node), [one for one, _ in node.next_functions]
+    if name in ("Stack", "Cat"):
+        each: list[list[list[Term]] | None] = [
+            _elements(one) if one is not None else ([[]] if name == "Stack" else None) for one in below
+        ]
+        if any(one is None or (name == "Stack" and len(one) != 1) for one in each):
+            return None
+        return [terms for one in each if one is not None for terms in one]
+    if name in _PASSING:
+        found = _elements(below[0])
+        return _each_times(found, "Mul", -torch.ones(())) if name == "Neg" and found is not None else found
+    if name in ("Mul", "Div"):
+        left, right = (*below, None)[:2]
+        if left is not None and right is not None:
+            free = right if name == "Div" or _is_free(right, None) else left
+            return _elements(left if free is right else right) if _is_free(free, None) else None
+        kept = _saved(node, "_saved_other" if left is not None else "_saved_self")
+        found = _elements(left if left is not None else right) if left is not None or name == "Mul" else None
+        if found is not None and isinstance(kept, (Tensor, int, float)):
+            return _each_times(found, name, torch.as_tensor(kept))
+    return None
+
+
+def _each_times(losses: list[list[Term]], name: str, weights: Tensor) -> list[list[Term]] | None:
+    numbers = weights.flatten().tolist()
+    if len(numbers) not in (1, len(losses)) or (name == "Div" and 0.0 in numbers):
+        return None
+    numbers = numbers * len(losses) if len(numbers) == 1 else numbers
+    return [
+        [_times(term, name, Given(number, is_computed=False)) for term in terms] if number else []
+        for number, terms in zip(numbers, losses, strict=True)
+    ]
+
+
+def _is_scalar(node: Any) -> bool:
+    """Whether it makes one number without a dimension: a loss, and not a row."""
+    return all(not tuple(meta.shape) for meta in node._input_metadata)
 
 
 def _scaled(node: Any, name: str, below: list[Any], factor: float) -> list[Term]:
@@ -199,11 +268,9 @@ def _scaled(node: Any, name: str, below: list[Any], factor: float) -> list[Term]
         return _product(name, _terms(left, factor), _terms(right, 1.0))
     other = _constant(node, "_saved_other" if left is not None else "_saved_self")
     terms = _terms(left if left is not None else right, factor)
-    if (
-        other is None
-        or (other.value == 0.0 and not (name == "Div" and other.is_computed))
-        or (name == "Div" and left is None)
-    ):
+    if other is not None and other.value == 0.0 and name == "Mul":
+        return []  # a term that is switched off: its gradient is nothing
+    if other is None or (other.value == 0.0 and not other.is_computed) or (name == "Div" and left is None):
         return [
             Term(Kind.UNKNOWN, f"{name} with something that is no number") if t.kind is not Kind.FREE else t
             for t in terms
@@ -226,11 +293,19 @@ def _times(term: Term, name: str, other: Given) -> Term:
         name, value = "Div", 1 / value
     if is_sum and name == "Div":
         is_computed = term.is_computed or other.is_computed
-        return Term(Kind.DIVIDED, f"{term.what} / {value:g}", term.count * abs(value), term.factor, is_computed)
+        what, divisors = f"{term.what} / {value:g}", (*term.divisors, abs(value))
+        return replace(
+            term,
+            kind=Kind.DIVIDED,
+            what=what,
+            count=term.count * abs(value),
+            is_computed=is_computed,
+            divisors=divisors,
+        )
     if not value:
         return Term(Kind.UNKNOWN, f"{term.what} {'times' if name == 'Mul' else '/'} 0")
     factor = term.factor * value if name == "Mul" else term.factor / value
-    return Term(term.kind, term.what, term.count, factor, term.is_computed)
+    return replace(term, factor=factor)
 
 
 def _reduced(node: Any, name: str, below: list[Any], factor: float) -> Term:
@@ -244,12 +319,20 @@ def _reduced(node: Any, name: str, below: list[Any], factor: float) -> Term:
             return _dot(node, below, factor)
         return _sum(below[0], tuple(node._saved_self_sym_sizes), "a sum", factor)
     if node._saved_reduction == 2:
-        return Term(Kind.SUM, f"{name} (reduction='sum')", 1.0, factor)
+        fixed = _bits(_saved(node, "_saved_weight")) if name.startswith("NllLoss") else 0
+        return Term(Kind.SUM, f"{name} (reduction='sum')", 1.0, factor, fixed=fixed)
     if name.startswith("NllLoss"):
         total = float(node._saved_total_weight)
-        return Term(Kind.MEAN, f"{name} over {total:g}", total, factor)
+        return Term(Kind.MEAN, f"{name} over {total:g}", total, factor, fixed=_bits(_saved(node, "_saved_weight")))
     count = float(node._saved_self.numel()) if name != "MultiMarginLoss" else float(node._saved_self.shape[0])
-    return Term(Kind.MEAN, f"{name} over {count:g}", count, factor)
+    per_class = _saved(node, "_saved_pos_weight")
+    is_fixed = isinstance(per_class, Tensor) and per_class.dim() < node._saved_self.dim()
+    return Term(Kind.MEAN, f"{name} over {count:g}", count, factor, fixed=_bits(per_class) if is_fixed else 0)
+
+
+def _bits(weights: Any) -> int:
+    """32 of class weights: made of a rank's own rows, they are another's."""
+    return zlib.crc32(repr(weights.detach().tolist()).encode()) if isinstance(weights, Tensor) else 0
 
 
 def _dot(node: Any, below: list[Any], factor: float) -> Term:
@@ -324,6 +407,20 @@ def _is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
     return seen > 0
 
 
+def _made(roots: Sequence[Tensor], shape: int) -> int:
+    """The same where losses are made by the same steps: what has been looked through is not looked through again."""
+    todo: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = set()
+    names: list[str] = []
+    while todo and len(seen) < _SEARCHED_NODES:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.append(node.name())
+            todo += [below for below, _ in node.next_functions]
+    return zlib.crc32(" ".join(names).encode(), shape)
+
+
 def _across_rows(roots: Sequence[Tensor], rows: int) -> str:
     """The first step below the reductions of a loss that takes rows together: then it is no mean or sum of rows."""
     if rows < 2:
@@ -337,7 +434,7 @@ def _across_rows(roots: Sequence[Tensor], rows: int) -> str:
             continue
         seen.add(node)
         name, below = _name(node), [one for one, _ in node.next_functions]
-        is_linear = name in _PASSING or name in ("Add", "Sub", "Mul", "Div", "Stack", "Mean", "Sum", "Dot")
+        is_linear = name in _PASSING or name in ("Add", "Sub", "Mul", "Div", "Stack", "Cat", "Mean", "Sum", "Dot")
         if node in top and (is_linear or hasattr(node, "_saved_reduction")):
             if is_linear and not (name in ("Mean", "Sum") and _reduces(node, below, rows)):
                 top |= {one for one in below if one is not None}  # still above what is reduced
@@ -350,7 +447,7 @@ def _across_rows(roots: Sequence[Tensor], rows: int) -> str:
 def _reduces(node: Any, below: list[Any], rows: int) -> bool:
     """Whether a mean or sum is that over rows, and not over features or losses."""
     sizes = tuple(node._saved_self_sym_sizes)
-    if below[0] is not None and _name(below[0]) == "Stack" and _is_of_scalars(below[0]):
+    if _elements(below[0]) is not None:
         return False
     return len(sizes) > 0 and 0 in _dims(node) and (sizes[0] == rows or _name(node) == "Mean")
 
@@ -363,11 +460,70 @@ def _takes_rows_together(node: Any, name: str, below: list[Any], rows: int) -> b
         left, right = _sizes(node, "self"), _sizes(node, "mat2")
         if len(left) != 2 or len(right) != 2 or any(one is None or _is_parameter(one) for one in below[:2]):
             return False
-        return bool(left[0] == rows == right[1] or left[1] == rows == right[0])
+        return bool(_holds(left[0], rows) and left[0] == right[1]) or left[1] == rows == right[0]
+    if name == "Bmm":  # einsum's way to a product of two matrices
+        left, right = _sizes(node, "self"), _sizes(node, "mat2")
+        if len(left) != 3 or len(right) != 3 or left[0] != 1 or any(one is None or _is_parameter(one) for one in below):
+            return False
+        return bool(_holds(left[1], rows) and left[1] == right[2]) or left[2] == rows == right[1]
+    if name in _ELEMENTWISE:
+        return _pairs(below, rows) or _is_normalised(node, below, rows)
+    if name in _CUTTING:
+        sizes = _sizes(node, "self")
+        return 0 < len(sizes) <= 2 and sizes[0] == rows and _saved(node, "_saved_dim") == 0 and not _is_all(node, rows)
+    if name in _SCATTERING:
+        return _saved(node, "_saved_dim") == 0 and any(_shape(one)[:1] == (rows,) for one in below)
     if name not in _TOGETHER:
         return False
     sizes = _sizes(node, "self", "result")
     return len(sizes) > 0 and sizes[0] == rows and 0 in _dims(node, sizes)
+
+
+def _holds(size: int, rows: int) -> bool:
+    """Whether a dimension is of the rows, or of several views of them."""
+    return size >= rows and size % rows == 0
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """Of what a node makes, before it was spread out; () where that is several things."""
+    while node is not None and _name(node) in ("Expand", "Clone"):
+        node = node.next_functions[0][0]
+    return tuple(node._input_metadata[0].shape) if node is not None and len(node._input_metadata) == 1 else ()
+
+
+def _pairs(below: list[Any], rows: int) -> bool:
+    """Whether rows in a column meet rows in a line: every pair of them."""
+    if len(below) < 2 or any(one is None or _is_parameter(one) for one in below[:2]):
+        return False
+    for first, second in (below[:2], below[1::-1]):
+        column, line = _shape(first), _shape(second)
+        if len(line) == 1 and len(column) == 2:
+            line = (1, *line)
+        is_pair = 1 < len(column) == len(line) and column[1] == 1 == line[0] and column[0] == line[1]
+        if is_pair and _holds(column[0], rows):
+            return True
+    return False
+
+
+def _is_normalised(node: Any, below: list[Any], rows: int) -> bool:
+    """Whether it is a product with numbers of the rows whose mean is 0 or 1, as their own statistics make it."""
+    if None not in below[:2]:
+        return False
+    kept = _saved(node, "_saved_other" if below[0] is not None else "_saved_self")
+    if not isinstance(kept, Tensor) or not kept.is_floating_point() or kept.numel() != rows or not kept.dim():
+        return False
+    wide = kept.detach().double()
+    if bool((wide == wide.round()).all()):
+        return False  # signs, masks
+    mean, size = float(wide.mean()), float(wide.abs().mean())
+    return min(abs(mean), abs(mean - 1.0)) < 1e-6 * size
+
+
+def _is_all(node: Any, rows: int) -> bool:
+    """Whether a cut leaves nothing out."""
+    if _name(node) == "Split":
+        return bool(node._saved_split_size >= rows)
+    return bool(node._saved_start == 0 and rows <= node._saved_end < 2**63 and node._saved_step == 1)
 
 
 def _is_parameter(node: Any) -> bool:
@@ -388,11 +544,6 @@ def _sizes(node: Any, *names: str) -> tuple[int, ...]:
             return tuple(found)
     made = node._input_metadata[0].shape if len(node._input_metadata) == 1 else ()
     return tuple(made)
-
-
-def _is_of_scalars(stack: Any) -> bool:
-    below = [one for one, _ in stack.next_functions if one is not None]
-    return all(not tuple(meta.shape) for one in below for meta in one._input_metadata)
 
 
 def _dims(node: Any, sizes: tuple[int, ...] | None = None) -> tuple[int, ...]:
@@ -449,10 +600,13 @@ _PASSING = {
     *("Permute", "Transpose", "T", "Contiguous"),
 }
 # What makes one number, or an order, of several.
+_ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Maximum", "Minimum"}
+_CUTTING = {"Slice", "Split"}
+_SCATTERING = {"IndexAdd", "ScatterAdd", "ScatterReduce", "IndexReduce"}
 _TOGETHER = {
     *("Mean", "Sum", "Prod", "Std", "Var", "StdMean", "VarMean", "Norm", "LinalgVectorNorm", "Max", "Min", "Amax"),
     *("Amin", "Aminmax", "Topk", "Sort", "SortStable", "Median", "Nanmedian", "Kthvalue", "Mode", "Quantile", "Cumsum"),
-    *("Logsumexp", "LogSoftmax", "Softmax", "Roll", "Cummax", "Cummin", "Logcumsumexp", "Renorm"),
+    *("Logsumexp", "LogSoftmax", "Softmax", "Roll", "Flip", "Cummax", "Cummin", "Logcumsumexp", "Renorm"),
 }
 # What a penalty on parameters is made of. Any other function may bring rows in: a layer, one of somebody's own.
 _BY_ELEMENT = {

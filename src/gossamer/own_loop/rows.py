@@ -22,7 +22,7 @@ _DOING = {
     TAKEN: "unfreezing, after backward pass",
 }
 _KINDS = list(Kind)
-_BESIDE = 6  # other numbers of a row
+_BESIDE = 7  # other numbers of a row
 _COUNTS = 4  # terms of a loss that count differently, at most
 _SAME = 1e-9  # shares that differ by less are one
 
@@ -52,7 +52,7 @@ class Row:
         return Row(kind, serial, counted, mark, beside)
 
     def tensor(self) -> Tensor:
-        """(17,) float64."""
+        """(18,) float64."""
         one = self.counted
         counts = [*one.counts, *(0.0,) * (_COUNTS - len(one.counts))]
         head = [self.kind, self.serial, _KINDS.index(one.kind), one.shape, len(one.counts), *counts]
@@ -66,7 +66,7 @@ class Rows:
     is the gradient of the whole batch (the number of ranks, where losses are sums).
     """
 
-    table: Tensor  # (ranks, 17)
+    table: Tensor  # (ranks, 18)
     rank: int
     mine: Row
     kind: Kind  # of all ranks' losses
@@ -93,7 +93,7 @@ class Rows:
 
     @property
     def beside(self) -> Tensor:
-        """(ranks, 6): what else they said."""
+        """(ranks, 7): what else they said."""
         return self.table[:, 11:]
 
     def check(self) -> None:

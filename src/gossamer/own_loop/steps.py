@@ -70,7 +70,7 @@ class Steps:
         squared = float(global_norm_squared([_dense(grad) for grad in grads]))
         bad: list[int] = []
         if self._passes:
-            bad = self._checked(optimizer, STEP, squared)
+            bad = self._checked(optimizer, STEP, squared, _slanted(grads))
         if not torch.isfinite(torch.tensor(squared)):
             self._reject(optimizer, bad)
         elif self._clip and squared**0.5 > self._clip:
@@ -85,7 +85,7 @@ class Steps:
         for param, _ in self._kept:
             param.grad = None
 
-    def _checked(self, optimizer: Optimizer, kind: int, squared: float, value: float = 0.0) -> list[int]:
+    def _checked(self, optimizer: Optimizer, kind: int, squared: float, slanted: float) -> list[int]:
         """All ranks hold the same; gives the ranks whose own gradients were not finite."""
         first = self._passes[0]
         is_due = self.made & (self.made - 1) == 0  # parameters: at steps 0, 1, 2, 4, 8, ...
@@ -93,13 +93,13 @@ class Steps:
         is_finite = all(one.is_finite for one in self._passes)
         held = float(global_norm_squared([_dense(p.detach()) for p in _params(optimizer)]))
         buffers = float(global_norm_squared(list(self._buffers.values())))
-        beside = (squared, float(is_finite), float(_settings(optimizer)), float(found), held, buffers)
+        beside = (squared, float(is_finite), float(_settings(optimizer)), float(found), held, buffers, slanted)
         rows = first.gathered(Row(kind, first.serial, beside=beside), f"optimizer.step() {self.made + 1}")
         self._compare(rows, optimizer)
         return [rank for rank, fine in enumerate(rows.beside[:, 1].tolist()) if not fine]
 
     def _compare(self, rows: Rows, optimizer: Optimizer) -> None:
-        squares, _, settings, found, held, buffers = rows.beside.unbind(1)
+        squares, _, settings, found, held, buffers, slanted = rows.beside.unbind(1)
         if len(set(settings.tolist())) > 1:
             mine = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
             raise WireMismatch(
@@ -116,10 +116,10 @@ class Steps:
                 f"the buffers differ between ranks before step {self.made + 1} ({', '.join(self._buffers)}): a buffer "
                 "that is made of a batch is of each rank's own rows, and not what one process has"
             )
-        if _differ(squares):
+        if _differ(squares) or _part(slanted, squares):
             norms = ", ".join(f"{float(one) ** 0.5:.6g} on rank {rank}" for rank, one in enumerate(squares))
             raise WireMismatch(
-                f"gradients differ between ranks at optimizer.step(): their norms are {norms}. After backward they "
+                f"gradients differ between ranks at optimizer.step() (norms: {norms}). After backward they "
                 "were the same everywhere: what edits them must do the same on all ranks"
             )
 
@@ -131,7 +131,8 @@ class Steps:
             if not self._passes:
                 return loss
             squared = float(global_norm_squared([_dense(p.grad) for p in _params(optimizer) if p.grad is not None]))
-            self._checked(optimizer, LOSS, squared)
+            grads = [p.grad for p in _params(optimizer) if p.grad is not None]
+            self._checked(optimizer, LOSS, squared, _slanted(grads))
             return self._passes[0].whole(loss)
 
         return agreed
@@ -176,6 +177,19 @@ def _differ(squares: Tensor) -> bool:
     if not bool(finite.all()):
         return bool(finite.any())
     return float(squares.max() - squares.min()) > _SAME * float(squares.max())
+
+
+def _slanted(grads: Sequence[Tensor]) -> float:
+    """A sum of all gradients, each with a weight of its own: unlike a norm, it sees directions."""
+    sums = [_dense(grad).sum(dtype=torch.float64).cpu() for grad in grads]
+    return float(sum((one * (1.0 + index % 7 / 7) for index, one in enumerate(sums)), torch.zeros(())))
+
+
+def _part(slanted: Tensor, squares: Tensor) -> bool:
+    """Whether such sums, beside the squares of norms, are of different tensors."""
+    if not bool(torch.isfinite(slanted).all()):
+        return False  # the norms tell
+    return float(slanted.max() - slanted.min()) > _SAME * float(squares.max().sqrt() + slanted.abs().max())
 
 
 def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:

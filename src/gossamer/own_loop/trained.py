@@ -16,7 +16,7 @@ class Trained:
         """`others`: ids of the parameters that belong to another model."""
         self._optimizers = [weakref.ref(one) for one in optimizers]
         self._others = others
-        self._own = dict(model.named_parameters())
+        self._own = {name: p for name, p in model.named_parameters() if id(p) not in others}
         self._sizes: list[int] = []
         self._loose: dict[str, nn.Parameter] = {}
 
