@@ -17,6 +17,8 @@ not: the modules of this room each hold one part of that contract.
     batches    a rank's rows of a batch of any form           loader    the same batches on all ranks
     steps      the optimizer's step as a transaction          at_hand   which batch a pass is of
     meeting    where ranks meet, and who is missing           beginning what all ranks start from
+    in_turn    exchanges of one message, without a thread     trained   what is trained, as that changes
+    choosing   exchange="auto"                                batch_norm statistics over all ranks
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from gossamer.own_loop.trained import Trained
 from gossamer.plan.law import check_loop
 from gossamer.spec.choice import Exchanges
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.wire.channel import Channel
 from gossamer.wire.pump import Pump
 
 _log = logging.getLogger(__name__)
@@ -165,11 +168,11 @@ def _met(
         channel = whole.meet(f"model {index}", "nccl" if device.type == "cuda" else "gloo")
         if index == 0:
             start_alike(tensors_of(models, optimizers), channel)
-        pump = Pump(channel)
-        one = Passes(_trained(index, models, optimizers), exchange, whole, pump, hand, manner)
+        pump, words = Pump(channel), whole.meet(f"words {index}", "gloo")
+        one = Passes(_trained(index, models, optimizers), exchange, whole, pump, words, hand, manner)
         hand.look(model)
         passes.append(one)
-        weakref.finalize(one, _close, pump, whole, index)
+        weakref.finalize(one, _close, pump, words, whole, index)
     if not any(one.params for one in passes):
         raise BadInput("wanted a model with parameters that are trained, got none: unfreeze some of them", key="model")
     return passes
@@ -247,8 +250,9 @@ def _check(*, clip: float, accumulate: int, loss: str, weight: Any, batch_norm: 
         raise bad_input(wanted="rank or all", got=repr(batch_norm), do="correct it", key="batch_norm")
 
 
-def _close(pump: Pump, whole: Party, index: int) -> None:
+def _close(pump: Pump, words: Channel, whole: Party, index: int) -> None:
     """The end of a loop, or of its process."""
     whole.says("left", "has left its loop") if index == 0 else None
     pump.close()
     pump.channel.close()
+    words.close()

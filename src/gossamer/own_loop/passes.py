@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,11 +24,13 @@ from torch import Tensor, nn
 
 from gossamer import compress
 from gossamer.compress import Exchange, owes
+from gossamer.compress.dense import Dense
 from gossamer.ops.fingerprint import digest
 from gossamer.own_loop.at_hand import AtHand
 from gossamer.own_loop.choosing import WATCHED, Watch
+from gossamer.own_loop.in_turn import InTurn
 from gossamer.own_loop.meeting import Party
-from gossamer.own_loop.reading import Counted
+from gossamer.own_loop.reading import Counted, Kind
 from gossamer.own_loop.roots import Asked, watched
 from gossamer.own_loop.rows import BACKWARD, LOSS, TAKEN, Row, Rows
 from gossamer.own_loop.trained import Trained
@@ -36,7 +38,8 @@ from gossamer.spec.choice import Exchanges
 from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.sync import buckets_of
 from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.message import Combine, Message, Outcome, Round, State
+from gossamer.wire.channel import Channel, Pending
+from gossamer.wire.message import Combine, Message, Outcome, Round, Rounds, State
 from gossamer.wire.pump import Pump, Step
 
 AUTO = "auto"
@@ -57,13 +60,20 @@ class Manner:
 
 @dataclass(slots=True)
 class _Slot:
-    """One bucket. `pending`: the exchange's state after the passes since the last step, if there were any."""
+    """One bucket. `pending`: the exchange's state after the passes since the last step, if there were any.
+
+    `tail`: of a bucket that is only summed, some numbers behind its gradients: what this rank's count, and for every
+    parameter whether it had one. So a sum of gradients times counts brings along what it is divided by, and nothing
+    need be known before it goes out. None where an exchange has more to do.
+    """
 
     layout: Layout
     exchange: Exchange
     state: State
     bucket: Bucket
     views: dict[str, Tensor]
+    whole: Tensor  # (bucket and tail,)
+    tail: Tensor | None = None  # (1 + parameters,)
     pending: State | None = None
     waits: int = 0
     sent: bool = False
@@ -82,8 +92,8 @@ class _Pass:
     """A backward pass under way. `ending` lives as long as the engine means to call it."""
 
     row: Row
-    weighing: Step
-    exchanging: Step | None  # None: of a group, and not its last
+    weighing: Pending
+    exchanging: Step | InTurn | None  # None: of a group, and not its last
     is_grouped: bool
     endings: dict[int, weakref.ref[_Ending]]
     touched: set[str] = field(default_factory=set)
@@ -99,9 +109,12 @@ class Passes:
     """
 
     def __init__(
-        self, trained: Trained, exchanges: Exchanges, party: Party, pump: Pump, hand: AtHand, manner: Manner
-    ) -> None:
+        self, trained: Trained, exchanges: Exchanges, party: Party, pump: Pump, words: Channel, hand: AtHand,
+        manner: Manner,
+    ) -> None:  # fmt: skip
+        """`words`: a channel beside that of the pump, for rows and marks, which the calling thread sends itself."""
         self.trained, self.party, self.pump, self.hand, self.manner = trained, party, pump, hand, manner
+        self._words = words
         self._watch = Watch(lossy=manner.lossy) if exchanges == AUTO else None
         self._rules = compress.rules("dense" if exchanges == AUTO else exchanges, key="exchange")
         self._bucket_bytes = manner.bucket_bytes
@@ -167,14 +180,13 @@ class Passes:
         exchanges = {name: self._rules.of(name) for name in params}
         for layout, exchange in buckets_of(params, exchanges, bucket_bytes=self._bucket_bytes):
             exchange.check(layout, self.pump.channel.levels)
-            bucket = layout.allocate()
-            self._slots.append(_Slot(layout, exchange, exchange.init(layout), bucket, dict(bucket.slices())))
+            self._slots.append(_slot(layout, exchange))
         self._params |= params
         self._slot_of = {e.name: i for i, slot in enumerate(self._slots) for e in slot.layout.entries}
         self._place = {name: index for index, name in enumerate(self._params)}
         self.remembers = any(True for slot in self._slots for _ in slot.state.flatten())  # from step to step
         levels, rank = self.pump.channel.levels, self.party.rank
-        self._rounds = [*(len(s.exchange.traffic(s.layout, levels, rank)) for s in self._slots), 1]
+        self._rounds = [len(s.exchange.traffic(s.layout, levels, rank)) for s in self._slots]
 
     def _hook(self, name: str, param: nn.Parameter) -> None:
         with torch.enable_grad():
@@ -193,6 +205,14 @@ class Passes:
             yield
         finally:
             self._quiet -= 1
+
+    @contextmanager
+    def answered(self, doing: str = "") -> Iterator[None]:
+        """Around what waits for other ranks: raises PeerLost with those that did not come."""
+        try:
+            yield
+        except PeerLost as error:
+            raise self.party.lost(error, doing or f"backward pass {self.serial}") from None
 
     # What the engine calls.
 
@@ -304,20 +324,22 @@ class Passes:
         is_held = bool(self._quiet) or (self._grouped < self.manner.accumulate and not self.hand.is_last)
         counted = self.hand.counted(self._counted, self.manner.loss)
         row = Row.of(BACKWARD, self.serial, counted, self.hand.mark, beside=(float(len(self._params)),))
-        weighing = self.pump.begin((1,))
-        weighing.submit(0, _gather(row.tensor()))
-        exchanging = None if is_held else self.pump.begin(self._rounds)
+        weighing = self._words.start(Message((row.tensor(),), Combine.GATHER))
+        exchanging = None if is_held else self._exchanges()
         for slot in self._slots:
             slot.waits, slot.sent = len(slot.layout.entries), False
         return _Pass(row, weighing, exchanging, is_held or self._grouped > 1, {})
 
+    def _exchanges(self) -> Step | InTurn:
+        """What sends the buckets of a pass, in an order that is the same on all ranks."""
+        if all(rounds == 1 for rounds in self._rounds):
+            return InTurn(self.pump.channel)
+        return self.pump.begin(self._rounds)
+
     def _rows(self, one: _Pass) -> Rows:
         """What all ranks said of this pass. Waits for the last of them; raises where they do not go together."""
         if one.rows is None:
-            try:
-                told = one.weighing.result(0).mean
-            except PeerLost as error:
-                raise self.party.lost(error, f"backward pass {one.row.serial}") from None
+            (told,) = one.weighing.wait()
             one.rows = Rows.of(told, self.party.rank, one.row)
             one.rows.check()
             self.hand.learn(one.row.counted, one.rows.kind)
@@ -330,10 +352,16 @@ class Passes:
         return rows.share * self.party.ranks * rows.factor
 
     def _send(self, one: _Pass, index: int) -> None:
-        slot, rows = self._slots[index], self._rows(one)
+        slot = self._slots[index]
         assert one.exchanging is not None
         slot.sent = True
         flat = slot.bucket.flat
+        if slot.tail is not None:
+            self._sums.append(flat.sum())
+            self._count_in(one, slot, slot.tail)
+            one.exchanging.submit(index, _summed(slot))
+            return
+        rows = self._rows(one)
         if one.is_grouped:
             weights = torch.full((self.party.ranks,), 1 / self.party.ranks, dtype=torch.float64)
         else:
@@ -348,6 +376,17 @@ class Passes:
         state = slot.state if slot.pending is None else slot.pending
         one.exchanging.submit(index, slot.exchange.run(slot.bucket, state, at))
 
+    def _count_in(self, one: _Pass, slot: _Slot, tail: Tensor) -> None:
+        """The bucket's gradients times what they count, and behind them what that is."""
+        counted = one.row.counted
+        count = 1.0 if one.is_grouped or not counted.counts else max(0.0, counted.counts[0])
+        if count == 0.0:
+            slot.bucket.flat.zero_()  # a rank without anything that counts may have nan there
+        elif count != 1.0:
+            slot.bucket.flat.mul_(count)
+        had = [float(entry.name in one.arrived or entry.name in self._held) for entry in slot.layout.entries]
+        tail.copy_(torch.tensor([count, *had], dtype=tail.dtype))
+
     def _scale(self, slot: _Slot) -> float:
         """What gradients are divided by, so that what is kept for later is of no scale."""
         keeps = self.manner.scale is not None and any(True for _ in slot.state.flatten())
@@ -358,7 +397,7 @@ class Passes:
         self._rows(one)
         self._held |= one.arrived
 
-    def _exchange(self, one: _Pass, exchanging: Step) -> None:
+    def _exchange(self, one: _Pass, exchanging: Step | InTurn) -> None:
         """The end of a pass that meets."""
         if self._watch is not None and self.serial == WATCHED:
             self._watch.end()
@@ -371,27 +410,37 @@ class Passes:
         for index, slot in enumerate(self._slots):
             if not slot.sent:
                 self._send(one, index)
-        exchanging.submit(len(self._slots), _any(self._marks(mine)))
-        factor = 1.0 if one.is_grouped else rows.factor
+        is_marked = any(slot.tail is None for slot in self._slots)
+        marking = self._words.start(Message((self._marks(mine),), Combine.MAX)) if is_marked else None
+        anywhere: dict[str, bool] = {}
         for index, slot in enumerate(self._slots):
-            outcome = self._outcome(one, index)
+            outcome = exchanging.result(index)
+            if slot.tail is not None:
+                total, *had = slot.tail.tolist()
+                anywhere |= {e.name: one > 0 for e, one in zip(slot.layout.entries, had, strict=True)}
+                self._divide(one, slot, total, rows)
+                slot.pending = outcome.state
+                continue
+            factor = 1.0 if one.is_grouped else rows.factor
             if outcome.mean.data_ptr() != slot.bucket.flat.data_ptr():
                 slot.bucket.flat.copy_(outcome.mean)
             slot.pending = outcome.state
             if (times := factor * self._scale(slot)) != 1.0:
                 slot.bucket.flat.mul_(times)
-        anywhere = self._outcome(one, len(self._slots)).mean.tolist()
+        if marking is not None:
+            (marked,) = marking.wait()
+            anywhere = {name: bool(one) for name, one in zip(self._params, marked.tolist(), strict=True)}
         with torch.no_grad():
-            for name, had in zip(self._params, anywhere, strict=True):
-                self._put(name, had=bool(had))
+            for name in self._params:
+                self._put(name, had=anywhere[name])
         self._held, self._grouped = set(), 0
 
-    def _outcome(self, one: _Pass, job: int) -> Outcome:
-        assert one.exchanging is not None
-        try:
-            return one.exchanging.result(job)
-        except PeerLost as error:
-            raise self.party.lost(error, f"backward pass {one.row.serial}") from None
+    def _divide(self, one: _Pass, slot: _Slot, total: float, rows: Rows) -> None:
+        """A bucket's sum of gradients times counts becomes the gradient of the whole batch."""
+        if one.is_grouped:
+            slot.bucket.flat.mul_(1 / self.party.ranks)
+        elif rows.kind is not Kind.SUM and total not in (0.0, 1.0):
+            slot.bucket.flat.div_(total)
 
     def _marks(self, names: set[str]) -> Tensor:
         marks = torch.zeros(len(self._params), dtype=torch.uint8)
@@ -438,7 +487,6 @@ class Passes:
     def _drop(self, one: _Pass) -> None:
         """Give a pass up: nothing of it has moved."""
         self._pass = None
-        one.weighing.drop()
         if one.exchanging is not None:
             one.exchanging.drop()
 
@@ -490,12 +538,9 @@ class Passes:
 
     def gathered(self, row: Row, doing: str) -> Rows:
         """The same row of every rank, beside the passes. Raises as a pass does."""
-        step = self.pump.begin((1,))
-        step.submit(0, _gather(row.tensor()))
-        try:
-            rows = Rows.of(step.result(0).mean, self.party.rank, row)
-        except PeerLost as error:
-            raise self.party.lost(error, doing) from None
+        with self.answered(doing):
+            (told,) = self._words.start(Message((row.tensor(),), Combine.GATHER)).wait()
+        rows = Rows.of(told, self.party.rank, row)
         rows.check()
         return rows
 
@@ -513,6 +558,24 @@ class Passes:
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes = [], []
+
+
+def _slot(layout: Layout, exchange: Exchange) -> _Slot:
+    """A bucket of zeros, with a tail where its exchange is nothing but a sum."""
+    is_sum = isinstance(exchange, Dense) and layout.dtype in (torch.float32, torch.float64)
+    tail = 1 + len(layout.entries) if is_sum else 0
+    flat = torch.zeros(layout.numel + tail, dtype=layout.dtype, device=layout.device)
+    bucket = Bucket(layout, flat[: layout.numel])
+    views, behind = dict(bucket.slices()), flat[layout.numel :] if is_sum else None
+    return _Slot(layout, exchange, exchange.init(layout), bucket, views, flat, behind)
+
+
+def _summed(slot: _Slot) -> Rounds:
+    """The sum of a bucket and its tail over all ranks, in place."""
+    (found,) = yield Message((slot.whole,), Combine.SUM)
+    if found.data_ptr() != slot.whole.data_ptr():
+        slot.whole.copy_(found)
+    return Outcome(slot.bucket.flat, None, slot.state if slot.pending is None else slot.pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,7 +600,8 @@ class _Before:
                 f"{self.name} is trained, and the model that was given to gossamer.wrap is gone: keep it as long as "
                 "its parameters are trained"
             )
-        changed = passes.before(self.name, gradients[0])
+        with passes.answered():
+            changed = passes.before(self.name, gradients[0])
         return None if changed is None else (changed,)
 
 
@@ -548,7 +612,8 @@ class _After:
 
     def __call__(self, param: Tensor) -> None:
         if (passes := self.passes()) is not None:
-            passes.after(self.name, param)
+            with passes.answered():
+                passes.after(self.name, param)
 
 
 @dataclass(frozen=True)
@@ -559,7 +624,8 @@ class _Ending:
 
     def __call__(self) -> None:
         if (passes := self.passes()) is not None:
-            passes.end()
+            with passes.answered():
+                passes.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -593,13 +659,3 @@ def _defer_hooks(param: nn.Parameter) -> None:
     for key, hook in list(hooks.items()) if hooks else ():
         if not isinstance(hook, _Deferred):
             hooks[key] = _Deferred(hook)  # type: ignore[index]
-
-
-def _gather(mine: Tensor) -> Generator[Message, tuple[Tensor, ...], Outcome]:
-    (rows,) = yield Message((mine,), Combine.GATHER)
-    return Outcome(rows, None, State())
-
-
-def _any(mine: Tensor) -> Generator[Message, tuple[Tensor, ...], Outcome]:
-    (found,) = yield Message((mine,), Combine.MAX)
-    return Outcome(found, None, State())
