@@ -132,15 +132,19 @@ def _adapts_what_meets(terms: Terms) -> BadInput | None:
             do="leave plan.adapt at none, or name another plan.sync",
             key="plan.adapt",
         )
-    islands = terms.plan.islands
-    if any(len(island) > 1 for island in islands):
-        return bad_input(
-            wanted="islands of one rank each, whose ways out are known",
-            got=str([list(island) for island in islands]),
-            do="leave plan.adapt at none, and name plan.sync's exchange",
-            key="plan.adapt",
-        )
     return None
+
+
+def _adapts_ways(terms: Terms) -> BadInput | None:
+    islands = terms.plan.islands
+    if terms.policy is None or terms.sync.is_plain or all(len(island) == 1 for island in islands):
+        return None
+    return bad_input(
+        wanted="islands of one rank each, whose ways out are known",
+        got=str([list(island) for island in islands]),
+        do="leave plan.adapt at none, and name plan.sync's exchange",
+        key="plan.adapt",
+    )
 
 
 def _adapts_links(terms: Terms) -> BadInput | None:
@@ -389,6 +393,7 @@ LAWS: tuple[Law, ...] = (
     _states_of_whole_replicas,
     _states_apart,
     _states_adapted,
+    _adapts_ways,
     _states_by_element,
     _gathers_in_step,
     _probe_moves_plainly,
