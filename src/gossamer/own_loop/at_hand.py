@@ -15,6 +15,7 @@ from gossamer.own_loop.reading import Batch, Counted, Kind
 from gossamer.own_loop.rows import Mark
 from gossamer.spec.errors import BadInput
 
+_SHAPES = 200  # ways in which a loss is made that are looked at
 _LOOKS = 2  # at the graph of every loss that is made in another way
 _KEPT = 4  # batches that a loop may have asked for before it used the first of them
 
@@ -55,6 +56,7 @@ class AtHand(Batch):
         self._since = 0  # given out since a pass began
         self._ahead = False
         self._seen: int | None = None
+        self._many = False  # whether it was given rows of another kind, and more than one
         self._part = False  # whether the model was given some of its rows alone
         self._number = 0
 
@@ -77,6 +79,7 @@ class AtHand(Batch):
                 self._seen = number
                 self._part = next((t for t in held if share.lacks(t)), None) is not None
                 return
+        self._seen, self._many = None, any(t.dim() > 0 and t.shape[0] > 1 for t in tensors)
 
     @property
     def share(self) -> Share | None:
@@ -91,7 +94,13 @@ class AtHand(Batch):
                 "a batch with fewer rows than ranks, in a loop that asks for batches before it needs them: which one a "
                 "backward pass is of cannot be told. Drop the last batch (drop_last=True)"
             )
-        return self._given[-1][1]
+        last = self._given[-1][1]
+        if last.rows == 0 and self._many:
+            raise BadInput(
+                "a batch with fewer rows than ranks, while the model was given rows that are not of it: what they "
+                "count on this rank cannot be told. Drop the last batch (drop_last=True)"
+            )
+        return last
 
     @property
     def mark(self) -> Mark:
@@ -118,6 +127,8 @@ class AtHand(Batch):
         return set() if share is None else share.counts()
 
     def is_new(self, shape: int) -> bool:
+        if len(self._looks) > _SHAPES and shape not in self._looks:
+            return False  # a model that is made anew in every pass
         self._looks[shape] = self._looks.get(shape, 0) + 1
         return self._looks[shape] <= _LOOKS
 

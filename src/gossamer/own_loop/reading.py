@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -26,6 +27,7 @@ from torch import Tensor
 
 _OWN_WEIGHTS = "a sum with weights that add up to 1, over this rank's rows alone"
 _SEARCHED_NODES = 20_000
+_NEAR_NODES = 48
 _FREE_NODES = 64  # a penalty on a parameter is a short way from it
 
 
@@ -408,16 +410,18 @@ def _is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
 
 
 def _made(roots: Sequence[Tensor], shape: int) -> int:
-    """The same where losses are made by the same steps: what has been looked through is not looked through again."""
-    todo: list[Any] = [root.grad_fn for root in roots]
+    """The same where losses are made by the same steps, as far as those next to them go: what has been looked through
+    is not looked through again, and a large model costs no more than a small one.
+    """
+    todo: deque[Any] = deque(root.grad_fn for root in roots)
     seen: set[Any] = set()
     names: list[str] = []
-    while todo and len(seen) < _SEARCHED_NODES:
-        node = todo.pop()
+    while todo and len(seen) < _NEAR_NODES:
+        node = todo.popleft()
         if node is not None and node not in seen:
             seen.add(node)
             names.append(node.name())
-            todo += [below for below, _ in node.next_functions]
+            todo.extend(below for below, _ in node.next_functions)
     return zlib.crc32(" ".join(names).encode(), shape)
 
 
