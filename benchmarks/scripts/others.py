@@ -227,7 +227,7 @@ SCRIPTS = (
             *("--gradient_accumulation_steps=4", "--eval_interval=100000", "--eval_iters=1", "--learning_rate=1e-3"),
             "--warmup_iters=1",
         ),
-        alike=(instead("if iter_num % eval_interval == 0 and", "if iter_num % eval_interval == 1 and"),),
+        alike=(instead("if iter_num % eval_interval == 0 and", "if iter_num % eval_interval == -1 and"),),
         wrap=(
             after("import torch", IMPORT),
             instead("ddp = int(os.environ.get('RANK', -1)) != -1", "ddp = False"),
