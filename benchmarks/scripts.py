@@ -13,7 +13,8 @@ rel     max|a-b| / max|b|, the largest over parameters, after `steps` steps in f
         draws another order); and whether the ranks hold the same bits
 speed   seconds per step of DDP over those of wrap, above 1 where wrap is faster: the median of rounds in which four
         live processes take turns, two of DDP and two of wrap, one thread each, fp32. BatchNorm's statistics are each
-        rank's own there, as DDP has them.
+        rank's own there, as DDP has them. `processor`: the same of the seconds that processors worked for all ranks,
+        which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -273,6 +274,7 @@ def times(source: Path, script: Script, scratch: Path, ranks: int, rounds: int) 
         variables={},
     )
     took: dict[str, list[float]] = {name: [] for name in ways}
+    worked: dict[str, list[float]] = {name: [] for name in ways}
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         crews = {
@@ -288,11 +290,13 @@ def times(source: Path, script: Script, scratch: Path, ranks: int, rounds: int) 
                 told = [said(pipe) for pipe in crews[name]]
                 if errors := [what for kind, what in told if kind == "error"]:
                     return {"error": f"{name}: {errors[0]}", "median": None}
-                took[name].append(max(what for _, what in told))
+                took[name].append(max(wall_s for _, (wall_s, _) in told))
+                worked[name].append(sum(cpu_s for _, (_, cpu_s) in told))
     ratios = [a / b for a, b in zip(took["ddp"], took["wrap"], strict=True)]
     return {
         "median": round(median(ratios), 3),
         "rounds": [round(one, 3) for one in sorted(ratios)],
+        "processor": round(median(a / b for a, b in zip(worked["ddp"], worked["wrap"], strict=True)), 3),
         "step_ms": {name: round(1e3 * median(many) / script.chunk, 2) for name, many in took.items()},
         "load": [round(load, 2), round(os.getloadavg()[0], 2)],
     }

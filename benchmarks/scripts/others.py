@@ -93,7 +93,10 @@ SCRIPTS = (
         arguments=("--no-accel", "--epochs", "1000", "--log-interval", "1000"),
         alike=(instead("torch.randn_like(std)", "torch.zeros_like(std)"),),
         wrap=wrapped("optimizer = optim", "train_loader"),
-        ddp=replicated("optimizer = optim", "train_loader", "args.batch_size"),
+        ddp=(
+            *replicated("optimizer = optim", "train_loader", "args.batch_size"),
+            instead("model.decode(sample)", "model.module.decode(sample)"),
+        ),
         chunk=40,
         note="the loss is a sum over rows: DDP trains on half of the gradient",
     ),

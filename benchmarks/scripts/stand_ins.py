@@ -21,14 +21,14 @@ ROWS = 4096
 class Pictures(Dataset[Any]):
     """Random pictures with labels, through a transform, as torchvision's data sets give them."""
 
-    def __init__(self, *shape: int, transform: Any = None) -> None:
+    def __init__(self, *shape: int, rows: int = ROWS, transform: Any = None) -> None:
         draw = torch.Generator().manual_seed(1)
-        self.data = torch.randint(0, 256, (ROWS, *shape), dtype=torch.uint8, generator=draw)
-        self.targets = torch.randint(0, 10, (ROWS,), generator=draw)
+        self.data = torch.randint(0, 256, (rows, *shape), dtype=torch.uint8, generator=draw)
+        self.targets = torch.randint(0, 10, (rows,), generator=draw)
         self._transform = transform or (lambda picture: picture)
 
     def __len__(self) -> int:
-        return ROWS
+        return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return self._transform(self.data[index]), int(self.targets[index])
@@ -74,7 +74,7 @@ def install() -> None:
     data, transforms, utils = (ModuleType(f"torchvision.{name}") for name in ("datasets", "transforms", "utils"))
 
     def mnist(*_: Any, transform: Any = None, **__: Any) -> Pictures:
-        return Pictures(1, 28, 28, transform=transform)
+        return Pictures(1, 28, 28, rows=60_000, transform=transform)
 
     def cifar(*_: Any, transform: Any = None, **__: Any) -> Pictures:
         return Pictures(3, 32, 32, transform=transform)
