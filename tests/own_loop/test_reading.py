@@ -38,7 +38,7 @@ class Counts(Batch):
     def is_new(self, shape: int) -> bool:
         return True
 
-    def is_mean(self, shape: int) -> bool:
+    def is_mean(self, kinds: int) -> bool:
         return False
 
 

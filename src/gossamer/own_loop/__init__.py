@@ -222,8 +222,7 @@ def _divider(
 
 
 def _moves(optimizer: Optimizer, passes: Passes) -> bool:
-    mine = {id(param) for param in passes.params.values()}
-    return any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
+    return any(passes.trained.holds(param) for param in _params(optimizer))
 
 
 def _several(given: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -132,13 +133,13 @@ class AtHand(Batch):
         self._looks[shape] = self._looks.get(shape, 0) + 1
         return self._looks[shape] <= _LOOKS
 
-    def is_mean(self, shape: int) -> bool:
-        return shape in self._means
+    def is_mean(self, kinds: int) -> bool:
+        return kinds in self._means
 
     def learn(self, counted: Counted, kind: Kind) -> None:
         """The ranks have found what a sum was divided by: their own counts."""
         if counted.is_divided and kind is Kind.MEAN:
-            self._means.add(counted.shape)
+            self._means.add(counted.kinds)
 
     def counted(self, read: Counted | None, loss: str) -> Counted:
         """What this rank's gradient counts: as the loss was read, or as it was told. Begins the pass."""
@@ -157,12 +158,12 @@ class AtHand(Batch):
         if loss == "mean" or self.weigh is not None:
             return Counted(Kind.MEAN, (0.0 if is_spare else self._weight(share),))
         if read is None:
-            return Counted(Kind.UNKNOWN, (), 0, "a backward pass that did not come through torch.autograd.backward")
+            return Counted(Kind.UNKNOWN, said="a backward pass that did not come through torch.autograd.backward")
         if is_spare:
             counts = tuple(-1.0 if read.kind is Kind.SUM else 0.0 for _ in read.counts)
-            return Counted(read.kind, counts, read.shape, read.said)
+            return replace(read, counts=counts)
         if read.kind is Kind.SUM:
-            return Counted(read.kind, (1.0,), read.shape, read.said)
+            return replace(read, counts=(1.0,))
         return read
 
     def _weight(self, share: Share | None) -> float:

@@ -118,6 +118,7 @@ class Passes:
         self._watch = Watch(lossy=manner.lossy) if exchanges == AUTO else None
         self._rules = compress.rules("dense" if exchanges == AUTO else exchanges, key="exchange")
         self._bucket_bytes = manner.bucket_bytes
+        self.is_closed = False
         self.serial = 0  # of the last pass
         self.steps = 0  # that were committed
         self.rate: Callable[[], float] = lambda: 1.0  # of the optimizer, which feedback follows
@@ -139,7 +140,7 @@ class Passes:
         first = trained.new({})
         self._rules.by_name(first)  # a line that serves no parameter is told
         self.take_in(first)
-        watched().look(_Looker(weakref.ref(self)))
+        weakref.finalize(self, watched().look(_Looker(weakref.ref(self))))
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:
@@ -557,7 +558,7 @@ class Passes:
         """Let the parameters go: another wrap has them."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._nodes = [], []
+        self._handles, self._nodes, self.is_closed = [], [], True
 
 
 def _slot(layout: Layout, exchange: Exchange) -> _Slot:

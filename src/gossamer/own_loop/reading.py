@@ -69,6 +69,7 @@ class Counted:
     kind: Kind
     counts: tuple[float, ...] = ()
     shape: int = 0
+    kinds: int = 0  # the same, whatever the factors
     said: str = ""
     is_divided: bool = False  # whether a sum was divided in the loop, by what was found to be a count
 
@@ -88,7 +89,7 @@ class Batch(ABC):
         """Whether a loss made like this has not been seen before: then its graph is looked through."""
 
     @abstractmethod
-    def is_mean(self, shape: int) -> bool:
+    def is_mean(self, kinds: int) -> bool:
         """Whether the ranks have found before that what such a sum is divided by is their own count."""
 
 
@@ -100,24 +101,27 @@ def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], batch: Bat
     known = {term.count for term in terms if term.kind is Kind.MEAN}
     if any(term.kind is Kind.DIVIDED or term.is_part_of_a_sum for term in terms):
         known |= batch.counts()
-    terms = [_settled(term, known, batch, shape) for term in terms]
+    alike = zlib.crc32(repr([_alike(t.kind) for t in terms]).encode())
+    terms = [_settled(term, known, batch, alike) for term in terms]
     if roots and batch.is_new(_made(roots, shape)) and (found := _across_rows(roots, batch.rows)):
         terms = [Term(Kind.UNKNOWN, f"{found}, which takes the rows of a batch together")]
     said = " + ".join(dict.fromkeys(term.what for term in terms)) or "parameters alone"
     kinds = {term.kind for term in terms}
     if not kinds:
-        return Counted(Kind.FREE, (), shape, said)
+        return Counted(Kind.FREE, shape=shape, said=said)
     if Kind.UNKNOWN in kinds or len(kinds) > 1:
         mixed = "" if Kind.UNKNOWN in kinds else "a mean and a sum in one loss: "
         odd = next((term.what for term in terms if term.kind is Kind.UNKNOWN), said)
-        return Counted(Kind.UNKNOWN, (), shape, mixed + odd)
+        return Counted(Kind.UNKNOWN, shape=shape, said=mixed + odd)
     (kind,) = kinds
     if kind is Kind.SUM and len(terms) < len(every):
-        return Counted(Kind.UNKNOWN, (), shape, "a sum over rows and a term of parameters alone, which counts once")
+        said = "a sum over rows and a term of parameters alone, which counts once"
+        return Counted(Kind.UNKNOWN, shape=shape, said=said)
     counts = _distinct([term.count for term in terms])
     if kind in (Kind.MEAN, Kind.DIVIDED) and len(terms) == 1 and "/" in said and _is_zero(roots):
         counts = (0.0,)  # nothing was let through: what it was divided by only keeps it from being nan
-    return Counted(kind, counts, shape, said, any(term.kind is Kind.DIVIDED for term in every))
+    is_divided = any(term.kind is Kind.DIVIDED for term in every)
+    return Counted(kind, counts, shape, alike, said, is_divided)
 
 
 def _alike(kind: Kind) -> str:
@@ -136,7 +140,7 @@ def _is_zero(roots: Sequence[Tensor]) -> bool:
     return all(not bool(root.detach().any()) for root in roots)
 
 
-def _settled(term: Term, known: set[float], batch: Batch, shape: int) -> Term:
+def _settled(term: Term, known: set[float], batch: Batch, alike: int) -> Term:
     """A sum divided by a count that is known is a mean; divided by the rows of the whole batch, it is a part of a sum.
     Multiplied with one over a count, nobody can tell.
     """
@@ -146,7 +150,7 @@ def _settled(term: Term, known: set[float], batch: Batch, shape: int) -> Term:
         ):  # by rows, and by passes before a step
             return Term(Kind.MEAN, term.what, own, term.factor)
         is_whole = batch.whole in term.divisors and batch.whole > batch.rows
-        if _is_among(term.count, known) or (term.is_computed and not is_whole) or batch.is_mean(shape):
+        if _is_among(term.count, known) or (term.is_computed and not is_whole) or batch.is_mean(alike):
             return Term(Kind.MEAN, term.what, term.count, term.factor)
         if is_whole and not term.is_computed:
             return Term(Kind.SUM, term.what, 1.0, term.factor)

@@ -33,7 +33,7 @@ class Asked:
         try:
             return read(self.roots, self.gradients, batch)
         except RuntimeError as error:  # freed already: a second pass through one graph, which torch will refuse itself
-            return Counted(Kind.UNKNOWN, (), 0, str(error).splitlines()[0])
+            return Counted(Kind.UNKNOWN, said=str(error).splitlines()[0])
 
 
 class Roots:

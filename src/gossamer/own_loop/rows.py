@@ -48,7 +48,8 @@ class Row:
     @staticmethod
     def of(kind: int, serial: int, counted: Counted, mark: Mark, *, beside: tuple[float, ...]) -> Row:
         if len(counted.counts) > _COUNTS:
-            counted = Counted(Kind.UNKNOWN, (), counted.shape, f"{len(counted.counts)} means that count differently")
+            said = f"{len(counted.counts)} means that count differently"
+            counted = Counted(Kind.UNKNOWN, shape=counted.shape, said=said)
         return Row(kind, serial, counted, mark, beside)
 
     def tensor(self) -> Tensor:

@@ -36,13 +36,18 @@ class Steps:
         self, optimizer: Optimizer, passes: Sequence[Passes], clip: float, buffers: Mapping[str, Tensor]
     ) -> None:
         """`buffers`: what should be the same on all ranks beside the parameters."""
-        self._passes, self._clip = tuple(passes), clip
+        self._all, self._clip = tuple(passes), clip
         self._buffers = {name: b for name, b in buffers.items() if b.is_floating_point()}
         self.made = 0
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         optimizer.rejected = 0  # type: ignore[attr-defined]
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
+
+    @property
+    def _passes(self) -> Sequence[Passes]:
+        """Those that still have their parameters: another wrap may have taken them over."""
+        return [one for one in self._all if not one.is_closed]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_known(optimizer)

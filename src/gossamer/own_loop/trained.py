@@ -26,6 +26,11 @@ class Trained:
         every = {**self._own, **self._loose}
         return {name: p for name, p in every.items() if name not in known and p.requires_grad}
 
+    def holds(self, param: nn.Parameter) -> bool:
+        """Whether it is one of them, now or once it is unfrozen."""
+        self._look()
+        return any(one is param for one in (*self._own.values(), *self._loose.values()))
+
     def _look(self) -> None:
         """Parameters that optimizers have and the model has not, when there may be new ones."""
         living = [one for ref in self._optimizers if (one := ref()) is not None]
