@@ -187,9 +187,9 @@ SCRIPTS = (
                 "seq = nn.parallel.DistributedDataParallel(seq)",
             ),
         ),
-        steps=10,
+        steps=2,
         chunk=1,
-        note="LBFGS, whose step is up to 20 passes; 97 rows, so DDP's mean is not of equals",
+        note="LBFGS, 20 passes a step; 97 rows, so DDP's mean is not of equals",
     ),
     Script(
         name="minGPT chargpt",
