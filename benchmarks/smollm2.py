@@ -142,7 +142,7 @@ def logit_difference(run: Path, exported: Path) -> float:
 
     ids = torch.arange(40).view(1, -1) * 97 + 5
     with torch.no_grad():
-        ours = api.load(run)[0](input_ids=ids).logits
+        ours = api.load(run).module(input_ids=ids).logits
         theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()(input_ids=ids).logits
     return float((ours - theirs).abs().max())
 

@@ -194,7 +194,7 @@ def test_the_export_loads_in_transformers_and_is_never_overwritten(
     ids = torch.arange(24).view(2, 12) * 7 % 257
     monkeypatch.chdir(trained.place.folder)
     with torch.no_grad():
-        ours = api.load(trained.run)[0](input_ids=ids).logits
+        ours = api.load(trained.run).module(input_ids=ids).logits
         theirs = AutoModelForCausalLM.from_pretrained(target).eval()(input_ids=ids).logits
     assert torch.equal(ours, theirs)
 

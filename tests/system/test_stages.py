@@ -45,14 +45,15 @@ def test_the_export_holds_what_every_stage_has_learnt(
     staged.place.good("export", staged.run, "--to", "hf", target)
     exported = AutoModelForCausalLM.from_pretrained(target).eval()
     monkeypatch.chdir(staged.place.folder)
-    ours = api.load(staged.run)[0]
+    ours = api.load(staged.run).module
     ids = torch.arange(24).view(2, 12) * 7 % 257
     with torch.no_grad():
         assert torch.equal(ours(input_ids=ids).logits, exported(input_ids=ids).logits)
     monkeypatch.chdir(trained.place.folder)
-    whole, _, config, origin = api.load(trained.run)
-    initial = dict(origin.build(config.train.seed).named_parameters())
-    for name, parameter in whole.named_parameters():
+    whole = api.load(trained.run)
+    assert whole.origin is not None
+    initial = dict(whole.origin.build(whole.config.train.seed).named_parameters())
+    for name, parameter in whole.module.named_parameters():
         learnt = float((parameter - initial[name]).detach().abs().max())
         apart = float((exported.get_parameter(name) - parameter).detach().abs().max())
         assert apart < 0.02 * learnt, f"{name}: {apart} apart, of {learnt} that it moved"
