@@ -35,7 +35,6 @@ class Chosen:
 
     exchange: Exchanges
     bucket_bytes: int
-    reason: str
 
 
 @dataclass(slots=True)
@@ -83,4 +82,4 @@ class Watch:
         said = f"{decision.reason} (links: {show_rate(link.bytes_per_s)}, {1e3 * link.latency_s:.1f} ms)"
         if pump.channel.rank == 0:
             _log.warning("exchange: %s", said)
-        return Chosen(decision.written, largest_bytes if decision.written == CANDIDATES[0].written else cut, said)
+        return Chosen(decision.written, largest_bytes if decision.written == CANDIDATES[0].written else cut)

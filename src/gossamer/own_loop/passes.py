@@ -120,10 +120,8 @@ class Passes:
         self._bucket_bytes = manner.bucket_bytes
         self.is_closed = False
         self.serial = 0  # of the last pass
-        self.steps = 0  # that were committed
         self.rate: Callable[[], float] = lambda: 1.0  # of the optimizer, which feedback follows
         self.skipped = 0  # steps in a row that never came
-        self.reason = ""  # of what `auto` chose
         self.last: Rows | None = None  # of the last pass
         self._counted: Counted | None = None
         self._roots: tuple[Tensor, ...] = ()
@@ -497,7 +495,6 @@ class Passes:
         """The step took effect: what the exchanges carry is theirs."""
         for slot in self._slots:
             slot.state, slot.pending = (slot.state if slot.pending is None else slot.pending), None
-        self.steps += 1
         self.skipped = 0
         self._sums = []
         self._choose()
@@ -510,7 +507,7 @@ class Passes:
             self._watch.began_s = time.perf_counter()
             return
         chosen = self._watch.choose(self._params, self.pump, self.manner.bucket_bytes)
-        self._watch, self.reason = None, chosen.reason
+        self._watch = None
         self._rules, self._bucket_bytes = compress.rules(chosen.exchange, key="exchange"), chosen.bucket_bytes
         self._slots = []  # what lies in `.grad` is its own from now on
         self._lay_out(self._params)
