@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -304,3 +307,97 @@ def unequal_lengths(wrap):
     """The last rank has two batches less."""
     is_last = ranks() > 1 and rank() == ranks() - 1
     return trained(wrap, batches()[: 10 if is_last else 12], timeout_s=5.0)
+
+
+class Rows(Dataset):
+    """A data set of one's own, one row at a time. `change` is what it does to x."""
+
+    def __init__(self, change=lambda x: x, count=44):
+        self.inner, self.change = dataset(count), change
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        x, y = self.inner[index]
+        return self.change(x), y
+
+
+@habit(must="equal")
+def rows_of_a_class(wrap):
+    """A data set of one's own, whose rows have nothing to do with each other."""
+    return trained(wrap, DataLoader(Rows(lambda x: x * 2 - 1), ROWS, shuffle=True), epochs=3)
+
+
+@habit(must="equal")
+def rows_augmented(wrap):
+    """Each row is changed by random numbers, as augmentations do."""
+    return trained(wrap, DataLoader(Rows(lambda x: x + 0.1 * torch.randn(())), ROWS, shuffle=True), epochs=3)
+
+
+@habit(must="equal")
+def rows_augmented_by_python(wrap):
+    """Each row is flipped, or not, by random.random()."""
+    random.seed(4)
+    return trained(wrap, DataLoader(Rows(lambda x: -x if random.random() < 0.3 else x), ROWS), epochs=3)
+
+
+@habit(must="equal")
+def rows_augmented_by_a_generator(wrap):
+    """A data set with a generator of its own, which it draws from for every row."""
+    draw = np.random.default_rng(5)
+    return trained(wrap, DataLoader(Rows(lambda x: x + 0.1 * float(draw.normal())), ROWS), epochs=3)
+
+
+@habit(must="equal")
+def rows_that_are_counted(wrap):
+    """What a row is depends on how many were given before it."""
+
+    class Counted(Rows):
+        given = 0
+
+        def __getitem__(self, index):
+            self.given += 1
+            x, y = super().__getitem__(index)
+            return x * (1 + 0.01 * self.given), y
+
+    return trained(wrap, DataLoader(Counted(), ROWS), epochs=3)
+
+
+@habit(must="equal")
+def rows_augmented_later(wrap):
+    """Random numbers come in after the first epochs alone."""
+    data = Rows()
+    model = net()
+    model, optimizer, loader = wrap(model, sgd(model, 0.05), DataLoader(data, ROWS, shuffle=True))
+    for epoch in range(4):
+        if epoch == 2:
+            data.change = lambda x: x + 0.1 * torch.randn(())
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+    return model
+
+
+@habit(must="equal")
+def rows_from_a_cache(wrap):
+    """A data set that keeps what it has made."""
+    kept = {}
+    return trained(wrap, DataLoader(Rows(lambda x: kept.setdefault(float(x[0]), x * 2)), ROWS, shuffle=True), epochs=3)
+
+
+@habit(must="equal")
+def rows_evaluated_by_one_rank(wrap):
+    """Rank 0 alone goes through the wrapped loader once before training, in order."""
+    model = net()
+    model, optimizer, loader = wrap(model, sgd(model, 0.05), DataLoader(Rows(), ROWS))
+    if rank() == 0:
+        with torch.no_grad():
+            sum(float(cross_entropy(model, x, y)) for x, y in loader)
+    for _epoch in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+    return model

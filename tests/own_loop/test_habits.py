@@ -17,7 +17,14 @@ HABITS = (
     *("clip_grad_norm", "grad_scaler", "gradient_by_autograd_grad", "hook_that_clamps"),
     *("ignore_index", "class_weights", "sum_with_penalty", "root_of_the_mean"),
     *("nested", "class_weights_untold", "fewer_rows_than_ranks", "shuffled_while_one_rank_samples"),
-    *("distributed_sampler_left_in", "unequal_data", "looked_at", "fetched_ahead"),
+    *(
+        "distributed_sampler_left_in",
+        "unequal_data",
+        "looked_at",
+        "fetched_ahead",
+        "rows_of_a_class",
+        "rows_augmented_later",
+    ),
     *("unfrozen_on_the_way", "experts_chosen_by_rows", "two_models", "batch_norm_of_all", "lbfgs"),
     *("saved_and_loaded", "one_rank_stops_early", "variables_by_hand_two_wraps"),
 )

@@ -18,6 +18,7 @@ not: the modules of this room each hold one part of that contract.
     steps      the optimizer's step as a transaction          at_hand   which batch a pass is of
     meeting    where ranks meet, and who is missing           beginning what all ranks start from
     in_turn    exchanges of one message, without a thread     trained   what is trained, as that changes
+    own_rows   loading no more than a rank needs
     choosing   exchange="auto"                                batch_norm statistics over all ranks
 """
 

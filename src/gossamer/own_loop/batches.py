@@ -103,16 +103,22 @@ class Divider:
         dims = self._dims(batch)
         sizes = {path: size for path, (_, size) in dims.items()}
         whole = self._whole(sizes, is_last)
-        start, stop = self._mine(whole)
+        start, stop = self.bounds(whole)
         mine = _taken(batch, dims, slice(start, max(stop, start + 1)) if stop > start else slice(0, 1))
         return Share(mine, stop - start, whole, mark, all(dim == 0 for dim, _ in dims.values()))
 
     def _taking(self, whole: int, taken: list[tuple[int, int]]) -> slice:
-        start, stop = self._mine(whole)
+        start, stop = self.bounds(whole)
         taken.append((stop - start, whole))
         return slice(start, stop) if stop > start else slice(0, 1)
 
-    def _mine(self, whole: int) -> tuple[int, int]:
+    def rows_of(self, batch: Any, rows: slice) -> Any:
+        """Those of a batch whose tensors all have rows first."""
+        dims = {path: (0, leaf.shape[0]) for path, leaf in leaves(batch)}
+        return _taken(batch, dims, rows)
+
+    def bounds(self, whole: int) -> tuple[int, int]:
+        """This rank's rows of so many: the first, and the one behind the last."""
         if whole >= len(self.parts):
             rows = share_rows(whole, self.parts)
         else:  # the first ranks have one each

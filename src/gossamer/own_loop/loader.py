@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from gossamer.own_loop.at_hand import AtHand
 from gossamer.own_loop.batches import Divider, Share
 from gossamer.own_loop.meeting import Party
+from gossamer.own_loop.own_rows import OwnRows
 from gossamer.spec.errors import BadInput
 
 
@@ -27,17 +28,24 @@ class WrappedLoader:
         self.inner, self._hand, self._party, self._divider = loader, hand, party, divider
         self._looks_ahead = looks_ahead
         self._begun = 0
+        self._own = OwnRows(loader, divider) if OwnRows.serve(loader, divider) else None  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         if self._party.ranks == 1:
             yield from self.inner
             return
-        source = self._begin()
+        self._meet()
         last = _length(self.inner)
-        for index, (batch, is_end) in enumerate(_with_end(source, last, ahead=self._looks_ahead)):
-            share = self._share(batch, is_end or last is None or index >= last - 1)
+        for share, is_end in _with_end(self._shares(last), last, ahead=self._looks_ahead):
             self._hand.give(share, is_last=is_end)
             yield share.batch
+
+    def _shares(self, last: int | None) -> Iterator[Share]:
+        if self._own is not None:
+            yield from self._own.shares(last)
+            return
+        for index, batch in enumerate(self.inner):
+            yield self._share(batch, last is None or index >= last - 1)
 
     def __len__(self) -> int:
         return len(self.inner)  # type: ignore[arg-type]
@@ -52,8 +60,8 @@ class WrappedLoader:
             return Share(batch, 1, 1, 0)
         return self._divider.share(batch, is_last=is_last)
 
-    def _begin(self) -> Iterator[Any]:
-        """A pass over the loader, in the order that rank 0 draws: its generators are everybody's from here on."""
+    def _meet(self) -> None:
+        """A pass over the loader begins in the order that rank 0 draws: its generators are everybody's from here."""
         generators = _generators(self.inner) if self._divider is not None else []
         self._begun += 1
         for index, generator in enumerate(generators):
@@ -63,7 +71,6 @@ class WrappedLoader:
             else:
                 state = bytearray(self._party.store.get(key))
                 generator.set_state(torch.frombuffer(state, dtype=torch.uint8).clone())
-        return iter(self.inner)
 
 
 def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
@@ -76,13 +83,13 @@ def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
     return list({id(one): one for one in (*known, *usual)}.values())
 
 
-def _with_end(source: Iterator[Any], last: int | None, *, ahead: bool) -> Iterator[tuple[Any, bool]]:
+def _with_end(source: Iterator[Share], last: int | None, *, ahead: bool) -> Iterator[tuple[Share, bool]]:
     """(batch, whether it is the last): by the loader's length, else by a look at the next one, where it matters."""
     if last is not None or not ahead:
         for index, batch in enumerate(source):
             yield batch, last is not None and index == last - 1
         return
-    held: list[Any] = []
+    held: list[Share] = []
     for batch in source:
         if held:
             yield held.pop(), False

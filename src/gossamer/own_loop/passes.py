@@ -32,7 +32,7 @@ from gossamer.own_loop.in_turn import InTurn
 from gossamer.own_loop.meeting import Party
 from gossamer.own_loop.reading import Counted, Kind
 from gossamer.own_loop.roots import Asked, watched
-from gossamer.own_loop.rows import BACKWARD, LOSS, TAKEN, Row, Rows
+from gossamer.own_loop.rows import BACKWARD, LOSS, TAKEN, TOLD, Deferred, Row, Rows
 from gossamer.own_loop.trained import Trained
 from gossamer.spec.choice import Exchanges
 from gossamer.spec.errors import BadInput, PeerLost
@@ -96,6 +96,7 @@ class _Pass:
     exchanging: Step | InTurn | None  # None: of a group, and not its last
     is_grouped: bool
     endings: dict[int, weakref.ref[_Ending]]
+    deferred: Deferred | None = None  # of the step before
     touched: set[str] = field(default_factory=set)
     arrived: set[str] = field(default_factory=set)
     rows: Rows | None = None
@@ -123,6 +124,7 @@ class Passes:
         self.rate: Callable[[], float] = lambda: 1.0  # of the optimizer, which feedback follows
         self.skipped = 0  # steps in a row that never came
         self.last: Rows | None = None  # of the last pass
+        self._deferred: Deferred | None = None
         self._counted: Counted | None = None
         self._roots: tuple[Tensor, ...] = ()
         self._sums: list[Tensor] = []
@@ -322,12 +324,14 @@ class Passes:
         self._grouped += 1
         is_held = bool(self._quiet) or (self._grouped < self.manner.accumulate and not self.hand.is_last)
         counted = self.hand.counted(self._counted, self.manner.loss)
-        row = Row.of(BACKWARD, self.serial, counted, self.hand.mark, beside=(float(len(self._params)),))
+        deferred, self._deferred = self._deferred, None
+        beside = (float(len(self._params)), *(deferred.told if deferred is not None else ()))
+        row = Row.of(BACKWARD, self.serial, counted, self.hand.mark, beside=beside)
         weighing = self._words.start(Message((row.tensor(),), Combine.GATHER))
         exchanging = None if is_held else self._exchanges()
         for slot in self._slots:
             slot.waits, slot.sent = len(slot.layout.entries), False
-        return _Pass(row, weighing, exchanging, is_held or self._grouped > 1, {})
+        return _Pass(row, weighing, exchanging, is_held or self._grouped > 1, {}, deferred)
 
     def _exchanges(self) -> Step | InTurn:
         """What sends the buckets of a pass, in an order that is the same on all ranks."""
@@ -341,6 +345,8 @@ class Passes:
             (told,) = one.weighing.wait()
             one.rows = Rows.of(told, self.party.rank, one.row)
             one.rows.check()
+            if one.deferred is not None:
+                one.deferred.judge(one.rows.beside[:, 1 : 1 + TOLD])
             self.hand.learn(one.row.counted, one.rows.kind)
             self.last = one.rows
         return one.rows
@@ -533,6 +539,12 @@ class Passes:
                 f"{self.skipped} backward passes without a step of the optimizer that was wrapped: what the exchange "
                 "keeps back would never be sent. Step it, or use an exchange that keeps nothing"
             )
+
+    def defer(self, deferred: Deferred) -> bool:
+        """Let the next pass tell it; whether there is room."""
+        is_free = self._deferred is None
+        self._deferred = deferred if is_free else self._deferred
+        return is_free
 
     def gathered(self, row: Row, doing: str) -> Rows:
         """The same row of every rank, beside the passes. Raises as a pass does."""

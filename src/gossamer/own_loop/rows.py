@@ -6,6 +6,7 @@ them learns it, by name, before anything has moved.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,7 @@ _DOING = {
 }
 _KINDS = list(Kind)
 _BESIDE = 7  # other numbers of a row
+TOLD = 5  # of them, what must be the same on all ranks when an optimizer steps
 _COUNTS = 4  # terms of a loss that count differently, at most
 _SAME = 1e-9  # shares that differ by less are one
 
@@ -33,6 +35,17 @@ class Mark:
 
     number: int = 0
     print: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """What a rank would have said at a step: it goes with the first row of the next backward pass.
+
+    `judge` is given that of all ranks, (ranks, TOLD), and raises where it differs.
+    """
+
+    told: tuple[float, ...]
+    judge: Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)

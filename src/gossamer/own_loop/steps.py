@@ -4,14 +4,19 @@ Before: all ranks tell each other where they are, the norm of what `.grad` holds
 optimizer, and now and then a digest of the parameters. What differs is refused before anything moves: gradients that a
 rank has edited by numbers of its own, a rate that follows a rank's own validation loss. A gradient that is not finite
 is rejected by all of them, and no parameter moves. After: what exchanges carry is theirs.
+
+What differs shows in a loop's first steps, if ever: later ones do not wait for each other. What a rank would have told
+goes with the first row of its next backward pass, so what parts then is refused one step late.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +26,17 @@ from torch.optim import Optimizer
 from gossamer.ops.fingerprint import digest
 from gossamer.ops.norm import global_norm_squared, scale_
 from gossamer.own_loop.passes import Passes
-from gossamer.own_loop.rows import LOSS, STEP, Row, Rows
+from gossamer.own_loop.rows import LOSS, STEP, TOLD, Deferred, Row
 from gossamer.spec.errors import BadInput, WireMismatch
 
 _log = logging.getLogger(__name__)
 _SAME = 1e-5  # squares of norms that differ by less are those of the same numbers, on machines that add otherwise
 _DIGEST_BITS = 52
+_PARTED = (
+    "the parameters differ between ranks before step {step}: something moves them by a rank's own numbers, beside the "
+    "optimizer"
+)
+_STRICT_STEPS = 16  # the first ones, and each whose number is a power of two, end once all ranks have agreed
 
 
 class Steps:
@@ -73,13 +83,24 @@ class Steps:
     def _agree(self, optimizer: Optimizer) -> None:
         grads = [p.grad for p in _params(optimizer) if p.grad is not None]
         squared = float(global_norm_squared([_dense(grad) for grad in grads]))
+        is_finite = math.isfinite(squared)
         bad: list[int] = []
         if self._passes:
-            bad = self._checked(optimizer, STEP, squared, _slanted(grads))
-        if not torch.isfinite(torch.tensor(squared)):
+            told = self._told(optimizer, grads, squared)
+            if (
+                not is_finite
+                or self._is_strict
+                or not self._passes[0].defer(Deferred(told, partial(self._compare, step=self.made + 1)))
+            ):
+                bad = self._checked(optimizer, STEP, told)
+        if not is_finite:
             self._reject(optimizer, bad)
         elif self._clip and squared**0.5 > self._clip:
             scale_(grads, self._clip / (squared**0.5 + 1e-6))
+
+    @property
+    def _is_strict(self) -> bool:
+        return self.made < _STRICT_STEPS or _is_power_of_two(self.made)
 
     def _reject(self, optimizer: Optimizer, bad: list[int]) -> None:
         """No rank moves: an optimizer leaves parameters without a gradient as they are."""
@@ -90,41 +111,45 @@ class Steps:
         for param, _ in self._kept:
             param.grad = None
 
-    def _checked(self, optimizer: Optimizer, kind: int, squared: float, slanted: float) -> list[int]:
-        """All ranks hold the same; gives the ranks whose own gradients were not finite."""
-        first = self._passes[0]
-        is_due = self.made & (self.made - 1) == 0  # parameters: at steps 0, 1, 2, 4, 8, ...
-        found = digest([_dense(p.detach()) for p in _params(optimizer)], self.made) % 2**_DIGEST_BITS if is_due else 0
-        is_finite = all(one.is_finite for one in self._passes)
+    def _told(self, optimizer: Optimizer, grads: Sequence[Tensor], squared: float) -> tuple[float, ...]:
+        """What must be the same on all ranks when an optimizer steps: (TOLD,)."""
         held = float(global_norm_squared([_dense(p.detach()) for p in _params(optimizer)]))
         buffers = float(global_norm_squared(list(self._buffers.values())))
-        beside = (squared, float(is_finite), float(_settings(optimizer)), float(found), held, buffers, slanted)
-        rows = first.gathered(Row(kind, first.serial, beside=beside), f"optimizer.step() {self.made + 1}")
-        self._compare(rows, optimizer)
-        return [rank for rank, fine in enumerate(rows.beside[:, 1].tolist()) if not fine]
+        return squared, float(_settings(optimizer)), held, buffers, _slanted(grads)
 
-    def _compare(self, rows: Rows, optimizer: Optimizer) -> None:
-        squares, _, settings, found, held, buffers, slanted = rows.beside.unbind(1)
+    def _checked(self, optimizer: Optimizer, kind: int, told: tuple[float, ...]) -> list[int]:
+        """All ranks hold the same; gives the ranks whose own gradients were not finite."""
+        first = self._passes[0]
+        is_due = _is_power_of_two(self.made)  # parameters: at steps 0, 1, 2, 4, 8, ...
+        found = digest([_dense(p.detach()) for p in _params(optimizer)], self.made) % 2**_DIGEST_BITS if is_due else 0
+        is_finite = all(one.is_finite for one in self._passes)
+        beside = (*told, float(is_finite), float(found))
+        rows = first.gathered(Row(kind, first.serial, beside=beside), f"optimizer.step() {self.made + 1}")
+        self._compare(rows.beside[:, :TOLD], self.made + 1)
+        fine, prints = rows.beside[:, TOLD].tolist(), rows.beside[:, TOLD + 1].tolist()
+        if len(set(prints)) > 1:
+            raise WireMismatch(_PARTED.format(step=self.made + 1))
+        return [rank for rank, fine in enumerate(fine) if not fine]
+
+    def _compare(self, told: Tensor, step: int) -> None:
+        """`told` (ranks, TOLD): of all ranks, when they were about to make this step."""
+        squares, settings, held, buffers, slanted = told.unbind(1)
         if len(set(settings.tolist())) > 1:
-            mine = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
             raise WireMismatch(
-                f"the optimizer's settings differ between ranks (here {mine}): what sets them, such as a validation "
+                f"the optimizer's settings differ between ranks at step {step}: what sets them, such as a validation "
                 "loss, must be the same on all ranks"
             )
-        if len(set(found.tolist())) > 1 or _differ(held):
-            raise WireMismatch(
-                f"the parameters differ between ranks before step {self.made + 1}: something moves them by a rank's "
-                "own numbers, beside the optimizer"
-            )
+        if _differ(held):
+            raise WireMismatch(_PARTED.format(step=step))
         if _differ(buffers):
             raise WireMismatch(
-                f"the buffers differ between ranks before step {self.made + 1} ({', '.join(self._buffers)}): a buffer "
+                f"the buffers differ between ranks before step {step} ({', '.join(self._buffers)}): a buffer "
                 "that is made of a batch is of each rank's own rows, and not what one process has"
             )
         if _differ(squares) or _part(slanted, squares):
             norms = ", ".join(f"{float(one) ** 0.5:.6g} on rank {rank}" for rank, one in enumerate(squares))
             raise WireMismatch(
-                f"gradients differ between ranks at optimizer.step() (norms: {norms}). After backward they "
+                f"gradients differ between ranks at optimizer.step() {step} (norms: {norms}). After backward they "
                 "were the same everywhere: what edits them must do the same on all ranks"
             )
 
@@ -135,9 +160,9 @@ class Steps:
             loss = closure()
             if not self._passes:
                 return loss
-            squared = float(global_norm_squared([_dense(p.grad) for p in _params(optimizer) if p.grad is not None]))
             grads = [p.grad for p in _params(optimizer) if p.grad is not None]
-            self._checked(optimizer, LOSS, squared, _slanted(grads))
+            squared = float(global_norm_squared([_dense(grad) for grad in grads]))
+            self._checked(optimizer, LOSS, self._told(optimizer, grads, squared))
             return self._passes[0].whole(loss)
 
         return agreed
@@ -174,6 +199,10 @@ class Steps:
                     "an exchange that keeps residuals under a GradScaler: they would be of another scale than the "
                     "gradients they are added to. Pass scaler= to gossamer.wrap"
                 )
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def _differ(squares: Tensor) -> bool:
