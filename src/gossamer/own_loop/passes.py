@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -43,6 +43,7 @@ from gossamer.wire.message import Combine, Message, Outcome, Round, Rounds, Stat
 from gossamer.wire.pump import Pump, Step
 
 AUTO = "auto"
+_SMALL_BYTES = 256 << 10  # a bucket that costs a message more than its bytes
 _SKIPPED = 40  # steps in a row: more than a GradScaler skips until it has found its scale
 
 
@@ -179,7 +180,7 @@ class Passes:
     def _lay_out(self, params: Mapping[str, nn.Parameter]) -> None:
         """Buckets for them, behind those that there are."""
         exchanges = {name: self._rules.of(name) for name in params}
-        for layout, exchange in buckets_of(params, exchanges, bucket_bytes=self._bucket_bytes):
+        for layout, exchange in _without_small(buckets_of(params, exchanges, bucket_bytes=self._bucket_bytes), params):
             exchange.check(layout, self.pump.channel.levels)
             self._slots.append(_slot(layout, exchange))
         self._params |= params
@@ -568,6 +569,24 @@ class Passes:
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes, self.is_closed = [], [], True
+
+
+def _without_small(
+    buckets: Sequence[tuple[Layout, Exchange]], params: Mapping[str, Tensor]
+) -> Iterator[tuple[Layout, Exchange]]:
+    """The same, but none that is too small for a message of its own and is full right before another one."""
+    small: dict[str, Tensor] = {}
+    for index, (layout, exchange) in enumerate(buckets):
+        held = small | {entry.name: params[entry.name] for entry in layout.entries}
+        after = buckets[index + 1] if index + 1 < len(buckets) else None
+        is_alike = after is not None and (after[1], after[0].dtype, after[0].device) == (
+            *(exchange, layout.dtype, layout.device),
+        )
+        if is_alike and sum(t.numel() * t.element_size() for t in held.values()) < _SMALL_BYTES:
+            small = held
+            continue
+        yield Layout.of(held), exchange
+        small = {}
 
 
 def _slot(layout: Layout, exchange: Exchange) -> _Slot:

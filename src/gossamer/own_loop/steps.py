@@ -36,6 +36,7 @@ _PARTED = (
     "the parameters differ between ranks before step {step}: something moves them by a rank's own numbers, beside the "
     "optimizer"
 )
+_HELD_STEPS = 8  # of the others, after so many parameters and buffers are looked at as well
 _STRICT_STEPS = 16  # the first ones, and each whose number is a power of two, end once all ranks have agreed
 
 
@@ -113,8 +114,10 @@ class Steps:
 
     def _told(self, optimizer: Optimizer, grads: Sequence[Tensor], squared: float) -> tuple[float, ...]:
         """What must be the same on all ranks when an optimizer steps: (TOLD,)."""
-        held = float(global_norm_squared([_dense(p.detach()) for p in _params(optimizer)]))
-        buffers = float(global_norm_squared(list(self._buffers.values())))
+        held, buffers = 0.0, 0.0
+        if self._is_strict or self.made % _HELD_STEPS == 0:
+            held = float(global_norm_squared([_dense(p.detach()) for p in _params(optimizer)]))
+            buffers = float(global_norm_squared(list(self._buffers.values())))
         return squared, float(_settings(optimizer)), held, buffers, _slanted(grads)
 
     def _checked(self, optimizer: Optimizer, kind: int, told: tuple[float, ...]) -> list[int]:
@@ -215,8 +218,14 @@ def _differ(squares: Tensor) -> bool:
 
 def _slanted(grads: Sequence[Tensor]) -> float:
     """A sum of all gradients, each with a weight of its own: unlike a norm, it sees directions."""
-    sums = [_dense(grad).sum(dtype=torch.float64).cpu() for grad in grads]
-    return float(sum((one * (1.0 + index % 7 / 7) for index, one in enumerate(sums)), torch.zeros(())))
+    if not grads:
+        return 0.0
+    device = grads[0].device
+    dense = [_dense(grad) for grad in grads]
+    kinds = [torch.float64 if one.dtype == torch.float64 else torch.float32 for one in dense]
+    sums = [one.sum(dtype=kind).to(device, torch.float64) for one, kind in zip(dense, kinds, strict=True)]
+    weights = torch.arange(len(sums), dtype=torch.float64, device=device).remainder_(7.0).div_(7.0).add_(1.0)
+    return float(torch.stack(sums) @ weights)
 
 
 def _part(slanted: Tensor, squares: Tensor) -> bool:
