@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -26,14 +27,14 @@ def section(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-def leaves(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+@functools.cache
+def leaves(model: type[BaseModel] = RunConfig, prefix: str = "") -> tuple[tuple[str, FieldInfo], ...]:
     """Every dotted key that holds a value (and no further keys of the schema), in order."""
+    found: list[tuple[str, FieldInfo]] = []
     for name, field in model.model_fields.items():
         inner = section(field.annotation)
-        if inner is None:
-            yield prefix + name, field
-        else:
-            yield from leaves(inner, f"{prefix}{name}.")
+        found += [(prefix + name, field)] if inner is None else leaves(inner, f"{prefix}{name}.")
+    return tuple(found)
 
 
 def is_text(field: FieldInfo) -> bool:
