@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+ALONE  := tests/cli tests/run tests/system tests/view tests/wire# they start processes, and mind how long those take
+PYTEST := $(BIN)/python -m pytest -m 'not nightly' --durations=30 --durations-min=4
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: demo test check nightly docs clean
@@ -10,7 +12,8 @@ demo: $(VENV)/.run
 	$(BIN)/gossamer demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m 'not nightly' --durations=30 --durations-min=4
+	$(PYTEST) -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE))
+	$(PYTEST) $(ALONE)
 
 check: $(VENV)/.dev            # style, types, floors: what CI runs beside the tests
 	$(BIN)/ruff check .
