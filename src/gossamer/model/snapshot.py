@@ -17,6 +17,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -39,6 +40,21 @@ _OF_CONTAINERS: tuple[type, ...] = (*map(type, (iter([]), iter(()), iter(range(0
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
 
 PutBack = Callable[[], None]
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """The default generators of torch, numpy and `random` are afterwards as they were."""
+    torchs, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torchs)
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
 
 
 @dataclass
