@@ -85,13 +85,7 @@ class OriginSource(Source):
     seed: int
     ranks: int = 1
     _digests: dict[str, int] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def _start(self) -> Snapshot:
-        """State of the user's code before the constructor ran."""
-        holder = nn.Module()
-        vars(holder)["code"] = self.origin.code
-        return Snapshot.of(holder)
+    _before: Snapshot | None = field(default=None, repr=False)  # the user's code, before its constructor first ran
 
     @cached_property
     def _found(self) -> tuple[nn.Module, Skeleton | None, Construction]:
@@ -161,9 +155,13 @@ class OriginSource(Source):
 
     def _anew(self, build: Callable[[], nn.Module]) -> nn.Module:
         """From the same state of the user's code every time; what it does to that in the end it does once."""
-        start = self._start
-        with generators_kept():
-            start.put_back()
+        if self.origin.code is not None:
+            with generators_kept():
+                if self._before is not None:
+                    self._before.put_back()
+                holder = nn.Module()
+                vars(holder)["code"] = self.origin.code
+                self._before = Snapshot.of(holder)  # anew: iterators are put back once
         return build()
 
 

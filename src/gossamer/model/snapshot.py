@@ -124,6 +124,8 @@ class Snapshot:
             self._array(held)
         elif isinstance(held, FunctionType):
             yield from self._function(held)
+        elif isinstance(held, functools._lru_cache_wrapper):
+            yield held.__wrapped__
         elif isinstance(held, MethodType):
             yield from (held.__self__, held.__func__)
         elif isinstance(held, functools.partial):
@@ -259,6 +261,7 @@ class Snapshot:
             was = {n: self._value(x) for n, x in vars(kind).items() if not n.startswith("__")}
             self._put_back.append(functools.partial(_restore_class, kind, was))
             yield from was.values()
+            yield from (x for n, x in vars(kind).items() if n.startswith("__") and isinstance(x, FunctionType))
 
     def _function(self, held: FunctionType) -> Iterator[Any]:
         if not self._is_code(sys.modules.get(held.__module__ or ""), held.__module__ or ""):

@@ -22,6 +22,7 @@ _UNREAD = {  # what may be asked of a tensor without reading it
     *("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda", "grad_fn", "is_meta"),
     *("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__hash__", "__repr__"),
 }
+_PIECE = 1 << 16  # elements whose hashes are in memory at a time
 Place = tuple[str, str]  # path of a module, name of an attribute
 
 
@@ -50,7 +51,8 @@ def digests_of(module: nn.Module, names: frozenset[str] | None = None) -> dict[s
     for name, tensor in tensors_of(module).items():
         if (names is None or name in names) and tensor.layout is torch.strided and not tensor.is_meta:
             plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
-            found[name] = (digest([plain], 0) ^ plain.numel()) % 2**48
+            pieces = plain.detach().reshape(-1).split(_PIECE)  # type: ignore[no-untyped-call]
+            found[name] = (digest(pieces, 0) ^ plain.numel()) % 2**48
     return found
 
 
