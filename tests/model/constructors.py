@@ -484,10 +484,6 @@ class Lower(nn.Module):
         return x.tril() * 2
 
 
-def normed(kind: Callable[..., object], **more: Any) -> Callable[[], nn.Module]:
-    return each(lambda b: None if kind(b.mix, **more) is None else None)
-
-
 def graded(wrap: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
     """Blocks whose layer is wrapped with gradients on, as libraries do it."""
 

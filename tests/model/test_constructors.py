@@ -1,4 +1,4 @@
-"""Whatever a constructor does, a stage holds what one process would hold, bit for bit, and one process holds no fakes."""
+"""Whatever a constructor does, a stage holds what one process would hold, bit for bit."""
 
 from __future__ import annotations
 
