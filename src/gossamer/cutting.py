@@ -69,8 +69,8 @@ class Source(ABC):
         """48 bits over each initial parameter and buffer that this rank has seen; "": over what its constructor did."""
 
     @abstractmethod
-    def beside(self, ranks: int) -> Source:
-        """The same, where so many ranks build at the same time in this machine's memory."""
+    def share(self, ranks: int) -> None:
+        """Be told that so many ranks build at the same time in this machine's memory."""
 
 
 @dataclass
@@ -121,8 +121,8 @@ class OriginSource(Source):
     def digests(self) -> dict[str, int]:
         return dict(self._digests)
 
-    def beside(self, ranks: int) -> OriginSource:
-        return OriginSource(self.origin, self.seed, ranks)
+    def share(self, ranks: int) -> None:
+        self.ranks = ranks
 
     def _of_parts(self, skeleton: Skeleton, holds: frozenset[str]) -> nn.Module | None:
         """None: the constructor does something else where some of its parameters are there."""
@@ -143,6 +143,7 @@ class OriginSource(Source):
         """The whole model, large parts of it in files where it is larger than this rank's share of the memory."""
         with mapped(memory()[1] // (2 * self.ranks)):
             module = self.whole()
+        check_held(module, frozenset(name for name, _ in module.named_parameters()))
         self._keep(digests_of(module))
         return module
 
@@ -187,8 +188,8 @@ class ModuleSource(Source):
     def digests(self) -> dict[str, int]:
         return digests_of(self.module)
 
-    def beside(self, ranks: int) -> ModuleSource:
-        return self
+    def share(self, ranks: int) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +234,7 @@ def hold(source: Source, asked: Asked, plan: Plan | None = None) -> Held:
     if not in_stages:
         module = source.whole().to(asked.device)
         return Held(_begun(plan, module, asked), module)
-    source = source.beside(asked.local_ranks)
+    source.share(asked.local_ranks)
     found = outlined(source, asked, plan)
     here = found.cut.stages_at(found.plan.place_of(asked.rank)[1])
     mine = [part for part in found.cut.parts if part.stage in here]

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -594,3 +595,83 @@ def reset() -> None:
 def made(kind: str) -> nn.Module:
     """A factory for all of them."""
     return everything()[kind]()
+
+
+# What is refused
+
+
+class Sliced(Net):
+    """Weights are slices of a parameter, cut out once."""
+
+    def __init__(self, data: bool = False) -> None:
+        super().__init__()
+        self.big = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
+        for i, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            del block.mix.weight
+            block.mix.weight = self.big.data[i] if data else self.big[i]  # type: ignore[assignment]
+
+
+def sliced_data() -> nn.Module:
+    return Sliced(data=True)
+
+
+class Followed(Net):
+    """A buffer that is the memory of another unit's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_buffer("first", self.embed.weight.data[0])
+
+
+def tied_by_data() -> nn.Module:
+    net = Net()
+    net.head.weight.data = net.embed.weight.data
+    return net
+
+
+def tied_within() -> nn.Module:
+    """The same in one unit: it stays in one stage."""
+
+    class Twice(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(WIDTH, WIDTH)
+            self.other.weight.data = self.mix.weight.data
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.other(self.mix(x))
+
+    return Net(Twice)
+
+
+def expanded() -> nn.Module:
+    net = Net()
+    net.head.bias = nn.Parameter(torch.zeros(1).expand(WORDS))
+    return net
+
+
+def never_called() -> nn.Module:
+    net = Net()
+    net.head = nn.LazyLinear(WORDS)  # type: ignore[assignment]
+    return net
+
+
+def from_the_system() -> nn.Module:
+    net = Net()
+    generator = torch.Generator()
+    generator.seed()
+    nn.init.normal_(net.head.weight, generator=generator)
+    return net
+
+
+def from_the_clock() -> nn.Module:
+    net = Net()
+    nn.init.constant_(net.head.bias, time.perf_counter())
+    return net
+
+
+def from_numpy_unseeded() -> nn.Module:
+    net = Net()
+    net.head.bias.data.copy_(torch.from_numpy(np.random.default_rng().normal(size=WORDS)))
+    return net

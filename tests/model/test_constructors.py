@@ -11,11 +11,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gossamer import loss
-from gossamer.cutting import Asked, Held, OriginSource, hold
+from gossamer.cutting import Asked, Held, ModuleSource, OriginSource, hold
 from gossamer.model.cut.construction import tensors_of
 from gossamer.model.origin.factory import Factory
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput
 from model.constructors import COMPUTED, SIMPLE, WORDS, reset
 
 STAGES = 3
@@ -61,3 +62,71 @@ def test_a_stage_holds_what_one_process_holds(kind: str) -> None:
         seen |= ours.cut.holds
         assert ours.plan.reasons.get("build", "").startswith("whole on every rank: ") == (kind in COMPUTED)
     assert seen >= {name for name, _ in source(kind).whole().named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [*SIMPLE, *COMPUTED])
+def test_a_module_that_is_handed_over_keeps_its_numbers(kind: str) -> None:
+    module = source(kind).whole()
+    before = {name: tensor.detach().clone() for name, tensor in tensors_of(module).items()}
+    ours = held(ModuleSource(module), 1)
+    assert ours.cut is not None and ours.module is module
+    same(tensors_of(ours.module), before, ours.cut.holds)
+
+
+REFUSED = {
+    "Sliced": "blocks.0.mix.weight, which was computed from a parameter",
+    "sliced_data": "blocks.0.mix.weight, which was computed from a parameter",
+    "Followed": "embed.weight (stage 0) and head.first (stage 2)",
+    "tied_by_data": "embed.weight (stage 0) and head.weight (stage 2)",
+    "expanded": "head.bias numbers of its own, got one number, repeated",
+    "never_called": "head.weight of a lazy module that was never called",
+    "from_the_system": "got others for head.weight",
+    "from_the_clock": "same numbers every time it runs, got others for head.bias",
+    "from_numpy_unseeded": "same numbers every time it runs, got others for head.bias",
+}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("function", REFUSED)
+def test_what_is_refused_by_name(function: str, rank: int) -> None:
+    with pytest.raises(BadInput) as refused:
+        held(source("", f"model.constructors:{function}"), rank)
+    assert REFUSED[function] in str(refused.value)
+
+
+def test_one_memory_within_a_stage_stays_one() -> None:
+    ours = held(source("", "model.constructors:tied_within"), 1)
+    assert ours.cut is not None and "blocks.1.mix.weight" in ours.cut.holds
+    parameters = dict(ours.module.named_parameters())
+    first, second = parameters["blocks.1.mix.weight"], parameters["blocks.1.other.weight"]
+    assert first is not second and first.data_ptr() == second.data_ptr() != 0
+
+
+def test_what_is_not_held_has_no_memory() -> None:
+    ours = held(source("gains"), 1)
+    assert ours.cut is not None
+    for name, parameter in ours.module.named_parameters():
+        assert (parameter.untyped_storage().nbytes() > parameter.element_size()) == (name in ours.cut.holds)
+    outline = ours.cut.ways.module
+    assert all(p.untyped_storage().nbytes() == p.element_size() for p in outline.parameters())
+    assert outline.blocks[1].gain == ours.module.blocks[1].gain != 1.0  # type: ignore[index, union-attr]
+
+
+def test_the_reason_names_the_parameters() -> None:
+    reasons = {kind: source(kind).construction().reason for kind in ("copied", "gains", "deepcopy", "lazy")}
+    assert reasons == {
+        "copied": "whole on every rank: head.weight is computed from embed.weight",
+        "gains": "whole on every rank: a number is read from blocks.0.mix.weight",
+        "deepcopy": "whole on every rank: blocks.0.mix.weight is a copy, made of other parameters",
+        "lazy": "whole on every rank: weight of a LazyLinear is a UninitializedParameter",
+    }
+    assert "draws from a generator of its own" in source("generator of its own").construction().reason
+
+
+def test_a_constructor_that_is_run_again_gives_the_same() -> None:
+    given = source("global counter")
+    first = dict(tensors_of(given.whole()))
+    ours = held(given, 1)
+    assert ours.cut is not None
+    same(tensors_of(ours.module), first, ours.cut.holds)
+    same(tensors_of(given.whole()), first, frozenset(first))

@@ -57,15 +57,24 @@ def digests_of(module: nn.Module, names: frozenset[str] | None = None) -> dict[s
 
 
 def check_held(module: nn.Module, names: frozenset[str]) -> None:
-    """That the parameters and buffers in `names` have numbers, and memory of their own. Raises BadInput."""
+    """That all buffers, and the parameters in `names`, have numbers, and these memory of their own. Raises BadInput."""
     for name, tensor in tensors_of(module).items():
-        if isinstance(tensor, FakeTensor) or (name in names and not _has_memory(tensor)):
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if isinstance(tensor, FakeTensor) or (is_parameter and name in names and not has_memory(tensor)):
             raise bad_input(
                 wanted=f"a constructor that gives {name} numbers of its own",
                 got=f"{_kind(tensor)} of shape {tuple(tensor.shape)}",
                 do="give it memory when the model is built (contiguous(), clone())",
                 key="model",
             )
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether each number of it has a place of its own."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return True
+    repeats = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return not (tensor.is_meta or repeats)
 
 
 def check_twice(before: dict[str, int], again: dict[str, int]) -> None:
@@ -159,13 +168,6 @@ def _computed(module: nn.Module) -> Iterator[Place]:
                 if isinstance(x, Tensor) and (x.grad_fn is not None or (not is_buffer and _memory(x) in memory)):
                     yield path, name
                     break
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return True
-    repeats = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return not (tensor.is_meta or repeats)
 
 
 def _kind(tensor: Tensor) -> str:

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gossamer.model.cut.construction import has_memory
 from gossamer.model.cut.operators import Real, unlogged, written
 
 _aten = torch.ops.aten
@@ -205,6 +206,8 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return before[1]
         if is_lazy(parameter) or type(parameter) not in (nn.Parameter, FakeTensor):
             self._stop(f"{_safe(name)} of a {type(module).__name__} is a {type(parameter).__name__}")
+        if not isinstance(parameter, FakeTensor) and not has_memory(parameter):
+            self._stop(f"{_safe(name)} of a {type(module).__name__} has no numbers, or repeats one")
         self._write_down("register", [parameter])
         number = len(self._made)
         kept = parameter if number in self.wanted else self._fake(parameter)
