@@ -523,6 +523,7 @@ SIMPLE: dict[str, Callable[[], nn.Module]] = {
     "conv": blocks(lambda: nn.Conv1d(10, 10, 3, padding=1)),
     "one storage": _from_one_storage,
     "parametrized": blocks(Masked),
+    "through bf16": _half,
     "batch norm": blocks(lambda: nn.BatchNorm1d(10)),
 }
 
@@ -566,7 +567,6 @@ COMPUTED: dict[str, Callable[[], nn.Module]] = {
     "spectral norm": graded(lambda m: parametrizations.spectral_norm(m)),
     "old spectral norm": graded(lambda m: nn.utils.spectral_norm(m)),
     "pruned": graded(lambda m: prune.l1_unstructured(m, "weight", 0.3)),  # type: ignore[no-untyped-call]
-    "through bf16": _half,
     "interpolated": around(lambda n: n.blocks[2].mix.weight.lerp_(n.blocks[0].mix.weight, 0.3)),
     "into out": around(lambda n: torch.add(n.embed.weight, 1.0, out=n.head.weight.data)),
     "swapped data": around(lambda n: setattr(n.head.weight, "data", n.embed.weight.data.clone())),

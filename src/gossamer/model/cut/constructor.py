@@ -86,7 +86,7 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._replaced: dict[int, tuple[StorageWeakRef, int]] = {}  # memory of what was replaced
         self._sources: dict[int, frozenset[int]] = {}  # memory -> parameters it is computed from
         self._known: set[int] = set()  # memory that operators made
-        self._fakes: list[weakref.ref[Tensor]] = []
+        self._others: list[Any] = []  # fake tensors that were there before
         self._is_ours = False  # what runs now is no part of the constructor
 
     @property
@@ -97,6 +97,7 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The constructor runs in here."""
+        self._others = _fakes_alive()
         handle = register_module_parameter_registration_hook(self._register)  # type: ignore[arg-type]
         dtype = torch.get_default_dtype()
         try:
@@ -134,7 +135,7 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made.clear()
         self._given.clear()
         gc.collect()
-        if any(alive() is not None for alive in self._fakes):
+        if any(not any(x is other for other in self._others) for x in _fakes_alive()):
             self._stop(f"{_place_of_fake(module)} is computed from the numbers of a parameter")
         for memory, number in self._replaced.values():
             if not memory.expired():  # type: ignore[no-untyped-call]
@@ -163,6 +164,7 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._stop(f"{_safe(str(func))} needs the numbers of {{}}", self._from(fakes)[:1] or (len(self._made),))
             raise
         self._follow(func, args, kwargs, fakes, out)
+        self._forget_fakes()
         return out
 
     def looked(self, tensor: Tensor) -> None:
@@ -188,7 +190,6 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if func not in _FOREIGN:
             self._known.update(self._memory.key(x) for x in outs)
-        self._fakes += [weakref.ref(x) for x in outs if isinstance(x, FakeTensor)]
         if fakes and func.overloadpacket not in _SHAPE_ALONE:
             found = frozenset(self._from(fakes))
             for x in [*outs, *written(func, args, kwargs)]:
@@ -225,10 +226,14 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         kept = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         self._is_ours = False
+        self._forget_fakes()
         if not isinstance(parameter, FakeTensor):
             vars(kept).update(vars(parameter))
-        self._fakes.append(weakref.ref(kept))
         return kept
+
+    def _forget_fakes(self) -> None:
+        """Weak references to them, with which they could not change their type, as `module.to` makes them."""
+        self._mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
     def _number(self, parameter: nn.Parameter) -> int:
         return self._made[id(parameter)][1] if id(parameter) in self._made else -1
@@ -287,6 +292,10 @@ def _repeating() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def _fakes_alive() -> list[Any]:
+    return [x for x in gc.get_objects() if type(x) is FakeTensor]
 
 
 def _real_like(fake: Tensor) -> Tensor:

@@ -105,7 +105,8 @@ def _run(build: Build, constructor: Constructor) -> Skeleton:
         with constructor.watching():
             module = build()
     except Exception as error:
-        said = f"it fails without the numbers of parameters ({type(error).__name__})"
+        cause = error.__cause__ or error
+        said = f"it fails without the numbers of parameters ({type(cause).__name__}: {cause})"
         raise NotSimple(constructor.finding or Finding(said.replace("{", "(").replace("}", ")"))) from error
     order, tape = constructor.order(module), constructor.tape
     constructor.check(module)
