@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from gossamer.loss import Objective
 from gossamer.model.compiled import compile_units
-from gossamer.model.cut.construction import Construction, Readers, check_held, check_twice, digests_of
+from gossamer.model.cut.construction import (
+    Construction,
+    Readers,
+    check_held,
+    check_twice,
+    digests_of,
+    shared_memory,
+    tensors_of,
+)
 from gossamer.model.cut.constructor import NotSimple
 from gossamer.model.cut.cuts import Cuts, Part, even_cuts, parts_of
 from gossamer.model.cut.flow import Flow
@@ -24,7 +32,7 @@ from gossamer.model.cut.segments import with_segments
 from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.ways import Ways
 from gossamer.model.given import check_units, units_of
-from gossamer.model.mapped import mapped
+from gossamer.model.mapped import into_memory, mapped
 from gossamer.model.origin import Origin
 from gossamer.model.precision import precision_of
 from gossamer.model.snapshot import Snapshot, generators_kept
@@ -113,7 +121,7 @@ class OriginSource(Source):
         skeleton = self._found[1]
         module = self._of_parts(skeleton, holds) if skeleton is not None else None
         if module is None:
-            module = self._real()
+            module = self._real(holds)
             hollow_out(module, holds)
         check_held(module, holds)
         return module
@@ -139,10 +147,15 @@ class OriginSource(Source):
         self._keep({"": skeleton.tape} | digests_of(module, holds | buffers))
         return module
 
-    def _real(self) -> nn.Module:
-        """The whole model, large parts of it in files where it is larger than this rank's share of the memory."""
-        with mapped(memory()[1] // (2 * self.ranks)):
+    def _real(self, holds: frozenset[str] = frozenset()) -> nn.Module:
+        """The whole model, large parts of it in files where it is larger than this rank's share of the memory; not so
+        what is named in `holds`.
+        """
+        with mapped(memory()[1] // (2 * self.ranks)) as places:
             module = self.whole()
+        if places:
+            together = frozenset[str]().union(*shared_memory(module))
+            into_memory((x for n, x in tensors_of(module).items() if n in holds - together), places)
         check_held(module, frozenset(name for name, _ in module.named_parameters()))
         self._keep(digests_of(module))
         return module

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,10 +26,18 @@ _SMALL = 1 << 20  # bytes; such tensors stay in memory
 
 
 @contextmanager
-def mapped(beyond_bytes: int) -> Iterator[None]:
-    """Large tensors of the CPU that are made in here lie in files once those that live hold `beyond_bytes`."""
-    with _Mapping(beyond_bytes):
-        yield
+def mapped(beyond_bytes: int) -> Iterator[set[int]]:
+    """Large tensors of the CPU that are made in here lie in files once those that live hold `beyond_bytes`. What is
+    given tells where: addresses of such memory."""
+    with _Mapping(beyond_bytes) as mapping:
+        yield mapping.places
+
+
+def into_memory(tensors: Iterable[Tensor], places: Collection[int]) -> None:
+    """What is to be trained must not be written to a disk all the time; they stay the same objects."""
+    for tensor in tensors:
+        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in places:
+            tensor.data = tensor.data.clone()
 
 
 def file_memory(size_bytes: int) -> torch.UntypedStorage:
@@ -57,6 +65,7 @@ def file_memory(size_bytes: int) -> torch.UntypedStorage:
 class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, beyond_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.places: set[int] = set()
         self._beyond = beyond_bytes
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}  # in memory
 
@@ -79,6 +88,7 @@ class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._live[key] = (StorageWeakRef(storage), size)  # type: ignore[no-untyped-call]
             return
         new = file_memory(size)
+        self.places.add(new.data_ptr())
         new.copy_(storage)
         made.set_(new, made.storage_offset(), made.shape, made.stride())  # type: ignore[call-overload]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -101,7 +102,8 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handle = register_module_parameter_registration_hook(self._register)  # type: ignore[arg-type]
         dtype = torch.get_default_dtype()
         try:
-            with unlogged(), self, _Looks(self):
+            with unlogged(), warnings.catch_warnings(), self, _Looks(self):
+                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
                 yield
         finally:
             handle.remove()
