@@ -189,7 +189,15 @@ class ModuleSource(Source):
         return self.module
 
     def outline(self) -> nn.Module:
-        return hollowed(self.module)
+        try:
+            return hollowed(self.module)
+        except (TypeError, RuntimeError) as error:
+            raise bad_input(
+                wanted="a module that can be copied, to look at what it does before it is cut",
+                got=f"{type(error).__name__}: {error}",
+                do="give a function that builds it instead (model.factory)",
+                key="model",
+            ) from error
 
     def construction(self) -> Construction:
         return Construction.of(self.module, "")

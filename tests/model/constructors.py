@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import math
+import os
 import random
 import time
 from collections.abc import Callable
@@ -674,4 +675,17 @@ def from_the_clock() -> nn.Module:
 def from_numpy_unseeded() -> nn.Module:
     net = Net()
     net.head.bias.data.copy_(torch.from_numpy(np.random.default_rng().normal(size=WORDS)))
+    return net
+
+
+def by_rank() -> nn.Module:
+    net = Net()
+    nn.init.constant_(net.embed.weight, float(os.environ["GOSSAMER_TEST_RANK"]))
+    return net
+
+
+def by_rank_and_computed() -> nn.Module:
+    net = by_rank()
+    assert isinstance(net, Net)
+    net.head.weight.data.copy_(net.embed.weight.data)
     return net

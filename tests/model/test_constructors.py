@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gossamer import loss
 from gossamer.cutting import Asked, Held, ModuleSource, OriginSource, hold
-from gossamer.model.cut.construction import tensors_of
+from gossamer.model.cut.construction import Construction, tensors_of
+from gossamer.model.hand_over import export_hf
 from gossamer.model.origin.factory import Factory
+from gossamer.model.origin.hf import Hf
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
-from model.constructors import COMPUTED, SIMPLE, WORDS, reset
+from model.constructors import COMPUTED, SIMPLE, WORDS, Block, Net, reset
+from model.tiny import CONFIGS
 
 STAGES = 3
 ROWS = [
@@ -71,6 +77,50 @@ def test_a_module_that_is_handed_over_keeps_its_numbers(kind: str) -> None:
     ours = held(ModuleSource(module), 1)
     assert ours.cut is not None and ours.module is module
     same(tensors_of(ours.module), before, ours.cut.holds)
+
+
+class Locked(Block):
+    """What no copy can be made of, beside what can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.generator, self.act = threading.Lock(), torch.Generator().manual_seed(3), lambda x: x
+        self.log = open(os.devnull, "w")  # noqa: SIM115
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            return super().forward(x)
+
+
+def test_a_module_with_locks_and_files_is_handed_over() -> None:
+    module = Net(Locked)
+    ours = held(ModuleSource(module), 1)
+    assert ours.cut is not None and ours.cut.ways.module is not module
+    for block in module.blocks:
+        assert isinstance(block, Locked)
+        block.log.close()
+
+
+def test_a_module_that_cannot_be_copied_is_refused() -> None:
+    module = Net()
+    vars(module)["drawn"] = (x for x in range(3))
+    with pytest.raises(BadInput, match=r"can be copied.*model\.factory"):
+        held(ModuleSource(module), 1)
+
+
+def test_a_part_of_saved_weights_is_read_without_the_whole(tmp_path: Path) -> None:
+    fresh = Hf("llama", CONFIGS["llama"]).suited_to(257, 256)
+    export_hf(fresh.build(3), fresh, None, tmp_path / "saved")
+    given = OriginSource(Hf(str(tmp_path / "saved")), 0)
+    expected = tensors_of(fresh.build(3))
+    names = frozenset([name for name in expected if "layers.1." in name])
+    assert given.construction() == Construction()
+    part = tensors_of(given.part(names))
+    same(part, expected, names)
+    assert all(
+        part[name].untyped_storage().nbytes() == 4 for name in dict(given.outline().named_parameters()).keys() - names
+    )
+    assert given.digests().keys() >= {"", *names}
 
 
 REFUSED = {
@@ -130,3 +180,16 @@ def test_a_constructor_that_is_run_again_gives_the_same() -> None:
     assert ours.cut is not None
     same(tensors_of(ours.module), first, ours.cut.holds)
     same(tensors_of(given.whole()), first, frozenset(first))
+
+
+@pytest.mark.parametrize(("function", "name"), [("by_rank", ""), ("by_rank_and_computed", "embed.weight")])
+def test_a_rank_that_holds_nothing_of_it_sees_another_constructor(
+    function: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    for rank in (1, 2):  # neither holds the embedding
+        monkeypatch.setenv("GOSSAMER_TEST_RANK", str(rank))
+        cut = held(source("", f"model.constructors:{function}"), rank).cut
+        assert cut is not None and "embed.weight" not in cut.holds
+        seen.append(cut.digests)
+    assert seen[0][name] != seen[1][name]

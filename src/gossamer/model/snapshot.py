@@ -13,9 +13,11 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import io
 import itertools
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _ITERATORS = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, itertools.repeat)
 _OF_CONTAINERS: tuple[type, ...] = (*map(type, (iter([]), iter(()), iter(range(0)), iter(""))), enumerate, zip)
+_SINGLE: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()), io.IOBase, ModuleType)
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
 
 PutBack = Callable[[], None]
@@ -84,6 +87,10 @@ class Snapshot:
                 found._seen[id(held)] = held
                 waiting.extend(found._keep(held))
         return found
+
+    def uncopied(self) -> list[Any]:
+        """Of the objects that were found, those that no copy can be made of: locks, files and the like."""
+        return [held for held in self._seen.values() if isinstance(held, _SINGLE)]
 
     def put_back(self) -> None:
         """As it was: the same objects in the same places."""

@@ -57,14 +57,18 @@ class Skeleton:
 
 
 def hollowed(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters are zeros without memory. What it keeps of a graph is kept without it."""
+    """A copy of a module whose parameters are zeros without memory. What it keeps of a graph is kept without it, what
+    nobody can copy (locks, files) is the module's own.
+    """
     blanks: dict[int, object] = {}
     for parameter in module.parameters():
         zeros = hollow(tuple(parameter.shape), parameter.dtype, torch.device("cpu"), fill=0.0)
         blank = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
         vars(blank).update(vars(parameter))
         blanks[id(parameter)] = blank
-    for tensor in Snapshot.of(module).tensors:
+    found = Snapshot.of(module)
+    blanks.update((id(single), single) for single in found.uncopied())
+    for tensor in found.tensors:
         if not tensor.is_leaf:  # deepcopy refuses these
             blanks[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return copy.deepcopy(module, blanks)  # type: ignore[arg-type]
