@@ -45,6 +45,7 @@ _LOOKS = {Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.__array__, Tensor
 # Draws until it has luck, and touches nothing but its tensor: how often does not matter, as draws are keyed.
 _REPEATS = torch.nn.init._no_grad_trunc_normal_.__code__
 _FOREIGN = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}  # numbers that torch did not make
+_MARK = "gossamer_constructor"  # on the mode of the fake tensors that are made in it
 _DEEP = 24  # frames between an initialiser and its operator, at most
 _SCALARS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -80,6 +81,7 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.wanted, self.is_loaded = wanted, is_loaded
         self.finding: Finding | None = None
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        setattr(self._mode, _MARK, id(self))
         self._memory = Real()
         self._tape = hashlib.blake2b(digest_size=6)
         self._made: dict[int, tuple[nn.Parameter, int]] = {}  # by id: what is registered, its number
@@ -87,7 +89,6 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._replaced: dict[int, tuple[StorageWeakRef, int]] = {}  # memory of what was replaced
         self._sources: dict[int, frozenset[int]] = {}  # memory -> parameters it is computed from
         self._known: set[int] = set()  # memory that operators made
-        self._others: list[Any] = []  # fake tensors that were there before
         self._is_ours = False  # what runs now is no part of the constructor
 
     @property
@@ -98,7 +99,6 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The constructor runs in here."""
-        self._others = _fakes_alive()
         handle = register_module_parameter_registration_hook(self._register)  # type: ignore[arg-type]
         dtype = torch.get_default_dtype()
         try:
@@ -136,8 +136,10 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         numbers are forgotten. Raises NotSimple."""
         self._made.clear()
         self._given.clear()
-        gc.collect()
-        if any(not any(x is other for other in self._others) for x in _fakes_alive()):
+        if not self._is_left():
+            return
+        gc.collect()  # what only refers to itself
+        if self._fakes_alive():
             self._stop(f"{_place_of_fake(module)} is computed from the numbers of a parameter")
         for memory, number in self._replaced.values():
             if not memory.expired():  # type: ignore[no-untyped-call]
@@ -233,6 +235,14 @@ class Constructor(TorchDispatchMode):  # type: ignore[no-untyped-call]
             vars(kept).update(vars(parameter))
         return kept
 
+    def _is_left(self) -> bool:
+        return self._fakes_alive() or not all(memory.expired() for memory, _ in self._replaced.values())  # type: ignore[no-untyped-call]
+
+    def _fakes_alive(self) -> bool:
+        """Also those of a copy of the mode, as deepcopy makes one."""
+        alive = [x for x in gc.get_objects() if type(x) is FakeTensor]
+        return any(getattr(x.fake_mode, _MARK, 0) == id(self) for x in alive)
+
     def _forget_fakes(self) -> None:
         """Weak references to them, with which they could not change their type, as `module.to` makes them."""
         self._mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
@@ -294,10 +304,6 @@ def _repeating() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-def _fakes_alive() -> list[Any]:
-    return [x for x in gc.get_objects() if type(x) is FakeTensor]
 
 
 def _real_like(fake: Tensor) -> Tensor:
