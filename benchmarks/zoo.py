@@ -8,7 +8,8 @@ Classes: causal (language models), masked (encoders), seq2seq, vision (image cla
 (classification), speech (to text). A type of a class other than causal is called class/type.
 
 Through gloo each stage is a process, which trains 3 steps of 4 micro-batches, padded and unpadded, with each schedule,
-on the package's own way from a module to a trainer; the reference is the same trainer with one stage, in one process.
+on the command line's own way from a factory to a trainer: each builds its part; the reference is the same trainer with
+one stage, in one process.
 Compared after every step: the loss, each gradient of each rank, the same where several hold a parameter, and the
 bytes sent with those forecast; after the last step each parameter. Through lockstep all stages are in one process and
 there is one backward: the quick look.
@@ -16,9 +17,9 @@ there is one backward: the quick look.
 `passed` lists the types where all of that is so in fp32: bit for bit (`exact`), or, where several stages add up a
 gradient in another order, to 1e-5 of its largest entry. `failed` says why the others are not. `partly`: of those that
 passed, which used only a part of their parameters, and how much (a model of text and images is given text alone where
-it runs so). `thin`: which have fewer than two blocks in some stage, and how many in each. --limit: seconds for each
-number of stages, and for the reference. The record: zoo.json where causal is among the classes, zoo_others.json of all
-others.
+it runs so). `thin`: which have fewer than two blocks in some stage, and how many in each. `whole`: of which each rank
+builds the whole model before it gives back what it does not hold, and why. --limit: seconds for each number of stages,
+and for the reference. The record: zoo.json where causal is among the classes, zoo_others.json of all others.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def main() -> None:
         "exact": sorted(k for k, r in found.items() if r.get("exact")),
         "partly": {k: r["reached"] for k, r in sorted(found.items()) if r.get("reached", 1) < ALL},
         "recipes": {k: r["recipe"] for k, r in sorted(found.items()) if "recipe" in r},
+        "whole": {k: r["built"] for k, r in sorted(found.items()) if r.get("built")},
         "thin": {k: r["blocks"] for k, r in sorted(found.items()) if is_thin(r)},
         "stages": stages,
         "through": asked.through,

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gossamer.cutting import OriginSource
 from gossamer.loss import IGNORE, Objective
 from gossamer.model.call import caller_of
+from gossamer.model.origin.factory import Factory
 from zoo.inputs import Form, batch_of, forms
 from zoo.kinds import class_of, config_class, model_class
 from zoo.shrink import recipes
@@ -67,8 +71,29 @@ def found(kind: str) -> Case:
 
 def module_of(case: Case) -> nn.Module:
     """The same weights every time."""
-    config = next(config for name, config in recipes(config_class(case.kind)) if name == case.recipe)
-    return _module(case.kind, config)
+    return _module(case.kind, _config(case.kind, case.recipe))
+
+
+def source_of(case: Case) -> OriginSource:
+    """Of the model, as a configuration with a factory gives it to every process of a run."""
+    return OriginSource(Factory(f"{__name__}:made", {"kind": case.kind, "recipe": case.recipe}), seed=0)
+
+
+def made(kind: str, recipe: str) -> nn.Module:
+    """The factory."""
+    module = _from(model_class(kind), copy.deepcopy(_config(kind, recipe))).float()
+    module.register_forward_pre_hook(_draw_alike)
+    return module
+
+
+def _draw_alike(*_: Any) -> None:
+    """What a forward draws from generators that are not torch's does not depend on what ran before."""
+    random.seed(0)
+    np.random.seed(0)
+
+
+def _config(kind: str, recipe: str) -> Any:
+    return next(config for name, config in recipes(config_class(kind)) if name == recipe)
 
 
 @dataclass(frozen=True, slots=True)

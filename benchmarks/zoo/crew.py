@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from gossamer.model.units import block_names
-from zoo.case import Different, found, module_of, short
+from zoo.case import Different, found, short, source_of
 from zoo.trial import Trial, compare, cuts_of, refer
 
 ENDING_S = 3.0  # that the others of a crew have to say why, when one has failed
@@ -31,16 +31,16 @@ def check_through_gloo(kind: str, stages: Sequence[int], schedules: Sequence[str
     """What was compared; raises what went wrong. `limit_s`: of the reference, and of every number of stages."""
     warnings.simplefilter("ignore")
     case = found(kind)
-    module = module_of(case)
-    cuts = cuts_of(case, module, stages)  # here: what a trace loads and learns of operators, all that is forked has
-    blocks = block_names(module)
+    source = source_of(case)
+    cuts = cuts_of(case, source.outline(), stages)  # here: what a trace loads and learns of operators, all forks have
+    blocks = block_names(source.outline())
     with tempfile.TemporaryDirectory() as folder:
         whole = Trial(case, (), tuple(schedules), Path(folder))
-        (known,) = forked(partial(refer, whole, module), 1, limit_s, "the reference")
+        (known,) = forked(partial(refer, whole, source), 1, limit_s, "the reference")
         exact, sent, least = True, {}, {}
         for count in stages:
             trial = Trial(case, cuts[count], tuple(schedules), Path(folder))
-            answers = forked(partial(compare, trial, module), count, limit_s, f"{count} stages")
+            answers = forked(partial(compare, trial, source), count, limit_s, f"{count} stages")
             _agree(answers, known["trained"], f"{count} stages")
             exact &= all(answer["exact"] for answer in answers)
             sent[count] = [answer["sent"] for answer in answers]
@@ -52,6 +52,7 @@ def check_through_gloo(kind: str, stages: Sequence[int], schedules: Sequence[str
         "shape": list(case.form.shape),
         "sent_bytes": sent,
         "blocks": least,
+        "built": source.construction().reason,
     }
 
 

@@ -7,7 +7,6 @@ The reference leaves what it found in files; each rank looks up there what it ho
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer.cutting import Asked, ModuleSource, hold
+from gossamer.cutting import Asked, OriginSource, hold
 from gossamer.exchanging import levels_of
 from gossamer.model.cut.cuts import Cuts, even_cuts
 from gossamer.model.cut.ways import Ways
@@ -150,12 +149,11 @@ def _around(folder: Path, said: list[records.Record]) -> Surroundings:
 
 
 @contextmanager
-def seated(trial: Trial, module: nn.Module, rank: int) -> Iterator[Seat]:
-    """The way of `gossamer.train`, without its probes and its records."""
-    module.register_forward_pre_hook(_draw_alike)
+def seated(trial: Trial, source: OriginSource, rank: int) -> Iterator[Seat]:
+    """The way of `gossamer train`, without its probes and its records: each rank builds its own part."""
     config, data = trial.config, CaseBatches(trial.case)
     asked = Asked(config=config, ranks=trial.ranks, rank=rank, batches=data, objective=Own(), device=CPU)
-    held = hold(ModuleSource(module), asked)
+    held = hold(source, asked)
     parts = Parts(
         module=held.module,
         objective=Own(),
@@ -184,12 +182,6 @@ def _channel(trial: Trial, parts: Parts, rank: int) -> Channel:
     return Group(Meeting(store, rank, levels, interface="lo", timeout_s=WIRE_S))
 
 
-def _draw_alike(*_: Any) -> None:
-    """What a forward draws from generators that are not torch's does not depend on what ran before."""
-    random.seed(0)
-    np.random.seed(0)
-
-
 def cuts_of(case: Case, module: nn.Module, stages: Sequence[int]) -> dict[int, tuple[str, ...]]:
     """For each number of stages, those of equal numbers of blocks."""
     flow = Ways(module, loss_of, Cuts(())).flow(batch_of(case.form, seed=0, padded=False))
@@ -197,14 +189,15 @@ def cuts_of(case: Case, module: nn.Module, stages: Sequence[int]) -> dict[int, t
     return {count: even_cuts(flow, count, costs=prices).first for count in stages}
 
 
-def refer(trial: Trial, module: nn.Module, rank: int) -> dict[str, Any]:
+def refer(trial: Trial, source: OriginSource, rank: int) -> dict[str, Any]:
     """Train in one process and keep the numbers; says which part of the parameters had a gradient."""
     reached: set[str] = set()
-    sizes = {name: p.numel() for name, p in module.named_parameters()}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name))
-    with seated(trial, module, rank) as seat:
+    with seated(trial, source, rank) as seat:
+        module = seat.parts.module
+        sizes = {name: p.numel() for name, p in module.named_parameters()}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name))
         for schedule in trial.schedules:
             _keep(trial, seat, schedule)
     return {
@@ -227,11 +220,11 @@ def _keep(trial: Trial, seat: Seat, schedule: str) -> None:
     torch.save(kept, trial.folder / f"{schedule}.pt")
 
 
-def compare(trial: Trial, module: nn.Module, rank: int) -> dict[str, Any]:
+def compare(trial: Trial, source: OriginSource, rank: int) -> dict[str, Any]:
     """Train as one rank among all. Raises Different; says whether all was equal bit for bit, and what it held."""
     exact, sent = True, 0
     digests: dict[str, str] = {}
-    with seated(trial, module, rank) as seat:
+    with seated(trial, source, rank) as seat:
         assert seat.parts.cut is not None
         shared = seat.parts.cut.shared()
         forecast = {k: n for k, n in seat.parts.plan.forecast.wire_bytes.items() if k.startswith(f"{rank}>") and n}
@@ -247,7 +240,8 @@ def compare(trial: Trial, module: nn.Module, rank: int) -> dict[str, Any]:
                     raise Different(f"{where}: rank {rank} sent {step.wire_bytes} bytes, forecast {forecast}")
                 sent = sum(step.wire_bytes.values())
             exact &= _same(f"{where}: the parameter", trainer.params, kept["parameters"])
-    return {"exact": exact, "held": list(trainer.params), "digests": digests, "sent": sent}
+        built = seat.parts.plan.reasons.get("build", "")
+    return {"exact": exact, "held": list(trainer.params), "digests": digests, "sent": sent, "built": built}
 
 
 def _same_loss(where: str, ours: float, theirs: float) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -15,15 +15,27 @@ from torch import Tensor, nn
 
 from gossamer.loss import Objective
 from gossamer.model.compiled import compile_units
+from gossamer.model.cut.construction import (
+    Construction,
+    Readers,
+    check_held,
+    check_twice,
+    digests_of,
+    shared_memory,
+    tensors_of,
+)
+from gossamer.model.cut.constructor import NotSimple
 from gossamer.model.cut.cuts import Cuts, Part, even_cuts, parts_of
 from gossamer.model.cut.flow import Flow
-from gossamer.model.cut.partial import Skeleton, hollowed
+from gossamer.model.cut.partial import Skeleton, hollow_out, hollowed, registered
 from gossamer.model.cut.segments import with_segments
 from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.ways import Ways
 from gossamer.model.given import check_units, units_of
+from gossamer.model.mapped import into_memory, mapped
 from gossamer.model.origin import Origin
 from gossamer.model.precision import precision_of
+from gossamer.model.snapshot import Snapshot, generators_kept
 from gossamer.model.units import block_names
 from gossamer.pipeline.planned import schedule_of
 from gossamer.plan import Border, Staged, law, price_of_stages
@@ -33,7 +45,7 @@ from gossamer.run.cut import Cut, Forward, boundary_of
 from gossamer.run.machine import memory
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import BadInput, RunFailed, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_gib
 
@@ -50,36 +62,121 @@ class Source(ABC):
         """The model as it runs and is called, without memory for its parameters."""
 
     @abstractmethod
+    def construction(self) -> Construction:
+        """How it is made."""
+
+    @abstractmethod
     def part(self, holds: frozenset[str]) -> nn.Module:
-        """The model with the parameters named in `holds`;
-        the others have no memory."""
+        """The model with the parameters named in `holds`; the others have no memory, or may be given back.
+
+        Raises BadInput where one of them has no numbers of its own, or others than the last time.
+        """
+
+    @abstractmethod
+    def digests(self) -> dict[str, int]:
+        """48 bits over each initial parameter and buffer that this rank has seen; "": over what its constructor did."""
+
+    @abstractmethod
+    def share(self, ranks: int) -> None:
+        """Be told that so many ranks build at the same time in this machine's memory."""
 
 
 @dataclass
 class OriginSource(Source):
-    """A model nobody has built yet."""
+    """A model nobody has built yet.
+
+    Where its constructor is simple (`Skeleton`), parts of it are built without memory for the rest. Else it runs for
+    real on every rank, in files beyond the rank's share of the memory, and what the rank does not hold is given back.
+    """
 
     origin: Origin
     seed: int
+    ranks: int = 1
+    _digests: dict[str, int] = field(default_factory=dict, repr=False)
+    _before: Snapshot | None = field(default=None, repr=False)  # the user's code, before its constructor first ran
 
     @cached_property
-    def skeleton(self) -> Skeleton:
-        return Skeleton.of(self._build)
+    def _found(self) -> tuple[nn.Module, Skeleton | None, Construction]:
+        try:
+            skeleton = Skeleton.of(self._bare, is_loaded=self.origin.has_weights)
+            return skeleton.module, skeleton, Construction()
+        except NotSimple as not_simple:
+            with registered() as names:
+                module = self._real()
+            reason = f"whole on every rank: {not_simple.finding.told(names(module))}"
+        construction = Construction.of(module, reason)
+        hollow_out(module, frozenset())
+        return module, None, construction
 
     def whole(self) -> nn.Module:
-        return self.origin.build(self.seed)
+        return self._anew(lambda: self.origin.build(self.seed))
 
     def outline(self) -> nn.Module:
-        return self.skeleton.module
+        return self._found[0]
+
+    def construction(self) -> Construction:
+        return self._found[2]
 
     def part(self, holds: frozenset[str]) -> nn.Module:
-        # What is loaded brings its own memory.
-        module = self.skeleton.build(self._build, frozenset() if self.origin.has_weights else holds)
-        self.origin.load(module, holds)
+        skeleton = self._found[1]
+        module = self._of_parts(skeleton, holds) if skeleton is not None else None
+        if module is None:
+            module = self._real(holds)
+            hollow_out(module, holds)
+        check_held(module, holds)
         return module
 
-    def _build(self) -> nn.Module:
-        return self.origin.bare(self.seed)
+    def digests(self) -> dict[str, int]:
+        return dict(self._digests)
+
+    def share(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def _of_parts(self, skeleton: Skeleton, holds: frozenset[str]) -> nn.Module | None:
+        """None: the constructor does something else where some of its parameters are there."""
+        try:
+            # What is loaded brings its own memory.
+            module = skeleton.build(self._bare, frozenset() if self.origin.has_weights else holds)
+        except NotSimple:
+            if (made := Construction.of(self._real(), "")) != Construction():
+                raise RunFailed(f"{self.origin.describe()} is made in another way every time ({made})") from None
+            return None
+        self.origin.load(module, holds)
+        check_held(module, holds)
+        buffers = frozenset(name for name, _ in module.named_buffers())
+        self._keep({"": skeleton.tape} | digests_of(module, holds | buffers))
+        return module
+
+    def _real(self, holds: frozenset[str] = frozenset()) -> nn.Module:
+        """The whole model, large parts of it in files where it is larger than this rank's share of the memory; not so
+        what is named in `holds`.
+        """
+        with mapped(memory()[1] // (2 * self.ranks)) as places:
+            module = self.whole()
+        if places:
+            together = frozenset[str]().union(*shared_memory(module))
+            into_memory((x for n, x in tensors_of(module).items() if n in holds - together), places)
+        check_held(module, frozenset(name for name, _ in module.named_parameters()))
+        self._keep(digests_of(module))
+        return module
+
+    def _keep(self, found: dict[str, int]) -> None:
+        check_twice(self._digests, found)
+        self._digests |= found
+
+    def _bare(self) -> nn.Module:
+        return self._anew(lambda: self.origin.bare(self.seed))
+
+    def _anew(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """From the same state of the user's code every time; what it does to that in the end it does once."""
+        if self.origin.code is not None:
+            with generators_kept():
+                if self._before is not None:
+                    self._before.put_back()
+                holder = nn.Module()
+                vars(holder)["code"] = self.origin.code
+                self._before = Snapshot.of(holder)  # anew: iterators are put back once
+        return build()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +189,28 @@ class ModuleSource(Source):
         return self.module
 
     def outline(self) -> nn.Module:
-        return hollowed(self.module)
+        try:
+            return hollowed(self.module)
+        except (TypeError, RuntimeError) as error:
+            raise bad_input(
+                wanted="a module that can be copied, to look at what it does before it is cut",
+                got=f"{type(error).__name__}: {error}",
+                do="give a function that builds it instead (model.factory)",
+                key="model",
+            ) from error
+
+    def construction(self) -> Construction:
+        return Construction.of(self.module, "")
 
     def part(self, holds: frozenset[str]) -> nn.Module:
+        check_held(self.module, holds)
         return self.module
+
+    def digests(self) -> dict[str, int]:
+        return digests_of(self.module)
+
+    def share(self, ranks: int) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +255,12 @@ def hold(source: Source, asked: Asked, plan: Plan | None = None) -> Held:
     if not in_stages:
         module = source.whole().to(asked.device)
         return Held(_begun(plan, module, asked), module)
+    source.share(asked.local_ranks)
     found = outlined(source, asked, plan)
     here = found.cut.stages_at(found.plan.place_of(asked.rank)[1])
     mine = [part for part in found.cut.parts if part.stage in here]
-    module, stages_here = _built(source, found, mine, asked)
-    return Held(found.plan, module, replace(found.cut, stages=stages_here))
+    module, stages_here, digests = _built(source, found, mine, asked)
+    return Held(found.plan, module, replace(found.cut, stages=stages_here, digests=digests))
 
 
 def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined:
@@ -155,14 +271,20 @@ def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined
     first = Feed(asked.batches, plan, 0, config.train.seed).fetch(0)[0].rows
     find = partial(_units, plan, run, first)
     units = find(outline)
-    flow = Ways(outline, run, Cuts(()), units).flow(first)
+    construction = source.construction()
+    with Readers(outline, construction.computed) as readers:
+        flow = Ways(outline, run, Cuts(()), units).flow(first)
+    readers.check()
     if plan.cuts:
         cuts = Cuts(plan.cuts)
         _check_cuts(cuts, flow, outline, plan, config)
     else:
         cuts, why = _cuts(flow, outline, plan, config)
         plan = plan.model_copy(update={"cuts": cuts.first, "reasons": {**plan.reasons, "cuts": why}})
+    if construction.reason:
+        plan = plan.model_copy(update={"reasons": {**plan.reasons, "build": construction.reason}})
     cut = Cut(Ways(outline, run, cuts, units), parts_of(outline, flow, cuts), {}, _groups(plan))
+    _check_memory(construction, cut)
     cut.ways.check_chance(first, flow)
     cut.ways.know(first, flow, cut.parts)
     _check_room(plan, cut, asked)
@@ -187,14 +309,33 @@ def _units(plan: Plan, run: Forward, rows: Mapping[str, Tensor], module: nn.Modu
     return plan.units if plan.units != ("",) else with_segments(module, partial(run, module, rows))
 
 
-def _built(source: Source, found: Outlined, mine: list[Part], asked: Asked) -> tuple[nn.Module, dict[int, Stage]]:
+def _built(
+    source: Source, found: Outlined, mine: list[Part], asked: Asked
+) -> tuple[nn.Module, dict[int, Stage], dict[str, int]]:
+    """A rank's module, its stages, and what it has seen of the initial values."""
     holds = frozenset[str]().union(*(part.holds for part in mine))
-    module = source.part(holds).to(asked.device)
+    module = source.part(holds)
+    digests = source.digests()
+    module = module.to(asked.device)
     units = found.units_of(module)
     if asked.config.model.compile:
         compile_units(module, units)
     stages = {part.stage: Stage(module, found.flow, part, keep=holds) for part in mine}
-    return module, stages
+    return module, stages, digests
+
+
+def _check_memory(construction: Construction, cut: Cut) -> None:
+    """Raises BadInput where two names of one memory would be apart: what one stage writes, another would not see."""
+    for group in construction.shared:
+        at = {name: frozenset(p.stage for p in cut.parts if name in p.holds) for name in sorted(group)}
+        if len(set(at.values())) > 1:
+            raise bad_input(
+                wanted="parameters and buffers with memory of their own, or all that share one in the same stage",
+                got=" and ".join(f"{name} (stage {', '.join(map(str, sorted(s))) or '-'})" for name, s in at.items()),
+                do="tie parameters by assigning the parameter itself (head.weight = embed.weight), not its .data; or "
+                "cut elsewhere",
+                key="plan.cuts",
+            )
 
 
 def _check_cuts(cuts: Cuts, flow: Flow, outline: nn.Module, plan: Plan, config: RunConfig) -> None:

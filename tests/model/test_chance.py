@@ -157,6 +157,7 @@ def test_code_that_may_draw_is_found_by_reading_it() -> None:
         assert whole == loud and ({kind} <= whole if kind else not whole), draw
         assert not quiet
     assert draws(Plain(), "", "blocks.0") == (frozenset(), frozenset())
+    assert draws(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "", "0") == (frozenset(), frozenset())
 
 
 def test_removing_gives_every_forward_back() -> None:

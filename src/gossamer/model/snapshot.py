@@ -13,10 +13,13 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import io
 import itertools
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -36,9 +39,25 @@ _INSTALLED = ("site-packages", "dist-packages")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _ITERATORS = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, itertools.repeat)
 _OF_CONTAINERS: tuple[type, ...] = (*map(type, (iter([]), iter(()), iter(range(0)), iter(""))), enumerate, zip)
+_SINGLE: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()), io.IOBase, ModuleType)
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
 
 PutBack = Callable[[], None]
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """The default generators of torch, numpy and `random` are afterwards as they were."""
+    torchs, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torchs)
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
 
 
 @dataclass
@@ -68,6 +87,10 @@ class Snapshot:
                 found._seen[id(held)] = held
                 waiting.extend(found._keep(held))
         return found
+
+    def uncopied(self) -> list[Any]:
+        """Of the objects that were found, those that no copy can be made of: locks, files and the like."""
+        return [held for held in self._seen.values() if isinstance(held, _SINGLE)]
 
     def put_back(self) -> None:
         """As it was: the same objects in the same places."""
@@ -108,6 +131,8 @@ class Snapshot:
             self._array(held)
         elif isinstance(held, FunctionType):
             yield from self._function(held)
+        elif isinstance(held, functools._lru_cache_wrapper):
+            yield held.__wrapped__
         elif isinstance(held, MethodType):
             yield from (held.__self__, held.__func__)
         elif isinstance(held, functools.partial):
@@ -243,6 +268,7 @@ class Snapshot:
             was = {n: self._value(x) for n, x in vars(kind).items() if not n.startswith("__")}
             self._put_back.append(functools.partial(_restore_class, kind, was))
             yield from was.values()
+            yield from (x for n, x in vars(kind).items() if n.startswith("__") and isinstance(x, FunctionType))
 
     def _function(self, held: FunctionType) -> Iterator[Any]:
         if not self._is_code(sys.modules.get(held.__module__ or ""), held.__module__ or ""):

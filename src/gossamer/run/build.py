@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gossamer import compress, memory, optim, sync
 from gossamer.loss import Objective
@@ -35,6 +35,7 @@ from gossamer.run.cut import Cut, CutPiece, Forward
 from gossamer.run.descent import ByGradients, Descent
 from gossamer.run.forward import Pipeline
 from gossamer.run.heard import HeardLog
+from gossamer.run.initial import check_initial
 from gossamer.run.policy import NonFinite
 from gossamer.run.sampling import Logits, Sampler
 from gossamer.run.saver import Saver
@@ -152,8 +153,11 @@ def engine_of(parts: Parts) -> Engine:
 
 
 def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Trainer:
-    """The trainer of one rank. Raises BadInput where an exchange cannot serve its parameters or the wire."""
+    """The trainer of one rank. Raises BadInput where an exchange cannot serve its parameters or the wire, or ranks
+    begin with other numbers.
+    """
     config, plan, module = parts.config, parts.plan, parts.module
+    check_initial(pump.channel, module, parts.cut)
     rank, levels = pump.channel.rank, pump.channel.levels
     params = trainable(module)
     pipeline = _pipeline(parts, rank, levels)
@@ -353,14 +357,8 @@ def check_agreement(pump: Pump, facts: dict[str, str]) -> None:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Names, shapes and types of all parameters, and the values of a few: what replicas must share."""
-    said = [f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in module.named_parameters()]
-    first = [float(_sample(p)) for _, p in module.named_parameters()]
-    return "|".join(said) + "|" + ",".join(f"{v:.6e}" for v in first)
-
-
-def _sample(param: Tensor) -> Tensor:
-    return param.detach().flatten()[:64].double().sum()
+    """Names, shapes and types of all parameters: what ranks must share. Of their numbers see `initial.py`."""
+    return "|".join(f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in module.named_parameters())
 
 
 def set_memory(states: Written) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ class Cut:
     parts: tuple[Part, ...]
     stages: Mapping[int, Stage]
     groups: tuple[tuple[int, ...], ...]  # stage -> its ranks, within the pipeline
+    digests: Mapping[str, int] = field(default_factory=dict)  # of initial values, as far as this rank has seen them
 
     @property
     def ranks(self) -> int:

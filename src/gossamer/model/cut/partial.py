@@ -6,7 +6,8 @@ of the constructor is keyed by its parameter (see `origin/_seeded.py`), and the 
 so on the meta device, which some initialisers ask about and then draw nothing.
 
 Which parameter has which name is known only when the constructor is over, so there are two passes: `Skeleton.of`
-without any parameter, and `Skeleton.build` with those of one stage.
+without any parameter, and `Skeleton.build` with those of one stage. Both are watched (`constructor.py`): where a number
+of a parameter goes anywhere but into itself, the constructor is not simple, and has to run for real.
 """
 
 from __future__ import annotations
@@ -15,18 +16,16 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gossamer.model.cut.constructor import Constructor, Finding, NotSimple
 from gossamer.model.cut.flow import hollow
 from gossamer.model.snapshot import Snapshot
-from gossamer.spec.errors import RunFailed
 
 Build = Callable[[], nn.Module]
 
@@ -37,103 +36,102 @@ class Skeleton:
 
     module: nn.Module  # runs: its parameters are zeros that take no memory
     order: dict[str, int]  # canonical name -> number of the registration
+    tape: int  # of what the constructor does
+    is_loaded: bool = False  # the numbers of all parameters are loaded afterwards
 
     @staticmethod
-    def of(build: Build) -> Skeleton:
-        """Run `build` once; the same one every time, as `Origin.build` is for one seed."""
-        numbers = _Numbers(frozenset())
-        with _watching(numbers):
-            module = build()
-        order = {name: numbers.number(p) for name, p in module.named_parameters()}
-        _fill(module)
-        return Skeleton(module, order)
+    def of(build: Build, *, is_loaded: bool = False) -> Skeleton:
+        """Run `build` once; the same one every time, as `Origin.build` is for one seed. Raises NotSimple."""
+        return _run(build, Constructor(frozenset(), is_loaded=is_loaded))
 
     def build(self, build: Build, holds: frozenset[str]) -> nn.Module:
-        """`build` again, with memory for the parameters named in `holds` alone; the others are zeros without."""
-        numbers = _Numbers(frozenset(self.order[name] for name in holds if name in self.order))
-        with _watching(numbers):
-            module = build()
-        if {name: numbers.number(p) for name, p in module.named_parameters()} != self.order:
-            raise RunFailed("the model is built in another order every time: build it from its seed alone")
-        _fill(module)
-        return module
+        """`build` again, with memory for the parameters named in `holds` alone; the others are zeros without.
+
+        Raises NotSimple, also where it does something else than before.
+        """
+        wanted = frozenset(self.order[name] for name in holds if name in self.order)
+        again = _run(build, Constructor(wanted, is_loaded=self.is_loaded))
+        if (again.order, again.tape) != (self.order, self.tape):
+            raise NotSimple(Finding("it does something else every time"))
+        return again.module
 
 
 def hollowed(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters are zeros without memory. What it keeps of a graph is kept without it."""
-    blanks: dict[int, object] = {
-        id(p): nn.Parameter(
-            hollow(tuple(p.shape), p.dtype, torch.device("cpu"), fill=0.0), requires_grad=p.requires_grad
-        )
-        for p in module.parameters()
-    }
-    for tensor in Snapshot.of(module).tensors:
+    """A copy of a module whose parameters are zeros without memory. What it keeps of a graph is kept without it, what
+    nobody can copy (locks, files) is the module's own.
+    """
+    blanks: dict[int, object] = {}
+    for parameter in module.parameters():
+        zeros = hollow(tuple(parameter.shape), parameter.dtype, torch.device("cpu"), fill=0.0)
+        blank = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
+        vars(blank).update(vars(parameter))
+        blanks[id(parameter)] = blank
+    found = Snapshot.of(module)
+    blanks.update((id(single), single) for single in found.uncopied())
+    for tensor in found.tensors:
         if not tensor.is_leaf:  # deepcopy refuses these
             blanks[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return copy.deepcopy(module, blanks)  # type: ignore[arg-type]
 
 
-@dataclass
-class _Numbers:
-    """Parameters in the order they are first registered."""
-
-    wanted: frozenset[int]
-    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
-    count: int = 0
-    made: dict[int, tuple[nn.Parameter, int]] = field(default_factory=dict)  # by id: what was registered, its number
-    given: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = field(default_factory=dict)  # -> instead of it
-
-    def register(self, _: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """What is registered instead; None: the parameter itself."""
-        if parameter is None:
-            return None
-        if id(parameter) in self.made:
-            return parameter
-        before = self.given.get(id(parameter))
-        if before is not None and before[0]() is parameter:
-            return before[1]
-        wanted = self.count in self.wanted
-        kept = parameter if wanted else self._fake(parameter)
-        self.made[id(kept)] = (kept, self.count)
-        if not wanted:
-            self.given[id(parameter)] = (weakref.ref(parameter), kept)
-        self.count += 1
-        return kept
-
-    def _fake(self, parameter: nn.Parameter) -> nn.Parameter:
-        with self.mode:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        return nn.Parameter(empty, requires_grad=parameter.requires_grad)
-
-    def number(self, parameter: nn.Parameter) -> int:
-        return self.made[id(parameter)][1] if id(parameter) in self.made else -1
+def hollow_out(module: nn.Module, holds: frozenset[str]) -> None:
+    """Take the memory of all parameters that are not named in `holds`; they stay the same objects, as zeros."""
+    for name, parameter in module.named_parameters():
+        if name not in holds:
+            parameter.data = hollow(tuple(parameter.shape), parameter.dtype, parameter.device, fill=0.0)
 
 
 @contextmanager
-def _watching(numbers: _Numbers) -> Iterator[None]:
-    handle = register_module_parameter_registration_hook(numbers.register)  # type: ignore[arg-type]
+def registered() -> Iterator[Callable[[nn.Module], list[str]]]:
+    """What is given tells, of a module that was built in here, the names of its parameters as they were registered."""
+    order: dict[int, weakref.ref[nn.Parameter]] = {}
+    places: list[tuple[weakref.ref[nn.Parameter], str]] = []
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        known = order.get(id(parameter))
+        if parameter is not None and (known is None or known() is not parameter):
+            order[id(parameter)] = weakref.ref(parameter)
+            places.append((order[id(parameter)], f"{name} of a {type(module).__name__}"))
+
+    def names(module: nn.Module) -> list[str]:
+        of = {id(p): name for name, p in module.named_parameters()}
+        return [of.get(id(alive()), place) if alive() is not None else place for alive, place in places]
+
+    handle = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
     try:
-        with _Decided():  # type: ignore[no-untyped-call]
-            yield
+        yield names
     finally:
         handle.remove()
 
 
-class _Decided(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whoever looks at a number of a fake tensor sees 0: an initialiser that repeats until all is well is content."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return torch.zeros((), dtype=args[0].dtype).item()
-        return func(*args, **(kwargs or {}))
+def _run(build: Build, constructor: Constructor) -> Skeleton:
+    try:
+        with constructor.watching():
+            module = build()
+    except Exception as error:
+        cause = error.__cause__ or error
+        said = f"it fails without the numbers of parameters ({type(cause).__name__}: {cause})"
+        raise NotSimple(constructor.finding or Finding(said.replace("{", "(").replace("}", ")"))) from error
+    order, tape = constructor.order(module), constructor.tape
+    constructor.check(module)
+    _fill(module)
+    constructor.check_left(module)
+    return Skeleton(module, order, tape, constructor.is_loaded)
 
 
 def _fill(module: nn.Module) -> None:
-    """Zeros in place of fake parameters; tied ones stay tied."""
-    zeros: dict[int, nn.Parameter] = {}
+    """Zeros in place of fake parameters; tied ones stay tied, and what is kept on them stays there."""
+    blanks: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id: a fake one, which is held, and what replaces it
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
             if isinstance(parameter, FakeTensor):
-                blank = hollow(tuple(parameter.shape), parameter.dtype, parameter.device, fill=0.0)
-                filled = zeros.setdefault(id(parameter), nn.Parameter(blank, requires_grad=parameter.requires_grad))
-                setattr(owner, name, filled)
+                _, blank = blanks.setdefault(id(parameter), (parameter, _blank(parameter)))
+                setattr(owner, name, blank)
+
+
+def _blank(fake: nn.Parameter) -> nn.Parameter:
+    zeros = hollow(tuple(fake.shape), fake.dtype, fake.device, fill=0.0)
+    blank = nn.Parameter(zeros, requires_grad=fake.requires_grad)
+    of_fakes = vars(nn.Parameter(fake.detach()))
+    vars(blank).update({name: held for name, held in vars(fake).items() if name not in of_fakes})
+    return blank

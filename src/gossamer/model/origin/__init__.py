@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -51,6 +52,11 @@ class Origin(ABC):
 
         The generators of torch, numpy and `random` are left as they were. Raises BadInput.
         """
+
+    @property
+    @abstractmethod
+    def code(self) -> Callable[..., Any] | None:
+        """The user's function that `build` calls, which may keep state outside of the module; None: there is none."""
 
     @abstractmethod
     def bare(self, seed: int) -> nn.Module:

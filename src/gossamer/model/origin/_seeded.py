@@ -66,9 +66,9 @@ class _Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def register(self, _: nn.Module, __: str, parameter: nn.Parameter | None) -> None:
         """Called with every parameter that a module is given."""
-        if parameter is not None and self._number(parameter) is None:
+        if parameter is not None and _memory(parameter) and self._number(parameter) is None:
             self.count += 1
-            self.known[parameter.untyped_storage()._cdata] = (_reference(parameter), self.count)
+            self.known[_memory(parameter)] = (_reference(parameter), self.count)
             self._visit(self.count)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,10 +89,18 @@ class _Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.visits[number] = self.visits.get(number, 0) + 1
 
     def _number(self, tensor: torch.Tensor) -> int | None:
-        place = tensor.untyped_storage()._cdata
+        place = _memory(tensor)
         parameter, number = self.known.get(place, (None, 0))
         alive = parameter() if parameter is not None else None
-        return number if alive is not None and alive.untyped_storage()._cdata == place else None
+        return number if alive is not None and _memory(alive) == place else None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """0: it has none, as sparse ones, or none yet, as a lazy module's."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return 0
 
 
 def _reference(parameter: nn.Parameter) -> Callable[[], nn.Parameter | None]:

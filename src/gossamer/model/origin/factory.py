@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gossamer.model.origin import Files, Origin
 from gossamer.model.origin._digest import digest
@@ -73,8 +74,13 @@ class Factory(Origin):
                 do="return the model itself",
                 key=_KEY,
             )
+        _check_shapes(module)
         _hold_in(module, getattr(torch, self.dtype))
         return module.train()
+
+    @property
+    def code(self) -> Callable[..., Any] | None:
+        return self._function
 
     def bare(self, seed: int) -> nn.Module:
         return self.build(seed)
@@ -115,6 +121,17 @@ class Factory(Origin):
             callables = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
             raise BadInput(f"{name} has no function {attribute!r}: {nearest(attribute, callables)}", key=_KEY)
         return found
+
+
+def _check_shapes(module: nn.Module) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise bad_input(
+                wanted="a model whose parameters have shapes",
+                got=f"{name} of a lazy module that was never called",
+                do="call the model once in the factory, on an example, before it is returned",
+                key=_KEY,
+            )
 
 
 def _hold_in(module: nn.Module, dtype: torch.dtype) -> None:

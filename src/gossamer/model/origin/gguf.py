@@ -68,6 +68,10 @@ class Gguf(Origin):
     def has_weights(self) -> bool:
         return True
 
+    @property
+    def code(self) -> Callable[..., Any] | None:
+        return None
+
     def bare(self, seed: int) -> nn.Module:
         with seeded(seed), kit.quietly(_KEY, wanted=f"a model as in {self.of}") as library:
             return kit.fresh(library, self._config, self.dtype)

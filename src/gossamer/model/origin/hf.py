@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -90,6 +90,10 @@ class Hf(Origin):
             )
         assert isinstance(module, nn.Module)
         return module.train()
+
+    @property
+    def code(self) -> Callable[..., Any] | None:
+        return None
 
     def bare(self, seed: int) -> nn.Module:
         with seeded(seed), kit.quietly(_KEY, wanted=f"a model {self.describe()}") as transformers:
