@@ -1,0 +1,92 @@
+"""Both sides, one after the other: first one process, twice, while all others wait; then the layout, all together."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from gossamer.loss import Objective
+from gossamer.proof.company import Company, Word
+from gossamer.proof.judge import Sides, Verdict, judge
+from gossamer.proof.question import Question, uneven
+from gossamer.proof.reference import Alone
+from gossamer.proof.rows import Table
+from gossamer.proof.side import Side
+from gossamer.spec.errors import Interrupted, PeerLost
+
+_SHAKE = 3.0  # no power of two: other digits are rounded away
+
+
+class NotProved(Exception):
+    """One process could not be had, or fails by itself. Says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a proof took."""
+
+    microbatches: int  # that the whole model computed
+    alone_s: float  # two builds of it, and these
+    divided_s: float
+
+
+def compared(
+    company: Company,
+    alone: Alone,
+    layout: Side,
+    question: Question,
+    objective: Objective,
+) -> tuple[Verdict, Cost]:
+    """All ranks call it, and come to the same verdict. Raises NotProved, PeerLost, Interrupted."""
+    began = time.perf_counter()
+    blank = Table.blank(alone.names, len(question.rounds), question.microbatches)
+    harder = uneven(question, objective)
+    answer = _answered(company, alone, harder, blank)
+    if isinstance(answer, str):  # labels that count for nothing may be too strange for a model that looks at them
+        answer = _answered(company, alone, question, blank)
+    else:
+        question = harder
+    if isinstance(answer, str):
+        raise NotProved(f"one process fails: {answer}")
+    threads = 1 if torch.get_num_threads() > 1 else 2
+    again = _answered(company, replace(alone, shake=_SHAKE, threads=threads), question, blank)
+    if isinstance(again, str):
+        raise NotProved(f"one process fails the second time: {again}")
+    turned = time.perf_counter()
+    divided = [blank.like(row) for row in company.rows(layout.answer(question).flat())]
+    company.pulse()
+    sides = Sides(
+        names=alone.names,
+        alone=answer,
+        again=again,
+        divided=divided,
+        exact=tuple(one.precision.compute is torch.float32 for one in question.rounds),
+        continues=len(question.replicas) == 1,
+    )
+    cost = Cost(
+        microbatches=2 * question.microbatches * len(question.rounds),
+        alone_s=turned - began,
+        divided_s=time.perf_counter() - turned,
+    )
+    return judge(sides), cost
+
+
+def _answered(company: Company, alone: Alone, question: Question, blank: Table) -> Table | str:
+    """What one process says, on all ranks; or why it fails."""
+    mine, why = blank, ""
+    if company.speaks:
+        try:
+            mine = alone.answer(question)
+            is_done = company.pulse(Word.DONE) is Word.DONE
+        except (Interrupted, PeerLost):
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            is_done = company.pulse(Word.FAILED) is Word.DONE
+    else:
+        is_done = company.wait()
+    if not is_done:
+        return company.text(why) or "unknown"
+    return blank.like(company.rows(mine.flat())[company.speaker])

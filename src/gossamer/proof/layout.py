@@ -1,0 +1,109 @@
+"""The layout as it will train: this rank's part of the model, its schedule, its links, its exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.compress.dense import Dense
+from gossamer.model.cut.ways import Ways
+from gossamer.proof.question import Question, Round, move, owned
+from gossamer.proof.rows import Names, Table, digests_of, rows_of
+from gossamer.proof.side import Side, world_kept
+from gossamer.run.build import Parts, engine_of, pieces_of, pipeline_of, tied_of
+from gossamer.run.checkpoint import trainable
+from gossamer.run.cut import Forward
+from gossamer.run.descent import At, Gradients, Task
+from gossamer.run.stage import Engine
+from gossamer.sync import Replica, Window
+from gossamer.wire.pump import Pump
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divided(Side):
+    """This rank's part in the layout; all ranks answer together. Raises PeerLost."""
+
+    parts: Callable[[], Parts]  # makes this rank's part anew, under the plan of the proof
+    names: Names
+    pump: Pump
+    at: At
+
+    def answer(self, question: Question) -> Table:
+        parts = self.parts()
+        engine = engine_of(parts)
+        with world_kept(parts.module):
+            return self._answer(parts, engine, question)
+
+    def _answer(self, parts: Parts, engine: Engine, question: Question) -> Table:
+        rank, levels = self.pump.channel.rank, self.pump.channel.levels
+        mine = parts.plan.place_of(rank)[0]
+        pipeline, tied = pipeline_of(parts, rank, levels), tied_of(parts, rank, levels)
+        held = _held(parts)
+        initial = digests_of(held, self.names.values)
+        trained = trainable(parts.module)
+        replica = Replica(
+            trained, Dense(), self.pump, bucket_bytes=parts.plan.bucket_bytes, counted_elsewhere=tied.elsewhere
+        )
+        gradients, buffers, losses = [], [], []
+        try:
+            for one in question.rounds:
+                if one.moves:
+                    move({n: t for n, t in held.items() if isinstance(t, nn.Parameter)}, question.seed)
+                pieces = pieces_of(_computing(parts, one), replace(engine, precision=one.precision))
+                descent = Gradients(
+                    pieces=pieces, pipeline=pipeline, tied=tied, pump=self.pump, replica=replica, at=self.at
+                )
+                losses.append(_played(descent, one, mine, question, engine.device))
+                found = replica.gradients()
+                gradients.append(rows_of(found, self.names.trained, question.seed))
+                counted = {n: t for n, t in held.items() if mine == question.replicas[0]}
+                buffers.append(rows_of(counted, self.names.buffers, question.seed))
+                replica.reject()
+        finally:
+            replica.close()
+        return Table(
+            initial=initial, gradients=torch.stack(gradients), buffers=torch.stack(buffers), losses=torch.stack(losses)
+        )
+
+
+def _played(descent: Gradients, one: Round, mine: int, question: Question, device: torch.device) -> Tensor:
+    """Play a round; the losses of all its micro-batches, nan where another rank knows them."""
+    numbered = {n: replace(p, rows=owned(p.rows, device)) for n, p in one.pieces.get(mine, {}).items()}
+    here = {n: p for n, p in numbered.items() if n in descent.pipeline.batches}
+    weights = {n: one.labels[mine][n] for n in here}
+    window = Window(
+        one.number, question.seed, 1.0, sum(weights.values()), one.scale, descent.pipeline.together, level="all"
+    )
+    descent.replica.begin(window)
+    places = [(replica, n) for replica, pieces in one.pieces.items() for n in pieces]
+    losses = torch.full((len(places),), torch.nan, dtype=torch.float64)
+    if not here:
+        descent.replica.open(window)
+        descent.reduce(one.number)
+        return losses
+    work = descent.attempt(Task(window=window, pieces=here, weights=weights))
+    for number, loss in work.losses.items():
+        if weights[number]:  # else it counts for nothing
+            known = float(loss) * work.weight / weights[number]
+            losses[places.index((mine, number))] = known if math.isfinite(known) else math.inf
+    return losses
+
+
+def _held(parts: Parts) -> dict[str, Tensor]:
+    """This rank's parameters and buffers."""
+    module = parts.module
+    found: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return found if parts.cut is None else {n: t for n, t in found.items() if n in parts.cut.holds}
+
+
+def _computing(parts: Parts, one: Round) -> Parts:
+    """With the way through the stages in the precision of a round, from which follow the types at the borders."""
+    cut = parts.cut
+    if cut is None or one.precision.name == parts.config.train.precision:
+        return parts
+    run = Forward(parts.objective, one.precision, parts.device)
+    return replace(parts, cut=replace(cut, ways=Ways(cut.ways.module, run, cut.ways.cuts, cut.ways.units)))
