@@ -76,7 +76,7 @@ def _train(
     corpus, train, validation, fingerprint = _data(data, settings)
     source, described, origin = _source(model, settings, corpus)
     device, objective = device_of(place), objective_of(settings)
-    model = planned(
+    known = planned(
         source,
         Asked(
             config=settings,
@@ -88,7 +88,7 @@ def _train(
             local_ranks=place.local_ranks,
         ),
     )
-    built = model.outline
+    built = known.outline
     directory, resuming = _directory(settings, place, resume)
     stop = StopFlag()
     with held(directory.path) if place.rank == 0 else nullcontext(), stop.listening():
@@ -109,7 +109,7 @@ def _train(
                         cut=built.cut,
                         words=None if corpus is None else corpus.tokenizer,
                     ),
-                    planned=model,
+                    planned=known,
                     where=_where(place, settings),
                     directory=directory,
                     described=described,

@@ -67,7 +67,7 @@ class Proving:
         company = Company(channel, 0, self.asked_to_stop)
         company = replace(company, speaker=self._roomiest(company))
         question, names = self._question(), names_of(parts)
-        alone = Alone(engine=self._whole, names=names, pulse=lambda: _beat(company))
+        alone = Alone(engine=self._whole, names=names, pulse=lambda: _beat(company), units=parts.units)
         layout = Divided(parts=self._part, names=names, pump=self.pump, at=self.at)
         verdict, cost = compared(company, alone, layout, question, parts.objective)
         seconds = time.perf_counter() - began

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gossamer.spec.errors import Interrupted
 from gossamer.wire.channel import Channel, gathered
-
-_TEXT_BYTES = 600
+from gossamer.wire.message import Combine, Message
 
 
 class Word(IntEnum):
@@ -51,9 +50,16 @@ class Company:
 
     def text(self, said: str = "") -> str:
         """The speaker's."""
-        mine = said.encode("utf-8", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        row = gathered(self.channel, [float(b) for b in mine])[self.speaker]
-        return bytes(int(b) for b in row.tolist()).rstrip(b"\0").decode("utf-8", "replace")
+        return self.texts(said)[self.speaker]
+
+    def texts(self, mine: str) -> list[str]:
+        """Everybody's, however long."""
+        said = mine.encode()
+        longest = int(gathered(self.channel, [float(len(said))]).max())
+        row = torch.zeros(longest, dtype=torch.uint8)
+        row[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else row[:0]
+        (rows,) = self.channel.start(Message((row,), Combine.GATHER, self.channel.levels.whole)).wait()
+        return [bytes(one.tolist()).rstrip(b"\0").decode() for one in rows]
 
     def rows(self, mine: Tensor) -> Tensor:
         """Everybody's, (ranks, n) float64, of (n,)."""

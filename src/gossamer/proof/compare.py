@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from gossamer.loss import Objective
 from gossamer.proof.company import Company, Word
-from gossamer.proof.judge import Sides, Verdict, judge
+from gossamer.proof.judge import Parting, Sides, Verdict, judge
+from gossamer.proof.layout import Divided
 from gossamer.proof.question import Question, uneven
 from gossamer.proof.reference import Alone
 from gossamer.proof.rows import Table
-from gossamer.proof.side import Side
+from gossamer.proof.tracks import Tracks, parting
 from gossamer.spec.errors import Interrupted, PeerLost
 
 _SHAKE = 3.0  # no power of two: other digits are rounded away
@@ -35,7 +38,7 @@ class Cost:
 def compared(
     company: Company,
     alone: Alone,
-    layout: Side,
+    layout: Divided,
     question: Question,
     objective: Objective,
 ) -> tuple[Verdict, Cost]:
@@ -70,7 +73,24 @@ def compared(
         alone_s=turned - began,
         divided_s=time.perf_counter() - turned,
     )
-    return judge(sides), cost
+    verdict = judge(sides)
+    if verdict.faults and not verdict.unsteady:
+        verdict = replace(verdict, parting=_parting(company, alone, layout, question, sides.exact))
+    return verdict, cost
+
+
+def _parting(
+    company: Company, alone: Alone, layout: Divided, question: Question, exact: Sequence[bool]
+) -> Parting | None:
+    """Both sides once more, looked at while they run."""
+    tracks = Tracks()
+    blank = Table.blank(alone.names, len(question.rounds), question.microbatches)
+    if isinstance(_answered(company, replace(alone, tracks=tracks), question, blank), str):
+        return None
+    told = json.loads(company.texts(json.dumps(tracks.found))[company.speaker])
+    mine = Tracks()
+    replace(layout, tracks=mine).answer(question)
+    return parting(told, [json.loads(text) for text in company.texts(json.dumps(mine.found))], exact)
 
 
 def _answered(company: Company, alone: Alone, question: Question, blank: Table) -> Table | str:

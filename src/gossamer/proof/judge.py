@@ -9,7 +9,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,7 +45,28 @@ class Fault:
     wanted: float
     distance: float
     limit: float
-    others: int = 0  # tensors that differ as well
+    factor: float | None = None  # what is there is so many times what should be
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Spot:
+    """A value of a forward: the leaf `place` of what a call gives; `into`: the stage that received it, else -1."""
+
+    round: int
+    key: int  # of the micro-batch
+    call: str
+    place: int
+    into: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """The first value that is another one than in one process."""
+
+    spot: Spot
+    rank: int
+    got: str
+    wanted: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +80,8 @@ class Verdict:
     within: float  # the largest distance of a gradient in float32
     within_coarse: float  # in the run's own precision, where that is another; else 0
     unsteady: tuple[str, ...] = ()  # two builds of the same model on one rank differ in these
-    faults: tuple[Fault, ...] = field(default=())
+    faults: tuple[Fault, ...] = ()
+    parting: Parting | None = None  # the first value of a forward that is another one
 
 
 def judge(sides: Sides) -> Verdict:
@@ -189,6 +211,7 @@ def _compared(
                     wanted=float(alone[place, 1]),
                     distance=float(far[place]),
                     limit=float(limits[place]),
+                    factor=_factor(rows[place], alone[place]),
                 )
             )
     return sorted(found, key=lambda one: names.index(one.name)), largest
@@ -206,6 +229,18 @@ def _far(rows: Tensor, alone: Tensor, sizes: Tensor) -> Tensor:
     """(names,): how far rows are apart; nan where one of them is not finite, or not held."""
     both = (rows - alone).abs() / sizes
     return torch.where(rows == alone, torch.zeros_like(both), both).max(1).values
+
+
+def _factor(got: Tensor, wanted: Tensor) -> float | None:
+    """How many times `wanted` a row is; None where it is no multiple of it."""
+    a, b = got[2:].double(), wanted[2:].double()
+    size = float(b.square().sum())
+    if not size or not bool(a.isfinite().all()):
+        return None
+    factor = float((a * b).sum()) / size
+    rest = float((a - factor * b).square().sum()) ** 0.5
+    apart = float((a - b).square().sum()) ** 0.5
+    return factor if rest < 0.02 * apart else None
 
 
 def _told(sides: Sides) -> tuple[float, float]:

@@ -14,9 +14,10 @@ from gossamer.model.cut.ways import Ways
 from gossamer.proof.question import Question, Round, move, owned
 from gossamer.proof.rows import Names, Table, digests_of, rows_of
 from gossamer.proof.side import Side, world_kept
+from gossamer.proof.tracks import Tracked, Tracks
 from gossamer.run.build import Parts, engine_of, pieces_of, pipeline_of, tied_of
 from gossamer.run.checkpoint import trainable
-from gossamer.run.cut import Forward
+from gossamer.run.cut import Cut, Forward
 from gossamer.run.descent import At, Gradients, Task
 from gossamer.run.stage import Engine
 from gossamer.sync import Replica, Window
@@ -31,10 +32,15 @@ class Divided(Side):
     names: Names
     pump: Pump
     at: At
+    tracks: Tracks | None = None  # where its forwards are looked at
 
     def answer(self, question: Question) -> Table:
         parts = self.parts()
         engine = engine_of(parts)
+        if self.tracks is not None:
+            if parts.cut is not None:
+                self.tracks.owned = _owned(parts.cut)
+            self.tracks.watch(engine, parts.units)
         with world_kept(parts.module):
             return self._answer(parts, engine, question)
 
@@ -54,6 +60,8 @@ class Divided(Side):
                 if one.moves:
                     move({n: t for n, t in held.items() if isinstance(t, nn.Parameter)}, question.seed)
                 pieces = pieces_of(_computing(parts, one), replace(engine, precision=one.precision))
+                if self.tracks is not None:
+                    pieces = {stage: Tracked(piece, self.tracks, one.number) for stage, piece in pieces.items()}
                 descent = Gradients(
                     pieces=pieces, pipeline=pipeline, tied=tied, pump=self.pump, replica=replica, at=self.at
                 )
@@ -91,6 +99,16 @@ def _played(descent: Gradients, one: Round, mine: int, question: Question, devic
             known = float(loss) * work.weight / weights[number]
             losses[places.index((mine, number))] = known if math.isfinite(known) else math.inf
     return losses
+
+
+def _owned(cut: Cut) -> frozenset[str]:
+    """Names of the calls of this rank's stages."""
+    return frozenset(
+        call.name
+        for stage in cut.stages.values()
+        for number, call in enumerate(stage.flow.calls)
+        if stage.part.owns(number)
+    )
 
 
 def _held(parts: Parts) -> dict[str, Tensor]:

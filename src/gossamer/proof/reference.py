@@ -12,6 +12,7 @@ from torch import Tensor
 from gossamer.proof.question import Question, Round, move, owned
 from gossamer.proof.rows import Names, Table, digests_of, rows_of
 from gossamer.proof.side import Side, world_kept
+from gossamer.proof.tracks import Tracks
 from gossamer.run.batches import MicroBatch
 from gossamer.run.stage import Engine
 
@@ -27,10 +28,14 @@ class Alone(Side):
     pulse: Callable[[], None]  # called after every piece of work, so that those who wait know
     shake: float = 1.0
     threads: int = 0  # 0: as many as there are
+    tracks: Tracks | None = None  # where its forwards are looked at
+    units: tuple[str, ...] = ()  # then: those of the model
 
     def answer(self, question: Question) -> Table:
         with _threads(self.threads):
             engine = self.engine()
+            if self.tracks is not None:
+                self.tracks.watch(engine, self.units)
             self.pulse()
             with world_kept(engine.module):
                 return self._answer(engine, question)
@@ -68,7 +73,11 @@ class Alone(Side):
         return losses, after
 
     def _micro(self, engine: Engine, one: Round, piece: MicroBatch, labels: float) -> float:
+        if self.tracks is not None:
+            self.tracks.begin(one.number, piece.key)
         loss = engine.loss(owned(piece.rows, engine.device), step=one.number, key=piece.key)
+        if self.tracks is not None:
+            self.tracks.end()
         part = labels / one.total if one.total else 0.0
         scaled = loss * (part * one.scale * self.shake) if part else torch.nan_to_num(loss) * 0.0
         if scaled.requires_grad:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gossamer.proof.compare import Cost
-from gossamer.proof.judge import Fault, Verdict
+from gossamer.proof.judge import Fault, Parting, Verdict
 from gossamer.proof.question import Question
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
@@ -45,9 +45,11 @@ def refusal_of(verdict: Verdict, plan: Plan) -> BadInput:
         )
     first = first_of(verdict)
     same = {f.name for f in verdict.faults if f.what == first.what} - {first.name}
+    parting = verdict.parting if first.what != "initial value" else None
+    begun = "" if parting is None else f"{_value(parting)}; then "
     return bad_input(
         wanted=f"{layout_of(plan)} to be one process",
-        got=f"{_got(first)}{_and(len(same))}. {_cause(verdict, first)}",
+        got=f"{begun}{_got(first)}{_and(len(same))}. {_cause(verdict, first)}",
         do=_DO,
         key=_KEY,
     )
@@ -76,9 +78,18 @@ def _got(fault: Fault) -> str:
     if fault.what == "loss":
         where = f"{fault.name} of round {fault.round + 1}"
         return f"a loss of {fault.got:.6g} for {where}, and {fault.wanted:.6g} in one process"
-    far = f"{_far(fault.distance)} of its size off on rank {fault.rank} (up to {_far(fault.limit)} is rounding)"
+    times = "" if fault.factor is None else f"{fault.factor:.4g} times what it should be, "
+    far = f"{times}{_far(fault.distance)} of its size off on rank {fault.rank} (up to {_far(fault.limit)} is rounding)"
     kind = "the gradient of" if fault.what == "gradient" else "the buffer"
     return f"{kind} {fault.name} in round {fault.round + 1}, {far}"
+
+
+def _value(parting: Parting) -> str:
+    spot = parting.spot
+    which = f"what {spot.call} gives{f', in place {spot.place}' if spot.place else ''}"
+    where = f"as stage {spot.into} receives it" if spot.into >= 0 else f"on rank {parting.rank}"
+    values = f"{parting.got}, and {parting.wanted} in one process" if parting.got != parting.wanted else "other numbers"
+    return f"another value of {which}, {where} ({values}; micro-batch {spot.key} of round {spot.round + 1})"
 
 
 def _cause(verdict: Verdict, first: Fault) -> str:
