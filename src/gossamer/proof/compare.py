@@ -11,7 +11,7 @@ import torch
 
 from gossamer.loss import Objective
 from gossamer.proof.company import Company, Word
-from gossamer.proof.judge import Parting, Sides, Verdict, judge
+from gossamer.proof.judge import Parting, Sides, Verdict, apart, judge
 from gossamer.proof.layout import Divided
 from gossamer.proof.question import Question, uneven
 from gossamer.proof.reference import Alone
@@ -74,9 +74,21 @@ def compared(
         divided_s=time.perf_counter() - turned,
     )
     verdict = judge(sides)
-    if verdict.faults and not verdict.unsteady:
-        verdict = replace(verdict, parting=_parting(company, alone, layout, question, sides.exact))
-    return verdict, cost
+    if not verdict.faults or verdict.unsteady:
+        return verdict, cost
+    if len(question.replicas) > 1:  # each may keep something for itself
+        alone = replace(alone, apart=True)
+        answer = _answered(company, alone, question, blank)
+        if isinstance(answer, str):
+            raise NotProved(f"a process for every replica fails: {answer}")
+        other = judge(apart(sides, answer))
+        cost = replace(
+            cost, microbatches=cost.microbatches * 3 // 2, alone_s=cost.alone_s + time.perf_counter() - began
+        )
+        if not other.faults:
+            return replace(other, apart=verdict.faults[0]), cost
+        verdict = other
+    return replace(verdict, parting=_parting(company, alone, layout, question, sides.exact)), cost
 
 
 def _parting(

@@ -9,7 +9,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,6 +82,7 @@ class Verdict:
     unsteady: tuple[str, ...] = ()  # two builds of the same model on one rank differ in these
     faults: tuple[Fault, ...] = ()
     parting: Parting | None = None  # the first value of a forward that is another one
+    apart: Fault | None = None  # replicas are one process only where each has state of its own; what else it would be
 
 
 def judge(sides: Sides) -> Verdict:
@@ -106,6 +107,17 @@ def judge(sides: Sides) -> Verdict:
         unsteady=unsteady,
         faults=(*values, *losses, *gradients, *buffers),
     )
+
+
+def apart(sides: Sides, alone: Table) -> Sides:
+    """The same beside a process for every replica, which rounds as one process does."""
+    again = replace(
+        alone,
+        gradients=alone.gradients + sides.again.gradients - sides.alone.gradients,
+        buffers=alone.buffers + sides.again.buffers - sides.alone.buffers,
+        losses=alone.losses + sides.again.losses - sides.alone.losses,
+    )
+    return replace(sides, alone=alone, again=again, continues=True)
 
 
 def _unsteady(sides: Sides) -> tuple[str, ...]:

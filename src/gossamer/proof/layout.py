@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from gossamer.model.cut.ways import Ways
 from gossamer.proof.question import Question, Round, move, owned
 from gossamer.proof.rows import Names, Table, digests_of, rows_of
 from gossamer.proof.side import Side, world_kept
-from gossamer.proof.tracks import Tracked, Tracks
+from gossamer.proof.tracks import Heard, Tracked, Tracks
 from gossamer.run.build import Parts, engine_of, pieces_of, pipeline_of, tied_of
 from gossamer.run.checkpoint import trainable
 from gossamer.run.cut import Cut, Forward
@@ -62,10 +62,13 @@ class Divided(Side):
                 pieces = pieces_of(_computing(parts, one), replace(engine, precision=one.precision))
                 if self.tracks is not None:
                     pieces = {stage: Tracked(piece, self.tracks, one.number) for stage, piece in pieces.items()}
+                heard: dict[int, float] = {}
+                pieces = {stage: Heard(piece, heard) for stage, piece in pieces.items()}
                 descent = Gradients(
                     pieces=pieces, pipeline=pipeline, tied=tied, pump=self.pump, replica=replica, at=self.at
                 )
-                losses.append(_played(descent, one, mine, question, engine.device))
+                _play(descent, one, mine, question, engine.device)
+                losses.append(_losses(one, heard))
                 found = replica.gradients()
                 gradients.append(rows_of(found, self.names.trained, question.seed))
                 counted = {n: t for n, t in held.items() if mine == question.replicas[0]}
@@ -78,8 +81,8 @@ class Divided(Side):
         )
 
 
-def _played(descent: Gradients, one: Round, mine: int, question: Question, device: torch.device) -> Tensor:
-    """Play a round; the losses of all its micro-batches, nan where another rank knows them."""
+def _play(descent: Gradients, one: Round, mine: int, question: Question, device: torch.device) -> None:
+    """A round, as a step of training up to the mean gradient."""
     numbered = {n: replace(p, rows=owned(p.rows, device)) for n, p in one.pieces.get(mine, {}).items()}
     here = {n: p for n, p in numbered.items() if n in descent.pipeline.batches}
     weights = {n: one.labels[mine][n] for n in here}
@@ -87,18 +90,21 @@ def _played(descent: Gradients, one: Round, mine: int, question: Question, devic
         one.number, question.seed, 1.0, sum(weights.values()), one.scale, descent.pipeline.together, level="all"
     )
     descent.replica.begin(window)
-    places = [(replica, n) for replica, pieces in one.pieces.items() for n in pieces]
-    losses = torch.full((len(places),), torch.nan, dtype=torch.float64)
-    if not here:
+    if here:
+        descent.attempt(Task(window=window, pieces=here, weights=weights))
+    else:
         descent.replica.open(window)
         descent.reduce(one.number)
-        return losses
-    work = descent.attempt(Task(window=window, pieces=here, weights=weights))
-    for number, loss in work.losses.items():
-        if weights[number]:  # else it counts for nothing
-            known = float(loss) * work.weight / weights[number]
-            losses[places.index((mine, number))] = known if math.isfinite(known) else math.inf
-    return losses
+
+
+def _losses(one: Round, heard: Mapping[int, float]) -> Tensor:
+    """(micro-batches,) float64: nan where another rank knows it, or it counts for nothing."""
+    found = []
+    for replica, pieces in one.pieces.items():
+        for number, piece in pieces.items():
+            known = heard.get(piece.key, math.nan) if one.labels[replica][number] else math.nan
+            found.append(known if math.isfinite(known) or piece.key not in heard else math.inf)
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def _owned(cut: Cut) -> frozenset[str]:

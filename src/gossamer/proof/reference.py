@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossamer.proof.question import Question, Round, move, owned
 from gossamer.proof.rows import Names, Table, digests_of, rows_of
@@ -20,7 +20,8 @@ from gossamer.run.stage import Engine
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone(Side):
     """The whole model in this process. `shake`: the loss is multiplied with it before the backward and gradients are
-    divided by it, and `threads` of them compute: another rounding of the same numbers.
+    divided by it, and `threads` of them compute: another rounding of the same numbers. `apart`: every replica has a
+    model of its own, with the state that its own micro-batches leave.
     """
 
     engine: Callable[[], Engine]  # makes the model anew
@@ -28,47 +29,50 @@ class Alone(Side):
     pulse: Callable[[], None]  # called after every piece of work, so that those who wait know
     shake: float = 1.0
     threads: int = 0  # 0: as many as there are
+    apart: bool = False
     tracks: Tracks | None = None  # where its forwards are looked at
     units: tuple[str, ...] = ()  # then: those of the model
 
     def answer(self, question: Question) -> Table:
-        with _threads(self.threads):
-            engine = self.engine()
-            if self.tracks is not None:
-                self.tracks.watch(engine, self.units)
-            self.pulse()
-            with world_kept(engine.module):
-                return self._answer(engine, question)
+        with _threads(self.threads), ExitStack() as stack:
+            engines = [self._made(stack) for _ in (question.replicas if self.apart else (0,))]
+            initial = digests_of(_values(engines[0].module), self.names.values)
+            gradients, buffers, losses = [], [], []
+            for one in question.rounds:
+                for engine in engines:
+                    if one.moves:
+                        move(dict(engine.module.named_parameters()), question.seed)
+                    engine.module.zero_grad(set_to_none=True)
+                found, after = self._round(engines, one, question.seed)
+                gradients.append(rows_of(self._sums(engines, one), self.names.trained, question.seed))
+                buffers.append(after)
+                losses.append(torch.tensor(found, dtype=torch.float64))
+            return Table(
+                initial=initial,
+                gradients=torch.stack(gradients),
+                buffers=torch.stack(buffers),
+                losses=torch.stack(losses),
+            )
 
-    def _answer(self, engine: Engine, question: Question) -> Table:
-        module = engine.module
-        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        initial = digests_of({**parameters, **buffers}, self.names.values)
-        gradients, kept, losses = [], [], []
-        for one in question.rounds:
-            if one.moves:
-                move(parameters, question.seed)
-            module.zero_grad(set_to_none=True)
-            found, after = self._round(replace(engine, precision=one.precision), one, question.seed)
-            by = self.shake * one.scale
-            mine = {n: None if p.grad is None else p.grad.div_(by) for n, p in parameters.items() if p.requires_grad}
-            gradients.append(rows_of(mine, self.names.trained, question.seed))
-            kept.append(after)
-            losses.append(torch.tensor(found, dtype=torch.float64))
-        return Table(
-            initial=initial, gradients=torch.stack(gradients), buffers=torch.stack(kept), losses=torch.stack(losses)
-        )
+    def _made(self, stack: ExitStack) -> Engine:
+        engine = self.engine()
+        if self.tracks is not None:
+            self.tracks.watch(engine, self.units)
+        stack.enter_context(world_kept(engine.module))
+        self.pulse()
+        return engine
 
-    def _round(self, engine: Engine, one: Round, seed: int) -> tuple[list[float], Tensor]:
+    def _round(self, engines: Sequence[Engine], one: Round, seed: int) -> tuple[list[float], Tensor]:
         """Losses of all micro-batches, and the buffers as the first replica has them."""
         losses: list[float] = []
         after: Tensor | None = None
-        for replica, pieces in one.pieces.items():
+        for place, (replica, pieces) in enumerate(one.pieces.items()):
+            engine = replace(engines[min(place, len(engines) - 1)], precision=one.precision)
             for number, piece in pieces.items():
                 losses.append(self._micro(engine, one, piece, one.labels[replica][number]))
                 self.pulse()
             if after is None:
-                after = rows_of(_now(engine), self.names.buffers, seed)
+                after = rows_of(dict(engine.module.named_buffers()), self.names.buffers, seed)
         assert after is not None, "some replica takes part"
         return losses, after
 
@@ -85,9 +89,18 @@ class Alone(Side):
                 scaled.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
+    def _sums(self, engines: Sequence[Engine], one: Round) -> dict[str, Tensor | None]:
+        """Of all models, by name; None where there is no gradient."""
+        found: dict[str, Tensor | None] = {}
+        for name in self.names.trained:
+            parts = [engine.module.get_parameter(name).grad for engine in engines]
+            known = [part for part in parts if part is not None]
+            found[name] = sum(known[1:], known[0]).div_(self.shake * one.scale) if known else None
+        return found
 
-def _now(engine: Engine) -> Mapping[str, Tensor]:
-    return dict(engine.module.named_buffers())
+
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 @contextmanager

@@ -87,6 +87,29 @@ class _Noting:
 
 
 @dataclass(frozen=True, slots=True)
+class Heard(Piece):
+    """A stage whose losses are noted, by micro-batch."""
+
+    inner: Piece
+    losses: dict[int, float]
+
+    @property
+    def engine(self) -> Engine:  # type: ignore[override]
+        return self.inner.engine
+
+    def boundary(self, rows: Batch) -> Boundary:
+        return self.inner.boundary(rows)
+
+    def forward(
+        self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor], *, keep_graph: bool = True
+    ) -> Live:
+        live = self.inner.forward(piece, step, received, keep_graph=keep_graph)
+        if isinstance(live.result, Tensor):
+            self.losses[piece.key] = float(live.result.detach())
+        return live
+
+
+@dataclass(frozen=True, slots=True)
 class Tracked(Piece):
     """A stage whose forwards are looked at."""
 

@@ -25,6 +25,11 @@ def line_of(verdict: Verdict, cost: Cost, question: Question, plan: Plan, config
     ]
     if not all(r.precision is question.rounds[0].precision for r in question.rounds):
         said.append(f"in {question.rounds[-1].precision.name} within {_far(verdict.within_coarse)}")
+    if verdict.apart is not None:
+        said.append(
+            "each replica with buffers and state of its own; without them, the replicas are not one process: "
+            + _got(verdict.apart)
+        )
     if any(plan.boundary_of(stage) != "plain" for stage in range(plan.mesh.pipe - 1)):
         said.append("not proved: what is lost between stages")
     if config.model.compile:
@@ -44,6 +49,8 @@ def refusal_of(verdict: Verdict, plan: Plan) -> BadInput:
             key=_KEY,
         )
     first = first_of(verdict)
+    if verdict.parting is None and any(f.what == "loss" and f.round == first.round for f in verdict.faults):
+        first = next(f for f in verdict.faults if f.what == "loss")
     same = {f.name for f in verdict.faults if f.what == first.what} - {first.name}
     parting = verdict.parting if first.what != "initial value" else None
     begun = "" if parting is None else f"{_value(parting)}; then "
@@ -96,8 +103,10 @@ def _cause(verdict: Verdict, first: Fault) -> str:
     kinds = {f.what for f in verdict.faults if f.round == first.round}
     if first.what == "initial value":
         return "Its constructor derives it from what a stage does not build, or ranks build different models"
+    if first.what == "loss":
+        return "What the units give is the same: the code after them, or the objective, computes with other values"
     if "loss" in kinds:
-        return "The losses differ, too: the forward of a stage computes with other values"
+        return "The losses differ, too: the forward computes with other values"
     if first.what == "buffer":
         return "The losses and gradients are the same"
     if first.what == "gradient":
