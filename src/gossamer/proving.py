@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from gossamer import sync
@@ -13,23 +15,28 @@ from gossamer.cutting import Planned
 from gossamer.model.cut.cuts import canonical_names
 from gossamer.model.precision import FP32, precision_of
 from gossamer.proof.company import Company
-from gossamer.proof.compare import NotProved, compared
+from gossamer.proof.compare import compared
+from gossamer.proof.kept import digest_of, is_kept, keep
 from gossamer.proof.layout import Divided
+from gossamer.proof.patience import NotProved, Patience
 from gossamer.proof.question import Question, question_of
 from gossamer.proof.reference import Alone
+from gossamer.proof.room import activation_bytes
 from gossamer.proof.rows import Names
-from gossamer.proof.words import line_of, refusal_of
+from gossamer.proof.words import layout_of, line_of, refusal_of, told_of
 from gossamer.run.build import Parts, engine_of
 from gossamer.run.machine import memory
 from gossamer.run.stage import Engine
 from gossamer.spec import records
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import bad_input
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_gib
+from gossamer.wire.channel import gathered
 from gossamer.wire.pump import Pump
 
 _KEY = "train.prove"
+_LITTLE = 4  # a model of less than one part in so many of what is free needs no look at what it keeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +49,9 @@ class Proving:
     sink: Callable[[records.Record], None]
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
+    described: str = ""  # the model, for people
+    data: str = ""  # fingerprint of the training data
+    file: Path | None = None  # where rank 0 keeps what was proved
 
     def prove(self) -> None:
         """Raises BadInput where the layout is not one process, Interrupted, PeerLost."""
@@ -49,30 +59,62 @@ class Proving:
             return
         began = time.perf_counter()
         self.at(0, "prove")
+        digest = digest_of(self.parts, self.described, self.data)
+        if self._is_known(digest):
+            self.sink(records.Proof(outcome="kept", message="as an earlier start of this run has found"))
+            return
         try:
             record = self._proved(began)
         except NotProved as error:
+            record = records.Proof(outcome="not proved", message=str(error), seconds=time.perf_counter() - began)
             if self.parts.config.train.prove == "always":
+                self.sink(record)
                 raise bad_input(
-                    wanted="a proof that the layout is one process",
+                    wanted=f"a proof that {layout_of(self.parts.plan)} are one process",
                     got=f"none: {error}",
                     do=f"write {_KEY}: auto to train without it",
                     key=_KEY,
                 ) from None
-            record = records.Proof(outcome="not proved", message=f"none: {error}", seconds=time.perf_counter() - began)
+        except BadInput as error:
+            self.sink(records.Proof(outcome="failed", message=error.message, seconds=time.perf_counter() - began))
+            raise
         self.sink(record)
+        if record.outcome == "equal":
+            self._keep(digest, record.message)
+
+    def _is_known(self, digest: str) -> bool:
+        mine = self.file is not None and is_kept(self.file, digest)
+        return bool(gathered(self.pump.channel, [float(mine)])[0, 0])
+
+    def _keep(self, digest: str, message: str) -> None:
+        if self.file is None or self.pump.channel.rank:
+            return
+        try:
+            keep(self.file, digest, message)
+        except OSError as error:
+            said = f"what was proved is not kept in {self.file} ({error.strerror}): it will be proved again"
+            self.sink(records.Event(level="warning", message=said, step=0))
 
     def _proved(self, began: float) -> records.Proof:
         parts, channel = self.parts, self.pump.channel
         company = Company(channel, 0, self.asked_to_stop)
         company = replace(company, speaker=self._roomiest(company))
         question, names = self._question(), names_of(parts)
-        alone = Alone(engine=self._whole, names=names, pulse=lambda: _beat(company), units=parts.units)
+        run_s = parts.config.train.seconds
+
+        def pulse_of() -> Callable[[], None]:
+            patience = Patience(run_s=run_s, pieces=3 * question.microbatches * len(question.rounds))
+            return lambda: _beat(company, patience)
+
+        alone = Alone(engine=self._whole, names=names, pulse=pulse_of, units=parts.units)
         layout = Divided(parts=self._part, names=names, pump=self.pump, at=self.at)
         verdict, cost = compared(company, alone, layout, question, parts.objective)
         seconds = time.perf_counter() - began
         if verdict.unsteady or verdict.faults:
             raise refusal_of(verdict, parts.plan)
+        if verdict.apart is not None:
+            said = f"each replica keeps buffers or other state for itself, and is not one process with the others: {told_of(verdict.apart)}"
+            self.sink(records.Event(level="warning", message=said, step=0))
         return records.Proof(
             outcome="equal",
             message=line_of(verdict, cost, question, parts.plan, parts.config, seconds),
@@ -102,12 +144,22 @@ class Proving:
 
     def _roomiest(self, company: Company) -> int:
         """The rank with the most free memory. Raises NotProved where the whole does not fit there."""
-        rank, free = company.most(float(memory()[1]))
+        rank, free = company.most(float(self._free_bytes()))
         parameters = list(self.parts.outline.parameters())
         needed = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in parameters)
+        if needed > free / _LITTLE and self.parts.cut is not None:
+            needed += activation_bytes(self.parts.cut.ways, self._question().rounds[0])
         if needed > free:
-            raise NotProved(f"the whole model and its gradients are {show_gib(needed)}, of which {show_gib(free)} fit")
+            raise NotProved(
+                f"one process takes {show_gib(needed)} for parameters, gradients and what a micro-batch keeps, and "
+                f"{show_gib(int(free))} are free on rank {rank}, where there is most"
+            )
         return rank
+
+    def _free_bytes(self) -> int:
+        if self.parts.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.parts.device)[0]
+        return memory()[1]
 
     def _whole(self) -> Engine:
         parts = self.parts
@@ -175,5 +227,6 @@ def _plainly(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def _beat(company: Company) -> None:
+def _beat(company: Company, patience: Patience) -> None:
+    patience.pulse()
     company.pulse()

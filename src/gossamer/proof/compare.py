@@ -13,6 +13,7 @@ from gossamer.loss import Objective
 from gossamer.proof.company import Company, Word
 from gossamer.proof.judge import Parting, Sides, Verdict, apart, judge
 from gossamer.proof.layout import Divided
+from gossamer.proof.patience import NotProved
 from gossamer.proof.question import Question, uneven
 from gossamer.proof.reference import Alone
 from gossamer.proof.rows import Table
@@ -22,8 +23,8 @@ from gossamer.spec.errors import Interrupted, PeerLost
 _SHAKE = 3.0  # no power of two: other digits are rounded away
 
 
-class NotProved(Exception):
-    """One process could not be had, or fails by itself. Says why."""
+class Failed(NotProved):
+    """What one process was asked, it cannot do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +47,12 @@ def compared(
     began = time.perf_counter()
     blank = Table.blank(alone.names, len(question.rounds), question.microbatches)
     harder = uneven(question, objective)
-    answer = _answered(company, alone, harder, blank)
-    if isinstance(answer, str):  # labels that count for nothing may be too strange for a model that looks at them
+    try:
+        answer, question = _answered(company, alone, harder, blank), harder
+    except Failed:  # labels that count for nothing may be too strange for a model that looks at them
         answer = _answered(company, alone, question, blank)
-    else:
-        question = harder
-    if isinstance(answer, str):
-        raise NotProved(f"one process fails: {answer}")
     threads = 1 if torch.get_num_threads() > 1 else 2
     again = _answered(company, replace(alone, shake=_SHAKE, threads=threads), question, blank)
-    if isinstance(again, str):
-        raise NotProved(f"one process fails the second time: {again}")
     turned = time.perf_counter()
     divided = [blank.like(row) for row in company.rows(layout.answer(question).flat())]
     company.pulse()
@@ -78,10 +74,7 @@ def compared(
         return verdict, cost
     if len(question.replicas) > 1:  # each may keep something for itself
         alone = replace(alone, apart=True)
-        answer = _answered(company, alone, question, blank)
-        if isinstance(answer, str):
-            raise NotProved(f"a process for every replica fails: {answer}")
-        other = judge(apart(sides, answer))
+        other = judge(apart(sides, _answered(company, alone, question, blank)))
         cost = replace(
             cost, microbatches=cost.microbatches * 3 // 2, alone_s=cost.alone_s + time.perf_counter() - began
         )
@@ -97,7 +90,9 @@ def _parting(
     """Both sides once more, looked at while they run."""
     tracks = Tracks()
     blank = Table.blank(alone.names, len(question.rounds), question.microbatches)
-    if isinstance(_answered(company, replace(alone, tracks=tracks), question, blank), str):
+    try:
+        _answered(company, replace(alone, tracks=tracks), question, blank)
+    except NotProved:
         return None
     told = json.loads(company.texts(json.dumps(tracks.found))[company.speaker])
     mine = Tracks()
@@ -105,9 +100,9 @@ def _parting(
     return parting(told, [json.loads(text) for text in company.texts(json.dumps(mine.found))], exact)
 
 
-def _answered(company: Company, alone: Alone, question: Question, blank: Table) -> Table | str:
-    """What one process says, on all ranks; or why it fails."""
-    mine, why = blank, ""
+def _answered(company: Company, alone: Alone, question: Question, blank: Table) -> Table:
+    """What one process says, on all ranks. Raises NotProved on all of them where it fails."""
+    mine, why, is_final = blank, "", False
     if company.speaks:
         try:
             mine = alone.answer(question)
@@ -115,10 +110,20 @@ def _answered(company: Company, alone: Alone, question: Question, blank: Table) 
         except (Interrupted, PeerLost):
             raise
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+            why, is_final = _why(error), isinstance(error, NotProved)
             is_done = company.pulse(Word.FAILED) is Word.DONE
     else:
         is_done = company.wait()
-    if not is_done:
-        return company.text(why) or "unknown"
-    return blank.like(company.rows(mine.flat())[company.speaker])
+    if is_done:
+        return blank.like(company.rows(mine.flat())[company.speaker])
+    said, final = company.text(why), company.text("final" if is_final else "")
+    raise NotProved(said) if final else Failed(said)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, NotProved):
+        return str(error)
+    said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in said:
+        return f"there is not enough memory for the whole model ({said})"
+    return f"one process fails by itself ({said})"

@@ -26,7 +26,7 @@ class Alone(Side):
 
     engine: Callable[[], Engine]  # makes the model anew
     names: Names
-    pulse: Callable[[], None]  # called after every piece of work, so that those who wait know
+    pulse: Callable[[], Callable[[], None]]  # gives what is called after every piece of work: those who wait know
     shake: float = 1.0
     threads: int = 0  # 0: as many as there are
     apart: bool = False
@@ -35,7 +35,8 @@ class Alone(Side):
 
     def answer(self, question: Question) -> Table:
         with _threads(self.threads), ExitStack() as stack:
-            engines = [self._made(stack) for _ in (question.replicas if self.apart else (0,))]
+            pulse = self.pulse()
+            engines = [self._made(stack, pulse) for _ in (question.replicas if self.apart else (0,))]
             initial = digests_of(_values(engines[0].module), self.names.values)
             gradients, buffers, losses = [], [], []
             for one in question.rounds:
@@ -43,7 +44,7 @@ class Alone(Side):
                     if one.moves:
                         move(dict(engine.module.named_parameters()), question.seed)
                     engine.module.zero_grad(set_to_none=True)
-                found, after = self._round(engines, one, question.seed)
+                found, after = self._round(engines, one, question.seed, pulse)
                 gradients.append(rows_of(self._sums(engines, one), self.names.trained, question.seed))
                 buffers.append(after)
                 losses.append(torch.tensor(found, dtype=torch.float64))
@@ -54,15 +55,17 @@ class Alone(Side):
                 losses=torch.stack(losses),
             )
 
-    def _made(self, stack: ExitStack) -> Engine:
+    def _made(self, stack: ExitStack, pulse: Callable[[], None]) -> Engine:
         engine = self.engine()
         if self.tracks is not None:
             self.tracks.watch(engine, self.units)
         stack.enter_context(world_kept(engine.module))
-        self.pulse()
+        pulse()
         return engine
 
-    def _round(self, engines: Sequence[Engine], one: Round, seed: int) -> tuple[list[float], Tensor]:
+    def _round(
+        self, engines: Sequence[Engine], one: Round, seed: int, pulse: Callable[[], None]
+    ) -> tuple[list[float], Tensor]:
         """Losses of all micro-batches, and the buffers as the first replica has them."""
         losses: list[float] = []
         after: Tensor | None = None
@@ -70,7 +73,7 @@ class Alone(Side):
             engine = replace(engines[min(place, len(engines) - 1)], precision=one.precision)
             for number, piece in pieces.items():
                 losses.append(self._micro(engine, one, piece, one.labels[replica][number]))
-                self.pulse()
+                pulse()
             if after is None:
                 after = rows_of(dict(engine.module.named_buffers()), self.names.buffers, seed)
         assert after is not None, "some replica takes part"

@@ -18,18 +18,13 @@ def line_of(verdict: Verdict, cost: Cost, question: Question, plan: Plan, config
     """What is shown of a proof that went well."""
     mine, one = verdict.losses
     said = [
-        f"{question.microbatches} micro-batches: {layout_of(plan)} = 1 process",
+        f"{question.microbatches} micro-batches: {layout_of(plan)} = 1 process{' each' if verdict.apart else ''}",
         f"loss {mine:.4f} = {one:.4f}",
         f"{verdict.proved} of {verdict.tensors} gradients within {_far(verdict.within)} "
         f"({verdict.tensors - verdict.proved} not proved)",
     ]
     if not all(r.precision is question.rounds[0].precision for r in question.rounds):
         said.append(f"in {question.rounds[-1].precision.name} within {_far(verdict.within_coarse)}")
-    if verdict.apart is not None:
-        said.append(
-            "each replica with buffers and state of its own; without them, the replicas are not one process: "
-            + _got(verdict.apart)
-        )
     if any(plan.boundary_of(stage) != "plain" for stage in range(plan.mesh.pipe - 1)):
         said.append("not proved: what is lost between stages")
     if config.model.compile:
@@ -56,7 +51,7 @@ def refusal_of(verdict: Verdict, plan: Plan) -> BadInput:
     begun = "" if parting is None else f"{_value(parting)}; then "
     return bad_input(
         wanted=f"{layout_of(plan)} to be one process",
-        got=f"{begun}{_got(first)}{_and(len(same))}. {_cause(verdict, first)}",
+        got=f"{begun}{told_of(first)}{_and(len(same))}. {_cause(verdict, first)}",
         do=_DO,
         key=_KEY,
     )
@@ -78,7 +73,8 @@ def layout_of(plan: Plan) -> str:
     return f"{replicas} replicas of {stages} stages" if replicas > 1 else f"{stages} stages"
 
 
-def _got(fault: Fault) -> str:
+def told_of(fault: Fault) -> str:
+    """What differs, and by how much."""
     if fault.what == "initial value":
         norms = f" (norm {fault.got:.6g}, and {fault.wanted:.6g} in one process)" if fault.got != fault.wanted else ""
         return f"another initial value of {fault.name} on rank {fault.rank}{norms}"

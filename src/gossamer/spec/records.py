@@ -135,7 +135,7 @@ class Proof(Record):
     """Whether the layout's gradients are those of one process, as `message` says in words; before the first step."""
 
     kind: ClassVar[str] = "proof"
-    outcome: str  # "equal" | "not proved" | "kept": equal, and known from an earlier start of the run
+    outcome: str  # "equal" | "kept": equal, as an earlier start of the run has found | "not proved" | "failed"
     message: str
     losses: tuple[float, float] = (0.0, 0.0)  # of the layout, and of one process
     tensors: int = 0  # that are trained
