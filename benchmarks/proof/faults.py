@@ -73,7 +73,7 @@ def subject() -> nn.Module:
 
 @dataclass(frozen=True)
 class Planting:
-    """A fault: how it is planted, on which ranks, in how many replicas, and what is to be named (a part of the text)."""
+    """A fault: how it is planted, on which ranks, in how many replicas, and a part of what is to be named."""
 
     plant: Planted
     named: str
@@ -275,8 +275,8 @@ def _half(x: Tensor) -> Tensor:
 
 MIX, SIDE = "blocks.1.mix.weight", "blocks.2.side.weight"
 
-# Two stages: rank 0 has the embedding and blocks 0 and 1, rank 1 blocks 2 and 3, the norm and the head (and the embedding's
-# weight, which is the head's).
+# Two stages: rank 0 has the embedding and blocks 0 and 1, rank 1 blocks 2 and 3, the norm and the head, and so the
+# embedding's weight, which is the head's.
 FAULTS: dict[str, Planting] = {
     "a gradient 0.999 times": Planting(_gradient(MIX, lambda g: 0.999 * g), MIX, (0,)),
     "a gradient of the other sign": Planting(_gradient(SIDE, torch.neg), SIDE),

@@ -172,7 +172,22 @@ def _built(job: Job, pump: Pump, sink: Callable[[records.Record], None]) -> Job:
     planned, parts = job.planned, job.parts
     if planned is None:
         return job
-    Proving(planned=planned, parts=parts, pump=pump, sink=sink, at=job.at, asked_to_stop=job.asked_to_stop).prove()
+    proving = Proving(
+        planned=planned,
+        parts=parts,
+        pump=pump,
+        sink=sink,
+        at=job.at,
+        asked_to_stop=job.asked_to_stop,
+        described=job.described,
+        data=job.data,
+        file=job.directory.proved_file if job.where.rank == 0 else None,
+    )
+    try:
+        proving.prove()
+    except Interrupted as error:
+        sink(records.End(step=0, outcome="interrupted", message=str(error)))
+        raise
     job.at(0, "build")
     held = planned.hold()
     return replace(job, parts=replace(parts, module=held.module, cut=held.cut))

@@ -113,7 +113,8 @@ class Proving:
         if verdict.unsteady or verdict.faults:
             raise refusal_of(verdict, parts.plan)
         if verdict.apart is not None:
-            said = f"each replica keeps buffers or other state for itself, and is not one process with the others: {told_of(verdict.apart)}"
+            said = "each replica keeps buffers or other state for itself, so that together they are not one process"
+            said = f"{said}: {told_of(verdict.apart)}"
             self.sink(records.Event(level="warning", message=said, step=0))
         return records.Proof(
             outcome="equal",
@@ -218,7 +219,13 @@ def names_of(parts: Parts) -> Names:
         values=tuple(backward),
         trained=tuple(n for n in backward if n in trained),
         buffers=tuple(n for n in backward if n in buffers),
+        eps=tuple(_eps(named[n]) for n in backward if n in trained),
     )
+
+
+def _eps(tensor: Tensor) -> float:
+    """Of what a gradient is summed in; rows are of float32."""
+    return max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def _plainly(config: RunConfig) -> RunConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +64,7 @@ def compared(
         divided=divided,
         exact=tuple(one.precision.compute is torch.float32 for one in question.rounds),
         continues=len(question.replicas) == 1,
+        kinds=len(set(company.texts(_kind()))),
     )
     cost = Cost(
         microbatches=2 * question.microbatches * len(question.rounds),
@@ -118,6 +120,11 @@ def _answered(company: Company, alone: Alone, question: Question, blank: Table) 
         return blank.like(company.rows(mine.flat())[company.speaker])
     said, final = company.text(why), company.text("final" if is_final else "")
     raise NotProved(said) if final else Failed(said)
+
+
+def _kind() -> str:
+    """Of this rank's processor and versions, as far as rounding depends on them."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
 
 
 def _why(error: Exception) -> str:

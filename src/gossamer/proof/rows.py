@@ -69,6 +69,7 @@ class Names:
     values: tuple[str, ...]  # parameters and buffers
     trained: tuple[str, ...]
     buffers: tuple[str, ...]
+    eps: tuple[float, ...]  # of every trained one: the unit in the last place of its gradient, as a part of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
