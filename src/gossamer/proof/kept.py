@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import gossamer
 from gossamer.run.build import Parts
 
 _PLAN = {"reasons", "forecast", "exchange", "adapted_from", "boundary", "islands", "look_ahead", "bucket_bytes"}
@@ -51,7 +50,7 @@ def keep(file: Path, digest: str, message: str) -> None:
 
 @cache
 def _own_code() -> str:
-    package = Path(inspect.getfile(gossamer)).parent
+    package = Path(__file__).parent.parent
     return _digest_of(sorted(package.rglob("*.py")))
 
 
