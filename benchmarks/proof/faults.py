@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -176,8 +176,13 @@ def _weights(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, batch, labels: 1 / len(self.weights)
 
 
-def _window(real: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, window: real(self, replace(window, weight=1.1 * window.weight))
+def _too_heavy(real: Callable[..., Any]) -> Callable[..., Any]:
+    def shares(self: Replica) -> Tensor:
+        found = real(self).clone()
+        found[self.rank] *= 1.1
+        return found
+
+    return shares
 
 
 def _shares(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -318,7 +323,7 @@ FAULTS: dict[str, Planting] = {
     "a backward left out": Planting(_method(Live, "backward", _one_backward_left_out), "blocks.1", (0,)),
     "padding not masked": Planting(_method(Engine, "loss", _unmasked), "blocks.2"),
     "void labels that count": Planting(_method(NextToken, "__call__", _shifted), "loss"),
-    "a wrong weight of a replica": Planting(_method(Replica, "begin", _window), "head.bias", (3,), replicas=2),
+    "a wrong weight of a replica": Planting(_method(Replica, "shares", _too_heavy), "head.bias", (3,), replicas=2),
     "replicas of equal weight": Planting(_method(Replica, "shares", _shares), "head.bias", (0, 1, 2, 3), replicas=2),
 }
 

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gossamer import loss
-from gossamer.cutting import Asked, ModuleSource, Planned, planned
+from gossamer.cutting import Asked, ModuleSource, OriginSource, Planned, planned
 from gossamer.exchanging import levels_of
+from gossamer.model.origin import origin_of
 from gossamer.proving import Proving
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.build import Parts
 from gossamer.spec import records
-from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput
+from gossamer.spec.config import ModelSection, RunConfig
+from gossamer.spec.errors import BadInput, Interrupted
 from gossamer.wire.channel.group import Group, Meeting
 from gossamer.wire.pump import Pump
 from pool import Seat
-from run.jobs import Causal, Marks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # the faults are a benchmark's, too
 
@@ -88,13 +90,41 @@ class Normed(nn.Module):
         return self.head(self.norm(self.embed(input_ids).transpose(1, 2)).transpose(1, 2))
 
 
+CALLS = [0]
+
+
+class Global(Opened):
+    """Its forward changes what is not the module's."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        CALLS[0] += 1
+        return super().forward(input_ids) * (1 + 0.1 * CALLS[0])
+
+
+class Choosy(Opened):
+    """Looks at labels, and refuses rows of which half are void."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        if bool((labels[:, 6] == -100).any()):
+            raise ValueError("too few labels")
+        return super().forward(input_ids)
+
+
+def unsteady() -> nn.Module:
+    """Another one every time."""
+    module = Opened()
+    with torch.no_grad():
+        module.blocks[1].bias.fill_(time.monotonic())
+    return module
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "subject": faults.subject,
-    "causal": Causal,
-    "marks": Marks,
     "opened": Opened,
     "statistics": Statistics,
     "normed": Normed,
+    "global": Global,
+    "choosy": Choosy,
 }
 
 
@@ -116,16 +146,24 @@ def prove(
     fault: str = "",
     sections: dict[str, dict[str, Any]] | None = None,
     stop: bool = False,
+    factory: str = "",
+    seeds: bool = False,
+    free_bytes: int = 0,
+    times: int = 1,
 ) -> dict[str, Any]:
-    """What becomes of a proof: its record; or what it refuses, by `error`."""
+    """What becomes of a proof: what it tells, and what it refuses. `seeds`: every rank's module is another one;
+    `times`: it is asked for so often in one folder.
+    """
     given = {"train": {"batch": 8, "steps": 5}, "plan": {"microbatches": 4}}
     for name, section in (sections or {}).items():
         given[name] = {**given.get(name, {}), **section}
     config = RunConfig.model_validate(given)
-    torch.manual_seed(0)
+    torch.manual_seed(seat.rank if seeds else 0)
     data, objective, cpu = DatasetBatches(Padded()), loss.build("next_token"), torch.device("cpu")
     asked = Asked(config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu)
-    model = planned(ModuleSource(KINDS[kind]()), asked)
+    module = ModuleSource(KINDS[kind]()) if not factory else None
+    model = planned(module or OriginSource(origin_of(ModelSection(factory=factory)), 0), asked)
+    CALLS[0] = 0
     held = model.outline
     parts = Parts(
         module=held.module,
@@ -146,9 +184,19 @@ def prove(
             sink=told.append,
             at=lambda step, phase: None,
             asked_to_stop=lambda: stop and seat.rank == 1,
+            file=seat.folder / "proved.json",
         )
-        try:
+        with patch("gossamer.proving.memory", lambda: (0, free_bytes)) if free_bytes else nullcontext():
+            ended = _ended(proving, times)
+    return {"told": [asdict(one) for one in told], "calls": CALLS[0], **ended}
+
+
+def _ended(proving: Proving, times: int) -> dict[str, str]:
+    try:
+        for _ in range(times):
             proving.prove()
-        except BadInput as error:
-            return {"refused": str(error)}
-    return {"told": [asdict(one) for one in told]}
+    except BadInput as error:
+        return {"refused": str(error)}
+    except Interrupted as error:
+        return {"interrupted": str(error)}
+    return {}

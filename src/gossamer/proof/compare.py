@@ -52,8 +52,8 @@ def compared(
         answer, question = _answered(company, alone, harder, blank), harder
     except Failed:  # labels that count for nothing may be too strange for a model that looks at them
         answer = _answered(company, alone, question, blank)
-    threads = 1 if torch.get_num_threads() > 1 else 2
-    again = _answered(company, replace(alone, shake=_SHAKE, threads=threads), question, blank)
+    fewer = max(1, torch.get_num_threads() - 1)  # not more: others may compute on the same cores
+    again = _answered(company, replace(alone, shake=_SHAKE, threads=fewer), question, blank)
     turned = time.perf_counter()
     divided = [blank.like(row) for row in company.rows(layout.answer(question).flat())]
     company.pulse()

@@ -71,7 +71,7 @@ class Divided(Side):
                 losses.append(_losses(one, heard))
                 found = replica.gradients()
                 gradients.append(rows_of(found, self.names.trained, question.seed))
-                counted = {n: t for n, t in held.items() if mine == question.replicas[0]}
+                counted = held if mine == question.replicas[0] and not _is_shared(parts, rank) else {}
                 buffers.append(rows_of(counted, self.names.buffers, question.seed))
                 replica.reject()
         finally:
@@ -105,6 +105,11 @@ def _losses(one: Round, heard: Mapping[int, float]) -> Tensor:
             known = heard.get(piece.key, math.nan) if one.labels[replica][number] else math.nan
             found.append(known if math.isfinite(known) or piece.key not in heard else math.inf)
     return torch.tensor(found, dtype=torch.float64)
+
+
+def _is_shared(parts: Parts, rank: int) -> bool:
+    """Whether another rank has some of the micro-batches of its stages, and so some of what they leave behind."""
+    return any(len(group) > 1 for group in parts.plan.stages if rank in group)
 
 
 def _owned(cut: Cut) -> frozenset[str]:
