@@ -75,6 +75,8 @@ class Proving:
                     do=f"write {_KEY}: auto to train without it",
                     key=_KEY,
                 ) from None
+            said = f"not proved: that {layout_of(self.parts.plan)} are one process, as {error}"
+            self.sink(records.Event(level="warning", message=said, step=0))
         except BadInput as error:
             self.sink(records.Proof(outcome="failed", message=error.message, seconds=time.perf_counter() - began))
             raise

@@ -148,6 +148,10 @@ class Proof(Record):
     divided_s: float = 0.0  # the layout: one build, and its part
     seconds: float = 0.0
 
+    @property
+    def is_proved(self) -> bool:
+        return self.outcome in ("equal", "kept")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event(Record):
