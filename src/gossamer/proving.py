@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossamer import sync
 from gossamer.cutting import Planned
@@ -188,8 +188,7 @@ def is_asked(parts: Parts) -> bool:
     if plan.mesh.pipe > 1:
         return True
     is_uneven = len(set(plan.rows)) > 1 or len(set(plan.microbatches)) > 1
-    has_buffers = any(True for _ in parts.outline.buffers())
-    return plan.mesh.replica > 1 and together.loop is None and (has_buffers or is_uneven)
+    return plan.mesh.replica > 1 and together.loop is None and (is_uneven or _has_state(parts.outline))
 
 
 def of_proof(plan: Plan) -> Plan:
@@ -222,6 +221,15 @@ def names_of(parts: Parts) -> Names:
         trained=tuple(n for n in backward if n in trained),
         buffers=tuple(n for n in backward if n in buffers),
         eps=tuple(_eps(named[n]) for n in backward if n in trained),
+    )
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether it has buffers that a checkpoint keeps: others are made of what is known (angles, masks)."""
+    return any(
+        buffer is not None and name not in owner._non_persistent_buffers_set
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
     )
 
 

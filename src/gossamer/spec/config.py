@@ -122,7 +122,7 @@ class TrainSection(Section):
     prove: Literal["auto", "always", "never"] = Field(
         "auto",
         description="whether the gradients of the layout are compared with those of one process before the first step; "
-        "auto: where the model is in stages, or replicas have buffers or unequal parts of the batch",
+        "auto: where the model is in stages, or replicas have unequal parts of the batch or buffers that are saved",
     )
     verify: VerifySection = VerifySection()
 
