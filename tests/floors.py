@@ -21,6 +21,7 @@ FLOORS = (
     ("memory", "model"),
     ("sync", "pipeline"),
     ("plan", "run", "serve", "view"),
+    ("proof",),
 )
 TOP = len(FLOORS)  # api.py, cli/, settings/, __init__.py, ...: the only places that see every room
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

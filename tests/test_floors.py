@@ -32,7 +32,7 @@ PLANTED = {
     "the top from below": (
         "view/a.py",
         "from gossamer.api import train",
-        "view (floor 5) imports gossamer.api (floor 6)",
+        "view (floor 5) imports gossamer.api (floor 7)",
     ),
     "the package from below": ("run/a.py", "from gossamer import __version__", "run (floor 5) imports gossamer"),
     "third party in spec": ("spec/a.py", "import numpy", "spec may import the standard library and pydantic"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gossamer.loss import Objective
 from gossamer.model.compiled import compile_units
+from gossamer.model.copied import copied
 from gossamer.model.cut.construction import (
     Construction,
     Readers,
@@ -79,6 +80,10 @@ class Source(ABC):
     @abstractmethod
     def share(self, ranks: int) -> None:
         """Be told that so many ranks build at the same time in this machine's memory."""
+
+    @abstractmethod
+    def again(self) -> Source:
+        """One that makes other modules of the same model, whatever becomes of those that were made."""
 
 
 @dataclass
@@ -178,6 +183,9 @@ class OriginSource(Source):
                 self._before = Snapshot.of(holder)  # anew: iterators are put back once
         return build()
 
+    def again(self) -> Source:
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleSource(Source):
@@ -212,6 +220,38 @@ class ModuleSource(Source):
     def share(self, ranks: int) -> None:
         pass
 
+    def again(self) -> Source:
+        return CopySource(self.module)
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource(Source):
+    """Copies of a module."""
+
+    module: nn.Module
+
+    def whole(self) -> nn.Module:
+        return copied(self.module)
+
+    def outline(self) -> nn.Module:
+        return ModuleSource(self.module).outline()
+
+    def construction(self) -> Construction:
+        return Construction.of(self.module, "")
+
+    def part(self, holds: frozenset[str]) -> nn.Module:
+        check_held(self.module, holds)
+        return copied(self.module, holds)
+
+    def digests(self) -> dict[str, int]:
+        return digests_of(self.module)
+
+    def share(self, ranks: int) -> None:
+        pass
+
+    def again(self) -> Source:
+        return self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
@@ -245,22 +285,72 @@ class Outlined:
     units_of: Callable[[nn.Module], tuple[str, ...]]  # of this model, whoever built it
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A model before a rank's part of it is built. What is not in stages is whole on every rank, and there already."""
+
+    source: Source
+    asked: Asked
+    plan: Plan
+    module: nn.Module | None
+    outlined: Outlined | None
+
+    @property
+    def outline(self) -> Held:
+        """As far as it is known: where it is in stages, the whole without its numbers and nothing of this rank."""
+        if self.outlined is None:
+            assert self.module is not None
+            return Held(self.plan, self.module)
+        return Held(self.plan, self.outlined.cut.ways.module, self.outlined.cut)
+
+    def hold(self) -> Held:
+        """What this rank trains. Called once."""
+        return self.outline if self.outlined is None else _held(self.source, self.outlined, self.asked)
+
+    def part(self) -> Held:
+        """What `hold` gives, or has given, made anew and not compiled."""
+        plain = replace(self.asked, config=_not_compiled(self.asked.config))
+        if self.outlined is None:
+            return Held(self.plan, self.whole())
+        return _held(self.source.again(), self.outlined, plain)
+
+    def whole(self) -> nn.Module:
+        """All of the model, made anew, as one process has it."""
+        module = self.source.again().whole().to(self.asked.device)
+        if self.outlined is not None:
+            self.outlined.units_of(module)  # a model that is one unit gets stretches of its graph for units
+        return module
+
+
 def hold(source: Source, asked: Asked, plan: Plan | None = None) -> Held:
     """What this rank has of the model under a plan, which is made where none is given.
 
     Raises BadInput where the model cannot be cut so. No rank needs another one for it.
     """
+    return planned(source, asked, plan).hold()
+
+
+def planned(source: Source, asked: Asked, plan: Plan | None = None) -> Planned:
+    """The plan of a model, and where it is in stages how it is cut; nothing of these is built. Raises BadInput."""
     wanted = asked.config.plan
     in_stages = plan.mesh.pipe > 1 if plan else wanted.mesh.pipe not in (1, "auto") or wanted.stages != "auto"
     if not in_stages:
         module = source.whole().to(asked.device)
-        return Held(_begun(plan, module, asked), module)
+        return Planned(source, asked, _begun(plan, module, asked), module, None)
     source.share(asked.local_ranks)
     found = outlined(source, asked, plan)
+    return Planned(source, asked, found.plan, None, found)
+
+
+def _held(source: Source, found: Outlined, asked: Asked) -> Held:
     here = found.cut.stages_at(found.plan.place_of(asked.rank)[1])
     mine = [part for part in found.cut.parts if part.stage in here]
     module, stages_here, digests = _built(source, found, mine, asked)
     return Held(found.plan, module, replace(found.cut, stages=stages_here, digests=digests))
+
+
+def _not_compiled(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
 
 
 def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from torch import nn
 from torch.utils.data import Dataset
 
-from gossamer.cutting import Asked, ModuleSource, OriginSource, Source, hold
+from gossamer.cutting import Asked, ModuleSource, OriginSource, Source, planned
 from gossamer.data import Corpus
 from gossamer.job import Job, Where, run_job
 from gossamer.keeping import keep
@@ -76,7 +76,7 @@ def _train(
     corpus, train, validation, fingerprint = _data(data, settings)
     source, described, origin = _source(model, settings, corpus)
     device, objective = device_of(place), objective_of(settings)
-    built = hold(
+    known = planned(
         source,
         Asked(
             config=settings,
@@ -88,6 +88,7 @@ def _train(
             local_ranks=place.local_ranks,
         ),
     )
+    built = known.outline
     directory, resuming = _directory(settings, place, resume)
     stop = StopFlag()
     with held(directory.path) if place.rank == 0 else nullcontext(), stop.listening():
@@ -108,6 +109,7 @@ def _train(
                         cut=built.cut,
                         words=None if corpus is None else corpus.tokenizer,
                     ),
+                    planned=known,
                     where=_where(place, settings),
                     directory=directory,
                     described=described,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from gossamer import __version__, memory, optim
 from gossamer.adapting import Adapting, asking, between_islands
 from gossamer.bordering import with_borders
+from gossamer.cutting import Planned
 from gossamer.exchanging import Exchanger, is_plain, levels_of, loop_of
 from gossamer.memory import Walk
 from gossamer.model.call import caller_of
@@ -27,6 +28,7 @@ from gossamer.model.profile import facts_of, forward_flop_per_token, measure_pea
 from gossamer.model.vocabulary import within_vocabulary
 from gossamer.optim.common_adamw import CommonAdamW
 from gossamer.plan import law
+from gossamer.proving import Proving
 from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
 from gossamer.run.computing import choose_precision
@@ -89,6 +91,7 @@ class Job:
     show: Callable[[records.Record], None] | None = None  # besides writing them down
     keep: Callable[[], None] | None = None  # what is written beside the checkpoints once all ranks agree
     vocabulary: int = 0  # ids of the tokenizer, where the data is text
+    planned: Planned | None = None  # where this rank's part is not built yet, or is to be proved: what builds it
     is_kept: bool = False  # whether the caller's module is to be whole afterwards, where its parameters are sharded
 
     @property
@@ -123,6 +126,7 @@ def run_job(job: Job) -> dict[str, Any]:
         job = _settled(job, pump, sink)
         config, plan = job.parts.config, job.parts.plan
         flop_per_token = _flop_per_token(job)  # before anything of ours is in the way of its forward
+        job = _built(job, pump, sink)
         engine = engine_of(job.parts)
         ending.callback(engine.randomness.remove)
         job.at(0, "probe")
@@ -161,6 +165,32 @@ def run_job(job: Job) -> dict[str, Any]:
         pump.close()
         beside.close()
         pump.channel.close()
+
+
+def _built(job: Job, pump: Pump, sink: Callable[[records.Record], None]) -> Job:
+    """With what this rank trains; proved before, as far as that is asked for."""
+    planned, parts = job.planned, job.parts
+    if planned is None:
+        return job
+    proving = Proving(
+        planned=planned,
+        parts=parts,
+        pump=pump,
+        sink=sink,
+        at=job.at,
+        asked_to_stop=job.asked_to_stop,
+        described=job.described,
+        data=job.data,
+        file=job.directory.proved_file if job.where.rank == 0 else None,
+    )
+    try:
+        proving.prove()
+    except Interrupted as error:
+        sink(records.End(step=0, outcome="interrupted", message=str(error)))
+        raise
+    job.at(0, "build")
+    held = planned.hold()
+    return replace(job, parts=replace(parts, module=held.module, cut=held.cut))
 
 
 def _keep(job: Job, sink: Callable[[records.Record], None]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from gossamer import loss
-from gossamer.cutting import Asked, OriginSource, hold
+from gossamer.cutting import Asked, OriginSource, planned
 from gossamer.data import Corpus, open_corpus
 from gossamer.job import Job, Where, run_job
 from gossamer.keeping import keep
@@ -66,7 +66,8 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
         device=device,
         local_ranks=place.local_ranks,
     )
-    held = hold(OriginSource(origin, config.train.seed), asked, given)
+    model = planned(OriginSource(origin, config.train.seed), asked, given)
+    held = model.outline
     parts = Parts(
         module=held.module,
         objective=objective,
@@ -82,6 +83,7 @@ def work(ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bo
     run_job(
         Job(
             parts=parts,
+            planned=model,
             where=place_to_meet(place, config.machines.timeout_s + (_LATER_S if place.heartbeat else 0.0)),
             directory=directory,
             described=origin.describe(),

@@ -54,7 +54,7 @@ def _with_alternatives(block: str) -> list[str]:
 
 def test_every_key_is_one_of_the_configuration() -> None:
     texts = [text for block in blocks("yaml") for text in _with_alternatives(block)]
-    assert len(texts) == 10
+    assert len(texts) == 11
     for text in texts:
         plan = RunConfig.model_validate(yaml.safe_load(text)).plan
         for way in plan.boundary if isinstance(plan.boundary, list) else [plan.boundary]:

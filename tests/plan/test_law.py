@@ -87,6 +87,7 @@ OTHERS: dict[str, Sections] = {
     "bcrs": {"plan": {"adapt": "bcrs"}},
     "ada_topk": {"plan": {"adapt": "ada_topk"}},
     "verify": {"train": {"verify": {"every": 2}}},
+    "prove": {"train": {"prove": "always"}},
     "gpipe": {"plan": {"schedule": "gpipe"}},
     "boundary": {"plan": {"boundary": "coded"}},
     "lossy": {"plan": {"lossy": True}},
@@ -269,7 +270,7 @@ REFUSED: dict[str, set[str]] = {
     "diloco": _INSIDE | {"bcrs"},
     "diloco alone": _INSIDE,
     "gossip": _INSIDE - {"drop"} | {"bcrs"},
-    "just_one_byte": (_INSIDE | _EXCHANGES | _RULES | {"bcrs", "sdp4bit", "zero1 on islands"}),
+    "just_one_byte": (_INSIDE | _EXCHANGES | _RULES | {"bcrs", "sdp4bit", "zero1 on islands", "prove"}),
 }
 
 

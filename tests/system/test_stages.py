@@ -30,6 +30,13 @@ def test_it_is_the_run_of_whole_models(staged: Trained, trained: Trained) -> Non
     assert [step["wire_bytes"] for step in records(staged.run, "step")] == [mine] * 6
 
 
+def test_it_was_proved_before_its_first_step(staged: Trained) -> None:
+    (proof,) = records(staged.run, "proof")
+    assert (proof["outcome"], proof["tensors"]) == ("equal", proof["proved"])
+    assert proof["message"].startswith("2 micro-batches: 2 stages = 1 process, loss ")
+    assert (staged.run / "proved.json").exists()
+
+
 def test_one_process_goes_on_with_a_text(staged: Trained) -> None:
     said = staged.place.good("sample", staged.run, "stone river", "--tokens", "12", "--json").last()
     assert said["prompt"] == "stone river"

@@ -32,7 +32,7 @@ from gossamer.run.batches import Batches, Feed
 from gossamer.run.by_losses import ByLosses
 from gossamer.run.checkpoint import Contents, trainable
 from gossamer.run.cut import Cut, CutPiece, Forward
-from gossamer.run.descent import ByGradients, Descent
+from gossamer.run.descent import ByGradients, Descent, Gradients
 from gossamer.run.forward import Pipeline
 from gossamer.run.heard import HeardLog
 from gossamer.run.initial import check_initial
@@ -160,8 +160,8 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     check_initial(pump.channel, module, parts.cut)
     rank, levels = pump.channel.rank, pump.channel.levels
     params = trainable(module)
-    pipeline = _pipeline(parts, rank, levels)
-    tied = _tied(parts, rank, levels)
+    pipeline = pipeline_of(parts, rank, levels)
+    tied = tied_of(parts, rank, levels)
     together = sync.build(plan.sync, key="plan.sync")
     rule = Master(inner=_rule(config, plan, together, levels, rank))  # copies half types alone
     sharding = memory.build(plan.states, key="plan.states")
@@ -199,16 +199,11 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     pace = loop.pace(levels.groups["island"]) if loop is not None else sync.Pace()
     feed = Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace)
     around.saver.contents = Contents(module, states, replica, scaling, apart, progress, parts.cut)
-    pieces = _pieces(parts, engine)
+    pieces = pieces_of(parts, engine)
     descent: Descent = ByGradients(
-        pieces=pieces,
-        pipeline=pipeline,
-        tied=tied,
-        pump=pump,
-        replica=replica,
+        gradients=Gradients(pieces=pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at),
         states=states,
         clip=config.train.clip,
-        at=around.at,
     )
     if together.probe is not None:
         descent = ByLosses(
@@ -290,7 +285,8 @@ def _shards(parts: Parts, walk: Walk, around: Surroundings, rank: int, deal: Dea
     return Shards.of(parts.module, walk, pump, deal=deal, rank=rank)
 
 
-def _pieces(parts: Parts, engine: Engine) -> dict[int, Piece]:
+def pieces_of(parts: Parts, engine: Engine) -> dict[int, Piece]:
+    """The stages that this rank holds."""
     if parts.cut is None:
         return {0: Whole(engine)}
     return {number: CutPiece(engine, parts.cut.ways, stage) for number, stage in parts.cut.stages.items()}
@@ -310,7 +306,7 @@ def _sampler(parts: Parts, engine: Engine, pipeline: Pipeline, pump: Pump) -> Sa
         window=parts.config.data.sequence,
         seed=train.seed,
         words=parts.words,
-        pieces=_pieces(replace(parts, cut=cut), logits),
+        pieces=pieces_of(replace(parts, cut=cut), logits),
         pipeline=pipeline,
         pump=pump,
     )
@@ -326,7 +322,8 @@ def _sampler(parts: Parts, engine: Engine, pipeline: Pipeline, pump: Pump) -> Sa
     return found
 
 
-def _pipeline(parts: Parts, rank: int, levels: Levels) -> Pipeline:
+def pipeline_of(parts: Parts, rank: int, levels: Levels) -> Pipeline:
+    """What this rank does in a step, and by which links. Raises BadInput."""
     plan = parts.plan
     replica, place = plan.place_of(rank)
     made = schedule_of(plan, replica)
@@ -339,7 +336,8 @@ def _pipeline(parts: Parts, rank: int, levels: Levels) -> Pipeline:
     return Pipeline(rank=place, schedule=made, links=links, evaluating=evaluating)
 
 
-def _tied(parts: Parts, rank: int, levels: Levels) -> Tied:
+def tied_of(parts: Parts, rank: int, levels: Levels) -> Tied:
+    """The parameters that several stages of its replica hold."""
     shared = {} if parts.cut is None else parts.cut.shared()
     return Tied(rank, levels, holders_of(parts.plan, parts.plan.place_of(rank)[0], shared))
 

@@ -80,19 +80,18 @@ class Descent(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ByGradients(Descent):
-    """Forward and backward through the stages; the mean gradient, clipped, through the update rule."""
+class Gradients:
+    """A rank's part in the mean gradient: from its micro-batches, through the stages and over the replicas."""
 
     pieces: Mapping[int, Piece]  # the stages of the model that this rank holds
     pipeline: Pipeline
     tied: Tied
     pump: Pump
     replica: Replica
-    states: States
-    clip: float
     at: At
 
-    def attempt(self, task: Task) -> Attempt:
+    def attempt(self, task: Task) -> StepWork:
+        """Leave the mean gradient in the replica's buckets. The replica has begun the step. Raises PeerLost."""
         window = task.window
         key = (window.seed, window.step)
         work = StepWork(
@@ -106,18 +105,36 @@ class ByGradients(Descent):
             transfers=transfers_of(self.pump, self.pieces, self.pipeline, task.pieces, key),
             recomputed=frozenset((a.stage, a.batch) for a in self.pipeline.row if a.op is Op.RECOMPUTE),
             on_last_backward=self.replica.watch,
-            on_reduce=lambda: self._reduce(window.step),
+            on_reduce=lambda: self.reduce(window.step),
             moves=lambda: self.at(window.step, "compute"),
         )
         self.replica.open(window)
         self.at(window.step, "compute")
         play(self.pipeline.schedule, RankWorld(self.pipeline.rank, work))
-        return Attempt(Vote(work.loss(), speaks=work.speaks), work.compute_s)
+        return work
 
-    def _reduce(self, step: int) -> None:
+    def reduce(self, step: int) -> None:
+        """What the ranks have, made one. All of them call it once in a step."""
         self.at(step, "exchange")
         self.replica.reduce()
         self.tied.add(self.replica.gradients(), self.pump)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByGradients(Descent):
+    """Forward and backward through the stages; the mean gradient, clipped, through the update rule."""
+
+    gradients: Gradients
+    states: States
+    clip: float
+
+    @property
+    def replica(self) -> Replica:
+        return self.gradients.replica
+
+    def attempt(self, task: Task) -> Attempt:
+        work = self.gradients.attempt(task)
+        return Attempt(Vote(work.loss(), speaks=work.speaks), work.compute_s)
 
     def commit(self, task: Task, agreement: Agreement, *, updates: int) -> None:
         window = task.window
@@ -125,13 +142,13 @@ class ByGradients(Descent):
             scale_(self.replica.flats(), self.clip / (agreement.norm + 1e-6))
         self.replica.commit()
         apart = window.level != "all"
-        idle = agreement.idle - self.tied.holders.keys()  # of those each stage knows its own part
+        idle = agreement.idle - self.gradients.tied.holders.keys()  # of those each stage knows its own part
         gradients = {name: one for name, one in self.replica.gradients().items() if name not in idle}
         self.states.update(gradients, lr_scale=window.lr, step=updates, apart=apart)
-        if not apart and not self.pipeline.together:
+        if not apart and not self.gradients.pipeline.together:
             self.states.missed(idle)
         began = time.perf_counter()
-        self.states.gather(self.replica.layouts, self.pump, key=(window.seed, window.step))
+        self.states.gather(self.replica.layouts, self.gradients.pump, key=(window.seed, window.step))
         self.replica.timing.exposed_s += time.perf_counter() - began
 
     def reject(self, task: Task) -> None:

@@ -119,6 +119,11 @@ class TrainSection(Section):
     on_nonfinite: Literal["retry_skip_stop", "skip", "stop"] = Field(
         "retry_skip_stop", description="what a step whose loss or gradient is not finite leads to"
     )
+    prove: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="whether the gradients of the layout are compared with those of one process before the first step; "
+        "auto: where the model is in stages, or replicas have unequal parts of the batch or buffers that are saved",
+    )
     verify: VerifySection = VerifySection()
 
 

@@ -131,6 +131,29 @@ class Verification(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Proof(Record):
+    """Whether the layout's gradients are those of one process, as `message` says in words; before the first step."""
+
+    kind: ClassVar[str] = "proof"
+    outcome: str  # "equal" | "kept": equal, as an earlier start of the run has found | "not proved" | "failed"
+    message: str
+    losses: tuple[float, float] = (0.0, 0.0)  # of the layout, and of one process
+    tensors: int = 0  # that are trained
+    proved: int = 0
+    idle: tuple[str, ...] = ()  # had no gradient in any of the micro-batches: nothing is known of them
+    within: float = 0.0  # the largest distance of a gradient, as a part of its size; in float32
+    within_coarse: float = 0.0  # in the precision of the run, where that is another
+    microbatches: int = 0  # that the whole model computed
+    alone_s: float = 0.0  # one process: two builds, and these
+    divided_s: float = 0.0  # the layout: one build, and its part
+    seconds: float = 0.0
+
+    @property
+    def is_proved(self) -> bool:
+        return self.outcome in ("equal", "kept")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event(Record):
     """Something a reader of the run should know: a rejected step, a fallback, a slow rank."""
 
@@ -150,7 +173,19 @@ class End(Record):
     seconds: float = 0.0
 
 
-_ALL: tuple[type[Record], ...] = (Start, Step, Length, Islands, Evaluation, Saved, Sample, Verification, Event, End)
+_ALL: tuple[type[Record], ...] = (
+    Start,
+    Step,
+    Length,
+    Islands,
+    Evaluation,
+    Saved,
+    Sample,
+    Verification,
+    Proof,
+    Event,
+    End,
+)
 KINDS: dict[str, type[Record]] = {c.kind: c for c in _ALL}
 
 

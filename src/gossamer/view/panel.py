@@ -197,6 +197,8 @@ def _news(progress: Progress, width: int) -> list[RenderableType]:
         lines.append(
             Text.assemble((f"{'sample':<{LABELS}} ", "dim"), (words, "italic"), no_wrap=True, overflow="ellipsis")
         )
+    if progress.proof is not None and progress.step is None:
+        lines.append(_said("info", f"proof: {progress.proof.message}"))
     lines += [_said(event.level, event_words(event)) for event in list(progress.events)[-EVENTS:]]
     if progress.end is not None and progress.end.message:
         lines.append(_said("error" if progress.end.outcome == "failed" else "info", progress.end.message))

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from gossamer.spec.records import End, Evaluation, Event, Length, Record, Sample, Saved, Start, Step
+from gossamer.spec.records import End, Evaluation, Event, Length, Proof, Record, Sample, Saved, Start, Step
 from gossamer.view.curve import Curve
 
 RECENT = 20  # steps that a rate is taken over
@@ -29,6 +29,7 @@ class Progress:
     saved: Saved | None = None  # the last one that succeeded
     save_failed: Saved | None = None  # the last one, where that failed
     sample: Sample | None = None
+    proof: Proof | None = None  # of this start, where it went well
     end: End | None = None
     rejected: int = 0
     exposed_s: float = 0.0
@@ -54,6 +55,8 @@ class Progress:
             self._add_saved(record)
         elif isinstance(record, Length):
             self.length = record
+        elif isinstance(record, Proof):
+            self.proof = record if record.is_proved else None
         elif isinstance(record, Sample):
             self.sample = record
         elif isinstance(record, Event):

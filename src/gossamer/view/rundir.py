@@ -4,6 +4,7 @@ records.jsonl     what happened, a line each (spec/records.py); append-only, one
 run.yaml          the resolved configuration      provenance.json   where each value of it came from
 plan.yaml         who does what                   checkpoints/      saved states
 began.json        the folder it began in          tokenizer/ model/ what sampling and exporting need (keeping.py)
+proved.json       which layout was found to be one process
 logs/             what each rank wrote
 """
 
@@ -85,6 +86,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def proved_file(self) -> Path:
+        return self.path / "proved.json"
 
     @property
     def began_file(self) -> Path:

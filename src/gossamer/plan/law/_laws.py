@@ -307,6 +307,17 @@ def _verified(terms: Terms) -> BadInput | None:
     return None
 
 
+def _proved(terms: Terms) -> BadInput | None:
+    if terms.config.train.prove != "always" or terms.sync.probe is None:
+        return None
+    return bad_input(
+        wanted="gradients, which a proof compares with those of one process",
+        got=f"plan.sync {told(terms.plan.sync)}, which has none",
+        do="leave train.prove at auto",
+        key="train.prove",
+    )
+
+
 def _seconds_of_steps(terms: Terms) -> BadInput | None:
     if not terms.config.train.seconds or (terms.plan.sync != "auto" and terms.sync.is_plain):
         return None
@@ -400,6 +411,7 @@ LAWS: tuple[Law, ...] = (
     _probe_scales_nothing,
     _rule_of_islands,
     _verified,
+    _proved,
     _seconds_of_steps,
     _adapts_as_it_goes,
     _lossy_is_asked,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-from gossamer.spec.records import End, Evaluation, Event, Record, Sample, Saved, Start, Step
+from gossamer.spec.records import End, Evaluation, Event, Proof, Record, Sample, Saved, Start, Step
 from gossamer.spec.units import show_bytes, show_gib, show_seconds
 from gossamer.view.display import Display
 from gossamer.view.progress import Progress
@@ -112,6 +112,8 @@ def _lines(record: Record) -> list[tuple[str, str]]:
         return [("checkpoint", saved_words(record) if record.error else f"{saved_words(record)}: {record.path}")]
     if isinstance(record, Sample):
         return [("sample", sample_words(record, 100))]
+    if isinstance(record, Proof):  # of others there is a warning, or the run ends with it
+        return [("proof", record.message)] if record.is_proved else []
     if isinstance(record, Event):
         return [(record.level, event_words(record))]
     if isinstance(record, End):

@@ -1,0 +1,136 @@
+"""Both sides, one after the other: first one process, twice, while all others wait; then the layout, all together."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gossamer.loss import Objective
+from gossamer.proof.company import Company, Word
+from gossamer.proof.judge import Parting, Sides, Verdict, apart, judge
+from gossamer.proof.layout import Divided
+from gossamer.proof.patience import NotProved
+from gossamer.proof.question import Question, uneven
+from gossamer.proof.reference import Alone
+from gossamer.proof.rows import Table
+from gossamer.proof.tracks import Tracks, parting
+from gossamer.spec.errors import Interrupted, PeerLost
+
+_SHAKE = 3.0  # no power of two: other digits are rounded away
+
+
+class Failed(NotProved):
+    """What one process was asked, it cannot do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a proof took."""
+
+    microbatches: int  # that the whole model computed
+    alone_s: float  # two builds of it, and these
+    divided_s: float
+
+
+def compared(
+    company: Company,
+    alone: Alone,
+    layout: Divided,
+    question: Question,
+    objective: Objective,
+) -> tuple[Verdict, Cost]:
+    """All ranks call it, and come to the same verdict. Raises NotProved, PeerLost, Interrupted."""
+    began = time.perf_counter()
+    blank = Table.blank(alone.names, len(question.rounds), question.microbatches)
+    harder = uneven(question, objective)
+    try:
+        answer, question = _answered(company, alone, harder, blank), harder
+    except Failed:  # labels that count for nothing may be too strange for a model that looks at them
+        answer = _answered(company, alone, question, blank)
+    fewer = max(1, torch.get_num_threads() - 1)  # not more: others may compute on the same cores
+    again = _answered(company, replace(alone, shake=_SHAKE, threads=fewer), question, blank)
+    turned = time.perf_counter()
+    divided = [blank.like(row) for row in company.rows(layout.answer(question).flat())]
+    company.pulse()
+    sides = Sides(
+        names=alone.names,
+        alone=answer,
+        again=again,
+        divided=divided,
+        exact=tuple(one.precision.compute is torch.float32 for one in question.rounds),
+        continues=len(question.replicas) == 1,
+        kinds=len(set(company.texts(_kind()))),
+    )
+    cost = Cost(
+        microbatches=2 * question.microbatches * len(question.rounds),
+        alone_s=turned - began,
+        divided_s=time.perf_counter() - turned,
+    )
+    verdict = judge(sides)
+    if not verdict.faults or verdict.unsteady:
+        return verdict, cost
+    if len(question.replicas) > 1:  # each may keep something for itself
+        alone = replace(alone, apart=True)
+        other = judge(apart(sides, _answered(company, alone, question, blank)))
+        cost = replace(
+            cost, microbatches=cost.microbatches * 3 // 2, alone_s=cost.alone_s + time.perf_counter() - began
+        )
+        if not other.faults:
+            return replace(other, apart=verdict.faults[0]), cost
+        verdict = other
+    return replace(verdict, parting=_parting(company, alone, layout, question, sides.exact)), cost
+
+
+def _parting(
+    company: Company, alone: Alone, layout: Divided, question: Question, exact: Sequence[bool]
+) -> Parting | None:
+    """Both sides once more, looked at while they run."""
+    tracks = Tracks()
+    blank = Table.blank(alone.names, len(question.rounds), question.microbatches)
+    try:
+        _answered(company, replace(alone, tracks=tracks), question, blank)
+    except NotProved:
+        return None
+    told = json.loads(company.texts(json.dumps(tracks.found))[company.speaker])
+    mine = Tracks()
+    replace(layout, tracks=mine).answer(question)
+    return parting(told, [json.loads(text) for text in company.texts(json.dumps(mine.found))], exact)
+
+
+def _answered(company: Company, alone: Alone, question: Question, blank: Table) -> Table:
+    """What one process says, on all ranks. Raises NotProved on all of them where it fails."""
+    mine, why, is_final = blank, "", False
+    if company.speaks:
+        try:
+            mine = alone.answer(question)
+            is_done = company.pulse(Word.DONE) is Word.DONE
+        except (Interrupted, PeerLost):
+            raise
+        except Exception as error:
+            why, is_final = _why(error), isinstance(error, NotProved)
+            is_done = company.pulse(Word.FAILED) is Word.DONE
+    else:
+        is_done = company.wait()
+    if is_done:
+        return blank.like(company.rows(mine.flat())[company.speaker])
+    said, final = company.text(why), company.text("final" if is_final else "")
+    raise NotProved(said) if final else Failed(said)
+
+
+def _kind() -> str:
+    """Of this rank's processor and versions, as far as rounding depends on them."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, NotProved):
+        return str(error)
+    said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in said:
+        return f"there is not enough memory for the whole model ({said})"
+    return f"one process fails by itself ({said})"

@@ -1,0 +1,74 @@
+"""What was proved is not proved again: a digest of all that it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import platform
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gossamer.run.build import Parts
+
+_PLAN = {"reasons", "forecast", "exchange", "adapted_from", "boundary", "islands", "look_ahead", "bucket_bytes"}
+
+
+def digest_of(parts: Parts, described: str, data: str) -> str:
+    """Of the code, the plan, the model and the versions: another one where a proof might come out otherwise."""
+    config = parts.config
+    said = {
+        "gossamer": _own_code(),
+        "versions": [torch.__version__, sys.version, platform.machine(), torch.backends.cpu.get_cpu_capability()],
+        "device": parts.device.type,
+        "plan": parts.plan.model_dump(mode="json", exclude=_PLAN),
+        "model": [described, config.model.model_dump(mode="json"), _code_of(parts.outline)],
+        "shapes": [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in parts.outline.named_parameters()],
+        "train": [config.train.seed, config.train.precision, config.train.objective, config.train.batch],
+        "data": [data, config.data.model_dump(mode="json", exclude={"cache"})],
+    }
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def is_kept(file: Path, digest: str) -> bool:
+    """Whether it was proved before, as far as this rank can read."""
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("digest") == digest
+
+
+def keep(file: Path, digest: str, message: str) -> None:
+    """Raises OSError."""
+    file.write_text(json.dumps({"digest": digest, "message": message}, indent=1) + "\n", "utf-8")
+
+
+@cache
+def _own_code() -> str:
+    package = Path(__file__).parent.parent
+    return _digest_of(sorted(package.rglob("*.py")))
+
+
+def _code_of(module: nn.Module) -> str:
+    """Of the files that the classes of its submodules are in."""
+    files = set()
+    for kind in {type(one) for one in module.modules()}:
+        for base in kind.__mro__:
+            try:
+                files.add(inspect.getsourcefile(base))
+            except TypeError:  # a builtin, or made at a prompt
+                continue
+    return _digest_of(sorted(Path(file) for file in files if file))
+
+
+def _digest_of(files: list[Path]) -> str:
+    found = hashlib.sha256()
+    for file in files:
+        if file.is_file():
+            found.update(file.read_bytes())
+    return found.hexdigest()

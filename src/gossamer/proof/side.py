@@ -1,0 +1,37 @@
+"""A side of the comparison: what answers a question with a table."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from gossamer.model.snapshot import Copies, Snapshot
+from gossamer.proof.question import Question
+from gossamer.proof.rows import Table
+
+
+class Side(ABC):
+    """The seam: whatever divides a model shows here what its gradients are."""
+
+    @abstractmethod
+    def answer(self, question: Question) -> Table:
+        """Run all rounds. Costs forward and backward of every micro-batch."""
+
+
+@contextmanager
+def world_kept(module: nn.Module) -> Iterator[None]:
+    """What the code of `module` changes outside of it (globals, attributes of classes, generators) is afterwards as it
+    was. The module itself is not to be used again.
+    """
+    snapshot = Snapshot.of(module)
+    own = {id(t) for t in [*module.parameters(), *module.buffers()]}
+    copies = Copies([t for t in snapshot.tensors if id(t) not in own])
+    copies.make()
+    try:
+        yield
+    finally:
+        copies.put_back()
+        snapshot.put_back()

@@ -1,0 +1,168 @@
+"""Whether a layout is one process is found out before its first step, and what is not so is named; over gloo."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pool import Pool
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from proof.faults import FAULTS
+
+PROVE = "run.proof_jobs:prove"
+STAGES = {"plan": {"mesh": {"pipe": 2}, "microbatches": 4}}
+
+
+def proved(pool: Pool, ranks: int, **given: Any) -> dict[str, Any]:
+    """The record of a proof that went well; all ranks tell the same."""
+    answers = pool.run(PROVE, ranks, **given)
+    assert not any("refused" in one for one in answers), answers[0]
+    *_, record = answers[0]["told"]
+    assert {one["told"][-1]["message"].partition(" within")[0] for one in answers} == {
+        record["message"].partition(" within")[0]
+    }
+    return record
+
+
+def refused(pool: Pool, ranks: int, **given: Any) -> str:
+    """What all ranks refuse it with."""
+    answers = pool.run(PROVE, ranks, **given)
+    said = {one.get("refused", f"nothing was refused: {one['told']}") for one in answers}
+    assert len(said) == 1, said
+    return said.pop()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_and_its_tensor_named_by_all_ranks(pool: Pool, name: str) -> None:
+    fault = FAULTS[name]
+    said = refused(pool, 2 * fault.replicas, fault=name, sections=STAGES)
+    first = said.partition("to be one process, got ")[2].partition(" (")[0]
+    assert fault.named in first or fault.named in said.partition("; then ")[2].partition(" in round")[0], said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "train", "layout"),
+    [
+        (2, {"mesh": {"pipe": 2}}, {}, "2 micro-batches: 2 stages = 1 process, "),
+        (3, {"mesh": {"pipe": 3}, "schedule": "gpipe"}, {}, "2 micro-batches: 3 stages = 1 process, "),
+        (2, {"mesh": {"pipe": 2}, "schedule": {"split_backward": {"inner": "gpipe"}}}, {}, "2 stages = 1 process, "),
+        (2, {"mesh": {"pipe": 2}}, {"precision": "bf16"}, "2 stages = 1 process, "),
+        (2, {"mesh": {"pipe": 2}, "boundary": {"coded": {"codec": "int8"}}}, {}, "2 stages = 1 process, "),
+    ],
+)
+def test_an_honest_layout_is_one_process(
+    pool: Pool, ranks: int, plan: dict[str, Any], train: dict[str, Any], layout: str
+) -> None:
+    record = proved(pool, ranks, sections={"plan": plan, "train": train})
+    assert record["outcome"] == "equal"
+    assert layout in record["message"]
+    assert record["proved"] == record["tensors"] == 28
+    assert record["within"] < 2e-6
+    assert record["losses"][0] == pytest.approx(record["losses"][1], rel=1e-6)
+    assert ("in bf16 within" in record["message"]) == ("precision" in train)
+    assert ("not proved: what is lost between stages" in record["message"]) == ("boundary" in plan)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [
+        (2, {"mesh": {"pipe": 2}, "schedule": {"recompute": {"inner": "one_f_one_b"}}}),
+        (3, {"mesh": {"pipe": 2}, "stages": [[0], [1, 2]]}),
+    ],
+    ids=["recompute", "two ranks of a stage"],
+)
+def test_an_honest_layout_of_a_model_without_state_is_one_process(pool: Pool, ranks: int, plan: dict[str, Any]) -> None:
+    record = proved(pool, ranks, kind="opened", sections={"plan": plan})
+    assert record["proved"] == 12
+
+
+def test_statistics_that_ranks_of_a_stage_keep_for_themselves_change_no_gradient(pool: Pool) -> None:
+    plan = {"mesh": {"pipe": 2}, "stages": [[0, 1], [2]], "units": ["norm"]}
+    record = proved(pool, 3, kind="normed", sections={"plan": plan})
+    assert record["outcome"] == "equal"
+
+
+def test_what_has_no_gradient_is_not_proved_and_what_a_zero_hides_is(pool: Pool) -> None:
+    record = proved(pool, 2, kind="opened", sections=STAGES)
+    assert record["idle"] == ["never.bias", "never.weight"]
+    assert "12 of 14 gradients" in record["message"] and "(2 not proved)" in record["message"]
+
+
+def test_batch_norm_of_replicas_is_one_process(pool: Pool) -> None:
+    record = proved(pool, 2, kind="normed")
+    assert "4 micro-batches: 2 replicas = 1 process, " in record["message"]
+
+
+def test_replicas_with_state_of_their_own_are_a_process_each(pool: Pool) -> None:
+    (first, *_) = pool.run(PROVE, 2, kind="statistics")
+    warning, record = first["told"]
+    assert warning["level"] == "warning"
+    assert "so that together they are not one process: a loss of" in warning["message"]
+    assert "2 replicas = 1 process each, " in record["message"]
+
+
+def test_unequal_replicas_are_one_process(pool: Pool) -> None:
+    record = proved(pool, 2, kind="opened", sections={"plan": {"share": [3, 1], "microbatches": 2}})
+    assert "2 replicas = 1 process, " in record["message"]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"plan": {"microbatches": 1}}, {"train": {"prove": "never"}, "plan": {"mesh": {"pipe": 2}}}],
+    ids=["replicas without buffers", "never"],
+)
+def test_where_it_is_not_asked_for_nothing_is_computed(pool: Pool, sections: dict[str, Any]) -> None:
+    for one in pool.run(PROVE, 2, kind="opened", sections=sections):
+        assert one["told"] == []
+
+
+def test_always_proves_replicas_without_buffers_too(pool: Pool) -> None:
+    record = proved(pool, 2, kind="opened", sections={"train": {"prove": "always"}})
+    assert record["outcome"] == "equal"
+
+
+def test_modules_of_different_values_are_named(pool: Pool) -> None:
+    said = refused(pool, 2, kind="opened", seeds=True, sections=STAGES)
+    assert "another initial value of head.bias on rank 1" in said
+
+
+def test_a_constructor_without_a_seed_is_named(pool: Pool) -> None:
+    said = refused(pool, 2, factory="run.proof_jobs:unsteady", sections=STAGES)
+    assert "a constructor that gives the same values every time, got two of blocks.1.bias" in said
+
+
+def test_what_the_code_changes_outside_of_the_module_is_put_back(pool: Pool) -> None:
+    for one in pool.run(PROVE, 2, kind="global", sections=STAGES):
+        assert one["calls"] == 0
+
+
+def test_labels_that_a_model_looks_at_are_left_as_they_are(pool: Pool) -> None:
+    record = proved(pool, 2, kind="choosy", sections=STAGES)
+    assert record["outcome"] == "equal"
+
+
+def test_who_is_asked_to_stop_stops_all(pool: Pool) -> None:
+    for one in pool.run(PROVE, 2, stop=True, sections=STAGES):
+        assert one["interrupted"] == "stopped as asked in the proof, before the first step: nothing was trained"
+
+
+def test_a_model_that_does_not_fit_is_told_of(pool: Pool) -> None:
+    record = proved(pool, 2, free_bytes=20_000, sections=STAGES)
+    assert record["outcome"] == "not proved"
+    assert record["message"].startswith("one process takes ")
+    assert "for parameters, gradients and what a micro-batch keeps" in record["message"]
+
+
+def test_where_it_is_to_be_proved_always_that_is_refused(pool: Pool) -> None:
+    said = refused(pool, 2, free_bytes=20_000, sections={**STAGES, "train": {"prove": "always"}})
+    assert said.startswith("train.prove: wanted a proof that 2 stages are one process, got none: one process takes")
+
+
+def test_what_was_proved_is_not_proved_again(pool: Pool) -> None:
+    (first, *_) = pool.run(PROVE, 2, times=2, sections=STAGES)
+    assert [one["outcome"] for one in first["told"]] == ["equal", "kept"]
