@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from torch import Tensor
 from loops.crew import alone, crew
 from loops.rank import Outcome
 from proof.habit import Habit
-from proof.rank import knows_proof, left_behind, run_ours, run_plain
-from proof.scene import STEPS
+from proof.rank import knows_proof, left_behind, run_ours, run_plain, settings
+from proof.scene import write_texts
 
 ORDER = ("equal", "refused", "wrong", "crash", "hang")  # worst last
+NOT_THE_MODEL = ("loss", "evaluation", "sample")
 FLOOR = 1e-5  # of the largest entry of all: what is smaller is rounding
 
 
@@ -33,17 +35,23 @@ class Verdict:
 
 def judge(habit: Habit, limit_s: float) -> dict[str, Any]:
     """One row of the record."""
+    with tempfile.TemporaryDirectory(prefix="proof-") as folder:
+        return _judged(habit, write_texts(Path(folder)) if habit.text else {}, limit_s)
+
+
+def _judged(habit: Habit, data: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
     began = time.monotonic()
-    known = alone(partial(run_plain, habit), limit_s)
+    known = alone(partial(run_plain, habit, data), limit_s)
     if known.ending != "returned":
         raise ValueError(f"{habit.name} does not run in a loop of plain torch: {known.said}")
     if not bool(torch.isfinite(known.state["loss"]).all()):
         raise ValueError(f"{habit.name} has no finite loss in a loop of plain torch: {known.state['loss'].tolist()}")
-    here = trial(habit, known, 1, "", limit_s) if habit.alone else Verdict(result="equal", where="")
     ranks = habit.stages * habit.replicas
-    staged = without = trial(habit, known, ranks, "auto" if knows_proof() else "", limit_s)
+    on = partial(trial, habit, known, data, limit_s)
+    here = on(1, "") if habit.alone else Verdict(result="equal", where="")
+    staged = without = on(ranks, "auto" if knows_proof() else "")
     if knows_proof():
-        without = trial(habit, known, ranks, "never", limit_s)
+        without = on(ranks, "never")
     both = (("1 rank", here), (f"{ranks} ranks", staged), (f"{ranks} ranks, not proved", without))
     result = _worst(here, staged)
     return {
@@ -64,15 +72,16 @@ def _worst(*verdicts: Verdict) -> str:
     return max((verdict.result for verdict in verdicts), key=ORDER.index)
 
 
-def trial(habit: Habit, known: Outcome, ranks: int, prove: str, limit_s: float) -> Verdict:
+def trial(habit: Habit, known: Outcome, data: Mapping[str, Any], limit_s: float, ranks: int, prove: str) -> Verdict:
     """Train on so many ranks, and compare."""
     with tempfile.TemporaryDirectory(prefix="proof-") as folder:
-        ends = [end for end in (habit.stopped, STEPS) if end]
-        for number, steps in enumerate(ends):
-            job = partial(run_ours, habit, ranks, folder, steps=steps, resume=number > 0, prove=prove)
-            outcomes = crew(job, ranks, "by_hand", limit_s)
-            if any(one.ending != "returned" for one in outcomes):
-                break
+        told = settings(habit, data, ranks, prove, folder)
+        outcomes: list[Outcome] = []
+        if habit.stopped:
+            cut_off = {**told, "train": {**told["train"], "steps": habit.stopped}}
+            outcomes = crew(partial(run_ours, habit, cut_off, resume=False), ranks, "by_hand", limit_s)
+        if all(one.ending == "returned" for one in outcomes):
+            outcomes = crew(partial(run_ours, habit, told, resume=habit.stopped > 0), ranks, "by_hand", limit_s)
         return verdict(habit, known, outcomes, left_behind(folder))
 
 
@@ -107,7 +116,7 @@ def _refused(habit: Habit, known: Outcome, said: str, found: Mapping[str, Tensor
 
 def difference(known: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[str, float]:
     """The tensor that differs most, and by how much of its largest entry."""
-    least = FLOOR * max(_size(value) for name, value in known.items() if name != "loss")
+    least = FLOOR * max(_size(value) for name, value in known.items() if name not in NOT_THE_MODEL)
     each = {name: _relative(value, found[name], least) for name, value in known.items()}
     return max(each.items(), key=lambda one: (math.isnan(one[1]), one[1]))
 

@@ -6,44 +6,51 @@ where the forward draws random numbers, their keys.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from proof.habit import Habit
-from proof.scene import BATCH, MICROBATCHES, SEED, STEPS
+from proof.scene import BATCH, EVALUATE_EVERY, EVALUATED, LENGTH, MICROBATCHES, SAMPLED, SEED, STEPS
 
 IGNORED = -100
 
 
-def train(habit: Habit) -> dict[str, Tensor]:
-    """By name: the loss of every step, and all parameters and persistent buffers at the end."""
-    loop = _Loop(habit)
+def train(habit: Habit, told: Mapping[str, Any]) -> dict[str, Tensor]:
+    """By name: the loss of every step, all parameters and persistent buffers at the end, evaluations, and bytes of
+    samples. `told` is the section `data`, where it is trained on text.
+    """
+    loop, losses, heard = _Loop(habit, told), list[float](), list[dict[str, Tensor]]()
     for step in range(STEPS):
         if step and step == habit.stopped:
-            kept = loop
-            loop = _Loop(habit)
+            kept, loop = loop, _Loop(habit, told)
             loop.load(kept)
-        loop.step(step)
-    return {"loss": torch.tensor(kept.losses + loop.losses if habit.stopped else loop.losses), **loop.state()}
+        losses.append(loop.step(step))
+        if habit.text and (step + 1) % EVALUATE_EVERY == 0:
+            heard.append(loop.heard())
+    looked = {name: torch.stack([one[name] for one in heard]) for name in (heard[0] if heard else ())}
+    return {"loss": torch.tensor(losses), **looked, **loop.state()}
 
 
 class _Loop:
-    def __init__(self, habit: Habit) -> None:
-        self.habit, self.losses = habit, list[float]()
-        self.module = model_of(habit)
+    def __init__(self, habit: Habit, told: Mapping[str, Any]) -> None:
+        self.habit = habit
+        self.corpus = corpus_of(told) if told else None
+        self.module = model_of(habit, self.corpus)
         self.data = habit.data()
-        self.order = order_of(len(self.data))  # type: ignore[arg-type]
+        self.order = order_of(len(self.corpus.train) if self.corpus else len(self.data))  # type: ignore[arg-type]
         self.optimizer = optimizer_of(habit, self.module)
         self.keyed = keys_of(habit, self.module)
 
-    def step(self, step: int) -> None:
+    def step(self, step: int) -> float:
         pieces = list(self._pieces(step))
         labels = sum(weight_of(rows) for _, rows in pieces)
         total = 0.0
@@ -54,13 +61,38 @@ class _Loop:
             total += float(loss.detach())
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(total)
+        return total
 
     def _pieces(self, step: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
         rows = BATCH // MICROBATCHES
         for key in range(0, BATCH, rows):
             chosen = [self.order(step * BATCH + key + i) for i in range(rows)]
-            yield key, default_collate([self.data[i] for i in chosen])
+            if self.corpus:
+                yield key, self.corpus.train.batch(np.array(chosen))
+            else:
+                yield key, default_collate([self.data[i] for i in chosen])
+
+    @torch.no_grad()
+    def heard(self) -> dict[str, Tensor]:
+        """The mean loss of the first validation sequences, and what the model goes on with; of a copy."""
+        module, held_out = copy.deepcopy(self.module).eval(), self.corpus.validation
+        total, labels = 0.0, 0
+        for i in range(min(EVALUATED, len(held_out))):
+            rows = held_out.batch(np.array([i]))
+            total += float(loss_of(module, rows)) * weight_of(rows)
+            labels += weight_of(rows)
+        return {"evaluation": torch.tensor(total / labels), "sample": self.sampled(module)}
+
+    def sampled(self, module: nn.Module) -> Tensor:
+        """The bytes of the text, drawn as `gossamer sample` draws."""
+        from gossamer.model.sample import draw
+
+        words, drawn = self.corpus.tokenizer, torch.Generator().manual_seed(SEED)
+        ids = [int(i) for i in words.encode(self.habit.text)]
+        for _ in range(SAMPLED):
+            logits = logits_of(module(torch.tensor([ids[-LENGTH:]])))[0, -1].float()
+            ids.append(draw(logits, drawn, temperature=0.8, top_k=50))
+        return as_bytes(words.decode(ids)[len(self.habit.text) :])
 
     def state(self) -> dict[str, Tensor]:
         persistent = set(self.module.state_dict(keep_vars=True))
@@ -73,11 +105,25 @@ class _Loop:
         self.optimizer.load_state_dict(other.optimizer.state_dict())
 
 
-def model_of(habit: Habit) -> nn.Module:
+def as_bytes(text: str) -> Tensor:
+    """The first so many, as a sample may have half a letter at its end."""
+    return torch.tensor([*text.encode()[:SAMPLED], *[0] * SAMPLED][:SAMPLED])
+
+
+def corpus_of(told: Mapping[str, Any]) -> Any:
+    from gossamer.data import open_corpus
+
+    return open_corpus(**told)
+
+
+def model_of(habit: Habit, corpus: Any = None) -> nn.Module:
     from gossamer.model.origin import origin_of
     from gossamer.spec.config import ModelSection
 
-    return origin_of(ModelSection(factory=habit.written)).build(SEED)
+    origin = origin_of(ModelSection(factory=habit.written))
+    if corpus is not None:
+        origin = origin.suited_to(corpus.tokenizer.vocabulary, corpus.tokenizer.separator)
+    return origin.build(SEED)
 
 
 def order_of(size: int) -> Any:

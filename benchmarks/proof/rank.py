@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,28 @@ from torch import Tensor
 from loops.rank import Outcome
 from proof import plain
 from proof.habit import Habit
-from proof.scene import BATCH, MICROBATCHES, SEED, STEPS
+from proof.scene import BATCH, EVALUATE_EVERY, EVALUATED, MICROBATCHES, SAMPLED, SEED, STEPS
 
+LOOKED = {"evaluate_every": EVALUATE_EVERY, "evaluate_sequences": EVALUATED, "sample_tokens": SAMPLED}
 WAIT_S = 20.0  # for a message, before its sender is given up
 
 
-def run_plain(habit: Habit) -> Outcome:
+def run_plain(habit: Habit, told: Mapping[str, Any]) -> Outcome:
     """`state` is what plain.train says, `notes` the names that a refusal may give."""
-    module = plain.model_of(habit)
+    module = plain.model_of(habit, plain.corpus_of(told) if told else None)
     names = {name for name, _ in (*module.named_modules(), *module.named_parameters(), *module.named_buffers())}
     kinds = {type(inner).__name__ for inner in module.modules()}
-    return Outcome(ending="returned", state=plain.train(habit), notes=json.dumps(sorted((names | kinds) - {""})))
+    return Outcome(ending="returned", state=plain.train(habit, told), notes=json.dumps(sorted((names | kinds) - {""})))
 
 
-def run_ours(habit: Habit, ranks: int, folder: str, *, steps: int, resume: bool, prove: str) -> Outcome:
-    """One rank of `ranks`; "refused" is what the command line ends with exit code 2 for."""
+def run_ours(habit: Habit, told: Mapping[str, Any], *, resume: bool) -> Outcome:
+    """One rank under the configuration `told`; "refused" is what the command line ends with exit code 2 for."""
     import gossamer
     from gossamer.spec.errors import BadInput, PeerLost, StepRejected
 
-    told = settings(habit, ranks, folder, steps=steps, prove=prove)
+    data = told["data"]["source"] if "data" in told else habit.data()
     try:
-        gossamer.train({"factory": habit.written}, habit.data(), told, resume="auto" if resume else None)
+        gossamer.train({"factory": habit.written}, data, told, resume="auto" if resume else None)
     except BadInput as error:
         return Outcome(ending="refused", said=str(error))
     except StepRejected as error:
@@ -53,16 +54,17 @@ def knows_proof() -> bool:
     return "prove" in TrainSection.model_fields
 
 
-def settings(habit: Habit, ranks: int, folder: str, *, steps: int, prove: str) -> dict[str, Any]:
+def settings(habit: Habit, data: Mapping[str, Any], ranks: int, prove: str, folder: str) -> dict[str, Any]:
     """The configuration of a trial; on one rank, that of one process."""
     train = {
-        "steps": steps,
+        "steps": STEPS,
         "batch": BATCH,
         "optimizer": dict(habit.optimizer),
         "schedule": "constant",
         "clip": 0,
         "seed": SEED,
         "on_nonfinite": "stop",
+        **(LOOKED | {"sample": habit.text} if habit.text else {}),
         **habit.train,
         **({"prove": prove} if prove else {}),
     }
@@ -74,6 +76,7 @@ def settings(habit: Habit, ranks: int, folder: str, *, steps: int, prove: str) -
         "train": train,
         "machines": {"processes": ranks, "timeout_s": WAIT_S},
         "plan": plan,
+        **({"data": dict(data)} if data else {}),
         "run": {"directory": folder, "name": "run", "display": "quiet"},
     }
 
@@ -97,3 +100,7 @@ def left_behind(folder: str) -> dict[str, Tensor]:
 
 def _told(records: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     yield "loss", torch.tensor([r["loss"] for r in records if r["kind"] == "step"])
+    if looked := [r["loss"] for r in records if r["kind"] == "evaluation"]:
+        yield "evaluation", torch.tensor(looked)
+    if samples := [r["text"] for r in records if r["kind"] == "sample"]:
+        yield "sample", torch.stack([plain.as_bytes(text) for text in samples])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 VOCABULARY, WIDTH, DEPTH = 31, 16, 4
 ROWS, LENGTH = 32, 10
 STEPS, BATCH, MICROBATCHES, SEED, RATE = 4, 8, 4, 3, 0.05
+EVALUATE_EVERY, EVALUATED, SAMPLED = 2, 12, 12  # steps, sequences, tokens
 
 
 class Block(nn.Module):
@@ -28,11 +30,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, four blocks, head. `between` is what its code does with what a block gives."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = Block, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.embed = nn.Embedding(vocabulary, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head = nn.Linear(WIDTH, vocabulary)
 
     def forward(self, input_ids: Tensor) -> Any:
         x = self.embed(input_ids)
@@ -66,3 +68,19 @@ class Padded(Rows):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         mask = (self.labels[index] != -100).long()
         return {"input_ids": self.ids[index] * mask, "attention_mask": mask, "labels": self.labels[index]}
+
+
+def write_texts(folder: Path) -> dict[str, Any]:
+    """Some files of words in a folder; what the section `data` says of them."""
+    draw, words = torch.Generator().manual_seed(9), "the a red blue old cat dog tree runs sees eats finds and or not".split()
+    (folder / "texts").mkdir()
+    for number in range(12):
+        chosen = torch.randint(len(words), (40,), generator=draw).tolist()
+        (folder / "texts" / f"{number}.txt").write_text(" ".join(words[i] for i in chosen) + ".\n")
+    return {
+        "source": f"text:{folder}/texts/*.txt",
+        "tokenizer": "byte",
+        "sequence": LENGTH,
+        "validation": 0.3,
+        "cache": str(folder / "cache"),
+    }
