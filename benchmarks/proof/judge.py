@@ -108,8 +108,8 @@ def _refused(habit: Habit, known: Outcome, said: str, found: Mapping[str, Tensor
     apart = _relative(known.state["loss"][: len(made)], made, 0.0)
     if apart > habit.tolerance or math.isnan(apart):
         return Verdict(result="wrong", where=f"refused after {len(made)} steps, losses {apart:.1e} off: {said}")
-    names = json.loads(known.notes)
-    if not re.search(r"\b(plan|train|model)\.\w+", said) and not any(re.search(rf"\b{re.escape(n)}\b", said) for n in names):
+    names = "|".join(map(re.escape, json.loads(known.notes)))
+    if not re.search(rf"(?<![\w.])({names}|plan\.schedule|plan\.boundary|mesh\.replica|replicas)(?!\w)", said):
         return Verdict(result="wrong", where=f"a refusal that names nothing: {said}")
     return Verdict(result="refused", where=f"after {len(made)} steps: {said}" if len(made) else said)
 
@@ -134,7 +134,7 @@ def _relative(a: Tensor, b: Tensor, least: float) -> float:
 
 
 def _size(value: Tensor) -> float:
-    return float(value.abs().max()) if value.numel() else 0.0
+    return float(value.double().abs().max()) if value.numel() else 0.0
 
 
 def _told(worst: str, apart: float, known: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:

@@ -165,7 +165,8 @@ def weight_of(rows: dict[str, Tensor]) -> int:
 def loss_of(module: nn.Module, rows: dict[str, Tensor]) -> Tensor:
     """The model's own loss, or the mean cross-entropy of the next tokens."""
     output = module(**taken(module, rows))
-    own = output if isinstance(output, Tensor) and not output.ndim else _named(output, "loss")
+    first = output[0] if isinstance(output, tuple) else output
+    own = first if isinstance(first, Tensor) and not first.ndim else _named(output, "loss")
     if own is not None:
         return own
     logits = logits_of(output)

@@ -443,7 +443,7 @@ class Shadowed(Block):
         return super().forward(x) + 0.1 * F.linear(x, self.shadow)
 
 
-@habit(EQUAL)
+@habit(OR_REFUSED, hard=True)
 def average_of_weights_in_the_forward():
     """An EMA of a block's weight, that begins as the weight and is used by the block."""
     return Net(Shadowed)

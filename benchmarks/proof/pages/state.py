@@ -58,8 +58,8 @@ class Flag(Net):
     loud = False
 
     def forward(self, input_ids):
-        self.loud = True
         x = self.embed(input_ids) * (1.2 if self.loud else 1.0)
+        self.loud = True
         for block in self.blocks:
             x = block(x)
         self.loud = False
@@ -740,8 +740,8 @@ def context_manager_of_the_model():
 
 class MixedPrecision(Net):
     def forward(self, input_ids):
-        x = self.embed(input_ids)
         before = torch.get_default_dtype()
+        x = self.embed(input_ids) * (1.2 if before is torch.float64 else 1.0)
         torch.set_default_dtype(torch.float64)
         for block in self.blocks:
             x = block(x + torch.zeros(WIDTH).fill_(0.01).to(x.dtype))

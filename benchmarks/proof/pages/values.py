@@ -356,7 +356,7 @@ class Stops(Net):
 class Sure(Block):
     def forward(self, x):
         y = super().forward(x)
-        return y, bool(y.detach().abs().mean() > 1.15)
+        return y, bool(y.detach().abs().mean() > 1.05)
 
 
 @habit(OR_REFUSED, hard=True)
