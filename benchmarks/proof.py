@@ -72,8 +72,9 @@ def warm() -> None:
     """What every process of a trial imports is imported once, before any is forked."""
     torch.set_num_threads(1)
     as_launched("by_hand")
-    import gossamer.inline
     import transformers
+
+    import gossamer.inline
 
     assert gossamer.inline and transformers
 

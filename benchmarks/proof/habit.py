@@ -22,10 +22,11 @@ class Habit:
 
     wanted: "equal", or "equal or refused". hard: whether it is of a kind that once trained wrongly, was lost to nan,
     or crashed, before a proof was there. late: whether what is special about it shows after the first step alone.
-    train, plan: sections of the configuration, beside the usual ones. data: what it is trained on; text: that it
-    is trained on text, evaluated in the middle and at the end, and then goes on with this text. draws: whether the forward draws random numbers, which are keyed.
-    stopped: after how many steps the run ends, to be resumed in other processes; 0: it is not. alone: whether one
-    process trains it, too. tolerance: largest difference, as a part of the largest entry.
+    train, plan: sections of the configuration, beside the usual ones. data: what it is trained on; text: that it is
+    trained on text, evaluated in the middle and at the end, and then goes on with this one. draws: whether the forward
+    draws random numbers, which are keyed. stopped: after how many steps the run ends, to be resumed in other
+    processes; 0: it is not. alone: whether one process trains it, too. tolerance: largest difference, as a part of the
+    largest entry.
     """
 
     name: str

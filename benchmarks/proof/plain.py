@@ -196,5 +196,7 @@ def taken(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Any]:
     named: dict[str, Any] = {name: value for name, value in rows.items() if name in known}
     if "input_ids" in rows and "input_ids" not in known:
         first = next(iter(known.values()))
-        named["input_ids" if first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD) else first.name] = rows["input_ids"]
+        named["input_ids" if first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD) else first.name] = rows[
+            "input_ids"
+        ]
     return {**named, "use_cache": False} if "use_cache" in known else named

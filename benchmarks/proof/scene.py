@@ -72,7 +72,8 @@ class Padded(Rows):
 
 def write_texts(folder: Path) -> dict[str, Any]:
     """Some files of words in a folder; what the section `data` says of them."""
-    draw, words = torch.Generator().manual_seed(9), "the a red blue old cat dog tree runs sees eats finds and or not".split()
+    draw = torch.Generator().manual_seed(9)
+    words = ("the", "a", "red", "blue", "old", "cat", "dog", "tree", "runs", "sees", "eats", "finds", "and", "not")
     (folder / "texts").mkdir()
     for number in range(12):
         chosen = torch.randint(len(words), (40,), generator=draw).tolist()

@@ -96,7 +96,7 @@ class Taught(Net):
 
     def forward(self, input_ids, labels):
         x = y = input_ids
-        for mine, known in zip([self.embed, *self.blocks], self.teacher):
+        for mine, known in zip([self.embed, *self.blocks], self.teacher, strict=False):
             x, y = mine(x), known(y)
         logits = self.head(x)
         own = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -179,7 +179,7 @@ class Slices(nn.Module):
 
     def forward(self, input_ids):
         x = self.embed(input_ids)
-        for weight, norm in zip(self.big, self.norms):
+        for weight, norm in zip(self.big, self.norms, strict=False):
             x = norm(x + torch.tanh(x @ weight))
         return self.head(x)
 
@@ -317,8 +317,8 @@ def grown_from_a_shallow_net():
     """Blocks 2 and 3 are blocks 0 and 1 with noise, as nets are grown."""
     net = Net()
     with torch.no_grad():
-        for old, new in zip(net.blocks[:2], net.blocks[2:]):
-            for a, b in zip(old.parameters(), new.parameters()):
+        for old, new in zip(net.blocks[:2], net.blocks[2:], strict=False):
+            for a, b in zip(old.parameters(), new.parameters(), strict=False):
                 b.copy_(a + 0.01 * torch.randn_like(a))
     return net
 
@@ -459,10 +459,10 @@ class Momentum(Net):
     def forward(self, input_ids, labels):
         if self.training:
             with torch.no_grad():
-                for mine, theirs in zip(self.slow.parameters(), self.blocks.parameters()):
+                for mine, theirs in zip(self.slow.parameters(), self.blocks.parameters(), strict=False):
                     mine.lerp_(theirs, 0.2)
         x = y = self.embed(input_ids)
-        for block, slow in zip(self.blocks, self.slow):
+        for block, slow in zip(self.blocks, self.slow, strict=False):
             x, y = block(x), slow(y)
         logits = self.head(x)
         own = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

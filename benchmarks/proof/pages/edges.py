@@ -654,7 +654,7 @@ class Threads(Net):
         x = self.embed(input_ids)
         for block in self.blocks:
             out = []
-            thread = threading.Thread(target=lambda: out.append(block(x)))
+            thread = threading.Thread(target=lambda b=block, y=x, put=out.append: put(b(y)))
             thread.start()
             thread.join()
             x = out[0]

@@ -668,7 +668,8 @@ class PassesOn(Net):
     def forward(self, input_ids):
         x, log = self.embed(input_ids), []
         for number, block in enumerate(self.blocks):
-            x = block(x, **{"scale": 1 + 0.1 * number, "log": log})
+            told = {"scale": 1 + 0.1 * number, "log": log}
+            x = block(x, **told)
         return self.head(x * (1 + 0.01 * sum(log)))
 
 

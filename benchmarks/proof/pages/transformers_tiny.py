@@ -166,7 +166,9 @@ def opt():
 @habit(EQUAL)
 def bert():
     """BERT for masked words."""
-    return made("Bert", head="ForMaskedLM", **_without(USUAL), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return made(
+        "Bert", head="ForMaskedLM", **_without(USUAL), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
 
 
 @habit(EQUAL)
