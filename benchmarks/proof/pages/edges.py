@@ -283,12 +283,16 @@ def tied_weight_with_a_hook():
     return net
 
 
+def clamped(param):
+    param.grad.clamp_(-5e-3, 5e-3)
+
+
 @habit(OR_REFUSED, hard=True)
 def tied_weight_accumulated_by_a_hook():
     """register_post_accumulate_grad_hook on a tied weight."""
     net = Net()
     net.head.weight = net.embed.weight
-    net.embed.weight.register_post_accumulate_grad_hook(lambda param: param.grad.clamp_(-5e-3, 5e-3))
+    net.embed.weight.register_post_accumulate_grad_hook(clamped)
     return net
 
 
