@@ -893,6 +893,7 @@ class Positional(nn.Module):
         self.net = Net()
 
     def forward(self, *args, **kwargs):
+        kwargs.pop("labels", None)
         return self.net(*args, **kwargs)
 
 
