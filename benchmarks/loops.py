@@ -20,18 +20,13 @@ hang     no end within --limit seconds
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import multiprocessing
-import os
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -40,6 +35,7 @@ import habits
 from loops.crew import as_launched
 from loops.habit import HABITS, Habit
 from loops.judge import ORDER, judge
+from pool import judged
 from result import publish
 
 
@@ -88,53 +84,12 @@ Judge = Callable[[Habit], dict[str, Any]]
 
 def all_judged(chosen: Sequence[Habit], by: Judge, jobs: int) -> Iterator[dict[str, Any]]:
     """Rows as they come. Those of torchrun last: what all of them import is imported once, under its variables."""
-    yield from judged([h for h in chosen if h.launcher != "torchrun"], by, jobs)
+    yield from judged([h for h in chosen if h.launcher != "torchrun"], by, otherwise=row_of, jobs=jobs)
     as_launched("torchrun")
     import gossamer
 
     assert gossamer.wrap
-    yield from judged([h for h in chosen if h.launcher == "torchrun"], by, jobs)
-
-
-def judged(chosen: Sequence[Habit], by: Judge, jobs: int) -> Iterator[dict[str, Any]]:
-    """Rows as they come, each from a forked process."""
-    fork, waiting = multiprocessing.get_context("fork"), list(reversed(chosen))
-    live: dict[Connection, tuple[Habit, Any]] = {}
-    try:
-        while waiting or live:
-            while waiting and len(live) < jobs:
-                habit = waiting.pop()
-                ours, theirs = fork.Pipe(duplex=False)
-                process = fork.Process(target=work, args=(habit, by, theirs))
-                process.start()
-                theirs.close()
-                live[ours] = (habit, process)
-            for pipe in wait(list(live)):
-                assert isinstance(pipe, Connection)
-                habit, process = live[pipe]
-                yield received(habit, pipe)
-                del live[pipe]
-                end(process)
-                pipe.close()
-    finally:
-        for _, process in live.values():
-            end(process)
-
-
-def work(habit: Habit, by: Judge, pipe: Connection) -> None:
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        pipe.send(by(habit))
-    except BaseException:
-        pipe.send(row_of(habit, traceback.format_exc()))
-
-
-def received(habit: Habit, pipe: Connection) -> dict[str, Any]:
-    try:
-        return dict(pipe.recv())
-    except EOFError:
-        return row_of(habit, "its judge ended without a word")
+    yield from judged([h for h in chosen if h.launcher == "torchrun"], by, otherwise=row_of, jobs=jobs)
 
 
 def row_of(habit: Habit, said: str) -> dict[str, Any]:
@@ -148,14 +103,6 @@ def row_of(habit: Habit, said: str) -> dict[str, Any]:
         "detail": said.strip().splitlines()[-1][:500],
         "seconds": 0.0,
     }
-
-
-def end(process: Any) -> None:
-    """It, and what it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join()
 
 
 if __name__ == "__main__":
