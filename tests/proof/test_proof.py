@@ -133,7 +133,7 @@ def test_modules_of_different_values_are_named(pool: Pool) -> None:
 
 def test_a_constructor_without_a_seed_is_named(pool: Pool) -> None:
     said = refused(pool, 2, factory="run.proof_jobs:unsteady", sections=STAGES)
-    assert "a constructor that gives the same values every time, got two of blocks.1.bias" in said
+    assert "a constructor that gives the same numbers every time it runs, got others for blocks.1.bias" in said
 
 
 def test_what_the_code_changes_outside_of_the_module_is_put_back(pool: Pool) -> None:
