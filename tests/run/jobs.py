@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from gossamer import loss
 from gossamer.cutting import Asked, Held, ModuleSource, hold
 from gossamer.job import Job, Where, run_job
+from gossamer.model.cut.absent import Absent
 from gossamer.model.sample import generate
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.build import Parts
@@ -377,7 +378,7 @@ def train(
         run_job(job)
     except (Interrupted, StepRejected) as error:
         ended = f"{type(error).__name__}: {error}"
-    seen = float(held.module.seen)
+    seen = float("nan") if isinstance(held.module.seen, Absent) else float(held.module.seen)
     found = {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held), "bytes": there}
     if values:
         found["values"] = [x for _, p in sorted(held.module.named_parameters()) for x in p.detach().flatten().tolist()]
@@ -459,9 +460,9 @@ def digests(held: Held) -> dict[str, str]:
 
 
 def digest(module: nn.Module) -> str:
-    """Of all parameters, bit for bit."""
+    """Of all parameters that are here, bit for bit."""
     found = hashlib.sha256()
-    for _, param in sorted(module.named_parameters()):
+    for _, param in sorted((n, p) for n, p in module.named_parameters() if not isinstance(p, Absent)):
         found.update(param.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 

@@ -28,6 +28,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gossamer.model.cut.absent import Absent
 from gossamer.model.cut.operators import written
 from gossamer.model.randomness import Keyed
 
@@ -47,6 +48,7 @@ class Snapshot:
 
     tensors: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)  # of these
+    caches: list[Any] = field(default_factory=list)  # functions that keep what they gave
     is_compiled: bool = False  # whether some of the code that was found is
     _put_back: list[PutBack] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)  # by id; held, so that no id is given twice
@@ -112,6 +114,9 @@ class Snapshot:
             yield from (held.__self__, held.__func__)
         elif isinstance(held, functools.partial):
             yield from (held.func, held.args, held.keywords)
+        elif isinstance(held, functools._lru_cache_wrapper):
+            self.caches.append(held)
+            yield held.__wrapped__
         elif isinstance(held, staticmethod | classmethod):
             yield held.__func__
         elif isinstance(held, property):
@@ -124,6 +129,8 @@ class Snapshot:
             yield from self._object(held)
 
     def _tensor(self, held: Tensor) -> Iterator[Any]:
+        if isinstance(held, Absent):  # it has nothing to lose
+            return
         try:
             alias, grad, needs = held.detach(), held.grad if held.is_leaf else None, held.requires_grad
         except (RuntimeError, NotImplementedError, ValueError):  # without memory of its own, or not yet

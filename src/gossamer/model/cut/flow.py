@@ -43,10 +43,18 @@ class Made:
     device: torch.device
     needs_grad: bool
     written: bool = False
+    strides: tuple[int, ...] | None = field(default=None, compare=False)  # None: as torch lays them out
 
-    def placeholder(self) -> Tensor:
-        """Stands where nothing real is needed. Takes no memory, and poisons what is computed from it by mistake."""
-        return hollow(self.shape, self.dtype, self.device, own=self.written)
+    @staticmethod
+    def of(tensor: Tensor) -> Made:
+        """What it looks like."""
+        strides = None if tensor.layout is not torch.strided or tensor.is_contiguous() else tensor.stride()
+        return Made(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, strides=strides)
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Its shape and strides."""
+        return self.shape, self.strides or torch.empty(self.shape, device="meta").stride()
 
 
 @dataclass(frozen=True, slots=True)

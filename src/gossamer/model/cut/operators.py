@@ -152,6 +152,17 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
             yield from (x for x in tree_leaves(given) if isinstance(x, Tensor))
 
 
+def changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """What an operator changes; of a normalisation, which need not say so, everything where it trains."""
+    if "batch_norm" not in func.name():
+        yield from written(func, args, kwargs)
+        return
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("training", given.get("train", True)):
+        yield from (x for x in (given.get("running_mean"), given.get("running_var")) if isinstance(x, Tensor))
+
+
 def _is_one_element(tensor: Any) -> bool:
     """As the parameters of a `Skeleton` are, in all of their dims."""
     return isinstance(tensor, Tensor) and tensor.numel() > 1 and not any(tensor.stride())

@@ -1,32 +1,33 @@
 """A stage: the user's whole forward, in which what other stages own are ghosts.
 
 A ghost holds no storage and returns what the real unit would have: the tensor received from an earlier stage, the
-argument that the unit passed through, or a placeholder where nothing of this stage depends on it. The module objects
-stay, with their attributes and hooks; only their parameters are hollow and their `forward` is another.
+argument that the unit passed through, or an absent tensor where nothing of this stage depends on it. The module objects
+stay, with their attributes and hooks; only their parameters are absent and their `forward` is another. Every stage runs
+the forward to its end, so that what the model keeps (counters, switches, memories) is what one process would keep.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gossamer.model.cut.absent import Absence, Absent, Over
 from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more
 from gossamer.model.cut.cuts import Part, canonical_names
-from gossamer.model.cut.flow import Call, Flow, Inside, Leaf, Value, containers_of, hollow
+from gossamer.model.cut.flow import Call, Flow, Inside, Leaf, Value, containers_of
 from gossamer.model.cut.live import Live
+from gossamer.model.cut.switches import switches_put_back
 from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.randomness import Keyed
-from gossamer.spec.errors import RunFailed
+from gossamer.spec.errors import BadInput, bad_input
 
-
-class _Done(BaseException):
-    """The last call of the stage is over. Not an Exception: a forward that catches those must not see it."""
+_KEY = "plan.mesh.pipe"
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class _Turn:
     at: int = 0  # number of the next call
     inside: Call | None = None  # the owned call that is running
     turns: dict[str, int] = field(default_factory=dict)  # of inner modules, in that call
+    is_cut_short: bool = False  # it ended before its end
 
 
 class Stage:
@@ -51,8 +53,8 @@ class Stage:
         self.names = canonical_names(module)
         self._turn: _Turn | None = None
         self._answers: list[Any] = []
-        changed = {n for n, use in flow.buffers.items() if any(change.loose for change in use.changes)}
-        _hollow_out(module, part.holds | keep, self.names, changed)
+        self._absence = Absence(part.stage)
+        _hollow_out(module, part.holds | keep, self.names, self._absence)
         for name in flow.units:
             unit = module.get_submodule(name)
             assert not isinstance(unit.forward, Keyed), "a ghost would not seed: key the randomness of a stage last"
@@ -63,9 +65,11 @@ class Stage:
     def follow(self, flow: Flow, part: Part) -> None:
         """From the next forward on, batches are of another kind: the same calls, with other shapes and edges."""
         if (part.low, part.high) != (self.part.low, self.part.high) or not part.holds <= self.part.holds:
-            raise RunFailed(
-                f"stage {self.part.stage}: a batch of another kind takes another way through the model, by which the "
-                "stage would have other units: give all batches the same keys"
+            raise bad_input(
+                wanted=f"batches by which stage {self.part.stage} has the same units",
+                got="one of another kind, which takes another way through the model",
+                do="give all batches the same keys",
+                key=_KEY,
             )
         self.flow, self.part = flow, replace(part, holds=self.part.holds)
         for path in {
@@ -113,16 +117,33 @@ class Stage:
         leaves = self.receive(tensors)
         # A view of each: autocast caches leaves as if they were weights, and would add their gradients in bf16.
         turn = self._turn = _Turn({v: x.view_as(x) for v, x in leaves.items()})
+        result = None
         try:
-            result = run()
-        except _Done:
-            result = None
+            with switches_put_back() as switches, self._absence.forward():
+                self._advance(turn)
+                result = run()
+                switches.keep()
+        except Over:
+            turn.is_cut_short = True
         finally:
             self._turn = None
-        if turn.at != self.part.high:
-            raise RunFailed(f"stage {self.part.stage}: {self._strayed(turn, 'the end of the forward')}")
-        sent = {v: turn.given[v] if v in turn.given else turn.made[v] for v in self.part.sends}
+        if not turn.is_cut_short and turn.at != self.flow.end:
+            raise self._strayed(turn, "the end of the forward")
+        if not self.part.is_last:
+            result = None
+        elif origin := self._absence.origin_of(flatten(result)[0]):
+            self._absence.refuse(origin, "the loss is computed from it")
+        sent = {v: self._sent(turn, v, leaves) for v in self.part.sends}
         return Live(leaves, sent, result)
+
+    def _sent(self, turn: _Turn, value: Value, leaves: Mapping[Value, Tensor]) -> Tensor:
+        if value in turn.given:
+            return turn.given[value]
+        return turn.made[value]
+
+    def _advance(self, turn: _Turn) -> None:
+        """Whether a unit of this stage is still to run."""
+        self._absence.is_over = turn.at >= self.part.high and not self.part.is_last
 
     def _unit(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)
@@ -135,31 +156,37 @@ class Stage:
                 output = self._ghost(turn, call, args, kwargs)
             else:
                 turn.inside, turn.turns = call, {}
+                self._absence.unit = call.name
                 containers = containers_of((args, kwargs))
                 lengths = [len(container) for container in containers]
                 try:
                     output = real(*args, **kwargs)
                 finally:
-                    turn.inside = None
+                    turn.inside, self._absence.unit = None, ""
                 self._keep(turn, call, output)
                 self._keep_added(turn, call, containers, lengths)
             turn.at += 1
+            self._advance(turn)
             return output
 
         return forward
 
     def _next(self, turn: _Turn, name: str) -> Call:
-        # Only now, not right after the last owned call: checkpointing must see that call's forward end.
-        if turn.at == self.part.high and not self.part.is_last:
-            raise _Done
+        if self._absence.refused is not None:
+            raise self._absence.refused  # the model's code caught it
         call = self.flow.calls[turn.at] if turn.at < self.flow.end else None
         if call is None or call.unit != name:
-            raise RunFailed(f"stage {self.part.stage}: {self._strayed(turn, name)}")
+            raise self._strayed(turn, name)
         return call
 
-    def _strayed(self, turn: _Turn, came: str) -> str:
+    def _strayed(self, turn: _Turn, came: str) -> BadInput:
         wanted = self.flow.calls[turn.at].name if turn.at < self.flow.end else "the end of the forward"
-        return f"the forward took another way than when it was cut: wanted {wanted}, got {came}"
+        return bad_input(
+            wanted=f"{wanted} to come next in the forward on stage {self.part.stage}, as when the model was cut",
+            got=f"{came}: it took another way",
+            do="call the same units in every forward, and let each decide within itself what it does",
+            key=_KEY,
+        )
 
     def _ghost(self, turn: _Turn, call: Call, args: Any, kwargs: Any) -> Any:
         given, containers = flatten((args, kwargs))[0], containers_of((args, kwargs))
@@ -183,12 +210,25 @@ class Stage:
             return leaf.constant if leaf.source is None else given[leaf.source]
         received = turn.given.get(Value(turn.at, place))
         if leaf.source is not None:  # whoever else holds the argument finds in it what the unit has written
-            return given[leaf.source] if received is None else given[leaf.source].copy_(received)
+            return self._written(given[leaf.source], received, self._origin(turn, place))
         if received is None or received.numel() != math.prod(leaf.made.shape):
-            return leaf.made.placeholder()
+            return self._absence.tensor(leaf.made, self._origin(turn, place))
         if received.shape != leaf.made.shape:  # the same memory in other dims, where a hook sees it so
             received = received.view(leaf.made.shape)
         return received.clone() if leaf.made.written else received
+
+    def _written(self, given: Tensor, received: Tensor | None, origin: str) -> Tensor:
+        """An argument that the unit has changed in place."""
+        if received is None:
+            self._absence.mark(given, origin)
+            return given
+        return received if isinstance(given, Absent) else given.copy_(received)
+
+    def _origin(self, turn: _Turn, place: int) -> str:
+        call = self.flow.calls[turn.at]
+        if len(call.leaves) == 1 or place >= len(call.leaves):
+            return f"what {call.name} gives" if place < len(call.leaves) else f"what {call.name} keeps or hands on"
+        return f"output {place} of {call.name}"
 
     def _inner(self, path: str, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)
@@ -237,10 +277,13 @@ class Stage:
 
     def _check_shape(self, turn: _Turn, wanted: tuple[int, ...], tensor: Tensor) -> None:
         if tensor.shape != wanted:
-            raise RunFailed(
-                f"stage {self.part.stage}: {self.flow.calls[turn.at].name} gives {tuple(tensor.shape)}, and gave "
-                f"{wanted} when the model was cut: what crosses between stages may depend on the shapes of a batch, "
-                "not on its values; pad it, or pick out what is needed within a unit"
+            raise bad_input(
+                wanted=f"{self.flow.calls[turn.at].name} to give {wanted} on stage {self.part.stage}, as when the "
+                "model was cut",
+                got=f"{tuple(tensor.shape)}: what crosses between stages may depend on the shapes of a batch, not on "
+                "its values",
+                do="pad it, or pick out what is needed within a unit",
+                key=_KEY,
             )
 
 
@@ -251,10 +294,8 @@ def _put(container: MutableMapping[Any, Any] | list[Any], key: Any, held: Any) -
         container[key] = held
 
 
-def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str], changed: Container[str]) -> None:
-    """Replace every parameter and buffer outside `holds` by one without storage; tied ones stay tied. Buffers in
-    `changed` get storage, for the model's own code writes to them wherever it runs.
-    """
+def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str], absence: Absence) -> None:
+    """Replace every parameter and buffer outside `holds` by an absent one; tied ones stay tied."""
     empty: dict[str, Tensor] = {}
     for path, owner in module.named_modules():
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
@@ -262,8 +303,6 @@ def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, st
             if tensor is None or canonical in holds:
                 continue
             if canonical not in empty:
-                device = torch.device("cpu") if tensor.is_meta else tensor.device
-                blank = hollow(tuple(tensor.shape), tensor.dtype, device, own=canonical in changed)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                empty[canonical] = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                empty[canonical] = absence.like(tensor, f"the {kind} {canonical or name}")
             setattr(owner, name, empty[canonical])

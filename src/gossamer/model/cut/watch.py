@@ -59,7 +59,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.module, self.units, self.operators = module, units, operators
         self.key, self.lot, self.draws = operators.key, lot, Draws()
-        self.buffers = Buffers.of(module, self.key)
+        self.buffers = Buffers(self.key)
         self.running = Running(module, self.key)
         self.calls: list[Seen] = []
         self.current: int | None = None
@@ -212,7 +212,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._name(key, value)
         if not torch.is_grad_enabled():
             self.without_grad.append((seen.unit, leaf))
-        return Leaf(source=same, made=Made(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad))
+        return Leaf(source=same, made=Made.of(leaf))
 
     def _name(self, key: int, value: Value) -> None:
         """From here on the storage is `value`; a view of older storage is that too."""
@@ -258,7 +258,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
         if same is not None and self.key(leaf) not in seen.written:
             return Leaf(source=same), HIDDEN
-        key, made = self.key(leaf), Made(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+        key, made = self.key(leaf), Made.of(leaf)
         if self.born.get(key) == value.call:
             self._name(key, value)
             return Leaf(made=made), value.place
