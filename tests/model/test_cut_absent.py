@@ -96,7 +96,9 @@ LOOKS: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_number_of_it_can_not_be_read(look: str) -> None:
     x, absence = absent(3, 4)
-    with pytest.raises(BadInput, match=r"stage 1 .*blocks\.0 gives.*reads a number of it .* at test_cut_absent\.py:\d+"):
+    with pytest.raises(
+        BadInput, match=r"stage 1 .*blocks\.0 gives.*reads a number of it .* at test_cut_absent\.py:\d+"
+    ):
         with absence.forward():
             LOOKS[look](x)
     with pytest.raises(Over), absence.forward():

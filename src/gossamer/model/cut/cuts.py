@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from gossamer.model.cut.flow import HIDDEN, Call, Flow, Value
+from gossamer.model.cut.flow import HIDDEN, TOLD, Call, Flow, Late, Value
 from gossamer.model.cut.keepers import Keepers, check_readers, keepers_of
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
@@ -112,7 +112,8 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
 
 def _edges(flow: Flow, at: int) -> tuple[Value, ...]:
     """Values made before call `at` that it or later ones depend on."""
-    return tuple(sorted(v for v in flow.readers if v.call < at <= flow.last_reader(v)))
+    told = [Value(i, TOLD) for i, call in enumerate(flow.calls[:at]) if call.is_told and at < flow.end]
+    return tuple(sorted([*told, *(v for v in flow.readers if v.call < at <= flow.last_reader(v))]))
 
 
 def _holds(module: nn.Module, flow: Flow, low: int, high: int) -> frozenset[str]:
@@ -192,10 +193,10 @@ def _check_count(flow: Flow, stages: int) -> None:
 
 
 def _check(flow: Flow, part: Part) -> None:
-    """Nothing that this stage computes with may be a placeholder."""
-    for call in flow.calls[: part.low]:
+    """Nothing that this stage computes with may be absent."""
+    for number, call in enumerate(flow.calls[: part.low]):
         strange = next((leaf.opaque for leaf in call.leaves if leaf.opaque), "")
-        if strange:
+        if strange and Value(number, HIDDEN) in part.receives:
             raise bad_input(
                 wanted=f"{call.name} to return tensors, in tuples, lists, dicts or dataclasses",
                 got=f"a {strange}",
@@ -221,6 +222,34 @@ def _check(flow: Flow, part: Part) -> None:
                 do="cut before that unit, or move the branch (or .item()) into a unit",
                 key=_KEY,
             )
+
+
+    _check_late(flow, part)
+
+
+def _check_late(flow: Flow, part: Part) -> None:
+    """What Python keeps of the forward's end may not matter to a stage that cannot follow it so far."""
+    ends = [p for v, at in flow.branches.items() for p in at if p >= part.high and not _has(part, v)]
+    ends += [i for i in range(part.high, flow.end) if flow.calls[i].is_told]
+    if part.is_last or not ends:
+        return
+    late = next((one for one in flow.late if _matters(one, min(ends))), None)
+    if late is not None:
+        raise bad_input(
+            wanted=f"{late.name}, which the forward changes and a later one reads, to depend on no number that stage "
+            f"{part.stage} has not",
+            got=f"a look at one before {_reader(flow, min(ends))}, where its forward has to end",
+            do="move the look behind what changes, return tensors instead of numbers, or cut behind it",
+            key=_KEY,
+        )
+
+
+def _has(part: Part, value: Value) -> bool:
+    return part.owns(value.call) or value in part.receives
+
+
+def _matters(late: Late, end: int) -> bool:
+    return any(reader <= end for reader in late.readers)
 
 
 def _reader(flow: Flow, position: int) -> str:

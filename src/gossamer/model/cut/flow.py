@@ -11,6 +11,8 @@ from torch import Tensor
 
 from gossamer.model.cut.tree import Shape
 
+TOLD = -2  # the place of what a call looked at, as bytes
+TOLD_BYTES = 2048
 HIDDEN = -1  # the place of a tensor that was made inside a call and that nothing outside is known to hold
 
 
@@ -32,6 +34,11 @@ class Leaf:
     source: int | None = None  # number of the argument leaf that it is
     made: Made | None = None
     opaque: str = ""  # type of a constant that nobody can repeat
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it is a number, a word or an object, which another forward may give as another."""
+        return self.made is None and self.source is None and (bool(self.opaque) or self.constant is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,8 @@ class Call:
     leaves: tuple[Leaf, ...]
     spec: Shape
     insides: tuple[Inside, ...] = ()
+    effects: tuple[str, ...] = ()  # what it does in Python, that others may read
+    is_told: bool = False  # what it gives in Python may depend on numbers of tensors: where it ran tells the rest
     flop: float = 0.0  # of its forward
     parameter_bytes: int = 0  # of the unit
 
@@ -92,8 +101,15 @@ class Call:
         """As a cut names it: the unit, and where it is called again, @ and which time it is."""
         return f"{self.unit}@{self.turn}" if self.turn else self.unit
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether nothing comes of it but tensors, None, and what it was given."""
+        return not self.effects and not self.is_told and not any(leaf.is_python for leaf in self.leaves)
+
     def made(self, place: int) -> Made:
         """What the value at `place` looks like."""
+        if place == TOLD:
+            return Made((TOLD_BYTES,), torch.uint8, self._device(), needs_grad=False)
         leaves = [*self.leaves] if place < len(self.leaves) else []
         at = place
         if not leaves:
@@ -102,6 +118,10 @@ class Call:
         made = leaves[at].made
         assert made is not None
         return made
+
+    def _device(self) -> torch.device:
+        made = (leaf.made for leaf in self.leaves if leaf.made is not None)
+        return next((one.device for one in made), torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +145,16 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """What Python holds and the forward changes, after it has first looked at a number. `readers`: calls, or CODE (-1)
+    for the code between them.
+    """
+
+    name: str
+    readers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Flow:
     """One forward of one kind of batch. Position p is the code between call p - 1 and call p; `len(calls)` the end."""
 
@@ -134,6 +164,7 @@ class Flow:
     loose: Mapping[str, frozenset[int]]  # parameter or buffer read outside of its units -> positions
     lent: Mapping[str, frozenset[int]]  # the same, read inside other units' calls -> those calls
     units: tuple[str, ...]
+    late: tuple[Late, ...] = ()
     by_chance: bool = False  # the code between units may have looked at a random number
     buffers: Mapping[str, Use] = field(default_factory=dict)
     names: Mapping[str, int] = field(default_factory=dict)  # call name -> number

@@ -32,6 +32,9 @@ class Operators(Protocol):
     def key(self, tensor: Tensor) -> int:
         """The same number for tensors in the same memory, and never given twice."""
 
+    def refuse(self) -> None:
+        """A number was asked for that is not there."""
+
 
 class Real:
     """Operators run as they are."""
@@ -52,6 +55,9 @@ class Real:
         # A kernel that wants the strides of a real parameter, and was given one without memory: this once it has some.
         args, kwargs = tree_map_only(Tensor, lambda x: x.contiguous() if _is_one_element(x) else x, given)
         return func(*args, **kwargs)
+
+    def refuse(self) -> None:
+        """All are there."""
 
     def key(self, tensor: Tensor) -> int:
         """The same number for tensors in the same memory, and never given twice."""
@@ -86,6 +92,10 @@ class Unreal(Real):
         except Exception:
             self.refused = True  # whoever may catch this
             raise
+
+    def refuse(self) -> None:
+        """A number was asked for that is not there."""
+        self.refused = True
 
     def key(self, tensor: Tensor) -> int:
         """That of the real tensor, where this lies in the memory of its stand-in."""

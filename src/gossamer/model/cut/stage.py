@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from gossamer.model.cut.absent import Absence, Absent, Over
 from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more
 from gossamer.model.cut.cuts import Part, canonical_names
-from gossamer.model.cut.flow import Call, Flow, Inside, Leaf, Value, containers_of
+from gossamer.model.cut.flow import TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
 from gossamer.model.cut.live import Live
+from gossamer.model.cut.looks import Looks
 from gossamer.model.cut.switches import switches_put_back
 from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.randomness import Keyed
@@ -39,6 +41,7 @@ class _Turn:
     at: int = 0  # number of the next call
     inside: Call | None = None  # the owned call that is running
     turns: dict[str, int] = field(default_factory=dict)  # of inner modules, in that call
+    is_shadow: bool = False  # the call that is running is another stage's
     is_cut_short: bool = False  # it ended before its end
 
 
@@ -152,24 +155,81 @@ class Stage:
             if turn is None or turn.inside is not None or torch._C._current_graph_task_id() != -1:
                 return real(*args, **kwargs)  # within a unit, or recomputed in a backward
             call = self._next(turn, name)
-            if not self.part.owns(turn.at):
+            if self.part.owns(turn.at):
+                output = self._own(turn, call, real, (args, kwargs))
+            elif call.is_pure:
                 output = self._ghost(turn, call, args, kwargs)
             else:
-                turn.inside, turn.turns = call, {}
-                self._absence.unit = call.name
-                containers = containers_of((args, kwargs))
-                lengths = [len(container) for container in containers]
-                try:
-                    output = real(*args, **kwargs)
-                finally:
-                    turn.inside, self._absence.unit = None, ""
-                self._keep(turn, call, output)
-                self._keep_added(turn, call, containers, lengths)
+                output = self._shadow(turn, call, real, (args, kwargs))
             turn.at += 1
             self._advance(turn)
             return output
 
         return forward
+
+    def _own(self, turn: _Turn, call: Call, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
+        """The unit itself."""
+        turn.inside, turn.turns = call, {}
+        self._absence.unit = call.name
+        arguments = flatten(given)[0]
+        containers = containers_of(given)
+        lengths = [len(container) for container in containers]
+        looks = Looks()
+        try:
+            with looks.noting() if call.is_told else nullcontext():
+                output = real(*given[0], **given[1])
+        finally:
+            turn.inside, self._absence.unit = None, ""
+        self._keep(turn, call, output, arguments)
+        self._keep_added(turn, call, containers, lengths)
+        if (told := Value(turn.at, TOLD)) in self.part.sends:
+            turn.made[told] = looks.to_bytes(call.name, call.made(TOLD).device)
+        return output
+
+    def _shadow(self, turn: _Turn, call: Call, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
+        """What the unit does and gives in Python: its own forward, on absent tensors; what was received takes its place."""
+        arguments, containers = flatten(given)[0], containers_of(given)
+        lengths = [len(container) for container in containers]
+        told = turn.given.get(Value(turn.at, TOLD)) if call.is_told else None
+        looks = Looks.of_bytes(told) if told is not None else Looks()
+        turn.inside, turn.turns, turn.is_shadow = call, {}, True
+        self._absence.told = looks.of_method if told is not None else None
+        try:
+            with looks.telling() if told is not None else nullcontext():
+                output = getattr(real, "_torchdynamo_orig_callable", real)(*given[0], **given[1])
+        finally:
+            turn.inside, turn.is_shadow, self._absence.told = None, False, None
+        self._place_insides(turn, call, containers, lengths)
+        leaves, spec = flatten(output)
+        self._check_structure(turn, call, leaves)
+        placed = [self._placed(turn, a, p, x, arguments) for p, (a, x) in enumerate(zip(call.leaves, leaves, strict=True))]
+        return spec.fill(placed)
+
+    def _placed(self, turn: _Turn, leaf: Leaf, place: int, came: Any, given: Sequence[Any]) -> Any:
+        is_there = isinstance(came, Tensor) and leaf.made is not None and Value(turn.at, place) in turn.given
+        return self._leaf(turn, leaf, place, given) if is_there else came
+
+    def _place_insides(self, turn: _Turn, call: Call, containers: list[Any], lengths: list[int]) -> None:
+        for inside in call.insides:
+            if inside.container >= 0:
+                container = containers[inside.container]
+                key = inside.key
+                if isinstance(container, list):
+                    key = lengths[inside.container]
+                    lengths[inside.container] += 1
+                if key in range(len(container)) if isinstance(container, list) else key in container:
+                    container[key] = self._received(turn, inside, container[key])
+            elif inside.attribute:
+                target = self.module.get_submodule(inside.module)
+                setattr(target, inside.attribute, self._received(turn, inside, getattr(target, inside.attribute)))
+
+    def _received(self, turn: _Turn, inside: Inside, came: Any) -> Any:
+        """What a shadow left behind, with what was received of it."""
+        leaves, spec = flatten(came)
+        if not any(Value(turn.at, place) in turn.given for place in inside.places) or len(leaves) != len(inside.leaves):
+            return came
+        pairs = zip(inside.leaves, inside.places, leaves, strict=True)
+        return spec.fill([self._placed(turn, leaf, place, x, ()) for leaf, place, x in pairs])
 
     def _next(self, turn: _Turn, name: str) -> Call:
         if self._absence.refused is not None:
@@ -242,17 +302,43 @@ class Stage:
                 turn.turns[path] = time + 1
                 for inside in turn.inside.insides:
                     if (inside.module, inside.turn, inside.attribute) == (path, time, ""):
-                        self._keep_inside(turn, inside, output)
+                        if turn.is_shadow:
+                            output = self._received(turn, inside, output)
+                        else:
+                            self._keep_inside(turn, inside, output)
             return output
 
         return forward
 
-    def _keep(self, turn: _Turn, call: Call, output: Any) -> None:
-        """Remember what later stages will ask for."""
-        self._keep_leaves(turn, call.leaves, range(len(call.leaves)), output)
+    def _keep(self, turn: _Turn, call: Call, output: Any, given: Sequence[Any]) -> None:
+        """Remember what later stages will ask for, which must be what the trace says they do."""
+        leaves = flatten(output)[0]
+        self._check_structure(turn, call, leaves)
+        for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
+            if leaf.source is not None and leaf.made is None and came is not given[leaf.source]:
+                raise self._another(call, place, came, "its argument, as it was")
+            if leaf.made is None and isinstance(came, Tensor) and leaf.source is None:
+                raise self._another(call, place, came, repr(leaf.constant))
+            if leaf.made is not None and not isinstance(came, Tensor) and call.is_pure:
+                raise self._another(call, place, came, "a tensor")
+        self._keep_leaves(turn, call.leaves, range(len(call.leaves)), leaves)
         for inside in call.insides:
             if inside.attribute:
                 self._keep_inside(turn, inside, getattr(self.module.get_submodule(inside.module), inside.attribute))
+
+    def _check_structure(self, turn: _Turn, call: Call, leaves: Sequence[Any]) -> None:
+        if len(leaves) != len(call.leaves):
+            raise self._another(call, -1, f"{len(leaves)} tensors and values", str(len(call.leaves)))
+
+    def _another(self, call: Call, place: int, came: Any, wanted: str) -> BadInput:
+        which = f" as its output {place}" if place >= 0 and len(call.leaves) > 1 else ""
+        got = f"a tensor {tuple(came.shape)}" if isinstance(came, Tensor) else came if place < 0 else repr(came)
+        return bad_input(
+            wanted=f"{call.name} to give {wanted}{which} on stage {self.part.stage}, as when the model was cut",
+            got=str(got),
+            do="let it give the same kind of thing every time, or cut so that one stage has it and what reads that",
+            key=_KEY,
+        )
 
     def _keep_added(self, turn: _Turn, call: Call, containers: list[Any], lengths: list[int]) -> None:
         for inside in (i for i in call.insides if i.container >= 0):
@@ -264,16 +350,29 @@ class Stage:
                 self._keep_inside(turn, inside, container[inside.key])
 
     def _keep_inside(self, turn: _Turn, inside: Inside, output: Any) -> None:
-        self._keep_leaves(turn, inside.leaves, inside.places, output)
+        leaves = flatten(output)[0]
+        if len(leaves) != len(inside.leaves):
+            raise self._another(self.flow.calls[turn.at], -1, f"{len(leaves)} values kept", str(len(inside.leaves)))
+        self._keep_leaves(turn, inside.leaves, inside.places, leaves)
 
-    def _keep_leaves(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], output: Any) -> None:
-        for leaf, place, tensor in zip(leaves, places, flatten(output)[0], strict=True):
-            value = Value(turn.at, place)
-            if value not in self.part.sends or leaf.made is None:
+    def _keep_leaves(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], came: Sequence[Any]) -> None:
+        for leaf, place, tensor in zip(leaves, places, came, strict=True):
+            value, made = Value(turn.at, place), leaf.made
+            if value not in self.part.sends or made is None:
                 continue
-            if leaf.made.shape == self.flow.calls[turn.at].made(place).shape:
-                self._check_shape(turn, leaf.made.shape, tensor)
-                turn.made[value] = tensor.clone() if leaf.made.written else tensor
+            if not isinstance(tensor, Tensor):  # None this time, of which the shadows are told
+                turn.made.setdefault(value, torch.zeros(made.shape, dtype=made.dtype, device=made.device))
+            elif made.shape == self.flow.calls[turn.at].made(place).shape:
+                self._check_like(turn, made, tensor)
+                turn.made[value] = tensor.clone() if made.written else tensor
+
+    def _check_like(self, turn: _Turn, made: Made, tensor: Tensor) -> None:
+        self._check_shape(turn, made.shape, tensor)
+        call = self.flow.calls[turn.at]
+        if tensor.dtype != made.dtype:
+            raise self._another(call, -1, f"{tensor.dtype}", f"a tensor of {made.dtype}")
+        if tensor.requires_grad and not made.needs_grad:
+            raise self._another(call, -1, "one with a gradient to come", "a tensor without a gradient")
 
     def _check_shape(self, turn: _Turn, wanted: tuple[int, ...], tensor: Tensor) -> None:
         if tensor.shape != wanted:

@@ -30,8 +30,12 @@ class Switches:
             (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
         ]
         for device in _DEVICES:
-            found._was.append((lambda on, d=device: torch.set_autocast_enabled(d, on), torch.is_autocast_enabled(device)))
-            found._was.append((lambda kind, d=device: torch.set_autocast_dtype(d, kind), torch.get_autocast_dtype(device)))
+            found._was.append(
+                (lambda on, d=device: torch.set_autocast_enabled(d, on), torch.is_autocast_enabled(device))
+            )
+            found._was.append(
+                (lambda kind, d=device: torch.set_autocast_dtype(d, kind), torch.get_autocast_dtype(device))
+            )
         return found
 
     def keep(self) -> None:

@@ -17,17 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from gossamer.model.cut.chance import Draws, Lot
-from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Leaf, Made, Value, containers_of
+from gossamer.model.cut.effects import CODE, OF_TORCH, Effects, Reads
+from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Late, Leaf, Made, Value, containers_of
+from gossamer.model.cut.looks import Looking
 from gossamer.model.cut.operators import Operators, written
 from gossamer.model.cut.running import Running, Step
 from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.cut.undo import Buffers
 from gossamer.model.flop import flop_of
-from gossamer.spec.errors import bad_input
+from gossamer.model.snapshot import Difference, Snapshot
+from gossamer.spec.errors import RunFailed, bad_input
 
 _LOOKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _REPEATABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
@@ -49,6 +53,7 @@ class Seen:
     turns: dict[str, int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # storages from elsewhere
     looked: bool = False
+    effects: Effects | None = None
     flop: float = 0.0
 
 
@@ -63,6 +68,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.running = Running(module, self.key)
         self.calls: list[Seen] = []
         self.current: int | None = None
+        self.reads = Reads(lambda: CODE if self.current is None else self.current)
+        self.early: Snapshot | None = None  # what Python held when it first looked at a number
+        self.late: tuple[Late, ...] = ()
         self.taint: dict[int, frozenset[Value]] = {}
         self.born: dict[int, int] = {}  # storage -> call in which it was made
         self.where: dict[Value, int] = {}  # storage of each value
@@ -80,6 +88,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def install(self, stack: ExitStack) -> None:
         self.draws.enter()
+        stack.enter_context(self.reads.watching())
+        stack.enter_context(Looking(self._looked))
         for name in self.units:
             unit = self.module.get_submodule(name)
             stack.callback(_put_back, unit, vars(unit).get("forward"))
@@ -154,13 +164,27 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif key not in self.owned[self.calls[self.current].unit]:
             self.lent.setdefault(name, set()).add(self.current)
 
+    def _looked(self, tensor: Tensor) -> None:
+        """Python takes all numbers of a tensor."""
+        key = self.key(tensor)
+        if isinstance(tensor, FakeTensor):
+            self.operators.refuse()
+            raise RunFailed("numbers that are not there")
+        self._look(self._read([tensor]), {key})
+
     def _look(self, values: frozenset[Value], read: set[int]) -> None:
+        self._first_look()
         if self.current is not None:
             self.calls[self.current].looked = True
             return
         self.draws.look(read)
         for value in values:
             self.branches.setdefault(value, set()).add(len(self.calls))
+
+    def _first_look(self) -> None:
+        if self.early is None:
+            with _disable_current_modes():  # type: ignore[no-untyped-call]
+                self.early = Snapshot.of_python(self.module, "")
 
     def _watched(self, name: str, unit: nn.Module, real: Callable[..., Any]) -> Callable[..., Any]:
         # Not by hooks: some models call the `forward` of their blocks themselves.
@@ -182,12 +206,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         turn = sum(seen.unit == name for seen in self.calls)
         seen = Seen(name, turn, flatten((args, kwargs))[0], containers=containers_of((args, kwargs)))
         seen.before = [copy.copy(container) for container in seen.containers]
+        seen.effects = Effects.begin(self.module.get_submodule(name), name, (args, kwargs))
         self.calls.append(seen)
         return self.current
 
     def _end(self, number: int, unit: nn.Module, output: Any) -> None:
         list(self.running.assigned(number, self.taint, loose=False))
-        seen, self.current = self.calls[number], None
+        seen = self.calls[number]
+        assert seen.effects is not None
+        seen.effects.end()
+        self.current = None
         leaves, seen.spec = flatten(output)
         seen.leaves = [self._leaf(seen, leaf, Value(number, i)) for i, leaf in enumerate(leaves)]
         kept = {self.where[v] for v in self.where if v.call == number}
@@ -203,8 +231,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if same is not None and leaf is not None:
                 return Leaf(source=same)
             opaque = "" if type(leaf) in _REPEATABLE else type(leaf).__qualname__
-            if seen.looked and type(leaf) in (int, float):
-                opaque = f"{type(leaf).__name__} read from a tensor"
             return Leaf(constant=None if opaque else leaf, opaque=opaque)
         key = self.key(leaf)
         if same is not None and key not in seen.written:
@@ -278,6 +304,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         self._reach(self.running.assigned(len(self.calls), self.taint, loose=True))
         self._reach(self._read(ends))
+        if self.early is not None:
+            with _disable_current_modes():  # type: ignore[no-untyped-call]
+                late = [one for one in self.early.differences() if not isinstance(one.now, Tensor)]
+            self.late = tuple(Late(d.name, self._readers(d)) for d in late if d.root is None or d.root[1] not in OF_TORCH)
+            self.early = None
         for name in self.running.read(ends):
             self.running.readers.setdefault(name, set()).add(len(self.calls))
 
@@ -290,6 +321,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             loose={name: frozenset(at) for name, at in self.loose.items()},
             lent={name: frozenset(at) for name, at in self.lent.items()},
             buffers=self.running.uses(),
+            late=self.late,
             units=self.units,
             by_chance=self.draws.decide,
         )
@@ -302,12 +334,33 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for i in seen.insides
         )
         held = sum(p.numel() * p.element_size() for p in self.module.get_submodule(seen.unit).parameters())
-        return Call(seen.unit, seen.turn, leaves, seen.spec, marked, seen.flop, held)
+        assert seen.effects is not None
+        effects = tuple(dict.fromkeys(one.name for one in seen.effects.outside(number, self.reads)))
+        gives = bool(effects) or any(leaf.is_python or _is_none(leaf) for leaf in leaves)
+        return Call(
+            seen.unit,
+            seen.turn,
+            leaves,
+            seen.spec,
+            marked,
+            effects=effects,
+            is_told=seen.looked and gives,
+            flop=seen.flop,
+            parameter_bytes=held,
+        )
+
+    def _readers(self, one: Difference) -> frozenset[int]:
+        """Calls that may read it in the next forward, or CODE."""
+        return frozenset((CODE,) if one.root is None else self.reads.of.get(one.root, ()))
 
     def _marked(self, leaf: Leaf, value: Value) -> Leaf:
         if leaf.made is None or value not in self.changed:
             return leaf
         return replace(leaf, made=replace(leaf.made, written=True))
+
+
+def _is_none(leaf: Leaf) -> bool:
+    return leaf.made is None and leaf.source is None and leaf.constant is None
 
 
 def _added(container: Any, before: Any) -> list[tuple[Any, Any]]:
