@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from gossamer.model.cut.absent import Absence, Absent, Over
 from gossamer.model.cut.cuts import Cuts
 from gossamer.model.cut.flow import Made
-from gossamer.model.cut.lockstep import run_lockstep, stages_of
+from gossamer.model.cut.lockstep import Loss, run_lockstep, stages_of
 from gossamer.model.cut.trace import trace
-from gossamer.model.randomness import unit_seeds
+from gossamer.model.randomness import UnitSeeds, unit_seeds
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 from model.kept import EQUAL, REFUSED, WIDTH, Net
@@ -30,25 +31,38 @@ def switches() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def loss_of(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def loss_of(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     loss: Tensor = (module(batch["x"]) - 0.3).square().mean()
     return loss
 
 
-def compare(module: nn.Module, cuts: Cuts = THIRDS) -> None:
+def compare(module: nn.Module, cuts: Cuts = THIRDS, *, is_keyed: bool = False) -> None:
     """Losses and gradients of some batches, one after the other, are those of one process, bit for bit."""
     whole = copy.deepcopy(module)
+    loss = keyed(loss_of) if is_keyed else loss_of
     losses = []
     for batch in BATCHES:
-        losses.append(loss_of(whole, batch))
+        losses.append(loss(whole, batch))
         losses[-1].backward()
     flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
-    ours = run_lockstep(stages_of(module, flow, cuts), loss_of, BATCHES)
+    ours = run_lockstep(stages_of(module, flow, cuts), loss, BATCHES)
     assert [x.tolist() for x in ours.losses] == [x.tolist() for x in losses]
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     assert ours.gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def keyed(loss: Loss) -> Loss:
+    """With randomness by batch and unit."""
+    seeds: dict[int, UnitSeeds] = {}
+
+    def run(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        found = seeds.get(id(module)) or seeds.setdefault(id(module), unit_seeds(module, seed=3))
+        with found.at(1, int(batch["x"].sum() * 1e6)):
+            return loss(module, batch)
+
+    return run
 
 
 @pytest.mark.parametrize("cuts", [THIRDS, Cuts(("inlet", "blocks.2")), Cuts(("inlet", "outlet"))], ids=str)
@@ -207,15 +221,4 @@ def test_dropout_between_units_draws_the_same_numbers_on_what_is_absent() -> Non
             return nn.functional.dropout(got, 0.2) + 0.1 * torch.rand(WIDTH)
 
     torch.manual_seed(0)
-    module = Noisy()
-    flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
-    seeds: dict[nn.Module, object] = {}
-
-    def keyed(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        found = seeds.setdefault(module, unit_seeds(module, seed=3))
-        with found.at(1, 2):  # type: ignore[attr-defined]
-            return loss_of(module, batch)
-
-    expected = keyed(copy.deepcopy(module), BATCHES[0])
-    ours = run_lockstep(stages_of(module, flow, THIRDS), keyed, BATCHES[:1])
-    assert torch.equal(ours.losses[0], expected.detach())
+    compare(Noisy(), is_keyed=True)

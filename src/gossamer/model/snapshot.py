@@ -19,7 +19,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,6 +159,10 @@ class Snapshot:
             yield from (held.__self__, held.__func__)
         elif isinstance(held, functools.partial):
             yield from (held.func, held.args, held.keywords)
+        elif isinstance(held, BuiltinMethodType) and not isinstance(held.__self__, ModuleType):
+            yield held.__self__
+        elif isinstance(held, (*_ITERATORS, *_OF_CONTAINERS)) or _is_strange(held):
+            self._value(held) if not _is_strange(held) else self._went_on(held)
         elif isinstance(held, GeneratorType):
             at = held.gi_frame.f_lasti if held.gi_frame else None
             self._differs(held, lambda: (held.gi_frame.f_lasti if held.gi_frame else None) != at or at is not None)
@@ -473,6 +477,13 @@ def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor
     if not hasattr(func, "_schema") or func.namespace != "aten" or "batch_norm" in func.name():
         return (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     return written(func, args, kwargs) if func._schema.is_mutable else iter(())
+
+
+def _is_strange(held: Any) -> bool:
+    """An iterator that nothing is known of."""
+    kind = type(held)
+    known = (*_ITERATORS, *_OF_CONTAINERS, GeneratorType)
+    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools") and not isinstance(held, known)
 
 
 def _is_same(before: Any, now: Any) -> bool:

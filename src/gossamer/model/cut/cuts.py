@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -229,8 +230,8 @@ def _check(flow: Flow, part: Part) -> None:
 
 def _check_late(flow: Flow, part: Part) -> None:
     """What Python keeps of the forward's end may not matter to a stage that cannot follow it so far."""
-    ends = [p for v, at in flow.branches.items() for p in at if p >= part.high and not _has(part, v)]
-    ends += [i for i in range(part.high, flow.end) if flow.calls[i].is_told]
+    ends = [p - 0.5 for v, at in flow.branches.items() for p in at if p >= part.high and not _has(part, v)]
+    ends += [float(i) for i in range(part.high, flow.end) if flow.calls[i].is_told]
     if part.is_last or not ends:
         return
     late = next((one for one in flow.late if _matters(one, min(ends))), None)
@@ -238,7 +239,7 @@ def _check_late(flow: Flow, part: Part) -> None:
         raise bad_input(
             wanted=f"{late.name}, which the forward changes and a later one reads, to depend on no number that stage "
             f"{part.stage} has not",
-            got=f"a look at one before {_reader(flow, min(ends))}, where its forward has to end",
+            got=f"a look at one before {_reader(flow, math.ceil(min(ends)))}, where its forward has to end",
             do="move the look behind what changes, return tensors instead of numbers, or cut behind it",
             key=_KEY,
         )
@@ -248,8 +249,8 @@ def _has(part: Part, value: Value) -> bool:
     return part.owns(value.call) or value in part.receives
 
 
-def _matters(late: Late, end: int) -> bool:
-    return any(reader <= end for reader in late.readers)
+def _matters(late: Late, end: float) -> bool:
+    return late.written >= end and any(reader <= end for reader in late.readers)
 
 
 def _reader(flow: Flow, position: int) -> str:

@@ -20,20 +20,21 @@ from gossamer.model.snapshot import GONE, Difference, Root, Snapshot
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"__dict__", "__class__", "forward"}
 _NOT_STATE = (Tensor, nn.Module, type, type(lambda: None), type(print), type(nn.Module().train))
-CODE = -1  # a reader: the model's own code, between units
+BEGINNING = -0.5  # code that runs before the first call
 
 
 @dataclass
 class Reads:
     """Who reads which attribute of which module during a forward."""
 
-    now: Callable[[], int]  # number of the running call, or CODE
-    of: dict[Root, set[int]] = field(default_factory=dict)
+    now: Callable[[], float]  # the number of the running call; between two of them, a number between theirs
+    of: dict[Root, set[float]] = field(default_factory=dict)
+    writers: dict[Root, set[float]] = field(default_factory=dict)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """In the forwards of all modules."""
-        outer = vars(nn.Module).get("__getattribute__")
+        outer, assign = vars(nn.Module).get("__getattribute__"), nn.Module.__setattr__
 
         def read(module: nn.Module, name: str) -> Any:
             held = object.__getattribute__(module, name)
@@ -41,16 +42,22 @@ class Reads:
                 self.of.setdefault((id(module), name), set()).add(self.now())
             return held
 
+        def write(module: nn.Module, name: str, held: Any) -> None:
+            self.writers.setdefault((id(module), name), set()).add(self.now())
+            assign(module, name, held)
+
         nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+        nn.Module.__setattr__ = write  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:
+            nn.Module.__setattr__ = assign  # type: ignore[method-assign]
             if outer is None:
                 del nn.Module.__getattribute__
             else:
                 nn.Module.__getattribute__ = outer  # type: ignore[method-assign]
 
-    def others(self, root: Root, call: int) -> set[int]:
+    def others(self, root: Root, call: int) -> set[float]:
         """Whoever reads it beside a call."""
         return self.of.get(root, set()) - {call}
 

@@ -104,7 +104,12 @@ class Call:
     @property
     def is_pure(self) -> bool:
         """Whether nothing comes of it but tensors, None, and what it was given."""
-        return not self.effects and not self.is_told and not any(leaf.is_python for leaf in self.leaves)
+        return not self.is_told and not self.is_python
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it gives or does anything in Python, beside giving None."""
+        return bool(self.effects) or any(leaf.is_python for leaf in self.leaves)
 
     def made(self, place: int) -> Made:
         """What the value at `place` looks like."""
@@ -146,12 +151,13 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """What Python holds and the forward changes, after it has first looked at a number. `readers`: calls, or CODE (-1)
-    for the code between them.
+    """What Python holds and the forward changes, after it has first looked at a number. `readers`, and `written` last:
+    calls, and for the code between them numbers between theirs.
     """
 
     name: str
-    readers: frozenset[int]
+    readers: frozenset[float]
+    written: float
 
 
 @dataclass(frozen=True, slots=True)

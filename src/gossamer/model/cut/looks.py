@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gossamer.model.cut.absent import Absent
-from gossamer.model.cut.flow import TOLD_BYTES
+from gossamer.model.cut.flow import TOLD_BYTES, Leaf
 from gossamer.spec.errors import WireMismatch, bad_input
 
 _TAKES_ALL = {Tensor.numpy: "numpy", Tensor.__array__: "numpy", Tensor.tolist: "list"}
@@ -45,6 +45,18 @@ def takes_shape(func: Any, args: Sequence[Any]) -> bool:
     if func is torch.ops.aten.index.Tensor:
         return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     return True
+
+
+def looked_at(func: Any, args: Sequence[Any]) -> list[Tensor] | None:
+    """The tensors of whose numbers Python sees something in an operator; None where it does not."""
+    if takes_number(func):
+        return [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+    if not takes_shape(func, args):
+        return None
+    if func is torch.ops.aten.index.Tensor:
+        return [x for x in args[1] if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
+    given = [x for x in args if isinstance(x, Tensor)]
+    return given[1:2] if func is torch.ops.aten.masked_select.default else given[:1]
 
 
 class Looking(TorchFunctionMode):
@@ -77,6 +89,29 @@ class Looks:
         """In here Python sees what was noted."""
         with _Operators(self._tell), _Methods(self._tell):
             yield
+
+    @staticmethod
+    def of_kinds(leaves: Sequence[Any], traced: Sequence[Leaf]) -> Looks:
+        """Of a call that gives tensors or None: which it gave, where that is another than when the model was cut."""
+        kinds: list[Any] = []
+        for place, (leaf, came) in enumerate(zip(traced, leaves, strict=True)):
+            was = leaf.made is not None or leaf.source is not None
+            if isinstance(came, Tensor) and not was:
+                kinds.append([place, [list(came.shape), str(came.dtype).removeprefix("torch.")]])
+            elif not isinstance(came, Tensor) and was:
+                kinds.append([place, None])
+        return Looks(deque(kinds))
+
+    def kinds(self) -> dict[int, tuple[tuple[int, ...], torch.dtype] | None]:
+        """As `of_kinds` was given them, by place; raises WireMismatch."""
+        found: dict[int, tuple[tuple[int, ...], torch.dtype] | None] = {}
+        for place, kind in self.seen:
+            _checked(place, (int,))
+            if kind is not None:
+                shape, dtype = _checked(kind, (list,))
+                kind = tuple(_checked(n, (int,)) for n in shape), _dtype(dtype)
+            found[place] = kind
+        return found
 
     def of_method(self, name: str) -> Any:
         """What `numpy` or `tolist` of an absent tensor gives."""
@@ -181,8 +216,13 @@ def _of_shapes(args: Any, kwargs: Any, run: Callable[[], Any], told: Any) -> Any
     first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Absent)), None)
     if first is None:
         return run()
-    made = [first.absence.shaped(first, tuple(shape), getattr(torch, kind)) for shape, kind in told]
+    made = [first.absence.shaped(first, tuple(shape), _dtype(kind)) for shape, kind in told]
     return made[0] if len(made) == 1 else tuple(made)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, _checked(name, (str,)), None)
+    return _checked(found, (torch.dtype,))  # type: ignore[no-any-return]
 
 
 def _checked(told: Any, kinds: tuple[type, ...]) -> Any:

@@ -157,7 +157,7 @@ class Stage:
             call = self._next(turn, name)
             if self.part.owns(turn.at):
                 output = self._own(turn, call, real, (args, kwargs))
-            elif call.is_pure:
+            elif not call.is_python:
                 output = self._ghost(turn, call, args, kwargs)
             else:
                 output = self._shadow(turn, call, real, (args, kwargs))
@@ -176,13 +176,15 @@ class Stage:
         lengths = [len(container) for container in containers]
         looks = Looks()
         try:
-            with looks.noting() if call.is_told else nullcontext():
+            with looks.noting() if call.is_told and call.is_python else nullcontext():
                 output = real(*given[0], **given[1])
         finally:
             turn.inside, self._absence.unit = None, ""
         self._keep(turn, call, output, arguments)
         self._keep_added(turn, call, containers, lengths)
         if (told := Value(turn.at, TOLD)) in self.part.sends:
+            if not call.is_python:
+                looks = Looks.of_kinds(flatten(output)[0], call.leaves)
             turn.made[told] = looks.to_bytes(call.name, call.made(TOLD).device)
         return output
 
@@ -207,6 +209,8 @@ class Stage:
 
     def _placed(self, turn: _Turn, leaf: Leaf, place: int, came: Any, given: Sequence[Any]) -> Any:
         is_there = isinstance(came, Tensor) and leaf.made is not None and Value(turn.at, place) in turn.given
+        if isinstance(came, Absent):
+            came.origin = self._origin(turn, place)
         return self._leaf(turn, leaf, place, given) if is_there else came
 
     def _place_insides(self, turn: _Turn, call: Call, containers: list[Any], lengths: list[int]) -> None:
@@ -250,6 +254,7 @@ class Stage:
 
     def _ghost(self, turn: _Turn, call: Call, args: Any, kwargs: Any) -> Any:
         given, containers = flatten((args, kwargs))[0], containers_of((args, kwargs))
+        kinds = self._kinds(turn, call)
         for inside in call.insides:
             structure = self._filled(turn, inside.leaves, inside.places, inside.spec, given)
             target = self.module.get_submodule(inside.module)
@@ -260,7 +265,20 @@ class Stage:
             else:
                 self._answers.append(structure)
                 target()  # its hooks take it from there
-        return self._filled(turn, call.leaves, range(len(call.leaves)), call.spec, given)
+        leaves = [self._leaf(turn, leaf, place, given) for place, leaf in enumerate(call.leaves)]
+        for place, kind in kinds.items():
+            made = Made(kind[0], kind[1], call.made(TOLD).device, needs_grad=False) if kind else None
+            leaves[place] = self._absence.tensor(made, self._origin(turn, place)) if made else None
+        return call.spec.fill(leaves)
+
+    def _kinds(self, turn: _Turn, call: Call) -> dict[int, tuple[tuple[int, ...], torch.dtype] | None]:
+        """What a call that looks at numbers gave this time, where that is another kind of thing."""
+        if not call.is_told:
+            return {}
+        told = turn.given.get(Value(turn.at, TOLD))
+        if told is None:  # it runs later, elsewhere
+            raise Over
+        return Looks.of_bytes(told).kinds()
 
     def _filled(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], spec: Shape, given: Any = ()) -> Any:
         return spec.fill([self._leaf(turn, a, p, given) for a, p in zip(leaves, places, strict=True)])
@@ -317,14 +335,19 @@ class Stage:
         for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
             if leaf.source is not None and leaf.made is None and came is not given[leaf.source]:
                 raise self._another(call, place, came, "its argument, as it was")
-            if leaf.made is None and isinstance(came, Tensor) and leaf.source is None:
-                raise self._another(call, place, came, repr(leaf.constant))
-            if leaf.made is not None and not isinstance(came, Tensor) and call.is_pure:
-                raise self._another(call, place, came, "a tensor")
+        if call.is_pure:
+            self._check_kinds(turn, call, leaves)
         self._keep_leaves(turn, call.leaves, range(len(call.leaves)), leaves)
         for inside in call.insides:
             if inside.attribute:
                 self._keep_inside(turn, inside, getattr(self.module.get_submodule(inside.module), inside.attribute))
+
+    def _check_kinds(self, turn: _Turn, call: Call, leaves: Sequence[Any]) -> None:
+        for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
+            if leaf.made is None and leaf.source is None and isinstance(came, Tensor):
+                raise self._another(call, place, came, repr(leaf.constant))
+            if leaf.made is not None and not isinstance(came, Tensor):
+                raise self._another(call, place, came, "a tensor")
 
     def _check_structure(self, turn: _Turn, call: Call, leaves: Sequence[Any]) -> None:
         if len(leaves) != len(call.leaves):

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from gossamer.model.cut.chance import Draws, Lot
-from gossamer.model.cut.effects import CODE, OF_TORCH, Effects, Reads
+from gossamer.model.cut.effects import BEGINNING, OF_TORCH, Effects, Reads
 from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Late, Leaf, Made, Value, containers_of
-from gossamer.model.cut.looks import Looking
+from gossamer.model.cut.looks import Looking, looked_at
 from gossamer.model.cut.operators import Operators, written
 from gossamer.model.cut.running import Running, Step
 from gossamer.model.cut.tree import Shape, flatten
@@ -33,7 +33,6 @@ from gossamer.model.flop import flop_of
 from gossamer.model.snapshot import Difference, Snapshot
 from gossamer.spec.errors import RunFailed, bad_input
 
-_LOOKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _REPEATABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
@@ -68,7 +67,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.running = Running(module, self.key)
         self.calls: list[Seen] = []
         self.current: int | None = None
-        self.reads = Reads(lambda: CODE if self.current is None else self.current)
+        self.reads = Reads(lambda: len(self.calls) + BEGINNING if self.current is None else self.current)
         self.early: Snapshot | None = None  # what Python held when it first looked at a number
         self.late: tuple[Late, ...] = ()
         self.taint: dict[int, frozenset[Value]] = {}
@@ -105,10 +104,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = self._read(ins)
         changed = [self.key(x) for x in written(func, args, kwargs)]
         self.changed.update(value for key in changed for value in self.named.get(key, ()))
-        if func in _LOOKS:
-            self._look(values, {self.key(x) for x in ins})
+        if (looked := looked_at(func, args)) is not None:
+            self._look(self._read(looked), {self.key(x) for x in looked})
         made = [k for x in outs if (k := self.key(x)) not in self.static]
-        self._follow_buffers(self.running.ran(func, args, kwargs, out), values, is_look=func in _LOOKS)
+        self._follow_buffers(self.running.ran(func, args, kwargs, out), values, is_look=looked is not None)
         if self.current is None:
             self.lot.bend(func, out)
             self.draws.follow(func, {self.key(x) for x in ins}, made + changed)
@@ -307,7 +306,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.early is not None:
             with _disable_current_modes():  # type: ignore[no-untyped-call]
                 late = [one for one in self.early.differences() if not isinstance(one.now, Tensor)]
-            self.late = tuple(Late(d.name, self._readers(d)) for d in late if d.root is None or d.root[1] not in OF_TORCH)
+            self.late = tuple(Late(d.name, self._readers(d), self._written(d)) for d in late if d.root is None or d.root[1] not in OF_TORCH)
             self.early = None
         for name in self.running.read(ends):
             self.running.readers.setdefault(name, set()).add(len(self.calls))
@@ -334,9 +333,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for i in seen.insides
         )
         held = sum(p.numel() * p.element_size() for p in self.module.get_submodule(seen.unit).parameters())
-        assert seen.effects is not None
-        effects = tuple(dict.fromkeys(one.name for one in seen.effects.outside(number, self.reads)))
-        gives = bool(effects) or any(leaf.is_python or _is_none(leaf) for leaf in leaves)
+        effects = self._effects(number, seen)
+        gives = bool(effects) or len(leaves) > 1 or any(leaf.is_python or _is_none(leaf) for leaf in leaves)
         return Call(
             seen.unit,
             seen.turn,
@@ -349,9 +347,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter_bytes=held,
         )
 
-    def _readers(self, one: Difference) -> frozenset[int]:
-        """Calls that may read it in the next forward, or CODE."""
-        return frozenset((CODE,) if one.root is None else self.reads.of.get(one.root, ()))
+    def _readers(self, one: Difference) -> frozenset[float]:
+        """Who may read it in the next forward."""
+        return frozenset((BEGINNING,) if one.root is None else self.reads.of.get(one.root, ()))
+
+    def _written(self, one: Difference) -> float:
+        """When for the last time; the end, where nobody was seen to do it."""
+        writers = {*self.reads.writers.get(one.root, ())} if one.root is not None else set()
+        for number, seen in enumerate(self.calls):
+            if seen.effects is not None and any(d.root == one.root and d.name == one.name for d in seen.effects.found):
+                writers.add(number)
+        return max(writers, default=float(len(self.calls)))
+
+    def _effects(self, number: int, seen: Seen) -> tuple[str, ...]:
+        """Of a call, that others may read; where its outputs may be of another kind by what only it reads, all."""
+        assert seen.effects is not None
+        found = [*seen.effects.outside(number, self.reads)]
+        if not found and not seen.looked and len(seen.leaves) > 1:
+            found = [one for one in seen.effects.found if one.root is None or one.root[1] not in OF_TORCH]
+        return tuple(dict.fromkeys(one.name for one in found))
 
     def _marked(self, leaf: Leaf, value: Value) -> Leaf:
         if leaf.made is None or value not in self.changed:
