@@ -40,7 +40,7 @@ def draws(module: nn.Module, *names: str) -> tuple[frozenset[str], ...]:
 def _read(modules: Sequence[nn.Module]) -> frozenset[str]:
     reader = _Reader()
     for module in modules:
-        reader.follow(type(module).forward, module)
+        reader.follow(getattr(type(module), "forward", None), module)  # a scripted one has none
         for held in _held(module):
             reader.follow(held, module)
     reader.read()

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gossamer.model.cut.flow import Made
-from gossamer.model.cut.operators import changed, unlogged, written
+from gossamer.model.cut.operators import GROUPED, changed, like_bf16, unlogged
 from gossamer.spec.errors import BadInput, bad_input
 
 _LIKE = (
@@ -260,7 +260,7 @@ class Absence:
 
         given = tree_map_only(Tensor, stand_in, (_with_numbers(func, args), dict(kwargs)))
         with unlogged(), self.fakes:
-            out = func(*given[0], **given[1])
+            out = like_bf16(func, *given) if func is GROUPED else func(*given[0], **given[1])
 
         def wrap(x: Tensor) -> Tensor:
             return stands[id(x)] if id(x) in stands else Absent(x, origin, self)

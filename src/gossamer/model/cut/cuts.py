@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import nn
@@ -46,6 +46,7 @@ class Part:
     receives: tuple[Value, ...]
     sends: tuple[Value, ...]
     holds: frozenset[str]  # parameters and buffers, canonical names
+    shared: frozenset[str] = frozenset()  # of these, parameters that other stages hold too
 
     @property
     def is_last(self) -> bool:
@@ -95,7 +96,8 @@ def parts_of(module: nn.Module, flow: Flow, cuts: Cuts, keepers: Keepers | None 
     for part in parts:
         _check(flow, part)
     check_readers(flow, bounds, keepers)
-    return parts
+    shared = shared_names(parts, module).keys()
+    return tuple(replace(part, shared=part.holds & shared) for part in parts)
 
 
 def shared_names(parts: Sequence[Part], module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -214,6 +216,15 @@ def _check(flow: Flow, part: Part) -> None:
                 f"{flow.calls[part.low].name})",
                 key=_KEY,
             )
+    for number, call in enumerate(flow.calls[: part.low]):
+        for places in call.overlaps:
+            if sum(Value(number, place) in part.receives for place in places) > 1:
+                raise bad_input(
+                    wanted=f"{call.name} to return tensors of which each has memory of its own, or nobody to change them",
+                    got=f"outputs {', '.join(map(str, places))} in one memory, one of which is changed in place",
+                    do="return a copy (.clone()), or keep what follows in its stage",
+                    key=_KEY,
+                )
     for value, positions in flow.branches.items():
         late = [p for p in positions if p < part.high or part.is_last]
         if late and value.call < part.low and value not in part.receives:

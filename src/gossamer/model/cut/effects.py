@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -20,7 +21,15 @@ from gossamer.model.snapshot import GONE, Difference, Root, Snapshot
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"__dict__", "__class__", "forward"}
 _NOT_STATE = (Tensor, nn.Module, type, type(lambda: None), type(print), type(nn.Module().train))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 BEGINNING = -0.5  # code that runs before the first call
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What is done in here is not the model's doing."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # type: ignore[no-untyped-call]
+        yield
 
 
 @dataclass
@@ -30,6 +39,16 @@ class Reads:
     now: Callable[[], float]  # the number of the running call; between two of them, a number between theirs
     of: dict[Root, set[float]] = field(default_factory=dict)
     writers: dict[Root, set[float]] = field(default_factory=dict)
+    shared: dict[Root, tuple[Root, ...]] = field(default_factory=dict)  # attributes that hold the same object
+
+    def know(self, module: nn.Module) -> None:
+        """What modules share when the forward begins."""
+        roots: dict[int, list[Root]] = {}
+        for inner in module.modules():
+            for name, held in vars(inner).items():
+                if name not in OF_TORCH and not isinstance(held, (*_NOT_STATE, *_PLAIN)):
+                    roots.setdefault(id(held), []).append((id(inner), name))
+        self.shared = {root: tuple(group) for group in roots.values() if len(group) > 1 for root in group}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -59,7 +78,8 @@ class Reads:
 
     def others(self, root: Root, call: int) -> set[float]:
         """Whoever reads it beside a call."""
-        return self.of.get(root, set()) - {call}
+        roots = self.shared.get(root, (root,))
+        return {reader for one in roots for reader in self.of.get(one, ())} - {call}
 
 
 @dataclass
@@ -68,17 +88,20 @@ class Effects:
 
     before: Snapshot
     found: list[Difference] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)  # that were left somewhere
 
     @staticmethod
     def begin(unit: nn.Module, path: str, given: Any) -> Effects:
         """A call is about to be made."""
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with unseen():
             return Effects(Snapshot.of_python(unit, path, given))
 
     def end(self) -> None:
         """It was made."""
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
-            self.found = [one for one in self.before.differences() if not _is_of_tensors(one)]
+        with unseen():
+            changed = [*self.before.differences()]
+            self.found = [one for one in changed if not _is_of_tensors(one)]
+            self.tensors = [x for one in changed for x in leaves_of(one.now) if isinstance(x, Tensor)]
         self.before = Snapshot()
 
     def outside(self, call: int, reads: Reads) -> Iterator[Difference]:

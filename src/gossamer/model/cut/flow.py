@@ -34,11 +34,12 @@ class Leaf:
     source: int | None = None  # number of the argument leaf that it is
     made: Made | None = None
     opaque: str = ""  # type of a constant that nobody can repeat
+    same: int | None = None  # an earlier leaf of the output that is this very object
 
     @property
     def is_python(self) -> bool:
         """Whether it is a number, a word or an object, which another forward may give as another."""
-        return self.made is None and self.source is None and (bool(self.opaque) or self.constant is not None)
+        return self.made is None and self.source is None and self.same is None and (bool(self.opaque) or self.constant is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Call:
     leaves: tuple[Leaf, ...]
     spec: Shape
     insides: tuple[Inside, ...] = ()
+    overlaps: tuple[tuple[int, ...], ...] = ()  # places whose tensors lie in one memory, which somebody changes later
     effects: tuple[str, ...] = ()  # what it does in Python, that others may read
     is_told: bool = False  # what it gives in Python may depend on numbers of tensors: where it ran tells the rest
     flop: float = 0.0  # of its forward

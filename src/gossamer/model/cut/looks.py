@@ -95,7 +95,7 @@ class Looks:
         """Of a call that gives tensors or None: which it gave, where that is another than when the model was cut."""
         kinds: list[Any] = []
         for place, (leaf, came) in enumerate(zip(traced, leaves, strict=True)):
-            was = leaf.made is not None or leaf.source is not None
+            was = leaf.made is not None or leaf.source is not None or leaf.same is not None
             if isinstance(came, Tensor) and not was:
                 kinds.append([place, [list(came.shape), str(came.dtype).removeprefix("torch.")]])
             elif not isinstance(came, Tensor) and was:

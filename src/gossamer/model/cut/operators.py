@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gossamer.spec.errors import RunFailed
 
-_GROUPED = torch.ops.aten._grouped_mm.default
+GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class Operators(Protocol):
@@ -119,7 +119,7 @@ class Unreal(Real):
                     raise RunFailed("a real tensor would get another shape")
         fakes, named = tree_map_only(Tensor, fake, (tuple(args), dict(kwargs)))
         with self._mode:
-            out = _like_bf16(func, fakes, named) if func is _GROUPED else func(*fakes, **named)
+            out = like_bf16(func, fakes, named) if func is GROUPED else func(*fakes, **named)
         return tree_map_only(Tensor, lambda x: stands.get(id(x), x), out)
 
     def _stand_in(self, real: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def _no(_: logging.LogRecord) -> bool:
     return False
 
 
-def _like_bf16(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def like_bf16(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """torch 2.13 says what grouped products give in bf16 alone, and runs others too; to be removed when it does."""
     given = (args, {**kwargs, "out_dtype": None})
     halves, named = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, given)

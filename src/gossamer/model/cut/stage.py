@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.cut.absent import Absence, Absent, Over
-from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more
+from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more, python_of
 from gossamer.model.cut.cuts import Part, canonical_names
 from gossamer.model.cut.flow import TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
 from gossamer.model.cut.live import Live
@@ -38,6 +38,7 @@ class _Turn:
 
     given: dict[Value, Tensor]  # what ghosts return: views of what was received
     made: dict[Value, Tensor] = field(default_factory=dict)
+    hooks: dict[Value, frozenset[int]] = field(default_factory=dict)  # that the unit has set on what it made
     at: int = 0  # number of the next call
     inside: Call | None = None  # the owned call that is running
     turns: dict[str, int] = field(default_factory=dict)  # of inner modules, in that call
@@ -63,6 +64,8 @@ class Stage:
             assert not isinstance(unit.forward, Keyed), "a ghost would not seed: key the randomness of a stage last"
             unit.forward = self._unit(name, unit.forward)  # type: ignore[method-assign]
         self._wrapped: set[str] = set()
+        self._shared = {n: p for n, p in self.parameters().items() if self.names[n] in part.shared}
+        self._check_shared()
         self.follow(flow, part)
 
     def follow(self, flow: Flow, part: Part) -> None:
@@ -89,7 +92,7 @@ class Stage:
     def receive(self, tensors: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
         """Leaves of a graph, of what came over the wire."""
         made = {v: self.flow.calls[v.call].made(v.place) for v in self.part.receives}
-        return {v: tensors[v].detach().requires_grad_(m.needs_grad) for v, m in made.items()}
+        return {v: laid_out(tensors[v].detach(), m).requires_grad_(m.needs_grad) for v, m in made.items()}
 
     def forward(self, run: Callable[[], Any], tensors: Mapping[Value, Tensor], *, keep_graph: bool = True) -> Live:
         """Run this stage's part of `run`, which calls `self.module`, on what stage - 1 sent.
@@ -101,10 +104,10 @@ class Stage:
         received = {v: tensors[v] for v in self.part.receives}
         forward = functools.partial(self._way_of, self.flow, self.part, run, received)
         held = {path for path, name in self.names.items() if name in self.part.holds}
-        buffers = buffers_of(self.module, held)
+        buffers, python = buffers_of(self.module, held), python_of(self.module)
         with nothing_saved():
             live = self._forward(run, tensors)
-        again = functools.partial(once_more, forward, buffers)
+        again = functools.partial(once_more, forward, self.module, buffers, python)
         return Live({}, detached(live.sent), detached(live.result), again)
 
     def _way_of(self, flow: Flow, part: Part, run: Callable[[], Any], tensors: Mapping[Value, Tensor]) -> Live:
@@ -136,13 +139,34 @@ class Stage:
             result = None
         elif origin := self._absence.origin_of(flatten(result)[0]):
             self._absence.refuse(origin, "the loss is computed from it")
-        sent = {v: self._sent(turn, v, leaves) for v in self.part.sends}
+        self._check_shared()
+        sent = {v: self._sent(turn, v) for v in self.part.sends}
         return Live(leaves, sent, result)
 
-    def _sent(self, turn: _Turn, value: Value, leaves: Mapping[Value, Tensor]) -> Tensor:
-        if value in turn.given:
-            return turn.given[value]
-        return turn.made[value]
+    def _check_shared(self) -> None:
+        """A hook on a parameter that several stages hold would see parts of its gradient."""
+        for name, parameter in self._shared.items():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise bad_input(
+                    wanted=f"{name}, which several stages hold, without hooks: each has a part of its gradient",
+                    got="a hook on it",
+                    do="change the gradient of what is computed from it, or cut so that one stage holds it",
+                    key=_KEY,
+                )
+
+    def _sent(self, turn: _Turn, value: Value) -> Tensor:
+        tensor = turn.given[value] if value in turn.given else turn.made[value]
+        later = (tensor._backward_hooks or {}).keys() - turn.hooks.get(value, frozenset())
+        if later and any(self.part.owns(reader) for reader in self.flow.readers.get(value, ())):
+            raise bad_input(
+                wanted=f"the readers of {self.flow.calls[value.call].name} in one stage, for a hook is set on what it gives",
+                got=f"some of them in stage {self.part.stage}, and others behind it",
+                do="set the hook within the unit, or cut so that one stage has all readers",
+                key=_KEY,
+            )
+        for hook in later:  # the same code has set it in the stage that reads the tensor, and there it runs
+            del tensor._backward_hooks[hook]  # type: ignore[index]
+        return tensor
 
     def _advance(self, turn: _Turn) -> None:
         """Whether a unit of this stage is still to run."""
@@ -204,7 +228,10 @@ class Stage:
         self._place_insides(turn, call, containers, lengths)
         leaves, spec = flatten(output)
         self._check_structure(turn, call, leaves)
-        placed = [self._placed(turn, a, p, x, arguments) for p, (a, x) in enumerate(zip(call.leaves, leaves, strict=True))]
+        placed: list[Any] = []
+        for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
+            is_first = leaf.same is None or came is not leaves[leaf.same]
+            placed.append(self._placed(turn, leaf, place, came, arguments) if is_first else placed[leaf.same or 0])
         return spec.fill(placed)
 
     def _placed(self, turn: _Turn, leaf: Leaf, place: int, came: Any, given: Sequence[Any]) -> Any:
@@ -265,7 +292,9 @@ class Stage:
             else:
                 self._answers.append(structure)
                 target()  # its hooks take it from there
-        leaves = [self._leaf(turn, leaf, place, given) for place, leaf in enumerate(call.leaves)]
+        leaves: list[Any] = []
+        for place, leaf in enumerate(call.leaves):
+            leaves.append(self._leaf(turn, leaf, place, given, leaves))
         for place, kind in kinds.items():
             made = Made(kind[0], kind[1], call.made(TOLD).device, needs_grad=False) if kind else None
             leaves[place] = self._absence.tensor(made, self._origin(turn, place)) if made else None
@@ -283,7 +312,9 @@ class Stage:
     def _filled(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], spec: Shape, given: Any = ()) -> Any:
         return spec.fill([self._leaf(turn, a, p, given) for a, p in zip(leaves, places, strict=True)])
 
-    def _leaf(self, turn: _Turn, leaf: Leaf, place: int, given: Sequence[Any]) -> Any:
+    def _leaf(self, turn: _Turn, leaf: Leaf, place: int, given: Sequence[Any], before: Sequence[Any] = ()) -> Any:
+        if leaf.same is not None:
+            return before[leaf.same]
         if leaf.made is None:
             return leaf.constant if leaf.source is None else given[leaf.source]
         received = turn.given.get(Value(turn.at, place))
@@ -333,6 +364,8 @@ class Stage:
         leaves = flatten(output)[0]
         self._check_structure(turn, call, leaves)
         for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
+            if leaf.same is not None and came is not leaves[leaf.same]:
+                raise self._another(call, place, came, f"its output {leaf.same} once more")
             if leaf.source is not None and leaf.made is None and came is not given[leaf.source]:
                 raise self._another(call, place, came, "its argument, as it was")
         if call.is_pure:
@@ -344,7 +377,7 @@ class Stage:
 
     def _check_kinds(self, turn: _Turn, call: Call, leaves: Sequence[Any]) -> None:
         for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
-            if leaf.made is None and leaf.source is None and isinstance(came, Tensor):
+            if leaf.made is None and leaf.source is None and leaf.same is None and isinstance(came, Tensor):
                 raise self._another(call, place, came, repr(leaf.constant))
             if leaf.made is not None and not isinstance(came, Tensor):
                 raise self._another(call, place, came, "a tensor")
@@ -388,10 +421,14 @@ class Stage:
             elif made.shape == self.flow.calls[turn.at].made(place).shape:
                 self._check_like(turn, made, tensor)
                 turn.made[value] = tensor.clone() if made.written else tensor
+                turn.hooks[value] = frozenset(tensor._backward_hooks or ())
 
     def _check_like(self, turn: _Turn, made: Made, tensor: Tensor) -> None:
         self._check_shape(turn, made.shape, tensor)
         call = self.flow.calls[turn.at]
+        if type(tensor) not in (Tensor, nn.Parameter) or any(not name.startswith("_") for name in vars(tensor)):
+            what = f"a {type(tensor).__name__} with {', '.join(vars(tensor)) or 'more to it than numbers'}"
+            raise self._another(call, -1, what, "a plain tensor")
         if tensor.dtype != made.dtype:
             raise self._another(call, -1, f"{tensor.dtype}", f"a tensor of {made.dtype}")
         if tensor.requires_grad and not made.needs_grad:
@@ -414,6 +451,23 @@ def _put(container: MutableMapping[Any, Any] | list[Any], key: Any, held: Any) -
         container.append(held)
     else:
         container[key] = held
+
+
+def laid_out(tensor: Tensor, made: Made) -> Tensor:
+    """With the strides that it has where it was made."""
+    if made.strides is None or sorted(made.strides) != sorted(_permuted(made)):
+        return tensor
+    return torch.empty_strided(made.shape, made.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _permuted(made: Made) -> list[int]:
+    """The strides of its dims, were they all laid out one within the other in the order of their strides."""
+    assert made.strides is not None
+    step, found = 1, []
+    for stride, size in sorted(zip(made.strides, made.shape, strict=True)):
+        found.append(step if size > 1 else stride)
+        step *= size
+    return found
 
 
 def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str], absence: Absence) -> None:

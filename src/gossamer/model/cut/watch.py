@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gossamer.model.cut.chance import Draws, Lot
-from gossamer.model.cut.effects import BEGINNING, OF_TORCH, Effects, Reads
+from gossamer.model.cut.effects import BEGINNING, OF_TORCH, Effects, Reads, unseen
 from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Late, Leaf, Made, Value, containers_of
 from gossamer.model.cut.looks import Looking, looked_at
 from gossamer.model.cut.operators import Operators, written
@@ -31,7 +32,7 @@ from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.cut.undo import Buffers
 from gossamer.model.flop import flop_of
 from gossamer.model.snapshot import Difference, Snapshot
-from gossamer.spec.errors import RunFailed, bad_input
+from gossamer.spec.errors import BadInput, RunFailed, bad_input
 
 _REPEATABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
@@ -70,6 +71,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads = Reads(lambda: len(self.calls) + BEGINNING if self.current is None else self.current)
         self.early: Snapshot | None = None  # what Python held when it first looked at a number
         self.late: tuple[Late, ...] = ()
+        self.thread = threading.get_ident()
+        self.refused: BadInput | None = None
+        self.constant: set[int] = set()  # memory that is made of nothing: anybody makes the same
         self.taint: dict[int, frozenset[Value]] = {}
         self.born: dict[int, int] = {}  # storage -> call in which it was made
         self.where: dict[Value, int] = {}  # storage of each value
@@ -87,6 +91,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def install(self, stack: ExitStack) -> None:
         self.draws.enter()
+        self.reads.know(self.module)
         stack.enter_context(self.reads.watching())
         stack.enter_context(Looking(self._looked))
         for name in self.units:
@@ -107,6 +112,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (looked := looked_at(func, args)) is not None:
             self._look(self._read(looked), {self.key(x) for x in looked})
         made = [k for x in outs if (k := self.key(x)) not in self.static]
+        self._follow_constants(func, ins, made + changed)
         self._follow_buffers(self.running.ran(func, args, kwargs, out), values, is_look=looked is not None)
         if self.current is None:
             self.lot.bend(func, out)
@@ -123,6 +129,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             k for k in changed if self.born.get(k) != self.current and k not in self.static
         )
         return out
+
+    def _follow_constants(self, func: Any, ins: list[Tensor], made: list[int]) -> None:
+        keys = {self.key(x) for x in ins}
+        is_drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if func is torch.ops.aten.lift_fresh.default:  # a literal
+            self.constant.update(keys, made)
+        elif keys <= self.constant and not is_drawn:
+            self.constant.update(made)
+        else:
+            self.constant.difference_update(made)
 
     def _follow_buffers(self, step: Step, values: frozenset[Value], *, is_look: bool) -> None:
         if self.current is not None:
@@ -150,7 +166,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = self.key(tensor)
             values |= self.taint.get(key, frozenset()) | self.running.put.get(key, frozenset())
             home = self.born.get(key)
-            if home is not None and home != self.current:
+            if home is not None and home != self.current and key not in self.constant:
                 values |= {Value(home, HIDDEN)}
             if key in self.static and key not in self.taint:
                 self._read_static(key)
@@ -182,13 +198,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _first_look(self) -> None:
         if self.early is None:
-            with _disable_current_modes():  # type: ignore[no-untyped-call]
+            with unseen():
                 self.early = Snapshot.of_python(self.module, "")
 
     def _watched(self, name: str, unit: nn.Module, real: Callable[..., Any]) -> Callable[..., Any]:
         # Not by hooks: some models call the `forward` of their blocks themselves.
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self.thread:
+                self.refused = bad_input(
+                    wanted=f"{name} to be called in the thread that runs the forward",
+                    got="a call in a thread of the model's own",
+                    do="call it in the forward itself, or name what starts the thread as one unit (plan.units)",
+                    key="plan.mesh.pipe",
+                )
+                raise self.refused
             if self.current is not None:
                 return real(*args, **kwargs)  # within a unit
             number = self._begin(name, args, kwargs)
@@ -214,9 +238,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seen = self.calls[number]
         assert seen.effects is not None
         seen.effects.end()
+        self.constant.difference_update(self.key(x) for x in seen.effects.tensors)  # nobody else finds it there
         self.current = None
         leaves, seen.spec = flatten(output)
-        seen.leaves = [self._leaf(seen, leaf, Value(number, i)) for i, leaf in enumerate(leaves)]
+        first: dict[int, int] = {}
+        for i, leaf in enumerate(leaves):
+            same = first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i
+            seen.leaves.append(Leaf(same=same) if same != i else self._leaf(seen, leaf, Value(number, i)))
         kept = {self.where[v] for v in self.where if v.call == number}
         for key in seen.written - kept:
             self.taint[key] = self.taint.get(key, frozenset()) | {Value(number, HIDDEN)}
@@ -231,6 +259,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return Leaf(source=same)
             opaque = "" if type(leaf) in _REPEATABLE else type(leaf).__qualname__
             return Leaf(constant=None if opaque else leaf, opaque=opaque)
+        if leaf.layout is not torch.strided:
+            return Leaf(opaque=f"tensor of layout {leaf.layout}")
         key = self.key(leaf)
         if same is not None and key not in seen.written:
             return Leaf(source=same)
@@ -293,6 +323,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def finish(self, ends: list[Tensor]) -> None:
         """What the caller got depends on these."""
         self.draws.leave()
+        if self.refused is not None:
+            raise self.refused
         for unit, leaf in self.without_grad:
             if leaf.requires_grad:  # now, and not when the unit returned it: its graph is made a second time
                 raise bad_input(
@@ -304,7 +336,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._reach(self.running.assigned(len(self.calls), self.taint, loose=True))
         self._reach(self._read(ends))
         if self.early is not None:
-            with _disable_current_modes():  # type: ignore[no-untyped-call]
+            with unseen():
                 late = [one for one in self.early.differences() if not isinstance(one.now, Tensor)]
             self.late = tuple(Late(d.name, self._readers(d), self._written(d)) for d in late if d.root is None or d.root[1] not in OF_TORCH)
             self.early = None
@@ -341,6 +373,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             leaves,
             seen.spec,
             marked,
+            overlaps=self._overlaps(number),
             effects=effects,
             is_told=seen.looked and gives,
             flop=seen.flop,
@@ -349,7 +382,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _readers(self, one: Difference) -> frozenset[float]:
         """Who may read it in the next forward."""
-        return frozenset((BEGINNING,) if one.root is None else self.reads.of.get(one.root, ()))
+        return frozenset((BEGINNING,) if one.root is None else self.reads.others(one.root, -1))
 
     def _written(self, one: Difference) -> float:
         """When for the last time; the end, where nobody was seen to do it."""
@@ -358,6 +391,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if seen.effects is not None and any(d.root == one.root and d.name == one.name for d in seen.effects.found):
                 writers.add(number)
         return max(writers, default=float(len(self.calls)))
+
+    def _overlaps(self, number: int) -> tuple[tuple[int, ...], ...]:
+        of_call = ([v.place for v in values if v.call == number] for values in self.named.values())
+        return tuple(tuple(p) for p in of_call if len(p) > 1 and Value(number, p[0]) in self.changed)
 
     def _effects(self, number: int, seen: Seen) -> tuple[str, ...]:
         """Of a call, that others may read; where its outputs may be of another kind by what only it reads, all."""
