@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model.kept import WIDTH, Block, Net
+from model.kept import Block, Net
 
 SEEN: dict[str, Any] = {}
 CALLS = 0
@@ -350,6 +350,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "grows": (net(grows, lambda m, i, got: got[-1], n=0), r"blocks\.\d to give 2 .*got 3 tensors"),
     "passes_at_first": (net(passes, n=0), r"blocks\.\d to give its argument, as it was on stage \d.*got a tensor"),
     "becomes_a_tensor": (net(becomes, with_perhaps, n=0), r"blocks\.\d.*"),
-    "wider": (net(wider, lambda m, i, got: got.float(), n=0), r"blocks\.\d to give a tensor of torch\.float32 .*got torch\.float64"),
+    "wider": (
+        net(wider, lambda m, i, got: got.float(), n=0),
+        r"blocks\.\d to give a tensor of torch\.float32 .*got torch\.float64",
+    ),
     "tells_too_much": (net(tells_too_much, scaled), r"blocks\.\d to look at few numbers.*bytes of them"),
 }

@@ -62,7 +62,9 @@ class Drawing(Net):
         for block in self.blocks:
             block.generator = self.generator
 
-    block = type("Rolling", (Block,), {"forward": lambda self, x: mixed(self, x) * torch.rand(1, generator=self.generator)})
+    block = type(
+        "Rolling", (Block,), {"forward": lambda self, x: mixed(self, x) * torch.rand(1, generator=self.generator)}
+    )
 
     def between(self, i: int, got: Any) -> Any:
         return got * torch.rand(WIDTH, generator=self.generator)
@@ -120,7 +122,7 @@ def labelled(block: Any, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "views_that_are_written": (net(viewed, doubled), r"blocks\.\d to return .*memory of its own.*outputs 0, 1"),
+    "views_that_are_written": (net(viewed, doubled), r"blocks\.\d to return .*memory of their own.*outputs 0, 1"),
     "labelled": (net(labelled, lambda m, i, got: got * getattr(got, "gain", 1.0)), r"blocks\.\d to give a plain.*gain"),
     "hooked_and_read_in_two_stages": (net(between=hooked_sum), r"readers of blocks\.0 in one stage, for a hook is set"),
 }

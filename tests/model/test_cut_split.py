@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-import weakref
 import itertools
+import weakref
 from collections import UserList
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -288,7 +288,7 @@ def test_what_lies_between_the_chain_and_two_parameters_runs_once() -> None:
 class Kept(Layer):
     """A part of it is checkpointed; counts its forwards."""
 
-    runs = UserList[int]()  # where ghosts of these blocks do not look
+    runs: ClassVar[UserList[int]] = UserList()  # where ghosts of these blocks do not look
 
     def __init__(self) -> None:
         super().__init__()

@@ -393,7 +393,7 @@ class Snapshot:
             return value
         if id(value) not in self._copied:
             self._seen[id(value)] = value
-            self._copied[id(value)] = copy.copy(value)
+            self._copied[id(value)] = _twin(value)
             self._went_on(value)
         return self._copied[id(value)]
 
@@ -479,6 +479,23 @@ def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor
     return written(func, args, kwargs) if func._schema.is_mutable else iter(())
 
 
+def _twin(iterator: Any) -> Any:
+    """An iterator that gives what this one will give. What goes around another one would share it, if only copied."""
+    if not isinstance(iterator, (*_ITERATORS, enumerate, zip)):
+        return copy.copy(iterator)
+    kind, given, *state = iterator.__reduce__()
+    made = kind(*map(_inner_twin, given))
+    for one in state:
+        made.__setstate__(tuple(map(_inner_twin, one)) if isinstance(one, tuple) else one)
+    return made
+
+
+def _inner_twin(held: Any) -> Any:
+    if isinstance(held, (*_ITERATORS, *_OF_CONTAINERS)):
+        return _twin(held)
+    return copy.copy(held) if isinstance(held, list) else held
+
+
 def _is_strange(held: Any) -> bool:
     """An iterator that nothing is known of."""
     kind = type(held)
@@ -487,8 +504,8 @@ def _is_strange(held: Any) -> bool:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Whether Python holds the same thing: one object, or equal numbers and the like. Iterators stand for themselves."""
-    if before is now or isinstance(before, (*_ITERATORS, *_OF_CONTAINERS)) and type(before) is type(now):
+    """Whether Python holds the same thing: one object, or equal numbers. Iterators stand for themselves."""
+    if before is now or (isinstance(before, (*_ITERATORS, *_OF_CONTAINERS)) and type(before) is type(now)):
         return True
     return isinstance(before, _PLAIN) and type(before) is type(now) and (before == now or before != before)
 

@@ -90,17 +90,17 @@ class Absent(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Numbers that are not there."""
-        return self.absence.look("numpy", self.origin, lambda: None)
+        return self.absence.look("numpy", self.origin)
 
     def tolist(self) -> Any:
         """Numbers that are not there."""
-        return self.absence.look("tolist", self.origin, lambda: None)
+        return self.absence.look("tolist", self.origin)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.numpy()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.absence.look("dlpack", self.origin, lambda: None)
+        return self.absence.look("dlpack", self.origin)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = Absent(self.shadow, self.origin, self.absence, requires_grad=self.requires_grad)
@@ -109,7 +109,7 @@ class Absent(Tensor):
         return memo.setdefault(id(self), copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.absence.look("pickle", self.origin, lambda: None)
+        return self.absence.look("pickle", self.origin)
 
 
 class Over(BaseException):
@@ -208,24 +208,24 @@ class Absence:
         name = func.name().removeprefix("aten::") if isinstance(func, OpOverload) else str(func)
         if isinstance(func, OpOverload) and func.name().partition(".")[0] in _FACTORIES:
             return func(*tree_map_only(Tensor, _hollow, tuple(args)), **kwargs)
-        if self.unit or not self.is_on and torch._C._current_graph_task_id() != -1:
+        if self.unit or (not self.is_on and torch._C._current_graph_task_id() != -1):
             self.refuse(origin, f"{self.unit} computes with it" if self.unit else "a backward computes with it")
         try:
             return self._absently(func, args, kwargs, origin)
         except _UNKNOWN as error:
-            return self.look(name, origin, lambda: error)
+            return self.look(name, origin, error)
         except RuntimeError as error:
             if "meta" not in str(error).lower():
                 raise
-            return self.look(name, origin, lambda: error)
+            return self.look(name, origin, error)
 
-    def look(self, name: str, origin: str, why: Callable[[], BaseException | None]) -> Any:
+    def look(self, name: str, origin: str, why: BaseException | None = None) -> Any:
         """Python asks for a number, or for what depends on one."""
         if self.told is not None and name in ("numpy", "tolist"):
             return self.told(name)
         if self.is_on and self.is_over and not self.unit:
             raise Over
-        self.refuse(origin, f"the model's code reads a number of it ({name})", why())
+        self.refuse(origin, f"the model's code reads a number of it ({name})", why)
 
     def refuse(self, origin: str, how: str, cause: BaseException | None = None) -> NoReturn:
         """Raise BadInput, now and when the forward ends."""

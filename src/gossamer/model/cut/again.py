@@ -1,8 +1,8 @@
 """Recompute as an action: a forward that keeps no graph, and the same forward once more before its backward.
 
 The first run is one with a graph, of which nothing is saved: under no_grad a model may take another way, or a compiled
-one be another program, and its numbers would differ. What either run changes of the module's buffers (running means) and of
-what Python keeps (counters, iterators) counts once: the second run starts from what they were before the first.
+one be another program, and its numbers would differ. What either run changes of the module's buffers (running means)
+and of what Python keeps (counters, iterators) counts once: the second run starts from what they were before the first.
 Memory: what was received, and a copy of the stage's buffers, for every micro-batch that waits.
 """
 

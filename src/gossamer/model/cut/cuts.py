@@ -197,9 +197,9 @@ def _check_count(flow: Flow, stages: int) -> None:
 
 def _check(flow: Flow, part: Part) -> None:
     """Nothing that this stage computes with may be absent."""
-    for number, call in enumerate(flow.calls[: part.low]):
+    for call in flow.calls[: part.low]:
         strange = next((leaf.opaque for leaf in call.leaves if leaf.opaque), "")
-        if strange and Value(number, HIDDEN) in part.receives:
+        if strange and any(v.place == HIDDEN for v in part.receives):
             raise bad_input(
                 wanted=f"{call.name} to return tensors, in tuples, lists, dicts or dataclasses",
                 got=f"a {strange}",
@@ -220,7 +220,7 @@ def _check(flow: Flow, part: Part) -> None:
         for places in call.overlaps:
             if sum(Value(number, place) in part.receives for place in places) > 1:
                 raise bad_input(
-                    wanted=f"{call.name} to return tensors of which each has memory of its own, or nobody to change them",
+                    wanted=f"{call.name} to return tensors with memory of their own each, or nobody to change them",
                     got=f"outputs {', '.join(map(str, places))} in one memory, one of which is changed in place",
                     do="return a copy (.clone()), or keep what follows in its stage",
                     key=_KEY,
@@ -234,7 +234,6 @@ def _check(flow: Flow, part: Part) -> None:
                 do="cut before that unit, or move the branch (or .item()) into a unit",
                 key=_KEY,
             )
-
 
     _check_late(flow, part)
 

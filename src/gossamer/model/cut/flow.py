@@ -39,7 +39,12 @@ class Leaf:
     @property
     def is_python(self) -> bool:
         """Whether it is a number, a word or an object, which another forward may give as another."""
-        return self.made is None and self.source is None and self.same is None and (bool(self.opaque) or self.constant is not None)
+        return (
+            self.made is None
+            and self.source is None
+            and self.same is None
+            and (bool(self.opaque) or self.constant is not None)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ _HEAD = 4  # bytes of the length in front
 
 def takes_number(func: Any) -> bool:
     """Whether an operator gives Python a number."""
-    return func in _SCALARS or isinstance(func, OpOverload) and torch.Tag.data_dependent_output in func.tags
+    return func in _SCALARS or (isinstance(func, OpOverload) and torch.Tag.data_dependent_output in func.tags)
 
 
 def takes_shape(func: Any, args: Sequence[Any]) -> bool:
@@ -123,7 +123,7 @@ class Looks:
         text = json.dumps(list(self.seen)).encode()
         if len(text) > TOLD_BYTES - _HEAD:
             raise bad_input(
-                wanted=f"{unit} to look at few numbers of tensors, for what it gives or keeps in Python depends on them",
+                wanted=f"{unit} to look at few numbers of tensors: what it gives or keeps in Python depends on them",
                 got=f"{len(text)} bytes of them, more than the {TOLD_BYTES - _HEAD} that go with a border",
                 do="return tensors, or keep what reads the rest in its stage",
                 key="plan.mesh.pipe",

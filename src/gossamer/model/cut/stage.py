@@ -64,7 +64,6 @@ class Stage:
             assert not isinstance(unit.forward, Keyed), "a ghost would not seed: key the randomness of a stage last"
             unit.forward = self._unit(name, unit.forward)  # type: ignore[method-assign]
         self._wrapped: set[str] = set()
-        self._shared = {n: p for n, p in self.parameters().items() if self.names[n] in part.shared}
         self._check_shared()
         self.follow(flow, part)
 
@@ -139,13 +138,14 @@ class Stage:
             result = None
         elif origin := self._absence.origin_of(flatten(result)[0]):
             self._absence.refuse(origin, "the loss is computed from it")
-        self._check_shared()
         sent = {v: self._sent(turn, v) for v in self.part.sends}
         return Live(leaves, sent, result)
 
     def _check_shared(self) -> None:
         """A hook on a parameter that several stages hold would see parts of its gradient."""
-        for name, parameter in self._shared.items():
+        for name, parameter in self.parameters().items():
+            if self.names[name] not in self.part.shared:
+                continue
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise bad_input(
                     wanted=f"{name}, which several stages hold, without hooks: each has a part of its gradient",
@@ -159,7 +159,7 @@ class Stage:
         later = (tensor._backward_hooks or {}).keys() - turn.hooks.get(value, frozenset())
         if later and any(self.part.owns(reader) for reader in self.flow.readers.get(value, ())):
             raise bad_input(
-                wanted=f"the readers of {self.flow.calls[value.call].name} in one stage, for a hook is set on what it gives",
+                wanted=f"the readers of {self.flow.calls[value.call].name} in one stage, for a hook is set on it",
                 got=f"some of them in stage {self.part.stage}, and others behind it",
                 do="set the hook within the unit, or cut so that one stage has all readers",
                 key=_KEY,
@@ -213,7 +213,7 @@ class Stage:
         return output
 
     def _shadow(self, turn: _Turn, call: Call, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
-        """What the unit does and gives in Python: its own forward, on absent tensors; what was received takes its place."""
+        """What the unit does and gives in Python: its own forward, on what is absent or was received."""
         arguments, containers = flatten(given)[0], containers_of(given)
         lengths = [len(container) for container in containers]
         told = turn.given.get(Value(turn.at, TOLD)) if call.is_told else None

@@ -17,7 +17,7 @@ from gossamer.model.snapshot import Snapshot
 
 @dataclass
 class Buffers:
-    """Copies of the buffers, and what else stays, that a forward changes (running means), each made right before that."""
+    """Copies of what stays and a forward changes (buffers, memories), each made right before that."""
 
     key: Callable[[Tensor], int]
     known: dict[int, list[Tensor]] = field(default_factory=dict)  # memory -> buffers in it

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -338,7 +338,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.early is not None:
             with unseen():
                 late = [one for one in self.early.differences() if not isinstance(one.now, Tensor)]
-            self.late = tuple(Late(d.name, self._readers(d), self._written(d)) for d in late if d.root is None or d.root[1] not in OF_TORCH)
+            self.late = tuple(
+                Late(d.name, self._readers(d), self._written(d))
+                for d in late
+                if d.root is None or d.root[1] not in OF_TORCH
+            )
             self.early = None
         for name in self.running.read(ends):
             self.running.readers.setdefault(name, set()).add(len(self.calls))
