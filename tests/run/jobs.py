@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from gossamer import loss
 from gossamer.cutting import Asked, Held, ModuleSource, hold
 from gossamer.job import Job, Where, run_job
+from gossamer.model.cut.absent import Absent
 from gossamer.model.sample import generate
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.build import Parts
@@ -254,6 +255,75 @@ class Noisy(nn.Module):
         return self.mix(x) * random.uniform(0.9, 1.1) if self.training else self.mix(x)
 
 
+class Counting(Causal):
+    """Counts forwards in Python, in its own code, in its blocks, and in what these are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CountingBlock() for _ in range(4))
+        self.steps = 0
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, log = self.embed(input_ids) * (1 + 0.1 * (self.steps % 3)), {"depth": 0}
+        gains = iter([1.0, 0.5, 1.5, 0.7])
+        for layer in self.layers:
+            x = layer(x, log, gains) * (1 + 0.01 * log["depth"] + 0.05 * layer.n)
+        self.steps += 1
+        return 0.1 * x @ self.embed.weight.T
+
+
+class CountingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.n = nn.Linear(12, 12), 0
+
+    def forward(self, x: torch.Tensor, log: dict[str, int], gains: Iterable[float]) -> torch.Tensor:
+        self.n = (self.n + 1) % 5
+        log["depth"] += 1
+        return x + next(iter(gains)) * torch.tanh(self.mix(x))
+
+
+class Telling(Causal):
+    """Blocks say in Python what they saw in numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TellingBlock() for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x, word, mean, extra = layer(x)
+            x = x * (1.1 if word == "up" else 0.9) * (1 + 0.1 * mean)
+            x = x if extra is None else x + 0.1 * extra
+        return 0.1 * x @ self.embed.weight.T
+
+
+class TellingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str, float, torch.Tensor | None]:
+        y = x + torch.tanh(self.mix(x))
+        mean = float(y.detach().mean((0, 1)).numpy().mean())
+        return y, "up" if mean > 0 else "down", mean, y.mean(1, keepdim=True) if y.sum() > -1e9 else None
+
+
+class Sometimes(Causal):
+    """Its third forward reads behind all blocks what the first one gave."""
+
+    forwards = 0
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        first = x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+            first = first if layer is not self.layers[0] else x * 1.0
+        return 0.1 * (x if self.forwards < 6 else x + first) @ self.embed.weight.T
+
+
 class Late(Marks):
     """Changes buffers at the end of its forward, of what its first and last block give."""
 
@@ -313,6 +383,9 @@ def train(
         "branches": Branches,
         "wordless": Wordless,
         "late": Late,
+        "counting": Counting,
+        "telling": Telling,
+        "sometimes": Sometimes,
         "doubles": lambda: Marks().double(),
         "thin": Thin,
         "habits": Habits,
@@ -377,7 +450,7 @@ def train(
         run_job(job)
     except (Interrupted, StepRejected) as error:
         ended = f"{type(error).__name__}: {error}"
-    seen = float(held.module.seen)
+    seen = float("nan") if isinstance(held.module.seen, Absent) else float(held.module.seen)
     found = {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held), "bytes": there}
     if values:
         found["values"] = [x for _, p in sorted(held.module.named_parameters()) for x in p.detach().flatten().tolist()]
@@ -459,9 +532,9 @@ def digests(held: Held) -> dict[str, str]:
 
 
 def digest(module: nn.Module) -> str:
-    """Of all parameters, bit for bit."""
+    """Of all parameters that are here, bit for bit."""
     found = hashlib.sha256()
-    for _, param in sorted(module.named_parameters()):
+    for _, param in sorted((n, p) for n, p in module.named_parameters() if not isinstance(p, Absent)):
         found.update(param.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 

@@ -21,4 +21,4 @@ def test_what_the_end_of_the_forward_changes_is_saved_by_the_last_stage(pool, tm
         assert one.read(name).abs().min() > 0
         torch.testing.assert_close(two.read(name), one.read(name), rtol=1e-4, atol=1e-6)
     assert last["seen"] == pytest.approx(float(two.read("model/seen")))
-    assert first["seen"] != first["seen"], "elsewhere it is a placeholder"
+    assert first["seen"] != first["seen"], "elsewhere it is absent"

@@ -15,13 +15,14 @@ import copy
 import functools
 import io
 import itertools
+import operator
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gossamer.model.cut.absent import Absent
 from gossamer.model.cut.operators import written
 from gossamer.model.randomness import Keyed
 
@@ -43,6 +45,18 @@ _SINGLE: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()), io
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
 
 PutBack = Callable[[], None]
+Root = tuple[int, str]  # a module, and its attribute
+GONE: Any = type("Gone", (), {"__repr__": lambda _: "nothing"})()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that Python holds is another than before. `root`: the attribute of a module that it lies in, if any."""
+
+    name: str
+    root: Root | None
+    before: Any
+    now: Any  # what is there instead; `before` and `now` are one object where it counts what it has given
 
 
 @contextmanager
@@ -66,11 +80,15 @@ class Snapshot:
 
     tensors: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)  # of these
+    caches: list[Any] = field(default_factory=list)  # functions that keep what they gave
     is_compiled: bool = False  # whether some of the code that was found is
     _put_back: list[PutBack] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)  # by id; held, so that no id is given twice
     _copied: dict[int, Any] = field(default_factory=dict)  # iterators
     _packages: frozenset[str] = frozenset()
+    _compare: list[Callable[[], Iterator[Difference]]] = field(default_factory=list)
+    _names: dict[int, tuple[str, Root | None]] = field(default_factory=dict)  # of what was found
+    _at: tuple[str, Root | None] = ("", None)  # what is being looked at
 
     @staticmethod
     def of(module: nn.Module, *, without: Sequence[Tensor] = ()) -> Snapshot:
@@ -80,13 +98,42 @@ class Snapshot:
         packages = frozenset(_package(type(m)) for m in module.modules()) - _OWN
         found = Snapshot(_packages=packages, _seen={id(x): x for x in without})
         found._generators()
-        waiting: list[Any] = [module]
+        found._find([module])
+        return found
+
+    @staticmethod
+    def of_python(module: nn.Module, path: str, given: Any = ()) -> Snapshot:
+        """What Python holds, from `module`, which lies at `path`, and from arguments: to ask for `differences` later.
+        Nothing is done with tensors.
+        """
+        packages = frozenset(_package(type(m)) for m in module.modules()) - _OWN
+        found = Snapshot(_packages=packages)
+        found._seen = {id(x): x for m in module.modules() for x in (*m._parameters.values(), *m._buffers.values())}
+        found._name_leaves(given)
+        for name, inner in module.named_modules(prefix=path):
+            found._names[id(inner)] = found._names[id(vars(inner))] = name, (id(inner), "")
+        found._find([module, given])
+        return found
+
+    def differences(self) -> Iterator[Difference]:
+        """What is another now. Of an iterator that cannot be asked it is said that it went on."""
+        for one in self._compare:
+            yield from one()
+
+    def _name_leaves(self, given: Any) -> None:
+        for i, x in enumerate(tree_leaves(given)):
+            self._names[id(x)] = f"its argument {i} (a {type(x).__name__})", None
+
+    def _find(self, roots: Sequence[Any]) -> None:
+        waiting: list[Any] = [*roots]
         while waiting:
             held = waiting.pop()
-            if not isinstance(held, _PLAIN) and id(held) not in found._seen:
-                found._seen[id(held)] = held
-                waiting.extend(found._keep(held))
-        return found
+            if not isinstance(held, _PLAIN) and id(held) not in self._seen:
+                self._seen[id(held)] = held
+                self._at = self._names.get(id(held), ("", None))
+                for x in self._keep(held):
+                    self._names.setdefault(id(x), self._at)
+                    waiting.append(x)
 
     def uncopied(self) -> list[Any]:
         """Of the objects that were found, those that no copy can be made of: locks, files and the like."""
@@ -137,6 +184,16 @@ class Snapshot:
             yield from (held.__self__, held.__func__)
         elif isinstance(held, functools.partial):
             yield from (held.func, held.args, held.keywords)
+        elif isinstance(held, BuiltinMethodType) and not isinstance(held.__self__, ModuleType):
+            yield held.__self__
+        elif isinstance(held, (*_ITERATORS, *_OF_CONTAINERS)) or _is_strange(held):
+            self._value(held) if not _is_strange(held) else self._went_on(held)
+        elif isinstance(held, GeneratorType):
+            at = held.gi_frame.f_lasti if held.gi_frame else None
+            self._differs(held, lambda: (held.gi_frame.f_lasti if held.gi_frame else None) != at or at is not None)
+        elif isinstance(held, functools._lru_cache_wrapper):
+            self.caches.append(held)
+            yield held.__wrapped__
         elif isinstance(held, staticmethod | classmethod):
             yield held.__func__
         elif isinstance(held, property):
@@ -149,6 +206,8 @@ class Snapshot:
             yield from self._object(held)
 
     def _tensor(self, held: Tensor) -> Iterator[Any]:
+        if isinstance(held, Absent):  # it has nothing to lose
+            return
         try:
             alias, grad, needs = held.detach(), held.grad if held.is_leaf else None, held.requires_grad
         except (RuntimeError, NotImplementedError, ValueError):  # without memory of its own, or not yet
@@ -178,6 +237,11 @@ class Snapshot:
 
     def _dict(self, held: dict[Any, Any]) -> Iterator[Any]:
         items = [(key, self._value(value)) for key, value in held.items()]
+        name, root = self._at
+        is_attributes = root is not None and not root[1]
+        for key, value in held.items():
+            mine = root if not is_attributes else (root[0], str(key)) if root else None
+            self._names.setdefault(id(value), (f"{name}.{key}" if name else str(key), mine))
 
         def put_back() -> None:
             if len(held) != len(items) or not all(
@@ -187,7 +251,16 @@ class Snapshot:
                 kind.clear(held)
                 kind.update(held, items)
 
+        def compare() -> Iterator[Difference]:
+            was = dict(items)
+            for key in [*held, *(key for key in was if key not in held)]:
+                before, now = was.get(key, GONE), held.get(key, GONE)
+                if not _is_same(before, now):
+                    mine = (root[0], str(key)) if is_attributes and root else root
+                    yield Difference(f"{name}.{key}" if name else str(key), mine, before, now)
+
         self._put_back.append(put_back)
+        self._compare.append(compare)
         yield from (value for _, value in items)
 
     def _list(self, held: Any) -> Iterator[Any]:
@@ -199,7 +272,15 @@ class Snapshot:
                 kind.clear(held)
                 kind.extend(held, items)
 
+        name, root = self._at
+
+        def compare() -> Iterator[Difference]:
+            for before, now in itertools.zip_longest(items, held, fillvalue=GONE):
+                if not _is_same(before, now):
+                    yield Difference(f"{name} (a {type(held).__name__})", root, before, now)
+
         self._put_back.append(put_back)
+        self._compare.append(compare)
         yield from items
 
     def _set(self, held: set[Any]) -> Iterator[Any]:
@@ -210,6 +291,7 @@ class Snapshot:
                 held.clear()
                 held.update(items)
 
+        self._differs(held, lambda: len(held) != len(items) or held != items)
         self._put_back.append(put_back)
         yield from items
 
@@ -220,24 +302,38 @@ class Snapshot:
             if held.flags.writeable and held.shape == was.shape:
                 held[...] = was
 
+        self._differs(held, lambda: held.shape != was.shape or held.tobytes() != was.tobytes())
         self._put_back.append(put_back)
+
+    def _differs(self, held: Any, is_other: Callable[[], bool]) -> None:
+        name, root = self._at
+
+        def compare() -> Iterator[Difference]:
+            if is_other():
+                yield Difference(f"{name} (a {type(held).__name__})", root, held, held)
+
+        self._compare.append(compare)
 
     def _generator(self, held: Any) -> bool:
         """Whether it is a generator of random numbers, which is then noted."""
         if isinstance(held, torch.Generator):
             state = held.get_state()
             self._put_back.append(lambda: _set_torch(held, state))
+            self._differs(held, lambda: held.get_state().tolist() != state.tolist())
         elif isinstance(held, np.random.Generator):
             return self._generator(held.bit_generator)
         elif isinstance(held, np.random.BitGenerator):
             bits = copy.deepcopy(held.state)
             self._put_back.append(lambda: setattr(held, "state", bits))
+            self._differs(held, lambda: repr(held.state) != repr(bits))
         elif isinstance(held, np.random.RandomState):
             numpys = held.get_state()
             self._put_back.append(lambda: held.set_state(numpys))
+            self._differs(held, lambda: repr(held.get_state()) != repr(numpys))
         elif isinstance(held, random.Random) and not isinstance(held, random.SystemRandom):
             pythons = held.getstate()
             self._put_back.append(lambda: held.setstate(pythons))
+            self._differs(held, lambda: held.getstate() != pythons)
         else:
             return False
         return True
@@ -259,7 +355,17 @@ class Snapshot:
                 object.__setattr__(owner, name, was)
 
         self._put_back.append(put_back)
+        self._changes(name, was, lambda: getattr(owner, name, GONE))
         yield was
+
+    def _changes(self, name: str, was: Any, now: Callable[[], Any]) -> None:
+        owner, root = self._at
+
+        def compare() -> Iterator[Difference]:
+            if not _is_same(was, found := now()):
+                yield Difference(f"{owner}.{name}" if owner else name, root, was, found)
+
+        self._compare.append(compare)
 
     def _class(self, held: type) -> Iterator[Any]:
         for kind in held.__mro__:
@@ -267,6 +373,9 @@ class Snapshot:
                 continue
             was = {n: self._value(x) for n, x in vars(kind).items() if not n.startswith("__")}
             self._put_back.append(functools.partial(_restore_class, kind, was))
+            self._at = f"the class {kind.__qualname__}", None
+            for name, value in was.items():
+                self._changes(name, value, functools.partial(vars(kind).get, name, GONE))
             yield from was.values()
             yield from (x for n, x in vars(kind).items() if n.startswith("__") and isinstance(x, FunctionType))
 
@@ -280,6 +389,9 @@ class Snapshot:
             except ValueError:  # not filled yet
                 continue
             self._put_back.append(functools.partial(setattr, cell, "cell_contents", was))
+            self._at = f"a variable around {held.__qualname__}", None
+            self._names.setdefault(id(was), self._at)
+            self._changes("", was, functools.partial(getattr, cell, "cell_contents", GONE))
             yield was
         names, space = frozenset(_names(held.__code__)), held.__globals__
         yield from self._named(names, space)
@@ -295,6 +407,9 @@ class Snapshot:
                 continue
             was = self._value(value)
             self._put_back.append(functools.partial(_restore_global, space, name, was, missing))
+            self._at = "the global", None
+            self._changes(name, GONE if was is missing else was, functools.partial(space.get, name, GONE))
+            self._names.setdefault(id(was), (f"the global {name}", None))
             if was is not missing:
                 yield was
 
@@ -304,8 +419,20 @@ class Snapshot:
             return value
         if id(value) not in self._copied:
             self._seen[id(value)] = value
-            self._copied[id(value)] = copy.copy(value)
+            self._copied[id(value)] = _twin(value)
+            self._went_on(value)
         return self._copied[id(value)]
+
+    def _went_on(self, value: Any) -> None:
+        """Whether an iterator will have given something by then."""
+        outer, self._at = self._at, self._names.get(id(value), self._at)
+        if isinstance(value, itertools.count):
+            said = repr(value)
+            self._differs(value, lambda: repr(value) != said)
+        else:
+            left = operator.length_hint(value, -1)
+            self._differs(value, lambda: left < 0 or operator.length_hint(value, -1) != left)
+        self._at = outer
 
     def _is_read(self, kind: type) -> bool:
         """Whether attributes of objects of a class are looked at."""
@@ -376,6 +503,37 @@ def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor
     if not hasattr(func, "_schema") or func.namespace != "aten" or "batch_norm" in func.name():
         return (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     return written(func, args, kwargs) if func._schema.is_mutable else iter(())
+
+
+def _twin(iterator: Any) -> Any:
+    """An iterator that gives what this one will give. What goes around another one would share it, if only copied."""
+    if not isinstance(iterator, (*_ITERATORS, enumerate, zip)):
+        return copy.copy(iterator)
+    kind, given, *state = iterator.__reduce__()
+    made = kind(*map(_inner_twin, given))
+    for one in state:
+        made.__setstate__(tuple(map(_inner_twin, one)) if isinstance(one, tuple) else one)
+    return made
+
+
+def _inner_twin(held: Any) -> Any:
+    if isinstance(held, (*_ITERATORS, *_OF_CONTAINERS)):
+        return _twin(held)
+    return copy.copy(held) if isinstance(held, list) else held
+
+
+def _is_strange(held: Any) -> bool:
+    """An iterator that nothing is known of."""
+    kind = type(held)
+    known = (*_ITERATORS, *_OF_CONTAINERS, GeneratorType)
+    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools") and not isinstance(held, known)
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Whether Python holds the same thing: one object, or equal numbers. Iterators stand for themselves."""
+    if before is now or (isinstance(before, (*_ITERATORS, *_OF_CONTAINERS)) and type(before) is type(now)):
+        return True
+    return isinstance(before, _PLAIN) and type(before) is type(now) and (before == now or before != before)
 
 
 def _restore_class(kind: type, was: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gossamer.loss import Objective
 from gossamer.model.call import Caller
-from gossamer.model.cut.again import buffers_of, nothing_saved, once_more
+from gossamer.model.cut.again import buffers_of, nothing_saved, once_more, python_of
 from gossamer.model.cut.flow import Value
 from gossamer.model.cut.live import Live
 from gossamer.model.precision import Precision
@@ -85,9 +85,10 @@ class Whole(Piece):
             return Live({}, {}, run())
         module = self.engine.module
         buffers = buffers_of(module, {name for name, _ in module.named_buffers(remove_duplicate=False)})
+        python = python_of(module)
         with nothing_saved():
             loss = run().detach()
-        return Live({}, {}, loss, partial(once_more, lambda: Live({}, {}, run()), buffers))
+        return Live({}, {}, loss, partial(once_more, lambda: Live({}, {}, run()), module, buffers, python))
 
 
 def _nothing() -> None:

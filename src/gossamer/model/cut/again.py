@@ -2,7 +2,7 @@
 
 The first run is one with a graph, of which nothing is saved: under no_grad a model may take another way, or a compiled
 one be another program, and its numbers would differ. What either run changes of the module's buffers (running means)
-counts once: the second run starts from copies of what they were before the first, and changes only these.
+and of what Python keeps (counters, iterators) counts once: the second run starts from what they were before the first.
 Memory: what was received, and a copy of the stage's buffers, for every micro-batch that waits.
 """
 
@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
+
+from gossamer.model.snapshot import Snapshot
 
 Buffers = list[tuple[nn.Module, str, Tensor]]  # owner, name there, value
 
@@ -57,7 +59,17 @@ def in_place_of(buffers: Buffers) -> Iterator[None]:
             owner._buffers[name] = before
 
 
-def once_more(forward: Callable[[], Any], buffers: Buffers) -> Any:
-    """What `forward` gives where the module still has `buffers`, which it may change."""
-    with in_place_of(buffers):
-        return forward()
+def once_more(forward: Callable[[], Any], module: nn.Module, buffers: Buffers, python: Snapshot) -> Any:
+    """What `forward` gives where the module still has `buffers`, which it may change, and Python what it had then."""
+    now = python_of(module)
+    python.put_back()
+    try:
+        with in_place_of(buffers):
+            return forward()
+    finally:
+        now.put_back()
+
+
+def python_of(module: nn.Module) -> Snapshot:
+    """What Python holds of a module, without its parameters and buffers."""
+    return Snapshot.of_python(module, "")

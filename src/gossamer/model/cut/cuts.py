@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import nn
 
-from gossamer.model.cut.flow import HIDDEN, Call, Flow, Value
+from gossamer.model.cut.flow import HIDDEN, TOLD, Call, Flow, Late, Value
 from gossamer.model.cut.keepers import Keepers, check_readers, keepers_of
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
@@ -45,6 +46,7 @@ class Part:
     receives: tuple[Value, ...]
     sends: tuple[Value, ...]
     holds: frozenset[str]  # parameters and buffers, canonical names
+    shared: frozenset[str] = frozenset()  # of these, parameters that other stages hold too
 
     @property
     def is_last(self) -> bool:
@@ -94,7 +96,8 @@ def parts_of(module: nn.Module, flow: Flow, cuts: Cuts, keepers: Keepers | None 
     for part in parts:
         _check(flow, part)
     check_readers(flow, bounds, keepers)
-    return parts
+    shared = shared_names(parts, module).keys()
+    return tuple(replace(part, shared=part.holds & shared) for part in parts)
 
 
 def shared_names(parts: Sequence[Part], module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -112,7 +115,8 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
 
 def _edges(flow: Flow, at: int) -> tuple[Value, ...]:
     """Values made before call `at` that it or later ones depend on."""
-    return tuple(sorted(v for v in flow.readers if v.call < at <= flow.last_reader(v)))
+    told = [Value(i, TOLD) for i, call in enumerate(flow.calls[:at]) if call.is_told and at < flow.end]
+    return tuple(sorted([*told, *(v for v in flow.readers if v.call < at <= flow.last_reader(v))]))
 
 
 def _holds(module: nn.Module, flow: Flow, low: int, high: int) -> frozenset[str]:
@@ -192,10 +196,10 @@ def _check_count(flow: Flow, stages: int) -> None:
 
 
 def _check(flow: Flow, part: Part) -> None:
-    """Nothing that this stage computes with may be a placeholder."""
+    """Nothing that this stage computes with may be absent."""
     for call in flow.calls[: part.low]:
         strange = next((leaf.opaque for leaf in call.leaves if leaf.opaque), "")
-        if strange:
+        if strange and any(v.place == HIDDEN for v in part.receives):
             raise bad_input(
                 wanted=f"{call.name} to return tensors, in tuples, lists, dicts or dataclasses",
                 got=f"a {strange}",
@@ -212,6 +216,15 @@ def _check(flow: Flow, part: Part) -> None:
                 f"{flow.calls[part.low].name})",
                 key=_KEY,
             )
+    for number, call in enumerate(flow.calls[: part.low]):
+        for places in call.overlaps:
+            if sum(Value(number, place) in part.receives for place in places) > 1:
+                raise bad_input(
+                    wanted=f"{call.name} to return tensors with memory of their own each, or nobody to change them",
+                    got=f"outputs {', '.join(map(str, places))} in one memory, one of which is changed in place",
+                    do="return a copy (.clone()), or keep what follows in its stage",
+                    key=_KEY,
+                )
     for value, positions in flow.branches.items():
         late = [p for p in positions if p < part.high or part.is_last]
         if late and value.call < part.low and value not in part.receives:
@@ -221,6 +234,33 @@ def _check(flow: Flow, part: Part) -> None:
                 do="cut before that unit, or move the branch (or .item()) into a unit",
                 key=_KEY,
             )
+
+    _check_late(flow, part)
+
+
+def _check_late(flow: Flow, part: Part) -> None:
+    """What Python keeps of the forward's end may not matter to a stage that cannot follow it so far."""
+    ends = [p - 0.5 for v, at in flow.branches.items() for p in at if p >= part.high and not _has(part, v)]
+    ends += [float(i) for i in range(part.high, flow.end) if flow.calls[i].is_told]
+    if part.is_last or not ends:
+        return
+    late = next((one for one in flow.late if _matters(one, min(ends))), None)
+    if late is not None:
+        raise bad_input(
+            wanted=f"{late.name}, which the forward changes and a later one reads, to depend on no number that stage "
+            f"{part.stage} has not",
+            got=f"a look at one before {_reader(flow, math.ceil(min(ends)))}, where its forward has to end",
+            do="move the look behind what changes, return tensors instead of numbers, or cut behind it",
+            key=_KEY,
+        )
+
+
+def _has(part: Part, value: Value) -> bool:
+    return part.owns(value.call) or value in part.receives
+
+
+def _matters(late: Late, end: float) -> bool:
+    return late.written >= end and any(reader <= end for reader in late.readers)
 
 
 def _reader(flow: Flow, position: int) -> str:

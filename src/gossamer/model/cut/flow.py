@@ -11,6 +11,8 @@ from torch import Tensor
 
 from gossamer.model.cut.tree import Shape
 
+TOLD = -2  # the place of what a call looked at, as bytes
+TOLD_BYTES = 2048
 HIDDEN = -1  # the place of a tensor that was made inside a call and that nothing outside is known to hold
 
 
@@ -32,6 +34,17 @@ class Leaf:
     source: int | None = None  # number of the argument leaf that it is
     made: Made | None = None
     opaque: str = ""  # type of a constant that nobody can repeat
+    same: int | None = None  # an earlier leaf of the output that is this very object
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it is a number, a word or an object, which another forward may give as another."""
+        return (
+            self.made is None
+            and self.source is None
+            and self.same is None
+            and (bool(self.opaque) or self.constant is not None)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +56,18 @@ class Made:
     device: torch.device
     needs_grad: bool
     written: bool = False
+    strides: tuple[int, ...] | None = field(default=None, compare=False)  # None: as torch lays them out
 
-    def placeholder(self) -> Tensor:
-        """Stands where nothing real is needed. Takes no memory, and poisons what is computed from it by mistake."""
-        return hollow(self.shape, self.dtype, self.device, own=self.written)
+    @staticmethod
+    def of(tensor: Tensor) -> Made:
+        """What it looks like."""
+        strides = None if tensor.layout is not torch.strided or tensor.is_contiguous() else tensor.stride()
+        return Made(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, strides=strides)
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Its shape and strides."""
+        return self.shape, self.strides or torch.empty(self.shape, device="meta").stride()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +97,9 @@ class Call:
     leaves: tuple[Leaf, ...]
     spec: Shape
     insides: tuple[Inside, ...] = ()
+    overlaps: tuple[tuple[int, ...], ...] = ()  # places whose tensors lie in one memory, which somebody changes later
+    effects: tuple[str, ...] = ()  # what it does in Python, that others may read
+    is_told: bool = False  # what it gives in Python may depend on numbers of tensors: where it ran tells the rest
     flop: float = 0.0  # of its forward
     parameter_bytes: int = 0  # of the unit
 
@@ -84,8 +108,20 @@ class Call:
         """As a cut names it: the unit, and where it is called again, @ and which time it is."""
         return f"{self.unit}@{self.turn}" if self.turn else self.unit
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether nothing comes of it but tensors, None, and what it was given."""
+        return not self.is_told and not self.is_python
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it gives or does anything in Python, beside giving None."""
+        return bool(self.effects) or any(leaf.is_python for leaf in self.leaves)
+
     def made(self, place: int) -> Made:
         """What the value at `place` looks like."""
+        if place == TOLD:
+            return Made((TOLD_BYTES,), torch.uint8, self._device(), needs_grad=False)
         leaves = [*self.leaves] if place < len(self.leaves) else []
         at = place
         if not leaves:
@@ -94,6 +130,10 @@ class Call:
         made = leaves[at].made
         assert made is not None
         return made
+
+    def _device(self) -> torch.device:
+        made = (leaf.made for leaf in self.leaves if leaf.made is not None)
+        return next((one.device for one in made), torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +157,17 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """What Python holds and the forward changes, after it has first looked at a number. `readers`, and `written` last:
+    calls, and for the code between them numbers between theirs.
+    """
+
+    name: str
+    readers: frozenset[float]
+    written: float
+
+
+@dataclass(frozen=True, slots=True)
 class Flow:
     """One forward of one kind of batch. Position p is the code between call p - 1 and call p; `len(calls)` the end."""
 
@@ -126,6 +177,7 @@ class Flow:
     loose: Mapping[str, frozenset[int]]  # parameter or buffer read outside of its units -> positions
     lent: Mapping[str, frozenset[int]]  # the same, read inside other units' calls -> those calls
     units: tuple[str, ...]
+    late: tuple[Late, ...] = ()
     by_chance: bool = False  # the code between units may have looked at a random number
     buffers: Mapping[str, Use] = field(default_factory=dict)
     names: Mapping[str, int] = field(default_factory=dict)  # call name -> number

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gossamer.spec.errors import RunFailed
 
-_GROUPED = torch.ops.aten._grouped_mm.default
+GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class Operators(Protocol):
@@ -31,6 +31,9 @@ class Operators(Protocol):
 
     def key(self, tensor: Tensor) -> int:
         """The same number for tensors in the same memory, and never given twice."""
+
+    def refuse(self) -> None:
+        """A number was asked for that is not there."""
 
 
 class Real:
@@ -52,6 +55,9 @@ class Real:
         # A kernel that wants the strides of a real parameter, and was given one without memory: this once it has some.
         args, kwargs = tree_map_only(Tensor, lambda x: x.contiguous() if _is_one_element(x) else x, given)
         return func(*args, **kwargs)
+
+    def refuse(self) -> None:
+        """All are there."""
 
     def key(self, tensor: Tensor) -> int:
         """The same number for tensors in the same memory, and never given twice."""
@@ -87,6 +93,10 @@ class Unreal(Real):
             self.refused = True  # whoever may catch this
             raise
 
+    def refuse(self) -> None:
+        """A number was asked for that is not there."""
+        self.refused = True
+
     def key(self, tensor: Tensor) -> int:
         """That of the real tensor, where this lies in the memory of its stand-in."""
         key = super().key(tensor)
@@ -109,7 +119,7 @@ class Unreal(Real):
                     raise RunFailed("a real tensor would get another shape")
         fakes, named = tree_map_only(Tensor, fake, (tuple(args), dict(kwargs)))
         with self._mode:
-            out = _like_bf16(func, fakes, named) if func is _GROUPED else func(*fakes, **named)
+            out = like_bf16(func, fakes, named) if func is GROUPED else func(*fakes, **named)
         return tree_map_only(Tensor, lambda x: stands.get(id(x), x), out)
 
     def _stand_in(self, real: Tensor) -> Tensor:
@@ -137,7 +147,7 @@ def _no(_: logging.LogRecord) -> bool:
     return False
 
 
-def _like_bf16(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def like_bf16(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """torch 2.13 says what grouped products give in bf16 alone, and runs others too; to be removed when it does."""
     given = (args, {**kwargs, "out_dtype": None})
     halves, named = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, given)
@@ -150,6 +160,17 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
             yield from (x for x in tree_leaves(given) if isinstance(x, Tensor))
+
+
+def changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """What an operator changes; of a normalisation, which need not say so, everything where it trains."""
+    if "batch_norm" not in func.name():
+        yield from written(func, args, kwargs)
+        return
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("training", given.get("train", True)):
+        yield from (x for x in (given.get("running_mean"), given.get("running_var")) if isinstance(x, Tensor))
 
 
 def _is_one_element(tensor: Any) -> bool:

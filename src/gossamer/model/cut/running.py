@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gossamer.model.cut.flow import Change, Use, Value
-from gossamer.model.cut.operators import written
+from gossamer.model.cut.operators import changed
 
 Nothing: frozenset[Any] = frozenset()
 
@@ -43,8 +43,8 @@ class Running:
     def ran(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Step:
         """An operator, and the buffers in it."""
         outs = [self.key(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
-        changed = [self.names[k] for x in _changed(func, args, kwargs) if (k := self.key(x)) in self.names]
-        return Step(self.read(tree_leaves((args, kwargs))), changed, outs)
+        names = [self.names[k] for x in changed(func, args, kwargs) if (k := self.key(x)) in self.names]
+        return Step(self.read(tree_leaves((args, kwargs))), names, outs)
 
     def in_unit(self, step: Step, call: int) -> None:
         """The operator ran in a call of a unit."""
@@ -107,14 +107,3 @@ class Step:
     read: frozenset[str]
     changed: list[str]
     outs: list[int]
-
-
-def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """What an operator changes; of a normalisation, which need not say so, everything where it trains."""
-    if "batch_norm" not in func.name():
-        yield from written(func, args, kwargs)
-        return
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.get("training", given.get("train", True)):
-        yield from (x for x in (given.get("running_mean"), given.get("running_var")) if isinstance(x, Tensor))

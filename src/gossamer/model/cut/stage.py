@@ -1,32 +1,35 @@
 """A stage: the user's whole forward, in which what other stages own are ghosts.
 
 A ghost holds no storage and returns what the real unit would have: the tensor received from an earlier stage, the
-argument that the unit passed through, or a placeholder where nothing of this stage depends on it. The module objects
-stay, with their attributes and hooks; only their parameters are hollow and their `forward` is another.
+argument that the unit passed through, or an absent tensor where nothing of this stage depends on it. The module objects
+stay, with their attributes and hooks; only their parameters are absent and their `forward` is another. Every stage runs
+the forward to its end, so that what the model keeps (counters, switches, memories) is what one process would keep.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more
+from gossamer.model.cut.absent import Absence, Absent, Over
+from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more, python_of
 from gossamer.model.cut.cuts import Part, canonical_names
-from gossamer.model.cut.flow import Call, Flow, Inside, Leaf, Value, containers_of, hollow
+from gossamer.model.cut.flow import TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
 from gossamer.model.cut.live import Live
+from gossamer.model.cut.looks import Looks
+from gossamer.model.cut.switches import switches_put_back
 from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.randomness import Keyed
-from gossamer.spec.errors import RunFailed
+from gossamer.spec.errors import BadInput, bad_input
 
-
-class _Done(BaseException):
-    """The last call of the stage is over. Not an Exception: a forward that catches those must not see it."""
+_KEY = "plan.mesh.pipe"
 
 
 @dataclass(slots=True)
@@ -35,9 +38,12 @@ class _Turn:
 
     given: dict[Value, Tensor]  # what ghosts return: views of what was received
     made: dict[Value, Tensor] = field(default_factory=dict)
+    hooks: dict[Value, frozenset[int]] = field(default_factory=dict)  # that the unit has set on what it made
     at: int = 0  # number of the next call
     inside: Call | None = None  # the owned call that is running
     turns: dict[str, int] = field(default_factory=dict)  # of inner modules, in that call
+    is_shadow: bool = False  # the call that is running is another stage's
+    is_cut_short: bool = False  # it ended before its end
 
 
 class Stage:
@@ -51,21 +57,24 @@ class Stage:
         self.names = canonical_names(module)
         self._turn: _Turn | None = None
         self._answers: list[Any] = []
-        changed = {n for n, use in flow.buffers.items() if any(change.loose for change in use.changes)}
-        _hollow_out(module, part.holds | keep, self.names, changed)
+        self._absence = Absence(part.stage)
+        _hollow_out(module, part.holds | keep, self.names, self._absence)
         for name in flow.units:
             unit = module.get_submodule(name)
             assert not isinstance(unit.forward, Keyed), "a ghost would not seed: key the randomness of a stage last"
             unit.forward = self._unit(name, unit.forward)  # type: ignore[method-assign]
         self._wrapped: set[str] = set()
+        self._check_shared()
         self.follow(flow, part)
 
     def follow(self, flow: Flow, part: Part) -> None:
         """From the next forward on, batches are of another kind: the same calls, with other shapes and edges."""
         if (part.low, part.high) != (self.part.low, self.part.high) or not part.holds <= self.part.holds:
-            raise RunFailed(
-                f"stage {self.part.stage}: a batch of another kind takes another way through the model, by which the "
-                "stage would have other units: give all batches the same keys"
+            raise bad_input(
+                wanted=f"batches by which stage {self.part.stage} has the same units",
+                got="one of another kind, which takes another way through the model",
+                do="give all batches the same keys",
+                key=_KEY,
             )
         self.flow, self.part = flow, replace(part, holds=self.part.holds)
         for path in {
@@ -82,7 +91,7 @@ class Stage:
     def receive(self, tensors: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
         """Leaves of a graph, of what came over the wire."""
         made = {v: self.flow.calls[v.call].made(v.place) for v in self.part.receives}
-        return {v: tensors[v].detach().requires_grad_(m.needs_grad) for v, m in made.items()}
+        return {v: laid_out(tensors[v].detach(), m).requires_grad_(m.needs_grad) for v, m in made.items()}
 
     def forward(self, run: Callable[[], Any], tensors: Mapping[Value, Tensor], *, keep_graph: bool = True) -> Live:
         """Run this stage's part of `run`, which calls `self.module`, on what stage - 1 sent.
@@ -94,10 +103,10 @@ class Stage:
         received = {v: tensors[v] for v in self.part.receives}
         forward = functools.partial(self._way_of, self.flow, self.part, run, received)
         held = {path for path, name in self.names.items() if name in self.part.holds}
-        buffers = buffers_of(self.module, held)
+        buffers, python = buffers_of(self.module, held), python_of(self.module)
         with nothing_saved():
             live = self._forward(run, tensors)
-        again = functools.partial(once_more, forward, buffers)
+        again = functools.partial(once_more, forward, self.module, buffers, python)
         return Live({}, detached(live.sent), detached(live.result), again)
 
     def _way_of(self, flow: Flow, part: Part, run: Callable[[], Any], tensors: Mapping[Value, Tensor]) -> Live:
@@ -113,16 +122,55 @@ class Stage:
         leaves = self.receive(tensors)
         # A view of each: autocast caches leaves as if they were weights, and would add their gradients in bf16.
         turn = self._turn = _Turn({v: x.view_as(x) for v, x in leaves.items()})
+        result = None
         try:
-            result = run()
-        except _Done:
-            result = None
+            with switches_put_back() as switches, self._absence.forward():
+                self._advance(turn)
+                result = run()
+                switches.keep()
+        except Over:
+            turn.is_cut_short = True
         finally:
             self._turn = None
-        if turn.at != self.part.high:
-            raise RunFailed(f"stage {self.part.stage}: {self._strayed(turn, 'the end of the forward')}")
-        sent = {v: turn.given[v] if v in turn.given else turn.made[v] for v in self.part.sends}
+        if not turn.is_cut_short and turn.at != self.flow.end:
+            raise self._strayed(turn, "the end of the forward")
+        if not self.part.is_last:
+            result = None
+        elif origin := self._absence.origin_of(flatten(result)[0]):
+            self._absence.refuse(origin, "the loss is computed from it")
+        sent = {v: self._sent(turn, v) for v in self.part.sends}
         return Live(leaves, sent, result)
+
+    def _check_shared(self) -> None:
+        """A hook on a parameter that several stages hold would see parts of its gradient."""
+        for name, parameter in self.parameters().items():
+            if self.names[name] not in self.part.shared:
+                continue
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise bad_input(
+                    wanted=f"{name}, which several stages hold, without hooks: each has a part of its gradient",
+                    got="a hook on it",
+                    do="change the gradient of what is computed from it, or cut so that one stage holds it",
+                    key=_KEY,
+                )
+
+    def _sent(self, turn: _Turn, value: Value) -> Tensor:
+        tensor = turn.given[value] if value in turn.given else turn.made[value]
+        later = (tensor._backward_hooks or {}).keys() - turn.hooks.get(value, frozenset())
+        if later and any(self.part.owns(reader) for reader in self.flow.readers.get(value, ())):
+            raise bad_input(
+                wanted=f"the readers of {self.flow.calls[value.call].name} in one stage, for a hook is set on it",
+                got=f"some of them in stage {self.part.stage}, and others behind it",
+                do="set the hook within the unit, or cut so that one stage has all readers",
+                key=_KEY,
+            )
+        for hook in later:  # the same code has set it in the stage that reads the tensor, and there it runs
+            del tensor._backward_hooks[hook]  # type: ignore[index]
+        return tensor
+
+    def _advance(self, turn: _Turn) -> None:
+        """Whether a unit of this stage is still to run."""
+        self._absence.is_over = turn.at >= self.part.high and not self.part.is_last
 
     def _unit(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)
@@ -131,38 +179,109 @@ class Stage:
             if turn is None or turn.inside is not None or torch._C._current_graph_task_id() != -1:
                 return real(*args, **kwargs)  # within a unit, or recomputed in a backward
             call = self._next(turn, name)
-            if not self.part.owns(turn.at):
+            if self.part.owns(turn.at):
+                output = self._own(turn, call, real, (args, kwargs))
+            elif not call.is_python:
                 output = self._ghost(turn, call, args, kwargs)
             else:
-                turn.inside, turn.turns = call, {}
-                containers = containers_of((args, kwargs))
-                lengths = [len(container) for container in containers]
-                try:
-                    output = real(*args, **kwargs)
-                finally:
-                    turn.inside = None
-                self._keep(turn, call, output)
-                self._keep_added(turn, call, containers, lengths)
+                output = self._shadow(turn, call, real, (args, kwargs))
             turn.at += 1
+            self._advance(turn)
             return output
 
         return forward
 
+    def _own(self, turn: _Turn, call: Call, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
+        """The unit itself."""
+        turn.inside, turn.turns = call, {}
+        self._absence.unit = call.name
+        arguments = flatten(given)[0]
+        containers = containers_of(given)
+        lengths = [len(container) for container in containers]
+        looks = Looks()
+        try:
+            with looks.noting() if call.is_told and call.is_python else nullcontext():
+                output = real(*given[0], **given[1])
+        finally:
+            turn.inside, self._absence.unit = None, ""
+        self._keep(turn, call, output, arguments)
+        self._keep_added(turn, call, containers, lengths)
+        if (told := Value(turn.at, TOLD)) in self.part.sends:
+            if not call.is_python:
+                looks = Looks.of_kinds(flatten(output)[0], call.leaves)
+            turn.made[told] = looks.to_bytes(call.name, call.made(TOLD).device)
+        return output
+
+    def _shadow(self, turn: _Turn, call: Call, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
+        """What the unit does and gives in Python: its own forward, on what is absent or was received."""
+        arguments, containers = flatten(given)[0], containers_of(given)
+        lengths = [len(container) for container in containers]
+        told = turn.given.get(Value(turn.at, TOLD)) if call.is_told else None
+        looks = Looks.of_bytes(told) if told is not None else Looks()
+        turn.inside, turn.turns, turn.is_shadow = call, {}, True
+        self._absence.told = looks.of_method if told is not None else None
+        try:
+            with looks.telling() if told is not None else nullcontext():
+                output = getattr(real, "_torchdynamo_orig_callable", real)(*given[0], **given[1])
+        finally:
+            turn.inside, turn.is_shadow, self._absence.told = None, False, None
+        self._place_insides(turn, call, containers, lengths)
+        leaves, spec = flatten(output)
+        self._check_structure(turn, call, leaves)
+        placed: list[Any] = []
+        for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
+            is_first = leaf.same is None or came is not leaves[leaf.same]
+            placed.append(self._placed(turn, leaf, place, came, arguments) if is_first else placed[leaf.same or 0])
+        return spec.fill(placed)
+
+    def _placed(self, turn: _Turn, leaf: Leaf, place: int, came: Any, given: Sequence[Any]) -> Any:
+        is_there = isinstance(came, Tensor) and leaf.made is not None and Value(turn.at, place) in turn.given
+        if isinstance(came, Absent):
+            came.origin = self._origin(turn, place)
+        return self._leaf(turn, leaf, place, given) if is_there else came
+
+    def _place_insides(self, turn: _Turn, call: Call, containers: list[Any], lengths: list[int]) -> None:
+        for inside in call.insides:
+            if inside.container >= 0:
+                container = containers[inside.container]
+                key = inside.key
+                if isinstance(container, list):
+                    key = lengths[inside.container]
+                    lengths[inside.container] += 1
+                if key in range(len(container)) if isinstance(container, list) else key in container:
+                    container[key] = self._received(turn, inside, container[key])
+            elif inside.attribute:
+                target = self.module.get_submodule(inside.module)
+                setattr(target, inside.attribute, self._received(turn, inside, getattr(target, inside.attribute)))
+
+    def _received(self, turn: _Turn, inside: Inside, came: Any) -> Any:
+        """What a shadow left behind, with what was received of it."""
+        leaves, spec = flatten(came)
+        if not any(Value(turn.at, place) in turn.given for place in inside.places) or len(leaves) != len(inside.leaves):
+            return came
+        pairs = zip(inside.leaves, inside.places, leaves, strict=True)
+        return spec.fill([self._placed(turn, leaf, place, x, ()) for leaf, place, x in pairs])
+
     def _next(self, turn: _Turn, name: str) -> Call:
-        # Only now, not right after the last owned call: checkpointing must see that call's forward end.
-        if turn.at == self.part.high and not self.part.is_last:
-            raise _Done
+        if self._absence.refused is not None:
+            raise self._absence.refused  # the model's code caught it
         call = self.flow.calls[turn.at] if turn.at < self.flow.end else None
         if call is None or call.unit != name:
-            raise RunFailed(f"stage {self.part.stage}: {self._strayed(turn, name)}")
+            raise self._strayed(turn, name)
         return call
 
-    def _strayed(self, turn: _Turn, came: str) -> str:
+    def _strayed(self, turn: _Turn, came: str) -> BadInput:
         wanted = self.flow.calls[turn.at].name if turn.at < self.flow.end else "the end of the forward"
-        return f"the forward took another way than when it was cut: wanted {wanted}, got {came}"
+        return bad_input(
+            wanted=f"{wanted} to come next in the forward on stage {self.part.stage}, as when the model was cut",
+            got=f"{came}: it took another way",
+            do="call the same units in every forward, and let each decide within itself what it does",
+            key=_KEY,
+        )
 
     def _ghost(self, turn: _Turn, call: Call, args: Any, kwargs: Any) -> Any:
         given, containers = flatten((args, kwargs))[0], containers_of((args, kwargs))
+        kinds = self._kinds(turn, call)
         for inside in call.insides:
             structure = self._filled(turn, inside.leaves, inside.places, inside.spec, given)
             target = self.module.get_submodule(inside.module)
@@ -173,22 +292,52 @@ class Stage:
             else:
                 self._answers.append(structure)
                 target()  # its hooks take it from there
-        return self._filled(turn, call.leaves, range(len(call.leaves)), call.spec, given)
+        leaves: list[Any] = []
+        for place, leaf in enumerate(call.leaves):
+            leaves.append(self._leaf(turn, leaf, place, given, leaves))
+        for place, kind in kinds.items():
+            made = Made(kind[0], kind[1], call.made(TOLD).device, needs_grad=False) if kind else None
+            leaves[place] = self._absence.tensor(made, self._origin(turn, place)) if made else None
+        return call.spec.fill(leaves)
+
+    def _kinds(self, turn: _Turn, call: Call) -> dict[int, tuple[tuple[int, ...], torch.dtype] | None]:
+        """What a call that looks at numbers gave this time, where that is another kind of thing."""
+        if not call.is_told:
+            return {}
+        told = turn.given.get(Value(turn.at, TOLD))
+        if told is None:  # it runs later, elsewhere
+            raise Over
+        return Looks.of_bytes(told).kinds()
 
     def _filled(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], spec: Shape, given: Any = ()) -> Any:
         return spec.fill([self._leaf(turn, a, p, given) for a, p in zip(leaves, places, strict=True)])
 
-    def _leaf(self, turn: _Turn, leaf: Leaf, place: int, given: Sequence[Any]) -> Any:
+    def _leaf(self, turn: _Turn, leaf: Leaf, place: int, given: Sequence[Any], before: Sequence[Any] = ()) -> Any:
+        if leaf.same is not None:
+            return before[leaf.same]
         if leaf.made is None:
             return leaf.constant if leaf.source is None else given[leaf.source]
         received = turn.given.get(Value(turn.at, place))
         if leaf.source is not None:  # whoever else holds the argument finds in it what the unit has written
-            return given[leaf.source] if received is None else given[leaf.source].copy_(received)
+            return self._written(given[leaf.source], received, self._origin(turn, place))
         if received is None or received.numel() != math.prod(leaf.made.shape):
-            return leaf.made.placeholder()
+            return self._absence.tensor(leaf.made, self._origin(turn, place))
         if received.shape != leaf.made.shape:  # the same memory in other dims, where a hook sees it so
             received = received.view(leaf.made.shape)
         return received.clone() if leaf.made.written else received
+
+    def _written(self, given: Tensor, received: Tensor | None, origin: str) -> Tensor:
+        """An argument that the unit has changed in place."""
+        if received is None:
+            self._absence.mark(given, origin)
+            return given
+        return received if isinstance(given, Absent) else given.copy_(received)
+
+    def _origin(self, turn: _Turn, place: int) -> str:
+        call = self.flow.calls[turn.at]
+        if len(call.leaves) == 1 or place >= len(call.leaves):
+            return f"what {call.name} gives" if place < len(call.leaves) else f"what {call.name} keeps or hands on"
+        return f"output {place} of {call.name}"
 
     def _inner(self, path: str, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)
@@ -202,17 +351,50 @@ class Stage:
                 turn.turns[path] = time + 1
                 for inside in turn.inside.insides:
                     if (inside.module, inside.turn, inside.attribute) == (path, time, ""):
-                        self._keep_inside(turn, inside, output)
+                        if turn.is_shadow:
+                            output = self._received(turn, inside, output)
+                        else:
+                            self._keep_inside(turn, inside, output)
             return output
 
         return forward
 
-    def _keep(self, turn: _Turn, call: Call, output: Any) -> None:
-        """Remember what later stages will ask for."""
-        self._keep_leaves(turn, call.leaves, range(len(call.leaves)), output)
+    def _keep(self, turn: _Turn, call: Call, output: Any, given: Sequence[Any]) -> None:
+        """Remember what later stages will ask for, which must be what the trace says they do."""
+        leaves = flatten(output)[0]
+        self._check_structure(turn, call, leaves)
+        for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
+            if leaf.same is not None and came is not leaves[leaf.same]:
+                raise self._another(call, place, came, f"its output {leaf.same} once more")
+            if leaf.source is not None and leaf.made is None and came is not given[leaf.source]:
+                raise self._another(call, place, came, "its argument, as it was")
+        if call.is_pure:
+            self._check_kinds(turn, call, leaves)
+        self._keep_leaves(turn, call.leaves, range(len(call.leaves)), leaves)
         for inside in call.insides:
             if inside.attribute:
                 self._keep_inside(turn, inside, getattr(self.module.get_submodule(inside.module), inside.attribute))
+
+    def _check_kinds(self, turn: _Turn, call: Call, leaves: Sequence[Any]) -> None:
+        for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
+            if leaf.made is None and leaf.source is None and leaf.same is None and isinstance(came, Tensor):
+                raise self._another(call, place, came, repr(leaf.constant))
+            if leaf.made is not None and not isinstance(came, Tensor):
+                raise self._another(call, place, came, "a tensor")
+
+    def _check_structure(self, turn: _Turn, call: Call, leaves: Sequence[Any]) -> None:
+        if len(leaves) != len(call.leaves):
+            raise self._another(call, -1, f"{len(leaves)} tensors and values", str(len(call.leaves)))
+
+    def _another(self, call: Call, place: int, came: Any, wanted: str) -> BadInput:
+        which = f" as its output {place}" if place >= 0 and len(call.leaves) > 1 else ""
+        got = f"a tensor {tuple(came.shape)}" if isinstance(came, Tensor) else came if place < 0 else repr(came)
+        return bad_input(
+            wanted=f"{call.name} to give {wanted}{which} on stage {self.part.stage}, as when the model was cut",
+            got=str(got),
+            do="let it give the same kind of thing every time, or cut so that one stage has it and what reads that",
+            key=_KEY,
+        )
 
     def _keep_added(self, turn: _Turn, call: Call, containers: list[Any], lengths: list[int]) -> None:
         for inside in (i for i in call.insides if i.container >= 0):
@@ -224,23 +406,43 @@ class Stage:
                 self._keep_inside(turn, inside, container[inside.key])
 
     def _keep_inside(self, turn: _Turn, inside: Inside, output: Any) -> None:
-        self._keep_leaves(turn, inside.leaves, inside.places, output)
+        leaves = flatten(output)[0]
+        if len(leaves) != len(inside.leaves):
+            raise self._another(self.flow.calls[turn.at], -1, f"{len(leaves)} values kept", str(len(inside.leaves)))
+        self._keep_leaves(turn, inside.leaves, inside.places, leaves)
 
-    def _keep_leaves(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], output: Any) -> None:
-        for leaf, place, tensor in zip(leaves, places, flatten(output)[0], strict=True):
-            value = Value(turn.at, place)
-            if value not in self.part.sends or leaf.made is None:
+    def _keep_leaves(self, turn: _Turn, leaves: Sequence[Leaf], places: Sequence[int], came: Sequence[Any]) -> None:
+        for leaf, place, tensor in zip(leaves, places, came, strict=True):
+            value, made = Value(turn.at, place), leaf.made
+            if value not in self.part.sends or made is None:
                 continue
-            if leaf.made.shape == self.flow.calls[turn.at].made(place).shape:
-                self._check_shape(turn, leaf.made.shape, tensor)
-                turn.made[value] = tensor.clone() if leaf.made.written else tensor
+            if not isinstance(tensor, Tensor):  # None this time, of which the shadows are told
+                turn.made.setdefault(value, torch.zeros(made.shape, dtype=made.dtype, device=made.device))
+            elif made.shape == self.flow.calls[turn.at].made(place).shape:
+                self._check_like(turn, made, tensor)
+                turn.made[value] = tensor.clone() if made.written else tensor
+                turn.hooks[value] = frozenset(tensor._backward_hooks or ())
+
+    def _check_like(self, turn: _Turn, made: Made, tensor: Tensor) -> None:
+        self._check_shape(turn, made.shape, tensor)
+        call = self.flow.calls[turn.at]
+        if type(tensor) not in (Tensor, nn.Parameter) or any(not name.startswith("_") for name in vars(tensor)):
+            what = f"a {type(tensor).__name__} with {', '.join(vars(tensor)) or 'more to it than numbers'}"
+            raise self._another(call, -1, what, "a plain tensor")
+        if tensor.dtype != made.dtype:
+            raise self._another(call, -1, f"{tensor.dtype}", f"a tensor of {made.dtype}")
+        if tensor.requires_grad and not made.needs_grad:
+            raise self._another(call, -1, "one with a gradient to come", "a tensor without a gradient")
 
     def _check_shape(self, turn: _Turn, wanted: tuple[int, ...], tensor: Tensor) -> None:
         if tensor.shape != wanted:
-            raise RunFailed(
-                f"stage {self.part.stage}: {self.flow.calls[turn.at].name} gives {tuple(tensor.shape)}, and gave "
-                f"{wanted} when the model was cut: what crosses between stages may depend on the shapes of a batch, "
-                "not on its values; pad it, or pick out what is needed within a unit"
+            raise bad_input(
+                wanted=f"{self.flow.calls[turn.at].name} to give {wanted} on stage {self.part.stage}, as when the "
+                "model was cut",
+                got=f"{tuple(tensor.shape)}: what crosses between stages may depend on the shapes of a batch, not on "
+                "its values",
+                do="pad it, or pick out what is needed within a unit",
+                key=_KEY,
             )
 
 
@@ -251,10 +453,25 @@ def _put(container: MutableMapping[Any, Any] | list[Any], key: Any, held: Any) -
         container[key] = held
 
 
-def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str], changed: Container[str]) -> None:
-    """Replace every parameter and buffer outside `holds` by one without storage; tied ones stay tied. Buffers in
-    `changed` get storage, for the model's own code writes to them wherever it runs.
-    """
+def laid_out(tensor: Tensor, made: Made) -> Tensor:
+    """With the strides that it has where it was made."""
+    if made.strides is None or sorted(made.strides) != sorted(_permuted(made)):
+        return tensor
+    return torch.empty_strided(made.shape, made.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _permuted(made: Made) -> list[int]:
+    """The strides of its dims, were they all laid out one within the other in the order of their strides."""
+    assert made.strides is not None
+    step, found = 1, []
+    for stride, size in sorted(zip(made.strides, made.shape, strict=True)):
+        found.append(step if size > 1 else stride)
+        step *= size
+    return found
+
+
+def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str], absence: Absence) -> None:
+    """Replace every parameter and buffer outside `holds` by an absent one; tied ones stay tied."""
     empty: dict[str, Tensor] = {}
     for path, owner in module.named_modules():
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
@@ -262,8 +479,6 @@ def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, st
             if tensor is None or canonical in holds:
                 continue
             if canonical not in empty:
-                device = torch.device("cpu") if tensor.is_meta else tensor.device
-                blank = hollow(tuple(tensor.shape), tensor.dtype, device, own=canonical in changed)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                empty[canonical] = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                empty[canonical] = absence.like(tensor, f"the {kind} {canonical or name}")
             setattr(owner, name, empty[canonical])

@@ -46,8 +46,7 @@ def trace(
 
 def _traced(watch: Watch, run: Callable[[], Any], graph: AbstractContextManager[None]) -> Flow:
     with ExitStack() as stack:
-        stack.callback(watch.buffers.put_back)
-        stack.enter_context(undone(watch.module))
+        stack.enter_context(undone(watch.module, watch.buffers, parameters=not isinstance(watch.operators, Unreal)))
         watch.lot.begin()
         stack.enter_context(torch.enable_grad())
         stack.enter_context(graph)

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from gossamer.model.cut.operators import written
+from gossamer.model.snapshot import Snapshot
 
 
 @dataclass
 class Buffers:
-    """Copies of the buffers that a forward changes (running means), each made right before that."""
+    """Copies of what stays and a forward changes (buffers, memories), each made right before that."""
 
     key: Callable[[Tensor], int]
     known: dict[int, list[Tensor]] = field(default_factory=dict)  # memory -> buffers in it
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    @staticmethod
-    def of(module: nn.Module, key: Callable[[Tensor], int]) -> Buffers:
-        known: dict[int, list[Tensor]] = {}
-        for buffer in module.buffers():
-            known.setdefault(key(buffer), []).append(buffer)
-        return Buffers(key, known)
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """They may be changed."""
+        for tensor in tensors:
+            if tensor.numel() > 1 and not any(tensor.stride()):
+                continue  # without memory of its own
+            self.known.setdefault(self.key(tensor), []).append(tensor)
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """`func` is about to run."""
@@ -51,44 +48,20 @@ class Buffers:
 
 
 @contextmanager
-def undone(module: nn.Module) -> Iterator[None]:
-    """Generators as before, and attributes without the tensors of a graph, or without numbers, that they now hold."""
-    before = [_Attributes(vars(inner)) for inner in module.modules()]
-    registered = [(inner._buffers, dict(inner._buffers)) for inner in module.modules()]
-    others = random.getstate(), np.random.get_state()
+def undone(module: nn.Module, buffers: Buffers, *, parameters: bool) -> Iterator[None]:
+    """Python state, generators, tensors and caches of functions as before: nothing of the forward stays, least of all
+    tensors of a graph, or without numbers. Without `parameters` these are nobody's to write to.
+    """
+    snapshot = Snapshot.of(module, without=() if parameters else list(module.parameters()))
+    buffers.know(snapshot.tensors)
+    cached = {id(one): (one, one.cache_info().misses) for one in snapshot.caches}
     with torch.random.fork_rng():
         try:
             yield
         finally:
             torch.clear_autocast_cache()  # it may hold weights without numbers
-            random.setstate(others[0])
-            np.random.set_state(others[1])
-            for attributes in before:
-                attributes.put_back()
-            for now, then in registered:  # buffers that were assigned anew
-                now.clear()
-                now.update(then)
-
-
-class _Attributes:
-    """Those of one module, with what the lists and dicts among them hold."""
-
-    def __init__(self, now: dict[str, Any]) -> None:
-        self.now, self.then = now, dict(now)
-        self.held = {name: copy.copy(x) for name, x in now.items() if type(x) in (list, dict)}
-
-    def put_back(self) -> None:
-        for name in [n for n, x in self.now.items() if any(map(_is_passing, tree_leaves(x)))]:
-            self.now.pop(name)
-            if name not in self.then:
-                continue
-            self.now[name] = container = self.then[name]
-            if type(container) is list:
-                container[:] = self.held[name]
-            elif type(container) is dict:
-                container.clear()
-                container.update(self.held[name])
-
-
-def _is_passing(x: Any) -> bool:
-    return isinstance(x, Tensor) and (isinstance(x, FakeTensor) or not x.is_leaf)
+            snapshot.put_back()
+            buffers.put_back()
+            for one, misses in cached.values():
+                if one.cache_info().misses != misses:
+                    one.cache_clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,20 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gossamer.model.cut.chance import Draws, Lot
-from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Leaf, Made, Value, containers_of
+from gossamer.model.cut.effects import BEGINNING, OF_TORCH, Effects, Reads, unseen
+from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Late, Leaf, Made, Value, containers_of
+from gossamer.model.cut.looks import Looking, looked_at
 from gossamer.model.cut.operators import Operators, written
 from gossamer.model.cut.running import Running, Step
 from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.cut.undo import Buffers
 from gossamer.model.flop import flop_of
-from gossamer.spec.errors import bad_input
+from gossamer.model.snapshot import Difference, Snapshot
+from gossamer.spec.errors import BadInput, RunFailed, bad_input
 
-_LOOKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _REPEATABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
@@ -49,6 +53,7 @@ class Seen:
     turns: dict[str, int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # storages from elsewhere
     looked: bool = False
+    effects: Effects | None = None
     flop: float = 0.0
 
 
@@ -59,10 +64,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.module, self.units, self.operators = module, units, operators
         self.key, self.lot, self.draws = operators.key, lot, Draws()
-        self.buffers = Buffers.of(module, self.key)
+        self.buffers = Buffers(self.key)
         self.running = Running(module, self.key)
         self.calls: list[Seen] = []
         self.current: int | None = None
+        self.reads = Reads(lambda: len(self.calls) + BEGINNING if self.current is None else self.current)
+        self.early: Snapshot | None = None  # what Python held when it first looked at a number
+        self.late: tuple[Late, ...] = ()
+        self.thread = threading.get_ident()
+        self.refused: BadInput | None = None
+        self.constant: set[int] = set()  # memory that is made of nothing: anybody makes the same
         self.taint: dict[int, frozenset[Value]] = {}
         self.born: dict[int, int] = {}  # storage -> call in which it was made
         self.where: dict[Value, int] = {}  # storage of each value
@@ -80,6 +91,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def install(self, stack: ExitStack) -> None:
         self.draws.enter()
+        self.reads.know(self.module)
+        stack.enter_context(self.reads.watching())
+        stack.enter_context(Looking(self._looked))
         for name in self.units:
             unit = self.module.get_submodule(name)
             stack.callback(_put_back, unit, vars(unit).get("forward"))
@@ -95,10 +109,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = self._read(ins)
         changed = [self.key(x) for x in written(func, args, kwargs)]
         self.changed.update(value for key in changed for value in self.named.get(key, ()))
-        if func in _LOOKS:
-            self._look(values, {self.key(x) for x in ins})
+        if (looked := looked_at(func, args)) is not None:
+            self._look(self._read(looked), {self.key(x) for x in looked})
         made = [k for x in outs if (k := self.key(x)) not in self.static]
-        self._follow_buffers(self.running.ran(func, args, kwargs, out), values, is_look=func in _LOOKS)
+        self._follow_constants(func, ins, made + changed)
+        self._follow_buffers(self.running.ran(func, args, kwargs, out), values, is_look=looked is not None)
         if self.current is None:
             self.lot.bend(func, out)
             self.draws.follow(func, {self.key(x) for x in ins}, made + changed)
@@ -114,6 +129,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             k for k in changed if self.born.get(k) != self.current and k not in self.static
         )
         return out
+
+    def _follow_constants(self, func: Any, ins: list[Tensor], made: list[int]) -> None:
+        keys = {self.key(x) for x in ins}
+        is_drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if func is torch.ops.aten.lift_fresh.default:  # a literal
+            self.constant.update(keys, made)
+        elif keys <= self.constant and not is_drawn:
+            self.constant.update(made)
+        else:
+            self.constant.difference_update(made)
 
     def _follow_buffers(self, step: Step, values: frozenset[Value], *, is_look: bool) -> None:
         if self.current is not None:
@@ -141,7 +166,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = self.key(tensor)
             values |= self.taint.get(key, frozenset()) | self.running.put.get(key, frozenset())
             home = self.born.get(key)
-            if home is not None and home != self.current:
+            if home is not None and home != self.current and key not in self.constant:
                 values |= {Value(home, HIDDEN)}
             if key in self.static and key not in self.taint:
                 self._read_static(key)
@@ -154,7 +179,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif key not in self.owned[self.calls[self.current].unit]:
             self.lent.setdefault(name, set()).add(self.current)
 
+    def _looked(self, tensor: Tensor) -> None:
+        """Python takes all numbers of a tensor."""
+        key = self.key(tensor)
+        if isinstance(tensor, FakeTensor):
+            self.operators.refuse()
+            raise RunFailed("numbers that are not there")
+        self._look(self._read([tensor]), {key})
+
     def _look(self, values: frozenset[Value], read: set[int]) -> None:
+        self._first_look()
         if self.current is not None:
             self.calls[self.current].looked = True
             return
@@ -162,10 +196,23 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in values:
             self.branches.setdefault(value, set()).add(len(self.calls))
 
+    def _first_look(self) -> None:
+        if self.early is None:
+            with unseen():
+                self.early = Snapshot.of_python(self.module, "")
+
     def _watched(self, name: str, unit: nn.Module, real: Callable[..., Any]) -> Callable[..., Any]:
         # Not by hooks: some models call the `forward` of their blocks themselves.
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self.thread:
+                self.refused = bad_input(
+                    wanted=f"{name} to be called in the thread that runs the forward",
+                    got="a call in a thread of the model's own",
+                    do="call it in the forward itself, or name what starts the thread as one unit (plan.units)",
+                    key="plan.mesh.pipe",
+                )
+                raise self.refused
             if self.current is not None:
                 return real(*args, **kwargs)  # within a unit
             number = self._begin(name, args, kwargs)
@@ -182,14 +229,22 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         turn = sum(seen.unit == name for seen in self.calls)
         seen = Seen(name, turn, flatten((args, kwargs))[0], containers=containers_of((args, kwargs)))
         seen.before = [copy.copy(container) for container in seen.containers]
+        seen.effects = Effects.begin(self.module.get_submodule(name), name, (args, kwargs))
         self.calls.append(seen)
         return self.current
 
     def _end(self, number: int, unit: nn.Module, output: Any) -> None:
         list(self.running.assigned(number, self.taint, loose=False))
-        seen, self.current = self.calls[number], None
+        seen = self.calls[number]
+        assert seen.effects is not None
+        seen.effects.end()
+        self.constant.difference_update(self.key(x) for x in seen.effects.tensors)  # nobody else finds it there
+        self.current = None
         leaves, seen.spec = flatten(output)
-        seen.leaves = [self._leaf(seen, leaf, Value(number, i)) for i, leaf in enumerate(leaves)]
+        first: dict[int, int] = {}
+        for i, leaf in enumerate(leaves):
+            same = first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i
+            seen.leaves.append(Leaf(same=same) if same != i else self._leaf(seen, leaf, Value(number, i)))
         kept = {self.where[v] for v in self.where if v.call == number}
         for key in seen.written - kept:
             self.taint[key] = self.taint.get(key, frozenset()) | {Value(number, HIDDEN)}
@@ -203,16 +258,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if same is not None and leaf is not None:
                 return Leaf(source=same)
             opaque = "" if type(leaf) in _REPEATABLE else type(leaf).__qualname__
-            if seen.looked and type(leaf) in (int, float):
-                opaque = f"{type(leaf).__name__} read from a tensor"
             return Leaf(constant=None if opaque else leaf, opaque=opaque)
+        if leaf.layout is not torch.strided:
+            return Leaf(opaque=f"tensor of layout {leaf.layout}")
         key = self.key(leaf)
         if same is not None and key not in seen.written:
             return Leaf(source=same)
         self._name(key, value)
         if not torch.is_grad_enabled():
             self.without_grad.append((seen.unit, leaf))
-        return Leaf(source=same, made=Made(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad))
+        return Leaf(source=same, made=Made.of(leaf))
 
     def _name(self, key: int, value: Value) -> None:
         """From here on the storage is `value`; a view of older storage is that too."""
@@ -258,7 +313,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
         if same is not None and self.key(leaf) not in seen.written:
             return Leaf(source=same), HIDDEN
-        key, made = self.key(leaf), Made(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+        key, made = self.key(leaf), Made.of(leaf)
         if self.born.get(key) == value.call:
             self._name(key, value)
             return Leaf(made=made), value.place
@@ -268,6 +323,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def finish(self, ends: list[Tensor]) -> None:
         """What the caller got depends on these."""
         self.draws.leave()
+        if self.refused is not None:
+            raise self.refused
         for unit, leaf in self.without_grad:
             if leaf.requires_grad:  # now, and not when the unit returned it: its graph is made a second time
                 raise bad_input(
@@ -278,6 +335,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         self._reach(self.running.assigned(len(self.calls), self.taint, loose=True))
         self._reach(self._read(ends))
+        if self.early is not None:
+            with unseen():
+                late = [one for one in self.early.differences() if not isinstance(one.now, Tensor)]
+            self.late = tuple(
+                Late(d.name, self._readers(d), self._written(d))
+                for d in late
+                if d.root is None or d.root[1] not in OF_TORCH
+            )
+            self.early = None
         for name in self.running.read(ends):
             self.running.readers.setdefault(name, set()).add(len(self.calls))
 
@@ -290,6 +356,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             loose={name: frozenset(at) for name, at in self.loose.items()},
             lent={name: frozenset(at) for name, at in self.lent.items()},
             buffers=self.running.uses(),
+            late=self.late,
             units=self.units,
             by_chance=self.draws.decide,
         )
@@ -302,12 +369,53 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for i in seen.insides
         )
         held = sum(p.numel() * p.element_size() for p in self.module.get_submodule(seen.unit).parameters())
-        return Call(seen.unit, seen.turn, leaves, seen.spec, marked, seen.flop, held)
+        effects = self._effects(number, seen)
+        gives = bool(effects) or len(leaves) > 1 or any(leaf.is_python or _is_none(leaf) for leaf in leaves)
+        return Call(
+            seen.unit,
+            seen.turn,
+            leaves,
+            seen.spec,
+            marked,
+            overlaps=self._overlaps(number),
+            effects=effects,
+            is_told=seen.looked and gives,
+            flop=seen.flop,
+            parameter_bytes=held,
+        )
+
+    def _readers(self, one: Difference) -> frozenset[float]:
+        """Who may read it in the next forward."""
+        return frozenset((BEGINNING,) if one.root is None else self.reads.others(one.root, -1))
+
+    def _written(self, one: Difference) -> float:
+        """When for the last time; the end, where nobody was seen to do it."""
+        writers = {*self.reads.writers.get(one.root, ())} if one.root is not None else set()
+        for number, seen in enumerate(self.calls):
+            if seen.effects is not None and any(d.root == one.root and d.name == one.name for d in seen.effects.found):
+                writers.add(number)
+        return max(writers, default=float(len(self.calls)))
+
+    def _overlaps(self, number: int) -> tuple[tuple[int, ...], ...]:
+        of_call = ([v.place for v in values if v.call == number] for values in self.named.values())
+        return tuple(tuple(p) for p in of_call if len(p) > 1 and Value(number, p[0]) in self.changed)
+
+    def _effects(self, number: int, seen: Seen) -> tuple[str, ...]:
+        """Of a call, that others may read; where its outputs may be of another kind by what only it reads, all."""
+        assert seen.effects is not None
+        found = [*seen.effects.outside(number, self.reads)]
+        if not found and not seen.looked and len(seen.leaves) > 1:
+            found = [one for one in seen.effects.found if one.root is None or one.root[1] not in OF_TORCH]
+        return tuple(dict.fromkeys(one.name for one in found))
 
     def _marked(self, leaf: Leaf, value: Value) -> Leaf:
         if leaf.made is None or value not in self.changed:
             return leaf
         return replace(leaf, made=replace(leaf.made, written=True))
+
+
+def _is_none(leaf: Leaf) -> bool:
+    return leaf.made is None and leaf.source is None and leaf.constant is None
 
 
 def _added(container: Any, before: Any) -> list[tuple[Any, Any]]:

@@ -1,0 +1,20 @@
+"""Runs in stages of models that keep things in Python: the numbers of one process, or refused input on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from run.test_trainer import losses
+
+STAGES = {"train": {"accumulate": 4}, "plan": {"mesh": {"pipe": 2}, "cuts": ["embed", "layers.2"]}}
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", {"recompute": {"inner": "one_f_one_b"}}], ids=str)
+@pytest.mark.parametrize("kind", ["counting", "telling"])
+def test_python_values_cross(pool, tmp_path: Path, kind: str, schedule: object) -> None:
+    pool.run("run.jobs:train", 1, folder=str(tmp_path / "1"), steps=4, kind=kind, sections={"train": STAGES["train"]})
+    sections = {**STAGES, "plan": {**STAGES["plan"], "schedule": schedule}}
+    pool.run("run.jobs:train", 2, folder=str(tmp_path / "2"), steps=4, kind=kind, sections=sections)
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
