@@ -380,7 +380,7 @@ class Adaptive(nn.Module):
         return -(found.output * (goal >= 0)).sum() / (goal >= 0).sum()
 
 
-@habit(OR_REFUSED)
+@habit(OR_REFUSED, hard=True)
 def adaptive_softmax():
     """Its loss selects rows by the labels."""
     return Adaptive()
