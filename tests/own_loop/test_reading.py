@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gossamer.own_loop.origin import OfBatch
 from gossamer.own_loop.reading import Batch, Kind, read
 
 ROWS, CLASSES = 6, 5
@@ -27,10 +28,13 @@ def outputs() -> tuple[nn.Linear, Tensor]:
 class Counts(Batch):
     """A rank's rows of a batch of twice as many."""
 
-    rows, whole = ROWS, 2 * ROWS
+    whole = 2 * ROWS
 
-    def __init__(self, counts: set[float]) -> None:
-        self._counts = counts
+    def __init__(self, counts: set[float], rows: int = ROWS, first: int = 0, *leaves: tuple[Tensor, int]) -> None:
+        self._counts, self.rows, self.first, self._leaves = counts, rows, first, leaves
+
+    def origin(self) -> OfBatch:
+        return OfBatch(self.rows, self._leaves, self.first)
 
     def counts(self) -> set[float]:
         return self._counts

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.own_loop.batches import Share, leaves
+from gossamer.own_loop.origin import OfBatch
 from gossamer.own_loop.reading import Batch, Counted, Kind
 from gossamer.own_loop.rows import Mark
 from gossamer.spec.errors import BadInput
@@ -51,6 +52,7 @@ class AtHand(Batch):
         """`divides`: whether batches are dealt out; else every rank has its own."""
         self.weigh, self._divides = weigh, divides
         self._looks: dict[int, int] = {}
+        self._models: list[weakref.ref[nn.Module]] = []
         self._means: set[int] = set()
         self.is_last = False  # of its loader, as far as that can be known
         self._given: deque[tuple[int, Share]] = deque(maxlen=_KEPT)
@@ -71,6 +73,7 @@ class AtHand(Batch):
 
     def look(self, model: nn.Module) -> Callable[[], None]:
         """See what its forward is given."""
+        self._models.append(weakref.ref(model))
         return model.register_forward_pre_hook(_Seen(weakref.ref(self)), with_kwargs=True).remove
 
     def see(self, tensors: list[Tensor]) -> None:
@@ -115,13 +118,28 @@ class AtHand(Batch):
     def rows(self) -> int:  # type: ignore[override]
         """Of this rank, in the batch of the pass that begins; 0 where that is not known."""
         share = self.share
-        return 0 if share is None or not self._divides or not share.is_first else share.rows
+        return 0 if share is None or not self._divides else share.rows
 
     @property
     def whole(self) -> int:  # type: ignore[override]
         """Of all ranks."""
         share = self.share
         return 0 if share is None or not self._divides else share.whole
+
+    @property
+    def first(self) -> int:  # type: ignore[override]
+        """The dimension that has rows, where it is the same in all tensors that have two or more."""
+        share = self.share
+        dims = set() if share is None else {dim for tensor, dim in share.having_rows() if tensor.dim() > 1}
+        return dims.pop() if len(dims) == 1 else 0
+
+    def origin(self) -> OfBatch:
+        share = self.share
+        assert share is not None
+        found = [model() for model in self._models]
+        own = [t for model in found if model is not None for t in (*model.parameters(), *model.buffers())]
+        owned = frozenset(t.untyped_storage().data_ptr() for t in own if t.layout == torch.strided)
+        return OfBatch(share.rows, tuple(share.having_rows()), self.first, owned, folds=share.dims is not None)
 
     def counts(self) -> set[float]:
         share = self.share

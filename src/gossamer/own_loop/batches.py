@@ -39,7 +39,13 @@ class Share:
     rows: int
     whole: int
     mark: int
-    is_first: bool = True  # whether rows are in the first dimension everywhere
+    dims: Mapping[str, int] | None = None  # which dimension has them, by path; None where a function took the rows
+
+    def having_rows(self) -> list[tuple[Tensor, int]]:
+        """The tensors that have rows, and the dimension of each that has them."""
+        if self.dims is None:
+            return []
+        return [(one, self.dims[path]) for path, one in leaves(self.batch) if path in self.dims and isinstance(one, Tensor)]
 
     def counts(self) -> set[float]:
         """What a loss may count in it: rows, elements, labels that are not ignored or not padding, before and after the
@@ -99,13 +105,13 @@ class Divider:
                 raise BadInput(
                     "wanted rows(batch, take) to ask take(number of rows), got a function that did not", key="rows"
                 )
-            return Share(mine, *taken[-1], mark, is_first=False)
+            return Share(mine, *taken[-1], mark)
         dims = self._dims(batch)
         sizes = {path: size for path, (_, size) in dims.items()}
         whole = self._whole(sizes, is_last)
         start, stop = self._mine(whole)
         mine = _taken(batch, dims, slice(start, max(stop, start + 1)) if stop > start else slice(0, 1))
-        return Share(mine, stop - start, whole, mark, all(dim == 0 for dim, _ in dims.values()))
+        return Share(mine, stop - start, whole, mark, {path: dim for path, (dim, _) in dims.items()})
 
     def _taking(self, whole: int, taken: list[tuple[int, int]]) -> slice:
         start, stop = self._mine(whole)
