@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gossamer.own_loop.flow import takes_together
+from gossamer.own_loop.flow import followed
 from gossamer.own_loop.origin import OfBatch
 
 STEPS, WIDTH = 4, 8
@@ -24,7 +24,7 @@ def made(rows: int, *features: int) -> Tensor:
 
 
 def found(loss: Tensor, rows: int, *leaves: tuple[Tensor, int], first: int = 0, folds: bool = True) -> str:
-    return takes_together([loss], OfBatch(rows, leaves, first, folds=folds))
+    return followed([loss], OfBatch(rows, leaves, first, folds=folds)).together
 
 
 def other(o: Tensor) -> Tensor:

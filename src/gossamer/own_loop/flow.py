@@ -46,6 +46,7 @@ class Place:
 
 
 FREE, SUMMED, LOST = Place(Way.FREE), Place(Way.SUMMED), Place(Way.LOST)
+EACH = Place(Way.SUMMED, row=(1, 0))  # rows that were taken out one by one, and added up
 
 
 class Origin(ABC):
@@ -64,13 +65,25 @@ class Origin(ABC):
         """The same of a tensor that is not there any more."""
 
 
-def takes_together(roots: Sequence[Tensor], origin: Origin) -> str:
-    """The first step on the way to the losses that takes the rows of a batch together; "" where there is none."""
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What rows meet with on the way to the losses. `together`: the first step that takes them together, "" where there
+    is none; `is_one_by_one`: whether rows were taken out one by one, and what they make was added up.
+    """
+
+    together: str
+    is_one_by_one: bool = False
+
+
+def followed(roots: Sequence[Tensor], origin: Origin) -> Path:
+    """The way of all rows to the losses."""
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    flow = _Flow(origin)
     try:
-        _Flow(origin).run([root.grad_fn for root in roots if root.grad_fn is not None])
+        flow.run(nodes)
     except Together as found:
-        return str(found)
-    return ""
+        return Path(str(found))
+    return Path("", any(flow.places[node] == EACH or flow.places[node].way is Way.ROW for node in nodes))
 
 
 Step = Callable[["_Flow", Any, str, list[Place | None]], Place]
@@ -160,7 +173,7 @@ def _without_layout(name: str, inputs: Sequence[Place | None], *, is_linear: boo
     if Way.SUMMED in ways:
         if not is_linear or ways - {Way.SUMMED, Way.ROW}:
             raise Together(f"{name} of a mean or sum over rows")
-        return SUMMED
+        return EACH if Way.ROW in ways or EACH in known else SUMMED
     if Way.LOST in ways:
         return LOST
     if Way.ROW in ways:
@@ -168,7 +181,7 @@ def _without_layout(name: str, inputs: Sequence[Place | None], *, is_linear: boo
             return known[0]
         if not is_linear or ways != {Way.ROW}:
             raise Together(f"{name} of several rows")
-        return SUMMED
+        return EACH
     return None
 
 
@@ -191,6 +204,9 @@ def _all_kept(flow: _Flow, node: Any, name: str, layout: Layout) -> Place:
     for output in range(1, len(node._input_metadata)):
         flow.put(node, output, _kept_in(layout, made(node, output)) or LOST)
     if (found := _kept_in(layout, made(node))) is None:
+        (at, *_) = lay.where(layout)
+        if lay.labels(layout[at])[0].startswith(lay.PART):
+            return LOST
         raise Together(name)
     return found
 
@@ -409,7 +425,8 @@ def _cut_to(flow: _Flow, node: Any, name: str, one: Place, dim: int, output: int
     if name == "Slice":
         start, step = signed(node._saved_start), node._saved_step
         start = max(0, start + whole if start < 0 else start)
-    is_views = rows > 1 and lay.labels(old) == (lay.ROWS,) and whole % rows == 0 == size % rows
+    is_views = rows > 1 and len(old) == 1 and whole % rows == 0 == size % rows
+    is_views &= old[0][1] == lay.ROWS or old[0][1].startswith(lay.PART)
     if is_views and step == 1 and start % rows == 0:
         return ((size, lay.ROWS),)
     if is_views and size == rows and step * rows == whole:
@@ -429,7 +446,7 @@ def _join(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> Plac
     """torch.cat and torch.stack."""
     known, sizes = _known(inputs), made(node)
     if all(one.way is Way.ROW for one in known) and len({one.row for one in known}) == len(inputs) > 1:
-        return Place(Way.ROWS, lay.with_rows(sizes, signed(node._saved_dim) % len(sizes)))
+        return EACH if sizes == (len(inputs),) else Place(Way.ROWS, lay.with_rows(sizes, signed(node._saved_dim) % len(sizes)))
     if (found := _without_layout(name, inputs, is_linear=True)) is not None:
         return found
     dim = signed(node._saved_dim) % max(1, len(sizes))
@@ -469,7 +486,7 @@ def _index(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> Pla
     if name == "IndexSelect":
         given: list[Tensor | None] = [None] * (signed(node._saved_dim) % len(one.layout)) + [kept(node, "index")]
     else:
-        given = several_kept(node, "indices")
+        given = [one for index in several_kept(node, "indices") for one in _numbers(index)]
     used = [at for at, index in enumerate(given) if index is not None]
     if not used:
         return _all_kept(flow, node, name, one.layout)
@@ -490,6 +507,13 @@ def _index(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> Pla
         rows = lay.size_of(one.layout[at_rows[0]])
         return flow.row((source, output), int(index) % rows, rows)
     return Place(Way.ROWS, (*untouched[:before], *picked, *untouched[before:]))
+
+
+def _numbers(index: Tensor | None) -> list[Tensor | None]:
+    """A mask as what it lets through, one tensor for each of its dimensions."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    return list(index.nonzero(as_tuple=True))
 
 
 def _picked(dim: lay.Dim, index: Tensor, shape: tuple[int, ...]) -> Layout:
@@ -528,7 +552,7 @@ def _put_back(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> 
     into = inputs[0]
     source = next((one for one in inputs[1:] if one is not None and one.way is Way.ROWS), None)
     if name.startswith(("IndexPut", "UnsafeIndexPut")):
-        given = several_kept(node, "indices")
+        given = [one for index in several_kept(node, "indices") for one in _numbers(index)]
         dims = [at for at, index in enumerate(given) if index is not None]
         index = given[dims[0]] if dims else None
         dim = dims[0] if dims else 0
@@ -572,6 +596,12 @@ def _masked(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> Pl
     mask = kept(node, "mask")
     bits = 0 if mask is None else zlib.crc32(mask.detach().cpu().contiguous().numpy().tobytes())
     return Place(Way.ROWS, lay.with_rows(made(node), 0, f"{lay.ORDERED}/{bits}"))
+
+
+def _packed(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
+    """The steps of all rows, one after the other."""
+    one = _known(inputs)[0]
+    return Place(Way.ROWS, lay.with_rows(made(node), 0, f"{lay.PART}ed")) if one.way is Way.ROWS else one
 
 
 # Steps that make one number, or an order, of several.
@@ -750,6 +780,7 @@ def _steps() -> dict[str, Step]:
         (_put_back, {"IndexAdd", "IndexPut", "IndexPutImpl", "ScatterAdd", "ScatterReduce", "IndexReduce", "Scatter", "IndexCopy"}),
         (_gather, {"Gather"}),
         (_masked, {"MaskedSelect"}),
+        (_packed, {"PackPaddedSequence"}),
         (_sum, {"Sum", "Mean", "Nansum"}),
         (_along, _ALONG),
         (_loss, _LOSSES),

@@ -125,13 +125,20 @@ def _cut(one: Factor, outer: int, rows: int, name: str) -> tuple[Factor, Factor]
     (size, label), inner = one, one[0] // outer
     if label in ("", SPREAD):
         return (outer, label), (inner, label)
-    if label != ROWS or outer == rows:
+    if outer == rows:
+        return (outer, _unfolded(label)), (inner, "")
+    if inner == rows:
+        return (outer, ""), (inner, _unfolded(label))
+    if label != ROWS or (rows and outer % rows == 0):
         return (outer, label), (inner, "")
-    if inner == rows or (rows and outer % rows and inner % rows == 0):
+    if rows and inner % rows == 0:
         return (outer, ""), (inner, label)
-    if rows and outer % rows == 0:
-        return (outer, label), (inner, "")
     raise Together(name)
+
+
+def _unfolded(label: str) -> str:
+    """Rows that come out of a fold in their own number are those of the batch."""
+    return ROWS if label.startswith(PART) else label
 
 
 def joined(layouts: Sequence[Layout], sizes: Sequence[int], name: str) -> Layout:

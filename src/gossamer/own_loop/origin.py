@@ -96,8 +96,6 @@ class OfBatch(Origin):
         if self.rows == 1 and self.folds:
             both = ((1, ROWS), (sizes[outer], ""))
             return (*found[:outer], both[::-1] if self.first else both, *found[outer + 1 :])
-        if self.folds and sizes[outer] % self.rows == 0:
-            return found
         return with_rows(sizes, outer, f"{PART}{sizes[outer]}")
 
 

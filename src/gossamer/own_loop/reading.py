@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer.own_loop.flow import Origin, takes_together
+from gossamer.own_loop.flow import Origin, Path, followed
 from gossamer.own_loop.terms import Kind, Rows, Term, of_root
 
 __all__ = ["Batch", "Counted", "Kind", "read"]
@@ -82,8 +82,8 @@ def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], batch: Bat
         known |= batch.counts()
     alike = zlib.crc32(repr([_alike(t.kind) for t in terms]).encode())
     terms = [_settled(term, known, batch, alike) for term in terms]
-    if roots and rows.rows and batch.is_new(_made(roots, shape)) and (found := takes_together(roots, batch.origin())):
-        terms = [Term(Kind.UNKNOWN, f"{found}, which takes the rows of a batch together")]
+    if roots and rows.rows and batch.is_new(_made(roots, shape)):
+        terms = _followed(followed(roots, batch.origin()), every) or terms
     said = " + ".join(dict.fromkeys(term.what for term in terms)) or "parameters alone"
     kinds = {term.kind for term in terms}
     if not kinds:
@@ -101,6 +101,15 @@ def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], batch: Bat
         kind, counts = Kind.MEAN, (0.0,)  # nothing was let through: what it was divided by only keeps it from being nan
     is_divided = any(term.kind is Kind.DIVIDED for term in every)
     return Counted(kind, counts, shape, alike, said, is_divided)
+
+
+def _followed(path: Path, terms: Sequence[Term]) -> list[Term]:
+    """What stands against it that terms are added up over ranks; nothing where rows stay apart."""
+    if path.together:
+        return [Term(Kind.UNKNOWN, f"{path.together}, which takes the rows of a batch together")]
+    if path.is_one_by_one and any(term.kind is Kind.MEAN for term in terms):
+        return [Term(Kind.UNKNOWN, "a sum of means of single rows")]
+    return []
 
 
 def _alike(kind: Kind) -> str:
