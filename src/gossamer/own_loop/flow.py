@@ -426,15 +426,15 @@ def _cut_to(flow: _Flow, node: Any, name: str, one: Place, dim: int, output: int
         start, step = signed(node._saved_start), node._saved_step
         start = max(0, start + whole if start < 0 else start)
     is_views = rows > 1 and len(old) == 1 and whole % rows == 0 == size % rows
-    is_views &= old[0][1] == lay.ROWS or old[0][1].startswith(lay.PART)
-    if is_views and step == 1 and start % rows == 0:
+    if is_views and step == 1 and start % rows == 0 and old[0][1] == lay.ROWS:
         return ((size, lay.ROWS),)
+    if lay.labels(old)[0].startswith(lay.PART):
+        is_view = is_views and step == 1 and start % rows == 0 and size == rows
+        return ((size, f"{lay.PART} views" if is_view else f"{lay.labels(old)[0]}/{start}/{step}"),)
     if is_views and size == rows and step * rows == whole:
         return ((rows, lay.ROWS),)  # every second one, of rows in pairs
     if len(old) > 1 and lay.labels(old[-1:]) and step == 1 and size % old[-1][0] == 0 == start % old[-1][0]:
         return ((size // old[-1][0], ""), old[-1])
-    if lay.labels(old)[0].startswith(lay.PART):
-        return ((size, f"{lay.labels(old)[0]}/{start}/{step}"),)
     raise Together(name)
 
 
@@ -569,11 +569,21 @@ def _put_back(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> 
         return Place(Way.ROWS, lay.joined([_with(source.layout, dim, ((1, ""),))], sizes, name))
     (label, *_) = lay.labels(source.layout[dim])
     whole = sizes[dim]
+    if label.startswith(lay.PART):
+        return Place(Way.ROWS, lay.with_rows(sizes, dim, lay.ROWS if whole == flow.origin.rows else f"{lay.PART}{whole}"))
+    if index is not None and index.dim() > 1:
+        index = _of_one_column(index, dim)
     if index is None or index.dim() != 1:
         raise Together(name)
     if label == _label(index, whole) or _is_count(index):
         return Place(Way.ROWS, lay.with_rows(sizes, dim))
     raise Together(name)
+
+
+def _of_one_column(index: Tensor, dim: int) -> Tensor | None:
+    """An index that is the same all over its other dimensions, once."""
+    columns = index.movedim(dim, 0).flatten(1)
+    return columns[:, 0] if columns.numel() and bool((columns == columns[:, :1]).all()) else None
 
 
 def _gather(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
@@ -760,7 +770,7 @@ def _embedded(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> 
     if entered.way is not Way.ROWS:
         return FREE
     if name != "Embedding":
-        return _all_kept(flow, node, name, entered.layout)
+        return flow.entered_by_size(sizes)  # bags of several indices
     return Place(Way.ROWS, (*entered.layout, ((sizes[-1], ""),)))
 
 
