@@ -145,8 +145,7 @@ class AtHand(Batch):
     def first(self) -> int:  # type: ignore[override]
         """The dimension that has rows, where it is the same in all tensors that have two or more."""
         share = self.share
-        dims = set() if share is None else {dim for tensor, dim in share.having_rows() if tensor.dim() > 1}
-        return dims.pop() if len(dims) == 1 else 0
+        return 0 if share is None else share.first
 
     def origin(self) -> OfBatch:
         share = self.share

@@ -42,6 +42,7 @@ class Share:
     whole: int
     mark: int
     dims: Mapping[str, int] | None = None  # which dimension has them, by path; None where a function took the rows
+    first: int = 0  # that dimension, where it is the same in all tensors that have two or more
 
     def having_rows(self) -> list[tuple[Tensor, int]]:
         """The tensors that have rows, and the dimension of each that has them."""
@@ -115,7 +116,7 @@ class Divider:
         start, stop = self._mine(whole)
         listed = self._lists_of_rows(batch, dims, whole)
         mine = _taken(batch, dims, listed, slice(start, max(stop, start + 1)) if stop > start else slice(0, 1))
-        return Share(mine, stop - start, whole, mark, {path: dim for path, (dim, _) in dims.items()})
+        return Share(mine, stop - start, whole, mark, {path: dim for path, (dim, _) in dims.items()}, _first(mine, dims))
 
     def _taking(self, whole: int, taken: list[tuple[int, int]]) -> slice:
         start, stop = self._mine(whole)
@@ -362,6 +363,11 @@ def _rebuilt(batch: Any, taken: Mapping[str, Any]) -> Any:
     for name, child in taken.items():
         object.__setattr__(again, name, child)
     return again
+
+
+def _first(batch: Any, dims: Mapping[str, tuple[int, int]]) -> int:
+    found = {dims[path][0] for path, one in leaves(batch) if path in dims and one.ndim > 1}
+    return found.pop() if len(found) == 1 else 0
 
 
 def is_time_major(modules: Sequence[torch.nn.Module]) -> bool:

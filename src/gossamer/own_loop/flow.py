@@ -68,11 +68,14 @@ class Origin(ABC):
 @dataclass(frozen=True, slots=True)
 class Path:
     """What rows meet with on the way to the losses. `together`: the first step that takes them together, "" where there
-    is none; `is_one_by_one`: whether rows were taken out one by one, and what they make was added up.
+    is none; `is_one_by_one`: whether rows were taken out one by one, and what they make was added up. `after`: steps that
+    reduce what was reduced over rows before; `before`: those that reduce something else than rows.
     """
 
     together: str
     is_one_by_one: bool = False
+    after: frozenset[Any] = frozenset()
+    before: frozenset[Any] = frozenset()
 
 
 def followed(roots: Sequence[Tensor], origin: Origin) -> Path:
@@ -83,7 +86,10 @@ def followed(roots: Sequence[Tensor], origin: Origin) -> Path:
         flow.run(nodes)
     except Together as found:
         return Path(str(found))
-    return Path("", any(flow.places[node] == EACH or flow.places[node].way is Way.ROW for node in nodes))
+    except (LookupError, ValueError, TypeError, AttributeError) as error:  # of a graph that nobody has thought of
+        return Path(f"a step that cannot be followed ({error})")
+    is_one_by_one = any(flow.places[node] == EACH or flow.places[node].way is Way.ROW for node in nodes)
+    return Path("", is_one_by_one, frozenset(flow.after), frozenset(flow.before))
 
 
 Step = Callable[["_Flow", Any, str, list[Place | None]], Place]
@@ -96,6 +102,8 @@ class _Flow:
         self.origin = origin
         self.places: dict[Any, Place] = {}
         self._outputs: dict[tuple[Any, int], Place] = {}  # of steps that make several tensors
+        self.after: set[Any] = set()  # reductions of what was reduced over rows
+        self.before: set[Any] = set()  # reductions after which there are rows
         self._taken: dict[int, set[int]] = {}  # rows that were taken out, by what of
         self._rows: dict[int, int] = {}  # that there were
 
@@ -118,12 +126,17 @@ class _Flow:
         if name == "AccumulateGrad":
             return FREE
         inputs = [None if one is None else self.made(one, output) for one, output in node.next_functions]
+        if name in _REDUCING and any(one.way is Way.SUMMED for one in _known(inputs)):
+            self.after.add(node)
         step = _STEPS.get(name, _other)
         if name not in _ENTERING and not _known(inputs):
             if None not in inputs:
                 return FREE
             step = _by_element if name in _BY_ELEMENT else _entered
-        return step(self, node, name, inputs)
+        found = step(self, node, name, inputs)
+        if name in _REDUCING and found.way is Way.ROWS:
+            self.before.add(node)
+        return found
 
     def made(self, node: Any, output: int) -> Place:
         found = self._outputs.get((node, output)) or self.places.get(node, LOST)
@@ -314,6 +327,14 @@ def _is_centred(wide: Tensor, dim: int | None) -> bool:
     return bool(is_near.all())
 
 
+def _refuse_standardised(name: str, given: Tensor | None, place: Place) -> None:
+    """What a layer is given was normalised over this rank's rows: as a whole, or each of its features."""
+    if given is None or place.way is not Way.ROWS or given.dim() < 2 or given.numel() > _LOOKED_THROUGH:
+        return
+    if is_normalised(given, place.layout) and _has_spread_one(given, place.layout):
+        raise Together(f"{name} of numbers that were normalised over rows")
+
+
 # Steps that view, cut and join.
 
 
@@ -462,7 +483,8 @@ def _join(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> Plac
         label = next(iter(next(iter(found_labels))))
         return Place(Way.ROWS, _with(layouts[0], dim, ((sizes[dim], label),)))
     if len(found_labels) > 1:  # rows that were selected in several ways
-        label = f"{lay.ORDERED}/{zlib.crc32(repr(sorted(found_labels)).encode())}"
+        is_part = any(one.startswith(lay.PART) for several in found_labels for one in several)
+        label = f"{lay.PART if is_part else lay.ORDERED}/{zlib.crc32(repr(sorted(found_labels)).encode())}"
         return Place(Way.ROWS, _with(layouts[0], dim, ((sizes[dim], label),)))
     first, whole = layouts[0][dim], lay.size_of(layouts[0][dim])
     if sizes[dim] % whole or any(one[dim] != first for one in layouts):
@@ -696,6 +718,8 @@ def _product(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> P
         one if one is not None else flow.entered(kept(node, named), _sizes_of(node, named), is_input=at == 0)
         for at, (one, named) in enumerate(zip(inputs[first : first + 2], names, strict=True))
     ]
+    if inputs[first] is None:
+        _refuse_standardised(name, kept(node, names[0]), pair[0])
     if (found := _without_layout(name, [*inputs[:first], *pair], is_linear=len(_known(pair)) < 2)) is not None:
         return found
     sizes = made(node)
@@ -758,6 +782,7 @@ def _layer(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> Pla
         named = "indices" if name.startswith("Embedding") else "input"
         given = kept(node, named)
         entered = flow.entered(given, given.shape if given is not None else sizes, is_input=True)
+        _refuse_standardised(name, given, entered)
         known = [entered, *known] if entered.way is not Way.FREE else known
     if (found := _without_layout(name, known, is_linear=False)) is not None:
         return found
@@ -835,6 +860,8 @@ def _pairs(flow: _Flow, node: Any, name: str, inputs: list[Place | None]) -> Pla
     return Place(Way.ROWS, lay.joined(turned, sizes, name))
 
 
+_LOOKED_THROUGH = 1 << 22  # numbers of one tensor
+_REDUCING = ("Sum", "Mean", "Nansum", "Dot")
 _ENTERING = {
     *("Mm", "Bmm", "Mv", "Addmm", "Baddbmm", "Addmv", "Convolution", "Embedding", "EmbeddingBag", "NativeLayerNorm"),
     *("NativeGroupNorm", "NativeBatchNorm", "Linear", "MkldnnRnnLayer"),

@@ -34,7 +34,7 @@ class OfBatch(Origin):
             return None
         if (found := self._of_leaf(tensor)) is not None:
             return found
-        if _is_count(tensor):
+        if _is_count(tensor) or _is_constant(tensor):
             return None
         if is_input and (found := self._of_copy(tensor)) is not None:
             return found
@@ -109,6 +109,12 @@ def _refolded(layout: Layout, sizes: Sequence[int], rows: int) -> Layout | None:
 def _outer_first(tensor: Tensor) -> list[int]:
     """Dimensions as they lie in memory; those that are spread out last."""
     return sorted(range(tensor.dim()), key=lambda at: (tensor.stride(at) == 0, -tensor.stride(at)))
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Whether it is one number everywhere, as a first hidden state."""
+    first = tensor[(0,) * tensor.dim()]
+    return tensor.numel() > 1 and tensor.numel() <= _COUNTED and bool((tensor == first).all())
 
 
 def _is_count(tensor: Tensor) -> bool:

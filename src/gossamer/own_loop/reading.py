@@ -76,11 +76,11 @@ def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], batch: Bat
     rows = Rows(batch.rows, batch.first)
     every = [term for root, given in zip(roots, gradients, strict=True) for term in of_root(root, given, rows)]
     terms = [term for term in every if term.kind is not Kind.FREE]
-    shape = zlib.crc32(repr([(_alike(t.kind), round(t.factor, 12), t.fixed) for t in terms]).encode())
+    shape = zlib.crc32(repr(_made_alike(terms)).encode())
     known = {term.count for term in terms if term.kind is Kind.MEAN}
     if any(term.kind is Kind.DIVIDED or term.is_part_of_a_sum for term in terms):
         known |= batch.counts()
-    alike = zlib.crc32(repr([_alike(t.kind) for t in terms]).encode())
+    alike = zlib.crc32(repr([kind for kind, _, _ in _made_alike(terms)]).encode())
     terms = [_settled(term, known, batch, alike) for term in terms]
     if roots and rows.rows and batch.is_new(_made(roots, shape)):
         terms = _followed(followed(roots, batch.origin()), every) or terms
@@ -109,7 +109,24 @@ def _followed(path: Path, terms: Sequence[Term]) -> list[Term]:
         return [Term(Kind.UNKNOWN, f"{path.together}, which takes the rows of a batch together")]
     if path.is_one_by_one and any(term.kind is Kind.MEAN for term in terms):
         return [Term(Kind.UNKNOWN, "a sum of means of single rows")]
+    if odd := next((term for term in terms if _is_misread(term, path)), None):
+        return [Term(Kind.UNKNOWN, f"{odd.what}, of what was reduced over rows in a way that cannot be read")]
     return []
+
+
+def _is_misread(term: Term, path: Path) -> bool:
+    """Whether the step that is taken to have reduced the rows has not."""
+    return term.by in path.after or (term.kind in (Kind.SUM, Kind.DIVIDED) and term.by in path.before)
+
+
+def _made_alike(terms: Sequence[Term]) -> list[tuple[str, float, int]]:
+    """What must be the same on all ranks. Sums that are alike are one, however many: a loop over rows has one of each."""
+    found: list[tuple[str, float, int]] = []
+    for term in terms:
+        one = (_alike(term.kind), round(term.factor, 12), term.fixed)
+        if term.kind is Kind.MEAN or one not in found:
+            found.append(one)
+    return found
 
 
 def _alike(kind: Kind) -> str:

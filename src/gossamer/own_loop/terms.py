@@ -57,6 +57,7 @@ class Term:
     divisors: tuple[Given, ...] = ()  # one by one, of a divided sum
     fixed: int = 0  # 32 bits of what it has of its own that must be the same on all ranks: class weights
     nodes: tuple[Any, ...] = ()  # of its sum
+    by: Any = None  # the node that is taken to have reduced the rows
 
     @property
     def is_part_of_a_sum(self) -> bool:
@@ -213,8 +214,10 @@ def _each_times(losses: list[list[Term]], name: str, weights: Tensor) -> list[li
     if len(numbers) not in (1, len(losses)) or (name == "Div" and 0.0 in numbers):
         return None
     numbers = numbers * len(losses) if len(numbers) == 1 else numbers
+    one = number(weights)
+    is_computed = one is None or one.is_computed
     return [
-        [times(term, name, Given(each, is_computed=False)) for term in terms] if each else []
+        [times(term, name, Given(each, is_computed)) for term in terms] if each else []
         for each, terms in zip(numbers, losses, strict=True)
     ]
 
@@ -265,20 +268,13 @@ def _reduced(top: list[_Step], nodes: list[Any], node: Any, what: str, factor: f
     of_rows = [at for at, (_, sized, dims, _, _) in reductions if not sized or rows.dim(sized) in dims]
     at = of_rows[-1] if of_rows else reductions[0][0]
     name, sized, dims, _, _ = steps[at]
+    by = nodes[at - len(steps)] if at >= len(top) else (nodes[0] if len(top) > 1 else None)
     if name == "Mean":
         count = float(prod(sized[dim] for dim in dims))
-        term = Term(Kind.MEAN, f"a mean over {count:g}", count, factor)
+        term = Term(Kind.MEAN, f"a mean over {count:g}", count, factor, by=by)
     else:
-        term = Term(Kind.SUM, what, 1.0, factor, nodes=(*nodes, node))
-        if _is_ambiguous(at, reductions, sized, rows):
-            return Term(Kind.UNKNOWN, "a sum and a mean, of which either may be over rows")
+        term = Term(Kind.SUM, what, 1.0, factor, nodes=(*nodes, node), by=by)
     return _rescaled(term, steps, at, rows)
-
-
-def _is_ambiguous(at: int, reductions: Sequence[tuple[int, _Step]], sizes: tuple[int, ...], rows: Rows) -> bool:
-    """Whether a sum has a mean above it, and both are over as many numbers as there are rows."""
-    others = [step for place, step in reductions if place < at and step[0] == "Mean"]
-    return rows.rows > 1 and sizes.count(rows.rows) > 1 and bool(others)
 
 
 def _rescaled(term: Term, steps: Sequence[_Step], at: int, rows: Rows) -> Term:
