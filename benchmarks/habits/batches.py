@@ -480,7 +480,13 @@ def time_major_attention_of_square_batches(wrap):
         x, y = batch
         return F.cross_entropy(model[1](model[0](x)).mean(0), y)
 
-    return trained(wrap, [{"x": x, "y": y} for x, y in data], lambda m, b: loss_of(m, (b["x"], b["y"])), model, rows={"x": 1, "y": 0})
+    return trained(
+        wrap,
+        [{"x": x, "y": y} for x, y in data],
+        lambda m, b: loss_of(m, (b["x"], b["y"])),
+        model,
+        rows={"x": 1, "y": 0},
+    )
 
 
 @habit(must="equal")

@@ -60,7 +60,6 @@ TOGETHER = {
     "attention over rows": lambda o: F.scaled_dot_product_attention(o[None], o[None], o[None]).mean(),
     "attention over rows by hand": lambda o: ((o @ o.T).softmax(-1) @ o).mean(),
     "a layer over rows": lambda o: nn.Linear(len(o), 3)(o.T).square().mean(),
-    "a convolution over rows": lambda o: F.conv1d(o.T[None], torch.ones(o.shape[1], o.shape[1], 1)).exp().var(-1).mean(),
     "a root of a mean": lambda o: o.square().mean(0).sqrt().sum(),
     "rows less their mean": lambda o: (o - o.mean(0)).square().mean(),
     "their spread": lambda o: o.var(0).mean() if len(o) > 1 else o.norm(dim=0).mean(),
@@ -70,9 +69,12 @@ TOGETHER = {
     "a product of two means": lambda o: (o.mean(0) * o.exp().mean(0)).sum(),
 }
 SEVERAL = {
-    "by einsum, late interaction": lambda o: torch.einsum(
-        "iqd,jkd->ijqk", o.view(len(o), 2, -1), o.view(len(o), 2, -1)
-    ).amax(-1).mean(),
+    "a convolution over rows": lambda o: (
+        F.conv1d(o.T[None], torch.ones(o.shape[1], o.shape[1], 1)).exp().var(-1).mean()
+    ),
+    "by einsum, late interaction": lambda o: (
+        torch.einsum("iqd,jkd->ijqk", o.view(len(o), 2, -1), o.view(len(o), 2, -1)).amax(-1).mean()
+    ),
     "means of classes, added up": lambda o: torch.zeros(2, o.shape[1]).index_add(0, y(o) % 2, o).square().mean(),
     "the next row": lambda o: (o - o.roll(1, 0)).square().mean(),
     "the others turned around": lambda o: (o - o.flip(0)).square().mean(),
@@ -142,7 +144,9 @@ APART = {
     "a hidden layer": lambda o: nn.Linear(WIDTH, 2)(F.layer_norm(o, (WIDTH,)).relu()).square().mean(),
     "prototypes": lambda o: (o @ nn.Parameter(seeded(WIDTH, 5))).logsumexp(-1).mean(),
     "prototypes, by distances": lambda o: torch.cdist(o, nn.Parameter(seeded(5, WIDTH))).amin(-1).mean(),
-    "prototypes, by broadcasting": lambda o: (o[:, None] - nn.Parameter(seeded(5, WIDTH))).square().sum(-1).amin(1).mean(),
+    "prototypes, by broadcasting": lambda o: (
+        (o[:, None] - nn.Parameter(seeded(5, WIDTH))).square().sum(-1).amin(1).mean()
+    ),
     "a triplet": lambda o: F.triplet_margin_loss(o, other(o), o.tanh(), margin=9.0),
     "a baseline of a layer": lambda o: (o - nn.Linear(WIDTH, 1)(o)).square().mean(),
     "a masked mean": lambda o: (o.square().sum(-1) * (y(o) % 2)).sum() / 3,

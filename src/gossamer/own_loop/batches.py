@@ -48,7 +48,9 @@ class Share:
         """The tensors that have rows, and the dimension of each that has them."""
         if self.dims is None:
             return []
-        return [(one, self.dims[path]) for path, one in leaves(self.batch) if path in self.dims and isinstance(one, Tensor)]
+        return [
+            (one, self.dims[path]) for path, one in leaves(self.batch) if path in self.dims and isinstance(one, Tensor)
+        ]
 
     def counts(self) -> set[float]:
         """What a loss may count in it: rows, elements, labels that are not ignored or not padding, before and after the
@@ -116,7 +118,9 @@ class Divider:
         start, stop = self._mine(whole)
         listed = self._lists_of_rows(batch, dims, whole)
         mine = _taken(batch, dims, listed, slice(start, max(stop, start + 1)) if stop > start else slice(0, 1))
-        return Share(mine, stop - start, whole, mark, {path: dim for path, (dim, _) in dims.items()}, _first(mine, dims))
+        return Share(
+            mine, stop - start, whole, mark, {path: dim for path, (dim, _) in dims.items()}, _first(mine, dims)
+        )
 
     def _taking(self, whole: int, taken: list[tuple[int, int]]) -> slice:
         start, stop = self._mine(whole)
@@ -188,7 +192,9 @@ class Divider:
     def _is_of_rows(self, path: str, one: Sequence[Any], dims: Mapping[str, tuple[int, int]], whole: int) -> bool:
         """Whether a list as long as the batch goes by rows; raises where it could be one for all as well."""
         inner = [own for own in dims if own.startswith(f"{path}." if path else "") and own != path]
-        is_told = isinstance(self.rows, int) or (isinstance(self.rows, Mapping) and all(own in self.rows for own in inner))
+        is_told = isinstance(self.rows, int) or (
+            isinstance(self.rows, Mapping) and all(own in self.rows for own in inner)
+        )
         if whole < 2:
             return False  # all of it, in any case
         if not inner:

@@ -122,7 +122,7 @@ def _taken(left: list[Factor], need: int, rows: int, name: str, *, is_last: bool
 
 def _cut(one: Factor, outer: int, rows: int, name: str) -> tuple[Factor, Factor]:
     """A factor as two, of which one has the rows."""
-    (size, label), inner = one, one[0] // outer
+    label, inner = one[1], one[0] // outer
     if label in ("", SPREAD):
         return (outer, label), (inner, label)
     if outer == rows:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.own_loop.flow import Origin
 from gossamer.own_loop.layout import PART, ROWS, Layout, Together, refolded, with_rows
+from gossamer.own_loop.places import Origin
 
 _COUNTED = 1 << 20  # whole numbers that are looked at
 
@@ -108,7 +108,8 @@ def _refolded(layout: Layout, sizes: Sequence[int], rows: int) -> Layout | None:
 
 def _outer_first(tensor: Tensor) -> list[int]:
     """Dimensions as they lie in memory; those that are spread out last."""
-    return sorted(range(tensor.dim()), key=lambda at: (tensor.stride(at) == 0, -tensor.stride(at)))
+    strides: tuple[int, ...] = tuple(tensor.stride())
+    return sorted(range(tensor.dim()), key=lambda at: (strides[at] == 0, -strides[at]))
 
 
 def _is_constant(tensor: Tensor) -> bool:

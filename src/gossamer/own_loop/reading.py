@@ -22,7 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer.own_loop.flow import Origin, Path, followed
+from gossamer.own_loop.flow import Path, followed
+from gossamer.own_loop.places import Origin
 from gossamer.own_loop.terms import Kind, Rows, Term, of_root
 
 __all__ = ["Batch", "Counted", "Kind", "read"]
@@ -120,7 +121,7 @@ def _is_misread(term: Term, path: Path) -> bool:
 
 
 def _made_alike(terms: Sequence[Term]) -> list[tuple[str, float, int]]:
-    """What must be the same on all ranks. Sums that are alike are one, however many: a loop over rows has one of each."""
+    """What must be the same on all ranks. Sums that are alike are one: a loop over rows has one of each."""
     found: list[tuple[str, float, int]] = []
     for term in terms:
         one = (_alike(term.kind), round(term.factor, 12), term.fixed)

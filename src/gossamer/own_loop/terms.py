@@ -296,7 +296,9 @@ def _of_columns(term: Term, name: str, weights: Tensor) -> Term:
         return replace(term, fixed=zlib.crc32(_bits(flat).to_bytes(4, "big"), term.fixed))
     if bool((flat == flat[0]).all()):
         return times(term, name, Given(float(flat[0]), is_computed=True))
-    return Term(Kind.UNKNOWN, f"{term.what}, of which each column was {'multiplied' if name == 'Mul' else 'divided'} by its own")
+    return Term(
+        Kind.UNKNOWN, f"{term.what}, of which each column was {'multiplied' if name == 'Mul' else 'divided'} by its own"
+    )
 
 
 def _of_rows(term: Term, weights: Tensor, sizes: tuple[int, ...], rows: Rows) -> Term:
@@ -411,6 +413,32 @@ def is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
 # What a penalty on parameters is made of. Any other function may bring rows in: a layer, one of somebody's own.
 _BY_ELEMENT = {
     *("Add", "Sub", "Mul", "Div", "Pow", "Exp", "Log", "Log1P", "Expm1", "Abs", "Sqrt", "Rsqrt", "Reciprocal", "Sign"),
-    *("Sigmoid", "LogSigmoid", "Tanh", "Relu", "Softplus", "Clamp", "ClampMin", "ClampMax", "Sin", "Cos", "Stack", "Cat"),
-    *("Sum", "Mean", "Norm", "LinalgVectorNorm", "Max", "Min", "Maximum", "Minimum", "Where", "Select", "Unbind", "Slice"),
+    *(
+        "Sigmoid",
+        "LogSigmoid",
+        "Tanh",
+        "Relu",
+        "Softplus",
+        "Clamp",
+        "ClampMin",
+        "ClampMax",
+        "Sin",
+        "Cos",
+        "Stack",
+        "Cat",
+    ),
+    *(
+        "Sum",
+        "Mean",
+        "Norm",
+        "LinalgVectorNorm",
+        "Max",
+        "Min",
+        "Maximum",
+        "Minimum",
+        "Where",
+        "Select",
+        "Unbind",
+        "Slice",
+    ),
 }
