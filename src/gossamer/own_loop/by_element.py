@@ -32,7 +32,7 @@ def _by_element(flow: Flow, node: Any, name: str, inputs: list[Place | None]) ->
         if other is not None and other.dim():
             entered = flow.origin.layout(other, is_input=False)
             layouts += [entered] if entered is not None and _spreads(layouts[0], other.shape, len(sizes)) else []
-    elif None in inputs and name in ("Add", "Sub", "Where", "Maximum", "Minimum"):
+    elif None in inputs and name in ("Add", "Sub", "Maximum", "Minimum"):
         _refuse_spread(name, layouts, sizes, _sizes_below(node))
     return Place(Way.ROWS, lay.joined(layouts, sizes, name))
 
