@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,14 @@ from gossamer.own_loop.flow import followed
 from gossamer.own_loop.origin import OfBatch
 
 STEPS, WIDTH = 4, 8
+
+
+@pytest.fixture(autouse=True)
+def every_graph_is_followed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What flow does not know how to follow passes in a loop, and is said to a log alone."""
+    caplog.set_level(logging.DEBUG, logger="gossamer.own_loop.flow")
+    yield
+    assert not caplog.messages
 
 
 def seeded(*sizes: int) -> Tensor:
@@ -164,6 +175,84 @@ def experts(o: Tensor) -> Tensor:
         (chosen,) = torch.where(y(o) % 2 == at)
         out = out.index_add(0, chosen, nn.Linear(WIDTH, WIDTH)(o[chosen]))
     return out
+
+
+def mixture(x: Tensor) -> Tensor:
+    """Each step of each row goes to the two experts that a router chooses, all steps of one expert together."""
+    torch.manual_seed(0)
+    steps = x.reshape(-1, WIDTH)
+    weights, chosen = nn.Linear(WIDTH, 4)(steps).softmax(-1).topk(2, -1)
+    order = chosen.flatten().argsort(stable=True)
+    counts = chosen.flatten().bincount(minlength=4).tolist()
+    sorted_steps = steps[order // 2]
+    out = torch.cat([nn.Linear(WIDTH, WIDTH)(one) for one in sorted_steps.split(counts)])
+    out = out * (weights / weights.sum(-1, keepdim=True)).flatten()[order][:, None]
+    return torch.zeros_like(steps).index_add(0, order // 2, out).view_as(x)
+
+
+def mixture_put_back(x: Tensor) -> Tensor:
+    """The same, with each choice put back into its place, and then added up."""
+    torch.manual_seed(0)
+    steps = x.reshape(-1, WIDTH)
+    weights, chosen = nn.Linear(WIDTH, 4)(steps).softmax(-1).topk(2, -1)
+    order = chosen.flatten().argsort(stable=True)
+    out = nn.Linear(WIDTH, WIDTH)(steps[order // 2]).tanh()
+    back = torch.empty_like(order).scatter(0, order, torch.arange(len(order)))
+    return (out[back].view(-1, 2, WIDTH) * weights[..., None]).sum(1).view_as(x)
+
+
+@pytest.mark.parametrize("rows", [6, 4, 3, 2, 1])
+@pytest.mark.parametrize("experts_of", [mixture, mixture_put_back])
+def test_steps_that_are_sorted_by_expert_and_added_back_pass(experts_of: Callable[[Tensor], Tensor], rows: int) -> None:
+    x = seeded(rows, STEPS, WIDTH)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)
+    out = layer(experts_of(layer(x)))
+    assert not found(F.cross_entropy(out.flatten(0, 1), torch.arange(rows * STEPS) % WIDTH), rows, (x, 0))
+    assert found((out[:, 0] @ out[:, 0].T).exp().mean(), rows, (x, 0))
+
+
+def test_choices_of_a_router_that_meet_those_of_other_rows_are_named() -> None:
+    x = seeded(6, STEPS, WIDTH)
+    steps = nn.Linear(WIDTH, WIDTH)(x).reshape(-1, WIDTH)
+    order = (steps[:, 0] * 7).long().argsort(stable=True)
+    assert found((steps[order] * steps).mean(), 6, (x, 0))
+    assert found(torch.zeros(3, WIDTH).index_add(0, order % 3, steps).square().mean(), 6, (x, 0))
+
+
+ONE_ROW = {
+    "a product of folded steps": lambda o: torch.einsum("bin,bjn->bij", o, o).softmax(-1).mean(),
+    "the same, with heads": lambda o: (
+        torch.einsum("ibnd,jbnd->ijbn", *[o.transpose(0, 1).unflatten(-1, (2, -1))] * 2).softmax(1).mean()
+    ),
+    "states of chunks": lambda o: (
+        torch.einsum("bcln,bchpn->bclhp", o[:, None], o[:, None, :2, None].expand(-1, -1, -1, 3, -1)).square().mean()
+    ),
+    "chunks of steps": lambda o: (
+        torch.einsum("bhcqd,bhckd->bhcqk", *[o[:, None].unflatten(2, (2, -1))] * 2).softmax(-1).mean()
+    ),
+    "a convolution over steps": lambda o: F.gelu(nn.Conv1d(WIDTH, WIDTH, 2, padding=1)(o.transpose(1, 2))).mean(),
+    "positions from a shifted view": lambda o: shifted(torch.einsum("bin,bjn->bij", o, torch.cat([o, o], 1))).mean(),
+    "what was written into": lambda o: written(o.flatten(0, 1)).view_as(o).transpose(1, 2).softmax(-1).square().mean(),
+}
+
+
+def shifted(scores: Tensor) -> Tensor:
+    """Scores of relative positions, moved by one for each step by a view."""
+    rows, i, j = scores.shape
+    return scores.reshape(rows, j, i)[:, 1:].reshape(rows, i, j - 1)[..., :i].softmax(-1)
+
+
+def written(steps: Tensor) -> Tensor:
+    out = torch.zeros_like(steps)
+    out[:] = steps
+    return out
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_steps_of_one_row_may_meet(name: str, rows: int) -> None:
+    x = seeded(rows, STEPS, WIDTH)
+    assert not found(ONE_ROW[name](nn.Linear(WIDTH, WIDTH)(x)), rows, (x, 0))
 
 
 @pytest.mark.parametrize("rows", [8, 6, 5, 4, 2, 1])

@@ -25,6 +25,10 @@ class Together(Exception):
     """A step that takes the rows of a batch together."""
 
 
+class Lost(Exception):
+    """A step after which nobody can tell where rows are."""
+
+
 def plain(sizes: Sequence[int]) -> Layout:
     return tuple(((size, ""),) for size in sizes)
 
@@ -58,6 +62,11 @@ def where(layout: Layout) -> tuple[int, ...]:
 def is_loose(dim: Dim) -> bool:
     """Whether its rows are one row beside something else: then nothing is done to rows by what is done to it."""
     return bool(labels(dim)) and prod(size for size, label in dim if label not in ("", SPREAD)) == 1 < size_of(dim)
+
+
+def stripped(layout: Layout, at: int) -> Layout:
+    """A layout whose dimension `at` has no rows."""
+    return (*layout[:at], ((size_of(layout[at]), ""),), *layout[at + 1 :])
 
 
 def without(layout: Layout, dims: Sequence[int], *, keeps: bool = False) -> Layout:
@@ -111,13 +120,24 @@ def _taken(left: list[Factor], need: int, rows: int, name: str, *, is_last: bool
             mine.append((size, label))
             need //= size
             continue
+        if gcd(size, need) == 1:
+            left.insert(0, _as_one((size, label), left, rows, name))
+            continue
         outer, inner = _cut((size, label), gcd(size, need), rows, name)
         mine.append(outer)
         left.insert(0, inner)
         need //= outer[0]
-        if outer[0] == 1:
-            raise Together(name)
     return tuple(mine) or ((1, ""),)
+
+
+def _as_one(one: Factor, left: list[Factor], rows: int, name: str) -> Factor:
+    """A factor and the next one, where neither has rows: one of both."""
+    if one[1] in ("", SPREAD) and left and left[0][1] in ("", SPREAD):
+        size, label = left.pop(0)
+        return one[0] * size, one[1] if one[1] == label else ""
+    if rows > 1 and one[1] == ROWS:
+        raise Together(name)
+    raise Lost(name)
 
 
 def _cut(one: Factor, outer: int, rows: int, name: str) -> tuple[Factor, Factor]:
@@ -178,6 +198,8 @@ def _crosses(first: Layout, second: Layout) -> bool:
     """Whether rows in a column meet rows in a line: every pair of them."""
     ours, theirs = set(where(first)), set(where(second))
     if not ours or not theirs or ours & theirs or not is_alike(first, second):
+        return False
+    if all(is_loose(first[at]) for at in ours) and all(is_loose(second[at]) for at in theirs):
         return False
     return all(is_narrow(second[at]) for at in ours) and all(is_narrow(first[at]) for at in theirs)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.own_loop.layout import PART, ROWS, Layout, Together, refolded, with_rows
+from gossamer.own_loop.layout import PART, ROWS, Layout, Lost, Together, refolded, with_rows
 from gossamer.own_loop.places import Origin
 
 _COUNTED = 1 << 20  # whole numbers that are looked at
@@ -70,7 +70,9 @@ class OfBatch(Origin):
     def _of_copy(self, tensor: Tensor) -> Layout | None:
         """That of a copy of a tensor of the batch, as it is or with its first two dimensions turned, and folded."""
         for leaf, dim in self.leaves:
-            if leaf.dim() < 3 or leaf.numel() != tensor.numel() or leaf.shape == tensor.shape or dim > 1:
+            if leaf.numel() != tensor.numel() or dim > 1 or leaf.dim() < (2 if _is_square(leaf) else 3):
+                continue
+            if leaf.shape == tensor.shape and not _is_square(leaf):
                 continue
             flat = tensor.reshape(-1)
             for one, place in ((leaf, dim), (leaf.transpose(0, 1), 1 - dim)):
@@ -99,10 +101,15 @@ class OfBatch(Origin):
         return with_rows(sizes, outer, f"{PART}{sizes[outer]}")
 
 
+def _is_square(tensor: Tensor) -> bool:
+    """Whether it has as many rows as steps."""
+    return tensor.dim() > 1 and tensor.shape[0] == tensor.shape[1]
+
+
 def _refolded(layout: Layout, sizes: Sequence[int], rows: int) -> Layout | None:
     try:
         return refolded(layout, sizes, rows, "a view")
-    except Together:
+    except (Together, Lost):
         return None  # it was made of the batch in a way that is not seen
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.own_loop import layout as lay
-from gossamer.own_loop.layout import Layout, Together
+from gossamer.own_loop.layout import Layout, Lost, Together
 from gossamer.own_loop.nodes import kept, made, several_kept, signed
 from gossamer.own_loop.places import LOST, Flow, Place, Step, Way, all_kept, known_of, with_dim, without_layout
 
@@ -36,7 +35,7 @@ def _index(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Plac
     if at_rows and shape:
         index = given[at_rows[0]]
         assert index is not None
-        picked = _picked(one.layout[at_rows[0]], index, tuple(shape))
+        picked = _picked(flow, one.layout[at_rows[0]], index, tuple(shape))
     elif at_rows:
         source, output = node.next_functions[0]
         index = given[at_rows[0]]
@@ -59,14 +58,25 @@ def broadcast(several: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(max(one[-back] for one in several if back <= len(one)) for back in range(ndim, 0, -1))
 
 
-def _picked(dim: lay.Dim, index: Tensor, shape: tuple[int, ...]) -> Layout:
+def _picked(flow: Flow, dim: lay.Dim, index: Tensor, shape: tuple[int, ...]) -> Layout:
     """The dimensions that an index makes of one with rows."""
     whole = lay.size_of(dim)
     if index.numel() == whole and _is_count(index):  # all of them, one after the other
         own = [at for at, size in enumerate(index.shape) if size == whole]
         back = index.dim() - own[0] if own else 1
         return tuple(dim if len(shape) - at == back else ((size, ""),) for at, size in enumerate(shape))
-    return lay.with_rows(shape, _varying(index, len(shape)), _label(index, whole))
+    index = index.detach().cpu() % max(1, whole)
+    numbers = flow.numbers.of(dim)
+    if numbers is None:
+        return lay.with_rows(shape, _varying(index, len(shape)), f"{lay.PART}/{flow.numbers.code(index)}")
+    rows = numbers[index]
+    for at in range(rows.dim()):
+        if (one := _of_one_column(rows, at)) is not None and (rows.shape[at] > 1 or rows.numel() == 1):
+            place = at + len(shape) - rows.dim()
+            made_dim = flow.numbers.dim(one)
+            spread = shape[place] // max(1, lay.size_of(made_dim))
+            return with_dim(lay.plain(shape), place, (*made_dim, (spread, "")) if spread > 1 else made_dim)
+    return lay.with_rows(shape, _varying(index, len(shape)), f"{lay.PICKED}/{flow.numbers.code(rows)}")
 
 
 def _varying(index: Tensor, ndim: int) -> int:
@@ -78,14 +88,6 @@ def _varying(index: Tensor, ndim: int) -> int:
 def _is_count(index: Tensor) -> bool:
     flat = index.flatten()
     return bool((flat == torch.arange(flat.numel(), device=flat.device)).all())
-
-
-def _label(index: Tensor, whole: int) -> str:
-    flat = index.detach().flatten().cpu() % max(1, whole)
-    found = zlib.crc32(flat.numpy().tobytes())
-    is_mask = bool((flat.diff() >= 0).all())
-    is_order = flat.numel() == whole and len(set(flat.tolist())) == whole
-    return f"{lay.ORDERED if is_mask or is_order else lay.PICKED}/{found}"
 
 
 def _put_back(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
@@ -105,30 +107,52 @@ def _put_back(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> P
         return into
     sizes = made(node)
     if source is None:
-        if into is not None and into.way is Way.ROWS:
-            return into
-        return LOST
+        return into if into is not None and into.way is Way.ROWS else LOST
     if not any(lay.labels(one) for one in source.layout[dim : dim + 1]):
         return Place(Way.ROWS, lay.joined([with_dim(source.layout, dim, ((1, ""),))], sizes, name))
     (label, *_) = lay.labels(source.layout[dim])
     whole = sizes[dim]
     if label.startswith(lay.PART):
-        return Place(
-            Way.ROWS, lay.with_rows(sizes, dim, lay.ROWS if whole == flow.origin.rows else f"{lay.PART}{whole}")
-        )
+        is_all = whole == flow.origin.rows
+        return Place(Way.ROWS, lay.with_rows(sizes, dim, lay.ROWS if is_all else f"{lay.PART}{whole}"))
     if index is not None and index.dim() > 1:
         index = _of_one_column(index, dim)
-    if index is None or index.dim() != 1:
+    old = into.layout[dim] if into is not None and into.way is Way.ROWS else ()
+    found_dim = _where_put(flow, source.layout[dim], index, whole, old, name)
+    return Place(Way.ROWS, with_dim(lay.plain(sizes), dim, found_dim))
+
+
+def _where_put(flow: Flow, dim: lay.Dim, index: Tensor | None, whole: int, into: lay.Dim, name: str) -> lay.Dim:
+    """The dimension of `whole` into which rows of `dim` were put. Raises Together where two rows have one place."""
+    numbers = flow.numbers.of(dim)
+    if numbers is None or index is None or index.dim() != 1 or index.numel() != numbers.numel():
+        raise Lost(name)
+    index = index.detach().cpu().long() % max(1, whole)
+    low = torch.full((whole,), -1).scatter_reduce(0, index, numbers, "amin", include_self=False)
+    high = torch.full((whole,), -1).scatter_reduce(0, index, numbers, "amax", include_self=False)
+    if not torch.equal(low, high):
         raise Together(name)
-    if label == _label(index, whole) or _is_count(index):
-        return Place(Way.ROWS, lay.with_rows(sizes, dim))
-    raise Together(name)
+    is_filled = low >= 0
+    there = flow.numbers.of(into) if into else None
+    if there is not None and not torch.equal(there[is_filled], low[is_filled]):
+        raise Together(name)
+    if into:
+        return into
+    if bool(is_filled.all()):
+        return flow.numbers.dim(low)
+    for one in flow.numbers.folds(whole):
+        there = flow.numbers.of(one)
+        if there is not None and torch.equal(there[is_filled], low[is_filled]):
+            return one
+    raise Lost(name)
 
 
 def _of_one_column(index: Tensor, dim: int) -> Tensor | None:
     """An index that is the same all over its other dimensions, once."""
-    columns = index.movedim(dim, 0).flatten(1)
-    return columns[:, 0] if columns.numel() and bool((columns == columns[:, :1]).all()) else None
+    columns = index.movedim(dim, 0).reshape(index.shape[dim], -1)
+    if not index.numel():
+        return None
+    return columns[:, 0] if bool((columns == columns[:, :1]).all()) else None
 
 
 def _gather(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
@@ -137,10 +161,14 @@ def _gather(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Pla
         return one
     dim = signed(node._saved_dim) % len(one.layout)
     sizes = made(node)
-    if lay.labels(one.layout[dim]):
-        raise Together(name)
+    if lay.labels(one.layout[dim]) and not lay.is_loose(one.layout[dim]):
+        index = kept(node, "index")
+        column = _of_one_column(index, dim) if index is not None and flow.origin.rows > 1 else None
+        if column is None:
+            raise Together(name)
+        return Place(Way.ROWS, with_dim(one.layout, dim, *_picked(flow, one.layout[dim], column, (sizes[dim],))))
     if any(lay.size_of(one.layout[at]) != sizes[at] for at in lay.where(one.layout)):
-        raise Together(name)
+        raise Lost(name)
     return Place(
         Way.ROWS, tuple(old if lay.labels(old) else ((size, ""),) for old, size in zip(one.layout, sizes, strict=True))
     )
@@ -150,9 +178,12 @@ def _masked(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Pla
     one = known_of(inputs)[0]
     if one.way is not Way.ROWS:
         return one
-    mask = kept(node, "mask")
-    bits = 0 if mask is None else zlib.crc32(mask.detach().cpu().contiguous().numpy().tobytes())
-    return Place(Way.ROWS, lay.with_rows(made(node), 0, f"{lay.ORDERED}/{bits}"))
+    mask, sizes = kept(node, "mask"), lay.sizes_of(one.layout)
+    (at, *_) = lay.where(one.layout)
+    numbers = flow.numbers.of(one.layout[at])
+    if mask is None or numbers is None or broadcast([sizes, tuple(mask.shape)]) != sizes:
+        return Place(Way.ROWS, lay.with_rows(made(node), 0, f"{lay.PART}ed"))
+    return Place(Way.ROWS, (flow.numbers.dim(numbers[mask.expand(sizes).nonzero(as_tuple=True)[at].cpu()]),))
 
 
 def _packed(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:

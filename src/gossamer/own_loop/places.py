@@ -20,8 +20,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from gossamer.own_loop import layout as lay
-from gossamer.own_loop.layout import Layout, Together
+from gossamer.own_loop.layout import Layout, Lost, Together
 from gossamer.own_loop.nodes import below, made, name_of
+from gossamer.own_loop.numbers import Numbers
 
 
 class Way(Enum):
@@ -71,6 +72,7 @@ class Flow:
     def __init__(self, origin: Origin, steps: Mapping[str, Step], entering: frozenset[str]) -> None:
         """`entering`: the steps that see to what has no graph themselves."""
         self.origin, self._steps, self._entering = origin, steps, entering
+        self.numbers = Numbers(origin.rows)
         self.places: dict[Any, Place] = {}
         self._outputs: dict[tuple[Any, int], Place] = {}  # of steps that make several tensors
         self.after: set[Any] = set()  # reductions of what was reduced over rows
@@ -104,7 +106,12 @@ class Flow:
             if None not in inputs:
                 return FREE
             step = entered
-        found = step(self, node, name, inputs)
+        try:
+            found = step(self, node, name, inputs)
+        except Lost:
+            for output in range(1, len(node._input_metadata)):
+                self.put(node, output, LOST)
+            return LOST
         if name in REDUCING and found.way is Way.ROWS:
             self.before.add(node)
         return found
@@ -114,6 +121,11 @@ class Flow:
         if found.way is Way.ROW and name_of(node) == "Unbind":
             self._taken[found.row[0]].add(found.row[1])
         return found
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there is a step after which nobody can tell where rows are."""
+        return any(place.way is Way.LOST for place in (*self.places.values(), *self._outputs.values()))
 
     def put(self, node: Any, output: int, place: Place) -> None:
         """One of several tensors that a step makes."""
@@ -187,12 +199,7 @@ def all_kept(flow: Flow, node: Any, name: str, layout: Layout) -> Place:
     """Of all that a step makes: the first in any case, others (statistics, last states) where it can be seen."""
     for output in range(1, len(node._input_metadata)):
         flow.put(node, output, kept_in(layout, made(node, output)) or LOST)
-    if (found := kept_in(layout, made(node))) is None:
-        (at, *_) = lay.where(layout)
-        if lay.labels(layout[at])[0].startswith(lay.PART):
-            return LOST
-        raise Together(name)
-    return found
+    return kept_in(layout, made(node)) or LOST
 
 
 def kept_in(layout: Layout, sizes: tuple[int, ...]) -> Place | None:

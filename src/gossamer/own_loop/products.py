@@ -47,6 +47,8 @@ def _of_product(left: Layout | None, right: Layout | None, sizes: tuple[int, ...
         return left[:-1] if left is not None else lay.plain(sizes)
     layouts = [one for one in (left, right) if one is not None]
     if left is not None and right is not None and lay.labels(left[-2]) and lay.labels(right[-1]):
+        if lay.is_loose(left[-2]) and lay.is_loose(right[-1]):
+            return lay.joined([left, lay.stripped(right, len(right) - 1)], sizes, name)
         if lay.is_alike(left, right):
             raise Together(name)
         layouts = [left]
@@ -116,6 +118,7 @@ def _pairs(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Plac
     if (
         len(known) == 2
         and all(lay.labels(one.layout[-2]) for one in known)
+        and not all(lay.is_loose(one.layout[-2]) for one in known)
         and lay.is_alike(known[0].layout, known[1].layout)
     ):
         raise Together(name)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gossamer.own_loop import layout as lay
-from gossamer.own_loop.layout import Layout, Together
-from gossamer.own_loop.nodes import made, signed
+from gossamer.own_loop.layout import Layout, Lost, Together
+from gossamer.own_loop.nodes import made, saved, signed
 from gossamer.own_loop.places import EACH, LOST, Flow, Place, Step, Way, known_of, with_dim, without_layout
 
 
@@ -24,6 +27,19 @@ def _view(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place
     if 0 in sizes:
         return LOST
     return Place(Way.ROWS, lay.refolded(one.layout, sizes, flow.origin.rows, name))
+
+
+def _strided(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
+    """A view of all numbers in their order, as what was written into is looked at."""
+    sizes, strides = made(node), [1]
+    for size in sizes[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    (one,) = known_of(inputs)
+    if one.way is not Way.ROWS:
+        return one
+    if tuple(saved(node, "stride") or ()) != tuple(strides) or prod(sizes) != prod(lay.sizes_of(one.layout)):
+        return LOST
+    return _view(flow, node, name, inputs)
 
 
 def _turn(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
@@ -108,21 +124,26 @@ def _slice(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Plac
             flow.put(node, output, Place(Way.ROWS, with_dim(one.layout, dim, ((size, ""),))))
         return flow.made(node, 0)
     for output in range(len(node._input_metadata)):
-        flow.put(node, output, Place(Way.ROWS, with_dim(one.layout, dim, _cut_to(flow, node, name, one, dim, output))))
+        before = sum(made(node, at)[dim] for at in range(output))
+        cut = _cut_to(flow, node, name, one, dim, output, before)
+        flow.put(node, output, Place(Way.ROWS, with_dim(one.layout, dim, cut)))
     return flow.made(node, 0)
 
 
-def _cut_to(flow: Flow, node: Any, name: str, one: Place, dim: int, output: int) -> lay.Dim:
+def _cut_to(flow: Flow, node: Any, name: str, one: Place, dim: int, output: int, before: int) -> lay.Dim:
+    """`before`: how many of the dimension were cut off before this one."""
     old, size = one.layout[dim], made(node, output)[dim]
     whole = lay.size_of(old)
     if size == whole:
         return old
     rows = flow.origin.rows
-    start, step = 0, 1
+    if lay.is_loose(old):
+        return ((1, lay.ROWS), (size, ""))
+    start, step = before, 1
     if name == "Slice":
         start, step = signed(node._saved_start), node._saved_step
         start = max(0, start + whole if start < 0 else start)
-    is_views = rows > 1 and len(old) == 1 and whole % rows == 0 == size % rows
+    is_views = len(old) == 1 and whole % rows == 0 == size % rows
     if is_views and step == 1 and start % rows == 0 and old[0][1] == lay.ROWS:
         return ((size, lay.ROWS),)
     if lay.labels(old)[0].startswith(lay.PART):
@@ -132,7 +153,12 @@ def _cut_to(flow: Flow, node: Any, name: str, one: Place, dim: int, output: int)
         return ((rows, lay.ROWS),)  # every second one, of rows in pairs
     if len(old) > 1 and lay.labels(old[-1:]) and step == 1 and size % old[-1][0] == 0 == start % old[-1][0]:
         return ((size // old[-1][0], ""), old[-1])
-    raise Together(name)
+    if len(old) == 1 and old[0][1] == lay.ROWS:
+        raise Together(name)
+    numbers = flow.numbers.of(old)
+    if numbers is None:
+        raise Lost(name)
+    return flow.numbers.dim(numbers[start::step][:size])
 
 
 def _join(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
@@ -154,23 +180,35 @@ def _join(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place
         if any(lay.labels(one[dim]) for one in layouts):
             raise Together(name)
         return Place(Way.ROWS, lay.joined([with_dim(one, dim, ((1, ""),)) for one in layouts], sizes, name))
+    if (numbers := _numbers_of(flow, [one[dim] for one in layouts])) is not None:
+        return Place(Way.ROWS, with_dim(layouts[0], dim, flow.numbers.dim(numbers)))
     found_labels = {lay.labels(one[dim]) for one in layouts}
     if len(found_labels) == 1 and not any(one.startswith(lay.ROWS) for one in next(iter(found_labels))):
         label = next(iter(next(iter(found_labels))))
         return Place(Way.ROWS, with_dim(layouts[0], dim, ((sizes[dim], label),)))
     if len(found_labels) > 1:  # rows that were selected in several ways
-        is_part = any(one.startswith(lay.PART) for several in found_labels for one in several)
-        label = f"{lay.PART if is_part else lay.ORDERED}/{zlib.crc32(repr(sorted(found_labels)).encode())}"
-        return Place(Way.ROWS, with_dim(layouts[0], dim, ((sizes[dim], label),)))
+        raise Lost(name)
     first, whole = layouts[0][dim], lay.size_of(layouts[0][dim])
     if sizes[dim] % whole or any(one[dim] != first for one in layouts):
-        if flow.origin.rows > 1 and sizes[dim] % flow.origin.rows == 0:
-            return Place(Way.ROWS, with_dim(layouts[0], dim, ((sizes[dim], lay.ROWS),)))
-        raise Together(name)
+        if (numbers := _all_numbers(flow, [one[dim] for one in layouts])) is None:
+            raise Lost(name)
+        return Place(Way.ROWS, with_dim(layouts[0], dim, flow.numbers.dim(numbers)))
     many = ((sizes[dim] // whole, ""), *first)
-    if first == ((whole, lay.ROWS),) and whole == flow.origin.rows > 1:
+    if first == ((whole, lay.ROWS),) and whole == flow.origin.rows:
         many = ((sizes[dim], lay.ROWS),)
     return Place(Way.ROWS, with_dim(layouts[0], dim, many))
+
+
+def _numbers_of(flow: Flow, dims: Sequence[lay.Dim]) -> Tensor | None:
+    """Of rows that were picked, one after the other; None of those that were not."""
+    if all(label == lay.ROWS for dim in dims for label in lay.labels(dim)):
+        return None
+    return _all_numbers(flow, dims)
+
+
+def _all_numbers(flow: Flow, dims: Sequence[lay.Dim]) -> Tensor | None:
+    known = [numbers for dim in dims if (numbers := flow.numbers.of(dim)) is not None]
+    return torch.cat(known) if len(known) == len(dims) else None
 
 
 STEPS: dict[str, Step] = {
@@ -179,6 +217,7 @@ STEPS: dict[str, Step] = {
     ),
     **dict.fromkeys(("Neg", "NativeDropout"), _same),
     **dict.fromkeys(("View", "UnsafeView", "Reshape", "ReshapeAlias"), _view),
+    "AsStrided": _strided,
     **dict.fromkeys(("Permute", "Transpose", "T"), _turn),
     **dict.fromkeys(("Squeeze", "Unsqueeze"), _squeeze),
     **dict.fromkeys(("Expand", "Repeat"), _spread),
