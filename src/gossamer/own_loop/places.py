@@ -77,6 +77,8 @@ class Flow:
         self._outputs: dict[tuple[Any, int], Place] = {}  # of steps that make several tensors
         self.after: set[Any] = set()  # reductions of what was reduced over rows
         self.before: set[Any] = set()  # reductions after which there are rows
+        self.is_unfolded = False  # whether one row, beside something else, was given a dimension of its own
+        self.is_guessed = False  # whether it could have been any of several
         self._taken: dict[int, set[int]] = {}  # rows that were taken out, by what of
         self._rows: dict[int, int] = {}  # that there were
 
@@ -108,7 +110,9 @@ class Flow:
             step = entered
         try:
             found = step(self, node, name, inputs)
-        except Lost:
+        except (Lost, Together) as error:
+            if isinstance(error, Together) and not self._is_guess(error):
+                raise
             for output in range(1, len(node._input_metadata)):
                 self.put(node, output, LOST)
             return LOST
@@ -121,6 +125,16 @@ class Flow:
         if found.way is Way.ROW and name_of(node) == "Unbind":
             self._taken[found.row[0]].add(found.row[1])
         return found
+
+    def _is_guess(self, found: Together) -> bool:
+        """Whether all that tells of rows is that a size is one: that may as well be of heads or of experts."""
+        if self.origin.rows != 1:
+            return False
+        return (
+            self.is_guessed
+            or str(found).endswith("of several rows")
+            or (self.is_unfolded and "a mean or sum over rows" in str(found))
+        )
 
     @property
     def is_lost(self) -> bool:

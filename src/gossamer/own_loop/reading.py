@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -153,8 +152,13 @@ def _settled(term: Term, known: set[float], batch: Batch, alike: int) -> Term:
     if term.kind is Kind.DIVIDED:
         if len(term.divisors) > 1 and (own := _own(term, known, batch)):  # by rows, and by passes before a step
             return Term(Kind.MEAN, term.what, own, term.factor)
-        is_seen = not term.count or _is_among(term.count, known) or _is_among(term.count, term.seen(), _NEAR_SEEN)
-        if is_seen or batch.is_mean(alike):
+        is_seen = (
+            batch.is_mean(alike)
+            or not term.count
+            or _is_among(term.count, known)
+            or _is_among(term.count, term.seen(), _NEAR_SEEN)
+        )
+        if is_seen:
             return Term(Kind.MEAN, term.what, term.count, term.factor)
         is_whole = any(one.value == batch.whole for one in term.divisors) and batch.whole > batch.rows
         if is_whole and not term.is_computed:
@@ -183,13 +187,15 @@ def _made(roots: Sequence[Tensor], shape: int) -> int:
     """The same where losses are made by the same steps, as far as those next to them go: what has been looked through
     is not looked through again, and a large model costs no more than a small one.
     """
-    todo: deque[Any] = deque(root.grad_fn for root in roots)
+    todo: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = set()
     names: list[str] = []
-    while todo and len(seen) < _NEAR_NODES:
-        node = todo.popleft()
-        if node is not None and node not in seen:
-            seen.add(node)
-            names.append(node.name())
-            todo.extend(below for below, _ in node.next_functions)
+    for node in todo:  # it grows
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        names.append(node.name())
+        if len(seen) == _NEAR_NODES:
+            break
+        todo += [below for below, _ in node.next_functions]
     return zlib.crc32(" ".join(names).encode(), shape)

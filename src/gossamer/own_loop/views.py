@@ -26,7 +26,11 @@ def _view(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place
     sizes = made(node)
     if 0 in sizes:
         return LOST
-    return Place(Way.ROWS, lay.refolded(one.layout, sizes, flow.origin.rows, name))
+    found = lay.refolded(one.layout, sizes, flow.origin.rows, name)
+    if flow.origin.rows == 1:
+        flow.is_unfolded |= any(map(lay.is_loose, one.layout)) and not any(map(lay.is_loose, found))
+        flow.is_guessed |= any(map(lay.is_loose, one.layout)) and sizes.count(1) > 1
+    return Place(Way.ROWS, found)
 
 
 def _strided(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
