@@ -313,3 +313,191 @@ def regression_of_one_number(wrap):
     """Targets without a second dimension, outputs squeezed."""
     data = [(x, y[:, 0]) for x, y in pairs(rows=7)]
     return trained(wrap, data, lambda model, b: F.mse_loss(model(b[0]).squeeze(-1), b[1]), net(outputs=1))
+
+
+@habit(may="refused")
+def square_list_of_rows(wrap):
+    """As many tensors as rows, each of as many numbers: one of every row."""
+    data = [(x, y, [torch.full((ROWS,), float(w)).type_as(x) for w in x[:, 0].abs()]) for x, y in batches()]
+
+    def loss_of(model, batch):
+        x, y, weights = batch
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        return sum(w.sum() * loss for w, loss in zip(weights, losses, strict=False))
+
+    return trained(wrap, data, loss_of, loss="sum")
+
+
+@habit(must="equal")
+def square_list_of_rows_told(wrap):
+    """The same, told by a function."""
+    data = [(x, y, [torch.full((ROWS,), float(w)).type_as(x) / 80 for w in x[:, 0].abs()]) for x, y in batches()]
+
+    def loss_of(model, batch):
+        x, y, weights = batch
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        return sum(w.sum() * loss for w, loss in zip(weights, losses, strict=False))
+
+    def taken(batch, take):
+        rows = take(len(batch[0]))
+        return tuple(part[rows] for part in batch)
+
+    return trained(wrap, data, loss_of, loss="sum", rows=taken)
+
+
+@habit(must="equal")
+def square_list_of_fields_told(wrap):
+    """As many tensors as rows, each of all rows, told by rows=."""
+    data = [{"x": x, "y": y, "extra": [x[:, 0] * i for i in range(ROWS)]} for x, y in batches()]
+    told = {"x": 0, "y": 0, **{f"extra.{i}": 0 for i in range(ROWS)}}
+    return trained(wrap, data, lambda m, b: F.cross_entropy(m(b["x"]) + b["extra"][2][:, None], b["y"]), rows=told)
+
+
+@habit(must="equal")
+def fields_of_one_form(wrap):
+    """(inputs, targets) of one form, two rows of them."""
+    data = [(x, x.flip(1)) for x, _ in batches(rows=2)]
+    return trained(wrap, data, lambda model, b: F.mse_loss(model(b[0]), b[1]), net(outputs=WIDTH))
+
+
+@habit(must="equal")
+def fields_in_a_list(wrap):
+    """Seven tensors of all rows in a list; the last batch has as many rows."""
+    data = [{"x": x, "y": y, "more": [x[:, 0] * i for i in range(7)]} for x, y in batches()]
+    data[-1] = {"x": data[-1]["x"][:7], "y": data[-1]["y"][:7], "more": [one[:7] for one in data[-1]["more"]]}
+    return trained(wrap, data, lambda m, b: F.cross_entropy(m(b["x"]) + b["more"][3][:, None], b["y"]))
+
+
+def sized(size, rows=ROWS):
+    return [{"x": x, "y": y, "size": size} for x, y in batches(rows=rows)]
+
+
+def scaled_by_size(model, batch):
+    height, width = batch["size"][:2]
+    return F.cross_entropy(model(batch["x"] * height / width), batch["y"])
+
+
+@habit(must="equal")
+def size_of_images(wrap):
+    """(height, width), the same for all rows."""
+    return trained(wrap, sized((8, 3)), scaled_by_size)
+
+
+@habit(may="refused", says="size")
+def size_as_long_as_the_batch(wrap):
+    """(height, width) beside two rows, which might be a number of each."""
+    return trained(wrap, sized((8, 3), rows=2), scaled_by_size)
+
+
+@habit(must="equal")
+def size_as_long_as_the_batch_told(wrap):
+    """The same with rows=."""
+    return trained(wrap, sized((8, 3), rows=2), scaled_by_size, rows={"x": 0, "y": 0, "size": None})
+
+
+@habit(must="equal")
+def size_as_long_as_the_last_batch(wrap):
+    """The same in a short last batch."""
+    data = sized((8, 3))
+    data[-1] = {"x": data[-1]["x"][:2], "y": data[-1]["y"][:2], "size": (8, 3)}
+    return trained(wrap, data, scaled_by_size)
+
+
+@habit(must="equal")
+def size_of_torch(wrap):
+    """A torch.Size of as many numbers as rows."""
+    return trained(wrap, sized(torch.Size((8, 3)), rows=2), scaled_by_size)
+
+
+@habit(may="refused", says="rows|numbers|labels")
+def labels_in_a_tuple(wrap):
+    """zip(*rows) in a collate function: labels as a tuple of numbers."""
+    data = [{"x": x, "labels": tuple(y.tolist())} for x, y in batches()]
+    return trained(wrap, data, lambda model, b: F.cross_entropy(model(b["x"]), torch.tensor(b["labels"])))
+
+
+@habit(must="equal")
+def labels_in_a_tuple_told(wrap):
+    """The same with rows=."""
+    data = [{"x": x, "labels": tuple(y.tolist())} for x, y in batches(rows=7)]
+    return trained(
+        wrap,
+        data,
+        lambda model, b: F.cross_entropy(model(b["x"]), torch.tensor(b["labels"])),
+        rows={"x": 0, "labels": 0},
+    )
+
+
+@habit(must="equal")
+def labels_in_a_list(wrap):
+    """Labels as a list of numbers."""
+    data = [{"x": x, "labels": y.tolist()} for x, y in batches(rows=7)]
+    return trained(wrap, data, lambda model, b: F.cross_entropy(model(b["x"]), torch.tensor(b["labels"])))
+
+
+def contrast(model, x):
+    a, b = F.normalize(model(x), dim=-1), F.normalize(model(-x), dim=-1)
+    return F.cross_entropy(5 * a @ b.T, torch.arange(len(a)))
+
+
+@habit(may="refused", says="together")
+def contrast_with_rows_by_a_function(wrap):
+    """Rows against rows, in batches that a function divides."""
+
+    def taken(batch, take):
+        rows = take(len(batch[0]))
+        return tuple(part[rows] for part in batch)
+
+    return trained(wrap, batches(), lambda model, b: contrast(model, b[0]), rows=taken)
+
+
+@habit(may="refused", says="together")
+def contrast_of_time_major_rows(wrap):
+    """The last steps of rows against each other, where rows are in the second dimension."""
+    data = [torch.stack([x, -x, 2 * x]) for x, _ in batches()]
+
+    def loss_of(model, x):
+        out = model(x)[-1]
+        return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+    return trained(wrap, data, loss_of, rows=1)
+
+
+@habit(may="refused", says="together")
+def contrast_of_a_row_for_each_rank(wrap):
+    """Rows against rows, of which every rank may have but one."""
+    return trained(wrap, batches(rows=3), lambda model, b: contrast(model, b[0]))
+
+
+@habit(must="equal")
+def time_major_attention_of_square_batches(wrap):
+    """Attention over steps, of which there are as many as rows."""
+    torch.manual_seed(3)
+    model = nn.ModuleList([nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0), nn.Linear(WIDTH, CLASSES)])
+    data = [(torch.stack([x * i for i in range(1, 5)]), y) for x, y in batches()]
+
+    def loss_of(model, batch):
+        x, y = batch
+        return F.cross_entropy(model[1](model[0](x)).mean(0), y)
+
+    return trained(
+        wrap,
+        [{"x": x, "y": y} for x, y in data],
+        lambda m, b: loss_of(m, (b["x"], b["y"])),
+        model,
+        rows={"x": 1, "y": 0},
+    )
+
+
+@habit(must="equal")
+def attention_of_square_batches_turned(wrap):
+    """Rows first in the loader, steps first in the model, as many of them as a rank has rows."""
+    torch.manual_seed(3)
+    model = nn.ModuleList([nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.Linear(WIDTH, CLASSES)])
+    data = [(torch.stack([x * i for i in range(1, 5)], 1), y) for x, y in batches()]
+
+    def loss_of(model, batch):
+        x, y = batch
+        return F.cross_entropy(model[1](model[0](x, x, x)[0].transpose(0, 1)).mean(0), y)
+
+    return trained(wrap, data, loss_of, model)

@@ -631,6 +631,173 @@ def median_of_losses(wrap):
     return trained(wrap, lambda model, x, y: F.cross_entropy(model(x), y, reduction="none").median(), batches())
 
 
+@habit(may="refused", says="together")
+def means_of_classes(wrap):
+    """Prototypes: the rows of every class are added up by a product with one-hot labels."""
+
+    def loss_of(model, x, y):
+        out = model(x)
+        return (out - (F.one_hot(y, CLASSES).to(x.dtype).T @ out)[y] / 4).square().mean()
+
+    return trained(wrap, loss_of, batches(), lr=0.01)
+
+
+@habit(may="refused", says="together")
+def against_a_frozen_tower(wrap):
+    """CLIP with a second tower that is not trained."""
+    tower = net(seed=7).requires_grad_(False)
+
+    def loss_of(model, x, y):
+        return F.cross_entropy(model(x) @ tower(-x).T, torch.arange(len(x)))
+
+    return trained(wrap, loss_of, batches())
+
+
+@habit(may="refused", says="together")
+def against_selected_rows(wrap):
+    """Rows against rows, of those that were selected first."""
+
+    def loss_of(model, x, y):
+        out = model(x[y > 0])
+        return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+    return trained(wrap, loss_of, batches())
+
+
+@habit(may="refused")
+def inputs_normalised(wrap):
+    """Inputs less their mean over the batch, divided by their deviation: the graph has no trace but their numbers."""
+
+    def loss_of(model, x, y):
+        return F.cross_entropy(model((x - x.mean(0)) / x.std(0)), y)
+
+    return trained(wrap, loss_of, batches())
+
+
+@habit(may="refused")
+def targets_normalised(wrap):
+    """Targets (returns) normalised over the batch."""
+
+    def loss_of(model, x, y):
+        return F.mse_loss(model(x), (y - y.mean()) / (y.std() + 1e-8))
+
+    return trained(wrap, loss_of, pairs())
+
+
+@habit(may="refused")
+def advantages_normalised_in_columns(wrap):
+    """Advantages of several steps, normalised over all of them."""
+
+    def loss_of(model, x, y):
+        gain = (x[:, :CLASSES] - x[:, :CLASSES].mean()) / (x[:, :CLASSES].std() + 1e-8)
+        return -(model(x).log_softmax(-1) * gain).mean()
+
+    return trained(wrap, loss_of, batches())
+
+
+@habit(may="refused")
+def sum_times_a_tensor(wrap):
+    """A sum over rows, times a weight that lies in a tensor."""
+    weight = torch.tensor(0.5)
+    return trained(wrap, lambda m, x, y: weight * F.cross_entropy(m(x), y, reduction="sum"), batches(rows=7), lr=0.01)
+
+
+@habit(may="refused")
+def sum_over_a_tensor(wrap):
+    """A sum over rows, divided by a constant that lies in a tensor."""
+    constant = torch.tensor(4.0)
+    return trained(wrap, lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / constant, batches(rows=7), lr=0.01)
+
+
+@habit(may="refused")
+def sum_over_a_constant_that_one_rank_has_as_rows(wrap):
+    """A sum divided by a number that is one rank's count, and not another's."""
+    return trained(wrap, lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / 4, batches(rows=7), lr=0.01)
+
+
+@habit(must="equal")
+def mean_without_nan(wrap):
+    """nanmean over what is there."""
+
+    def loss_of(model, x, y):
+        holes = torch.where(x[:, :CLASSES] > 0.8, torch.nan, 0.0)
+        return (model(x).square() + holes).nanmean()
+
+    return trained(wrap, loss_of, batches(rows=7))
+
+
+@habit(must="equal")
+def mean_over_rows_then_over_tasks(wrap):
+    """losses.mean(0).mean()."""
+    return trained(wrap, lambda model, x, y: (model(x) - y).square().mean(0).mean(), pairs(rows=7))
+
+
+@habit(must="equal")
+def mean_over_rows_times_weights_of_tasks(wrap):
+    """(losses.mean(0) * w).sum(), with weights that add up to 1."""
+    w = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    return trained(wrap, lambda model, x, y: ((model(x) - y).square().mean(0) * w).sum(), pairs(rows=7))
+
+
+@habit(must="equal")
+def weights_of_tasks_by_a_product(wrap):
+    """losses.mean(0) @ w, with weights that add up to 1."""
+    w = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    return trained(wrap, lambda model, x, y: (model(x) - y).square().mean(0) @ w, pairs(rows=7))
+
+
+@habit(must="equal")
+def weights_of_tasks_then_mean_over_rows(wrap):
+    """(losses * w).sum(1).mean(), with weights that add up to 1."""
+    w = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    return trained(wrap, lambda model, x, y: ((model(x) - y).square() * w).sum(1).mean(), pairs(rows=7))
+
+
+@habit(must="equal")
+def sum_over_rows_of_means_over_features(wrap):
+    """losses.sum(0).mean()."""
+    return trained(wrap, lambda model, x, y: (model(x) - y).square().sum(0).mean(), pairs(rows=7), lr=0.01)
+
+
+@habit(may="refused")
+def columns_without_nan(wrap):
+    """losses.nanmean(0).mean(): every column has a count of its own."""
+
+    def loss_of(model, x, y):
+        holes = torch.where(x[:, :CLASSES] > 0.8, torch.nan, 0.0)
+        return (model(x).square() + holes).nanmean(0).mean()
+
+    return trained(wrap, loss_of, batches(rows=7))
+
+
+@habit(may="refused")
+def first_row_alone(wrap):
+    """The loss of the first row of a batch."""
+    return trained(wrap, lambda model, x, y: F.cross_entropy(model(x)[0], y[0]), batches())
+
+
+@habit(must="equal")
+def rows_one_by_one(wrap):
+    """A loop over rows, and a sum divided by their number."""
+
+    def loss_of(model, x, y):
+        out = model(x)
+        return sum((out[i] - y[i]).square().sum() for i in range(len(x))) / len(x)
+
+    return trained(wrap, loss_of, pairs(rows=7), lr=0.01)
+
+
+@habit(may="refused")
+def means_of_rows_one_by_one(wrap):
+    """A loop over rows, and a sum of their means."""
+
+    def loss_of(model, x, y):
+        out = model(x)
+        return sum((out[i] - y[i]).square().mean() for i in range(len(x)))
+
+    return trained(wrap, loss_of, pairs(rows=8), lr=0.01)
+
+
 @habit(must="equal", tolerance=1e-6)
 def causal_language_model(wrap):
     """A GPT-2 of transformers: labels are shifted inside, padding is ignored, and the loss is computed in float32."""

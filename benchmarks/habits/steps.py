@@ -7,9 +7,10 @@ import itertools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from loops.habit import habit
-from loops.scene import batches, cross_entropy, net, pairs, rank, sgd
+from loops.scene import batches, cross_entropy, dataset, net, pairs, rank, sgd
 
 
 @habit(must="equal")
@@ -394,6 +395,75 @@ def evaluated_in_between(wrap):
             losses.append(sum(cross_entropy(model, *batch) for batch in held_out))
         model.train()
     return model, losses
+
+
+def short_at_the_end():
+    """The last batch has fewer rows than three ranks."""
+    data = batches(rows=7)
+    data[-1] = tuple(part[:2] for part in data[-1])
+    return data
+
+
+@habit(must="equal")
+def evaluated_on_the_wrapped_loader(wrap):
+    """The training rows themselves are evaluated, in the middle of an epoch, with the loader that wrap gave."""
+    model = net()
+    model, optimizer, loader = wrap(model, sgd(model), short_at_the_end())
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = cross_entropy(model, x, y)
+        if i % 3 == 0:
+            with torch.no_grad():
+                _ = sum(cross_entropy(model, *batch) for batch in loader)
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+@habit(must="equal")
+def evaluated_on_the_wrapped_loader_after_a_step(wrap):
+    """The same between two steps."""
+    model = net()
+    model, optimizer, loader = wrap(model, sgd(model), short_at_the_end())
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        optimizer.step()
+        if i % 3 == 0:
+            with torch.no_grad():
+                _ = sum(cross_entropy(model, *batch) for batch in loader)
+    return model
+
+
+@habit(must="equal")
+def evaluated_on_the_wrapped_loader_and_counted(wrap):
+    """The same with a sum divided by the rows."""
+    model = net()
+    model, optimizer, loader = wrap(model, sgd(model), short_at_the_end())
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y, reduction="sum") / len(x)
+        if i % 3 == 0:
+            with torch.no_grad():
+                _ = sum(cross_entropy(model, *batch) for batch in loader)
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+@habit(must="equal")
+def evaluated_on_the_wrapped_loader_and_shuffled(wrap):
+    """The same with a shuffled DataLoader."""
+    model = net()
+    model, optimizer, loader = wrap(model, sgd(model), DataLoader(dataset(86), 7, shuffle=True))
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        optimizer.step()
+        if i % 3 == 0:
+            with torch.no_grad():
+                _ = sum(cross_entropy(model, *batch) for batch in loader)
+    return model
 
 
 @habit(must="equal")

@@ -128,3 +128,47 @@ def test_records_of_rows_go_with_them() -> None:
 def test_a_tensor_that_cannot_be_cut_by_rows_is_asked_for(one: Tensor) -> None:
     with pytest.raises(BadInput, match=r"sparse.*rows="):
         second().share({"x": one})
+
+
+def test_a_tuple_of_numbers_that_is_as_long_as_the_batch_is_asked_for() -> None:
+    batch = {"x": numbers(2), "size": (8, 3), "names": ("a", "b"), "lengths": [5, 6], "shape": torch.Size((4, 4))}
+    with pytest.raises(BadInput, match=r"numbers at size.*\{\"size\": 0\}.*\{\"size\": None\}"):
+        second().share(batch)
+    found = second(rows={"size": None}).share(batch).batch
+    assert (found["size"], found["names"], found["lengths"], found["shape"]) == ((8, 3), ("b",), [6], (4, 4))
+    assert second(rows={"size": 0}).share(batch).batch["size"] == (3,)
+
+
+def test_a_tuple_that_was_not_as_long_as_its_batch_before_is_of_no_rows() -> None:
+    divider = second()
+    for rows in (4, 2):
+        assert divider.share({"x": numbers(rows), "size": (8, 3)}).batch["size"] == (8, 3)
+
+
+def test_as_many_tensors_as_rows_of_as_many_rows_are_asked_for() -> None:
+    weights = [torch.full((4,), float(i)) for i in range(4)]
+    for batch in ({"x": numbers(4), "w": weights}, (numbers(4), tuple(weights)), weights):
+        with pytest.raises(BadInput, match="4 tensors of as many rows"):
+            second().share(batch)
+    told = {"x": 0, **{f"w.{i}": 0 for i in range(4)}}
+    assert [len(one) for one in second(rows=told).share({"x": numbers(4), "w": weights}).batch["w"]] == [2] * 4
+    by_hand = second(rows=lambda batch, take: {name: part[take(4)] for name, part in batch.items()})
+    assert [float(one[0]) for one in by_hand.share({"x": numbers(4), "w": weights}).batch["w"]] == [2.0, 3.0]
+
+
+def test_fields_are_not_mistaken_for_rows() -> None:
+    two = [numbers(2), numbers(2).clone()]
+    assert [len(one) for one in second().share(two).batch] == [1, 1]
+    fields = {"x": numbers(3), "more": [torch.zeros(3), torch.zeros(3, 2), torch.zeros(3).long()]}
+    assert [len(one) for one in second().share(fields).batch["more"]] == [1, 1, 1]
+    divider = second()
+    for rows in (5, 3):  # three fields, which three rows would have too
+        batch = {"x": numbers(rows), "more": [torch.zeros(rows) for _ in range(3)]}
+        assert [len(one) for one in divider.share(batch).batch["more"]] == [rows // 2] * 3
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_share_knows_which_dimensions_have_rows(rows: int) -> None:
+    share = second(rows={"x": rows, "w": None}).share({"x": torch.zeros(4, 4), "w": torch.ones(7)})
+    ((tensor, dim),) = share.having_rows()
+    assert (tensor.shape[rows], tensor.shape[1 - rows], dim) == (2, 4, rows)

@@ -26,6 +26,8 @@ HABITS = (
         "rows_augmented_later",
     ),
     *("unfrozen_on_the_way", "experts_chosen_by_rows", "two_models", "batch_norm_of_all", "lbfgs"),
+    *("contrast_with_rows_by_a_function", "sum_times_a_tensor", "mean_over_rows_then_over_tasks", "mean_without_nan"),
+    *("evaluated_on_the_wrapped_loader", "size_as_long_as_the_batch", "attention_of_square_batches_turned"),
     *("saved_and_loaded", "one_rank_stops_early", "variables_by_hand_two_wraps"),
 )
 

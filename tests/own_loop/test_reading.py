@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gossamer.own_loop.origin import OfBatch
 from gossamer.own_loop.reading import Batch, Kind, read
 
 ROWS, CLASSES = 6, 5
@@ -15,6 +16,7 @@ whole = labels.clamp(0)
 weights = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.25])
 target = torch.linspace(-1, 1, ROWS * CLASSES).view(ROWS, CLASSES)
 shares = torch.tensor([0.7, 0.5])
+tasks = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.3])
 mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
 
 
@@ -27,10 +29,13 @@ def outputs() -> tuple[nn.Linear, Tensor]:
 class Counts(Batch):
     """A rank's rows of a batch of twice as many."""
 
-    rows, whole = ROWS, 2 * ROWS
+    whole = 2 * ROWS
 
-    def __init__(self, counts: set[float]) -> None:
-        self._counts = counts
+    def __init__(self, counts: set[float], rows: int = ROWS, first: int = 0, *leaves: tuple[Tensor, int]) -> None:
+        self._counts, self.rows, self.first, self._leaves = counts, rows, first, leaves
+
+    def origin(self) -> OfBatch:
+        return OfBatch(self.rows, self._leaves, self.first)
 
     def counts(self) -> set[float]:
         return self._counts
@@ -80,6 +85,19 @@ MEANS = {
     "a sum over rows, and for two passes": (lambda o: o.square().sum() / ROWS / 2, ROWS),
     "a mask": (lambda o: (o.square().sum(-1) * mask).sum() / mask.sum(), 3),
     "a mask of its own": (lambda o: (o.square() * (target > 0.3)).sum() / (target > 0.3).sum(), 11),
+    "a mean over rows, then over features": (lambda o: o.square().mean(0).mean(), ROWS),
+    "a mean over features, then over rows": (lambda o: o.square().mean(1).mean(0), ROWS),
+    "a mean over rows, then weights of tasks": (lambda o: (o.square().mean(0) * tasks).sum(), ROWS),
+    "tasks' weights, as a product": (lambda o: o.square().mean(0) @ tasks, ROWS),
+    "tasks' weights, before the mean": (lambda o: (o.square() * tasks).sum(-1).mean(), ROWS),
+    "nan left out": (lambda o: torch.where(target > 0.3, o, torch.nan).nanmean(), 11),
+    "nan left out of each row": (lambda o: torch.where(target > -0.9, o, torch.nan).nanmean(1).mean(), ROWS),
+    "a masked sum over a count of its own": (lambda o: (o * (target > 0.3)).sum() / (target > 0.3).sum(), 11),
+    "what was filled": (lambda o: o.masked_fill(target > 0.3, 0.0).sum() / (target <= 0.3).sum(), 19),
+    "what was selected": (lambda o: o[target > 0.3].sum() / (target > 0.3).sum(), 11),
+    "weights of rows": (lambda o: (o.exp().sum(-1) * mask.exp()).sum() / mask.exp().sum(), float(mask.exp().sum())),
+    "valid labels": (lambda o: F.cross_entropy(o, labels, reduction="sum") / (labels != -100).sum(), 4),
+    "columns summed over rows": (lambda o: (o.square().sum(0) / torch.full((CLASSES,), 6.0)).mean(), ROWS),
     "a mask, as a factor": (lambda o: (o.square().sum(-1) * mask).sum() * (1 / (mask.sum() + 1)), 4),
 }
 
@@ -98,6 +116,7 @@ SUMS = {
     "written out": lambda o: (o - target).square().sum(),
     "of row means": lambda o: o.square().mean(-1).sum(),
     "two of them": lambda o: F.mse_loss(o, target, reduction="sum") - 0.5 * (1 + o - o.exp()).sum(),
+    "of columns, then a mean of them": lambda o: o.square().sum(0).mean(),
     "divided by the rows of all ranks": lambda o: (o - target).square().sum() / (2 * ROWS),
 }
 
@@ -111,6 +130,24 @@ def test_a_vector_of_losses_is_summed_by_its_gradient() -> None:
     _, out = outputs()
     found = read([out.square().mean(-1)], [torch.ones(ROWS)], Counts(set()))
     assert found.kind is Kind.SUM
+
+
+DIVIDED = {
+    "times a tensor": (lambda o: torch.tensor(0.5) * o.square().sum(), 2),
+    "times a tensor of one number": (lambda o: (torch.tensor([0.25]) * o.square().sum()).sum(), 4),
+    "times a tensor, before": (lambda o: (o.square() * torch.tensor(0.25)).sum(), 4),
+    "over a tensor": (lambda o: F.mse_loss(o, target, reduction="sum") / torch.tensor(7.0), 7),
+    "over a tensor, before": (lambda o: (o.square() / torch.tensor(7.0)).sum(), 7),
+    "a sum of rows' losses over a tensor": (lambda o: o.square().mean(1).sum() / torch.tensor(7.0), 7),
+    "times one over a tensor": (lambda o: o.square().sum() * torch.tensor(7.0).reciprocal(), 7),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_sum_divided_by_a_tensor_is_left_to_the_ranks(name: str) -> None:
+    make, count = DIVIDED[name]
+    found = counted(make(outputs()[1]))
+    assert (found.kind, found.counts) == (Kind.DIVIDED, pytest.approx((count,)))
 
 
 centred = torch.eye(ROWS) - 1 / ROWS
@@ -137,6 +174,12 @@ UNKNOWN = {
     "the spread of the rows": lambda o: o.std(0).mean(),
     "rows without their mean": lambda o: (o - o.mean(0)).square().mean(),
     "one over a count, as a factor": lambda o: o.square().sum() * (1 / ROWS),
+    "columns that count differently": lambda o: torch.where(target > 0.3, o, torch.nan).nanmean(0)[:1].mean(),
+    "some columns of a mean": lambda o: o.square().mean(0)[:2].mean(),
+    "a column of a sum": lambda o: o.square().sum(0)[1:2].sum(),
+    "columns divided by their counts": lambda o: (o.sum(0) / torch.linspace(1, 2, CLASSES)).mean(),
+    "means of single rows": lambda o: sum(one.square().mean() for one in o),
+    "a root of nanmean": lambda o: o.nanmean().abs().sqrt(),
     "a sum and a penalty": lambda o: o.square().sum() + nn.Parameter(torch.ones(2)).square().sum(),
 }
 

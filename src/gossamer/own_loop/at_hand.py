@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.own_loop.batches import Share, leaves
+from gossamer.own_loop.origin import OfBatch
 from gossamer.own_loop.reading import Batch, Counted, Kind
 from gossamer.own_loop.rows import Mark
 from gossamer.spec.errors import BadInput
@@ -29,8 +30,9 @@ class _Seen:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hand = self._hand() if self._hand is not None else None
-        if hand is not None and torch.is_grad_enabled():
-            hand.see([leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+        if hand is not None:
+            tensors = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            hand.see(tensors) if torch.is_grad_enabled() else hand.see_evaluated(tensors)
 
     def __deepcopy__(self, _: Any) -> _Seen:
         return _Seen()
@@ -44,19 +46,22 @@ class AtHand(Batch):
 
     A loop may fetch the next batch before it calls backward on the last one: the one that counts is the one whose
     memory the model's forward was given. Where that cannot be seen (batches that were moved to a device), it is the
-    last that was given out; in a loop that fetches ahead, a difference that would matter is refused.
+    last that was given out; in a loop that fetches ahead, a difference that would matter is refused. A batch that the
+    model saw without gradients alone was evaluated, and is nobody's.
     """
 
     def __init__(self, weigh: Callable[[Any], float] | None, *, divides: bool) -> None:
         """`divides`: whether batches are dealt out; else every rank has its own."""
         self.weigh, self._divides = weigh, divides
         self._looks: dict[int, int] = {}
+        self._models: list[weakref.ref[nn.Module]] = []
         self._means: set[int] = set()
         self.is_last = False  # of its loader, as far as that can be known
         self._given: deque[tuple[int, Share]] = deque(maxlen=_KEPT)
         self._since = 0  # given out since a pass began
         self._ahead = False
-        self._seen: int | None = None
+        self._seen: tuple[int, Share] | None = None
+        self._evaluated: set[int] = set()
         self._many = False  # whether it was given rows of another kind, and more than one
         self._part = False  # whether the model was given some of its rows alone
         self._number = 0
@@ -66,37 +71,53 @@ class AtHand(Batch):
         self._number += 1
         self._given.append((self._number, share))
         self._since += 1
+        self._evaluated = {one for one in self._evaluated if one > self._number - _KEPT}
         self._ahead |= self._since > 1
         self.is_last = is_last
 
     def look(self, model: nn.Module) -> Callable[[], None]:
         """See what its forward is given."""
+        self._models.append(weakref.ref(model))
         return model.register_forward_pre_hook(_Seen(weakref.ref(self)), with_kwargs=True).remove
 
     def see(self, tensors: list[Tensor]) -> None:
-        for number, share in reversed(self._given):
+        given = [*self._given] if self._seen is None or self._seen in self._given else [self._seen, *self._given]
+        for number, share in reversed(given):
             held = [tensor for tensor in tensors if share.holds(tensor)]
             if held:
-                self._seen = number
+                self._seen = (number, share)
+                self._evaluated.discard(number)
                 self._part = next((t for t in held if share.lacks(t)), None) is not None
                 return
         self._seen, self._many = None, any(t.dim() > 0 and t.shape[0] > 1 for t in tensors)
 
+    def see_evaluated(self, tensors: list[Tensor]) -> None:
+        """What the model's forward is given where no gradients are."""
+        number = self._number
+        if self._given and number not in self._evaluated and any(self._given[-1][1].holds(one) for one in tensors):
+            self._evaluated.add(number)
+
     @property
     def share(self) -> Share | None:
         """The batch of the pass that begins."""
-        if not self._given:
+        at = self._at
+        return None if at is None else at[1]
+
+    @property
+    def _at(self) -> tuple[int, Share] | None:
+        given = [one for one in self._given if one[0] not in self._evaluated]
+        if self._seen is not None and (self._seen in self._given or not given):
+            return self._seen
+        given = given or [*self._given]
+        if not given:
             return None
-        by_number = dict(self._given)
-        if self._seen in by_number:
-            return by_number[self._seen]
-        if self._ahead and len({one.rows == 0 for one in by_number.values()}) > 1:
+        if self._ahead and len({share.rows == 0 for _, share in given}) > 1:
             raise BadInput(
                 "a batch with fewer rows than ranks, in a loop that asks for batches before it needs them: which one a "
                 "backward pass is of cannot be told. Drop the last batch (drop_last=True)"
             )
-        last = self._given[-1][1]
-        if last.rows == 0 and self._many:
+        last = given[-1]
+        if last[1].rows == 0 and self._many:
             raise BadInput(
                 "a batch with fewer rows than ranks, while the model was given rows that are not of it: what they "
                 "count on this rank cannot be told. Drop the last batch (drop_last=True)"
@@ -105,23 +126,34 @@ class AtHand(Batch):
 
     @property
     def mark(self) -> Mark:
-        share = self.share
-        if share is None:
-            return Mark()
-        number = next(n for n, one in self._given if one is share)
-        return Mark(number, share.mark)
+        at = self._at
+        return Mark() if at is None else Mark(at[0], at[1].mark)
 
     @property
     def rows(self) -> int:  # type: ignore[override]
         """Of this rank, in the batch of the pass that begins; 0 where that is not known."""
         share = self.share
-        return 0 if share is None or not self._divides or not share.is_first else share.rows
+        return 0 if share is None or not self._divides else share.rows
 
     @property
     def whole(self) -> int:  # type: ignore[override]
         """Of all ranks."""
         share = self.share
         return 0 if share is None or not self._divides else share.whole
+
+    @property
+    def first(self) -> int:  # type: ignore[override]
+        """The dimension that has rows, where it is the same in all tensors that have two or more."""
+        share = self.share
+        return 0 if share is None else share.first
+
+    def origin(self) -> OfBatch:
+        share = self.share
+        assert share is not None
+        found = [model() for model in self._models]
+        own = [t for model in found if model is not None for t in (*model.parameters(), *model.buffers())]
+        owned = frozenset(t.untyped_storage().data_ptr() for t in own if t.layout == torch.strided)
+        return OfBatch(share.rows, tuple(share.having_rows()), self.first, owned, folds=share.dims is not None)
 
     def counts(self) -> set[float]:
         share = self.share

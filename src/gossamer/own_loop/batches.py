@@ -1,8 +1,9 @@
 """A rank's rows of a batch of any form: which tensors have rows, in which dimension, and what all ranks must agree on.
 
 Tuples, lists, named tuples, dataclasses, dictionaries of any class, nested: each comes back as what it was, with this
-rank's rows in place of all. Strings, numbers and None are everybody's. Rows are found only where it cannot be
-otherwise: every tensor has as many in its first dimension. What differs is asked for by name (`rows=`), never guessed.
+rank's rows in place of all. Strings, numbers and None are everybody's; a list of as many as there are rows has one of
+each. Rows are found only where it cannot be otherwise: every tensor has as many in its first dimension. What differs,
+and what could be a list of rows as well as one for all, is asked for by name (`rows=`), never guessed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,6 +27,7 @@ Take: TypeAlias = Callable[[int], slice]
 Rows: TypeAlias = "int | Mapping[str, int | None] | Callable[[Any, Take], Any] | None"
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+_FIELDS = 3  # of a batch that may have one form: it is (inputs, targets) rather than two rows
 _SAMPLED_BYTES = 1 << 20  # of a tensor's fingerprint: beyond, evenly spaced pieces of it stand for all
 
 
@@ -39,7 +41,16 @@ class Share:
     rows: int
     whole: int
     mark: int
-    is_first: bool = True  # whether rows are in the first dimension everywhere
+    dims: Mapping[str, int] | None = None  # which dimension has them, by path; None where a function took the rows
+    first: int = 0  # that dimension, where it is the same in all tensors that have two or more
+
+    def having_rows(self) -> list[tuple[Tensor, int]]:
+        """The tensors that have rows, and the dimension of each that has them."""
+        if self.dims is None:
+            return []
+        return [
+            (one, self.dims[path]) for path, one in leaves(self.batch) if path in self.dims and isinstance(one, Tensor)
+        ]
 
     def counts(self) -> set[float]:
         """What a loss may count in it: rows, elements, labels that are not ignored or not padding, before and after the
@@ -88,6 +99,7 @@ class Divider:
     rows: Rows = None
     given_rows: int | None = None
     may_be_time_major: bool = False
+    _whole_lists: set[str] = field(default_factory=set, compare=False)  # lists that were not as long as their batch
 
     def share(self, batch: Any, *, is_last: bool = True) -> Share:
         """This rank's part. Raises BadInput where it cannot be told which tensors have rows."""
@@ -99,13 +111,16 @@ class Divider:
                 raise BadInput(
                     "wanted rows(batch, take) to ask take(number of rows), got a function that did not", key="rows"
                 )
-            return Share(mine, *taken[-1], mark, is_first=False)
+            return Share(mine, *taken[-1], mark)
         dims = self._dims(batch)
         sizes = {path: size for path, (_, size) in dims.items()}
         whole = self._whole(sizes, is_last)
         start, stop = self.bounds(whole)
-        mine = _taken(batch, dims, slice(start, max(stop, start + 1)) if stop > start else slice(0, 1))
-        return Share(mine, stop - start, whole, mark, all(dim == 0 for dim, _ in dims.values()))
+        listed = self._lists_of_rows(batch, dims, whole)
+        mine = _taken(batch, dims, listed, slice(start, max(stop, start + 1)) if stop > start else slice(0, 1))
+        return Share(
+            mine, stop - start, whole, mark, {path: dim for path, (dim, _) in dims.items()}, _first(mine, dims)
+        )
 
     def _taking(self, whole: int, taken: list[tuple[int, int]]) -> slice:
         start, stop = self.bounds(whole)
@@ -115,7 +130,7 @@ class Divider:
     def rows_of(self, batch: Any, rows: slice) -> Any:
         """Those of a batch whose tensors all have rows first."""
         dims = {path: (0, leaf.shape[0]) for path, leaf in leaves(batch)}
-        return _taken(batch, dims, rows)
+        return _taken(batch, dims, set(), rows)
 
     def bounds(self, whole: int) -> tuple[int, int]:
         """This rank's rows of so many: the first, and the one behind the last."""
@@ -131,11 +146,12 @@ class Divider:
         found: dict[str, tuple[int, int]] = {}
         named = self.rows if isinstance(self.rows, Mapping) else {}
         tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim}
+        lists = {path for path, one in _nodes(batch) if type(one) in (list, tuple)}
         for path in named:
-            if path not in tensors:
+            if path not in tensors and path not in lists:
                 raise bad_input(
-                    wanted=f"a tensor called {path!r} in the batch",
-                    got=", ".join(repr(one) for one in tensors) or "no tensor",
+                    wanted=f"a tensor or list called {path!r} in the batch",
+                    got=", ".join(repr(one) for one in sorted((*tensors, *lists)) if one) or "none",
                     do="name it as it is called there",
                     key="rows",
                 )
@@ -163,6 +179,45 @@ class Divider:
                 do="pass split=False where every rank's loader gives its own data",
             )
         return found
+
+    def _lists_of_rows(self, batch: Any, dims: Mapping[str, tuple[int, int]], whole: int) -> set[str]:
+        """The lists and tuples of a batch that have one thing for each row."""
+        found: set[str] = set()
+        named = self.rows if isinstance(self.rows, Mapping) else {}
+        for path, one in _nodes(batch):
+            if type(one) not in (list, tuple):
+                continue
+            if path in named:
+                found |= {path} if named[path] is not None else set()
+            elif len(one) != whole:
+                self._whole_lists.add(path)
+            elif path not in self._whole_lists and self._is_of_rows(path, one, dims, whole):
+                found.add(path)
+        return found
+
+    def _is_of_rows(self, path: str, one: Sequence[Any], dims: Mapping[str, tuple[int, int]], whole: int) -> bool:
+        """Whether a list as long as the batch goes by rows; raises where it could be one for all as well."""
+        inner = [own for own in dims if own.startswith(f"{path}." if path else "") and own != path]
+        is_told = isinstance(self.rows, int) or (
+            isinstance(self.rows, Mapping) and all(own in self.rows for own in inner)
+        )
+        if whole < 2:
+            return False  # all of it, in any case
+        if not inner:
+            if not path:
+                return False
+            is_size = isinstance(one, tuple) and all(isinstance(each, (int, float)) for each in one)
+            if not is_size:
+                return True  # words, numbers or records, one of every row
+        elif is_told or not _is_of_one_kind(one) or (not path and len(one) <= _FIELDS):
+            return False  # fields, each with rows of its own
+        raise bad_input(
+            wanted="to know whether a list that is as long as the batch has one thing for each row",
+            got=f"{type(one).__name__} of {whole} {'tensors of as many rows' if inner else 'numbers'} at "
+            f"{path or 'the top'}, in a batch of {whole} rows",
+            do=_how_to_tell(path, inner),
+            key="rows",
+        )
 
     def _check_time_major(self, tensors: Mapping[str, Any]) -> None:
         if not self.may_be_time_major or self.rows is not None or not tensors:
@@ -196,6 +251,18 @@ class Divider:
         return rows == wanted or (is_last and rows < wanted) or self.rows is not None
 
 
+def _is_of_one_kind(one: Sequence[Any]) -> bool:
+    """Whether all are tensors of one form, as rows are."""
+    return all(isinstance(each, Tensor) for each in one) and len({(each.shape, each.dtype) for each in one}) == 1
+
+
+def _how_to_tell(path: str, inner: Sequence[str]) -> str:
+    if not inner:
+        return f'pass rows={{"{path}": 0}} if it has, rows={{"{path}": None}} if it is the same for all rows'
+    fields = ", ".join(f'"{own}": 0' for own in inner)
+    return f"pass rows={{{fields}}} if each has rows, or a function (batch, take) that takes of the list"
+
+
 def _form(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__
@@ -224,6 +291,13 @@ def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     else:
         for name, child in children:
             yield from leaves(child, f"{path}.{name}" if path else str(name))
+
+
+def _nodes(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, what it is) of everything that a batch is made of, itself included."""
+    yield path, batch
+    for name, child in _children(batch) or []:
+        yield from _nodes(child, f"{path}.{name}" if path else name)
 
 
 def fingerprint(batch: Any) -> int:
@@ -273,15 +347,14 @@ def _children(batch: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _taken(batch: Any, dims: Mapping[str, tuple[int, int]], rows: slice, path: str = "") -> Any:
-    """`batch` with `rows` of everything that has them."""
+def _taken(batch: Any, dims: Mapping[str, tuple[int, int]], lists: set[str], rows: slice, path: str = "") -> Any:
+    """`batch` with `rows` of everything that has them; `lists`: those that go by rows."""
+    if path in lists:
+        return batch[rows]
     children = _children(batch)
-    is_of_rows = type(batch) in (list, tuple) and len(batch) in {size for _, size in dims.values()}
-    if path and is_of_rows and not any(inner.startswith(f"{path}.") for inner in dims):
-        return batch[rows]  # words, numbers or records, one of every row
     if children is None:
         return batch[(slice(None),) * dims[path][0] + (rows,)] if path in dims else batch
-    taken = {name: _taken(child, dims, rows, f"{path}.{name}" if path else name) for name, child in children}
+    taken = {name: _taken(child, dims, lists, rows, f"{path}.{name}" if path else name) for name, child in children}
     return _rebuilt(batch, taken)
 
 
@@ -302,6 +375,11 @@ def _rebuilt(batch: Any, taken: Mapping[str, Any]) -> Any:
     for name, child in taken.items():
         object.__setattr__(again, name, child)
     return again
+
+
+def _first(batch: Any, dims: Mapping[str, tuple[int, int]]) -> int:
+    found = {dims[path][0] for path, one in leaves(batch) if path in dims and one.ndim > 1}
+    return found.pop() if len(found) == 1 else 0
 
 
 def is_time_major(modules: Sequence[torch.nn.Module]) -> bool:

@@ -132,7 +132,8 @@ class OwnRows:
         is_drawn = self._states() != drawn.states
         if drawn.is_whole:
             share = self._divider.share(batch, is_last=is_last)
-            self._draws |= is_drawn or not share.is_first or not _is_of_tensors(batch, drawn.whole)
+            is_first = share.dims is not None and not any(share.dims.values())
+            self._draws |= is_drawn or not is_first or not _is_of_tensors(batch, drawn.whole)
             self._seen += 1
             return share if self._draws else replace(share, mark=self._mark(batch, drawn))
         if is_drawn:  # for the first time: once more, for all of its rows
@@ -141,7 +142,8 @@ class OwnRows:
             batch = default_collate([self._loader.dataset[index] for index in drawn.indices])
             return self._divider.share(batch, is_last=is_last)
         rows = drawn.stop - drawn.start
-        return Share(self._divider.rows_of(batch, slice(0, rows)), rows, drawn.whole, self._mark(batch, drawn))
+        dims = {path: 0 for path, _ in leaves(batch)}
+        return Share(self._divider.rows_of(batch, slice(0, rows)), rows, drawn.whole, self._mark(batch, drawn), dims)
 
     def _states(self) -> _States:
         return _States(

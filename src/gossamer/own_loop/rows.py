@@ -156,8 +156,8 @@ class Rows:
             told = one.said if one.kind is Kind.UNKNOWN else "one that another rank cannot tell"
             raise bad_input(wanted=f"in {what} a loss that is a mean or a sum over rows", got=told, do=do)
         if Kind.DIVIDED in kinds:
-            counts = [count for count in self.table[:, 5].tolist() if count]
-            if set(kinds) == {Kind.DIVIDED} and len(set(counts)) == 1:  # a rank that could tell, tells for all
+            counted = [(kind, count) for kind, count in zip(kinds, self.table[:, 5].tolist(), strict=True) if count]
+            if Kind.DIVIDED in dict(counted) and len({count for _, count in counted}) == 1:
                 raise bad_input(
                     wanted=f"in {what} to know whether a sum is divided by what this rank counts, or by a constant",
                     got=one.said,

@@ -1,0 +1,56 @@
+"""Whether the rows of a batch stay apart on the way to a loss: then it is a mean or a sum of what each row makes alone.
+
+A step that is known says where rows are in what it makes (`by_element`, `views`, `picks`, `reductions`, `products`);
+one that is not keeps them apart where they can be seen to be in the dimension of before. Where the way is lost, what
+the sizes of all steps tell is asked instead: nothing is refused because it cannot be followed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gossamer.own_loop import by_element, picks, products, reductions, views
+from gossamer.own_loop.by_size import across_rows
+from gossamer.own_loop.layout import Together
+from gossamer.own_loop.places import EACH, Flow, Origin, Way
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What rows meet with on the way to the losses. `together`: the first step that takes them together, "" where there
+    is none; `is_one_by_one`: whether rows were taken out one by one, and what they make was added up. `after`: steps
+    that reduce what was reduced over rows before; `before`: those that reduce something else than rows.
+    """
+
+    together: str
+    is_one_by_one: bool = False
+    after: frozenset[Any] = frozenset()
+    before: frozenset[Any] = frozenset()
+
+
+def followed(roots: Sequence[Tensor], origin: Origin) -> Path:
+    """The way of all rows to the losses."""
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    flow = Flow(origin, _STEPS, _ENTERING)
+    try:
+        flow.run(nodes)
+    except Together as found:
+        return Path(str(found))
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:  # a graph nobody thought of
+        _log.debug("the rows of a loss cannot be followed: %s: %s", type(error).__name__, error)
+        return Path(across_rows(roots, origin.rows))
+    if flow.is_lost and (name := across_rows(roots, origin.rows)):
+        return Path(name)
+    is_one_by_one = any(flow.places[node] == EACH or flow.places[node].way is Way.ROW for node in nodes)
+    return Path("", is_one_by_one, frozenset(flow.after), frozenset(flow.before))
+
+
+_STEPS = {**by_element.STEPS, **views.STEPS, **picks.STEPS, **reductions.STEPS, **products.STEPS}
+_ENTERING = frozenset((*by_element.STEPS, *products.ENTERING))

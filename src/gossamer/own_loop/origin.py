@@ -1,0 +1,133 @@
+"""Where the tensors that a loop made of a batch have rows: as the batch has them, else as their sizes tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossamer.own_loop.layout import PART, ROWS, Layout, Lost, Together, refolded, with_rows
+from gossamer.own_loop.places import Origin
+
+_COUNTED = 1 << 20  # whole numbers that are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class OfBatch(Origin):
+    """`leaves`: the tensors of a batch, and the dimension of each that has rows. `first`: of a tensor like none of
+    them. `owned`: where the memory of the models' own tensors begins. `folds`: whether a first dimension that is a
+    multiple of the rows is of rows.
+    """
+
+    rows: int
+    leaves: tuple[tuple[Tensor, int], ...] = ()
+    first: int = 0
+    owned: frozenset[int] = frozenset()
+    folds: bool = True
+
+    def layout(self, tensor: Tensor, *, is_input: bool) -> Layout | None:
+        if not tensor.dim() or not tensor.numel() or tensor.layout != torch.strided:
+            return None
+        if tensor.untyped_storage().data_ptr() in self.owned:
+            return None
+        if (found := self._of_leaf(tensor)) is not None:
+            return found
+        if _is_count(tensor) or _is_constant(tensor):
+            return None
+        if is_input and (found := self._of_copy(tensor)) is not None:
+            return found
+        if (dim := self._like(tensor.shape)) is not None:
+            return with_rows(tensor.shape, dim)
+        order = _outer_first(tensor)
+        if is_input and tensor.is_floating_point() and tensor.dim() > 1:
+            order.remove(tensor.dim() - 1)  # a layer's features
+        return self._of_sizes(tensor.shape, order, is_input=is_input)
+
+    def layout_of_size(self, sizes: Sequence[int]) -> Layout | None:
+        return self._of_sizes(sizes, list(range(len(sizes))), is_input=self.folds) if sizes else None
+
+    def _of_leaf(self, tensor: Tensor) -> Layout | None:
+        """That of a view of a tensor of the batch."""
+        start = tensor.untyped_storage().data_ptr()
+        for leaf, dim in self.leaves:
+            if leaf.untyped_storage().data_ptr() != start:
+                continue
+            if tensor.shape == leaf.shape and tensor.stride() == leaf.stride():
+                return with_rows(tensor.shape, dim)
+            if tensor.numel() == leaf.numel() and tensor.is_contiguous() and leaf.is_contiguous():
+                return _refolded(with_rows(leaf.shape, dim), tensor.shape, self.rows)
+            alike = [
+                at
+                for at in range(tensor.dim())
+                if tensor.stride(at) == leaf.stride(dim) and tensor.shape[at] == leaf.shape[dim]
+            ]
+            if alike:
+                return with_rows(tensor.shape, alike[0])
+        return None
+
+    def _of_copy(self, tensor: Tensor) -> Layout | None:
+        """That of a copy of a tensor of the batch, as it is or with its first two dimensions turned, and folded."""
+        for leaf, dim in self.leaves:
+            if leaf.numel() != tensor.numel() or dim > 1 or leaf.dim() < (2 if _is_square(leaf) else 3):
+                continue
+            if leaf.shape == tensor.shape and not _is_square(leaf):
+                continue
+            flat = tensor.reshape(-1)
+            for one, place in ((leaf, dim), (leaf.transpose(0, 1), 1 - dim)):
+                if bool((one.reshape(-1).to(flat) == flat).all()):
+                    return _refolded(with_rows(one.shape, place), tensor.shape, self.rows)
+        return None
+
+    def _like(self, sizes: Sequence[int]) -> int | None:
+        """The dimension that has rows in a tensor of the batch of these sizes."""
+        return next((dim for leaf, dim in self.leaves if leaf.shape == tuple(sizes)), None)
+
+    def _of_sizes(self, sizes: Sequence[int], order: Sequence[int], *, is_input: bool) -> Layout | None:
+        """`order`: the dimensions, from the one that varies slowest."""
+        at = order[self.first] if self.first < len(order) else order[0]
+        if sizes[at] == self.rows:
+            return with_rows(sizes, at)
+        if self.rows > 1 and (same := [dim for dim in order if sizes[dim] == self.rows]):
+            return with_rows(sizes, same[0])
+        outer = order[0]
+        if not is_input:
+            return None
+        found = with_rows(sizes, outer)
+        if self.rows == 1 and self.folds:
+            both = ((1, ROWS), (sizes[outer], ""))
+            return (*found[:outer], both[::-1] if self.first else both, *found[outer + 1 :])
+        return with_rows(sizes, outer, f"{PART}{sizes[outer]}")
+
+
+def _is_square(tensor: Tensor) -> bool:
+    """Whether it has as many rows as steps."""
+    return tensor.dim() > 1 and tensor.shape[0] == tensor.shape[1]
+
+
+def _refolded(layout: Layout, sizes: Sequence[int], rows: int) -> Layout | None:
+    try:
+        return refolded(layout, sizes, rows, "a view")
+    except (Together, Lost):
+        return None  # it was made of the batch in a way that is not seen
+
+
+def _outer_first(tensor: Tensor) -> list[int]:
+    """Dimensions as they lie in memory; those that are spread out last."""
+    strides: tuple[int, ...] = tuple(tensor.stride())
+    return sorted(range(tensor.dim()), key=lambda at: (strides[at] == 0, -strides[at]))
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Whether it is one number everywhere, as a first hidden state."""
+    first = tensor[(0,) * tensor.dim()]
+    return tensor.numel() > 1 and tensor.numel() <= _COUNTED and bool((tensor == first).all())
+
+
+def _is_count(tensor: Tensor) -> bool:
+    """Whether it is 0, 1, 2 and so on, as positions are, once or for every row."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or tensor.numel() > _COUNTED:
+        return False
+    wide = tensor.reshape(-1, tensor.shape[-1])
+    return tensor.shape[-1] > 1 and bool((wide == torch.arange(wide.shape[-1], device=wide.device)).all())

@@ -1,0 +1,125 @@
+"""Steps that make one number, or an order, of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gossamer.own_loop import layout as lay
+from gossamer.own_loop.layout import Layout, Together
+from gossamer.own_loop.nodes import dims_of, kept, made, saved
+from gossamer.own_loop.normalised import has_spread_one, is_normalised
+from gossamer.own_loop.picks import broadcast
+from gossamer.own_loop.places import SUMMED, Flow, Place, Step, Way, known_of, without_layout
+
+
+def _sum(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
+    one = known_of(inputs)[0]
+    if one.way is not Way.ROWS:
+        return one
+    sizes = made(node)
+    dims = dims_of(node, lay.sizes_of(one.layout))
+    if rows := [at for at in dims if lay.labels(one.layout[at]) and not _stays(one.layout, at, dims)]:
+        if any(label.startswith(lay.PICKED) for at in rows for label in lay.labels(one.layout[at])):
+            raise Together(f"{name} over rows in an order of their own")
+        return SUMMED
+    return Place(Way.ROWS, _reduced(one.layout, dims, sizes))
+
+
+def _stays(layout: Layout, at: int, dims: Sequence[int]) -> bool:
+    """Whether one row beside other numbers has a dimension to go to."""
+    return lay.is_loose(layout[at]) and len(dims) < len(layout)
+
+
+def _reduced(layout: Layout, dims: Sequence[int], sizes: Sequence[int]) -> Layout:
+    return lay.without(layout, dims, keeps=len(sizes) == len(layout))
+
+
+def _along(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
+    """Norms, largest numbers, softmax, orders: along any dimension but that of rows."""
+    if (found := without_layout(name, inputs, is_linear=False)) is not None:
+        return found
+    one = known_of(inputs)[0]
+    dims = dims_of(node, lay.sizes_of(one.layout))
+    if any(lay.labels(one.layout[at]) and not _stays(one.layout, at, dims) for at in dims):
+        raise Together(name)
+    for output in range(len(node._input_metadata)):
+        sizes = made(node, output)
+        if len(sizes) == len(one.layout):
+            found_layout = tuple(
+                dim if lay.size_of(dim) == size else ((size, ""),) for dim, size in zip(one.layout, sizes, strict=True)
+            )
+            flow.put(node, output, Place(Way.ROWS, found_layout))
+        else:
+            flow.put(node, output, Place(Way.ROWS, lay.without(one.layout, dims)))
+    return flow.made(node, 0)
+
+
+def _loss(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
+    """A loss of torch's own: classes in the second dimension, or number by number."""
+    if (found := without_layout(name, inputs, is_linear=False)) is not None:
+        return found
+    layouts = [one.layout for one in known_of(inputs)]
+    sizes = made(node)
+    target = kept(node, "target")
+    if (
+        target is not None
+        and name == "MseLoss"
+        and is_normalised(target, layouts[0])
+        and has_spread_one(target, layouts[0])
+    ):
+        raise Together(f"{name} with a target that was normalised over rows")
+    if not name.startswith(("NllLoss", "Multi")):
+        joined = lay.joined(layouts, broadcast([lay.sizes_of(one) for one in layouts]), name)
+        return Place(Way.ROWS, joined) if saved(node, "reduction") == 0 else SUMMED
+    classes = 0 if len(layouts[0]) == 1 else 1
+    if lay.labels(layouts[0][classes]) and not lay.is_loose(layouts[0][classes]):
+        raise Together(name)
+    return Place(Way.ROWS, lay.without(layouts[0], (classes,))) if sizes else SUMMED
+
+
+def _dot(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
+    """A sum over rows of what is multiplied with numbers that have no graph, or with parameters."""
+    known = known_of(inputs)
+    if len(known) > 1 and len(inputs) > 1:
+        if (found := without_layout(name, inputs, is_linear=False)) is not None:
+            return found
+        lay.joined([one.layout for one in known], lay.sizes_of(known[0].layout), name)
+    return SUMMED if known[0].way is Way.ROWS else known[0]
+
+
+_ALONG = {
+    *("Prod", "Std", "Var", "StdMean", "VarMean", "Norm", "LinalgVectorNorm", "Max", "Min", "Amax", "Amin", "Aminmax"),
+    *(
+        "Topk",
+        "Sort",
+        "SortStable",
+        "Median",
+        "Nanmedian",
+        "Kthvalue",
+        "Mode",
+        "Quantile",
+        "Cumsum",
+        "Cumprod",
+        "Logsumexp",
+    ),
+    *("LogSoftmax", "Softmax", "SafeSoftmax", "MaskedSoftmax", "Roll", "Flip", "Cummax", "Cummin", "Logcumsumexp"),
+}
+_LOSSES = {
+    *(
+        "NllLoss",
+        "NllLoss2D",
+        "MseLoss",
+        "SmoothL1Loss",
+        "HuberLoss",
+        "BinaryCrossEntropy",
+        "BinaryCrossEntropyWithLogits",
+    ),
+    *("SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss"),
+}
+STEPS: dict[str, Step] = {
+    **dict.fromkeys(("Sum", "Mean", "Nansum"), _sum),
+    **dict.fromkeys(_ALONG, _along),
+    **dict.fromkeys(_LOSSES, _loss),
+    **dict.fromkeys(("Dot", "Vdot"), _dot),
+}

@@ -1,0 +1,72 @@
+"""Which batch a backward pass is of, where a loop has asked for others in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossamer.own_loop.at_hand import AtHand
+from gossamer.own_loop.batches import Divider
+from gossamer.spec.errors import BadInput
+
+
+def given(hand: AtHand, rows: int, rank: int = 1) -> Tensor:
+    """A batch goes to a loop on one of two ranks."""
+    share = Divider(rank=rank, parts=(0.5, 0.5)).share(torch.randn(rows, 3))
+    hand.give(share, is_last=False)
+    return share.batch
+
+
+def loop() -> tuple[AtHand, nn.Module]:
+    hand, model = AtHand(None, divides=True), nn.Linear(3, 2)
+    hand.look(model)
+    return hand, model
+
+
+def test_a_batch_that_was_seen_before_an_evaluation_is_the_one() -> None:
+    hand, model = loop()
+    model(given(hand, 8))
+    with torch.no_grad():
+        for rows in (8, 8, 8, 8, 8, 1):
+            model(given(hand, rows))
+    assert hand.rows == 4
+    hand.counted(None, "mean")
+    model(given(hand, 6))
+    assert hand.rows == 3
+
+
+def test_batches_that_were_evaluated_alone_are_nobodys() -> None:
+    hand, model = loop()
+    with torch.no_grad():
+        for rows in (8, 1):
+            model(given(hand, rows))
+    batch = given(hand, 6)
+    assert hand.rows == 3  # before its forward
+    model(batch)
+    assert (hand.rows, hand.mark.number) == (3, 3)
+
+
+def test_a_teacher_without_gradients_leaves_a_batch_at_hand() -> None:
+    hand, model = loop()
+    batch = given(hand, 6)
+    with torch.no_grad():
+        model(batch)
+    model(batch)
+    assert (hand.rows, hand.mark.number) == (3, 1)
+
+
+def test_a_spare_row_that_cannot_be_told_from_others_is_refused() -> None:
+    hand, model = loop()
+    for rows in (8, 1):
+        model(given(hand, rows) + 1.0)  # a copy
+    with pytest.raises(BadInput, match="drop_last"):
+        _ = hand.rows
+
+
+def test_the_tensors_of_a_model_have_no_rows() -> None:
+    hand, model = loop()
+    model(given(hand, 4))
+    origin = hand.origin()
+    assert origin.layout(model.weight.detach(), is_input=False) is None  # 2 numbers, as a rank has rows
+    assert origin.layout(torch.randn(2, 3), is_input=False) is not None
