@@ -68,9 +68,6 @@ def _takes_rows_together(node: Any, name: str, below: list[Any], rows: int) -> b
         return bool(_holds(left[1], rows) and left[1] == right[2]) or left[2] == rows == right[1]
     if name in _ELEMENTWISE:
         return _pairs(below, rows) or _is_centred(node, below, rows)
-    if name in _CUTTING:
-        sizes = _sizes(node, "self")
-        return 0 < len(sizes) <= 2 and sizes[0] == rows and saved(node, "dim") == 0 and not _is_all(node, rows)
     if name in _SCATTERING:
         return saved(node, "dim") == 0 and any(_shape(one)[:1] == (rows,) for one in below)
     if name not in _TOGETHER:
@@ -113,13 +110,6 @@ def _is_centred(node: Any, below: list[Any], rows: int) -> bool:
     return is_normalised(other, with_rows(other.shape, tuple(other.shape).index(rows)))
 
 
-def _is_all(node: Any, rows: int) -> bool:
-    """Whether a cut leaves nothing out."""
-    if name_of(node) == "Split":
-        return bool(node._saved_split_size >= rows)
-    return bool(node._saved_start == 0 and rows <= node._saved_end < 2**63 and node._saved_step == 1)
-
-
 def _sizes(node: Any, *names: str) -> tuple[int, ...]:
     for name in names:
         found = saved(node, f"{name}_sym_sizes")
@@ -132,7 +122,6 @@ def _sizes(node: Any, *names: str) -> tuple[int, ...]:
 
 
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Maximum", "Minimum"}
-_CUTTING = {"Slice", "Split"}
 _SCATTERING = {"IndexAdd", "ScatterAdd", "ScatterReduce", "IndexReduce"}
 _TOGETHER = {
     *("Mean", "Sum", "Prod", "Std", "Var", "StdMean", "VarMean", "Norm", "LinalgVectorNorm", "Max", "Min", "Amax"),
