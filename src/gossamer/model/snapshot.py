@@ -509,7 +509,8 @@ def _twin(iterator: Any) -> Any:
     """An iterator that gives what this one will give. What goes around another one would share it, if only copied."""
     if not isinstance(iterator, (*_ITERATORS, enumerate, zip)):
         return copy.copy(iterator)
-    kind, given, *state = iterator.__reduce__()
+    reduced: Any = iterator.__reduce__()
+    kind, given, *state = reduced
     made = kind(*map(_inner_twin, given))
     for one in state:
         made.__setstate__(tuple(map(_inner_twin, one)) if isinstance(one, tuple) else one)

@@ -65,7 +65,7 @@ class Reads:
             self.writers.setdefault((id(module), name), set()).add(self.now())
             assign(module, name, held)
 
-        nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign,assignment]
         nn.Module.__setattr__ = write  # type: ignore[method-assign,assignment]
         try:
             yield

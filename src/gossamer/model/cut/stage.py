@@ -165,7 +165,7 @@ class Stage:
                 key=_KEY,
             )
         for hook in later:  # the same code has set it in the stage that reads the tensor, and there it runs
-            del tensor._backward_hooks[hook]  # type: ignore[index]
+            del tensor._backward_hooks[hook]  # type: ignore[union-attr]
         return tensor
 
     def _advance(self, turn: _Turn) -> None:
