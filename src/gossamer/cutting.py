@@ -362,8 +362,8 @@ def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined
     find = partial(_units, plan, run, first)
     units = find(outline)
     construction = source.construction()
-    with Readers(outline, construction.computed) as readers:
-        flow = Ways(outline, run, Cuts(()), units).flow(first)
+    readers = Readers(outline, construction.computed)
+    flow = Ways(outline, readers.around(run), Cuts(()), units).flow(first)
     readers.check()
     if plan.cuts:
         cuts = Cuts(plan.cuts)

@@ -178,8 +178,6 @@ class Snapshot:
             self._array(held)
         elif isinstance(held, FunctionType):
             yield from self._function(held)
-        elif isinstance(held, functools._lru_cache_wrapper):
-            yield held.__wrapped__
         elif isinstance(held, MethodType):
             yield from (held.__self__, held.__func__)
         elif isinstance(held, functools.partial):

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -44,6 +45,9 @@ _LIKE = (
 )  # fmt: skip
 _FACTORIES = frozenset(f"aten::{name}" for name in _LIKE)  # they take a shape, and no number, of what they are given
 _WHOLE = frozenset(("aten::copy_", "aten::zero_", "aten::fill_"))  # they write all of their first argument
+_TURNED = frozenset(  # they change the shape and strides of what they are given, and no number
+    getattr(torch.ops.aten, name).default for name in ("transpose_", "t_", "swapaxes_", "swapdims_", "unsqueeze_")
+) | {torch.ops.aten.squeeze_.default, torch.ops.aten.squeeze_.dim, torch.ops.aten.squeeze_.dims}
 _UNKNOWN = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -270,6 +274,9 @@ class Absence:
         given = tree_map_only(Tensor, stand_in, (_with_numbers(func, args), dict(kwargs)))
         with unlogged(), self.fakes:
             out = like_bf16(func, *given) if func is GROUPED else func(*given[0], **given[1])
+        if func in _TURNED and isinstance(args[0], Absent):
+            with no_dispatch():  # it has a shape and strides of its own, and no memory
+                func(*args, **kwargs)
 
         def wrap(x: Tensor) -> Tensor:
             return stands[id(x)] if id(x) in stands else Absent(x, origin, self)
@@ -277,7 +284,7 @@ class Absence:
         return tree_map_only(Tensor, wrap, out)
 
     def _check_shapes(self, func: OpOverload, args: Sequence[Any]) -> None:
-        if torch.Tag.inplace_view in func.tags and isinstance(args[0], Absent):
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], Absent) and func not in _TURNED:
             raise NotImplementedError(f"{_name(func)} changes the shape of an absent tensor")
 
     def _writes_all(self, func: Any, args: Sequence[Any]) -> bool:
