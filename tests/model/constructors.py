@@ -567,7 +567,6 @@ COMPUTED: dict[str, Callable[[], nn.Module]] = {
     "orthogonal parametrization": graded(lambda m: parametrizations.orthogonal(m)),
     "spectral norm": graded(lambda m: parametrizations.spectral_norm(m)),
     "old spectral norm": graded(lambda m: nn.utils.spectral_norm(m)),
-    "old spectral norm": graded(lambda m: nn.utils.spectral_norm(m)),  # type: ignore[no-untyped-call]
     "pruned": graded(lambda m: prune.l1_unstructured(m, "weight", 0.3)),  # type: ignore[no-untyped-call]
     "interpolated": around(lambda n: n.blocks[2].mix.weight.lerp_(n.blocks[0].mix.weight, 0.3)),
     "into out": around(lambda n: torch.add(n.embed.weight, 1.0, out=n.head.weight.data)),

@@ -228,9 +228,10 @@ class Absence:
         except _UNKNOWN as error:
             return self.look(name, origin, error)
         except RuntimeError as error:
-            if "meta" not in str(error).lower():
-                raise
-            return self.look(name, origin, error)
+            if "meta" in str(error).lower() or (self.is_over and not self.unit):
+                return self.look(name, origin, error)
+            said = str(error).partition("\n")[0]
+            self.refuse(origin, f"{name} does not take it, of the shape it had when the model was cut ({said})", error)
 
     def look(self, name: str, origin: str, why: BaseException | None = None) -> Any:
         """Python asks for a number, or for what depends on one."""
