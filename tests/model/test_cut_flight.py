@@ -12,11 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gossamer import loss
+from gossamer.cutting import Asked, ModuleSource, hold
 from gossamer.model.cut.cuts import Cuts
 from gossamer.model.cut.lockstep import gradients_of, stages_of
 from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.trace import trace
 from gossamer.model.units import unit_names
+from gossamer.run.batches import DatasetBatches
+from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 from model.kept import WIDTH, Block, Net
 from model.test_cut_absent import BATCHES, THIRDS, compare, loss_of
@@ -76,8 +80,6 @@ def in_flight(stages: list[Stage], batches: list[Mapping[str, Any]], *, is_recom
 def test_a_backward_reads_what_its_own_forward_has_left(block: type[nn.Module], is_recomputed: bool) -> None:
     torch.manual_seed(0)
     module = type("Other", (Net,), {"block": block})()
-    if is_recomputed and block is KeepsAside:
-        pytest.skip("what is no buffer is not put back for the second forward")
     whole = copy.deepcopy(module)
     for batch in BATCHES:
         loss_of(whole, batch).backward()
@@ -191,3 +193,36 @@ def test_parts_that_are_called_by_the_labels_are_refused_by_name() -> None:
     stages = stages_of(module, flow, Cuts((called[0], called[-1])))
     with pytest.raises(BadInput, match=r"out\.(head|tail\.\d)|inlet"):
         in_flight(stages, batches)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mix(x))
+
+
+def test_scripted_blocks_are_units() -> None:
+    torch.manual_seed(0)
+    module = Net()
+    module.blocks = nn.ModuleList(torch.jit.script(Plain()) for _ in range(4))  # type: ignore[no-untyped-call]
+    compare(module)
+
+
+@pytest.mark.parametrize("wrap", [torch.jit.script, torch.compile])
+def test_a_module_that_is_closed_as_a_whole_is_refused_in_stages(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    module = wrap(nn.Sequential(Plain(), Plain()))
+    config = RunConfig.model_validate({"train": {"batch": 8}, "plan": {"mesh": {"pipe": 2}}})
+    rows = [{"x": row} for row in torch.randn(8, WIDTH)]
+    asked = Asked(
+        config=config,
+        ranks=2,
+        rank=0,
+        batches=DatasetBatches(rows),  # type: ignore[arg-type]
+        objective=loss.build("next_token"),
+        device=torch.device("cpu"),
+    )
+    with pytest.raises(BadInput, match="wanted a module whose units can be reached, got one that torch"):
+        hold(ModuleSource(module), asked)

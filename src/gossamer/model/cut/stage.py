@@ -105,7 +105,7 @@ class Stage:
         received = {v: tensors[v] for v in self.part.receives}
         forward = functools.partial(self._way_of, self.flow, self.part, run, received)
         held = {path for path, name in self.names.items() if name in self.part.holds}
-        buffers, python = buffers_of(self.module, held), python_of(self.module)
+        buffers, python = buffers_of(self.module, held, self.flow.written), python_of(self.module)
         with nothing_saved():
             live = self._forward(run, tensors, is_saved=False)
         again = functools.partial(once_more, forward, self.module, buffers, python)
