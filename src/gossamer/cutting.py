@@ -32,7 +32,7 @@ from gossamer.model.cut.partial import Skeleton, hollow_out, hollowed, registere
 from gossamer.model.cut.segments import with_segments
 from gossamer.model.cut.stage import Stage
 from gossamer.model.cut.ways import Ways
-from gossamer.model.given import check_units, units_of
+from gossamer.model.given import check_open, check_units, units_of
 from gossamer.model.mapped import into_memory, mapped
 from gossamer.model.origin import Origin
 from gossamer.model.precision import precision_of
@@ -356,14 +356,15 @@ def _not_compiled(config: RunConfig) -> RunConfig:
 def outlined(source: Source, asked: Asked, plan: Plan | None = None) -> Outlined:
     """The plan of a model in stages with its cuts and its forecast. Raises BadInput."""
     config, outline = asked.config, source.outline()
+    check_open(outline, "plan.mesh.pipe")
     plan = _begun(plan, outline, asked)
     run = Forward(asked.objective, precision_of(config.train.precision), asked.device)
     first = Feed(asked.batches, plan, 0, config.train.seed).fetch(0)[0].rows
     find = partial(_units, plan, run, first)
     units = find(outline)
     construction = source.construction()
-    with Readers(outline, construction.computed) as readers:
-        flow = Ways(outline, run, Cuts(()), units).flow(first)
+    readers = Readers(outline, construction.computed)
+    flow = Ways(outline, readers.around(run), Cuts(()), units).flow(first)
     readers.check()
     if plan.cuts:
         cuts = Cuts(plan.cuts)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model.kept import Block, Net
+from model.kept import WIDTH, Block, Net
 
 SEEN: dict[str, Any] = {}
 CALLS = 0
@@ -272,6 +272,20 @@ class OwnMean(Block):
         return y * (1 + self.mean)
 
 
+class Recurrent(Block):
+    """A recurrent layer, and how often it was called."""
+
+    n = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        self.n += 1
+        return x + self.mix(x[:, None])[0][:, 0], self.n
+
+
 def of_class(name: str, kind: type[nn.Module], between: Any = None) -> Callable[[], nn.Module]:
     return type(name, (Net,), {"block": kind, **({"between": between} if between else {})})
 
@@ -284,6 +298,7 @@ GAINS = [1.0, 1.2, 0.8, 1.5]
 EQUAL: dict[str, Callable[[], nn.Module]] = {
     "counter": net(counter, scaled, n=0),
     "dice": net(dice, scaled),
+    "recurrent": of_class("Recurrent", Recurrent, scaled),
     "is_positive": net(is_positive, lambda m, i, got: got[0] * (1.2 if got[1] else 0.8)),
     "word": net(word, by_word),
     "numpy": net(by_numpy, scaled),

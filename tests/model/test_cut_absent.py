@@ -127,10 +127,12 @@ STAYS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
     "by_a_real_mask": lambda x: [x[torch.tensor([True, False, True])], x[:, torch.tensor([3, 1])]],
     "in_place": lambda x: [x.add_(1), x.mul_(torch.ones(4)), x.zero_(), x.masked_fill_(torch.ones(4) > 0, 1.0)],
     "into_a_view": lambda x: [x, x.__setitem__(0, torch.ones(4)) or x],
+    "turned": lambda x: [x.t_(), x.unsqueeze_(0), x.transpose_(1, 2), x.squeeze_(0), x.swapdims_(0, 1) + 1],
     "sorted": lambda x: [*x.sort(), *x.topk(2), x.argsort()],
     "dropped": lambda x: [torch.nn.functional.dropout(x, 0.5), torch.bernoulli(x.sigmoid())],
     "cast": lambda x: [x.to(torch.bfloat16), x.long(), x.double(), x > 0, x.to("cpu")],
     "module": lambda x: [torch.nn.Linear(4, 3)(x), torch.nn.LayerNorm(4)(x), torch.nn.GRU(4, 4)(x)[0]],
+    "recurrent": lambda x: [*torch.nn.GRU(4, 4, batch_first=True)(x[None]), *torch.nn.RNN(4, 4)(x), x + 1],
     "function": lambda x: [Doubled.apply(x)],
 }
 

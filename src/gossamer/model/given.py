@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.jit import ScriptModule
 
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput, bad_input
@@ -18,18 +19,31 @@ _KEY = "plan.units"
 def units_of(module: nn.Module, asked: Sequence[str] | Literal["auto"]) -> tuple[str, ...]:
     """The units of a model, as `plan.units` asks for them: found once, and used wherever units are spoken of.
 
-    What torch.compile wrapped as a whole is one unit. Raises BadInput.
+    What torch.compile or torch.jit made as a whole is one unit. Raises BadInput.
     """
-    if isinstance(module, OptimizedModule):
+    if isinstance(module, OptimizedModule | ScriptModule):
         if asked == "auto":
             return ("",)
+        check_open(module, _KEY)
+    return unit_names(module) if asked == "auto" else given_units(module, asked)
+
+
+def check_open(module: nn.Module, key: str) -> None:
+    """That its units can be reached, and its forward be watched; raises BadInput."""
+    if isinstance(module, OptimizedModule):
         raise bad_input(
             wanted="a module whose units can be reached",
             got="one that torch.compile wrapped as a whole",
             do="give the module itself, and set model.compile, which compiles its units",
-            key=_KEY,
+            key=key,
         )
-    return unit_names(module) if asked == "auto" else given_units(module, asked)
+    if isinstance(module, ScriptModule):
+        raise bad_input(
+            wanted="a module whose units can be reached",
+            got="one that torch.jit made as a whole, whose forward is no Python any more",
+            do="give the module itself; blocks of it may be scripted or traced",
+            key=key,
+        )
 
 
 def check_units(module: nn.Module, names: Sequence[str]) -> None:

@@ -178,8 +178,6 @@ class Snapshot:
             self._array(held)
         elif isinstance(held, FunctionType):
             yield from self._function(held)
-        elif isinstance(held, functools._lru_cache_wrapper):
-            yield held.__wrapped__
         elif isinstance(held, MethodType):
             yield from (held.__self__, held.__func__)
         elif isinstance(held, functools.partial):
@@ -509,7 +507,8 @@ def _twin(iterator: Any) -> Any:
     """An iterator that gives what this one will give. What goes around another one would share it, if only copied."""
     if not isinstance(iterator, (*_ITERATORS, enumerate, zip)):
         return copy.copy(iterator)
-    kind, given, *state = iterator.__reduce__()
+    reduced: Any = iterator.__reduce__()
+    kind, given, *state = reduced
     made = kind(*map(_inner_twin, given))
     for one in state:
         made.__setstate__(tuple(map(_inner_twin, one)) if isinstance(one, tuple) else one)

@@ -50,7 +50,7 @@ class ByLosses(Descent):
         """Mean over this rank's valid labels, where the parameters are now."""
         began = time.perf_counter()
         pipeline = self.pipeline.forward_only(len(task.pieces))
-        there = [] if is_first else [(owner, name, copy.clone()) for owner, name, copy in self._before]
+        there = [] if is_first else [(space, name, copy.clone()) for space, name, copy in self._before]
         with in_place_of(there):
             step = task.window.step
             moves = partial(self.at, step, "compute")
@@ -70,7 +70,7 @@ class ByLosses(Descent):
         self.log.tell(self._heard(task, b""))
 
     def _heard(self, task: Task, codes: bytes) -> Heard:
-        now = ((owner._buffers[name], copy) for owner, name, copy in self._before)
+        now = ((space[name], copy) for space, name, copy in self._before)
         return Heard(
             step=task.window.step,
             rate=self.rate * task.window.lr,

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -44,6 +45,9 @@ _LIKE = (
 )  # fmt: skip
 _FACTORIES = frozenset(f"aten::{name}" for name in _LIKE)  # they take a shape, and no number, of what they are given
 _WHOLE = frozenset(("aten::copy_", "aten::zero_", "aten::fill_"))  # they write all of their first argument
+_TURNED = frozenset(  # they change the shape and strides of what they are given, and no number
+    getattr(torch.ops.aten, name).default for name in ("transpose_", "t_", "swapaxes_", "swapdims_", "unsqueeze_")
+) | {torch.ops.aten.squeeze_.default, torch.ops.aten.squeeze_.dim, torch.ops.aten.squeeze_.dims}
 _UNKNOWN = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -78,11 +82,13 @@ class Absent(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         absence = next(x.absence for x in tree_leaves((args, kwargs)) if isinstance(x, Absent))
         return absence.run(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{tuple(self.shape)} {self.dtype}, {self.origin}: on another stage>"
 
     def __format__(self, spec: str) -> str:
@@ -106,10 +112,17 @@ class Absent(Tensor):
         copied = Absent(self.shadow, self.origin, self.absence, requires_grad=self.requires_grad)
         if isinstance(self, nn.Parameter):
             copied._is_param = True  # type: ignore[attr-defined]
-        return memo.setdefault(id(self), copied)
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.absence.look("pickle", self.origin)
+
+
+@functools.cache
+def _fakes() -> FakeTensorMode:
+    """One for all: what is absent on a stage may be copied with its module."""
+    return FakeTensorMode(allow_fallback_kernels=False)
 
 
 class Over(BaseException):
@@ -129,7 +142,7 @@ class Absence:
     is_on: bool = False  # whether a forward runs
     refused: BadInput | None = None  # the first that was, whoever may catch it
     marks: dict[int, tuple[StorageWeakRef, str]] = field(default_factory=dict)  # memory -> what was written there
-    fakes: FakeTensorMode = field(default_factory=lambda: _fakes())
+    fakes: FakeTensorMode = field(default_factory=_fakes)
     watch: _Watch | None = None
     told: Callable[[str], Any] | None = None  # what the unit itself saw, where it ran
 
@@ -166,7 +179,7 @@ class Absence:
     def forward(self) -> Iterator[None]:
         """A forward of the stage runs in here. Raises what was refused in it."""
         self.is_on, self.is_over, self.unit, self.refused = True, False, "", None
-        self.marks = {key: mark for key, mark in self.marks.items() if not mark[0].expired()}
+        self.marks = {key: mark for key, mark in self.marks.items() if not mark[0].expired()}  # type: ignore[no-untyped-call]
         try:
             if self.marks:
                 self._begin_watch()
@@ -205,8 +218,8 @@ class Absence:
         if self._writes_all(func, args):
             self.marks.pop(_memory(args[0]), None)
             return func(*args, **kwargs)
-        name = func.name().removeprefix("aten::") if isinstance(func, OpOverload) else str(func)
-        if isinstance(func, OpOverload) and func.name().partition(".")[0] in _FACTORIES:
+        name = _name(func).removeprefix("aten::")
+        if _name(func).partition(".")[0] in _FACTORIES:
             return func(*tree_map_only(Tensor, _hollow, tuple(args)), **kwargs)
         if self.unit or (not self.is_on and torch._C._current_graph_task_id() != -1):
             self.refuse(origin, f"{self.unit} computes with it" if self.unit else "a backward computes with it")
@@ -215,9 +228,10 @@ class Absence:
         except _UNKNOWN as error:
             return self.look(name, origin, error)
         except RuntimeError as error:
-            if "meta" not in str(error).lower():
-                raise
-            return self.look(name, origin, error)
+            if "meta" in str(error).lower() or (self.is_over and not self.unit):
+                return self.look(name, origin, error)
+            said = str(error).partition("\n")[0]
+            self.refuse(origin, f"{name} does not take it, of the shape it had when the model was cut ({said})", error)
 
     def look(self, name: str, origin: str, why: BaseException | None = None) -> Any:
         """Python asks for a number, or for what depends on one."""
@@ -261,6 +275,9 @@ class Absence:
         given = tree_map_only(Tensor, stand_in, (_with_numbers(func, args), dict(kwargs)))
         with unlogged(), self.fakes:
             out = like_bf16(func, *given) if func is GROUPED else func(*given[0], **given[1])
+        if func in _TURNED and isinstance(args[0], Absent):
+            with no_dispatch():  # it has a shape and strides of its own, and no memory
+                func(*args, **kwargs)
 
         def wrap(x: Tensor) -> Tensor:
             return stands[id(x)] if id(x) in stands else Absent(x, origin, self)
@@ -268,12 +285,12 @@ class Absence:
         return tree_map_only(Tensor, wrap, out)
 
     def _check_shapes(self, func: OpOverload, args: Sequence[Any]) -> None:
-        if torch.Tag.inplace_view in func.tags and isinstance(args[0], Absent):
-            raise NotImplementedError(f"{func.name()} changes the shape of an absent tensor")
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], Absent) and func not in _TURNED:
+            raise NotImplementedError(f"{_name(func)} changes the shape of an absent tensor")
 
     def _writes_all(self, func: Any, args: Sequence[Any]) -> bool:
         """Whether memory that held nothing is given numbers, all of it."""
-        if not self.marks or not isinstance(func, OpOverload) or func.name().partition(".")[0] not in _WHOLE:
+        if not self.marks or _name(func).partition(".")[0] not in _WHOLE:
             return False
         into = args[0]
         if isinstance(into, Absent) or into.untyped_storage().nbytes() != into.numel() * into.element_size():
@@ -282,7 +299,7 @@ class Absence:
 
     def _begin_watch(self) -> None:
         self.watch = _Watch(self)
-        self.watch.__enter__()
+        self.watch.__enter__()  # type: ignore[no-untyped-call]
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -299,13 +316,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
         """Whatever modes the model's code may have left entered above it."""
-        self.__exit__(None, None, None)
-
-
-@functools.cache
-def _fakes() -> FakeTensorMode:
-    """One for all: what is absent on a stage may be copied with its module."""
-    return FakeTensorMode(allow_fallback_kernels=False)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -337,6 +348,10 @@ def _is_view_of_memory(func: Any, args: Sequence[Any]) -> bool:
     if not isinstance(func, OpOverload) or not (func.is_view or torch.Tag.inplace_view in func.tags):
         return False
     return not isinstance(args[0], Absent) and torch._C._current_graph_task_id() == -1
+
+
+def _name(func: Any) -> str:
+    return str(func._name) if isinstance(func, OpOverload) else str(func)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -17,8 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from gossamer.model.snapshot import Snapshot
+from gossamer.spec.errors import bad_input
 
-Buffers = list[tuple[nn.Module, str, Tensor]]  # owner, name there, value
+Buffers = list[tuple[dict[str, Any], str, Tensor]]  # where it is kept, its name there, value
 
 
 def nothing_saved() -> saved_tensors_hooks:
@@ -35,28 +36,40 @@ def detached(held: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, held)
 
 
-def buffers_of(module: nn.Module, names: Collection[str]) -> Buffers:
-    """Copies of the buffers that are called `names`; what was one tensor is one copy."""
+def buffers_of(module: nn.Module, names: Collection[str], written: Collection[str] = ()) -> Buffers:
+    """Copies of the buffers that are called `names`, and of the attributes and untrained parameters that are called
+    `written`; what was one tensor is one copy. Raises BadInput where a trained parameter is.
+    """
     copies: dict[int, Tensor] = {}
     found = []
     for path, owner in module.named_modules():
-        for name, tensor in owner._buffers.items():
-            if tensor is not None and (f"{path}.{name}" if path else name) in names:
-                found.append((owner, name, copies.setdefault(id(tensor), tensor.detach().clone())))
+        for space in (owner._buffers, owner._parameters, vars(owner)):
+            for name, tensor in space.items():
+                full = f"{path}.{name}" if path else name
+                if not isinstance(tensor, Tensor) or full not in (names if space is owner._buffers else written):
+                    continue
+                if tensor.requires_grad:
+                    raise bad_input(
+                        wanted=f"a forward that leaves {full} alone, which is trained, for it is run again",
+                        got="one that writes to it",
+                        do="write to what is not trained, or train without the recompute schedule",
+                        key="plan.schedule",
+                    )
+                found.append((space, name, copies.setdefault(id(tensor), tensor.detach().clone())))
     return found
 
 
 @contextmanager
 def in_place_of(buffers: Buffers) -> Iterator[None]:
     """The module has `buffers` in here, and after it what it had before."""
-    had = [(owner, name, owner._buffers[name]) for owner, name, _ in buffers]
-    for owner, name, tensor in buffers:
-        owner._buffers[name] = tensor
+    had = [(space, name, space[name]) for space, name, _ in buffers]
+    for space, name, tensor in buffers:
+        space[name] = tensor
     try:
         yield
     finally:
-        for owner, name, before in had:
-            owner._buffers[name] = before
+        for space, name, before in had:
+            space[name] = before
 
 
 def once_more(forward: Callable[[], Any], module: nn.Module, buffers: Buffers, python: Snapshot) -> Any:

@@ -5,7 +5,7 @@ Both are as in one process where one stage has all of them, and are refused by n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,15 @@ class Readers(TorchFunctionMode):
             for tensor in (x for x in tree_leaves(held) if isinstance(x, Tensor)):
                 self._names[id(tensor)] = f"{path}.{attribute}" if path else attribute
                 self._held.append(tensor)
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, and what it reads is noted: the forward alone, for whoever traces it looks at all there is."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        return watched
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -7,6 +7,7 @@ unit's forward as a shadow, on absent tensors (see `stage.py`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class Reads:
             self.writers.setdefault((id(module), name), set()).add(self.now())
             assign(module, name, held)
 
-        nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign,assignment]
         nn.Module.__setattr__ = write  # type: ignore[method-assign,assignment]
         try:
             yield
@@ -112,8 +113,8 @@ class Effects:
 
 
 def _is_of_tensors(one: Difference) -> bool:
-    """Whether tensors were added or put there, which are followed as tensors."""
+    """Whether tensors (or weak references to some) were added or put there, which are followed as tensors."""
     if one.now is one.before or one.now is GONE:
         return False
-    leaves = leaves_of(one.now)
+    leaves = [x() if isinstance(x, weakref.ref) else x for x in leaves_of(one.now)]
     return bool(leaves) and all(isinstance(x, Tensor) for x in leaves)

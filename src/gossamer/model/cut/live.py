@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.model.cut.flow import Value
+from gossamer.model.cut.saving import refused_by_name
 from gossamer.model.cut.split import Later, backward_input
 
 
@@ -30,7 +31,8 @@ class Live:
         """
         tensors, grads = self._roots(gradients, loss)
         if tensors:
-            torch.autograd.backward(tensors, grads)
+            with refused_by_name():
+                torch.autograd.backward(tensors, grads)
         return {v: x.grad for v, x in self.received.items() if x.grad is not None}
 
     def backward_input(self, gradients: Mapping[Value, Tensor], *, loss: Tensor | None = None) -> dict[Value, Tensor]:
@@ -38,7 +40,8 @@ class Live:
 
         Until `backward_weight` nothing may write to the tensors given and returned. Both run under the forward's key.
         """
-        self.later = backward_input(*self._roots(gradients, loss), list(self.received.values()))
+        with refused_by_name():
+            self.later = backward_input(*self._roots(gradients, loss), list(self.received.values()))
         found = {v: x.grad for v, x in self.received.items() if x.grad is not None}
         self.received, self.sent, self.result = {}, {}, None  # else they would hold the graph
         return found
@@ -47,7 +50,8 @@ class Live:
         """Add the parameters' gradients that `backward_input` left, and free the graph."""
         assert self.later is not None, "the backward of the weights comes after that of the inputs"
         later, self.later = self.later, None
-        later.run()
+        with refused_by_name():
+            later.run()
 
     def recompute(self) -> None:
         """Build the graph, and `result` anew, of a forward that did not keep it, from what was received.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from gossamer.model.cut.absent import Absence, Absent, Over
 from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more, python_of
 from gossamer.model.cut.cuts import Part, canonical_names
+from gossamer.model.cut.fitting import signature_of
 from gossamer.model.cut.flow import TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
 from gossamer.model.cut.live import Live
 from gossamer.model.cut.looks import Looks
+from gossamer.model.cut.saving import copies_of, memory_of_names
 from gossamer.model.cut.switches import switches_put_back
 from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.randomness import Keyed
@@ -103,9 +105,9 @@ class Stage:
         received = {v: tensors[v] for v in self.part.receives}
         forward = functools.partial(self._way_of, self.flow, self.part, run, received)
         held = {path for path, name in self.names.items() if name in self.part.holds}
-        buffers, python = buffers_of(self.module, held), python_of(self.module)
+        buffers, python = buffers_of(self.module, held, self.flow.written), python_of(self.module)
         with nothing_saved():
-            live = self._forward(run, tensors)
+            live = self._forward(run, tensors, is_saved=False)
         again = functools.partial(once_more, forward, self.module, buffers, python)
         return Live({}, detached(live.sent), detached(live.result), again)
 
@@ -118,13 +120,13 @@ class Stage:
         finally:
             self.flow, self.part = now
 
-    def _forward(self, run: Callable[[], Any], tensors: Mapping[Value, Tensor]) -> Live:
+    def _forward(self, run: Callable[[], Any], tensors: Mapping[Value, Tensor], *, is_saved: bool = True) -> Live:
         leaves = self.receive(tensors)
         # A view of each: autocast caches leaves as if they were weights, and would add their gradients in bf16.
         turn = self._turn = _Turn({v: x.view_as(x) for v, x in leaves.items()})
         result = None
         try:
-            with switches_put_back() as switches, self._absence.forward():
+            with switches_put_back() as switches, self._absence.forward(), self._saving(is_saved):
                 self._advance(turn)
                 result = run()
                 switches.keep()
@@ -140,6 +142,10 @@ class Stage:
             self._absence.refuse(origin, "the loss is computed from it")
         sent = {v: self._sent(turn, v) for v in self.part.sends}
         return Live(leaves, sent, result)
+
+    def _saving(self, is_saved: bool) -> AbstractContextManager[Any]:
+        memory = memory_of_names(self.module, self.flow.written) if is_saved else frozenset()
+        return copies_of(memory) if memory else nullcontext()
 
     def _check_shared(self) -> None:
         """A hook on a parameter that several stages hold would see parts of its gradient."""
@@ -165,7 +171,7 @@ class Stage:
                 key=_KEY,
             )
         for hook in later:  # the same code has set it in the stage that reads the tensor, and there it runs
-            del tensor._backward_hooks[hook]  # type: ignore[index]
+            del tensor._backward_hooks[hook]  # type: ignore[union-attr]
         return tensor
 
     def _advance(self, turn: _Turn) -> None:
@@ -173,11 +179,15 @@ class Stage:
         self._absence.is_over = turn.at >= self.part.high and not self.part.is_last
 
     def _unit(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        signature = signature_of(real)
+
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
             turn = self._turn
             if turn is None or turn.inside is not None or torch._C._current_graph_task_id() != -1:
                 return real(*args, **kwargs)  # within a unit, or recomputed in a backward
+            if signature is not None:
+                signature.bind(*args, **kwargs)  # raises TypeError, as the unit does where it lies
             call = self._next(turn, name)
             if self.part.owns(turn.at):
                 output = self._own(turn, call, real, (args, kwargs))

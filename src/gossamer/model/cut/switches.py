@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +31,10 @@ class Switches:
             (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
         ]
         for device in _DEVICES:
-            found._was.append(
-                (lambda on, d=device: torch.set_autocast_enabled(d, on), torch.is_autocast_enabled(device))
-            )
-            found._was.append(
-                (lambda kind, d=device: torch.set_autocast_dtype(d, kind), torch.get_autocast_dtype(device))
-            )
+            found._was += [
+                (partial(torch.set_autocast_enabled, device), torch.is_autocast_enabled(device)),
+                (partial(torch.set_autocast_dtype, device), torch.get_autocast_dtype(device)),
+            ]
         return found
 
     def keep(self) -> None:

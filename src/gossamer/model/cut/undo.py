@@ -65,3 +65,20 @@ def undone(module: nn.Module, buffers: Buffers, *, parameters: bool) -> Iterator
             for one, misses in cached.values():
                 if one.cache_info().misses != misses:
                     one.cache_clear()
+
+
+@contextmanager
+def backwards_seen(see: Callable[[Any, Any], None]) -> Iterator[None]:
+    """`see` is called with the outputs and inputs of every gradient that is taken in here."""
+    space: Any = torch.autograd
+    real = space._engine_run_backward
+
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        see(outputs, args[3] if len(args) > 3 else ())
+        return real(outputs, *args, **kwargs)
+
+    space._engine_run_backward = run
+    try:
+        yield
+    finally:
+        space._engine_run_backward = real

@@ -24,12 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 from gossamer.model.cut.chance import Draws, Lot
 from gossamer.model.cut.effects import BEGINNING, OF_TORCH, Effects, Reads, unseen
+from gossamer.model.cut.fitting import fits
 from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Late, Leaf, Made, Value, containers_of
 from gossamer.model.cut.looks import Looking, looked_at
 from gossamer.model.cut.operators import Operators, written
 from gossamer.model.cut.running import Running, Step
 from gossamer.model.cut.tree import Shape, flatten
-from gossamer.model.cut.undo import Buffers
+from gossamer.model.cut.undo import Buffers, backwards_seen
 from gossamer.model.flop import flop_of
 from gossamer.model.snapshot import Difference, Snapshot
 from gossamer.spec.errors import BadInput, RunFailed, bad_input
@@ -73,6 +74,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.late: tuple[Late, ...] = ()
         self.thread = threading.get_ident()
         self.refused: BadInput | None = None
+        self.caught: BadInput | None = None  # a unit raised something; refused where the forward goes on
         self.constant: set[int] = set()  # memory that is made of nothing: anybody makes the same
         self.taint: dict[int, frozenset[Value]] = {}
         self.born: dict[int, int] = {}  # storage -> call in which it was made
@@ -86,6 +88,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.lent: dict[str, set[int]] = {}
         self.static = self._static(module)
         self.owned = {name: self._static(module.get_submodule(name)).keys() for name in units}
+        self.kept = self._kept(module)
+        self.overwritten: set[str] = set()
         self.paths = {id(m): path for path, m in module.named_modules()}
         self.within = {name: {id(m) for m in module.get_submodule(name).modules()} for name in units}
 
@@ -94,6 +98,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads.know(self.module)
         stack.enter_context(self.reads.watching())
         stack.enter_context(Looking(self._looked))
+        stack.enter_context(backwards_seen(self._differentiated))
         for name in self.units:
             unit = self.module.get_submodule(name)
             stack.callback(_put_back, unit, vars(unit).get("forward"))
@@ -108,6 +113,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         values = self._read(ins)
         changed = [self.key(x) for x in written(func, args, kwargs)]
+        self.overwritten.update(name for key in changed for name in self.kept.get(key, ()))
         self.changed.update(value for key in changed for value in self.named.get(key, ()))
         if (looked := looked_at(func, args)) is not None:
             self._look(self._read(looked), {self.key(x) for x in looked})
@@ -159,6 +165,32 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             found.setdefault(self.key(tensor), name)
         return found
+
+    def _kept(self, module: nn.Module) -> dict[int, tuple[str, ...]]:
+        """Storage -> parameters, buffers and attributes of modules that lie in it."""
+        found: dict[int, tuple[str, ...]] = {}
+        for path, inner in module.named_modules():
+            for name, held in [*inner._parameters.items(), *inner._buffers.items(), *vars(inner).items()]:
+                if isinstance(held, Tensor):
+                    key = self.key(held)
+                    found[key] = (*found.get(key, ()), f"{path}.{name}" if path else name)
+        return found
+
+    def _differentiated(self, outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
+        """The model's code takes a gradient in the forward. Through a unit it cannot, for its graph lies elsewhere."""
+        if self.current is not None:
+            return
+        ends = self._read([x for x in outputs if isinstance(x, Tensor)])
+        through = ends - self._read([x for x in inputs if isinstance(x, Tensor)])
+        if through:
+            name = self.calls[min(through).call].unit
+            self.refused = self.refused or bad_input(
+                wanted="gradients that are taken in the forward to be taken within a unit",
+                got=f"one through {name}, taken between units",
+                do="name what takes it as one unit (plan.units), or train without stages",
+                key="plan.mesh.pipe",
+            )
+            raise self.refused
 
     def _read(self, ins: list[Tensor]) -> frozenset[Value]:
         values: frozenset[Value] = frozenset()
@@ -216,13 +248,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.current is not None:
                 return real(*args, **kwargs)  # within a unit
             number = self._begin(name, args, kwargs)
-            output = real(*args, **kwargs)
+            try:
+                output = real(*args, **kwargs)
+            except BaseException as error:
+                self._raised(name, error, is_fitting=fits(real, args, kwargs))
+                raise
             self._end(number, unit, output)
             return output
 
         return forward
 
     def _begin(self, name: str, args: Any, kwargs: Any) -> int:
+        if self.caught is not None:
+            raise self.caught
         self._reach(self.running.assigned(len(self.calls), self.taint, loose=True))
         self.draws.leave()
         self.current = len(self.calls)
@@ -232,6 +270,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seen.effects = Effects.begin(self.module.get_submodule(name), name, (args, kwargs))
         self.calls.append(seen)
         return self.current
+
+    def _raised(self, name: str, error: BaseException, *, is_fitting: bool) -> None:
+        """The call never ended. Where its arguments did not fit it never began, on no stage."""
+        self.calls.pop()
+        self.current = None
+        self.draws.enter()
+        if is_fitting:
+            self.caught = self.caught or bad_input(
+                wanted=f"{name} to return, or what it raises to end the forward",
+                got=f"{type(error).__name__}, which the model's code catches",
+                do="return what the exception tells, or name what calls it as one unit (plan.units)",
+                key="plan.mesh.pipe",
+            )
 
     def _end(self, number: int, unit: nn.Module, output: Any) -> None:
         list(self.running.assigned(number, self.taint, loose=False))
@@ -323,8 +374,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def finish(self, ends: list[Tensor]) -> None:
         """What the caller got depends on these."""
         self.draws.leave()
-        if self.refused is not None:
-            raise self.refused
+        if (refused := self.refused or self.caught) is not None:
+            raise refused
         for unit, leaf in self.without_grad:
             if leaf.requires_grad:  # now, and not when the unit returned it: its graph is made a second time
                 raise bad_input(
@@ -359,6 +410,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             late=self.late,
             units=self.units,
             by_chance=self.draws.decide,
+            written=frozenset(self.overwritten),
         )
 
     def _call(self, number: int, seen: Seen) -> Call:

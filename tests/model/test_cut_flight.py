@@ -1,0 +1,228 @@
+"""Several micro-batches between forward and backward, units that raise, gradients within a forward, scripted units."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gossamer import loss
+from gossamer.cutting import Asked, ModuleSource, hold
+from gossamer.model.cut.cuts import Cuts
+from gossamer.model.cut.lockstep import gradients_of, stages_of
+from gossamer.model.cut.stage import Stage
+from gossamer.model.cut.trace import trace
+from gossamer.model.units import unit_names
+from gossamer.run.batches import DatasetBatches
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput
+from model.kept import WIDTH, Block, Net
+from model.test_cut_absent import BATCHES, THIRDS, compare, loss_of
+
+
+class Averages(Block):
+    """A moving average of its weight, that it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", self.mix.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(self.mix.weight.detach() + x.detach().mean(), 0.3)  # type: ignore[operator]
+        return x + torch.tanh(F.linear(self.mix(x), self.mean))  # type: ignore[arg-type]
+
+
+class KeepsAside(Averages):
+    """The same as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mean = self._buffers.pop("mean")
+        self.mean = mean
+
+
+class InAList(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = [torch.ones(WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.all[0].add_(x.detach().mean())
+        return x + self.mix(x * self.all[0])
+
+
+def in_flight(stages: list[Stage], batches: list[Mapping[str, Any]], *, is_recomputed: bool = False) -> None:
+    """All forwards, and then all backwards."""
+    flying = []
+    for batch in batches:
+        lives, tensors = [], {}
+        for stage in stages:
+            run = partial(loss_of, stage.module, batch)
+            lives.append(stage.forward(run, tensors, keep_graph=not is_recomputed))
+            tensors = lives[-1].sent
+        flying.append(lives)
+    for lives in flying:
+        gradients: dict[Any, Tensor] = {}
+        for live in reversed(lives):
+            if is_recomputed:
+                live.recompute()
+            gradients = live.backward(gradients, loss=live.result)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("block", [Averages, KeepsAside])
+def test_a_backward_reads_what_its_own_forward_has_left(block: type[nn.Module], is_recomputed: bool) -> None:
+    torch.manual_seed(0)
+    module = type("Other", (Net,), {"block": block})()
+    whole = copy.deepcopy(module)
+    for batch in BATCHES:
+        loss_of(whole, batch).backward()
+    flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
+    stages = stages_of(module, flow, THIRDS)
+    in_flight(stages, BATCHES, is_recomputed=is_recomputed)
+    found = gradients_of(stages)
+    for name, parameter in whole.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_or_is_refused_where_nobody_knows_its_place() -> None:
+    module = type("Other", (Net,), {"block": InAList})()
+    flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
+    with pytest.raises(BadInput, match="what a backward needs to be as its forward left it"):
+        in_flight(stages_of(module, flow, THIRDS), BATCHES)
+
+
+class Exit(Exception):
+    pass
+
+
+class Throws(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        raise Exit(super().forward(x))
+
+
+class Catches(Net):
+    block = Throws
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except Exit as found:
+                x = found.args[0]
+        y: Tensor = self.outlet(x)
+        return y
+
+
+class Tries(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            try:
+                x = block(x, scale=2.0)
+            except TypeError:
+                x = block(x)
+        y: Tensor = self.outlet(x)
+        return y
+
+
+class Penalty(Net):
+    """A gradient of what comes behind the third block, by what comes out of it."""
+
+    last = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            before, x = x, block(x)
+        by = before if self.last else x
+        slope = torch.autograd.grad((x * x).sum(), by, create_graph=True)[0]
+        y: Tensor = self.outlet(x) + 0.1 * slope.square().mean()
+        return y
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "raised": (Catches, r"wanted blocks\.0 to return.*got Exit, which the model's code catches"),
+    "gradient": (Penalty, r"taken within a unit, got one through blocks\.3"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_units_cannot_do_apart_is_refused_by_name(kind: str) -> None:
+    make, said = REFUSED[kind]
+    with pytest.raises(BadInput, match=said):
+        compare(make())
+
+
+@pytest.mark.parametrize("cuts", [THIRDS, Cuts(("inlet", "outlet"))], ids=str)
+@pytest.mark.parametrize("make", [Tries, type("Behind", (Penalty,), {"last": False})])
+def test_a_call_that_does_not_fit_and_a_gradient_between_units_are_as_in_one_process(
+    make: Callable[[], nn.Module], cuts: Cuts
+) -> None:
+    torch.manual_seed(0)
+    compare(make(), cuts)
+
+
+class Tails(nn.Module):
+    """An adaptive softmax: which of its parts are called depends on the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.out = nn.Linear(WIDTH, WIDTH), nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 12, [3, 6, 9])
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = (x[:, 0].abs() * 1e4).long() % 12
+        loss: Tensor = self.out(self.inlet(x), labels).loss
+        return loss
+
+
+def test_parts_that_are_called_by_the_labels_are_refused_by_name() -> None:
+    module = Tails()
+    batches = [{"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(i))} for i in range(12)]
+    units = ("inlet", "out.head", "out.tail.0", "out.tail.1", "out.tail.2")
+    flow = trace(module, lambda: loss_of(module, batches[0]), units=units)
+    called = [call.name for call in flow.calls]
+    stages = stages_of(module, flow, Cuts((called[0], called[-1])))
+    with pytest.raises(BadInput, match=r"out\.(head|tail\.\d)|inlet"):
+        in_flight(stages, batches)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mix(x))
+
+
+def test_scripted_blocks_are_units() -> None:
+    torch.manual_seed(0)
+    module = Net()
+    module.blocks = nn.ModuleList(torch.jit.script(Plain()) for _ in range(4))  # type: ignore[no-untyped-call]
+    compare(module)
+
+
+@pytest.mark.parametrize("wrap", [torch.jit.script, torch.compile])
+def test_a_module_that_is_closed_as_a_whole_is_refused_in_stages(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    module = wrap(nn.Sequential(Plain(), Plain()))
+    config = RunConfig.model_validate({"train": {"batch": 8}, "plan": {"mesh": {"pipe": 2}}})
+    rows = [{"x": row} for row in torch.randn(8, WIDTH)]
+    asked = Asked(
+        config=config,
+        ranks=2,
+        rank=0,
+        batches=DatasetBatches(rows),  # type: ignore[arg-type]
+        objective=loss.build("next_token"),
+        device=torch.device("cpu"),
+    )
+    with pytest.raises(BadInput, match="wanted a module whose units can be reached, got one that torch"):
+        hold(ModuleSource(module), asked)
