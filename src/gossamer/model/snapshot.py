@@ -139,6 +139,24 @@ class Snapshot:
         """Of the objects that were found, those that no copy can be made of: locks, files and the like."""
         return [held for held in self._seen.values() if isinstance(held, _SINGLE)]
 
+    def found(self) -> list[Any]:
+        """All objects that were found."""
+        return [*self._seen.values()]
+
+    def names(self) -> frozenset[str]:
+        """What the code that was found names: globals, attributes."""
+        own = (held.__code__ for held in self._seen.values() if isinstance(held, FunctionType) and self.is_own(held))
+        return frozenset(name for code in own for name in _names(code))
+
+    def is_own(self, held: Any) -> bool:
+        """Whether a function or class is the user's code, and not a library's."""
+        name = getattr(held, "__module__", None) or ""
+        return self._is_code(sys.modules.get(name), name)
+
+    def name_of(self, held: Any) -> str:
+        """Where it was found."""
+        return self._names.get(id(held), ("a tensor", None))[0]
+
     def put_back(self) -> None:
         """As it was: the same objects in the same places."""
         for one in self._put_back:

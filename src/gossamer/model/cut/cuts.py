@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from gossamer.model.cut.bordered import check_around
 from gossamer.model.cut.flow import HIDDEN, TOLD, Call, Flow, Late, Value
 from gossamer.model.cut.keepers import Keepers, check_readers, keepers_of
 from gossamer.spec.errors import BadInput, bad_input
@@ -96,6 +97,11 @@ def parts_of(module: nn.Module, flow: Flow, cuts: Cuts, keepers: Keepers | None 
     for part in parts:
         _check(flow, part)
     check_readers(flow, bounds, keepers)
+    called: dict[str, set[int]] = {}
+    for part in parts:
+        for call in flow.calls[part.low : part.high]:
+            called.setdefault(call.unit, set()).add(part.stage)
+    check_around(module, called)
     shared = shared_names(parts, module).keys()
     return tuple(replace(part, shared=part.holds & shared) for part in parts)
 
