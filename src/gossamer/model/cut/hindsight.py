@@ -137,7 +137,7 @@ class Hindsight:
         return bad_input(
             wanted="a backward that changes nothing but what its own code in one unit uses",
             got=f"a hook, a Function's backward or a recomputed forward that changes {name or 'a variable'}, "
-            f"on stage {self.stage}: in stages other forwards come before it",
+            f"on stage {self.stage} (with {', '.join(sorted(self.owned))}): in stages other forwards come before it",
             do="let the forward do that, or train it without stages",
             key="plan.mesh.pipe",
         )
