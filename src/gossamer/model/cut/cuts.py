@@ -195,10 +195,17 @@ def _check_count(flow: Flow, stages: int) -> None:
         )
     raise bad_input(
         wanted=f"at least {stages} units for {stages} stages",
-        got=f"{len(flow.calls)}: {', '.join(call.name for call in flow.calls[:6])}",
-        do=f"use {len(flow.calls)} stages at most",
+        got=f"{len(flow.calls)}: {', '.join(call.name for call in flow.calls[:6])}" + _never_called(flow),
+        do=f"name what to cut between, smaller modules that are called themselves (plan.units), or use "
+        f"{len(flow.calls)} stages at most",
         key=_KEY,
     )
+
+
+def _never_called(flow: Flow) -> str:
+    called = {call.unit for call in flow.calls}
+    never = [unit for unit in flow.units if unit not in called]
+    return f"; {', '.join(never[:6])} own parameters and are never called" if never else ""
 
 
 def _check(flow: Flow, part: Part) -> None:
