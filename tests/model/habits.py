@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import contextvars
+import io
 import itertools
 import random
+import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +19,9 @@ from torch import Tensor, nn
 RANDOM = np.random.default_rng(5)
 DICE = random.Random(5)
 CALLS = 0
+VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("calls", default=0)
+THREAD = threading.local()
+BY_MODULE: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 STATE: dict[str, Any] = {"calls": 0}
 
 
@@ -172,13 +180,48 @@ class Modes(Net):
         return self.drop(x)
 
 
-HABITS = (Counter, OfTheClass, Global, Closure, Held, ActNorm, Written, Running, Last, Drawing, Penalty, Modes)
+class OfTheContext(Net):
+    """A context variable, what lies in a thread, by module in a weak dictionary; text, bytes, a dict of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.bytes, self.user = io.StringIO(), bytearray(b"x"), collections.UserDict(calls=0)
+
+    def factor(self, x: Tensor) -> Any:
+        VARIABLE.set(VARIABLE.get() + 1)
+        THREAD.calls = getattr(THREAD, "calls", 0) + 1
+        BY_MODULE[self.mix] = BY_MODULE.get(self.mix, 0) + 1
+        self.text.write("x")
+        self.bytes.append(1)
+        self.user["calls"] += 1
+        length = len(self.text.getvalue()) * len(self.bytes) + 0.1 * self.user["calls"]
+        return 1 / (VARIABLE.get() + 2 * THREAD.calls + 3 * BY_MODULE[self.mix] + 0.1 * length)
+
+
+HABITS = (
+    OfTheContext,
+    Counter,
+    OfTheClass,
+    Global,
+    Closure,
+    Held,
+    ActNorm,
+    Written,
+    Running,
+    Last,
+    Drawing,
+    Penalty,
+    Modes,
+)
 
 
 def begin(kind: type[Net]) -> Net:
     """A new one, and all that it shares with others as at the start."""
     global CALLS
     CALLS, STATE["calls"] = 0, 0
+    VARIABLE.set(0)
+    THREAD.calls = 0
+    BY_MODULE.clear()
     if kind is OfTheClass:
         OfTheClass.made = 0
     RANDOM.bit_generator.state = np.random.default_rng(5).bit_generator.state

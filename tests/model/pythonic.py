@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextvars
+import io
 import random
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +20,10 @@ from model.kept import WIDTH, Block, Net
 
 SEEN: dict[str, Any] = {}
 CALLS = 0
+VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("calls", default=0)
+THREAD = threading.local()
+BY_MODULE: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+TEXT = io.StringIO()
 
 
 def net(
@@ -168,6 +176,14 @@ def with_list(module: Any, x: Tensor) -> Tensor:
     return module.outlet(x * (1 + 0.01 * sum(context)))
 
 
+def with_text(module: Any, x: Tensor) -> Tensor:
+    text = io.StringIO()
+    x = module.inlet(x)
+    for block in module.blocks:
+        x = block(x, text)
+    return module.outlet(x * text.getvalue().count("one"))
+
+
 def with_callback(module: Any, x: Tensor) -> Tensor:
     seen: list[float] = []
     x = module.inlet(x)
@@ -205,6 +221,31 @@ def globally(block: Any, x: Tensor) -> Tensor:
 
 def with_global(module: Any, i: int, got: Any) -> Any:
     return got * (1 + 0.05 * (CALLS % 7) + 0.03 * (SEEN["calls"] % 5))
+
+
+def elsewhere(block: Any, x: Tensor) -> Tensor:
+    """Counts in the context, in the thread, by module, and in a text."""
+    VARIABLE.set(VARIABLE.get() + 1)
+    THREAD.calls += 1
+    BY_MODULE[block] = BY_MODULE.get(block, 0) + 1
+    TEXT.write("one")
+    return mixed(block, x)
+
+
+def with_elsewhere(module: Any, x: Tensor) -> Tensor:
+    VARIABLE.set(1)
+    THREAD.calls = 2
+    BY_MODULE.clear()
+    TEXT.truncate(0)
+    x = module.inlet(x)
+    for block in module.blocks:
+        x = block(x) * (1 + 0.1 * VARIABLE.get() + 0.2 * THREAD.calls + 0.3 * len(BY_MODULE))
+    return module.outlet(x * TEXT.getvalue().count("one"))
+
+
+def written(block: Any, x: Tensor, text: Any) -> Tensor:
+    text.write("one")
+    return mixed(block, x)
 
 
 class Counted(Block):
@@ -321,6 +362,8 @@ EQUAL: dict[str, Callable[[], nn.Module]] = {
     "own_state_read": of_class("Reading", Counted, own_state_read),
     "neighbours": Neighbours,
     "shared": Shared,
+    "elsewhere": net(elsewhere, forward=with_elsewhere),
+    "text": net(written, forward=with_text),
     "scale_kept": of_class("Scaled", Scale, lambda m, i, got: got * (1 + m.blocks[i].scale)),
     "own_mean": of_class("Mean", OwnMean),
 }

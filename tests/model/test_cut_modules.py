@@ -202,7 +202,9 @@ def test_names_given_make_units_of_modules_inside_of_one() -> None:
 
 def test_more_stages_than_units_is_refused_with_how_many_there_can_be() -> None:
     module, batches = built("shared_list")
-    with pytest.raises(BadInput, match=r"at least 5 units for 5 stages, got 4: layers\.0, .*: use 4 stages at most"):
+    with pytest.raises(
+        BadInput, match=r"at least 5 units for 5 stages, got 4: layers\.0, .*plan\.units.*, or use 4 stages at most"
+    ):
         even_cuts(flow_of(module, batches[0]), 5)
 
 

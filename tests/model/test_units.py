@@ -10,6 +10,7 @@ from gossamer.model.cut.cuts import even_cuts, parts_of, shared_names
 from gossamer.model.cut.lockstep import run_lockstep, stages_of
 from gossamer.model.cut.trace import trace
 from gossamer.model.given import given_units
+from gossamer.model.units import block_names, unit_names
 from gossamer.spec.errors import BadInput
 from model.cuttable import WIDTH, Layer, rows
 
@@ -90,3 +91,33 @@ def test_a_model_is_cut_at_named_modules() -> None:
                 torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-5, atol=1e-7)
             else:
                 assert torch.equal(ours.gradients[name], gradient)
+
+
+class Named(nn.Module):
+    """Blocks in a dict, of which one is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: Layer() for name in ("a", "b", "c")})
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_dict_of_blocks_is_a_list_and_what_is_never_called_is_named() -> None:
+    module = Named()
+    assert unit_names(module) == ("layers.a", "layers.b", "layers.c", "spare", "head")
+    assert block_names(module) == ("layers.a", "layers.b", "layers.c")
+    flow = trace(module, lambda: module(rows(2)[0]), units=unit_names(module))
+    with pytest.raises(BadInput, match=r"at least 5 units.*; spare own parameters and are never called.*plan\.units"):
+        even_cuts(flow, 5)
+
+
+def test_a_dict_of_other_things_is_none() -> None:
+    module = nn.Module()
+    module.add_module("parts", nn.ModuleDict({"embed": nn.Linear(4, 4), "blocks": nn.Sequential(Layer(), Layer())}))
+    assert block_names(module) == ()

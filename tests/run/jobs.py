@@ -255,6 +255,15 @@ class Noisy(nn.Module):
         return self.mix(x) * random.uniform(0.9, 1.1) if self.training else self.mix(x)
 
 
+class Masking(Causal):
+    """Writes to the batch that it was given."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        input_ids[:, 2] = (input_ids[:, 2] + 1) % 5
+        out: torch.Tensor = super().forward(input_ids)
+        return out
+
+
 class Counting(Causal):
     """Counts forwards in Python, in its own code, in its blocks, and in what these are given."""
 
@@ -383,6 +392,7 @@ def train(
         "branches": Branches,
         "wordless": Wordless,
         "late": Late,
+        "masking": Masking,
         "counting": Counting,
         "telling": Telling,
         "sometimes": Sometimes,

@@ -12,7 +12,7 @@ STAGES = {"train": {"accumulate": 4}, "plan": {"mesh": {"pipe": 2}, "cuts": ["em
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", {"recompute": {"inner": "one_f_one_b"}}], ids=str)
-@pytest.mark.parametrize("kind", ["counting", "telling"])
+@pytest.mark.parametrize("kind", ["counting", "telling", "masking"])
 def test_python_values_cross(pool, tmp_path: Path, kind: str, schedule: object) -> None:
     pool.run("run.jobs:train", 1, folder=str(tmp_path / "1"), steps=4, kind=kind, sections={"train": STAGES["train"]})
     sections = {**STAGES, "plan": {**STAGES["plan"], "schedule": schedule}}

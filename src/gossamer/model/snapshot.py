@@ -10,15 +10,20 @@ Not seen: memory behind extension types, files, generators of Python (`yield`) t
 
 from __future__ import annotations
 
+import array
 import collections
+import contextvars
 import copy
 import functools
 import io
 import itertools
 import operator
+import pickle
+import queue
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 from gossamer.model.cut.absent import Absent
 from gossamer.model.cut.operators import written
 from gossamer.model.randomness import Keyed
+from gossamer.spec.errors import bad_input
 
 _OWN = sys.stdlib_module_names | {"torch", "numpy", "gossamer", "builtins"}
 _INSTALLED = ("site-packages", "dist-packages")
@@ -42,6 +48,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _ITERATORS = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, itertools.repeat)
 _OF_CONTAINERS: tuple[type, ...] = (*map(type, (iter([]), iter(()), iter(range(0)), iter(""))), enumerate, zip)
 _SINGLE: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()), io.IOBase, ModuleType)
+_READ = (collections.UserDict, collections.UserList, collections.ChainMap, queue.Queue)  # as if they were the user's
+_WRITTEN_DOWN = frozenset(("decimal", "hashlib", "_hashlib"))
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
 
 PutBack = Callable[[], None]
@@ -139,6 +147,24 @@ class Snapshot:
         """Of the objects that were found, those that no copy can be made of: locks, files and the like."""
         return [held for held in self._seen.values() if isinstance(held, _SINGLE)]
 
+    def found(self) -> list[Any]:
+        """All objects that were found."""
+        return [*self._seen.values()]
+
+    def names(self) -> frozenset[str]:
+        """What the code that was found names: globals, attributes."""
+        own = (held.__code__ for held in self._seen.values() if isinstance(held, FunctionType) and self.is_own(held))
+        return frozenset(name for code in own for name in _names(code))
+
+    def is_own(self, held: Any) -> bool:
+        """Whether a function or class is the user's code, and not a library's."""
+        name = getattr(held, "__module__", None) or ""
+        return self._is_code(sys.modules.get(name), name)
+
+    def name_of(self, held: Any) -> str:
+        """Where it was found."""
+        return self._names.get(id(held), ("a tensor", None))[0]
+
     def put_back(self) -> None:
         """As it was: the same objects in the same places."""
         for one in self._put_back:
@@ -172,6 +198,16 @@ class Snapshot:
             yield from self._list(held)
         elif isinstance(held, set):
             yield from self._set(held)
+        elif isinstance(held, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+            yield from self._weak(held)
+        elif isinstance(held, contextvars.ContextVar):
+            yield from self._variable(held)
+        elif isinstance(held, threading.local):
+            yield held.__dict__
+        elif isinstance(held, io.StringIO | io.BytesIO):
+            self._text(held)
+        elif isinstance(held, bytearray | array.array):
+            self._bytes(held)
         elif isinstance(held, tuple | frozenset):
             yield from held
         elif isinstance(held, np.ndarray):
@@ -200,6 +236,8 @@ class Snapshot:
             yield from self._class(held)
         elif not self._generator(held) and self._is_read(type(held)):
             yield type(held)
+        elif isinstance(held, io.IOBase) or _package(type(held)) in _WRITTEN_DOWN:
+            self._opaque(held)
         if not isinstance(held, type | nn.Module | FunctionType) and self._is_read(type(held)):
             yield from self._object(held)
 
@@ -292,6 +330,73 @@ class Snapshot:
         self._differs(held, lambda: len(held) != len(items) or held != items)
         self._put_back.append(put_back)
         yield from items
+
+    def _weak(self, held: Any) -> Iterator[Any]:
+        """A weak dictionary."""
+        items = [*held.items()]
+
+        def put_back() -> None:
+            if not _are_same(items, [*held.items()]):
+                held.clear()
+                held.update(items)
+
+        self._differs(held, lambda: not _are_same(items, [*held.items()]))
+        self._put_back.append(put_back)
+        yield from (value for _, value in items)
+
+    def _variable(self, held: contextvars.ContextVar[Any]) -> Iterator[Any]:
+        was = held.get(GONE)
+
+        def put_back() -> None:
+            if (now := held.get(GONE)) is was:
+                return
+            if was is GONE and now is not GONE:  # Python cannot make it unset again
+                raise bad_input(
+                    wanted=f"the context variable {held.name} to have a value before the forward, which sets it",
+                    got="none",
+                    do="give it a default, or set it in the constructor",
+                    key="model",
+                )
+            held.set(was)
+
+        self._at = f"the context variable {held.name}", None
+        self._changes("", was, lambda: held.get(GONE))
+        self._put_back.append(put_back)
+        if was is not GONE:
+            self._names.setdefault(id(was), self._at)
+            yield was
+
+    def _text(self, held: io.StringIO | io.BytesIO) -> None:
+        """A file in memory."""
+        if held.closed:
+            return
+        state: Any = held.__getstate__()  # type: ignore[no-untyped-call,unused-ignore]
+
+        def is_other() -> bool:
+            return held.closed or held.__getstate__() != state  # type: ignore[no-untyped-call,unused-ignore]
+
+        def put_back() -> None:
+            if is_other() and not held.closed:
+                held.__setstate__(state)  # type: ignore[union-attr,unused-ignore]
+
+        self._differs(held, is_other)
+        self._put_back.append(put_back)
+
+    def _bytes(self, held: Any) -> None:
+        was = held[:]
+
+        def put_back() -> None:
+            if held != was:
+                held[:] = was
+
+        self._differs(held, lambda: bool(held != was))
+        self._put_back.append(put_back)
+
+    def _opaque(self, held: Any) -> None:
+        """An object of a standard library's type that nothing else is known of, but perhaps how to write it down."""
+        said = _written_down(held)
+        if said is not None:
+            self._differs(held, lambda: _written_down(held) != said)
 
     def _array(self, held: np.ndarray[Any, Any]) -> None:
         was = held.copy()
@@ -435,7 +540,7 @@ class Snapshot:
     def _is_read(self, kind: type) -> bool:
         """Whether attributes of objects of a class are looked at."""
         package = _package(kind)
-        if kind is SimpleNamespace or package in self._packages:
+        if kind is SimpleNamespace or issubclass(kind, _READ) or package in self._packages:
             return True
         return self._is_code(sys.modules.get(kind.__module__), kind.__module__)
 
@@ -526,6 +631,27 @@ def _is_strange(held: Any) -> bool:
     kind = type(held)
     known = (*_ITERATORS, *_OF_CONTAINERS, GeneratorType)
     return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools") and not isinstance(held, known)
+
+
+def _are_same(before: Sequence[tuple[Any, Any]], now: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether two dictionaries hold the same."""
+    pairs = zip(before, now, strict=False)
+    return len(before) == len(now) and all(a is c and _is_same(b, d) for (a, b), (c, d) in pairs)
+
+
+def _written_down(held: Any) -> Any:
+    """What tells its state; None where nothing does."""
+    if isinstance(held, io.IOBase):
+        try:
+            return held.tell()
+        except (OSError, ValueError):
+            return None
+    if callable(digest := getattr(held, "hexdigest", None)):
+        return digest()
+    try:
+        return pickle.dumps(held)
+    except Exception:  # of whatever kind: it says nothing
+        return None
 
 
 def _is_same(before: Any, now: Any) -> bool:

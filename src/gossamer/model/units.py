@@ -13,10 +13,10 @@ def unit_names(module: nn.Module) -> tuple[str, ...]:
     """Paths of the units, in order of registration, each module once.
 
     Blocks are the children of a ModuleList of two or more that holds over 3% of the parameters; the outermost list
-    counts, and a list in a list is not a unit but its children are. Where no list is large enough, containers that
-    run their children one after the other (nn.Sequential) stand in for it, and after them a ModuleList of one: a block
-    that may be called many times. A model without any has its children that own parameters, and where it has no
-    children, itself (""). What has only one of them has those of that one.
+    counts, and a list in a list is not a unit but its children are. Where no list is large enough, a ModuleDict of
+    modules of one class stands in for it, then containers that run their children one after the other (nn.Sequential),
+    then a ModuleList of one: a block that may be called many times. A model without any has its children that own
+    parameters, and where it has no children, itself (""). What has only one of them has those of that one.
     """
     found: dict[int, str] = {}
     for path in _paths(module):
@@ -26,7 +26,7 @@ def unit_names(module: nn.Module) -> tuple[str, ...]:
 
 def _paths(module: nn.Module) -> list[str]:
     total = sum(p.numel() for p in module.parameters())
-    for kind, length in ((nn.ModuleList, 2), (nn.Sequential, 2), (nn.ModuleList, 1)):
+    for kind, length in ((nn.ModuleList, 2), (nn.ModuleDict, 2), (nn.Sequential, 2), (nn.ModuleList, 1)):
         lists = set(_lists(module, "", _SHARE * total, kind, length))
         if lists:
             break
@@ -37,18 +37,24 @@ def _paths(module: nn.Module) -> list[str]:
 
 
 def block_names(module: nn.Module, units: Sequence[str] = ()) -> tuple[str, ...]:
-    """Those of `units` that are repeated blocks: inside a ModuleList. Default: of `unit_names`."""
-    names = units or unit_names(module)
-    return tuple(n for n in names if n and isinstance(module.get_submodule(n.rpartition(".")[0]), nn.ModuleList))
+    """Those of `units` that are repeated blocks: inside a ModuleList, or a ModuleDict. Default: of `unit_names`."""
+    held = ((n, module.get_submodule(n.rpartition(".")[0])) for n in units or unit_names(module) if n)
+    return tuple(n for n, at in held if isinstance(at, nn.ModuleList) or _is_list(at, nn.ModuleDict, 2))
 
 
 def _lists(module: nn.Module, path: str, least: float, kind: type[nn.Module], length: int) -> Iterator[str]:
     for name, child in module.named_children():
         at = f"{path}.{name}" if path else name
-        if isinstance(child, kind) and len(list(child.children())) >= length and _size(child) > least:
+        if _is_list(child, kind, length) and _size(child) > least:
             yield at
         else:
             yield from _lists(child, at, least, kind, length)
+
+
+def _is_list(module: nn.Module, kind: type[nn.Module], length: int) -> bool:
+    children = [*module.children()]
+    is_mixed = kind is nn.ModuleDict and len({type(child) for child in children}) > 1
+    return isinstance(module, kind) and len(children) >= length and not is_mixed
 
 
 def _size(module: nn.Module) -> int:

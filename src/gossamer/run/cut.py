@@ -96,7 +96,7 @@ class CutPiece(Piece):
         self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor], *, keep_graph: bool = True
     ) -> Live:
         self.stage.follow(*self._way(piece.rows))
-        run = partial(self.engine.loss, piece.rows, step=step, key=piece.key)
+        run = partial(self.engine.loss_of_copies, piece.rows, step=step, key=piece.key)
         return self.stage.forward(run, received, keep_graph=keep_graph)
 
     def _way(self, rows: Batch) -> tuple[Flow, Part]:

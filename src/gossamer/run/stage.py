@@ -47,6 +47,16 @@ class Engine:
                 raise
             return self.objective(output, rows).float()
 
+    def loss_of_copies(self, rows: Batch, *, step: int, key: int) -> Tensor:
+        """The same, and `rows` are afterwards as they were: somebody else runs a forward on them."""
+        return self.loss(_copied(rows), step=step, key=key)
+
+
+def _copied(rows: Batch) -> Batch:
+    """What was one tensor is one copy."""
+    copies = {id(x): x.clone() for x in rows.values() if isinstance(x, Tensor)}
+    return {name: copies.get(id(x), x) for name, x in rows.items()}
+
 
 class Piece(ABC):
     """A stage of the model, as this rank holds it."""
@@ -79,6 +89,7 @@ class Whole(Piece):
         self, piece: MicroBatch, step: int, received: Mapping[Value, Tensor], *, keep_graph: bool = True
     ) -> Live:
         run = partial(self.engine.loss, piece.rows, step=step, key=piece.key)
+        again = partial(self.engine.loss_of_copies, piece.rows, step=step, key=piece.key)
         if not torch.is_grad_enabled():
             return Live({}, {}, gradless(run))
         if keep_graph:
@@ -87,8 +98,8 @@ class Whole(Piece):
         buffers = buffers_of(module, {name for name, _ in module.named_buffers(remove_duplicate=False)})
         python = python_of(module)
         with nothing_saved():
-            loss = run().detach()
-        return Live({}, {}, loss, partial(once_more, lambda: Live({}, {}, run()), module, buffers, python))
+            loss = again().detach()
+        return Live({}, {}, loss, partial(once_more, lambda: Live({}, {}, again()), module, buffers, python))
 
 
 def _nothing() -> None:

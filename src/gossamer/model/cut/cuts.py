@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from gossamer.model.cut.bordered import check_around
 from gossamer.model.cut.flow import HIDDEN, TOLD, Call, Flow, Late, Value
 from gossamer.model.cut.keepers import Keepers, check_readers, keepers_of
 from gossamer.spec.errors import BadInput, bad_input
@@ -96,6 +97,11 @@ def parts_of(module: nn.Module, flow: Flow, cuts: Cuts, keepers: Keepers | None 
     for part in parts:
         _check(flow, part)
     check_readers(flow, bounds, keepers)
+    called: dict[str, set[int]] = {}
+    for part in parts:
+        for call in flow.calls[part.low : part.high]:
+            called.setdefault(call.unit, set()).add(part.stage)
+    check_around(module, called)
     shared = shared_names(parts, module).keys()
     return tuple(replace(part, shared=part.holds & shared) for part in parts)
 
@@ -189,10 +195,17 @@ def _check_count(flow: Flow, stages: int) -> None:
         )
     raise bad_input(
         wanted=f"at least {stages} units for {stages} stages",
-        got=f"{len(flow.calls)}: {', '.join(call.name for call in flow.calls[:6])}",
-        do=f"use {len(flow.calls)} stages at most",
+        got=f"{len(flow.calls)}: {', '.join(call.name for call in flow.calls[:6])}" + _never_called(flow),
+        do=f"name what to cut between, smaller modules that are called themselves (plan.units), or use "
+        f"{len(flow.calls)} stages at most",
         key=_KEY,
     )
+
+
+def _never_called(flow: Flow) -> str:
+    called = {call.unit for call in flow.calls}
+    never = [unit for unit in flow.units if unit not in called]
+    return f"; {', '.join(never[:6])} own parameters and are never called" if never else ""
 
 
 def _check(flow: Flow, part: Part) -> None:

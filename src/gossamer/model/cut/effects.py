@@ -40,6 +40,7 @@ class Reads:
     now: Callable[[], float]  # the number of the running call; between two of them, a number between theirs
     of: dict[Root, set[float]] = field(default_factory=dict)
     writers: dict[Root, set[float]] = field(default_factory=dict)
+    touched: set[Root] = field(default_factory=set)  # whatever lies there
     shared: dict[Root, tuple[Root, ...]] = field(default_factory=dict)  # attributes that hold the same object
 
     def know(self, module: nn.Module) -> None:
@@ -58,12 +59,15 @@ class Reads:
 
         def read(module: nn.Module, name: str) -> Any:
             held = object.__getattribute__(module, name)
+            if name not in OF_TORCH:
+                self.touched.add((id(module), name))
             if name not in OF_TORCH and not isinstance(held, _NOT_STATE):
                 self.of.setdefault((id(module), name), set()).add(self.now())
             return held
 
         def write(module: nn.Module, name: str, held: Any) -> None:
             self.writers.setdefault((id(module), name), set()).add(self.now())
+            self.touched.add((id(module), name))
             assign(module, name, held)
 
         nn.Module.__getattribute__ = read  # type: ignore[method-assign,assignment]
@@ -90,6 +94,8 @@ class Effects:
     before: Snapshot
     found: list[Difference] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)  # that were left somewhere
+    kept: frozenset[Root] = frozenset()  # attributes that are others now, or hold something else
+    left: frozenset[str] = frozenset()  # outside of modules, where a tensor is now
 
     @staticmethod
     def begin(unit: nn.Module, path: str, given: Any) -> Effects:
@@ -102,6 +108,8 @@ class Effects:
         with unseen():
             changed = [*self.before.differences()]
             self.found = [one for one in changed if not _is_of_tensors(one)]
+            self.kept = frozenset(one.root for one in changed if one.root is not None and one.root[1] not in OF_TORCH)
+            self.left = frozenset(one.name for one in changed if one.root is None and _is_of_tensors(one))
             self.tensors = [x for one in changed for x in leaves_of(one.now) if isinstance(x, Tensor)]
         self.before = Snapshot()
 

@@ -181,6 +181,9 @@ class Flow:
     by_chance: bool = False  # the code between units may have looked at a random number
     buffers: Mapping[str, Use] = field(default_factory=dict)
     written: frozenset[str] = frozenset()  # parameters, buffers and attributes of modules that it writes to in place
+    touched: frozenset[str] = frozenset()  # attributes of modules that the forward reads or sets
+    kept: Mapping[str, frozenset[int]] = field(default_factory=dict)  # attribute of a module -> calls that change it
+    left: Mapping[str, frozenset[int]] = field(default_factory=dict)  # outside of modules, a tensor -> the same
     names: Mapping[str, int] = field(default_factory=dict)  # call name -> number
 
     def __post_init__(self) -> None:

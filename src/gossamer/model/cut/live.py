@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer.model.cut.flow import Value
+from gossamer.model.cut.hindsight import Around
 from gossamer.model.cut.saving import refused_by_name
 from gossamer.model.cut.split import Later, backward_input
 
@@ -23,6 +25,7 @@ class Live:
     result: Any = None  # what `run` returned, on the last stage
     again: Callable[[], Live] | None = None  # set where no graph was kept
     later: Later | None = None  # between the two parts of a backward
+    around: Around | None = None  # its backward, where code of the model's own runs in that
 
     def backward(self, gradients: Mapping[Value, Tensor], *, loss: Tensor | None = None) -> dict[Value, Tensor]:
         """Add the parameters' gradients, given those of what was sent (or the loss, on the last stage).
@@ -31,7 +34,7 @@ class Live:
         """
         tensors, grads = self._roots(gradients, loss)
         if tensors:
-            with refused_by_name():
+            with refused_by_name(), self._around(is_split=False):
                 torch.autograd.backward(tensors, grads)
         return {v: x.grad for v, x in self.received.items() if x.grad is not None}
 
@@ -40,7 +43,7 @@ class Live:
 
         Until `backward_weight` nothing may write to the tensors given and returned. Both run under the forward's key.
         """
-        with refused_by_name():
+        with refused_by_name(), self._around(is_split=True):
             self.later = backward_input(*self._roots(gradients, loss), list(self.received.values()))
         found = {v: x.grad for v, x in self.received.items() if x.grad is not None}
         self.received, self.sent, self.result = {}, {}, None  # else they would hold the graph
@@ -50,7 +53,7 @@ class Live:
         """Add the parameters' gradients that `backward_input` left, and free the graph."""
         assert self.later is not None, "the backward of the weights comes after that of the inputs"
         later, self.later = self.later, None
-        with refused_by_name():
+        with refused_by_name(), self._around(is_split=True):
             later.run()
 
     def recompute(self) -> None:
@@ -61,6 +64,10 @@ class Live:
         assert self.again is not None, "the graph is there"
         live = self.again()
         self.received, self.sent, self.result, self.again = live.received, live.sent, live.result, None
+        self.around = live.around
+
+    def _around(self, *, is_split: bool) -> AbstractContextManager[None]:
+        return self.around(is_split) if self.around is not None else nullcontext()
 
     def _roots(self, gradients: Mapping[Value, Tensor], loss: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
         assert self.again is None, "a forward that kept no graph needs recompute before its backward"

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from gossamer.model.cut.absent import Absence, Absent, Over
 from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more, python_of
+from gossamer.model.cut.bordered import Bordered
 from gossamer.model.cut.cuts import Part, canonical_names
 from gossamer.model.cut.fitting import signature_of
 from gossamer.model.cut.flow import TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
+from gossamer.model.cut.hindsight import Hindsight, check_left, runs_in_backward
 from gossamer.model.cut.live import Live
 from gossamer.model.cut.looks import Looks
 from gossamer.model.cut.saving import copies_of, memory_of_names
@@ -60,11 +62,19 @@ class Stage:
         self._turn: _Turn | None = None
         self._answers: list[Any] = []
         self._absence = Absence(part.stage)
+        self._hindsight: Hindsight | None = None
+        if len(flow.calls) != part.high - part.low and runs_in_backward(module):
+            owned = frozenset(call.unit for call in flow.calls[part.low : part.high])
+            held = {path for path, name in self.names.items() if name in part.holds}
+            check_left(flow, part)
+            self._hindsight = Hindsight(module, part.stage, owned, frozenset(held))
         _hollow_out(module, part.holds | keep, self.names, self._absence)
+        self._bordered: dict[str, Bordered] = {}
         for name in flow.units:
             unit = module.get_submodule(name)
             assert not isinstance(unit.forward, Keyed), "a ghost would not seed: key the randomness of a stage last"
             unit.forward = self._unit(name, unit.forward)  # type: ignore[method-assign]
+            self._bordered[name] = Bordered(name, unit)
         self._wrapped: set[str] = set()
         self._check_shared()
         self.follow(flow, part)
@@ -141,7 +151,10 @@ class Stage:
         elif origin := self._absence.origin_of(flatten(result)[0]):
             self._absence.refuse(origin, "the loss is computed from it")
         sent = {v: self._sent(turn, v) for v in self.part.sends}
-        return Live(leaves, sent, result)
+        around = None
+        if self._hindsight is not None and torch.is_grad_enabled() and self.module.training:
+            around = self._hindsight.leave(self.flow)
+        return Live(leaves, sent, result, around=around)
 
     def _saving(self, is_saved: bool) -> AbstractContextManager[Any]:
         memory = memory_of_names(self.module, self.flow.written) if is_saved else frozenset()
@@ -211,7 +224,7 @@ class Stage:
         looks = Looks()
         try:
             with looks.noting() if call.is_told and call.is_python else nullcontext():
-                output = real(*given[0], **given[1])
+                output = self._bordered[call.unit].forward(real, *given)
         finally:
             turn.inside, self._absence.unit = None, ""
         self._keep(turn, call, output, arguments)

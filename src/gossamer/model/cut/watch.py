@@ -32,7 +32,7 @@ from gossamer.model.cut.running import Running, Step
 from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.cut.undo import Buffers, backwards_seen
 from gossamer.model.flop import flop_of
-from gossamer.model.snapshot import Difference, Snapshot
+from gossamer.model.snapshot import Difference, Root, Snapshot
 from gossamer.spec.errors import BadInput, RunFailed, bad_input
 
 _REPEATABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
@@ -411,7 +411,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             units=self.units,
             by_chance=self.draws.decide,
             written=frozenset(self.overwritten),
+            touched=frozenset(self._path(root) for root in self.reads.touched),
+            kept=self._by_call(lambda effects: (self._path(root) for root in effects.kept)),
+            left=self._by_call(lambda effects: effects.left),
         )
+
+    def _path(self, root: Root) -> str:
+        path = self.paths.get(root[0], "")
+        return f"{path}.{root[1]}" if path else root[1]
+
+    def _by_call(self, names: Callable[[Effects], Iterable[str]]) -> dict[str, frozenset[int]]:
+        found: dict[str, set[int]] = {}
+        for number, seen in enumerate(self.calls):
+            for name in names(seen.effects) if seen.effects is not None else ():
+                found.setdefault(name, set()).add(number)
+        return {name: frozenset(at) for name, at in sorted(found.items())}
 
     def _call(self, number: int, seen: Seen) -> Call:
         assert seen.spec is not None
