@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gossamer.model.cut.absent import Absence, Absent, Over
 from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more, python_of
+from gossamer.model.cut.beginnings import Beginnings, changes_python
 from gossamer.model.cut.bordered import Bordered
 from gossamer.model.cut.cuts import Part, canonical_names
 from gossamer.model.cut.flow import TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
@@ -61,6 +62,9 @@ class Stage:
         self._answers: list[Any] = []
         self._absence = Absence(part.stage)
         self._hindsight: Hindsight | None = None
+        mine = {call.unit for call in flow.calls[part.low : part.high]} if part.high - part.low < flow.end else set()
+        changing = frozenset(name for name in mine if changes_python(module.get_submodule(name)))
+        self._beginnings = Beginnings(module, part.stage, changing)
         if len(flow.calls) != part.high - part.low and runs_in_backward(module):
             owned = frozenset(call.unit for call in flow.calls[part.low : part.high])
             held = {path for path, name in self.names.items() if name in part.holds}
@@ -212,11 +216,13 @@ class Stage:
         containers = containers_of(given)
         lengths = [len(container) for container in containers]
         looks = Looks()
+        self._beginnings.begin(self.flow, turn.at, given)
         try:
             with looks.noting() if call.is_told and call.is_python else nullcontext():
                 output = self._bordered[call.unit].forward(real, *given)
         finally:
             turn.inside, self._absence.unit = None, ""
+        self._beginnings.end(self.flow, turn.at)
         self._keep(turn, call, output, arguments)
         self._keep_added(turn, call, containers, lengths)
         if (told := Value(turn.at, TOLD)) in self.part.sends:

@@ -360,6 +360,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             units=self.units,
             by_chance=self.draws.decide,
             touched=frozenset(self._path(root) for root in self.reads.touched),
+            looked_into={self._path(root): frozenset(self.reads.others(root, -1)) for root in self.reads.of},
             kept=self._by_call(lambda effects: (self._path(root) for root in effects.kept)),
             left=self._by_call(lambda effects: effects.left),
         )
