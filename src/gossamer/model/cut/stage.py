@@ -32,6 +32,7 @@ from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.randomness import Keyed
 from gossamer.spec.errors import BadInput, bad_input
 
+_NOT_USED = "appears to not have been used in the graph"
 _KEY = "plan.mesh.pipe"
 
 
@@ -144,6 +145,10 @@ class Stage:
                 switches.keep()
         except Over:
             turn.is_cut_short = True
+        except RuntimeError as error:
+            if _NOT_USED not in str(error) or turn.at == self.flow.end == self.part.high - self.part.low:
+                raise
+            raise self._no_gradient(turn) from None
         finally:
             self._turn = None
         if not turn.is_cut_short and turn.at != self.flow.end:
@@ -157,6 +162,16 @@ class Stage:
         if self._hindsight is not None and torch.is_grad_enabled() and self.module.training:
             around = self._hindsight.leave(self.flow)
         return Live(leaves, sent, result, around=around)
+
+    def _no_gradient(self, turn: _Turn) -> BadInput:
+        last = self.flow.calls[max(turn.at - 1, 0)].name
+        return bad_input(
+            wanted=f"no gradient within the forward (torch.autograd.grad) through units of several stages, behind "
+            f"{last}",
+            got=f"one on stage {self.part.stage}, of what is on another stage",
+            do="take it within a unit, or cut so that one stage has all that it goes through",
+            key=_KEY,
+        )
 
     def _check_shared(self) -> None:
         """A hook on a parameter that several stages hold would see parts of its gradient."""
