@@ -403,6 +403,36 @@ def tells_too_much(block: Any, x: Tensor) -> Any:
     return y, float(y.detach().repeat(40, 40).numpy().mean())
 
 
+def later_tells(block: Any, x: Tensor) -> Tensor:
+    block.n += 1
+    if block.n > 2:
+        block.gain = 1.0 + 0.1 * block.n
+    return mixed(block, x)
+
+
+def later_in_a_list(block: Any, x: Tensor, context: Any) -> Tensor:
+    block.n += 1
+    if block.n > 2:
+        context.append(0.5)
+    return mixed(block, x)
+
+
+def later_kept(block: Any, x: Tensor) -> Tensor:
+    block.n += 1
+    y = mixed(block, x)
+    block.last = y.mean() if block.n > 2 else None
+    return y
+
+
+def later_own(block: Any, x: Tensor) -> Tensor:
+    """What nobody else reads."""
+    block.n += 1
+    if block.n > 2:
+        block.gain = 1.5
+    return mixed(block, x) * getattr(block, "gain", 1.0)
+
+
+EQUAL["later_own"] = net(later_own, n=0)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "detached_at_first": (net(detached, n=0), r"blocks\.\d to give a tensor without a gradient .*stage \d"),
     "grows": (net(grows, lambda m, i, got: got[-1], n=0), r"blocks\.\d to give 2 .*got 3 tensors"),
@@ -411,6 +441,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "wider": (
         net(wider, lambda m, i, got: got.float(), n=0),
         r"blocks\.\d to give a tensor of torch\.float32 .*got torch\.float64",
+    ),
+    "later_tells": (
+        net(later_tells, lambda m, i, got: got * getattr(m.blocks[i], "gain", 1.0), n=0),
+        r"blocks\.\d to change the same in Python.*got blocks\.\d\.gain",
+    ),
+    "later_in_a_list": (net(later_in_a_list, forward=with_list, n=0), r"blocks\.\d to change.*argument 1 \(a list\)"),
+    "later_kept": (
+        net(later_kept, lambda m, i, got: got if m.blocks[i].last is None else got + m.blocks[i].last, n=0, last=None),
+        r"blocks\.\d",
     ),
     "tells_too_much": (net(tells_too_much, scaled), r"blocks\.\d to look at few numbers.*bytes of them"),
 }

@@ -191,6 +191,22 @@ class HookOfTheList(Net):
         return y
 
 
+class Nodes(Net):
+    def between(self, i: int, got: Any) -> Any:
+        got.grad_fn.register_prehook(lambda grads: tuple(g * 0.5 for g in grads))
+        return got
+
+
+class Penalty(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            y, x = x, block(x)
+        (gradient,) = torch.autograd.grad(x.sum(), y, create_graph=True)
+        out: Tensor = self.outlet(x) * gradient.square().mean()
+        return out
+
+
 class Replaced(AroundAll):
     def __init__(self) -> None:
         super().__init__()
@@ -218,6 +234,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "recomputed": (of(CountsInside), r"changes blocks\.\d\.times"),
     "list": (HookOfTheList, "wanted body, which has backward hooks, in one stage"),
     "replaced": (Replaced, "backward hooks and forward hooks that give another output"),
+    "node": (Nodes, "grad_fn of what blocks.0 gives"),
+    "gradient": (Penalty, "no gradient within the forward .*behind blocks.3"),
     "another": (ReadsAnother, "reads blocks.0.last"),
 }
 

@@ -131,6 +131,9 @@ class Snapshot:
     def _name_leaves(self, given: Any) -> None:
         for i, x in enumerate(tree_leaves(given)):
             self._names[id(x)] = f"its argument {i} (a {type(x).__name__})", None
+        held = [*given[0], *given[1].values()] if given else []
+        for i, x in enumerate(held):
+            self._names.setdefault(id(x), (f"its argument {i}", None))
 
     def _find(self, roots: Sequence[Any]) -> None:
         waiting: list[Any] = [*roots]

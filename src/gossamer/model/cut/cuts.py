@@ -229,6 +229,14 @@ def _check(flow: Flow, part: Part) -> None:
                 f"{flow.calls[part.low].name})",
                 key=_KEY,
             )
+    for value in flow.nodes.intersection(part.receives):
+        raise bad_input(
+            wanted=f"nobody to take the grad_fn of what {flow.calls[value.call].name} gives and stage {part.stage} "
+            "receives: its node in the graph is on another stage",
+            got="code between units that does",
+            do="set the hook on the tensor (register_hook) or within the unit, or cut elsewhere",
+            key=_KEY,
+        )
     for number, call in enumerate(flow.calls[: part.low]):
         for places in call.overlaps:
             if sum(Value(number, place) in part.receives for place in places) > 1:

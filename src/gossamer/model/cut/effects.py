@@ -58,7 +58,12 @@ class Reads:
         outer, assign = vars(nn.Module).get("__getattribute__"), nn.Module.__setattr__
 
         def read(module: nn.Module, name: str) -> Any:
-            held = object.__getattribute__(module, name)
+            try:
+                held = object.__getattribute__(module, name)
+            except AttributeError:  # perhaps it is there later
+                if not _is_registered(module, name):
+                    self.of.setdefault((id(module), name), set()).add(self.now())
+                raise
             if name not in OF_TORCH:
                 self.touched.add((id(module), name))
             if name not in OF_TORCH and not isinstance(held, _NOT_STATE):
@@ -118,6 +123,11 @@ class Effects:
         for one in self.found:
             if one.root is None or (one.root[1] not in OF_TORCH and reads.others(one.root, call)):
                 yield one
+
+
+def _is_registered(module: nn.Module, name: str) -> bool:
+    own = vars(module)
+    return any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
 
 
 def _is_of_tensors(one: Difference) -> bool:

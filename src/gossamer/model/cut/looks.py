@@ -9,6 +9,7 @@ numbers, lists and names of types comes out of it.
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,17 +60,28 @@ def looked_at(func: Any, args: Sequence[Any]) -> list[Tensor] | None:
     return given[1:2] if func is torch.ops.aten.masked_select.default else given[:1]
 
 
-class Looking(TorchFunctionMode):
-    """Calls `look` with every tensor of which Python takes all numbers."""
+_NODE: Any = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 
-    def __init__(self, look: Callable[[Tensor], None]) -> None:
+
+class Looking(TorchFunctionMode):
+    """Calls `look` with every tensor of which Python takes all numbers, and `hold` with those whose node in the graph
+    code outside of torch takes.
+    """
+
+    def __init__(self, look: Callable[[Tensor], None], hold: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self.look = look
+        self.look, self.hold = look, hold
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TAKES_ALL:
             self.look(args[0])
+        elif func == _NODE and not _caller(2).startswith("torch."):
+            self.hold(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _caller(depth: int) -> str:
+    return str(sys._getframe(depth).f_globals.get("__name__", ""))
 
 
 @dataclass

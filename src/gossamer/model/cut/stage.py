@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gossamer.model.cut.absent import Absence, Absent, Over
 from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more, python_of
+from gossamer.model.cut.beginnings import Beginnings, changes_python
 from gossamer.model.cut.bordered import Bordered
 from gossamer.model.cut.cuts import Part, canonical_names
 from gossamer.model.cut.fitting import signature_of
@@ -33,6 +34,7 @@ from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.randomness import Keyed
 from gossamer.spec.errors import BadInput, bad_input
 
+_NOT_USED = "appears to not have been used in the graph"
 _KEY = "plan.mesh.pipe"
 
 
@@ -63,6 +65,9 @@ class Stage:
         self._answers: list[Any] = []
         self._absence = Absence(part.stage)
         self._hindsight: Hindsight | None = None
+        mine = {call.unit for call in flow.calls[part.low : part.high]} if part.high - part.low < flow.end else set()
+        changing = frozenset(name for name in mine if changes_python(module.get_submodule(name)))
+        self._beginnings = Beginnings(module, part.stage, changing)
         if len(flow.calls) != part.high - part.low and runs_in_backward(module):
             owned = frozenset(call.unit for call in flow.calls[part.low : part.high])
             held = {path for path, name in self.names.items() if name in part.holds}
@@ -142,6 +147,10 @@ class Stage:
                 switches.keep()
         except Over:
             turn.is_cut_short = True
+        except RuntimeError as error:
+            if _NOT_USED not in str(error) or turn.at == self.flow.end == self.part.high - self.part.low:
+                raise
+            raise self._no_gradient(turn) from None
         finally:
             self._turn = None
         if not turn.is_cut_short and turn.at != self.flow.end:
@@ -156,9 +165,21 @@ class Stage:
             around = self._hindsight.leave(self.flow)
         return Live(leaves, sent, result, around=around)
 
+<<<<<<< HEAD
     def _saving(self, is_saved: bool) -> AbstractContextManager[Any]:
         memory = memory_of_names(self.module, self.flow.written) if is_saved else frozenset()
         return copies_of(memory) if memory else nullcontext()
+=======
+    def _no_gradient(self, turn: _Turn) -> BadInput:
+        last = self.flow.calls[max(turn.at - 1, 0)].name
+        return bad_input(
+            wanted=f"no gradient within the forward (torch.autograd.grad) through units of several stages, behind "
+            f"{last}",
+            got=f"one on stage {self.part.stage}, of what is on another stage",
+            do="take it within a unit, or cut so that one stage has all that it goes through",
+            key=_KEY,
+        )
+>>>>>>> f2
 
     def _check_shared(self) -> None:
         """A hook on a parameter that several stages hold would see parts of its gradient."""
@@ -222,11 +243,13 @@ class Stage:
         containers = containers_of(given)
         lengths = [len(container) for container in containers]
         looks = Looks()
+        self._beginnings.begin(self.flow, turn.at, given)
         try:
             with looks.noting() if call.is_told and call.is_python else nullcontext():
                 output = self._bordered[call.unit].forward(real, *given)
         finally:
             turn.inside, self._absence.unit = None, ""
+        self._beginnings.end(self.flow, turn.at)
         self._keep(turn, call, output, arguments)
         self._keep_added(turn, call, containers, lengths)
         if (told := Value(turn.at, TOLD)) in self.part.sends:

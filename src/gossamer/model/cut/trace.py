@@ -53,10 +53,19 @@ def _traced(watch: Watch, run: Callable[[], Any], graph: AbstractContextManager[
         stack.enter_context(_uncached())
         watch.install(stack)
         with watch:
-            result = run()
+            result = _run(watch, run)
             ends = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         watch.finish(ends)
     return watch.flow()
+
+
+def _run(watch: Watch, run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except Exception:
+        if watch.refused is not None:  # in a thread of the model's own, whose code went on
+            raise watch.refused from None
+        raise
 
 
 @contextmanager

@@ -80,6 +80,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.born: dict[int, int] = {}  # storage -> call in which it was made
         self.where: dict[Value, int] = {}  # storage of each value
         self.named: dict[int, list[Value]] = {}  # the other way round
+        self.nodes: set[Value] = set()  # whose nodes in the graph the model's code takes
         self.changed: set[Value] = set()  # written in place after they were made
         self.without_grad: list[tuple[str, Tensor]] = []  # what units gave while no graph was recorded
         self.readers: dict[Value, set[int]] = {}
@@ -97,8 +98,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws.enter()
         self.reads.know(self.module)
         stack.enter_context(self.reads.watching())
+<<<<<<< HEAD
         stack.enter_context(Looking(self._looked))
         stack.enter_context(backwards_seen(self._differentiated))
+=======
+        stack.enter_context(Looking(self._looked, self._held))
+>>>>>>> f2
         for name in self.units:
             unit = self.module.get_submodule(name)
             stack.callback(_put_back, unit, vars(unit).get("forward"))
@@ -210,6 +215,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.loose.setdefault(name, set()).add(len(self.calls))
         elif key not in self.owned[self.calls[self.current].unit]:
             self.lent.setdefault(name, set()).add(self.current)
+
+    def _held(self, tensor: Tensor) -> None:
+        """The model's code takes the node that made a tensor, perhaps to set a hook on it."""
+        if self.current is None:
+            self.nodes.update(self.named.get(self.key(tensor), ()))
 
     def _looked(self, tensor: Tensor) -> None:
         """Python takes all numbers of a tensor."""
@@ -410,8 +420,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             late=self.late,
             units=self.units,
             by_chance=self.draws.decide,
+<<<<<<< HEAD
             written=frozenset(self.overwritten),
+=======
+            nodes=frozenset(self.nodes),
+>>>>>>> f2
             touched=frozenset(self._path(root) for root in self.reads.touched),
+            looked_into={self._path(root): frozenset(self.reads.others(root, -1)) for root in self.reads.of},
             kept=self._by_call(lambda effects: (self._path(root) for root in effects.kept)),
             left=self._by_call(lambda effects: effects.left),
         )
