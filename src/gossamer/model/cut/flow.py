@@ -180,11 +180,8 @@ class Flow:
     late: tuple[Late, ...] = ()
     by_chance: bool = False  # the code between units may have looked at a random number
     buffers: Mapping[str, Use] = field(default_factory=dict)
-<<<<<<< HEAD
     written: frozenset[str] = frozenset()  # parameters, buffers and attributes of modules that it writes to in place
-=======
     nodes: frozenset[Value] = frozenset()  # whose nodes in the graph (grad_fn) the code between units takes
->>>>>>> f2
     touched: frozenset[str] = frozenset()  # attributes of modules that the forward reads or sets
     looked_into: Mapping[str, frozenset[float]] = field(default_factory=dict)  # of these, by whom: see Late.readers
     kept: Mapping[str, frozenset[int]] = field(default_factory=dict)  # attribute of a module -> calls that change it

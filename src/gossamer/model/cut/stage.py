@@ -165,11 +165,10 @@ class Stage:
             around = self._hindsight.leave(self.flow)
         return Live(leaves, sent, result, around=around)
 
-<<<<<<< HEAD
     def _saving(self, is_saved: bool) -> AbstractContextManager[Any]:
         memory = memory_of_names(self.module, self.flow.written) if is_saved else frozenset()
         return copies_of(memory) if memory else nullcontext()
-=======
+
     def _no_gradient(self, turn: _Turn) -> BadInput:
         last = self.flow.calls[max(turn.at - 1, 0)].name
         return bad_input(
@@ -179,7 +178,6 @@ class Stage:
             do="take it within a unit, or cut so that one stage has all that it goes through",
             key=_KEY,
         )
->>>>>>> f2
 
     def _check_shared(self) -> None:
         """A hook on a parameter that several stages hold would see parts of its gradient."""

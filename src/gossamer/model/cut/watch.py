@@ -98,12 +98,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws.enter()
         self.reads.know(self.module)
         stack.enter_context(self.reads.watching())
-<<<<<<< HEAD
-        stack.enter_context(Looking(self._looked))
-        stack.enter_context(backwards_seen(self._differentiated))
-=======
         stack.enter_context(Looking(self._looked, self._held))
->>>>>>> f2
+        stack.enter_context(backwards_seen(self._differentiated))
         for name in self.units:
             unit = self.module.get_submodule(name)
             stack.callback(_put_back, unit, vars(unit).get("forward"))
@@ -420,11 +416,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             late=self.late,
             units=self.units,
             by_chance=self.draws.decide,
-<<<<<<< HEAD
             written=frozenset(self.overwritten),
-=======
             nodes=frozenset(self.nodes),
->>>>>>> f2
             touched=frozenset(self._path(root) for root in self.reads.touched),
             looked_into={self._path(root): frozenset(self.reads.others(root, -1)) for root in self.reads.of},
             kept=self._by_call(lambda effects: (self._path(root) for root in effects.kept)),
