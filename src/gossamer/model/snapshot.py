@@ -373,10 +373,11 @@ class Snapshot:
         """A file in memory."""
         if held.closed:
             return
-        state: Any = held.__getstate__()  # type: ignore[no-untyped-call,unused-ignore]
+        file: Any = held
+        state = file.__getstate__()
 
         def is_other() -> bool:
-            return held.closed or held.__getstate__() != state  # type: ignore[no-untyped-call,unused-ignore]
+            return held.closed or bool(file.__getstate__() != state)
 
         def put_back() -> None:
             if is_other() and not held.closed:

@@ -19,7 +19,7 @@ from torch.nn.modules import module as torchs
 from torch.utils import checkpoint
 
 from gossamer.model.cut.absent import Absent
-from gossamer.model.cut.again import buffers_of, in_place_of, python_of
+from gossamer.model.cut.again import Buffers, buffers_of, in_place_of, python_of
 from gossamer.model.cut.cuts import Part
 from gossamer.model.cut.flow import Flow
 from gossamer.model.snapshot import Difference, Snapshot
@@ -73,7 +73,7 @@ class Hindsight:
         self,
         flow: Flow,
         left: Snapshot,
-        buffers: list[tuple[nn.Module, str, Tensor]],
+        buffers: Buffers,
         versions: Mapping[int, tuple[Tensor, int]],
         is_split: bool,
     ) -> Iterator[None]:
