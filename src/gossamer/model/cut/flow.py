@@ -181,6 +181,7 @@ class Flow:
     by_chance: bool = False  # the code between units may have looked at a random number
     buffers: Mapping[str, Use] = field(default_factory=dict)
     written: frozenset[str] = frozenset()  # parameters, buffers and attributes of modules that it writes to in place
+    slope: str = ""  # a call through which the code between units takes a gradient
     names: Mapping[str, int] = field(default_factory=dict)  # call name -> number
 
     def __post_init__(self) -> None:
