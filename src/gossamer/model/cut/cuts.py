@@ -80,6 +80,13 @@ def parts_of(module: nn.Module, flow: Flow, cuts: Cuts, keepers: Keepers | None 
     """
     starts = _starts(module, flow, cuts)
     bounds = [*starts, flow.end]
+    if flow.slope and len(starts) > 1:
+        raise bad_input(
+            wanted="gradients that are taken in the forward to be taken within a unit",
+            got=f"one through {flow.slope}, taken between units",
+            do="name what takes it as one unit (plan.units), or train without stages",
+            key="plan.mesh.pipe",
+        )
     edges = [_edges(flow, low) for low in bounds]
     keepers = keepers if keepers is not None else keepers_of(flow, bounds, edges)
     parts = tuple(

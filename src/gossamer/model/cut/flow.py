@@ -186,6 +186,7 @@ class Flow:
     looked_into: Mapping[str, frozenset[float]] = field(default_factory=dict)  # of these, by whom: see Late.readers
     kept: Mapping[str, frozenset[int]] = field(default_factory=dict)  # attribute of a module -> calls that change it
     left: Mapping[str, frozenset[int]] = field(default_factory=dict)  # outside of modules, a tensor -> the same
+    slope: str = ""  # a call through which the code between units takes a gradient
     names: Mapping[str, int] = field(default_factory=dict)  # call name -> number
 
     def __post_init__(self) -> None:

@@ -74,6 +74,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.late: tuple[Late, ...] = ()
         self.thread = threading.get_ident()
         self.refused: BadInput | None = None
+        self.slope = ""  # a call through which the code between units takes a gradient
         self.caught: BadInput | None = None  # a unit raised something; refused where the forward goes on
         self.constant: set[int] = set()  # memory that is made of nothing: anybody makes the same
         self.taint: dict[int, frozenset[Value]] = {}
@@ -184,14 +185,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ends = self._read([x for x in outputs if isinstance(x, Tensor)])
         through = ends - self._read([x for x in inputs if isinstance(x, Tensor)])
         if through:
-            name = self.calls[min(through).call].unit
-            self.refused = self.refused or bad_input(
-                wanted="gradients that are taken in the forward to be taken within a unit",
-                got=f"one through {name}, taken between units",
-                do="name what takes it as one unit (plan.units), or train without stages",
-                key="plan.mesh.pipe",
-            )
-            raise self.refused
+            self.slope = self.slope or self.calls[min(through).call].unit
 
     def _read(self, ins: list[Tensor]) -> frozenset[Value]:
         values: frozenset[Value] = frozenset()
@@ -422,6 +416,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             looked_into={self._path(root): frozenset(self.reads.others(root, -1)) for root in self.reads.of},
             kept=self._by_call(lambda effects: (self._path(root) for root in effects.kept)),
             left=self._by_call(lambda effects: effects.left),
+            slope=self.slope,
         )
 
     def _path(self, root: Root) -> str:
