@@ -14,6 +14,7 @@ import array
 import collections
 import contextvars
 import copy
+import ctypes
 import functools
 import io
 import itertools
@@ -80,6 +81,17 @@ def generators_kept() -> Iterator[None]:
         np.random.set_state(numpys)
         if gpus:
             torch.cuda.set_rng_state_all(gpus)
+
+
+@contextmanager
+def context_kept() -> Iterator[None]:
+    """Context variables are afterwards as they were, also those that had no value, which Python cannot unset."""
+    inner = ctypes.py_object(contextvars.copy_context())
+    ctypes.pythonapi.PyContext_Enter(inner)
+    try:
+        yield
+    finally:
+        ctypes.pythonapi.PyContext_Exit(inner)
 
 
 @dataclass
