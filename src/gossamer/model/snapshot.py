@@ -383,18 +383,18 @@ class Snapshot:
             self._names.setdefault(id(was), self._at)
             yield was
 
-    def _text(self, held: io.StringIO | io.BytesIO) -> None:
+    def _text(self, held: Any) -> None:
         """A file in memory."""
         if held.closed:
             return
-        state: Any = held.__getstate__()  # type: ignore[no-untyped-call,unused-ignore]
+        state: Any = held.__getstate__()
 
         def is_other() -> bool:
-            return held.closed or held.__getstate__() != state  # type: ignore[no-untyped-call,unused-ignore]
+            return bool(held.closed or held.__getstate__() != state)
 
         def put_back() -> None:
             if is_other() and not held.closed:
-                held.__setstate__(state)  # type: ignore[union-attr,unused-ignore]
+                held.__setstate__(state)
 
         self._differs(held, is_other)
         self._put_back.append(put_back)

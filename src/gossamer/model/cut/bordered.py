@@ -26,7 +26,7 @@ class Bordered:
 
     def __init__(self, name: str, unit: nn.Module) -> None:
         self.name, self.unit = name, unit
-        self._call = unit._call_impl
+        self._call: Callable[..., Any] = unit._call_impl
         self._hooks: tuple[Hooks, Hooks] | None = None  # of the call that is about to reach `forward`
         self._given: Any = None
         unit._call_impl = self.call  # type: ignore[method-assign]
@@ -51,7 +51,7 @@ class Bordered:
             return real(*args, **kwargs)
         if self.unit._is_full_backward_hook is False:
             raise self._refused("register_backward_hook")
-        around = BackwardHook(self.unit, [*hooks[0].values()], [*hooks[1].values()])
+        around: Any = BackwardHook(self.unit, [*hooks[0].values()], [*hooks[1].values()])
         output = real(*around.setup_input_hook(tuple(args)), **kwargs)
         self._given = around.setup_output_hook(output)
         return self._given

@@ -60,7 +60,7 @@ def looked_at(func: Any, args: Sequence[Any]) -> list[Tensor] | None:
     return given[1:2] if func is torch.ops.aten.masked_select.default else given[:1]
 
 
-_NODE: Any = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_NODE: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
 class Looking(TorchFunctionMode):
