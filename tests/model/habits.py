@@ -20,6 +20,7 @@ RANDOM = np.random.default_rng(5)
 DICE = random.Random(5)
 CALLS = 0
 VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("calls", default=0)
+UNSET: contextvars.ContextVar[int] = contextvars.ContextVar("unset")  # without a value
 THREAD = threading.local()
 BY_MODULE: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 STATE: dict[str, Any] = {"calls": 0}
@@ -189,13 +190,14 @@ class OfTheContext(Net):
 
     def factor(self, x: Tensor) -> Any:
         VARIABLE.set(VARIABLE.get() + 1)
+        UNSET.set(UNSET.get(0) + 1)
         THREAD.calls = getattr(THREAD, "calls", 0) + 1
         BY_MODULE[self.mix] = BY_MODULE.get(self.mix, 0) + 1
         self.text.write("x")
         self.bytes.append(1)
         self.user["calls"] += 1
         length = len(self.text.getvalue()) * len(self.bytes) + 0.1 * self.user["calls"]
-        return 1 / (VARIABLE.get() + 2 * THREAD.calls + 3 * BY_MODULE[self.mix] + 0.1 * length)
+        return 1 / (VARIABLE.get() + UNSET.get() + 2 * THREAD.calls + 3 * BY_MODULE[self.mix] + 0.1 * length)
 
 
 HABITS = (
@@ -220,6 +222,7 @@ def begin(kind: type[Net]) -> Net:
     global CALLS
     CALLS, STATE["calls"] = 0, 0
     VARIABLE.set(0)
+    globals()["UNSET"] = contextvars.ContextVar("unset")
     THREAD.calls = 0
     BY_MODULE.clear()
     if kind is OfTheClass:

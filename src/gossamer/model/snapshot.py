@@ -14,6 +14,7 @@ import array
 import collections
 import contextvars
 import copy
+import ctypes
 import functools
 import io
 import itertools
@@ -80,6 +81,17 @@ def generators_kept() -> Iterator[None]:
         np.random.set_state(numpys)
         if gpus:
             torch.cuda.set_rng_state_all(gpus)
+
+
+@contextmanager
+def context_kept() -> Iterator[None]:
+    """Context variables are afterwards as they were, also those that had no value, which Python cannot unset."""
+    inner = ctypes.py_object(contextvars.copy_context())
+    ctypes.pythonapi.PyContext_Enter(inner)
+    try:
+        yield
+    finally:
+        ctypes.pythonapi.PyContext_Exit(inner)
 
 
 @dataclass
@@ -369,7 +381,7 @@ class Snapshot:
             self._names.setdefault(id(was), self._at)
             yield was
 
-    def _text(self, held: io.StringIO | io.BytesIO) -> None:
+    def _text(self, held: Any) -> None:
         """A file in memory."""
         if held.closed:
             return
@@ -381,7 +393,7 @@ class Snapshot:
 
         def put_back() -> None:
             if is_other() and not held.closed:
-                held.__setstate__(state)  # type: ignore[union-attr,unused-ignore]
+                held.__setstate__(state)
 
         self._differs(held, is_other)
         self._put_back.append(put_back)

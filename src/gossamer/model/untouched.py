@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.snapshot import Copies, Snapshot
+from gossamer.model.snapshot import Copies, Snapshot, context_kept
 
 T = TypeVar("T")
 
@@ -27,6 +27,7 @@ def untouched(module: nn.Module, *, is_timed: bool = False, parameters: bool = T
     with ExitStack() as stack:
         stack.callback(snapshot.put_back)
         stack.callback(copies.put_back)
+        stack.enter_context(context_kept())
         if is_timed or snapshot.is_compiled:
             copies.make()
         else:

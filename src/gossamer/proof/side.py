@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from gossamer.model.snapshot import Copies, Snapshot
+from gossamer.model.snapshot import Copies, Snapshot, context_kept
 from gossamer.proof.question import Question
 from gossamer.proof.rows import Table
 
@@ -31,7 +31,8 @@ def world_kept(module: nn.Module) -> Iterator[None]:
     copies = Copies([t for t in snapshot.tensors if id(t) not in own])
     copies.make()
     try:
-        yield
+        with context_kept():
+            yield
     finally:
         copies.put_back()
         snapshot.put_back()

@@ -26,7 +26,7 @@ class Bordered:
 
     def __init__(self, name: str, unit: nn.Module) -> None:
         self.name, self.unit = name, unit
-        self._call: Any = unit._call_impl
+        self._call: Callable[..., Any] = unit._call_impl
         self._hooks: tuple[Hooks, Hooks] | None = None  # of the call that is about to reach `forward`
         self._given: Any = None
         unit._call_impl = self.call  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gossamer.model.cut.operators import written
-from gossamer.model.snapshot import Snapshot
+from gossamer.model.snapshot import Snapshot, context_kept
 
 
 @dataclass
@@ -57,7 +57,8 @@ def undone(module: nn.Module, buffers: Buffers, *, parameters: bool) -> Iterator
     cached = {id(one): (one, one.cache_info().misses) for one in snapshot.caches}
     with torch.random.fork_rng():
         try:
-            yield
+            with context_kept():
+                yield
         finally:
             torch.clear_autocast_cache()  # it may hold weights without numbers
             snapshot.put_back()
