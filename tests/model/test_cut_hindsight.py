@@ -235,7 +235,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "list": (HookOfTheList, "wanted body, which has backward hooks, in one stage"),
     "replaced": (Replaced, "backward hooks and forward hooks that give another output"),
     "node": (Nodes, "grad_fn of what blocks.0 gives"),
-    "gradient": (Penalty, "no gradient within the forward .*behind blocks.3"),
+    "gradient": (Penalty, "gradients that are taken in the forward .*blocks.3"),
     "another": (ReadsAnother, "reads blocks.0.last"),
 }
 
