@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from gossamer import loss
 from gossamer.cutting import Asked, OriginSource, hold
+from gossamer.model.cut.absent import Absent
 from gossamer.model.origin import origin_of
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
@@ -51,7 +52,8 @@ held(16)
 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
 before = mebibytes("VmRSS")
 module = held(2896)
-part = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}.values())
+held = [p.untyped_storage() for p in module.parameters() if not isinstance(p, Absent)]
+part = sum({one.data_ptr(): one.nbytes() for one in held}.values())
 print(json.dumps([part / 2**20, mebibytes("VmHWM") - before]))
 """
 # Skeletons of the modules, their trace, and the C library's slack: the same for models of any size.
