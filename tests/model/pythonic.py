@@ -336,7 +336,20 @@ def generated(values: list[float]) -> Iterator[float]:
 
 
 GAINS = [1.0, 1.2, 0.8, 1.5]
+
+
+def skips_by_chance(block: Any, x: Tensor) -> Tensor:
+    return x if random.random() < 0.5 else mixed(block, x)
+
+
+def skips_later(block: Any, x: Tensor) -> Tensor:
+    block.n = getattr(block, "n", 0) + 1
+    return mixed(block, x) if block.n <= 2 else x
+
+
 EQUAL: dict[str, Callable[[], nn.Module]] = {
+    "skips by chance": net(skips_by_chance),
+    "skips later": net(skips_later),
     "counter": net(counter, scaled, n=0),
     "dice": net(dice, scaled),
     "recurrent": of_class("Recurrent", Recurrent, scaled),
@@ -433,10 +446,10 @@ def later_own(block: Any, x: Tensor) -> Tensor:
 
 
 EQUAL["later_own"] = net(later_own, n=0)
+EQUAL["passes_at_first"] = net(passes, n=0)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "detached_at_first": (net(detached, n=0), r"blocks\.\d to give a tensor without a gradient .*stage \d"),
     "grows": (net(grows, lambda m, i, got: got[-1], n=0), r"blocks\.\d to give 2 .*got 3 tensors"),
-    "passes_at_first": (net(passes, n=0), r"blocks\.\d to give its argument, as it was on stage \d.*got a tensor"),
     "becomes_a_tensor": (net(becomes, with_perhaps, n=0), r"blocks\.\d.*"),
     "wider": (
         net(wider, lambda m, i, got: got.float(), n=0),

@@ -678,7 +678,7 @@ class SelfGate(Block):
         return x if self.training and random.random() < 0.3 else super().forward(x)
 
 
-@habit(OR_REFUSED, draws=True)
+@habit(EQUAL, draws=True)
 def blocks_that_skip_themselves():
     """The decision is within the block."""
     return Net(SelfGate)

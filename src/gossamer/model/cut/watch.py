@@ -54,6 +54,7 @@ class Seen:
     turns: dict[str, int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # storages from elsewhere
     looked: bool = False
+    is_used: bool = False  # whether it computes with anything that the unit owns
     effects: Effects | None = None
     flop: float = 0.0
 
@@ -128,7 +129,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for key in made + [k for k in changed if k not in self.static]:
                 self.taint[key] = self.taint.get(key, frozenset()) | values
             return out
-        self.calls[self.current].flop += flop_of(func, args, kwargs, out)
+        seen = self.calls[self.current]
+        seen.is_used |= not self.owned[seen.unit].isdisjoint(map(self.key, ins))
+        seen.flop += flop_of(func, args, kwargs, out)
         for value in values:
             self.readers.setdefault(value, set()).add(self.current)
         before = {self.key(x) for x in ins}
@@ -313,12 +316,24 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if leaf.layout is not torch.strided:
             return Leaf(opaque=f"tensor of layout {leaf.layout}")
         key = self.key(leaf)
-        if same is not None and key not in seen.written:
+        is_skipped = same is not None and not seen.is_used and bool(self.owned[seen.unit])
+        if same is not None and key not in seen.written and not is_skipped:
             return Leaf(source=same)
+        for read in self.taint.get(key, frozenset()) if is_skipped else ():
+            self.readers.setdefault(read, set()).add(value.call)
         self._name(key, value)
         if not torch.is_grad_enabled():
             self.without_grad.append((seen.unit, leaf))
+        if is_skipped and key not in seen.written:  # this time: another time it gives what it computes
+            return Leaf(made=self._to_come(leaf, seen.unit))
         return Leaf(source=same, made=Made.of(leaf))
+
+    def _to_come(self, leaf: Tensor, unit: str) -> Made:
+        """What a unit that has given its argument this time gives when it computes."""
+        made = Made.of(leaf)
+        is_trained = any(p.requires_grad for p in self.module.get_submodule(unit).parameters())
+        is_grown = is_trained and torch.is_grad_enabled() and leaf.is_floating_point()
+        return replace(made, needs_grad=made.needs_grad or is_grown)
 
     def _name(self, key: int, value: Value) -> None:
         """From here on the storage is `value`; a view of older storage is that too."""
