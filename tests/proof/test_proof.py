@@ -87,6 +87,11 @@ def test_statistics_that_ranks_of_a_stage_keep_for_themselves_change_no_gradient
     assert record["outcome"] == "equal"
 
 
+def test_buffers_that_a_forward_assigns_are_those_of_one_process(pool: Pool) -> None:
+    record = proved(pool, 2, kind="assigned", sections=STAGES)
+    assert record["outcome"] == "equal"
+
+
 def test_what_has_no_gradient_is_not_proved_and_what_a_zero_hides_is(pool: Pool) -> None:
     record = proved(pool, 2, kind="opened", sections=STAGES)
     assert record["idle"] == ["never.bias", "never.weight"]

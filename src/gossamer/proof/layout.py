@@ -71,7 +71,8 @@ class Divided(Side):
                 losses.append(_losses(one, heard))
                 found = replica.gradients()
                 gradients.append(rows_of(found, self.names.trained, question.seed))
-                counted = held if mine == question.replicas[0] and not _is_shared(parts, rank) else {}
+                is_counted = mine == question.replicas[0] and not _is_shared(parts, rank)
+                counted = _held(parts) if is_counted else {}  # anew: a forward may assign a buffer
                 buffers.append(rows_of(counted, self.names.buffers, question.seed))
                 replica.reject()
         finally:
