@@ -145,6 +145,7 @@ class Absence:
     fakes: FakeTensorMode = field(default_factory=_fakes)
     watch: _Watch | None = None
     told: Callable[[str], Any] | None = None  # what the unit itself saw, where it ran
+    is_again: Callable[[], bool] = bool  # whether a backward runs code between units once more
 
     def tensor(self, made: Made, origin: str) -> Tensor:
         """One that looks like `made`."""
@@ -221,7 +222,8 @@ class Absence:
         name = _name(func).removeprefix("aten::")
         if _name(func).partition(".")[0] in _FACTORIES:
             return func(*tree_map_only(Tensor, _hollow, tuple(args)), **kwargs)
-        if self.unit or (not self.is_on and torch._C._current_graph_task_id() != -1):
+        is_backward = not self.is_on and torch._C._current_graph_task_id() != -1
+        if self.unit or (is_backward and not self.is_again()):
             self.refuse(origin, f"{self.unit} computes with it" if self.unit else "a backward computes with it")
         try:
             return self._absently(func, args, kwargs, origin)

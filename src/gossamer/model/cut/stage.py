@@ -28,6 +28,7 @@ from gossamer.model.cut.flow import TOLD, Call, Flow, Inside, Leaf, Made, Value,
 from gossamer.model.cut.hindsight import Hindsight, check_left, runs_in_backward
 from gossamer.model.cut.live import Live
 from gossamer.model.cut.looks import Looks
+from gossamer.model.cut.regions import Regions
 from gossamer.model.cut.saving import copies_of, memory_of_names
 from gossamer.model.cut.switches import switches_put_back
 from gossamer.model.cut.tree import Shape, flatten
@@ -65,6 +66,8 @@ class Stage:
         self._answers: list[Any] = []
         self._absence = Absence(part.stage)
         self._hindsight: Hindsight | None = None
+        self._regions, self._is_again = Regions(), False
+        self._absence.is_again = self._regions.is_run_again
         mine = {call.unit for call in flow.calls[part.low : part.high]} if part.high - part.low < flow.end else set()
         changing = frozenset(name for name in mine if changes_python(module.get_submodule(name)))
         self._beginnings = Beginnings(module, part.stage, changing)
@@ -216,8 +219,11 @@ class Stage:
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
             turn = self._turn
-            if turn is None or turn.inside is not None or torch._C._current_graph_task_id() != -1:
-                return real(*args, **kwargs)  # within a unit, or recomputed in a backward
+            is_again = torch._C._current_graph_task_id() != -1  # recomputed in a backward
+            if self._is_again or (turn is not None and turn.inside is not None) or (turn is None and not is_again):
+                return real(*args, **kwargs)  # within a unit
+            if turn is None or is_again:
+                return self._once_more(name, real, (args, kwargs))
             if signature is not None:
                 signature.bind(*args, **kwargs)  # raises TypeError, as the unit does where it lies
             call = self._next(turn, name)
@@ -227,11 +233,22 @@ class Stage:
                 output = self._ghost(turn, call, args, kwargs)
             else:
                 output = self._shadow(turn, call, real, (args, kwargs))
+            self._regions.note(output, is_own=self.part.owns(turn.at), is_shadow=call.is_python)
             turn.at += 1
             self._advance(turn)
             return output
 
         return forward
+
+    def _once_more(self, name: str, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
+        """A backward runs a checkpointed region, which calls the unit."""
+        if (ghostly := self._regions.next()) is not None:
+            return ghostly.again(name)
+        self._is_again, self._absence.unit = True, name
+        try:
+            return real(*given[0], **given[1])
+        finally:
+            self._is_again, self._absence.unit = False, ""
 
     def _own(self, turn: _Turn, call: Call, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
         """The unit itself."""
