@@ -151,10 +151,25 @@ class Prints(Net):
         return torch.where(zeros > 0, 0.0, got.to(zeros.dtype)) if got.requires_grad else got * 0
 
 
+class Logs(Net):
+    """Numbers of what it gives go into a list, by a counter that is raised before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.log = 0, list[float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.count += 1
+        self.log.append(y.mean().item() * self.count)
+        self.log.append(float(y.detach().max()))
+        return y
+
+
 EQUAL: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (CountsAtTheEnd, FlagAround, GradMode, DefaultType, HooksRemoved, RemembersLate, RemembersEarly,
-                 Filled, Prints)
+                 Filled, Prints, Logs)
 }  # fmt: skip
 
 
@@ -258,11 +273,57 @@ def _masked(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return y, y > 0
 
 
+class LogDecides(Logs):
+    """How long the list is goes into what the next forward begins with, by a way of Python's."""
+
+    gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x * self.gain)
+        for block in self.blocks:
+            x = block(x)
+        y = self.outlet(x)
+        self.gain = 1 + 0.1 * len(self.log)
+        self.log.append(y.mean().item())
+        return y
+
+
+class LogDecidesByATensor(LogDecides):
+    """The same by a tensor that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x * self.gain)
+        for block in self.blocks:
+            x = block(x)
+        y = self.outlet(x)
+        self.gain.add_(0.1 * len(self.log))
+        self.log.append(y.mean().item())
+        return y
+
+
+class LogDecidesByAnotherTensor(LogDecidesByATensor):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x * self.gain)
+        for block in self.blocks:
+            x = block(x)
+        y = self.outlet(x)
+        self.gain = torch.ones(()) * len(self.log)
+        self.log.append(y.mean().item())
+        return y
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "late": (Late, r"got what blocks\.3 gives, .*inlet computes with it"),
     "late_in_memory": (LateInMemory, r"got what blocks\.3 gives, .*inlet computes with it"),
     "sometimes": (Sometimes, r"got what blocks\.0 gives, .*outlet computes with it"),
     "sometimes_a_mask": (SometimesAMask, r"got output 1 of blocks\.0, .*outlet computes with it"),
     "sometimes_a_branch": (SometimesABranch, r"got what blocks\.0 gives, .*reads a number of it .*kept\.py:\d+"),
+    "log": (LogDecides, r"wanted log .*, which .*stage 0 \(up to blocks\.0\) has not"),
+    "log_by_a_tensor": (LogDecidesByATensor, r"wanted log .*, which .*stage 0 \(up to blocks\.0\) has not"),
+    "log_by_another": (LogDecidesByAnotherTensor, r"wanted log .*, which .*stage 0 \(up to blocks\.0\) has not"),
     "sometimes_inside": (SometimesInside, r"stage 2 .*got what blocks\.0 gives, .*blocks\.3 computes with it"),
 }

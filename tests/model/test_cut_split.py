@@ -320,6 +320,23 @@ def test_a_checkpointed_region_is_recomputed_once() -> None:
     assert kept is not None and put_off is None
 
 
+class Reentrant(Layer):
+    """Checkpointed in the way that torch allows in a backward of everything alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(checkpoint(super().forward, x, use_reentrant=True))
+
+
+@pytest.mark.parametrize("keep_graph", [True, False])
+def test_a_reentrant_checkpoint_has_a_backward_of_one_part(keep_graph: bool) -> None:
+    torch.manual_seed(0)
+    module, batches = Chain(), [{"x": rows(seed)} for seed in range(2)]
+    module.blocks = nn.ModuleList(Reentrant() for _ in range(4))
+    whole = run_lockstep(staged(module, mean_square, batches[0], 3), mean_square, batches)
+    parts = staged(module, mean_square, batches[0], 3)
+    assert_same(run_in_parts(parts, mean_square, batches, keep_graph=keep_graph), whole)
+
+
 class Deep(Layer):
     def __init__(self) -> None:
         super().__init__()

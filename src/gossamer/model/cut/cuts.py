@@ -272,11 +272,11 @@ def _check_late(flow: Flow, part: Part) -> None:
     ends += [float(i) for i in range(part.high, flow.end) if flow.calls[i].is_told]
     if part.is_last or not ends:
         return
-    late = next((one for one in flow.late if _matters(one, min(ends))), None)
+    late = next((one for one in flow.late if _matters(flow, one, min(ends))), None)
     if late is not None:
         raise bad_input(
             wanted=f"{late.name}, which the forward changes and a later one reads, to depend on no number that stage "
-            f"{part.stage} has not",
+            f"{part.stage} (up to {flow.calls[part.high - 1].name}) has not",
             got=f"a look at one before {_reader(flow, math.ceil(min(ends)))}, where its forward has to end",
             do="move the look behind what changes, return tensors instead of numbers, or cut behind it",
             key=_KEY,
@@ -287,8 +287,13 @@ def _has(part: Part, value: Value) -> bool:
     return part.owns(value.call) or value in part.receives
 
 
-def _matters(late: Late, end: float) -> bool:
-    return late.written >= end and any(reader <= end for reader in late.readers)
+def _matters(flow: Flow, late: Late, end: float) -> bool:
+    """Who reads it right before the end can only change what stays; which is then read before, or is a tensor."""
+    first = min(late.readers, default=math.inf)
+    if late.written < end or first > end:
+        return False
+    stirred = any(one.written >= end and min(one.readers, default=math.inf) < end for one in flow.stirred)
+    return first < end or stirred or end in flow.stirs
 
 
 def _reader(flow: Flow, position: int) -> str:

@@ -40,6 +40,7 @@ class Reads:
     now: Callable[[], float]  # the number of the running call; between two of them, a number between theirs
     of: dict[Root, set[float]] = field(default_factory=dict)
     writers: dict[Root, set[float]] = field(default_factory=dict)
+    put: set[float] = field(default_factory=set)  # when a tensor is assigned
     touched: set[Root] = field(default_factory=set)  # whatever lies there
     shared: dict[Root, tuple[Root, ...]] = field(default_factory=dict)  # attributes that hold the same object
 
@@ -73,6 +74,8 @@ class Reads:
         def write(module: nn.Module, name: str, held: Any) -> None:
             self.writers.setdefault((id(module), name), set()).add(self.now())
             self.touched.add((id(module), name))
+            if isinstance(held, Tensor):
+                self.put.add(self.now())
             assign(module, name, held)
 
         nn.Module.__getattribute__ = read  # type: ignore[method-assign,assignment]

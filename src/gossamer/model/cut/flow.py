@@ -178,6 +178,8 @@ class Flow:
     lent: Mapping[str, frozenset[int]]  # the same, read inside other units' calls -> those calls
     units: tuple[str, ...]
     late: tuple[Late, ...] = ()
+    stirred: tuple[Late, ...] = ()  # the same, before that
+    stirs: frozenset[float] = frozenset()  # when, as in Late, the forward changes tensors that stay
     by_chance: bool = False  # the code between units may have looked at a random number
     buffers: Mapping[str, Use] = field(default_factory=dict)
     written: frozenset[str] = frozenset()  # parameters, buffers and attributes of modules that it writes to in place

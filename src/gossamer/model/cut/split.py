@@ -10,7 +10,8 @@ A parameter's gradient is made in B_INPUT instead, whole and once, where it cann
     it has several uses on the chain (a shared block): from the first, the chain leads to the others
     its use is a Function written in Python: that makes all of its gradients together
     something saved for its use has hooks (checkpointing): unpacking it later would recompute the region again
-and so is everything of a graph that holds compiled code. Roots off the chain (all of them, where nothing was received)
+and so is everything of a graph that holds compiled code, or a reentrant checkpoint, which torch runs in a backward of
+everything alone. Roots off the chain (all of them, where nothing was received)
 wait for B_WEIGHT.
 
 Gradients are added in place to a `.grad` that is there, by the parameters' own accumulators, so their hooks fire, but
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 
 Grads = tuple[Tensor | None, ...]
 
@@ -70,7 +72,7 @@ def backward_input(roots: Sequence[Tensor], gradients: Sequence[Tensor], receive
     nodes = _nodes([edge.node for edge in edges])
     leaves = {get_gradient_edge(x).node: x for x in received if x.requires_grad}
     chain = _chain(nodes, leaves)
-    if chain and any(_is_compiled(node) for node in nodes):
+    if chain and any(_is_compiled(node) or _is_reentrant(node) for node in nodes):
         torch.autograd.backward(list(roots), list(gradients))
         return Later()
     uses, at_once = _divided(chain)
@@ -181,6 +183,10 @@ def _variable(accumulator: Node) -> Tensor:
 
 def _is_compiled(node: Node) -> bool:
     return isinstance(node, BackwardCFunction) and node.name().startswith("CompiledFunction")
+
+
+def _is_reentrant(node: Node) -> bool:
+    return isinstance(node, BackwardCFunction) and getattr(node, "_forward_cls", None) is CheckpointFunction
 
 
 def _has_hooks(node: Node) -> bool:

@@ -70,8 +70,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.running = Running(module, self.key)
         self.calls: list[Seen] = []
         self.current: int | None = None
-        self.reads = Reads(lambda: len(self.calls) + BEGINNING if self.current is None else self.current)
-        self.early: Snapshot | None = None  # what Python held when it first looked at a number
+        self.reads = Reads(self._now)
+        self.begun: Snapshot | None = None  # what Python held when the forward began
+        self.early: Snapshot | None = None  # the same when it first looked at a number
+        self.stirred: list[tuple[Difference, float]] = []  # what was changed in between, and when
+        self.stirs: set[float] = set()  # when the code between units changes tensors that stay
         self.late: tuple[Late, ...] = ()
         self.thread = threading.get_ident()
         self.refused: BadInput | None = None
@@ -96,7 +99,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paths = {id(m): path for path, m in module.named_modules()}
         self.within = {name: {id(m) for m in module.get_submodule(name).modules()} for name in units}
 
+    def _now(self) -> float:
+        """The number of the running call; between two of them, one between theirs."""
+        return len(self.calls) + BEGINNING if self.current is None else self.current
+
     def install(self, stack: ExitStack) -> None:
+        with unseen():
+            self.begun = Snapshot.of_python(self.module, "")
         self.draws.enter()
         self.reads.know(self.module)
         stack.enter_context(self.reads.watching())
@@ -117,6 +126,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = self._read(ins)
         changed = [self.key(x) for x in written(func, args, kwargs)]
         self.overwritten.update(name for key in changed for name in self.kept.get(key, ()))
+        if any(key in self.kept for key in changed):
+            self.stirs.add(self._now())
         self.changed.update(value for key in changed for value in self.named.get(key, ()))
         if (looked := looked_at(func, args)) is not None:
             self._look(self._read(looked), {self.key(x) for x in looked})
@@ -234,7 +245,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _first_look(self) -> None:
         if self.early is None:
             with unseen():
-                self.early = Snapshot.of_python(self.module, "")
+                changed = [] if self.begun is None else [*self.begun.differences()]
+                self.stirred = [(one, self._written(one)) for one in changed]
+                self.begun, self.early = None, Snapshot.of_python(self.module, "")
 
     def _watched(self, name: str, unit: nn.Module, real: Callable[..., Any]) -> Callable[..., Any]:
         # Not by hooks: some models call the `forward` of their blocks themselves.
@@ -423,6 +436,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             lent={name: frozenset(at) for name, at in self.lent.items()},
             buffers=self.running.uses(),
             late=self.late,
+            stirred=tuple(Late(d.name, self._readers(d), at) for d, at in self.stirred),
+            stirs=frozenset(self.stirs | self.reads.put),
             units=self.units,
             by_chance=self.draws.decide,
             written=frozenset(self.overwritten),
