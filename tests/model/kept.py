@@ -166,10 +166,58 @@ class Logs(Net):
         return y
 
 
+class Leaves(Block):
+    """Leaves what it gives in a list that others have, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = list[Tensor]()
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        self.left.append(y.detach())
+        return y
+
+
+class CountsTensors(Net):
+    """Reads how many tensors lie there, of all blocks and of each."""
+
+    block = Leaves
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = list[Tensor]()
+        for block in self.blocks[:2]:
+            block.left = self.left
+
+    def between(self, i: int, got: Any) -> Any:
+        return got / (1 + 0.1 * len(self.left) + 0.1 * len(self.blocks[i].left))
+
+
+GLOBAL: dict[str, Any] = {}
+
+
+class LeavesGlobally(Leaves):
+    def forward(self, x: Tensor) -> Any:
+        GLOBAL[f"tensor {len(GLOBAL)}"] = x.detach()
+        return super().forward(x)
+
+
+class CountsGlobally(Net):
+    block = LeavesGlobally
+
+    def forward(self, x: Tensor) -> Tensor:
+        GLOBAL.clear()
+        return super().forward(x)
+
+    def between(self, i: int, got: Any) -> Any:
+        return got / (1 + 0.1 * len(GLOBAL))
+
+
 EQUAL: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (CountsAtTheEnd, FlagAround, GradMode, DefaultType, HooksRemoved, RemembersLate, RemembersEarly,
-                 Filled, Prints, Logs)
+                 Filled, Prints, Logs, CountsTensors, CountsGlobally)
 }  # fmt: skip
 
 

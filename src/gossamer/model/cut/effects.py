@@ -115,7 +115,7 @@ class Effects:
         """It was made."""
         with unseen():
             changed = [*self.before.differences()]
-            self.found = [one for one in changed if not _is_of_tensors(one)]
+            self.found = [one for one in changed if not (_is_of_tensors(one) and _is_followed(one))]
             self.kept = frozenset(one.root for one in changed if one.root is not None and one.root[1] not in OF_TORCH)
             self.left = frozenset(one.name for one in changed if one.root is None and _is_of_tensors(one))
             self.tensors = [x for one in changed for x in leaves_of(one.now) if isinstance(x, Tensor)]
@@ -131,6 +131,15 @@ class Effects:
 def _is_registered(module: nn.Module, name: str) -> bool:
     own = vars(module)
     return any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+
+
+def _is_followed(one: Difference) -> bool:
+    """Whether a ghost leaves the same tensors there: as an attribute, or in what it was given. How many lie in a list or
+    dict elsewhere others may ask.
+    """
+    if one.root is None:
+        return one.name.startswith("its argument")
+    return isinstance(one.now, Tensor | weakref.ref) and one.name.rpartition(".")[2] == one.root[1]
 
 
 def _is_of_tensors(one: Difference) -> bool:
