@@ -22,7 +22,7 @@ from gossamer.memory import Rows, States
 from gossamer.run.cut import Cut
 from gossamer.run.scaling import Scaling
 from gossamer.run.trainer import Progress
-from gossamer.spec.errors import BadInput, CheckpointMismatch
+from gossamer.spec.errors import BadInput, CheckpointMismatch, bad_input
 from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
 from gossamer.store.slices import REPLICATED, Piece, Slice
 from gossamer.sync import Apart, Replica
@@ -126,7 +126,10 @@ class Contents:
         return [(n, t) for n, t in shared if leaders[n] == mine], alike.index(writer), len(alike)
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for."""
+        """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for, BadInput where the model has
+        more to it than tensors.
+        """
+        _check_plain(self.module)
         names = frozenset(checkpoint.names())
         apart = "states/model/" if self.states.is_sharded else "states/"
         if not self.states.sharded and any(name.startswith(apart) for name in names):
@@ -313,6 +316,18 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module.named_buffers():
         if name in persistent:
             yield name, buffer
+
+
+def _check_plain(module: nn.Module) -> None:
+    """Raises BadInput where a state_dict has more than tensors, which a checkpoint has not."""
+    for path, inner in module.named_modules():
+        if type(inner).get_extra_state is not nn.Module.get_extra_state:
+            raise bad_input(
+                wanted="a model whose state is its parameters and buffers, to go on from a checkpoint",
+                got=f"{path or 'the model'} ({type(inner).__name__}) with get_extra_state, which no checkpoint keeps",
+                do="keep that in a buffer, or train without a break",
+                key="model",
+            )
 
 
 def trainable(module: nn.Module) -> Mapping[str, Tensor]:
