@@ -134,8 +134,8 @@ def _is_registered(module: nn.Module, name: str) -> bool:
 
 
 def _is_followed(one: Difference) -> bool:
-    """Whether a ghost leaves the same tensors there: as an attribute, or in what it was given. How many lie in a list or
-    dict elsewhere others may ask.
+    """Whether a ghost leaves the same tensors there: as an attribute, or in what it was given. How many lie in another
+    list or dict others may ask.
     """
     if one.root is None:
         return one.name.startswith("its argument")
