@@ -276,7 +276,7 @@ def _check_late(flow: Flow, part: Part) -> None:
     if late is not None:
         raise bad_input(
             wanted=f"{late.name}, which the forward changes and a later one reads, to depend on no number that stage "
-            f"{part.stage} (up to {flow.calls[part.high - 1].name}) has not",
+            f"{part.stage} has not (it ends with {flow.calls[part.high - 1].name})",
             got=f"a look at one before {_reader(flow, math.ceil(min(ends)))}, where its forward has to end",
             do="move the look behind what changes, return tensors instead of numbers, or cut behind it",
             key=_KEY,

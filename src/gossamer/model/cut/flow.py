@@ -13,6 +13,7 @@ from gossamer.model.cut.tree import Shape
 
 TOLD = -2  # the place of what a call looked at, as bytes
 TOLD_BYTES = 2048
+KEPT = -2  # in place of the number of a container: it is an attribute of a module
 HIDDEN = -1  # the place of a tensor that was made inside a call and that nothing outside is known to hold
 
 
@@ -84,7 +85,7 @@ class Inside:
     leaves: tuple[Leaf, ...]
     places: tuple[int, ...]
     spec: Shape
-    container: int = -1  # number of the list or dict among the arguments
+    container: int = -1  # number of the list or dict among the arguments; KEPT: it is the attribute
     key: Any = None  # under which a dict holds it; None: appended to a list
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +24,7 @@ from gossamer.model.cut.beginnings import Beginnings, changes_python
 from gossamer.model.cut.bordered import Bordered
 from gossamer.model.cut.cuts import Part, canonical_names
 from gossamer.model.cut.fitting import signature_of
-from gossamer.model.cut.flow import TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
+from gossamer.model.cut.flow import KEPT, TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
 from gossamer.model.cut.hindsight import Hindsight, check_left, runs_in_backward
 from gossamer.model.cut.live import Live
 from gossamer.model.cut.looks import Looks
@@ -257,6 +257,7 @@ class Stage:
         arguments = flatten(given)[0]
         containers = containers_of(given)
         lengths = [len(container) for container in containers]
+        kept = self._kept_lengths(call)
         looks = Looks()
         self._beginnings.begin(self.flow, turn.at, given)
         try:
@@ -267,6 +268,7 @@ class Stage:
         self._beginnings.end(self.flow, turn.at)
         self._keep(turn, call, output, arguments)
         self._keep_added(turn, call, containers, lengths)
+        self._keep_kept(turn, call, kept)
         if (told := Value(turn.at, TOLD)) in self.part.sends:
             if not call.is_python:
                 looks = Looks.of_kinds(flatten(output)[0], call.leaves)
@@ -277,6 +279,7 @@ class Stage:
         """What the unit does and gives in Python: its own forward, on what is absent or was received."""
         arguments, containers = flatten(given)[0], containers_of(given)
         lengths = [len(container) for container in containers]
+        kept = self._kept_lengths(call)
         told = turn.given.get(Value(turn.at, TOLD)) if call.is_told else None
         looks = Looks.of_bytes(told) if told is not None else Looks()
         turn.inside, turn.turns, turn.is_shadow = call, {}, True
@@ -287,6 +290,7 @@ class Stage:
         finally:
             turn.inside, turn.is_shadow, self._absence.told = None, False, None
         self._place_insides(turn, call, containers, lengths)
+        self._place_kept(turn, call, kept)
         leaves, spec = flatten(output)
         self._check_structure(turn, call, leaves)
         placed: list[Any] = []
@@ -311,9 +315,42 @@ class Stage:
                     lengths[inside.container] += 1
                 if key in range(len(container)) if isinstance(container, list) else key in container:
                     container[key] = self._received(turn, inside, container[key])
-            elif inside.attribute:
+            elif inside.attribute and inside.container != KEPT:
                 target = self.module.get_submodule(inside.module)
                 setattr(target, inside.attribute, self._received(turn, inside, getattr(target, inside.attribute)))
+
+    def _kept_lengths(self, call: Call) -> dict[tuple[str, str], int]:
+        """Of the lists and dicts of modules that a call may put tensors into."""
+        places = {(i.module, i.attribute) for i in call.insides if i.container == KEPT}
+        return {place: len(self._kept_at(*place) or ()) for place in places}
+
+    def _kept_at(self, path: str, attribute: str) -> Any:
+        found = getattr(self.module.get_submodule(path), attribute, None)
+        return found if isinstance(found, list | dict) else None
+
+    def _put_there(self, call: Call, lengths: dict[tuple[str, str], int]) -> Iterator[tuple[Inside, Any, Any]]:
+        """Each with the list or dict and the place in it; None where nothing was put there this time."""
+        for inside in (i for i in call.insides if i.container == KEPT):
+            place = inside.module, inside.attribute
+            container, key = self._kept_at(*place), inside.key
+            if isinstance(container, list):
+                key = lengths[place]
+                lengths[place] += 1
+            is_there = key in range(len(container)) if isinstance(container, list) else key in (container or ())
+            yield inside, container if is_there else None, key
+
+    def _place_kept(self, turn: _Turn, call: Call, lengths: dict[tuple[str, str], int]) -> None:
+        for inside, container, key in self._put_there(call, lengths):
+            if container is not None:
+                container[key] = self._received(turn, inside, container[key])
+
+    def _keep_kept(self, turn: _Turn, call: Call, lengths: dict[tuple[str, str], int]) -> None:
+        for inside, container, key in self._put_there(call, lengths):
+            if not any(Value(turn.at, place) in self.part.sends for place in inside.places):
+                continue
+            if container is None:
+                raise self._another(call, -1, "nothing put there", f"a tensor in {inside.attribute}")
+            self._keep_inside(turn, inside, container[key])
 
     def _received(self, turn: _Turn, inside: Inside, came: Any) -> Any:
         """What a shadow left behind, with what was received of it."""
@@ -342,8 +379,8 @@ class Stage:
 
     def _ghost(self, turn: _Turn, call: Call, args: Any, kwargs: Any) -> Any:
         given, containers = flatten((args, kwargs))[0], containers_of((args, kwargs))
-        kinds = self._kinds(turn, call)
-        for inside in call.insides:
+        kinds, kept = self._kinds(turn, call), self._kept_lengths(call)
+        for inside in (i for i in call.insides if i.container != KEPT):
             structure = self._filled(turn, inside.leaves, inside.places, inside.spec, given)
             target = self.module.get_submodule(inside.module)
             if inside.container >= 0:
@@ -353,6 +390,7 @@ class Stage:
             else:
                 self._answers.append(structure)
                 target()  # its hooks take it from there
+        self._place_kept(turn, call, kept)  # what hooks have put there
         leaves: list[Any] = []
         for place, leaf in enumerate(call.leaves):
             leaves.append(self._leaf(turn, leaf, place, given, leaves))
@@ -433,7 +471,7 @@ class Stage:
             self._check_kinds(turn, call, leaves)
         self._keep_leaves(turn, call.leaves, range(len(call.leaves)), leaves)
         for inside in call.insides:
-            if inside.attribute:
+            if inside.attribute and inside.container != KEPT:
                 self._keep_inside(turn, inside, getattr(self.module.get_submodule(inside.module), inside.attribute))
 
     def _check_kinds(self, turn: _Turn, call: Call, leaves: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 from gossamer.model.cut.chance import Draws, Lot
 from gossamer.model.cut.effects import BEGINNING, OF_TORCH, Effects, Reads, unseen
 from gossamer.model.cut.fitting import fits
-from gossamer.model.cut.flow import HIDDEN, Call, Flow, Inside, Late, Leaf, Made, Value, containers_of
+from gossamer.model.cut.flow import HIDDEN, KEPT, Call, Flow, Inside, Late, Leaf, Made, Value, containers_of
 from gossamer.model.cut.looks import Looking, looked_at
 from gossamer.model.cut.operators import Operators, written
 from gossamer.model.cut.running import Running, Step
-from gossamer.model.cut.tree import Shape, flatten
+from gossamer.model.cut.tree import Shape, flatten, leaves_of
 from gossamer.model.cut.undo import Buffers, backwards_seen
 from gossamer.model.flop import flop_of
 from gossamer.model.snapshot import Difference, Root, Snapshot
@@ -49,6 +49,7 @@ class Seen:
     spec: Shape | None = None
     containers: list[Any] = field(default_factory=list)  # lists and dicts among the arguments
     before: list[Any] = field(default_factory=list)  # copies of them
+    kept: list[tuple[str, str, Any, Any]] = field(default_factory=list)  # those of modules: path, attribute, it, a copy
     inner: list[tuple[str, int, str, Any]] = field(default_factory=list)  # module, turn, attribute, output
     insides: list[Inside] = field(default_factory=list)
     turns: dict[str, int] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stirred: list[tuple[Difference, float]] = []  # what was changed in between, and when
         self.stirs: set[float] = set()  # when the code between units changes tensors that stay
         self.late: tuple[Late, ...] = ()
+        self.holders: list[nn.Module] = []  # that have lists or dicts
         self.thread = threading.get_ident()
         self.refused: BadInput | None = None
         self.slope = ""  # a call through which the code between units takes a gradient
@@ -283,9 +285,24 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         turn = sum(seen.unit == name for seen in self.calls)
         seen = Seen(name, turn, flatten((args, kwargs))[0], containers=containers_of((args, kwargs)))
         seen.before = [copy.copy(container) for container in seen.containers]
+        seen.kept = [*self._lists_and_dicts(name, {id(container) for container in seen.containers})]
         seen.effects = Effects.begin(self.module.get_submodule(name), name, (args, kwargs))
         self.calls.append(seen)
         return self.current
+
+    def _lists_and_dicts(self, unit: str, known: set[int]) -> Iterator[tuple[str, str, Any, Any]]:
+        """Attributes of modules that a call may put something into."""
+        if not self.holders:
+            self.holders = [m for m in self.module.modules() if any(self._containers_in(m))]
+        for module in (*self.holders, *self.module.get_submodule(unit).modules()):
+            for name, held in self._containers_in(module):
+                if id(held) not in known:
+                    known.add(id(held))
+                    yield self.paths[id(module)], name, held, copy.copy(held)
+
+    @staticmethod
+    def _containers_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
+        return ((n, x) for n, x in vars(module).items() if n not in OF_TORCH and type(x) in (list, dict))
 
     def _raised(self, name: str, error: BaseException, *, is_fitting: bool) -> None:
         """The call never ended. Where its arguments did not fit it never began, on no stage."""
@@ -376,7 +393,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for i, (container, before) in enumerate(zip(seen.containers, seen.before, strict=True)):
             for key, held in _added(container, before):
                 self._keep_inside(number, seen, Inside("", 0, "", (), (), flatten(held)[1], i, key), held)
-        seen.inner, seen.containers, seen.before = [], [], []
+        for path, name, container, before in seen.kept:
+            for key, held in _added(container, before):
+                if any(isinstance(x, Tensor) and self.born.get(self.key(x)) == number for x in leaves_of(held)):
+                    self._keep_inside(number, seen, Inside(path, 0, name, (), (), flatten(held)[1], KEPT, key), held)
+        seen.inner, seen.containers, seen.before, seen.kept = [], [], [], []
 
     def _keep_inside(self, number: int, seen: Seen, inside: Inside, output: Any) -> None:
         start = len(seen.leaves) + sum(len(i.leaves) for i in seen.insides)
