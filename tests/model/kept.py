@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -242,6 +243,35 @@ class HookedLosses(Net):
         return y
 
 
+@dataclass
+class Tally:
+    """What blocks add to."""
+
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    last: Any = None
+    calls: int = 0
+
+
+class Tallies(Block):
+    def forward(self, x: Tensor, tally: Tally) -> Any:  # type: ignore[override]
+        y = super().forward(x)
+        tally.terms["size"] = tally.terms.get("size", torch.zeros(())) + y.square().mean()
+        tally.last, tally.calls = y.mean(), tally.calls + 1
+        return y
+
+
+class AddsATally(Net):
+    """An object that goes from block to block, and has a loss in the end."""
+
+    block = Tallies
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, tally = self.inlet(x), Tally()
+        for block in self.blocks:
+            x = block(x, tally)
+        return self.outlet(x) + tally.terms["size"] / tally.calls + tally.last
+
+
 GLOBAL: dict[str, Any] = {}
 
 
@@ -265,7 +295,8 @@ class CountsGlobally(Net):
 EQUAL: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (CountsAtTheEnd, FlagAround, GradMode, DefaultType, HooksRemoved, RemembersLate, RemembersEarly,
-                 Filled, Prints, Logs, CountsTensors, CountsGlobally, AddsLosses, HookedLosses)
+                 Filled, Prints, Logs, CountsTensors, CountsGlobally, AddsLosses, HookedLosses,
+                 AddsATally)
 }  # fmt: skip
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossamer.model.cut.tree import Shape
 
@@ -215,8 +215,12 @@ def hollow(
 
 
 def containers_of(arguments: Any) -> list[MutableMapping[Any, Any] | list[Any]]:
-    """The lists, and the dicts and what acts as one, among the arguments of a call, which may put something there."""
+    """The lists, and the dicts and what acts as one, among the arguments of a call, which may put something there; also
+    attributes of dataclasses.
+    """
     found: list[MutableMapping[Any, Any] | list[Any]] = []
+    if is_dataclass(arguments) and not isinstance(arguments, type | nn.Module) and hasattr(arguments, "__dict__"):
+        arguments = vars(arguments)
     if isinstance(arguments, MutableMapping | list):
         found.append(arguments)
     if isinstance(arguments, MutableMapping | list | tuple):
