@@ -197,19 +197,19 @@ def replicas_batch_norm():
     return Net(Normed)
 
 
-@habit(OR_REFUSED, hard=True, **TWICE)
+@habit(EQUAL, hard=True, apart=True, **TWICE)
 def replicas_counter():
     """Two replicas, whose blocks count their calls: each sees half of them."""
     return values.counter_returned()
 
 
-@habit(OR_REFUSED, hard=True, **TWICE)
+@habit(EQUAL, hard=True, apart=True, **TWICE)
 def replicas_counter_of_the_model():
     """Two replicas of a model that counts its forwards."""
     return state.counter_raised_at_the_end()
 
 
-@habit(OR_REFUSED, hard=True, **TWICE)
+@habit(EQUAL, hard=True, apart=True, **TWICE)
 def replicas_memory():
     """Two replicas of a model whose blocks keep the mean of the last micro-batch."""
     return effects.last_activations_of_a_block()
@@ -227,7 +227,7 @@ def replicas_teacher():
     return constructors.frozen_teacher()
 
 
-@habit(OR_REFUSED, **TWICE)
+@habit(EQUAL, apart=True, **TWICE)
 def replicas_buffer_counter():
     """Two replicas with a counter in a buffer."""
     return state.counter_in_a_buffer()
