@@ -191,7 +191,7 @@ def replicas_dropout():
     return Net(Dropping)
 
 
-@habit(OR_REFUSED, **TWICE)
+@habit(EQUAL, apart=True, **TWICE)
 def replicas_batch_norm():
     """Two replicas and running statistics, which are of another half of the batch on each."""
     return Net(Normed)
