@@ -104,6 +104,7 @@ def test_replicas_with_state_of_their_own_are_a_process_each(pool: Pool) -> None
     assert warning["level"] == "warning"
     assert "so that together they are not one process: a loss of" in warning["message"]
     assert "2 replicas = 1 process each, " in record["message"]
+    assert record["alone_s"] + record["divided_s"] <= record["seconds"], "no second counts twice"
 
 
 def test_unequal_replicas_are_one_process(pool: Pool) -> None:

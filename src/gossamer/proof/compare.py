@@ -75,10 +75,10 @@ def compared(
     if not verdict.faults or verdict.unsteady:
         return verdict, cost
     if len(question.replicas) > 1:  # each may keep something for itself
-        alone = replace(alone, apart=True)
+        alone, turned = replace(alone, apart=True), time.perf_counter()
         other = judge(apart(sides, _answered(company, alone, question, blank)))
         cost = replace(
-            cost, microbatches=cost.microbatches * 3 // 2, alone_s=cost.alone_s + time.perf_counter() - began
+            cost, microbatches=cost.microbatches * 3 // 2, alone_s=cost.alone_s + time.perf_counter() - turned
         )
         if not other.faults:
             return replace(other, apart=verdict.faults[0]), cost
