@@ -98,13 +98,35 @@ def test_batch_norm_of_replicas_is_one_process(pool: Pool) -> None:
     assert "4 micro-batches: 2 replicas = 1 process, " in record["message"]
 
 
-def test_replicas_with_state_of_their_own_are_a_process_each(pool: Pool) -> None:
-    (first, *_) = pool.run(PROVE, 2, kind="statistics")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["statistics", "counted"])
+def test_replicas_with_state_of_their_own_are_a_process_each(pool: Pool, kind: str, precision: str) -> None:
+    (first, *_) = pool.run(PROVE, 2, kind=kind, sections={"train": {"prove": "always", "precision": precision}})
     warning, record = first["told"]
     assert warning["level"] == "warning"
     assert "so that together they are not one process: a loss of" in warning["message"]
     assert "2 replicas = 1 process each, " in record["message"]
     assert record["alone_s"] + record["divided_s"] <= record["seconds"], "no second counts twice"
+
+
+def test_a_forward_that_writes_to_parameters_does_so_for_every_replica(pool: Pool) -> None:
+    (first, *_) = pool.run(PROVE, 2, kind="renormed", sections={"train": {"prove": "always"}})
+    warning, record = first["told"]
+    assert "the forward writes to parameters, which each replica does for itself" in warning["message"]
+    assert "2 replicas = 1 process each, " in record["message"]
+
+
+@pytest.mark.parametrize("kind", ["opened", "normed", "statistics", "counted"])
+@pytest.mark.parametrize(("ranks", "pipe"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_layout_takes_more_than_24_microbatches_and_two_builds(
+    pool: Pool, kind: str, ranks: int, pipe: int, precision: str
+) -> None:
+    sections = {"plan": {"mesh": {"pipe": pipe}}, "train": {"prove": "always", "precision": precision}}
+    record = proved(pool, ranks, kind=kind, sections=sections)
+    wanted = 4 * (ranks // pipe) * (3 if precision == "bf16" else 2)
+    assert record["microbatches"] == wanted <= 24
+    assert f"for {wanted} micro-batches of the whole model and 2 builds of it" in record["message"]
 
 
 def test_unequal_replicas_are_one_process(pool: Pool) -> None:

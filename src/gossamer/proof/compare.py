@@ -12,7 +12,7 @@ import torch
 
 from gossamer.loss import Objective
 from gossamer.proof.company import Company, Word
-from gossamer.proof.judge import Parting, Sides, Verdict, apart, judge
+from gossamer.proof.judge import Parting, Sides, Verdict, judge
 from gossamer.proof.layout import Divided
 from gossamer.proof.patience import NotProved
 from gossamer.proof.question import Question, uneven
@@ -33,7 +33,8 @@ class Cost:
     """What a proof took."""
 
     microbatches: int  # that the whole model computed
-    alone_s: float  # two builds of it, and these
+    builds: int  # of it
+    alone_s: float  # these
     divided_s: float
 
 
@@ -53,7 +54,7 @@ def compared(
     except Failed:  # labels that count for nothing may be too strange for a model that looks at them
         answer = _answered(company, alone, question, blank)
     fewer = max(1, torch.get_num_threads() - 1)  # not more: others may compute on the same cores
-    again = _answered(company, replace(alone, shake=_SHAKE, threads=fewer), question, blank)
+    again = _answered(company, replace(alone, shake=_SHAKE, threads=fewer, joins=True), question, blank)
     turned = time.perf_counter()
     divided = [blank.like(row) for row in company.rows(layout.answer(question).flat())]
     company.pulse()
@@ -62,27 +63,20 @@ def compared(
         alone=answer,
         again=again,
         divided=divided,
-        exact=tuple(one.precision.compute is torch.float32 for one in question.rounds),
-        continues=len(question.replicas) == 1,
+        exact=tuple(not one.is_coarse for one in question.rounds),
+        own=len(question.rounds[0].pieces[question.replicas[0]]),
         kinds=len(set(company.texts(_kind()))),
     )
+    done = company.rows(torch.tensor([alone.tally.microbatches, alone.tally.builds]))[company.speaker]
     cost = Cost(
-        microbatches=2 * question.microbatches * len(question.rounds),
+        microbatches=int(done[0]),
+        builds=int(done[1]),
         alone_s=turned - began,
         divided_s=time.perf_counter() - turned,
     )
     verdict = judge(sides)
     if not verdict.faults or verdict.unsteady:
         return verdict, cost
-    if len(question.replicas) > 1:  # each may keep something for itself
-        alone, turned = replace(alone, apart=True), time.perf_counter()
-        other = judge(apart(sides, _answered(company, alone, question, blank)))
-        cost = replace(
-            cost, microbatches=cost.microbatches * 3 // 2, alone_s=cost.alone_s + time.perf_counter() - turned
-        )
-        if not other.faults:
-            return replace(other, apart=verdict.faults[0]), cost
-        verdict = other
     return replace(verdict, parting=_parting(company, alone, layout, question, sides.exact)), cost
 
 

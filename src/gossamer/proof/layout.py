@@ -76,8 +76,12 @@ class Divided(Side):
                 replica.reject()
         finally:
             replica.close()
-        return Table(
-            initial=initial, gradients=torch.stack(gradients), buffers=torch.stack(buffers), losses=torch.stack(losses)
+        return replace(
+            Table.blank(self.names, len(question.rounds), question.microbatches),
+            initial=initial,
+            gradients=torch.stack(gradients),
+            buffers=torch.stack(buffers),
+            losses=torch.stack(losses),
         )
 
 

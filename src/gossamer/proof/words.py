@@ -17,8 +17,9 @@ _DO = "train in one process, or cut elsewhere; train.prove: never trains it as i
 def line_of(verdict: Verdict, cost: Cost, question: Question, plan: Plan, config: RunConfig, seconds: float) -> str:
     """What is shown of a proof that went well."""
     mine, one = verdict.losses
+    each = " each" if verdict.apart is not None or verdict.writes else ""
     said = [
-        f"{question.microbatches} micro-batches: {layout_of(plan)} = 1 process{' each' if verdict.apart else ''}",
+        f"{question.microbatches} micro-batches: {layout_of(plan)} = 1 process{each}",
         f"loss {mine:.4f} = {one:.4f}",
         f"{verdict.proved} of {verdict.tensors} gradients within {_far(verdict.within)} "
         f"({verdict.tensors - verdict.proved} not proved)",
@@ -29,7 +30,8 @@ def line_of(verdict: Verdict, cost: Cost, question: Question, plan: Plan, config
         said.append("not proved: what is lost between stages")
     if config.model.compile:
         said.append("not proved: compiled code")
-    said.append(f"{show_seconds(seconds)} for {cost.microbatches} micro-batches of the whole model and 2 builds of it")
+    work = f"{cost.microbatches} micro-batches of the whole model and {cost.builds} builds of it"
+    said.append(f"{show_seconds(seconds)} for {work}")
     return ", ".join(said)
 
 
