@@ -46,6 +46,21 @@ def test_a_fault_is_found_and_its_tensor_named_by_all_ranks(pool: Pool, name: st
 
 
 @pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("a gradient that is zero", "12 of 12 entries differ: all of it is zero, nothing arrives"),
+        ("one entry of a gradient off", "; entry [0, 5] is "),
+        ("one entry of a gradient off", "1 of 144 entries differ"),
+        ("a hook twice", "144 of 144 entries differ: they are 2 times what they should be"),
+        ("a gradient transposed", "it is transposed"),
+        ("borders exchanged", "; entry ["),
+    ],
+)
+def test_the_first_gradient_is_fetched_whole_and_looked_at(pool: Pool, fault: str, said: str) -> None:
+    assert said in refused(pool, 2, fault=fault, sections=STAGES)
+
+
+@pytest.mark.parametrize(
     ("ranks", "plan", "train", "layout"),
     [
         (2, {"mesh": {"pipe": 2}}, {}, "2 micro-batches: 2 stages = 1 process, "),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from gossamer.loss import Objective
 from gossamer.proof.company import Company, Word
-from gossamer.proof.judge import Parting, Sides, Verdict, judge
+from gossamer.proof.entries import Picked, fetched, told_of_entries
+from gossamer.proof.judge import Entries, Sides, Verdict, first_of, judge
 from gossamer.proof.layout import Divided
 from gossamer.proof.patience import NotProved
 from gossamer.proof.question import Question, uneven
@@ -77,23 +77,40 @@ def compared(
     verdict = judge(sides)
     if not verdict.faults or verdict.unsteady:
         return verdict, cost
-    return replace(verdict, parting=_parting(company, alone, layout, question, sides.exact)), cost
+    return _looked_at(verdict, company, alone, layout, question), cost
 
 
-def _parting(
-    company: Company, alone: Alone, layout: Divided, question: Question, exact: Sequence[bool]
-) -> Parting | None:
-    """Both sides once more, looked at while they run."""
-    tracks = Tracks()
+def _looked_at(verdict: Verdict, company: Company, alone: Alone, layout: Divided, question: Question) -> Verdict:
+    """Both sides once more, as far as the first faults: where their forwards part, and the first gradient that is
+    another one, entry by entry.
+    """
+    fault = next((f for f in sorted(verdict.faults, key=lambda f: f.round) if f.what == "gradient"), None)
+    last = max(first_of(verdict.faults).round, fault.round if fault is not None else 0)
+    question = replace(question, rounds=question.rounds[: last + 1])
     blank = Table.blank(alone.names, len(question.rounds), question.microbatches)
+    tracks, mine = Tracks(), Tracks()
+    one, other = (Picked(fault), Picked(fault)) if fault is not None else (None, None)
     try:
-        _answered(company, replace(alone, tracks=tracks), question, blank)
+        _answered(company, replace(alone, tracks=tracks, picked=one), question, blank)
     except NotProved:
-        return None
+        return verdict
     told = json.loads(company.texts(json.dumps(tracks.found))[company.speaker])
-    mine = Tracks()
-    replace(layout, tracks=mine).answer(question)
-    return parting(told, [json.loads(text) for text in company.texts(json.dumps(mine.found))], exact)
+    replace(layout, tracks=mine, picked=other).answer(question)
+    all_of_it = [json.loads(text) for text in company.texts(json.dumps(mine.found))]
+    exact = [not one.is_coarse for one in question.rounds]
+    return replace(verdict, parting=parting(told, all_of_it, exact), entries=_entries(company, one, other))
+
+
+def _entries(company: Company, alone: Picked | None, divided: Picked | None) -> Entries | None:
+    if alone is None or divided is None:
+        return None
+    fault, said = alone.fault, ""
+    shapes = company.texts(json.dumps([] if divided.tensor is None else divided.tensor.shape))
+    shape = torch.Size(json.loads(shapes[fault.rank]))
+    got = fetched(company.channel, divided.tensor, of=fault.rank, to=company.speaker, shape=shape)
+    if got is not None and alone.tensor is not None:
+        said = told_of_entries(got, alone.tensor.expand(shape), fault.limit)
+    return Entries(fault=fault, said=company.text(said))
 
 
 def _answered(company: Company, alone: Alone, question: Question, blank: Table) -> Table:

@@ -79,6 +79,14 @@ class Parting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """Of the first gradient that is another one: its entries in words."""
+
+    fault: Fault
+    said: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """How it went. With faults, the first is what to begin with."""
 
@@ -91,8 +99,15 @@ class Verdict:
     unsteady: tuple[str, ...] = ()  # two builds of the same model on one rank differ in these
     faults: tuple[Fault, ...] = ()
     parting: Parting | None = None  # the first value of a forward that is another one
+    entries: Entries | None = None
     apart: Fault | None = None  # replicas are one process only where each has state of its own; what else it would be
     writes: bool = False  # whether the forward writes to parameters, which each replica does for itself
+
+
+def first_of(faults: Sequence[Fault]) -> Fault:
+    """What to begin with: initial values, or in the first round that differs a gradient, a buffer, a loss."""
+    order = {"initial value": 0, "gradient": 1, "buffer": 2, "loss": 3}
+    return min(faults, key=lambda f: (f.what != "initial value", f.round, order[f.what]))
 
 
 def judge(sides: Sides) -> Verdict:

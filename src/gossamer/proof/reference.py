@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from gossamer.proof.entries import Picked
 from gossamer.proof.question import Question, Round, owned
 from gossamer.proof.rows import Names, Table, digests_of, rows_of
 from gossamer.proof.side import Side, world_kept
@@ -42,6 +43,7 @@ class Alone(Side):
     joins: bool = False
     tracks: Tracks | None = None  # where its forwards are looked at
     units: tuple[str, ...] = ()  # then: those of the model
+    picked: Picked | None = None  # a gradient that is kept
     tally: Tally = field(default_factory=Tally)
 
     def answer(self, question: Question) -> Table:
@@ -110,6 +112,8 @@ class Alone(Side):
         for name in self.names.trained:
             found = turns.gradient(name)
             known = None if found is None else found / (self.shake * one.scale)
+            if self.picked is not None:
+                self.picked.keep(name, one.number, known)
             rows.append(rows_of({name: known}, [name], seed))
         return torch.cat(rows) if rows else rows_of({}, [], seed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gossamer.proof.compare import Cost
-from gossamer.proof.judge import Fault, Parting, Verdict
+from gossamer.proof.judge import Fault, Parting, Verdict, first_of
 from gossamer.proof.question import Question
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
@@ -45,7 +45,7 @@ def refusal_of(verdict: Verdict, plan: Plan) -> BadInput:
             do="draw from the default generators, or seed your own where it is made",
             key=_KEY,
         )
-    first = first_of(verdict)
+    first = first_of(verdict.faults)
     if verdict.parting is None and any(f.what == "loss" and f.round == first.round for f in verdict.faults):
         first = next(f for f in verdict.faults if f.what == "loss")
     same = {f.name for f in verdict.faults if f.what == first.what} - {first.name}
@@ -53,16 +53,10 @@ def refusal_of(verdict: Verdict, plan: Plan) -> BadInput:
     begun = "" if parting is None else f"{_value(parting)}; then "
     return bad_input(
         wanted=f"{layout_of(plan)} to be one process",
-        got=f"{begun}{told_of(first)}{_and(len(same))}. {_cause(verdict, first)}",
+        got=f"{begun}{told_of(first)}{_and(len(same))}{_entries(verdict, first)}. {_cause(verdict, first)}",
         do=_DO,
         key=_KEY,
     )
-
-
-def first_of(verdict: Verdict) -> Fault:
-    """What to begin with: initial values, or in the first round that differs a gradient, a buffer, a loss."""
-    order = {"initial value": 0, "gradient": 1, "buffer": 2, "loss": 3}
-    return min(verdict.faults, key=lambda f: (f.what != "initial value", f.round, order[f.what]))
 
 
 def layout_of(plan: Plan) -> str:
@@ -87,6 +81,14 @@ def told_of(fault: Fault) -> str:
     far = f"{times}{_far(fault.distance)} of its size off on rank {fault.rank} (up to {_far(fault.limit)} is rounding)"
     kind = "the gradient of" if fault.what == "gradient" else "the buffer"
     return f"{kind} {fault.name} in round {fault.round + 1}, {far}"
+
+
+def _entries(verdict: Verdict, first: Fault) -> str:
+    if verdict.entries is None:
+        return ""
+    fault = verdict.entries.fault
+    of = "" if fault is first else f"of the gradient of {fault.name} in round {fault.round + 1}, on rank {fault.rank}, "
+    return f"; {of}{verdict.entries.said}"
 
 
 def _value(parting: Parting) -> str:
