@@ -131,6 +131,7 @@ class Proving:
             within=verdict.within,
             within_coarse=verdict.within_coarse,
             microbatches=cost.microbatches,
+            builds=cost.builds,
             alone_s=cost.alone_s,
             divided_s=cost.divided_s,
             seconds=seconds,
