@@ -28,9 +28,9 @@ def rows(low: int, high: int, factor: float) -> Tensor:
 @pytest.mark.parametrize(
     ("got", "said"),
     [
-        (0.5 * WANTED, "36 of 36 entries differ: they are 0.5 times what they should be, one part of 2: a mean is"),
-        (2 * WANTED, "they are 2 times what they should be, 2 times: a part is added more than once"),
-        (-WANTED, "they are -1 times what they should be, the sign is another"),
+        (0.5 * WANTED, "36 of 36 entries differ: they are 0.5 times what they should be (a mean over 2 is taken"),
+        (2 * WANTED, "they are 2 times what they should be (a part is added 2 times"),
+        (-WANTED, "they are -1 times what they should be (the sign is another)"),
         (0 * WANTED, "36 of 36 entries differ: all of it is zero, nothing arrives"),
         (rows(2, 3, 0.0), "12 of 36 entries differ, all in rows 2 to 3: they are zero, a part is missing"),
         (rows(4, 4, 0.75), "6 of 36 entries differ, all in row 4: they are 0.75 times what they should be"),

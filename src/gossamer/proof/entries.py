@@ -106,12 +106,12 @@ def _cause(got: Tensor, wanted: Tensor, differ: Tensor) -> str:
 def _read(factor: float) -> str:
     """What a factor points at."""
     if abs(factor + 1) < _CLOSE:
-        return ", the sign is another"
+        return " (the sign is another)"
     for count in range(2, 65):
         if abs(factor * count - 1) < _CLOSE:
-            return f", one part of {count}: a mean is taken once too often, or {count - 1} of {count} parts are missing"
+            return f" (a mean over {count} is taken once too often, or {count - 1} of {count} equal parts are missing)"
         if abs(factor / count - 1) < _CLOSE:
-            return f", {count} times: a part is added more than once, or a mean is not taken"
+            return f" (a part is added {count} times, or a mean over {count} is not taken)"
     return ""
 
 

@@ -53,7 +53,7 @@ def refusal_of(verdict: Verdict, plan: Plan) -> BadInput:
     begun = "" if parting is None else f"{_value(parting)}; then "
     return bad_input(
         wanted=f"{layout_of(plan)} to be one process",
-        got=f"{begun}{told_of(first)}{_and(len(same))}{_entries(verdict, first)}. {_cause(verdict, first)}",
+        got=f"{begun}{told_of(first)}{_with(verdict, first, len(same))}. {_cause(verdict, first)}",
         do=_DO,
         key=_KEY,
     )
@@ -83,12 +83,15 @@ def told_of(fault: Fault) -> str:
     return f"{kind} {fault.name} in round {fault.round + 1}, {far}"
 
 
-def _entries(verdict: Verdict, first: Fault) -> str:
+def _with(verdict: Verdict, first: Fault, others: int) -> str:
+    """What goes with the first: its entries, or those of the first gradient, and how many more there are."""
     if verdict.entries is None:
-        return ""
-    fault = verdict.entries.fault
-    of = "" if fault is first else f"of the gradient of {fault.name} in round {fault.round + 1}, on rank {fault.rank}, "
-    return f"; {of}{verdict.entries.said}"
+        return _and(others)
+    fault, said = verdict.entries.fault, verdict.entries.said
+    if fault is first:
+        return f"; {said}" + (f"; and {others} more" if others else "")
+    of = f"of the gradient of {fault.name} in round {fault.round + 1}, on rank {fault.rank}, "
+    return f"{_and(others)}; {of}{said}"
 
 
 def _value(parting: Parting) -> str:
