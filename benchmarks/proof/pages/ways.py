@@ -148,16 +148,10 @@ def recompute_iterator():
     return effects.next_of_an_iterator()
 
 
-@habit(EQUAL, plan=LOSSLESS)
-def lossless_borders():
-    """Borders that are coded without a loss."""
+@habit(OR_REFUSED, plan=LOSSLESS)
+def borders_of_no_fixed_size():
+    """A codec that nobody can make room for: as long as the numbers make it."""
     return tied()
-
-
-@habit(EQUAL, hard=True, plan=LOSSLESS)
-def lossless_borders_counters():
-    """The same, and counters that blocks return."""
-    return values.counter_returned()
 
 
 @habit(EQUAL, plan=EIGHT_BITS, tolerance=2e-2, alone=False)
