@@ -108,6 +108,30 @@ class Assigned(Opened):
         self.blocks = nn.ModuleList(Averages() for _ in range(4))
 
 
+class Renormed(Opened):
+    """Its forward writes to a parameter: rows that are too long are shortened when they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 12, max_norm=1.0)
+
+
+class Counted(Statistics):
+    """What it keeps is in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = None  # type: ignore[assignment]
+        self.counts: list[int] = []
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.counts.append(1)
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) / len(self.counts)
+        return self.head(x)
+
+
 CALLS = [0]
 
 
@@ -142,6 +166,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "statistics": Statistics,
     "normed": Normed,
     "assigned": Assigned,
+    "renormed": Renormed,
+    "counted": Counted,
     "global": Global,
     "choosy": Choosy,
 }
