@@ -117,13 +117,13 @@ def replicas_deep_supervision():
     return losses.deep_supervision()
 
 
-@habit(OR_REFUSED, **TWICE)
+@habit(EQUAL, apart=True, **TWICE)
 def replicas_codebooks():
     """Two replicas, each with codebooks that follow its own half."""
     return memories.codebooks_that_follow()
 
 
-@habit(OR_REFUSED, **TWICE)
+@habit(EQUAL, apart=True, **TWICE)
 def replicas_queue():
     """Two replicas, each with a queue of its own keys."""
     return memories.queue_of_keys()
