@@ -205,7 +205,7 @@ class Ensured(Net):
         return super().forward(input_ids) / (1 + 0.01 * self.steps)
 
 
-@habit(OR_REFUSED, hard=True, stopped=2)
+@habit(OR_REFUSED, hard=True, stopped=2, alone=False)
 def resumed_extra_state():
     """A counter by get_extra_state and set_extra_state, which a state_dict keeps."""
     return Ensured()
