@@ -587,6 +587,11 @@ class Copies:
         except (RuntimeError, NotImplementedError):  # a kind of tensor without memory of its own
             return
 
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """As it was; None where there is no copy of it."""
+        found = self._copies.get(id(tensor))
+        return None if found is None else found[1]
+
     def watching(self) -> TorchDispatchMode:
         """While it is entered, a copy is made of what is about to be written to."""
         return _BeforeWrites(self.tensors, self._copy)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.cut.absent import Absence, Absent, Over
-from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more, python_of
+from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once, once_more, python_of
 from gossamer.model.cut.beginnings import Beginnings, changes_python
 from gossamer.model.cut.bordered import Bordered
 from gossamer.model.cut.cuts import Part, canonical_names
@@ -121,7 +121,7 @@ class Stage:
         forward = functools.partial(self._way_of, self.flow, self.part, run, received)
         held = {path for path, name in self.names.items() if name in self.part.holds}
         buffers, python = buffers_of(self.module, held, self.flow.written), python_of(self.module)
-        with nothing_saved():
+        with nothing_saved(), once(self.module, python, buffers):
             live = self._forward(run, tensors, is_saved=False)
         again = functools.partial(once_more, forward, self.module, buffers, python)
         return Live({}, detached(live.sent), detached(live.result), again)
