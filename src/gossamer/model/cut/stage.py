@@ -13,22 +13,23 @@ import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.absent import Absence, Absent, Over
+from gossamer.model.cut.absent import Absence, Absent, Over, user_line
 from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once, once_more, python_of
 from gossamer.model.cut.beginnings import Beginnings, changes_python
 from gossamer.model.cut.bordered import Bordered
-from gossamer.model.cut.cuts import Part, canonical_names
+from gossamer.model.cut.cuts import Part, canonical_names, check_late, end_of
 from gossamer.model.cut.fitting import signature_of
-from gossamer.model.cut.flow import TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
+from gossamer.model.cut.flow import FIRST, TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
 from gossamer.model.cut.hindsight import Hindsight, check_left, runs_in_backward
 from gossamer.model.cut.live import Live
 from gossamer.model.cut.looks import Looks
 from gossamer.model.cut.saving import copies_of, memory_of_names
+from gossamer.model.cut.stale import Stale
 from gossamer.model.cut.switches import switches_put_back
 from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.randomness import Keyed
@@ -49,6 +50,7 @@ class _Turn:
     inside: Call | None = None  # the owned call that is running
     turns: dict[str, int] = field(default_factory=dict)  # of inner modules, in that call
     is_shadow: bool = False  # the call that is running is another stage's
+    is_begun: bool = False  # it ended within such a call
     is_cut_short: bool = False  # it ended before its end
 
 
@@ -65,6 +67,7 @@ class Stage:
         self._answers: list[Any] = []
         self._absence = Absence(part.stage)
         self._hindsight: Hindsight | None = None
+        self._stale = Stale(module, self._refuse_stale)
         mine = {call.unit for call in flow.calls[part.low : part.high]} if part.high - part.low < flow.end else set()
         changing = frozenset(name for name in mine if changes_python(module.get_submodule(name)))
         self._beginnings = Beginnings(module, part.stage, changing)
@@ -72,7 +75,7 @@ class Stage:
             owned = frozenset(call.unit for call in flow.calls[part.low : part.high])
             held = {path for path, name in self.names.items() if name in part.holds}
             check_left(flow, part)
-            self._hindsight = Hindsight(module, part.stage, owned, frozenset(held))
+            self._hindsight = Hindsight(module, part.stage, owned, frozenset(held), self._stale)
         _hollow_out(module, part.holds | keep, self.names, self._absence)
         self._bordered: dict[str, Bordered] = {}
         for name in flow.units:
@@ -94,6 +97,7 @@ class Stage:
                 key=_KEY,
             )
         self.flow, self.part = flow, replace(part, holds=self.part.holds)
+        self._end = end_of(flow, part)
         for path in {
             i.module for call in flow.calls for i in call.insides if i.module and not i.attribute
         } - self._wrapped:
@@ -141,12 +145,19 @@ class Stage:
         turn = self._turn = _Turn({v: x.view_as(x) for v, x in leaves.items()})
         result = None
         try:
-            with switches_put_back() as switches, self._absence.forward(), self._saving(is_saved):
+            with (
+                switches_put_back() as switches,
+                self._absence.forward(),
+                self._stale.looking(),
+                self._saving(is_saved),
+            ):
                 self._advance(turn)
                 result = run()
                 switches.keep()
-        except Over:
+        except Over as over:
             turn.is_cut_short = True
+            self._stale.ended(self.flow, turn.at + turn.is_begun)
+            self._check_late(turn, over.__cause__)
         except RuntimeError as error:
             if _NOT_USED not in str(error) or turn.at == self.flow.end == self.part.high - self.part.low:
                 raise
@@ -164,6 +175,15 @@ class Stage:
         if self._hindsight is not None and torch.is_grad_enabled() and self.module.training:
             around = self._hindsight.leave(self.flow)
         return Live(leaves, sent, result, around=around)
+
+    def _check_late(self, turn: _Turn, cause: BaseException | None) -> None:
+        """The forward ended, perhaps at a look that it had not made when the model was cut, or because of `cause`."""
+        if self._end == math.inf or turn.at != math.ceil(self._end):
+            lates = [one for one in self.flow.late if one.after == FIRST]
+            try:
+                check_late(self.flow, self.part, turn.at - 0.5, lates)
+            except BadInput as error:
+                raise cause if isinstance(cause, BadInput) else error from None
 
     def _saving(self, is_saved: bool) -> AbstractContextManager[Any]:
         memory = memory_of_names(self.module, self.flow.written) if is_saved else frozenset()
@@ -267,6 +287,9 @@ class Stage:
         try:
             with looks.telling() if told is not None else nullcontext():
                 output = getattr(real, "_torchdynamo_orig_callable", real)(*given[0], **given[1])
+        except Over:
+            turn.is_begun = True
+            raise
         finally:
             turn.inside, turn.is_shadow, self._absence.told = None, False, None
         self._place_insides(turn, call, containers, lengths)
@@ -323,7 +346,20 @@ class Stage:
             key=_KEY,
         )
 
+    def _refuse_stale(self, name: str) -> NoReturn:
+        error = bad_input(
+            wanted=f"code that runs on stage {self.part.stage} to read what it read when the model was cut",
+            got=f"{name}, which a unit of another stage may have changed (from {user_line()})",
+            do="let the model's own code change it or read it in every forward, or cut so that one stage has both",
+            key=_KEY,
+        )
+        if self._absence.is_on and self._absence.is_over and not self._absence.unit:
+            raise Over from error
+        self._absence.refused = self._absence.refused or error
+        raise error
+
     def _ghost(self, turn: _Turn, call: Call, args: Any, kwargs: Any) -> Any:
+        self._stale.passed(self.flow, turn.at)
         given, containers = flatten((args, kwargs))[0], containers_of((args, kwargs))
         kinds = self._kinds(turn, call)
         for inside in call.insides:
