@@ -68,6 +68,7 @@ class Stage:
         self._absence = Absence(part.stage)
         self._hindsight: Hindsight | None = None
         self._stale = Stale(module, self._refuse_stale)
+        self._changing: dict[str, bool] = {}  # units that were not called when the model was cut
         mine = {call.unit for call in flow.calls[part.low : part.high]} if part.high - part.low < flow.end else set()
         changing = frozenset(name for name in mine if changes_python(module.get_submodule(name)))
         self._beginnings = Beginnings(module, part.stage, changing)
@@ -97,7 +98,7 @@ class Stage:
                 key=_KEY,
             )
         self.flow, self.part = flow, replace(part, holds=self.part.holds)
-        self._end = end_of(flow, part)
+        self._end, self._called = end_of(flow, part), {call.unit for call in flow.calls}
         for path in {
             i.module for call in flow.calls for i in call.insides if i.module and not i.attribute
         } - self._wrapped:
@@ -164,7 +165,7 @@ class Stage:
             raise self._no_gradient(turn) from None
         finally:
             self._turn = None
-        if not turn.is_cut_short and turn.at != self.flow.end:
+        if not turn.is_cut_short and not self._absence.is_over and not self._may_skip(turn, self.flow.end):
             raise self._strayed(turn, "the end of the forward")
         if not self.part.is_last:
             result = None
@@ -240,6 +241,8 @@ class Stage:
                 return real(*args, **kwargs)  # within a unit, or recomputed in a backward
             if signature is not None:
                 signature.bind(*args, **kwargs)  # raises TypeError, as the unit does where it lies
+            if self._is_extra(name) and self._absence.refused is None:
+                return self._extra(turn, name, real, (args, kwargs))
             call = self._next(turn, name)
             if self.part.owns(turn.at):
                 output = self._own(turn, call, real, (args, kwargs))
@@ -275,6 +278,13 @@ class Stage:
                 looks = Looks.of_kinds(flatten(output)[0], call.leaves)
             turn.made[told] = looks.to_bytes(call.name, call.made(TOLD).device)
         return output
+
+    def _extra(self, turn: _Turn, name: str, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
+        turn.inside, self._absence.unit = Call(name, 0, (), flatten(())[1]), name
+        try:
+            return self._bordered[name].forward(real, *given)
+        finally:
+            turn.inside, self._absence.unit = None, ""
 
     def _shadow(self, turn: _Turn, call: Call, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
         """What the unit does and gives in Python: its own forward, on what is absent or was received."""
@@ -332,10 +342,27 @@ class Stage:
     def _next(self, turn: _Turn, name: str) -> Call:
         if self._absence.refused is not None:
             raise self._absence.refused  # the model's code caught it
-        call = self.flow.calls[turn.at] if turn.at < self.flow.end else None
-        if call is None or call.unit != name:
-            raise self._strayed(turn, name)
-        return call
+        there = (i for i in range(turn.at, self.flow.end) if self.flow.calls[i].unit == name)
+        if (at := next(there, None)) is None or not self._may_skip(turn, at):
+            error = self._strayed(turn, name)
+            if self._absence.is_over:
+                raise Over from error
+            raise error
+        turn.at = at
+        return self.flow.calls[at]
+
+    def _may_skip(self, turn: _Turn, until: int) -> bool:
+        """Whether calls may be left out this time: only this stage has to do with them."""
+        left_out = range(turn.at, until)
+        return all(map(self.part.owns, left_out)) and not any(value.call in left_out for value in self.part.sends)
+
+    def _is_extra(self, name: str) -> bool:
+        """Whether the call is one that nobody made when the model was cut: the last stage has what nobody called."""
+        if not self.part.is_last or name in self._called:
+            return False
+        if name not in self._changing:
+            self._changing[name] = changes_python(self.module.get_submodule(name))
+        return not self._changing[name]
 
     def _strayed(self, turn: _Turn, came: str) -> BadInput:
         wanted = self.flow.calls[turn.at].name if turn.at < self.flow.end else "the end of the forward"
