@@ -183,6 +183,47 @@ def test_what_nobody_else_reads_or_is_set_again_is_as_before() -> None:
     compare(Resets())
 
 
+class Properties(Block):
+    """What it sets for itself is a property, a buffer, and a default of its class."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(2))
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @count.setter
+    def count(self, count: int) -> None:
+        self._count = count
+
+    def forward(self, x: Tensor) -> Any:
+        self.count = self.count + 1
+        self.running = self.running + 1
+        self.scale = 1.0 + self.count
+        return super().forward(x) * self.scale
+
+
+def test_attributes_of_all_kinds_are_as_they_were() -> None:
+    compare(first(Properties, lambda net: len(net.blocks[0].running))())
+
+    class Resets(Net):
+        block = Properties
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                block.count = 3
+            return super().forward(x) * self.blocks[0].count
+
+    compare(Resets())
+    with pytest.raises(BadInput, match=r"blocks\.0\.(count|_count)"):
+        compare(first(Properties, lambda net: net.blocks[0].count, after=2)())
+
+
 class LooksLater(Net):
     calls = count = 0
 

@@ -105,11 +105,15 @@ class _Guard:
         held = _of_class(kind, self.name)
         if held is self:
             raise AttributeError(self.name)
-        return held.__get__(module, kind) if hasattr(held, "__get__") else held
+        return held.__get__(module, kind) if hasattr(type(held), "__get__") else held
 
     def __set__(self, module: nn.Module, held: Any) -> None:
         self.stale.renew(module, self.name)
-        vars(module)[self.name] = held
+        hidden = _of_class(type(module), self.name)
+        if hidden is not self and hasattr(type(hidden), "__set__"):  # a property
+            hidden.__set__(module, held)
+        else:
+            vars(module)[self.name] = held
 
     def __delete__(self, module: nn.Module) -> None:
         self.stale.renew(module, self.name)
@@ -157,7 +161,8 @@ def _set_by(module: nn.Module) -> Iterator[str]:
     for one in functions:
         if found.is_own(one) and one.__name__ not in NOT_RUN and changes(one.__code__):
             names |= {*_names(one.__code__, vars(module))}
-    yield from names - OF_TORCH
+    registered = module._parameters.keys() | module._buffers.keys() | module._modules.keys()
+    yield from names - OF_TORCH - registered
 
 
 def _names(code: CodeType, held: Mapping[str, Any]) -> Iterator[str]:
