@@ -595,6 +595,11 @@ class Copies:
         found = self._copies.get(id(tensor))
         return None if found is None else found[1]
 
+    def differ(self) -> bool:
+        """Whether a tensor has other numbers than its copy."""
+        copied = ((x, self._copies[id(x)][1]) for x in self.tensors if id(x) in self._copies)
+        return any(x.shape != was.shape or not torch.equal(x, was) for x, was in copied)
+
     def watching(self) -> TorchDispatchMode:
         """While it is entered, a copy is made of what is about to be written to."""
         return _BeforeWrites(self.tensors, self._copy)
