@@ -10,7 +10,7 @@ from itertools import pairwise
 from torch import nn
 
 from gossamer.model.cut.bordered import check_around
-from gossamer.model.cut.flow import HIDDEN, TOLD, Call, Flow, Late, Value
+from gossamer.model.cut.flow import FIRST, HIDDEN, TOLD, Call, Flow, Late, Value
 from gossamer.model.cut.keepers import Keepers, check_readers, keepers_of
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
@@ -263,21 +263,24 @@ def _check(flow: Flow, part: Part) -> None:
                 key=_KEY,
             )
 
-    _check_late(flow, part)
+    check_late(flow, part, end_of(flow, part), [one for one in flow.late if one.after != FIRST])
 
 
-def _check_late(flow: Flow, part: Part) -> None:
-    """What Python keeps of the forward's end may not matter to a stage that cannot follow it so far."""
+def end_of(flow: Flow, part: Part) -> float:
+    """Where the forward of a stage ends, as it has not what is looked at there: as in `Late`; inf: nowhere."""
     ends = [p - 0.5 for v, at in flow.branches.items() for p in at if p >= part.high and not _has(part, v)]
     ends += [float(i) for i in range(part.high, flow.end) if flow.calls[i].is_told]
-    if part.is_last or not ends:
-        return
-    late = next((one for one in flow.late if _matters(one, min(ends))), None)
+    return math.inf if part.is_last else min(ends, default=math.inf)
+
+
+def check_late(flow: Flow, part: Part, end: float, lates: Sequence[Late]) -> None:
+    """Raises BadInput where what Python keeps of the rest of a forward that ends there matters to the next one."""
+    late = next((one for one in lates if one.matters(end)), None)
     if late is not None:
         raise bad_input(
             wanted=f"{late.name}, which the forward changes and a later one reads, to depend on no number that stage "
             f"{part.stage} has not",
-            got=f"a look at one before {_reader(flow, math.ceil(min(ends)))}, where its forward has to end",
+            got=f"a look at one before {_reader(flow, math.ceil(end))}, where its forward has to end",
             do="move the look behind what changes, return tensors instead of numbers, or cut behind it",
             key=_KEY,
         )
@@ -285,10 +288,6 @@ def _check_late(flow: Flow, part: Part) -> None:
 
 def _has(part: Part, value: Value) -> bool:
     return part.owns(value.call) or value in part.receives
-
-
-def _matters(late: Late, end: float) -> bool:
-    return late.written >= end and any(reader <= end for reader in late.readers)
 
 
 def _reader(flow: Flow, position: int) -> str:
