@@ -107,6 +107,7 @@ def wrap(
     for one in optimizers:
         mine = [p for p in passes if _moves(one, p)]
         Steps(one, mine, clip, _buffers(models))
+        hand.know(one)
         for each in mine:
             each.rate = _Rate(weakref.ref(one))
     for index, one in enumerate(models):
