@@ -300,3 +300,23 @@ def prompts_of_classes(wrap):
         return F.cross_entropy(4 * images @ words.t(), y)
 
     return trained(wrap, loss_of, batches(rows=16), model)
+
+
+@habit(may="refused", says="frozen parameter", sets=True)
+def centre_of_the_teacher(wrap):
+    """DINO: what the teacher says less its running mean, which is a parameter that nobody trains."""
+    body, held = net(), nn.Module()
+    held.centre = nn.Parameter(torch.zeros(1, CLASSES), requires_grad=False)
+    model, teacher = nn.ModuleList([body, held]), copy.deepcopy(body).requires_grad_(False)
+    model, optimizer, loader = wrap(model, sgd(body), pairs(rows=7, outputs=WIDTH))
+    for x, y in loader:
+        wanted = teacher(x)
+        soft = F.softmax((wanted - held.centre) / 0.5, dim=-1)
+        loss = -(soft * F.log_softmax(body(y), dim=-1)).sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        held.centre.data = held.centre.data * 0.9 + wanted.mean(0, keepdim=True) * 0.1
+        for slow, fast in zip(teacher.parameters(), body.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.detach(), alpha=0.1)
+    return model

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gossamer.own_loop import _buffers
 from gossamer.own_loop.beginning import check_optimizers
 from gossamer.own_loop.steps import _differ, _leaning
 from gossamer.spec.errors import BadInput
@@ -40,3 +41,9 @@ def test_an_optimizer_that_was_not_constructed_as_one_is_refused() -> None:
     with pytest.raises(BadInput, match=r"Around, which does not.*the optimizer that it is made around"):
         check_optimizers([Around(inner)])
     check_optimizers([inner])
+
+
+def test_frozen_parameters_are_among_what_ranks_compare() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
+    model.register_buffer("queue", torch.zeros(2))
+    assert set(_buffers([model])) == {"queue", "2.weight", "2.bias"}

@@ -32,6 +32,8 @@ from gossamer.spec.errors import BadInput, WireMismatch
 _log = logging.getLogger(__name__)
 _SAME = 1e-5  # squares of norms that differ by less are those of the same numbers, on machines that add otherwise
 _SAME_BUFFERS = 1e-6  # the same of buffers, which are added up in float64
+_NAMED = 8  # of them, in a message
+_SHOWN = 1 << 16  # numbers of each of them that are looked at, or a few more
 _DIGEST_BITS = 52
 _PARTED = (
     "the parameters differ between ranks before step {step}: something moves them by a rank's own numbers, beside the "
@@ -47,7 +49,7 @@ class Steps:
     def __init__(
         self, optimizer: Optimizer, passes: Sequence[Passes], clip: float, buffers: Mapping[str, Tensor]
     ) -> None:
-        """`buffers`: what should be the same on all ranks beside the parameters."""
+        """`buffers`: what should be the same on all ranks beside the parameters, frozen ones among it."""
         self._all, self._clip = tuple(passes), clip
         self._buffers = dict(buffers)
         self.made = 0
@@ -147,8 +149,9 @@ class Steps:
             raise WireMismatch(_PARTED.format(step=step))
         if _differ(buffers, _SAME_BUFFERS):
             raise WireMismatch(
-                f"the buffers differ between ranks before step {step} ({', '.join(self._buffers)}): a buffer "
-                "that is made of a batch is of each rank's own rows, and not what one process has"
+                f"the buffers differ between ranks before step {step} ({', '.join([*self._buffers][:_NAMED])}): a "
+                "buffer, or a frozen parameter, that is made of a batch is of each rank's own rows, and not what one "
+                "process has"
             )
         if _differ(squares) or _part(slanted, squares):
             norms = ", ".join(f"{float(one) ** 0.5:.6g} on rank {rank}" for rank, one in enumerate(squares))
@@ -219,13 +222,15 @@ def _differ(squares: Tensor, same: float = _SAME) -> bool:
 
 def _leaning(tensors: Sequence[Tensor]) -> float:
     """The square of a norm, made larger by where its vector points: rows of a fixed length have all the same norm."""
-    squared, slanted, whole = 0.0, 0.0, 0.0
+    if not tensors:
+        return 0.0
+    found, whole, device = [], 0.0, tensors[0].device
     for index, one in enumerate(tensors):
-        wide = _dense(one.detach()).double().flatten()
-        weight = 1.0 + index % 7 / 7
-        squared += float(wide @ wide)
-        slanted += weight * float(wide.sum())
+        flat = _dense(one.detach()).flatten()
+        wide, weight = flat[:: max(1, flat.numel() // _SHOWN)].double(), 1.0 + index % 7 / 7
+        found.append(torch.stack([wide @ wide, weight * wide.sum()]).to(device))
         whole += weight**2 * wide.numel()
+    squared, slanted = map(float, torch.stack(found).sum(0))
     return squared * (2.0 + slanted / math.sqrt(squared * whole)) if squared > 0 else squared
 
 
