@@ -3,6 +3,7 @@ process?
 
     python benchmarks/zoo.py [--classes causal,masked] [--types llama,vision/vit] [--stages 2,3] [--jobs 2] [--json]
                              [--through gloo|lockstep] [--schedules gpipe,one_f_one_b]
+                             [--proofs fp32,bf16]
 
 Classes: causal (language models), masked (encoders), seq2seq, vision (image classification), ctc, audio
 (classification), speech (to text). A type of a class other than causal is called class/type.
@@ -10,6 +11,7 @@ Classes: causal (language models), masked (encoders), seq2seq, vision (image cla
 Through gloo each stage is a process, which trains 3 steps of 4 micro-batches, padded and unpadded, with each schedule,
 on the command line's own way from a factory to a trainer: each builds its part; the reference is the same trainer with
 one stage, in one process.
+Stages are proved first (train.prove), in each precision of --proofs: a proof that fails is a type that fails.
 Compared after every step: the loss, each gradient of each rank, the same where several hold a parameter, and the
 bytes sent with those forecast; after the last step each parameter. Through lockstep all stages are in one process and
 there is one backward: the quick look.
@@ -18,8 +20,9 @@ there is one backward: the quick look.
 gradient in another order, to 1e-5 of its largest entry. `failed` says why the others are not. `partly`: of those that
 passed, which used only a part of their parameters, and how much (a model of text and images is given text alone where
 it runs so). `thin`: which have fewer than two blocks in some stage, and how many in each. `whole`: of which each rank
-builds the whole model before it gives back what it does not hold, and why. --limit: seconds for each number of stages,
-and for the reference. The record: zoo.json where causal is among the classes, zoo_others.json of all others.
+builds the whole model before it gives back what it does not hold, and why. `proofs`: in how many trials, by what the
+proof said (equal | not proved); `not_proved`: why, of each. --limit: seconds for each number of stages, and for the
+reference. The record: zoo.json where causal is among the classes, zoo_others.json of all others.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -55,6 +59,7 @@ def main() -> None:
     read.add_argument("--stages", default="2,3")
     read.add_argument("--through", default="gloo", choices=("gloo", "lockstep"))
     read.add_argument("--schedules", default="gpipe,one_f_one_b", help="of the stages, through gloo")
+    read.add_argument("--proofs", default="fp32,bf16", help="precisions, through gloo; '' for none")
     read.add_argument("--jobs", type=int, default=1)
     read.add_argument("--limit", type=float, default=120.0, help="seconds")
     read.add_argument("--json", action="store_true", help="nothing but the last line")
@@ -67,7 +72,13 @@ def main() -> None:
     began = time.monotonic()
     checked = partial(check, stages=stages)
     if asked.through == "gloo":
-        checked = partial(check_through_gloo, stages=stages, schedules=asked.schedules.split(","), limit_s=asked.limit)
+        checked = partial(
+            check_through_gloo,
+            stages=stages,
+            schedules=asked.schedules.split(","),
+            proofs=[one for one in asked.proofs.split(",") if one],
+            limit_s=asked.limit,
+        )
     patience_s = asked.limit * (len(stages) + 2 if asked.through == "gloo" else 1)
     for kind, result in run(kinds, checked, asked.jobs, patience_s):
         found[kind] = result
@@ -81,6 +92,7 @@ def main() -> None:
         "recipes": {k: r["recipe"] for k, r in sorted(found.items()) if "recipe" in r},
         "whole": {k: r["built"] for k, r in sorted(found.items()) if r.get("built")},
         "thin": {k: r["blocks"] for k, r in sorted(found.items()) if is_thin(r)},
+        **proofs(found),
         "stages": stages,
         "through": asked.through,
         **({"schedules": asked.schedules.split(",")} if asked.through == "gloo" else {}),
@@ -96,6 +108,15 @@ def main() -> None:
 
 def is_thin(result: Mapping[str, Any]) -> bool:
     return any(min(blocks, default=0) < 2 for blocks in result.get("blocks", {}).values())
+
+
+def proofs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """How often a proof said what, and of which it could not say more."""
+    said = {
+        f"{kind}, {where}": text for kind, r in sorted(found.items()) for where, text in r.get("proved", {}).items()
+    }
+    outcomes = Counter(text.partition(":")[0] for text in said.values())
+    return {"proofs": dict(outcomes), "not_proved": {k: t for k, t in said.items() if not t.startswith("equal")}}
 
 
 def counts(found: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -25,7 +25,9 @@ class Habit:
     train, plan: sections of the configuration, beside the usual ones. data: what it is trained on; text: that it is
     trained on text, evaluated in the middle and at the end, and then goes on with this one. draws: whether the forward
     draws random numbers, which are keyed. stopped: after how many steps the run ends, to be resumed in other
-    processes; 0: it is not. alone: whether one process trains it, too. tolerance: largest difference, as a part of the
+    processes; 0: it is not. apart: whether each replica keeps something for itself (a counter, a memory), as replicas
+    of plain torch do, so that together they are not one process: they are compared with such replicas, and a run that
+    proves says so. alone: whether one process trains it, too. tolerance: largest difference, as a part of the
     largest entry.
     """
 
@@ -43,6 +45,7 @@ class Habit:
     text: str = ""
     draws: bool = False
     stopped: int = 0
+    apart: bool = False
     alone: bool = True
     tolerance: float = 2e-5
 

@@ -19,11 +19,12 @@ from torch import Tensor
 from loops.crew import alone, crew
 from loops.rank import Outcome
 from proof.habit import Habit
-from proof.rank import knows_proof, left_behind, run_ours, run_plain, settings
+from proof.rank import knows_proof, left_behind, run_ours, run_plain, settings, warned
 from proof.scene import write_texts
 
 ORDER = ("equal", "refused", "wrong", "crash", "hang")  # worst last
 NOT_THE_MODEL = ("loss", "evaluation", "sample")
+APART = "each replica keeps buffers or other state for itself"
 FLOOR = 1e-5  # of the largest entry of all: what is smaller is rounding
 
 
@@ -47,8 +48,10 @@ def _judged(habit: Habit, data: Mapping[str, Any], limit_s: float) -> dict[str, 
     if not bool(torch.isfinite(known.state["loss"]).all()):
         raise ValueError(f"{habit.name} has no finite loss in a loop of plain torch: {known.state['loss'].tolist()}")
     ranks = habit.stages * habit.replicas
+    here = trial(habit, known, data, limit_s, 1, "") if habit.alone else Verdict(result="equal", where="")
+    if habit.apart:
+        known = alone(partial(run_plain, habit, data, habit.replicas), limit_s)
     on = partial(trial, habit, known, data, limit_s)
-    here = on(1, "") if habit.alone else Verdict(result="equal", where="")
     staged = without = on(ranks, "auto" if knows_proof() else "")
     if knows_proof():
         without = on(ranks, "never")
@@ -82,7 +85,10 @@ def trial(habit: Habit, known: Outcome, data: Mapping[str, Any], limit_s: float,
             outcomes = crew(partial(run_ours, habit, cut_off, resume=False), ranks, "by_hand", limit_s)
         if all(one.ending == "returned" for one in outcomes):
             outcomes = crew(partial(run_ours, habit, told, resume=habit.stopped > 0), ranks, "by_hand", limit_s)
-        return verdict(habit, known, outcomes, left_behind(folder))
+        found = verdict(habit, known, outcomes, left_behind(folder))
+        if habit.apart and prove == "auto" and found.result == "equal" and APART not in warned(folder):
+            return Verdict(result="wrong", where="replicas that part are not one process, and nobody said so")
+        return found
 
 
 def verdict(habit: Habit, known: Outcome, outcomes: Sequence[Outcome], found: Mapping[str, Tensor]) -> Verdict:

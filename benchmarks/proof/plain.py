@@ -24,14 +24,15 @@ from proof.scene import BATCH, EVALUATE_EVERY, EVALUATED, LENGTH, MICROBATCHES, 
 IGNORED = -100
 
 
-def train(habit: Habit, told: Mapping[str, Any]) -> dict[str, Tensor]:
+def train(habit: Habit, told: Mapping[str, Any], replicas: int = 1) -> dict[str, Tensor]:
     """By name: the loss of every step, all parameters and persistent buffers at the end, evaluations, and bytes of
-    samples. `told` is the section `data`, where it is trained on text.
+    samples. `told` is the section `data`, where it is trained on text. Each of the replicas has a module of its own,
+    of which gradients are summed, and nothing else is shared; the first one's buffers are kept.
     """
-    loop, losses, heard = _Loop(habit, told), list[float](), list[dict[str, Tensor]]()
+    loop, losses, heard = _Loop(habit, told, replicas), list[float](), list[dict[str, Tensor]]()
     for step in range(STEPS):
         if step and step == habit.stopped:
-            kept, loop = loop, _Loop(habit, told)
+            kept, loop = loop, _Loop(habit, told, replicas)
             loop.load(kept)
         losses.append(loop.step(step))
         if habit.text and (step + 1) % EVALUATE_EVERY == 0:
@@ -41,10 +42,11 @@ def train(habit: Habit, told: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 class _Loop:
-    def __init__(self, habit: Habit, told: Mapping[str, Any]) -> None:
+    def __init__(self, habit: Habit, told: Mapping[str, Any], replicas: int = 1) -> None:
         self.habit = habit
         self.corpus = corpus_of(told) if told else None
         self.module = model_of(habit, self.corpus)
+        self.replicas = [self.module, *(copy.deepcopy(self.module) for _ in range(replicas - 1))]
         self.data = habit.data()
         self.order = order_of(len(self.corpus.train) if self.corpus else len(self.data))  # type: ignore[arg-type]
         self.optimizer = optimizer_of(habit, self.module)
@@ -54,14 +56,31 @@ class _Loop:
         pieces = list(self._pieces(step))
         labels = sum(weight_of(rows) for _, rows in pieces)
         total = 0.0
-        for key, rows in pieces:
+        for number, (key, rows) in enumerate(pieces):
+            module = self.replicas[number * len(self.replicas) // len(pieces)]
             with self.keyed(step, key):
-                loss = loss_of(self.module, rows) * (weight_of(rows) / labels)
+                loss = loss_of(module, rows) * (weight_of(rows) / labels)
                 loss.backward()
             total += float(loss.detach())
+        self._meet()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._follow()
         return total
+
+    def _meet(self) -> None:
+        """The first replica has the gradients of all."""
+        for other in self.replicas[1:]:
+            for mine, theirs in zip(self.module.parameters(), other.parameters(), strict=True):
+                if theirs.grad is not None:
+                    mine.grad = theirs.grad if mine.grad is None else mine.grad + theirs.grad
+                    theirs.grad = None
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for other in self.replicas[1:]:
+            for mine, theirs in zip(self.module.parameters(), other.parameters(), strict=True):
+                theirs.copy_(mine)
 
     def _pieces(self, step: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
         rows = BATCH // MICROBATCHES

@@ -20,12 +20,13 @@ LOOKED = {"evaluate_every": EVALUATE_EVERY, "evaluate_sequences": EVALUATED, "sa
 WAIT_S = 20.0  # for a message, before its sender is given up
 
 
-def run_plain(habit: Habit, told: Mapping[str, Any]) -> Outcome:
+def run_plain(habit: Habit, told: Mapping[str, Any], replicas: int = 1) -> Outcome:
     """`state` is what plain.train says, `notes` the names that a refusal may give."""
     module = plain.model_of(habit, plain.corpus_of(told) if told else None)
     names = {name for name, _ in (*module.named_modules(), *module.named_parameters(), *module.named_buffers())}
     kinds = {type(inner).__name__ for inner in module.modules()}
-    return Outcome(ending="returned", state=plain.train(habit, told), notes=json.dumps(sorted((names | kinds) - {""})))
+    state = plain.train(habit, told, replicas)
+    return Outcome(ending="returned", state=state, notes=json.dumps(sorted((names | kinds) - {""})))
 
 
 def run_ours(habit: Habit, told: Mapping[str, Any], *, resume: bool) -> Outcome:
@@ -79,6 +80,13 @@ def settings(habit: Habit, data: Mapping[str, Any], ranks: int, prove: str, fold
         **({"data": dict(data)} if data else {}),
         "run": {"directory": folder, "name": "run", "display": "quiet"},
     }
+
+
+def warned(folder: str) -> str:
+    """Every warning of the run."""
+    lines = (line for path in Path(folder).glob("*/records.jsonl") for line in path.read_text().splitlines())
+    events = (record for record in map(json.loads, lines) if record["kind"] == "event")
+    return "; ".join(event["message"] for event in events if event["level"] == "warning")
 
 
 def left_behind(folder: str) -> dict[str, Tensor]:

@@ -27,7 +27,9 @@ ENDING_S = 3.0  # that the others of a crew have to say why, when one has failed
 LATER = ("PeerLost", "WireMismatch")  # what a rank says whose peer has failed
 
 
-def check_through_gloo(kind: str, stages: Sequence[int], schedules: Sequence[str], limit_s: float) -> dict[str, Any]:
+def check_through_gloo(
+    kind: str, stages: Sequence[int], schedules: Sequence[str], proofs: Sequence[str], limit_s: float
+) -> dict[str, Any]:
     """What was compared; raises what went wrong. `limit_s`: of the reference, and of every number of stages."""
     warnings.simplefilter("ignore")
     case = found(kind)
@@ -37,13 +39,14 @@ def check_through_gloo(kind: str, stages: Sequence[int], schedules: Sequence[str
     with tempfile.TemporaryDirectory() as folder:
         whole = Trial(case, (), tuple(schedules), Path(folder))
         (known,) = forked(partial(refer, whole, source), 1, limit_s, "the reference")
-        exact, sent, least = True, {}, {}
+        exact, sent, least, proved = True, {}, {}, {}
         for count in stages:
-            trial = Trial(case, cuts[count], tuple(schedules), Path(folder))
+            trial = Trial(case, cuts[count], tuple(schedules), Path(folder), tuple(proofs))
             answers = forked(partial(compare, trial, source), count, limit_s, f"{count} stages")
             _agree(answers, known["trained"], f"{count} stages")
             exact &= all(answer["exact"] for answer in answers)
             sent[count] = [answer["sent"] for answer in answers]
+            proved |= {f"{count} stages, {one}": said for one, said in answers[0]["proved"].items()}
             least[count] = blocks_of(blocks, cuts[count])
     return {
         "recipe": case.recipe,
@@ -52,6 +55,7 @@ def check_through_gloo(kind: str, stages: Sequence[int], schedules: Sequence[str
         "shape": list(case.form.shape),
         "sent_bytes": sent,
         "blocks": least,
+        "proved": proved,
         "built": source.construction().reason,
     }
 

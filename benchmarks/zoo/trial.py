@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer.cutting import Asked, OriginSource, hold
+from gossamer.cutting import Asked, OriginSource, Planned, planned
 from gossamer.exchanging import levels_of
 from gossamer.model.cut.cuts import Cuts, even_cuts
 from gossamer.model.cut.ways import Ways
 from gossamer.model.units import block_names
+from gossamer.proving import Proving
 from gossamer.run.batches import Batch, Batches
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
 from gossamer.run.saver import Saver
@@ -69,6 +70,7 @@ class Trial:
     cuts: tuple[str, ...]
     schedules: tuple[str, ...]
     folder: Path  # where the reference is, and where the ranks meet
+    proofs: tuple[str, ...] = ()  # precisions in which stages are proved before they train
 
     @property
     def ranks(self) -> int:
@@ -98,6 +100,7 @@ class Seat:
     engine: Engine
     pump: Pump
     folder: Path
+    proved: dict[str, str] = field(default_factory=dict)  # precision -> what the proof says
     start: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -151,27 +154,55 @@ def _around(folder: Path, said: list[records.Record]) -> Surroundings:
 @contextmanager
 def seated(trial: Trial, source: OriginSource, rank: int) -> Iterator[Seat]:
     """The way of `gossamer train`, without its probes and its records: each rank builds its own part."""
-    config, data = trial.config, CaseBatches(trial.case)
-    asked = Asked(config=config, ranks=trial.ranks, rank=rank, batches=data, objective=Own(), device=CPU)
-    held = hold(source, asked)
-    parts = Parts(
-        module=held.module,
-        objective=Own(),
-        train=data,
-        validation=None,
-        config=config,
-        plan=held.plan,
-        device=CPU,
-        cut=held.cut,
-    )
+    parts, model = _planned(trial, source, rank)
     check_before_start(parts)
     pump = Pump(_channel(trial, parts, rank))
     try:
         check_agreement(pump, {"plan": parts.plan.model_dump_json(), "model": fingerprint(parts.outline)})
-        yield Seat(parts, engine_of(parts), pump, trial.folder)
+        asked = trial.proofs if trial.cuts else ()
+        proved = {one: _proved(*_planned(trial, source, rank, one), pump) for one in asked}
+        held = model.hold()
+        parts = replace(parts, module=held.module, cut=held.cut)
+        yield Seat(parts, engine_of(parts), pump, trial.folder, proved)
     finally:
         pump.close()
         pump.channel.close()
+
+
+def _planned(trial: Trial, source: OriginSource, rank: int, precision: str = "fp32") -> tuple[Parts, Planned]:
+    """What a rank knows before anything is built."""
+    config, data = trial.config, CaseBatches(trial.case)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
+    asked = Asked(config=config, ranks=trial.ranks, rank=rank, batches=data, objective=Own(), device=CPU)
+    model = planned(source, asked)
+    outline = model.outline
+    parts = Parts(
+        module=outline.module,
+        objective=Own(),
+        train=data,
+        validation=None,
+        config=config,
+        plan=model.plan,
+        device=CPU,
+        cut=outline.cut,
+    )
+    return parts, model
+
+
+def _proved(parts: Parts, model: Planned, pump: Pump) -> str:
+    """What `train.prove` says of these stages; raises BadInput where it finds them wrong."""
+    said: list[records.Record] = []
+    proving = Proving(
+        planned=model,
+        parts=parts,
+        pump=pump,
+        sink=said.append,
+        at=lambda step, phase: None,
+        asked_to_stop=lambda: False,
+    )
+    proving.prove()
+    (proof,) = (one for one in said if isinstance(one, records.Proof))
+    return f"{proof.outcome}: {proof.message}"
 
 
 def _channel(trial: Trial, parts: Parts, rank: int) -> Channel:
@@ -241,7 +272,14 @@ def compare(trial: Trial, source: OriginSource, rank: int) -> dict[str, Any]:
                 sent = sum(step.wire_bytes.values())
             exact &= _same(f"{where}: the parameter", trainer.params, kept["parameters"])
         built = seat.parts.plan.reasons.get("build", "")
-    return {"exact": exact, "held": list(trainer.params), "digests": digests, "sent": sent, "built": built}
+    return {
+        "exact": exact,
+        "held": list(trainer.params),
+        "digests": digests,
+        "sent": sent,
+        "built": built,
+        "proved": seat.proved,
+    }
 
 
 def _same_loss(where: str, ours: float, theirs: float) -> bool:

@@ -105,7 +105,7 @@ class Proving:
         run_s = parts.config.train.seconds
 
         def pulse_of() -> Callable[[], None]:
-            patience = Patience(run_s=run_s, pieces=3 * question.microbatches * len(question.rounds))
+            patience = Patience(run_s=run_s, pieces=2 * question.microbatches * len(question.rounds))
             return lambda: _beat(company, patience)
 
         alone = Alone(engine=self._whole, names=names, pulse=pulse_of, units=parts.units)
@@ -118,6 +118,9 @@ class Proving:
             said = "each replica keeps buffers or other state for itself, so that together they are not one process"
             said = f"{said}: {told_of(verdict.apart)}"
             self.sink(records.Event(level="warning", message=said, step=0))
+        if verdict.writes:
+            said = "the forward writes to parameters, which each replica does for itself: they may drift apart"
+            self.sink(records.Event(level="warning", message=said, step=0))
         return records.Proof(
             outcome="equal",
             message=line_of(verdict, cost, question, parts.plan, parts.config, seconds),
@@ -128,6 +131,7 @@ class Proving:
             within=verdict.within,
             within_coarse=verdict.within_coarse,
             microbatches=cost.microbatches,
+            builds=cost.builds,
             alone_s=cost.alone_s,
             divided_s=cost.divided_s,
             seconds=seconds,

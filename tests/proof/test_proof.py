@@ -46,6 +46,21 @@ def test_a_fault_is_found_and_its_tensor_named_by_all_ranks(pool: Pool, name: st
 
 
 @pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("a gradient that is zero", "12 of 12 entries differ: all of it is zero, nothing arrives"),
+        ("one entry of a gradient off", "; entry [0, 5] is "),
+        ("one entry of a gradient off", "1 of 144 entries differ"),
+        ("a hook twice", "144 of 144 entries differ: they are 2 times what they should be"),
+        ("a gradient transposed", "it is transposed"),
+        ("borders exchanged", "; entry ["),
+    ],
+)
+def test_the_first_gradient_is_fetched_whole_and_looked_at(pool: Pool, fault: str, said: str) -> None:
+    assert said in refused(pool, 2, fault=fault, sections=STAGES)
+
+
+@pytest.mark.parametrize(
     ("ranks", "plan", "train", "layout"),
     [
         (2, {"mesh": {"pipe": 2}}, {}, "2 micro-batches: 2 stages = 1 process, "),
@@ -98,12 +113,35 @@ def test_batch_norm_of_replicas_is_one_process(pool: Pool) -> None:
     assert "4 micro-batches: 2 replicas = 1 process, " in record["message"]
 
 
-def test_replicas_with_state_of_their_own_are_a_process_each(pool: Pool) -> None:
-    (first, *_) = pool.run(PROVE, 2, kind="statistics")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["statistics", "counted"])
+def test_replicas_with_state_of_their_own_are_a_process_each(pool: Pool, kind: str, precision: str) -> None:
+    (first, *_) = pool.run(PROVE, 2, kind=kind, sections={"train": {"prove": "always", "precision": precision}})
     warning, record = first["told"]
     assert warning["level"] == "warning"
     assert "so that together they are not one process: a loss of" in warning["message"]
     assert "2 replicas = 1 process each, " in record["message"]
+    assert record["alone_s"] + record["divided_s"] <= record["seconds"], "no second counts twice"
+
+
+def test_a_forward_that_writes_to_parameters_does_so_for_every_replica(pool: Pool) -> None:
+    (first, *_) = pool.run(PROVE, 2, kind="renormed", sections={"train": {"prove": "always"}})
+    warning, record = first["told"]
+    assert "the forward writes to parameters, which each replica does for itself" in warning["message"]
+    assert "2 replicas = 1 process each, " in record["message"]
+
+
+@pytest.mark.parametrize("kind", ["normed", "statistics"])
+@pytest.mark.parametrize(("ranks", "pipe"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_layout_takes_more_than_24_microbatches_and_two_builds(
+    pool: Pool, kind: str, ranks: int, pipe: int, precision: str
+) -> None:
+    sections = {"plan": {"mesh": {"pipe": pipe}}, "train": {"prove": "always", "precision": precision}}
+    record = proved(pool, ranks, kind=kind, sections=sections)
+    wanted = 4 * (ranks // pipe) * (3 if precision == "bf16" else 2)
+    assert record["microbatches"] == wanted <= 24
+    assert f"for {wanted} micro-batches of the whole model and 2 builds of it" in record["message"]
 
 
 def test_unequal_replicas_are_one_process(pool: Pool) -> None:

@@ -31,12 +31,14 @@ def table(a: Tensor, b: Tensor, loss: float = 2.0) -> Table:
         gradients=rows_of(held, NAMES.trained, 3)[None],
         buffers=torch.zeros(1, 0, WIDTH),
         losses=torch.tensor([[loss]], dtype=torch.float64),
+        first=rows_of(held, NAMES.trained, 3)[None],
+        keeps=torch.zeros(2, dtype=torch.float64),
     )
 
 
 def sides(divided: Table, again: Table | None = None) -> Sides:
     alone = table(drawn(40, 30), drawn(50, seed=1))
-    return Sides(names=NAMES, alone=alone, again=again or alone, divided=[divided], exact=(True,), continues=True)
+    return Sides(names=NAMES, alone=alone, again=again or alone, divided=[divided], exact=(True,), own=1)
 
 
 def test_a_row_tells_sizes_and_is_linear() -> None:

@@ -49,19 +49,19 @@ class Branches(nn.Module):
 class Tokens(Dataset):
     """Sequences with a learnable pattern; every third has void labels. Item `poison` is not finite when embedded."""
 
-    def __init__(self, count: int = 64, *, bad: int = -1) -> None:
+    def __init__(self, count: int = 64, *, bad: int = -1, bads: Sequence[int] = ()) -> None:
         seed = torch.Generator().manual_seed(1)
         start = torch.randint(0, 16, (count, 1), generator=seed)
         self.ids = (start + torch.arange(9) * 3) % 16
         self.labels = self.ids.clone()
         self.labels[::3, :5] = -100
-        self.bad = bad
+        self.bads = {bad, *bads}
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        scale = torch.tensor(float("nan") if index == self.bad else 1.0)
+        scale = torch.tensor(float("nan") if index in self.bads else 1.0)
         return {"input_ids": self.ids[index], "labels": self.labels[index], "scale": scale}
 
 
@@ -130,6 +130,27 @@ class Causal(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x.cumsum(1) / counts))
         return 0.1 * x @ self.embed.weight.T
+
+
+class Unrooted(nn.Module):
+    """The root of what is below zero, from its forward number `first` on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.inner, self.first, self.forwards = nn.Linear(12, 12), first, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        self.forwards += self.training
+        return torch.sqrt(-1 - y * y) if self.forwards > self.first else y
+
+
+class Burst(Causal):
+    """Its third block gives nan."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__()
+        self.layers[2] = Unrooted(first)
 
 
 class Thin(Causal):
@@ -361,6 +382,7 @@ def train(
     kind: str = "small",
     dropout: float = 0.0,
     bad: int = -1,
+    bads: Sequence[int] = (),
     hosts: int = 1,
     frozen: Sequence[str] = (),
     words: bool = True,
@@ -398,6 +420,8 @@ def train(
         "sometimes": Sometimes,
         "doubles": lambda: Marks().double(),
         "thin": Thin,
+        "burst": Burst,
+        "burst later": lambda: Burst(2),
         "habits": Habits,
         "halves": lambda: Causal().bfloat16(),
         "wide": lambda: Wide(),
@@ -420,7 +444,7 @@ def train(
         if counts and phase == "fetch" and step == steps - 1:
             there.append(sum(s.nbytes() for key, s in storages().items() if key not in before))
 
-    data, objective = DatasetBatches(Tokens(bad=bad)), loss.build("next_token")
+    data, objective = DatasetBatches(Tokens(bad=bad, bads=bads)), loss.build("next_token")
     cpu = torch.device("cpu")
     asked = Asked(config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu)
     kept = kept if kept is not None and kept.mesh.size == seat.ranks else None  # as `gossamer resume` does

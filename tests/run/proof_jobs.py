@@ -90,6 +90,30 @@ class Normed(nn.Module):
         return self.head(self.norm(self.embed(input_ids).transpose(1, 2)).transpose(1, 2))
 
 
+class Renormed(Opened):
+    """Its forward writes to a parameter: rows that are too long are shortened when they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 12, max_norm=1.0)
+
+
+class Counted(Statistics):
+    """What it keeps is in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = None  # type: ignore[assignment]
+        self.counts: list[int] = []
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.counts.append(1)
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) / len(self.counts)
+        return self.head(x)
+
+
 CALLS = [0]
 
 
@@ -123,6 +147,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "opened": Opened,
     "statistics": Statistics,
     "normed": Normed,
+    "renormed": Renormed,
+    "counted": Counted,
     "global": Global,
     "choosy": Choosy,
 }

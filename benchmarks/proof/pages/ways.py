@@ -148,16 +148,10 @@ def recompute_iterator():
     return effects.next_of_an_iterator()
 
 
-@habit(EQUAL, plan=LOSSLESS)
-def lossless_borders():
-    """Borders that are coded without a loss."""
+@habit(OR_REFUSED, plan=LOSSLESS)
+def borders_of_no_fixed_size():
+    """A codec that nobody can make room for: as long as the numbers make it."""
     return tied()
-
-
-@habit(EQUAL, hard=True, plan=LOSSLESS)
-def lossless_borders_counters():
-    """The same, and counters that blocks return."""
-    return values.counter_returned()
 
 
 @habit(EQUAL, plan=EIGHT_BITS, tolerance=2e-2, alone=False)
@@ -197,25 +191,25 @@ def replicas_dropout():
     return Net(Dropping)
 
 
-@habit(OR_REFUSED, **TWICE)
+@habit(EQUAL, apart=True, **TWICE)
 def replicas_batch_norm():
     """Two replicas and running statistics, which are of another half of the batch on each."""
     return Net(Normed)
 
 
-@habit(OR_REFUSED, hard=True, **TWICE)
+@habit(EQUAL, hard=True, apart=True, **TWICE)
 def replicas_counter():
     """Two replicas, whose blocks count their calls: each sees half of them."""
     return values.counter_returned()
 
 
-@habit(OR_REFUSED, hard=True, **TWICE)
+@habit(EQUAL, hard=True, apart=True, **TWICE)
 def replicas_counter_of_the_model():
     """Two replicas of a model that counts its forwards."""
     return state.counter_raised_at_the_end()
 
 
-@habit(OR_REFUSED, hard=True, **TWICE)
+@habit(EQUAL, hard=True, apart=True, **TWICE)
 def replicas_memory():
     """Two replicas of a model whose blocks keep the mean of the last micro-batch."""
     return effects.last_activations_of_a_block()
@@ -233,7 +227,7 @@ def replicas_teacher():
     return constructors.frozen_teacher()
 
 
-@habit(OR_REFUSED, **TWICE)
+@habit(EQUAL, apart=True, **TWICE)
 def replicas_buffer_counter():
     """Two replicas with a counter in a buffer."""
     return state.counter_in_a_buffer()

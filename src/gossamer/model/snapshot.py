@@ -587,6 +587,11 @@ class Copies:
         except (RuntimeError, NotImplementedError):  # a kind of tensor without memory of its own
             return
 
+    def differ(self) -> bool:
+        """Whether a tensor has other numbers than its copy."""
+        copied = ((x, self._copies[id(x)][1]) for x in self.tensors if id(x) in self._copies)
+        return any(x.shape != was.shape or not torch.equal(x, was) for x, was in copied)
+
     def watching(self) -> TorchDispatchMode:
         """While it is entered, a copy is made of what is about to be written to."""
         return _BeforeWrites(self.tensors, self._copy)

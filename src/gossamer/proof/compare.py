@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from gossamer.loss import Objective
 from gossamer.proof.company import Company, Word
-from gossamer.proof.judge import Parting, Sides, Verdict, apart, judge
+from gossamer.proof.entries import Picked, fetched, told_of_entries
+from gossamer.proof.judge import Entries, Sides, Verdict, first_of, judge
 from gossamer.proof.layout import Divided
 from gossamer.proof.patience import NotProved
 from gossamer.proof.question import Question, uneven
@@ -33,7 +33,8 @@ class Cost:
     """What a proof took."""
 
     microbatches: int  # that the whole model computed
-    alone_s: float  # two builds of it, and these
+    builds: int  # of it
+    alone_s: float  # these
     divided_s: float
 
 
@@ -53,7 +54,7 @@ def compared(
     except Failed:  # labels that count for nothing may be too strange for a model that looks at them
         answer = _answered(company, alone, question, blank)
     fewer = max(1, torch.get_num_threads() - 1)  # not more: others may compute on the same cores
-    again = _answered(company, replace(alone, shake=_SHAKE, threads=fewer), question, blank)
+    again = _answered(company, replace(alone, shake=_SHAKE, threads=fewer, joins=True), question, blank)
     turned = time.perf_counter()
     divided = [blank.like(row) for row in company.rows(layout.answer(question).flat())]
     company.pulse()
@@ -62,44 +63,54 @@ def compared(
         alone=answer,
         again=again,
         divided=divided,
-        exact=tuple(one.precision.compute is torch.float32 for one in question.rounds),
-        continues=len(question.replicas) == 1,
+        exact=tuple(not one.is_coarse for one in question.rounds),
+        own=len(question.rounds[0].pieces[question.replicas[0]]),
         kinds=len(set(company.texts(_kind()))),
     )
+    done = company.rows(torch.tensor([alone.tally.microbatches, alone.tally.builds]))[company.speaker]
     cost = Cost(
-        microbatches=2 * question.microbatches * len(question.rounds),
+        microbatches=int(done[0]),
+        builds=int(done[1]),
         alone_s=turned - began,
         divided_s=time.perf_counter() - turned,
     )
     verdict = judge(sides)
     if not verdict.faults or verdict.unsteady:
         return verdict, cost
-    if len(question.replicas) > 1:  # each may keep something for itself
-        alone = replace(alone, apart=True)
-        other = judge(apart(sides, _answered(company, alone, question, blank)))
-        cost = replace(
-            cost, microbatches=cost.microbatches * 3 // 2, alone_s=cost.alone_s + time.perf_counter() - began
-        )
-        if not other.faults:
-            return replace(other, apart=verdict.faults[0]), cost
-        verdict = other
-    return replace(verdict, parting=_parting(company, alone, layout, question, sides.exact)), cost
+    return _looked_at(verdict, company, alone, layout, question), cost
 
 
-def _parting(
-    company: Company, alone: Alone, layout: Divided, question: Question, exact: Sequence[bool]
-) -> Parting | None:
-    """Both sides once more, looked at while they run."""
-    tracks = Tracks()
+def _looked_at(verdict: Verdict, company: Company, alone: Alone, layout: Divided, question: Question) -> Verdict:
+    """Both sides once more, as far as the first faults: where their forwards part, and the first gradient that is
+    another one, entry by entry.
+    """
+    fault = next((f for f in sorted(verdict.faults, key=lambda f: f.round) if f.what == "gradient"), None)
+    last = max(first_of(verdict.faults).round, fault.round if fault is not None else 0)
+    question = replace(question, rounds=question.rounds[: last + 1])
     blank = Table.blank(alone.names, len(question.rounds), question.microbatches)
+    tracks, mine = Tracks(), Tracks()
+    one, other = (Picked(fault), Picked(fault)) if fault is not None else (None, None)
     try:
-        _answered(company, replace(alone, tracks=tracks), question, blank)
+        _answered(company, replace(alone, tracks=tracks, picked=one), question, blank)
     except NotProved:
-        return None
+        return verdict
     told = json.loads(company.texts(json.dumps(tracks.found))[company.speaker])
-    mine = Tracks()
-    replace(layout, tracks=mine).answer(question)
-    return parting(told, [json.loads(text) for text in company.texts(json.dumps(mine.found))], exact)
+    replace(layout, tracks=mine, picked=other).answer(question)
+    all_of_it = [json.loads(text) for text in company.texts(json.dumps(mine.found))]
+    exact = [not one.is_coarse for one in question.rounds]
+    return replace(verdict, parting=parting(told, all_of_it, exact), entries=_entries(company, one, other))
+
+
+def _entries(company: Company, alone: Picked | None, divided: Picked | None) -> Entries | None:
+    if alone is None or divided is None:
+        return None
+    fault, said = alone.fault, ""
+    shapes = company.texts(json.dumps([] if divided.tensor is None else divided.tensor.shape))
+    shape = torch.Size(json.loads(shapes[fault.rank]))
+    got = fetched(company.channel, divided.tensor, of=fault.rank, to=company.speaker, shape=shape)
+    if got is not None and alone.tensor is not None:
+        said = told_of_entries(got, alone.tensor.expand(shape), fault.limit)
+    return Entries(fault=fault, said=company.text(said))
 
 
 def _answered(company: Company, alone: Alone, question: Question, blank: Table) -> Table:

@@ -24,14 +24,16 @@ _SMALLEST = 1e-6  # of the largest tensor's: what is smaller is measured by that
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
-    """What is compared. `again` is one process once more, in another rounding; `divided` that of every rank."""
+    """What is compared. `again` is one process once more, in another rounding, in which the second replica has begun
+    with the state of the first; `divided` that of every rank.
+    """
 
     names: Names
     alone: Table
     again: Table
     divided: Sequence[Table]
     exact: tuple[bool, ...]  # by round: whether it computes in float32
-    continues: bool  # whether one replica has all micro-batches, and so the state of one process
+    own: int  # micro-batches of the first replica, which come first
     kinds: int = 1  # of processors and versions that the ranks compute with: others round otherwise
 
     @property
@@ -77,6 +79,14 @@ class Parting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """Of the first gradient that is another one: its entries in words."""
+
+    fault: Fault
+    said: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """How it went. With faults, the first is what to begin with."""
 
@@ -89,15 +99,24 @@ class Verdict:
     unsteady: tuple[str, ...] = ()  # two builds of the same model on one rank differ in these
     faults: tuple[Fault, ...] = ()
     parting: Parting | None = None  # the first value of a forward that is another one
+    entries: Entries | None = None
     apart: Fault | None = None  # replicas are one process only where each has state of its own; what else it would be
+    writes: bool = False  # whether the forward writes to parameters, which each replica does for itself
+
+
+def first_of(faults: Sequence[Fault]) -> Fault:
+    """What to begin with: initial values, or in the first round that differs a gradient, a buffer, a loss."""
+    order = {"initial value": 0, "gradient": 1, "buffer": 2, "loss": 3}
+    return min(faults, key=lambda f: (f.what != "initial value", f.round, order[f.what]))
 
 
 def judge(sides: Sides) -> Verdict:
     """Compare."""
-    unsteady = _unsteady(sides)
+    unsteady, parted = _unsteady(sides), _parted(sides)
+    noises = _Noises.of(sides, is_parted=parted is not None)
     values = [] if unsteady else _initial(sides)
-    losses = _losses(sides)
-    gradients, distances = _gradients(sides)
+    losses = _losses(sides, noises)
+    gradients, distances = _gradients(sides, noises)
     buffers = _buffers(sides)
     told = _told(sides)
     moved = ((sides.alone.gradients[:, :, 0] > 0) & sides.alone.gradients.isfinite().all(2)).any(0)
@@ -113,18 +132,43 @@ def judge(sides: Sides) -> Verdict:
         within_coarse=max(coarse, default=0.0),
         unsteady=unsteady,
         faults=(*values, *losses, *gradients, *buffers),
+        apart=parted,
+        writes=bool(sides.alone.keeps[1]),
     )
 
 
-def apart(sides: Sides, alone: Table) -> Sides:
-    """The same beside a process for every replica, which rounds as one process does."""
-    again = replace(
-        alone,
-        gradients=alone.gradients + sides.again.gradients - sides.alone.gradients,
-        buffers=alone.buffers + sides.again.buffers - sides.alone.buffers,
-        losses=alone.losses + sides.again.losses - sides.alone.losses,
-    )
-    return replace(sides, alone=alone, again=again, continues=True)
+@dataclass(frozen=True, slots=True)
+class _Noises:
+    """How far one process is from itself: (rounds, trained) of gradients, (rounds, micro-batches) of losses.
+
+    Of replicas whose state changes what they compute, only the first has done the same twice.
+    """
+
+    gradients: Tensor
+    losses: Tensor
+
+    @staticmethod
+    def of(sides: Sides, *, is_parted: bool) -> _Noises:
+        alone, again = sides.alone, sides.again
+        if not is_parted:
+            far = [_far(b, a, _sizes(a)) for a, b in zip(alone.gradients, again.gradients, strict=True)]
+            return _Noises(torch.stack(far).nan_to_num(0.0), (again.losses - alone.losses).abs())
+        far = [_far(b, a, _sizes(a)) for a, b in zip(alone.first, again.first, strict=True)]
+        gradients = torch.stack(far).nan_to_num(0.0)
+        most = gradients.max(1, keepdim=True).values if gradients.numel() else gradients
+        gradients = torch.where(alone.first[:, :, 0] > 0, gradients, most)  # of what the others alone have used
+        losses = (again.losses - alone.losses).abs()
+        losses[:, sides.own :] = losses[:, : sides.own].max(1, keepdim=True).values
+        return _Noises(gradients, losses)
+
+
+def _parted(sides: Sides) -> Fault | None:
+    """What would be another value if replicas were one process together, where each keeps state for itself."""
+    if not bool(sides.alone.keeps[0]):
+        return None
+    noises = _Noises.of(sides, is_parted=True)
+    together = replace(sides, alone=sides.again, divided=[sides.alone], exact=sides.exact[:1])
+    return next(iter([*_losses(together, noises), *_gradients(together, noises)[0]]), None)
 
 
 def _unsteady(sides: Sides) -> tuple[str, ...]:
@@ -153,10 +197,10 @@ def _initial(sides: Sides) -> list[Fault]:
     return found
 
 
-def _losses(sides: Sides) -> list[Fault]:
+def _losses(sides: Sides, noises: _Noises) -> list[Fault]:
     found = []
-    for r, wanted in enumerate(sides.alone.losses):
-        noise = (sides.again.losses[r] - wanted).abs()
+    for r in range(len(sides.exact)):
+        wanted, noise = sides.alone.losses[r], noises.losses[r]
         floor = sides.floor if sides.exact[r] else EPS * 2**8
         limit = torch.maximum(MARGIN * noise, floor * wanted.abs().clamp(min=1.0))
         for rank, table in enumerate(sides.divided):
@@ -180,15 +224,13 @@ def _losses(sides: Sides) -> list[Fault]:
     return found
 
 
-def _gradients(sides: Sides) -> tuple[list[Fault], list[float]]:
+def _gradients(sides: Sides, noises: _Noises) -> tuple[list[Fault], list[float]]:
     """Faults in the order of names, round by round; the largest distance of every round."""
     found: list[Fault] = []
     largest = []
     for r in range(len(sides.exact)):
         rows = [table.gradients[r] for table in sides.divided]
-        faults, far = _compared(
-            sides, "gradient", sides.names.trained, r, rows, sides.alone.gradients[r], sides.again.gradients[r]
-        )
+        faults, far = _compared(sides, "gradient", r, rows, sides.alone.gradients[r], noises.gradients[r])
         found += faults
         largest.append(far)
     return found, largest
@@ -196,23 +238,22 @@ def _gradients(sides: Sides) -> tuple[list[Fault], list[float]]:
 
 def _buffers(sides: Sides) -> list[Fault]:
     found: list[Fault] = []
-    for r in range(len(sides.exact) if sides.continues else 1):
+    for r, alone in enumerate(sides.alone.buffers):
         rows = [table.buffers[r] for table in sides.divided]
-        found += _compared(
-            sides, "buffer", sides.names.buffers, r, rows, sides.alone.buffers[r], sides.again.buffers[r]
-        )[0]
+        noise = _far(sides.again.buffers[r], alone, _sizes(alone)).nan_to_num(0.0) if sides.names.buffers else alone
+        found += _compared(sides, "buffer", r, rows, alone, noise)[0]
     return found
 
 
 def _compared(
-    sides: Sides, what: str, names: Sequence[str], r: int, divided: Sequence[Tensor], alone: Tensor, again: Tensor
+    sides: Sides, what: str, r: int, divided: Sequence[Tensor], alone: Tensor, noise: Tensor
 ) -> tuple[list[Fault], float]:
+    names = sides.names.trained if what == "gradient" else sides.names.buffers
     if not names:
         return [], 0.0
     sizes = _sizes(alone)
-    noise = _far(again, alone, sizes)
     eps = torch.tensor(sides.names.eps if what == "gradient" else [0.0] * len(names))
-    limits = (MARGIN * noise.nan_to_num(0.0)).clamp(min=sides.floor).maximum(16 * eps)
+    limits = (MARGIN * noise).clamp(min=sides.floor).maximum(16 * eps)
     found, largest = [], 0.0
     for rank, rows in enumerate(divided):
         held = (rows[:, 0] != ABSENT) & alone.isfinite().all(1)  # what is not finite in one process proves nothing

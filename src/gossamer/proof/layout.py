@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gossamer.compress.dense import Dense
 from gossamer.model.cut.ways import Ways
+from gossamer.proof.entries import Picked
 from gossamer.proof.question import Question, Round, move, owned
 from gossamer.proof.rows import Names, Table, digests_of, rows_of
 from gossamer.proof.side import Side, world_kept
@@ -33,6 +34,7 @@ class Divided(Side):
     pump: Pump
     at: At
     tracks: Tracks | None = None  # where its forwards are looked at
+    picked: Picked | None = None  # a gradient that is kept
 
     def answer(self, question: Question) -> Table:
         parts = self.parts()
@@ -70,14 +72,21 @@ class Divided(Side):
                 _play(descent, one, mine, question, engine.device)
                 losses.append(_losses(one, heard))
                 found = replica.gradients()
+                if self.picked is not None:
+                    for name, gradient in found.items():
+                        self.picked.keep(name, one.number, gradient)
                 gradients.append(rows_of(found, self.names.trained, question.seed))
                 counted = held if mine == question.replicas[0] and not _is_shared(parts, rank) else {}
                 buffers.append(rows_of(counted, self.names.buffers, question.seed))
                 replica.reject()
         finally:
             replica.close()
-        return Table(
-            initial=initial, gradients=torch.stack(gradients), buffers=torch.stack(buffers), losses=torch.stack(losses)
+        return replace(
+            Table.blank(self.names, len(question.rounds), question.microbatches),
+            initial=initial,
+            gradients=torch.stack(gradients),
+            buffers=torch.stack(buffers),
+            losses=torch.stack(losses),
         )
 
 

@@ -18,6 +18,7 @@ from gossamer.run.batches import Batch, Batches, Feed, MicroBatch
 from gossamer.spec.plan import Plan
 
 _MOVED_BY, _AT_LEAST = 0.05, 0.01  # of the root mean square of a tensor's entries; of a tensor of zeros
+_FINER = 16  # times than a number's last place, in which it is changed
 _FP16_SCALE = 1024.0
 
 
@@ -35,6 +36,11 @@ class Round:
     def total(self) -> float:
         """Valid labels of all of them."""
         return sum(sum(mine.values()) for mine in self.labels.values())
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether it computes in half precision; then nothing comes after it."""
+        return self.precision.compute is not torch.float32
 
     @property
     def scale(self) -> float:
@@ -109,6 +115,19 @@ def move(tensors: Mapping[str, Tensor], seed: int) -> None:
         for where, signs in signed_sums(tensor.numel(), [(mix(seed, zlib.crc32(name.encode())), by)], tensor.device):
             added[where] = signs
         tensor.add_(added.view(tensor.shape).to(tensor.dtype))
+
+
+@torch.no_grad()
+def nudge(tensors: Mapping[str, Tensor], seed: int, compute: torch.dtype) -> None:
+    """Change parameters by less than `compute` tells apart: what is made of them is rounded otherwise."""
+    by = torch.finfo(compute).eps / _FINER
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        changed = torch.empty(tensor.numel(), device=tensor.device)
+        for where, signs in signed_sums(tensor.numel(), [(mix(seed, zlib.crc32(name.encode())), by)], tensor.device):
+            changed[where] = signs
+        tensor.mul_(1 + changed.view(tensor.shape))
 
 
 def owned(rows: Batch, device: torch.device) -> Batch:

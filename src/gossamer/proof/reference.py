@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from gossamer.proof.question import Question, Round, move, owned
+from gossamer.proof.entries import Picked
+from gossamer.proof.question import Question, Round, owned
 from gossamer.proof.rows import Names, Table, digests_of, rows_of
 from gossamer.proof.side import Side, world_kept
 from gossamer.proof.tracks import Tracks
+from gossamer.proof.turns import Turns
 from gossamer.run.batches import MicroBatch
 from gossamer.run.stage import Engine
 
 
+@dataclass(slots=True)
+class Tally:
+    """What was done in this process."""
+
+    builds: int = 0
+    microbatches: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone(Side):
-    """The whole model in this process. `shake`: the loss is multiplied with it before the backward and gradients are
-    divided by it, and `threads` of them compute: another rounding of the same numbers. `apart`: every replica has a
-    model of its own, with the state that its own micro-batches leave.
+    """The whole model in this process; replicas take turns, each with the state that its own micro-batches leave.
+    `shake`: the loss is multiplied with it before the backward and gradients are divided by it, and `threads` of them
+    compute: another rounding of the same numbers; in half precision, where threads change little, parameters are also
+    changed below their last place. `joins`: the second replica begins with the state of the first.
     """
 
     engine: Callable[[], Engine]  # makes the model anew
@@ -29,55 +40,58 @@ class Alone(Side):
     pulse: Callable[[], Callable[[], None]]  # gives what is called after every piece of work: those who wait know
     shake: float = 1.0
     threads: int = 0  # 0: as many as there are
-    apart: bool = False
+    joins: bool = False
     tracks: Tracks | None = None  # where its forwards are looked at
     units: tuple[str, ...] = ()  # then: those of the model
+    picked: Picked | None = None  # a gradient that is kept
+    tally: Tally = field(default_factory=Tally)
 
     def answer(self, question: Question) -> Table:
         with _threads(self.threads), ExitStack() as stack:
             pulse = self.pulse()
-            engines = [self._made(stack, pulse) for _ in (question.replicas if self.apart else (0,))]
-            initial = digests_of(_values(engines[0].module), self.names.values)
-            gradients, buffers, losses = [], [], []
+            turns = Turns(make=lambda: self._made(stack, pulse), joins=self.joins)
+            module = turns.begin(len(question.replicas))
+            initial = digests_of(_values(module), self.names.values)
+            rounds = []
             for one in question.rounds:
-                for engine in engines:
-                    if one.moves:
-                        move(dict(engine.module.named_parameters()), question.seed)
-                    engine.module.zero_grad(set_to_none=True)
-                found, after = self._round(engines, one, question.seed, pulse)
-                gradients.append(rows_of(self._sums(engines, one), self.names.trained, question.seed))
-                buffers.append(after)
-                losses.append(torch.tensor(found, dtype=torch.float64))
+                turns.round(moves=one.moves, seed=question.seed)
+                if self.shake != 1 and one.is_coarse:
+                    turns.nudge(one.precision.compute, question.seed)
+                rounds.append(self._round(turns, one, question.seed, pulse))
+            firsts, gradients, buffers, losses = map(torch.stack, zip(*rounds, strict=True))
             return Table(
                 initial=initial,
-                gradients=torch.stack(gradients),
-                buffers=torch.stack(buffers),
-                losses=torch.stack(losses),
+                gradients=gradients,
+                buffers=buffers,
+                losses=losses,
+                first=firsts,
+                keeps=torch.tensor([turns.changes or turns.writes, turns.writes], dtype=torch.float64),
             )
 
     def _made(self, stack: ExitStack, pulse: Callable[[], None]) -> Engine:
         engine = self.engine()
+        self.tally.builds += 1
         if self.tracks is not None:
             self.tracks.watch(engine, self.units)
         stack.enter_context(world_kept(engine.module))
         pulse()
         return engine
 
-    def _round(
-        self, engines: Sequence[Engine], one: Round, seed: int, pulse: Callable[[], None]
-    ) -> tuple[list[float], Tensor]:
-        """Losses of all micro-batches, and the buffers as the first replica has them."""
+    def _round(self, turns: Turns, one: Round, seed: int, pulse: Callable[[], None]) -> tuple[Tensor, ...]:
+        """Rows of the gradients of the first replica and of all, the buffers as the first has them, all losses."""
         losses: list[float] = []
-        after: Tensor | None = None
+        first = after = torch.empty(0)
         for place, (replica, pieces) in enumerate(one.pieces.items()):
-            engine = replace(engines[min(place, len(engines) - 1)], precision=one.precision)
+            engine = replace(turns.to(place), precision=one.precision)
             for number, piece in pieces.items():
                 losses.append(self._micro(engine, one, piece, one.labels[replica][number]))
+                self.tally.microbatches += 1
                 pulse()
-            if after is None:
+            if not place:
+                first = self._rows(turns, one, seed)
                 after = rows_of(dict(engine.module.named_buffers()), self.names.buffers, seed)
-        assert after is not None, "some replica takes part"
-        return losses, after
+        summed = self._rows(turns, one, seed) if len(one.pieces) > 1 else first
+        return first, summed, after, torch.tensor(losses, dtype=torch.float64)
 
     def _micro(self, engine: Engine, one: Round, piece: MicroBatch, labels: float) -> float:
         if self.tracks is not None:
@@ -92,14 +106,16 @@ class Alone(Side):
                 scaled.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
-    def _sums(self, engines: Sequence[Engine], one: Round) -> dict[str, Tensor | None]:
-        """Of all models, by name; None where there is no gradient."""
-        found: dict[str, Tensor | None] = {}
+    def _rows(self, turns: Turns, one: Round, seed: int) -> Tensor:
+        """Of the gradients so far; zeros where there is none."""
+        rows = []
         for name in self.names.trained:
-            parts = [engine.module.get_parameter(name).grad for engine in engines]
-            known = [part for part in parts if part is not None]
-            found[name] = sum(known[1:], known[0]).div_(self.shake * one.scale) if known else None
-        return found
+            found = turns.gradient(name)
+            known = None if found is None else found / (self.shake * one.scale)
+            if self.picked is not None:
+                self.picked.keep(name, one.number, known)
+            rows.append(rows_of({name: known}, [name], seed))
+        return torch.cat(rows) if rows else rows_of({}, [], seed)
 
 
 def _values(module: nn.Module) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ class Names:
     eps: tuple[float, ...]  # of every trained one: the unit in the last place of its gradient, as a part of it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Table:
     """What one side makes of a question, as far as this rank knows it."""
 
@@ -80,22 +80,20 @@ class Table:
     gradients: Tensor  # (rounds, trained, WIDTH) float32
     buffers: Tensor  # (rounds, buffers, WIDTH) float32: after the first replica's micro-batches of a round
     losses: Tensor  # (rounds, micro-batches) float64; nan: not known here, inf: not finite
+    first: Tensor  # as `gradients`, of the first replica alone; where one process tells it
+    keeps: Tensor  # (2,) float64: whether replicas have state of their own, and whether that is in parameters
 
     def flat(self) -> Tensor:
         """All of it, in float64; the same length on all ranks."""
-        parts = (self.initial, self.gradients, self.buffers, self.losses)
-        return torch.cat([part.double().reshape(-1) for part in parts])
+        return torch.cat([part.double().reshape(-1) for part in self._parts()])
 
     def like(self, flat: Tensor) -> Table:
         """The one that `flat` is of, laid out as this is."""
-        sizes = [self.initial.numel(), self.gradients.numel(), self.buffers.numel(), self.losses.numel()]
-        initial, gradients, buffers, losses = flat.split(sizes)  # type: ignore[no-untyped-call]
-        return Table(
-            initial=initial.view(self.initial.shape),
-            gradients=gradients.view(self.gradients.shape),
-            buffers=buffers.view(self.buffers.shape),
-            losses=losses.view(self.losses.shape),
-        )
+        pieces = flat.split([part.numel() for part in self._parts()])  # type: ignore[no-untyped-call]
+        return Table(*(piece.view(part.shape) for piece, part in zip(pieces, self._parts(), strict=True)))
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.initial, self.gradients, self.buffers, self.losses, self.first, self.keeps
 
     @staticmethod
     def blank(names: Names, rounds: int, microbatches: int) -> Table:
@@ -105,4 +103,6 @@ class Table:
             gradients=torch.full((rounds, len(names.trained), WIDTH), ABSENT),
             buffers=torch.full((rounds, len(names.buffers), WIDTH), ABSENT),
             losses=torch.full((rounds, microbatches), torch.nan, dtype=torch.float64),
+            first=torch.full((rounds, len(names.trained), WIDTH), ABSENT),
+            keeps=torch.zeros(2, dtype=torch.float64),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -19,6 +20,32 @@ class Side(ABC):
     @abstractmethod
     def answer(self, question: Question) -> Table:
         """Run all rounds. Costs forward and backward of every micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What the code of a module keeps from one forward to the next, but for parameters: buffers, Python state,
+    generators. To be put back once.
+    """
+
+    snapshot: Snapshot
+    copies: Copies
+
+    @staticmethod
+    def of(module: nn.Module) -> World:
+        """As it is now."""
+        snapshot = Snapshot.of(module, without=list(module.parameters()))
+        found = World(snapshot, Copies(snapshot.tensors))
+        found.copies.make()
+        return found
+
+    def is_another(self) -> bool:
+        """Whether it has changed since."""
+        return self.copies.differ() or next(self.snapshot.differences(), None) is not None
+
+    def put_back(self) -> None:
+        self.copies.put_back()
+        self.snapshot.put_back()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gossamer.proof.compare import Cost
-from gossamer.proof.judge import Fault, Parting, Verdict
+from gossamer.proof.judge import Fault, Parting, Verdict, first_of
 from gossamer.proof.question import Question
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
@@ -17,8 +17,9 @@ _DO = "train in one process, or cut elsewhere; train.prove: never trains it as i
 def line_of(verdict: Verdict, cost: Cost, question: Question, plan: Plan, config: RunConfig, seconds: float) -> str:
     """What is shown of a proof that went well."""
     mine, one = verdict.losses
+    each = " each" if verdict.apart is not None or verdict.writes else ""
     said = [
-        f"{question.microbatches} micro-batches: {layout_of(plan)} = 1 process{' each' if verdict.apart else ''}",
+        f"{question.microbatches} micro-batches: {layout_of(plan)} = 1 process{each}",
         f"loss {mine:.4f} = {one:.4f}",
         f"{verdict.proved} of {verdict.tensors} gradients within {_far(verdict.within)} "
         f"({verdict.tensors - verdict.proved} not proved)",
@@ -29,7 +30,8 @@ def line_of(verdict: Verdict, cost: Cost, question: Question, plan: Plan, config
         said.append("not proved: what is lost between stages")
     if config.model.compile:
         said.append("not proved: compiled code")
-    said.append(f"{show_seconds(seconds)} for {cost.microbatches} micro-batches of the whole model and 2 builds of it")
+    work = f"{cost.microbatches} micro-batches of the whole model and {cost.builds} builds of it"
+    said.append(f"{show_seconds(seconds)} for {work}")
     return ", ".join(said)
 
 
@@ -43,7 +45,7 @@ def refusal_of(verdict: Verdict, plan: Plan) -> BadInput:
             do="draw from the default generators, or seed your own where it is made",
             key=_KEY,
         )
-    first = first_of(verdict)
+    first = first_of(verdict.faults)
     if verdict.parting is None and any(f.what == "loss" and f.round == first.round for f in verdict.faults):
         first = next(f for f in verdict.faults if f.what == "loss")
     same = {f.name for f in verdict.faults if f.what == first.what} - {first.name}
@@ -51,16 +53,10 @@ def refusal_of(verdict: Verdict, plan: Plan) -> BadInput:
     begun = "" if parting is None else f"{_value(parting)}; then "
     return bad_input(
         wanted=f"{layout_of(plan)} to be one process",
-        got=f"{begun}{told_of(first)}{_and(len(same))}. {_cause(verdict, first)}",
+        got=f"{begun}{told_of(first)}{_with(verdict, first, len(same))}. {_cause(verdict, first)}",
         do=_DO,
         key=_KEY,
     )
-
-
-def first_of(verdict: Verdict) -> Fault:
-    """What to begin with: initial values, or in the first round that differs a gradient, a buffer, a loss."""
-    order = {"initial value": 0, "gradient": 1, "buffer": 2, "loss": 3}
-    return min(verdict.faults, key=lambda f: (f.what != "initial value", f.round, order[f.what]))
 
 
 def layout_of(plan: Plan) -> str:
@@ -85,6 +81,17 @@ def told_of(fault: Fault) -> str:
     far = f"{times}{_far(fault.distance)} of its size off on rank {fault.rank} (up to {_far(fault.limit)} is rounding)"
     kind = "the gradient of" if fault.what == "gradient" else "the buffer"
     return f"{kind} {fault.name} in round {fault.round + 1}, {far}"
+
+
+def _with(verdict: Verdict, first: Fault, others: int) -> str:
+    """What goes with the first: its entries, or those of the first gradient, and how many more there are."""
+    if verdict.entries is None:
+        return _and(others)
+    fault, said = verdict.entries.fault, verdict.entries.said
+    if fault is first:
+        return f"; {said}" + (f"; and {others} more" if others else "")
+    of = f"of the gradient of {fault.name} in round {fault.round + 1}, on rank {fault.rank}, "
+    return f"{_and(others)}; {of}{said}"
 
 
 def _value(parting: Parting) -> str:

@@ -11,7 +11,7 @@ islands have each dealt out their own, "optim/..." is one per island, under the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +103,8 @@ class Contents:
         shared, all_here = list(self.replicated().items()), writers
         if self.cut is not None:
             shared, writer, writers = self._of_stage(self.cut, shared, writer, writers)
-        mine = [shared[i] for i in _balanced(shared, writer, writers)]
+        kept = {f"model/{name}" for name, _ in self.module.named_buffers()}
+        mine = [shared[i] for i in _balanced(shared, kept, writer, writers)]
         pieces = [(whole(name, tensor, -1), tensor) for name, tensor in mine]
         if all_here < self.replica.ranks:  # a disk that only some ranks see holds no tensor that all have parts of
             rows = [(whole(f"states/{of.name}", tensor, self.replica.rank), tensor) for of, tensor in self._sharded()]
@@ -392,12 +393,16 @@ def _merged(checkpoint: Checkpoint, name: str, former: int, ranks: int) -> Tenso
     return torch.stack(held).sum(0) / ranks if held[0].is_floating_point() else held[0]
 
 
-def _balanced(shared: list[tuple[str, Tensor]], writer: int, writers: int) -> list[int]:
-    """Indices for `writer` so that all write about as many bytes; the same answer on every rank."""
-    loads = [0] * writers
-    mine = []
+def _balanced(shared: list[tuple[str, Tensor]], kept: Set[str], writer: int, writers: int) -> list[int]:
+    """Indices for `writer` so that all write about as many bytes; the same answer on every rank.
+
+    What is `kept`, buffers, each replica has of its own batches: all of them are the first writer's, as a mean of one
+    replica and a variance of another are nobody's.
+    """
+    loads = [sum(tensor.nbytes for name, tensor in shared if name in kept), *[0] * (writers - 1)]
+    mine = [i for i, (name, _) in enumerate(shared) if name in kept and not writer]
     largest_first = sorted(range(len(shared)), key=lambda i: (-shared[i][1].nbytes, i))
-    for index in largest_first:
+    for index in (i for i in largest_first if shared[i][0] not in kept):
         least = loads.index(min(loads))
         loads[least] += shared[index][1].nbytes
         if least == writer:

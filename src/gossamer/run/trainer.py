@@ -22,6 +22,7 @@ from gossamer.optim.rate import Rate
 from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
 from gossamer.run.descent import At, Attempt, Descent, Task
 from gossamer.run.forward import Pipeline, run_forward
+from gossamer.run.nonfinite import Ranks, Sight, cause_of
 from gossamer.run.policy import NonFinite, Verdict
 from gossamer.run.sampling import NoSample, Sampler
 from gossamer.run.scaling import Scaling
@@ -195,6 +196,7 @@ class Trainer:
             if verdict is not Verdict.RETRY:
                 break
             self._tell("warning", step, f"{self._why(agreement)}: the step is tried again", agreement)
+        advice = self._advice(task, agreement) if verdict is Verdict.STOP else ""
         if verdict is Verdict.COMMIT:
             self.at(step, "verify")
             self.verifier.check(step, attempt.vote.loss, task.window.weight, scale=task.window.scale)
@@ -219,10 +221,31 @@ class Trainer:
             self.replica.adopt(exchange, bucket_bytes=changed.bucket_bytes)
         if verdict is Verdict.STOP:
             raise StepRejected(
-                f"step {step + 1}: {self._why(agreement)}, {self.policy.in_a_row} rejected steps in a row. "
-                "Lower the learning rate, look at the samples named in records.jsonl, or set train.on_nonfinite: skip"
+                f"step {step + 1}: {self._why(agreement)}, {self.policy.in_a_row} rejected steps in a row. {advice}, "
+                "or set train.on_nonfinite: skip"
             )
         return stop
+
+    def _advice(self, task: Task, agreement: Agreement) -> str:
+        """What to do about steps that are not finite. Where nothing was updated before, the step is run once more to
+        see where it comes from; all ranks that agreed do so.
+        """
+        if self.progress.updates:
+            return "Lower the learning rate, look at the samples named in records.jsonl"
+        window, sight = task.window, Sight(self.engine.module)
+        with sight.watching():
+            self._attempt(window.step, task.pieces)
+        level = "" if window.level == "all" else window.level
+        levels = self.replica.levels
+        ranks = Ranks(
+            gather=lambda row: self.replica.gather(row, level),
+            numbers=levels.group(level, self.replica.rank) if level else levels.everyone,
+            bad=agreement.bad_ranks,
+        )
+        rows = [piece.rows for piece in task.pieces.values()]
+        cause = cause_of(sight, min(self.pieces, default=0), rows, self.replica.gradients(), ranks)
+        said = f"No update was made before, so it is not the learning rate: {cause.told(agreement.loss)}"
+        return f"{said}. The samples are named in records.jsonl; leave them out"
 
     def _pause(self, began: float) -> bool:
         """A step that this island has no time for, and others make. What happens between islands happens."""

@@ -144,6 +144,7 @@ class Proof(Record):
     within: float = 0.0  # the largest distance of a gradient, as a part of its size; in float32
     within_coarse: float = 0.0  # in the precision of the run, where that is another
     microbatches: int = 0  # that the whole model computed
+    builds: int = 0  # of it
     alone_s: float = 0.0  # one process: two builds, and these
     divided_s: float = 0.0  # the layout: one build, and its part
     seconds: float = 0.0
