@@ -3,9 +3,41 @@
 A loop is written as its author has it; `wrap` is the only thing that is ours. It returns what is compared.
 """
 
-from habits import batches, grads, launches, loaders, losses, mixtures, models, optimizers, ranks, steps
-
-PAGES = tuple(
-    page.__name__.rpartition(".")[2]
-    for page in (steps, grads, losses, mixtures, batches, loaders, models, optimizers, ranks, launches)
+from habits import (
+    batches,
+    contrasts,
+    grads,
+    launches,
+    loaders,
+    losses,
+    methods,
+    mixtures,
+    models,
+    optimizers,
+    practice,
+    ranks,
+    steps,
+    tasks,
+    tools,
 )
+
+_PAGES = (
+    *(
+        steps,
+        grads,
+        losses,
+        mixtures,
+        tasks,
+        methods,
+        contrasts,
+        batches,
+        loaders,
+        practice,
+        models,
+        optimizers,
+        tools,
+        ranks,
+    ),
+    launches,
+)
+PAGES = tuple(page.__name__.rpartition(".")[2] for page in _PAGES)

@@ -178,7 +178,9 @@ def optimizer_of(habit: Habit, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def weight_of(rows: dict[str, Tensor]) -> int:
-    return int((rows["labels"][:, 1:] != IGNORED).sum())
+    """What is to be told of them: the next tokens, or a class each."""
+    labels = rows["labels"]
+    return int(((labels[:, 1:] if labels.ndim > 1 else labels) != IGNORED).sum())
 
 
 def loss_of(module: nn.Module, rows: dict[str, Tensor]) -> Tensor:

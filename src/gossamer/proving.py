@@ -23,7 +23,7 @@ from gossamer.proof.question import Question, question_of
 from gossamer.proof.reference import Alone
 from gossamer.proof.room import activation_bytes
 from gossamer.proof.rows import Names
-from gossamer.proof.words import layout_of, line_of, refusal_of, told_of
+from gossamer.proof.words import layout_of, line_of, refusal_of, warnings_of
 from gossamer.run.build import Parts, engine_of
 from gossamer.run.machine import memory
 from gossamer.run.stage import Engine
@@ -114,12 +114,7 @@ class Proving:
         seconds = time.perf_counter() - began
         if verdict.unsteady or verdict.faults:
             raise refusal_of(verdict, parts.plan)
-        if verdict.apart is not None:
-            said = "each replica keeps buffers or other state for itself, so that together they are not one process"
-            said = f"{said}: {told_of(verdict.apart)}"
-            self.sink(records.Event(level="warning", message=said, step=0))
-        if verdict.writes:
-            said = "the forward writes to parameters, which each replica does for itself: they may drift apart"
+        for said in warnings_of(verdict):
             self.sink(records.Event(level="warning", message=said, step=0))
         return records.Proof(
             outcome="equal",

@@ -195,6 +195,26 @@ def test_parts_that_are_called_by_the_labels_are_refused_by_name() -> None:
         in_flight(stages, batches)
 
 
+def many() -> list[dict[str, Tensor]]:
+    return [{"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(i))} for i in range(12)]
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_parts_that_only_the_last_stage_has_may_be_called_by_the_labels(number: int) -> None:
+    torch.manual_seed(0)
+    module = Tails()
+    whole = copy.deepcopy(module)
+    for batch in many():
+        loss_of(whole, batch).backward()
+    units = ("inlet", "out.head", "out.tail.0", "out.tail.1", "out.tail.2")
+    flow = trace(module, lambda: loss_of(module, many()[number]), units=units)
+    stages = stages_of(module, flow, Cuts(("inlet", flow.calls[1].name)))
+    in_flight(stages, many())
+    found = gradients_of(stages)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()

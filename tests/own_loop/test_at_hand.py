@@ -70,3 +70,22 @@ def test_the_tensors_of_a_model_have_no_rows() -> None:
     origin = hand.origin()
     assert origin.layout(model.weight.detach(), is_input=False) is None  # 2 numbers, as a rank has rows
     assert origin.layout(torch.randn(2, 3), is_input=False) is not None
+
+
+def test_rows_that_vmap_wraps_are_seen_as_those_of_their_batch() -> None:
+    hand, model = loop()
+    batch = given(hand, 6)
+    given(hand, 8)
+    own = dict(model.named_parameters())
+    torch.func.vmap(lambda row: torch.func.functional_call(model, own, (row[None],)))(batch)
+    assert hand.rows == 3
+
+
+def test_what_an_optimizer_moves_has_no_rows() -> None:
+    hand, _ = loop()
+    given(hand, 4)
+    scales = torch.ones(2, 1).mul_(torch.tensor([[1.0], [2.0]])).requires_grad_()
+    assert hand.origin().layout(scales.detach(), is_input=True) is not None
+    optimizer = torch.optim.SGD([scales], 0.1)
+    hand.know(optimizer)
+    assert hand.origin().layout(scales.detach(), is_input=True) is None

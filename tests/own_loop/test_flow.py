@@ -208,8 +208,7 @@ def test_steps_that_are_sorted_by_expert_and_added_back_pass(experts_of: Callabl
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)
     out = layer(experts_of(layer(x)))
     assert not found(F.cross_entropy(out.flatten(0, 1), torch.arange(rows * STEPS) % WIDTH), rows, (x, 0))
-    if rows > 1:  # of one row a view may have taken the size for that of heads
-        assert found((out[:, 0] @ out[:, 0].T).exp().mean(), rows, (x, 0))
+    assert found((out[:, 0] @ out[:, 0].T).exp().mean(), rows, (x, 0))
 
 
 def test_choices_of_a_router_that_meet_those_of_other_rows_are_named() -> None:
@@ -331,3 +330,85 @@ def test_a_checkpoint_is_not_run_again() -> None:
     assert not found(out.square().mean(), 6)
     assert found((out @ out.T).exp().mean(), 6)
     assert runs == 1
+
+
+@pytest.mark.parametrize("place", ["as it is", "a copy", "changed"])
+def test_rows_that_want_a_gradient_are_no_parameter(place: str) -> None:
+    x = seeded(6, WIDTH)
+    inner = {"as it is": x, "a copy": x.clone(), "changed": 2 * x + 0.1}[place].requires_grad_()
+    z = nn.Linear(WIDTH, WIDTH)(inner)
+    assert found(F.cross_entropy(z @ z.T, y(z)), 6, (x.detach(), 0))
+    assert not found(z.square().mean(), 6, (x.detach(), 0))
+
+
+def test_rows_are_found_by_their_numbers_whatever_was_done_to_their_places() -> None:
+    """Where a dimension is as large as there are rows, and has none."""
+    rows, ids = 4, torch.arange(40).view(2, 4, 5)
+    words = nn.Embedding(40, WIDTH)
+    out = words(torch.cat([ids[0], ids[1]])[:, :-1])  # (2 rows, 4)
+    assert not found(out.exp().sum(1).log().mean(), rows, (ids[0], 0), (ids[1], 0))
+    assert found(out.exp().sum(0).log().mean(), rows, (ids[0], 0), (ids[1], 0))
+    x = seeded(rows, 4, 4, 2)
+    windows = torch.roll(x, (-1, -1), (1, 2)).view(rows, 2, 2, 2, 2, 2).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 2)
+    inner = nn.Linear(2, 2)(windows)
+    assert not found((inner @ inner.mT).softmax(-1).mean(), rows, (x, 0))
+    assert found(inner.view(rows, 4, 4, 2).softmax(0).square().mean(), rows, (x, 0))
+    turned = seeded(3, 3, WIDTH)
+    steps = nn.Linear(WIDTH, WIDTH)(turned[:, :3].transpose(0, 1).reshape(-1, WIDTH)).view(3, 3, WIDTH)
+    assert not found(steps.cumsum(0).tanh().mean(), 3, (turned, 0))
+    assert found(steps.cumsum(1).tanh().mean(), 3, (turned, 0))
+
+
+def test_positions_do_not_hide_where_rows_are() -> None:
+    x = seeded(3, 5, WIDTH)
+    away = nn.Embedding(9, WIDTH)(torch.arange(5)[:, None] - torch.arange(5)[None] + 4)  # (5, 5, WIDTH)
+    q = nn.Linear(WIDTH, WIDTH)(x)
+    scores = torch.matmul(q.transpose(0, 1), away.transpose(1, 2)).transpose(0, 1) + q @ q.transpose(1, 2)
+    out = scores.softmax(-1) @ q
+    assert not found((out @ out.mT).softmax(-1).square().mean(), 3, (x, 0))
+    assert found(out.mean(1).softmax(0).square().mean(), 3, (x, 0))
+
+
+def test_what_meets_every_row_is_told_to_the_other_ranks() -> None:
+    x, prompts = seeded(6, WIDTH), seeded(4, WIDTH, WIDTH)[:, 0]
+    images, texts = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def met(rows: Tensor, other: Tensor, *, apart: bool = False) -> int:
+        a, b = images(rows), texts(other)
+        scores = a @ b.T if not apart else -(a[:, None] - b[None]).square().sum(-1)
+        path = followed([scores.logsumexp(1).mean()], OfBatch(len(rows), ((rows, 0),)))
+        assert not path.together
+        return path.strangers
+
+    for apart in (False, True):
+        same = {met(x, prompts, apart=apart), met(2 * x[:5], prompts, apart=apart)}
+        assert len(same) == 1 and min(same) > 0
+        assert met(x, 2 * x[:4] + 1, apart=apart) not in same
+    assert followed([images(x).square().mean()], OfBatch(6, ((x, 0),))).strangers == 0
+    assert followed([images(x[:1]).square().mean()], OfBatch(1, ((x[:1], 0),))).strangers == -1
+
+
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 2), (4, 4, 4, 4), (4, 3, 2), (3, 3, 1)])
+def test_packed_rows_with_as_many_steps_as_rows_pass(lengths: tuple[int, ...]) -> None:
+    x = seeded(len(lengths), 5, WIDTH)
+    inner = nn.Linear(WIDTH, WIDTH)(x)
+    packed = nn.utils.rnn.pack_padded_sequence(inner, torch.tensor(lengths), batch_first=True)
+    out, _ = nn.utils.rnn.pad_packed_sequence(nn.LSTM(WIDTH, WIDTH, batch_first=True)(packed)[0], batch_first=True)
+    assert not found(out[:, :-1].square().mean(), len(lengths), (x, 0))
+
+
+def test_one_row_beside_one_step_is_not_taken_for_the_step() -> None:
+    q = nn.Linear(WIDTH, WIDTH)(seeded(1, 1, WIDTH)).view(1, 1, 4, 2).transpose(1, 2)  # (row, heads, step, features)
+    assert not found((q @ q.transpose(2, 3)).exp().mean(), 1)
+
+
+def test_numbers_that_every_row_normalises_by_itself_pass() -> None:
+    o = made(6, 4, WIDTH)[..., 0]
+    gain = centred_rows(frozen(o))
+    assert not found((o * gain).mean(), 6)
+    assert not found((o.flatten() * gain.flatten()).mean(), 6)
+    assert not found(nn.Linear(4, 4)(gain).square().mean(), 6, (gain, 0))
+
+
+def centred_rows(one: Tensor) -> Tensor:
+    return (one - one.mean(1, keepdim=True)) / one.std(1, keepdim=True)

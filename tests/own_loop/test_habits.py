@@ -28,6 +28,7 @@ HABITS = (
     *("unfrozen_on_the_way", "experts_chosen_by_rows", "two_models", "batch_norm_of_all", "lbfgs"),
     *("contrast_with_rows_by_a_function", "sum_times_a_tensor", "mean_over_rows_then_over_tasks", "mean_without_nan"),
     *("evaluated_on_the_wrapped_loader", "size_as_long_as_the_batch", "attention_of_square_batches_turned"),
+    *("preference", "groups_of_answers", "queue_of_keys", "contrast_of_rows_that_want_a_gradient"),
     *("saved_and_loaded", "one_rank_stops_early", "variables_by_hand_two_wraps"),
 )
 

@@ -267,3 +267,28 @@ def test_a_loss_that_is_made_in_another_way_is_looked_through() -> None:
     for loss in (F.cross_entropy(out, whole), F.cross_entropy(out @ out.T, torch.arange(ROWS))):
         read([loss], [None], batch)
     assert len(set(batch.seen)) == 2
+
+
+def test_a_sum_divided_by_one_may_have_counted_nothing() -> None:
+    _, o = outputs()
+    for loss in (o.square().sum() / max(1, 0), o[:, :1].square().sum() / 1.0, o.square().sum() / torch.tensor(1.0)):
+        assert counted(loss).is_least
+    one = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert not counted((o.square().sum(-1) * one).sum() / one.sum()).is_least
+    assert not counted((o.square().sum(-1) * 0 * one).sum() / one.sum()).is_least
+    assert not counted(o.square().sum() / ROWS).is_least and not counted(o.square().mean()).is_least
+
+
+def test_penalties_of_products_of_parameters_count_nothing() -> None:
+    layer, o = outputs()
+    straight = ((layer.weight @ layer.weight.T - torch.eye(CLASSES)) ** 2).sum()
+    found = counted(F.mse_loss(o, target) + straight + (layer.weight.T @ layer.weight).norm())
+    assert (found.kind, found.counts) == (Kind.MEAN, (ROWS * CLASSES,))
+    assert counted((torch.randn(ROWS, CLASSES) @ layer.weight).square().sum()).kind is Kind.SUM
+
+
+def test_numbers_of_both_signs_that_come_to_one_by_chance_are_no_weights() -> None:
+    _, o = outputs()
+    chance = torch.tensor([3.0, -2.5, 0.75, -0.25, 1.5, -1.5])
+    assert counted((o.square().sum(-1) * chance).mean()).kind is Kind.MEAN
+    assert counted((o.square().sum(-1) * (chance.abs() / chance.abs().sum())).sum()).kind is Kind.UNKNOWN

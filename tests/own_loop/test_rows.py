@@ -47,3 +47,33 @@ def test_ranks_whose_divisors_differ_have_counted(counted: list[tuple[Kind, floa
     assert rows.kind is Kind.MEAN
     total = sum(count for _, count in counted)
     assert rows.shares.tolist() == [count / total for _, count in counted]
+
+
+def of(counts: list[float], rows: list[int], least: list[bool], strangers: list[int]) -> Rows:
+    found = [
+        Counted(Kind.MEAN, (count,), said=f"a sum / {count:g}", is_least=one, rows=many, strangers=met)
+        for count, many, one, met in zip(counts, rows, least, strangers, strict=True)
+    ]
+    told = [Row.of(BACKWARD, 1, one, Mark(1, 7), beside=(1.0,)) for one in found]
+    return Rows.of(torch.stack([row.tensor() for row in told]), 0, told[0])
+
+
+def test_a_divisor_of_one_is_a_count_where_all_ranks_count_rows() -> None:
+    of([2, 1], [2, 1], [False, True], [0, 0]).check()
+    of([1, 1], [1, 1], [True, True], [0, 0]).check()
+    of([3, 0], [2, 2], [False, False], [0, 0]).check()
+    for counts, rows in (([3, 1], [2, 1]), ([3, 1], [2, 2]), ([1, 1], [2, 2])):
+        with pytest.raises(BadInput, match=r"divided by 1.*max\(1, n\)"):
+            of(counts, rows, [False, True], [0, 0]).check()
+
+
+@pytest.mark.parametrize(
+    ("met", "is_alike"), [((0, 0), True), ((5, 5), True), ((5, -1), True), ((5, 6), False), ((5, 0), False)]
+)
+def test_what_meets_every_row_is_the_same_on_all_ranks(met: tuple[int, int], is_alike: bool) -> None:
+    rows = of([4, 4], [4, 4], [False, False], list(met))
+    if is_alike:
+        rows.check()
+        return
+    with pytest.raises(BadInput, match="not the same on all ranks"):
+        rows.check()

@@ -32,7 +32,7 @@ def table(a: Tensor, b: Tensor, loss: float = 2.0) -> Table:
         buffers=torch.zeros(1, 0, WIDTH),
         losses=torch.tensor([[loss]], dtype=torch.float64),
         first=rows_of(held, NAMES.trained, 3)[None],
-        keeps=torch.zeros(2, dtype=torch.float64),
+        keeps=torch.zeros(3, dtype=torch.float64),
     )
 
 

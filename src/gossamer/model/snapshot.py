@@ -66,6 +66,7 @@ class Difference:
     root: Root | None
     before: Any
     now: Any  # what is there instead; `before` and `now` are one object where it counts what it has given
+    holder: Any = None  # the object in which it lies; None: the module itself, a class, a global or a closure
 
 
 @contextmanager
@@ -205,6 +206,7 @@ class Snapshot:
         elif isinstance(held, Tensor):
             yield from self._tensor(held)
         elif isinstance(held, nn.Module):
+            self._names.setdefault(id(vars(held)), (self._at[0], (id(held), "")))
             yield vars(held)
             yield type(held)
         elif isinstance(held, dict):
@@ -290,6 +292,7 @@ class Snapshot:
         items = [(key, self._value(value)) for key, value in held.items()]
         name, root = self._at
         is_attributes = root is not None and not root[1]
+        holder = None if is_attributes else held
         for key, value in held.items():
             mine = root if not is_attributes else (root[0], str(key)) if root else None
             self._names.setdefault(id(value), (f"{name}.{key}" if name else str(key), mine))
@@ -308,7 +311,7 @@ class Snapshot:
                 before, now = was.get(key, GONE), held.get(key, GONE)
                 if not _is_same(before, now):
                     mine = (root[0], str(key)) if is_attributes and root else root
-                    yield Difference(f"{name}.{key}" if name else str(key), mine, before, now)
+                    yield Difference(f"{name}.{key}" if name else str(key), mine, before, now, holder)
 
         self._put_back.append(put_back)
         self._compare.append(compare)
@@ -328,7 +331,7 @@ class Snapshot:
         def compare() -> Iterator[Difference]:
             for before, now in itertools.zip_longest(items, held, fillvalue=GONE):
                 if not _is_same(before, now):
-                    yield Difference(f"{name} (a {type(held).__name__})", root, before, now)
+                    yield Difference(f"{name} (a {type(held).__name__})", root, before, now, held)
 
         self._put_back.append(put_back)
         self._compare.append(compare)
@@ -429,7 +432,7 @@ class Snapshot:
 
         def compare() -> Iterator[Difference]:
             if is_other():
-                yield Difference(f"{name} (a {type(held).__name__})", root, held, held)
+                yield Difference(f"{name} (a {type(held).__name__})", root, held, held, held)
 
         self._compare.append(compare)
 
@@ -474,15 +477,15 @@ class Snapshot:
                 object.__setattr__(owner, name, was)
 
         self._put_back.append(put_back)
-        self._changes(name, was, lambda: getattr(owner, name, GONE))
+        self._changes(name, was, lambda: getattr(owner, name, GONE), owner)
         yield was
 
-    def _changes(self, name: str, was: Any, now: Callable[[], Any]) -> None:
+    def _changes(self, name: str, was: Any, now: Callable[[], Any], holder: Any = None) -> None:
         owner, root = self._at
 
         def compare() -> Iterator[Difference]:
             if not _is_same(was, found := now()):
-                yield Difference(f"{owner}.{name}" if owner else name, root, was, found)
+                yield Difference(f"{owner}.{name}" if owner else name, root, was, found, holder)
 
         self._compare.append(compare)
 
@@ -586,6 +589,11 @@ class Copies:
             self._copies.setdefault(id(tensor), (alias, alias.clone()))
         except (RuntimeError, NotImplementedError):  # a kind of tensor without memory of its own
             return
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """As it was; None where there is no copy of it."""
+        found = self._copies.get(id(tensor))
+        return None if found is None else found[1]
 
     def differ(self) -> bool:
         """Whether a tensor has other numbers than its copy."""

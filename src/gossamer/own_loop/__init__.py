@@ -107,6 +107,7 @@ def wrap(
     for one in optimizers:
         mine = [p for p in passes if _moves(one, p)]
         Steps(one, mine, clip, _buffers(models))
+        hand.know(one)
         for each in mine:
             each.rate = _Rate(weakref.ref(one))
     for index, one in enumerate(models):
@@ -118,14 +119,20 @@ def wrap(
 
 
 def _buffers(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """What should be the same on all ranks beside parameters: all buffers but BatchNorm's, of which it is said."""
-    return {
+    """What should be the same on all ranks beside what is trained: frozen parameters, and all buffers but BatchNorm's,
+    of which it is said.
+    """
+    frozen: dict[str, torch.Tensor] = {
+        name: p for model in models for name, p in model.named_parameters() if not p.requires_grad
+    }
+    held = {
         f"{name}.{own}".lstrip("."): buffer
         for model in models
         for name, layer in model.named_modules()
         if not isinstance(layer, nn.modules.batchnorm._NormBase)
         for own, buffer in layer.named_buffers(recurse=False)
     }
+    return held | frozen
 
 
 class NoSync:

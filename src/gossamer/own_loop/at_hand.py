@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gossamer.own_loop.batches import Share, leaves
 from gossamer.own_loop.origin import OfBatch
@@ -31,7 +32,7 @@ class _Seen:
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hand = self._hand() if self._hand is not None else None
         if hand is not None:
-            tensors = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            tensors = [_bare(leaf) for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             hand.see(tensors) if torch.is_grad_enabled() else hand.see_evaluated(tensors)
 
     def __deepcopy__(self, _: Any) -> _Seen:
@@ -39,6 +40,13 @@ class _Seen:
 
     def __reduce__(self) -> tuple[type[_Seen], tuple[()]]:
         return _Seen, ()
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    """What torch.func and vmap have wrapped, of which there is no memory to look at."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 class AtHand(Batch):
@@ -55,6 +63,7 @@ class AtHand(Batch):
         self.weigh, self._divides = weigh, divides
         self._looks: dict[int, int] = {}
         self._models: list[weakref.ref[nn.Module]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._means: set[int] = set()
         self.is_last = False  # of its loader, as far as that can be known
         self._given: deque[tuple[int, Share]] = deque(maxlen=_KEPT)
@@ -79,6 +88,10 @@ class AtHand(Batch):
         """See what its forward is given."""
         self._models.append(weakref.ref(model))
         return model.register_forward_pre_hook(_Seen(weakref.ref(self)), with_kwargs=True).remove
+
+    def know(self, optimizer: Optimizer) -> None:
+        """What it moves has no rows."""
+        self._optimizers.append(weakref.ref(optimizer))
 
     def see(self, tensors: list[Tensor]) -> None:
         given = [*self._given] if self._seen is None or self._seen in self._given else [self._seen, *self._given]
@@ -152,6 +165,7 @@ class AtHand(Batch):
         assert share is not None
         found = [model() for model in self._models]
         own = [t for model in found if model is not None for t in (*model.parameters(), *model.buffers())]
+        own += [p for one in self._optimizers if (o := one()) is not None for g in o.param_groups for p in g["params"]]
         owned = frozenset(t.untyped_storage().data_ptr() for t in own if t.layout == torch.strided)
         return OfBatch(share.rows, tuple(share.having_rows()), self.first, owned, folds=share.dims is not None)
 

@@ -50,6 +50,13 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
                 wanted="a torch.optim.Optimizer made of the model's parameters", got=_described(one),
                 do="make it before, as in any loop", key="optimizer",
             )  # fmt: skip
+        if not hasattr(one, "_optimizer_step_pre_hooks"):
+            raise bad_input(
+                wanted="an optimizer whose constructor calls that of torch.optim.Optimizer",
+                got=f"{type(one).__name__}, which does not: nothing can be done before and after its steps",
+                do="give wrap the optimizer that it is made around, and make it around what wrap returns",
+                key="optimizer",
+            )
         if isinstance(one, torch.optim.SparseAdam):
             raise bad_input(
                 wanted="an optimizer that takes whole gradients, as the mean of all ranks is one",

@@ -27,13 +27,14 @@ def _by_element(flow: Flow, node: Any, name: str, inputs: list[Place | None]) ->
         return _met_first(flow, node, name, sizes)
     if name in ("Mul", "Div") and None in inputs[:2]:
         other = kept(node, "other" if inputs[0] is not None else "self")
-        if other is not None and is_normalised(other, layouts[0]):
+        if other is not None and is_normalised(other, layouts[0], flow.origin.rows):
             raise Together(f"{name} with numbers that were normalised over rows")
         if other is not None and other.dim():
             entered = flow.origin.layout(other, is_input=False)
             layouts += [entered] if entered is not None and _spreads(layouts[0], other.shape, len(sizes)) else []
     elif None in inputs and name in ("Add", "Sub", "Maximum", "Minimum"):
         _refuse_spread(name, layouts, sizes, _sizes_below(node))
+    flow.strangers |= lay.strangers(layouts, len(sizes))
     return Place(Way.ROWS, lay.joined(layouts, sizes, name))
 
 

@@ -107,7 +107,7 @@ def _is_centred(node: Any, below: list[Any], rows: int) -> bool:
     other = kept(node, "other" if below[0] is not None else "self") if None in below[:2] else None
     if other is None or other.numel() != rows or rows not in other.shape:
         return False
-    return is_normalised(other, with_rows(other.shape, tuple(other.shape).index(rows)))
+    return is_normalised(other, with_rows(other.shape, tuple(other.shape).index(rows)), rows)
 
 
 def _sizes(node: Any, *names: str) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ class Path:
     is_one_by_one: bool = False
     after: frozenset[Any] = frozenset()
     before: frozenset[Any] = frozenset()
+    strangers: int = -1  # 32 bits of what met every row, and must be the same on all ranks; 0: nothing did, -1: unknown
 
 
 def followed(roots: Sequence[Tensor], origin: Origin) -> Path:
@@ -49,7 +50,10 @@ def followed(roots: Sequence[Tensor], origin: Origin) -> Path:
     if flow.is_lost and (name := across_rows(roots, origin.rows)):
         return Path(name)
     is_one_by_one = any(flow.places[node] == EACH or flow.places[node].way is Way.ROW for node in nodes)
-    return Path("", is_one_by_one, frozenset(flow.after), frozenset(flow.before))
+    strangers = -1 if flow.is_lost or origin.rows == 1 else 0
+    for label in sorted(flow.strangers & set(flow.parts)):
+        strangers = max(0, strangers) * 31 % 2**31 + flow.parts[label] + 1
+    return Path("", is_one_by_one, frozenset(flow.after), frozenset(flow.before), strangers)
 
 
 _STEPS = {**by_element.STEPS, **views.STEPS, **picks.STEPS, **reductions.STEPS, **products.STEPS}

@@ -93,7 +93,7 @@ def without(layout: Layout, dims: Sequence[int], *, keeps: bool = False) -> Layo
 def refolded(layout: Layout, sizes: Sequence[int], rows: int, name: str) -> Layout:
     """Its layout when it is viewed as a tensor of `sizes`. Raises Together where rows are torn apart."""
     left = [one for dim in layout for one in dim if one[0] != 1 or labels((one,))]
-    own = _place_of_one(left, sizes)
+    own = _place_of_one(left, sizes, sum(size_of(dim) == 1 and not labels(dim) for dim in layout))
     one = (left.pop(own[0]),) if own is not None else ()
     found = [_taken(left, size, rows, name, is_last=at == len(sizes) - 1) for at, size in enumerate(sizes)]
     if own is not None:
@@ -101,14 +101,19 @@ def refolded(layout: Layout, sizes: Sequence[int], rows: int, name: str) -> Layo
     return tuple(found)
 
 
-def _place_of_one(left: Sequence[Factor], sizes: Sequence[int]) -> tuple[int, int] | None:
-    """(factor, dimension) of one row that gets a dimension of its own: the one in its place, else the first."""
+def _place_of_one(left: Sequence[Factor], sizes: Sequence[int], narrow: int) -> tuple[int, int] | None:
+    """(factor, dimension) of one row that gets a dimension of its own: the one in its place, else the first. `narrow`:
+    dimensions of one number that there were beside it, which may be those there are now.
+    """
     places = [at for at, size in enumerate(sizes) if size == 1]
     at = next((at for at, (size, _) in enumerate(left) if size == 1), None)
     if at is None or not places:
         return None
     before = prod(size for size, _ in left[:at])
-    return at, next((place for place in places if prod(sizes[:place]) == before), places[0])
+    fitting = [place for place in places if prod(sizes[:place]) == before]
+    if not fitting and len(places) <= narrow:
+        return None
+    return at, (fitting or places)[0]
 
 
 def _taken(left: list[Factor], need: int, rows: int, name: str, *, is_last: bool) -> Dim:
@@ -165,13 +170,18 @@ def joined(layouts: Sequence[Layout], sizes: Sequence[int], name: str) -> Layout
     """Of what is made number by number of tensors that are spread to `sizes`. Raises Together where the rows of one
     meet those of another in another dimension, or in another order.
     """
-    spread = [_spread(layout, len(sizes)) for layout in layouts]
+    spread = sorted((_spread(layout, len(sizes)) for layout in layouts), key=is_part)
     if any(_crosses(one, other) for at, one in enumerate(spread) for other in spread[:at]):
         raise Together(name)
     found, *others = spread
     for layout in others:
         found = _met(found, layout, name)
     return tuple(dim if size_of(dim) == size else ((size, ""),) for dim, size in zip(found, sizes, strict=True))
+
+
+def is_part(layout: Layout) -> bool:
+    """Whether all that it has may be something constant: then the rows of others are where they are."""
+    return all(label.startswith(PART) for dim in layout for label in labels(dim))
 
 
 def _spread(layout: Layout, ndim: int) -> Layout:
@@ -196,8 +206,13 @@ def _dim_met(first: Dim, second: Dim, name: str, *, is_kept: bool) -> Dim:
 
 def _crosses(first: Layout, second: Layout) -> bool:
     """Whether rows in a column meet rows in a line: every pair of them."""
+    return is_alike(first, second) and _is_across(first, second)
+
+
+def _is_across(first: Layout, second: Layout) -> bool:
+    """Whether what has a label in a column meets what has one in a line."""
     ours, theirs = set(where(first)), set(where(second))
-    if not ours or not theirs or ours & theirs or not is_alike(first, second):
+    if not ours or not theirs or ours & theirs:
         return False
     if all(is_loose(first[at]) for at in ours) and all(is_loose(second[at]) for at in theirs):
         return False
@@ -213,6 +228,18 @@ def _same(first: Dim, second: Dim, name: str) -> Dim:
     if labels(first) != labels(second):
         raise Together(name)
     return first if len(first) >= len(second) else second
+
+
+def strangers(layouts: Sequence[Layout], ndim: int) -> set[str]:
+    """Labels of parts that meet other rows, each of them every one of these, where they are spread over each other."""
+    spread = [_spread(layout, ndim) for layout in layouts]
+    across = ((one, two) for at, one in enumerate(spread) for two in spread[:at] if _is_across(one, two))
+    return {label for one, two in across if not is_alike(one, two) for label in parts_of((*one, *two))}
+
+
+def parts_of(dims: Sequence[Dim]) -> set[str]:
+    """The parts that something was entered as, whatever was cut of them since."""
+    return {label.split("/")[0] for dim in dims for label in labels(dim) if label.startswith(PART)}
 
 
 def is_alike(first: Layout, second: Layout) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,8 @@ from gossamer.own_loop.places import Place, Way
 _LOOKED_THROUGH = 1 << 22  # numbers of one tensor
 
 
-def is_normalised(other: Tensor, layout: Layout) -> bool:
-    """Whether numbers of rows have a mean of 0 or 1 over them, as their own statistics make it."""
+def is_normalised(other: Tensor, layout: Layout, rows: int) -> bool:
+    """Whether numbers have a mean of 0 or 1 over rows, as their own statistics make it. `rows`: of the batch."""
     (dim, *_) = lay.where(layout)
     back = len(layout) - dim
     if not other.is_floating_point() or back > other.dim() or other.shape[-back] < 2:
@@ -24,7 +26,19 @@ def is_normalised(other: Tensor, layout: Layout) -> bool:
     low, high = float(wide.min()), float(wide.max())
     if low == high or bool((wide == wide.round()).all()) or (low == 0.0 and bool(((wide == 0) | (wide == high)).all())):
         return False  # constants, signs, masks
+    each = _by_row(wide, other.dim() - back, layout[dim], rows)
+    if each.shape[1] > 1 and _is_centred(each, 1):
+        return False  # every row by itself, by its own statistics
     return _is_centred(wide, None) or _is_centred(wide, other.dim() - back)
+
+
+def _by_row(wide: Tensor, at: int, dim: lay.Dim, rows: int) -> Tensor:
+    """(rows, numbers of each), where dimension `at` is one with rows."""
+    if dim[0][1].startswith(lay.PART) and rows and dim[0][0] % rows == 0:
+        dim = ((rows, lay.ROWS), (dim[0][0] // rows, ""))
+    place = next(index for index, (_, label) in enumerate(dim) if label not in ("", lay.SPREAD))
+    outer = prod(size for size, _ in dim[:place])
+    return wide.movedim(at, 0).reshape(outer, dim[place][0], -1).movedim(1, 0).flatten(1)
 
 
 def _is_centred(wide: Tensor, dim: int | None) -> bool:
@@ -34,11 +48,11 @@ def _is_centred(wide: Tensor, dim: int | None) -> bool:
     return bool(is_near.all())
 
 
-def refuse_standardised(name: str, given: Tensor | None, place: Place) -> None:
+def refuse_standardised(name: str, given: Tensor | None, place: Place, rows: int) -> None:
     """What a layer is given was normalised over this rank's rows: as a whole, or each of its features."""
     if given is None or place.way is not Way.ROWS or given.dim() < 2 or given.numel() > _LOOKED_THROUGH:
         return
-    if is_normalised(given, place.layout) and has_spread_one(given, place.layout):
+    if is_normalised(given, place.layout, rows) and has_spread_one(given, place.layout):
         raise Together(f"{name} of numbers that were normalised over rows")
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gossamer.own_loop.layout import PART, ROWS, Layout, Lost, Together, refolded, with_rows
+from gossamer.own_loop.layout import PART, ROWS, Layout, Lost, Together, plain, refolded, with_rows
 from gossamer.own_loop.places import Origin
 
-_COUNTED = 1 << 20  # whole numbers that are looked at
+_COUNTED = 1 << 20  # numbers that are looked at
+_SHOWN = 64  # of each row, as they are looked up among those of the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class OfBatch(Origin):
         if _is_count(tensor) or _is_constant(tensor):
             return None
         if is_input and (found := self._of_copy(tensor)) is not None:
+            return found
+        if (found := self._of_numbers(tensor)) is not None:
             return found
         if (dim := self._like(tensor.shape)) is not None:
             return with_rows(tensor.shape, dim)
@@ -79,6 +82,43 @@ class OfBatch(Origin):
                 if bool((one.reshape(-1).to(flat) == flat).all()):
                     return _refolded(with_rows(one.shape, place), tensor.shape, self.rows)
         return None
+
+    def _of_numbers(self, tensor: Tensor) -> Layout | None:
+        """That of a tensor that was put together of the rows' own numbers (rows after rows, steps before rows, windows
+        of images): where each row's are found among its own in the batch. None where several places fit, or none.
+        """
+        if self.rows < 2 or tensor.numel() > _COUNTED:
+            return None
+        own = self._numbers(tensor)
+        fits = [place for place in self._folds(tensor.shape) if own and self._is_of(tensor, place, own)]
+        if len(fits) != 1:
+            return None
+        at, many, each = fits[0]
+        dim = tuple(one for one in ((many, ""), (self.rows, ROWS), (each, "")) if one[0] > 1)
+        return (*plain(tensor.shape[:at]), dim, *plain(tensor.shape[at + 1 :]))
+
+    def _numbers(self, tensor: Tensor) -> list[Tensor]:
+        """Those that the batch has of each row, of the tensor's kind."""
+        wide = [
+            leaf.detach().movedim(dim, 0).reshape(self.rows, -1).to("cpu", tensor.dtype)
+            for leaf, dim in self.leaves
+            if leaf.is_floating_point() == tensor.is_floating_point() and leaf.numel() <= _COUNTED
+        ]
+        return list(torch.cat(wide, 1)) if wide else []
+
+    def _folds(self, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """(dimension, how many times all rows, how many of each one) of what may have rows."""
+        for at, size in enumerate(sizes):
+            whole = size // self.rows if size % self.rows == 0 else 0
+            yield from ((at, whole // each, each) for each in range(1, whole + 1) if whole % each == 0)
+
+    def _is_of(self, tensor: Tensor, place: tuple[int, int, int], own: Sequence[Tensor]) -> bool:
+        at, many, each = place
+        rows = tensor.detach().movedim(at, 0).reshape(many, self.rows, each, -1).movedim(1, 0).reshape(self.rows, -1)
+        shown = rows[:, :: max(1, rows.shape[1] // _SHOWN)].cpu()
+        if len(set(shown.flatten().tolist())) < 3:
+            return False  # a mask is like any other
+        return all(bool(torch.isin(one, known).all()) for one, known in zip(shown, own, strict=True))
 
     def _like(self, sizes: Sequence[int]) -> int | None:
         """The dimension that has rows in a tensor of the batch of these sizes."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.own_loop import layout as lay
 from gossamer.own_loop.layout import Layout, Lost, Together
-from gossamer.own_loop.nodes import kept, made, several_kept, signed
+from gossamer.own_loop.nodes import kept, made, saved, several_kept, signed
 from gossamer.own_loop.places import LOST, Flow, Place, Step, Way, all_kept, known_of, with_dim, without_layout
 
 
@@ -189,7 +189,13 @@ def _masked(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Pla
 def _packed(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place:
     """The steps of all rows, one after the other."""
     one = known_of(inputs)[0]
-    return Place(Way.ROWS, lay.with_rows(made(node), 0, f"{lay.PART}ed")) if one.way is Way.ROWS else one
+    if one.way is not Way.ROWS:
+        return one
+    sizes, each = made(node), kept(node, "result1")
+    rows = one.layout[0 if saved(node, "batch_first") else 1]
+    if lay.labels(rows) and each is not None and bool((each == lay.size_of(rows)).all()):  # all of one length
+        return Place(Way.ROWS, with_dim(lay.plain(sizes), 0, ((each.numel(), ""), *rows)))
+    return Place(Way.ROWS, lay.with_rows(sizes, 0, f"{lay.PART}ed"))
 
 
 STEPS: dict[str, Step] = {

@@ -11,14 +11,17 @@ Rows enter with tensors that have no graph: what a layer was given, by their pla
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from gossamer.ops.fingerprint import digest
 from gossamer.own_loop import layout as lay
 from gossamer.own_loop.layout import Layout, Lost, Together
 from gossamer.own_loop.nodes import below, made, name_of
@@ -79,6 +82,8 @@ class Flow:
         self.before: set[Any] = set()  # reductions after which there are rows
         self.is_unfolded = False  # whether one row, beside something else, was given a dimension of its own
         self.is_guessed = False  # whether it could have been any of several
+        self.strangers: set[str] = set()  # parts that met other rows, each of them every one of these
+        self.parts: dict[str, int] = {}  # 32 bits of what was entered as a part, by its label
         self._taken: dict[int, set[int]] = {}  # rows that were taken out, by what of
         self._rows: dict[int, int] = {}  # that there were
 
@@ -99,7 +104,7 @@ class Flow:
     def _place(self, node: Any) -> Place:
         name = name_of(node)
         if name == "AccumulateGrad":
-            return FREE
+            return self._of_leaf(node.variable)
         inputs = [None if one is None else self.made(one, output) for one, output in node.next_functions]
         if name in REDUCING and any(one.way is Way.SUMMED for one in known_of(inputs)):
             self.after.add(node)
@@ -119,6 +124,11 @@ class Flow:
         if name in REDUCING and found.way is Way.ROWS:
             self.before.add(node)
         return found
+
+    def _of_leaf(self, leaf: Tensor) -> Place:
+        """A parameter, or rows of the batch of which somebody wants the gradient."""
+        is_one = isinstance(leaf, nn.Parameter) or leaf.numel() == 1
+        return FREE if is_one else self.entered(leaf.detach(), leaf.shape, is_input=True)
 
     def made(self, node: Any, output: int) -> Place:
         found = self._outputs.get((node, output)) or self.places.get(node, LOST)
@@ -161,7 +171,16 @@ class Flow:
         if tensor is None:
             return self.entered_by_size(sizes)
         found = self.origin.layout(tensor, is_input=is_input)
+        for label in () if found is None else lay.parts_of(found):
+            self.parts[label] = zlib.crc32(digest([_plain(tensor)], 0).to_bytes(8, "big"), self.parts.get(label, 0))
         return FREE if found is None else Place(Way.ROWS, found)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Numbers whose bits can be looked at."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _checked(place: Place) -> Place:

@@ -21,14 +21,14 @@ def _product(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Pl
         for at, (one, named) in enumerate(zip(inputs[first : first + 2], names, strict=True))
     ]
     if inputs[first] is None:
-        refuse_standardised(name, kept(node, names[0]), pair[0])
+        refuse_standardised(name, kept(node, names[0]), pair[0], flow.origin.rows)
     if (found := without_layout(name, [*inputs[:first], *pair], is_linear=len(known_of(pair)) < 2)) is not None:
         return found
     sizes = made(node)
     if not known_of(pair):
         return known_of(inputs)[0] if known_of(inputs) else FREE
     left, right = (one.layout if one.way is Way.ROWS else None for one in pair)
-    made_layout = _of_product(left, right, sizes, name)
+    made_layout = _of_product(flow, left, right, sizes, name)
     if name == "Addmm" and first and (bias := inputs[0]) is not None and bias.way is Way.ROWS:
         made_layout = lay.joined([made_layout, bias.layout], sizes, name)
     return Place(Way.ROWS, made_layout)
@@ -38,7 +38,7 @@ def _sizes_of(node: Any, named: str) -> tuple[int, ...]:
     return tuple(saved(node, f"{named}_sym_sizes") or ())
 
 
-def _of_product(left: Layout | None, right: Layout | None, sizes: tuple[int, ...], name: str) -> Layout:
+def _of_product(flow: Flow, left: Layout | None, right: Layout | None, sizes: tuple[int, ...], name: str) -> Layout:
     """(..., i, k) times (..., k, j). Raises Together where rows are summed over, or meet."""
     is_vector = "v" in name.lower()[-1:]
     left = None if left is None else _without_inner(left, len(left) - 1, name)
@@ -51,7 +51,8 @@ def _of_product(left: Layout | None, right: Layout | None, sizes: tuple[int, ...
             return lay.joined([left, lay.stripped(right, len(right) - 1)], sizes, name)
         if lay.is_alike(left, right):
             raise Together(name)
-        layouts = [left]
+        flow.strangers |= lay.parts_of((left[-2], right[-1]))
+        layouts = [right] if lay.is_part(left) and not lay.is_part(right) else [left]
     return lay.joined(layouts, sizes, name)
 
 
@@ -86,7 +87,7 @@ def _layer(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Plac
         named = "indices" if name.startswith("Embedding") else "input"
         given = kept(node, named)
         entered = flow.entered(given, given.shape if given is not None else sizes, is_input=True)
-        refuse_standardised(name, given, entered)
+        refuse_standardised(name, given, entered, flow.origin.rows)
         known = [entered, *known] if entered.way is not Way.FREE else known
     if (found := without_layout(name, known, is_linear=False)) is not None:
         return found
@@ -128,6 +129,7 @@ def _pairs(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Plac
         else (*one.layout[:-2], ((1, ""),), one.layout[-2])
         for one in known
     ]
+    flow.strangers |= lay.strangers(turned, len(sizes))
     return Place(Way.ROWS, lay.joined(turned, sizes, name))
 
 

@@ -27,6 +27,7 @@ from gossamer.own_loop.terms import Kind, Rows, Term, of_root
 
 __all__ = ["Batch", "Counted", "Kind", "read"]
 
+_LEAST = 1.0  # that a sum is divided by where max(1, n) keeps it from being divided by nothing
 _NEAR_NODES = 48
 _NEAR = 1e-6  # counts that differ by less, as a part of them, are one
 _NEAR_SEEN = 1e-4  # of what a graph shows, as something small may have been added to it
@@ -45,6 +46,9 @@ class Counted:
     kinds: int = 0  # the same, whatever the factors
     said: str = ""
     is_divided: bool = False  # whether a sum was divided in the loop, by what was found to be a count
+    is_least: bool = False  # whether it was divided by 1, and the graph shows nothing of which there is one
+    rows: int = 0  # of this rank
+    strangers: int = -1  # 32 bits of what met every row, and must be the same on all ranks; 0: nothing did, -1: unknown
 
 
 class Batch(ABC):
@@ -81,9 +85,12 @@ def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], batch: Bat
     if any(term.kind is Kind.DIVIDED or term.is_part_of_a_sum for term in terms):
         known |= batch.counts()
     alike = zlib.crc32(repr([kind for kind, _, _ in _made_alike(terms)]).encode())
+    is_least = any(term.kind is Kind.DIVIDED and _is_least(term) for term in terms)
     terms = [_settled(term, known, batch, alike) for term in terms]
+    strangers = -1
     if roots and rows.rows and batch.is_new(_made(roots, shape)):
-        terms = _followed(followed(roots, batch.origin()), every) or terms
+        path = followed(roots, batch.origin())
+        terms, strangers = _followed(path, every) or terms, path.strangers
     said = " + ".join(dict.fromkeys(term.what for term in terms)) or "parameters alone"
     kinds = {term.kind for term in terms}
     if not kinds:
@@ -100,7 +107,7 @@ def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], batch: Bat
     if kind in (Kind.MEAN, Kind.DIVIDED) and len(terms) == 1 and "/" in said and _is_zero(roots):
         kind, counts = Kind.MEAN, (0.0,)  # nothing was let through: what it was divided by only keeps it from being nan
     is_divided = any(term.kind is Kind.DIVIDED for term in every)
-    return Counted(kind, counts, shape, alike, said, is_divided)
+    return Counted(kind, counts, shape, alike, said, is_divided, is_least and counts != (0.0,), rows.rows, strangers)
 
 
 def _followed(path: Path, terms: Sequence[Term]) -> list[Term]:
@@ -166,6 +173,11 @@ def _settled(term: Term, known: set[float], batch: Batch, alike: int) -> Term:
     if term.is_part_of_a_sum and _is_among(1 / abs(term.factor), known):
         return Term(Kind.UNKNOWN, f"{term.what} times {term.factor:g}, which may be one over what this rank counts")
     return term
+
+
+def _is_least(term: Term) -> bool:
+    """Whether a sum was divided by 1, which may be no count: where nothing is counted, that is the least it can be."""
+    return term.count == _LEAST and not _is_among(_LEAST, term.seen())
 
 
 def _own(term: Term, known: set[float], batch: Batch) -> float:

@@ -65,7 +65,7 @@ def _loss(flow: Flow, node: Any, name: str, inputs: list[Place | None]) -> Place
     if (
         target is not None
         and name == "MseLoss"
-        and is_normalised(target, layouts[0])
+        and is_normalised(target, layouts[0], flow.origin.rows)
         and has_spread_one(target, layouts[0])
     ):
         raise Together(f"{name} with a target that was normalised over rows")

@@ -66,12 +66,13 @@ class Row:
         return Row(kind, serial, counted, mark, beside)
 
     def tensor(self) -> Tensor:
-        """(18,) float64."""
+        """(21,) float64."""
         one = self.counted
         counts = [*one.counts, *(0.0,) * (_COUNTS - len(one.counts))]
         head = [self.kind, self.serial, _KINDS.index(one.kind), one.shape, len(one.counts), *counts]
         beside = [*self.beside, *(0.0,) * (_BESIDE - len(self.beside))]
-        return torch.tensor([*head, self.mark.number, self.mark.print, *beside], dtype=torch.float64)
+        tail = [one.is_least, one.rows, one.strangers]
+        return torch.tensor([*head, self.mark.number, self.mark.print, *beside, *tail], dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Rows:
     is the gradient of the whole batch (the number of ranks, where losses are sums).
     """
 
-    table: Tensor  # (ranks, 18)
+    table: Tensor  # (ranks, 21)
     rank: int
     mine: Row
     kind: Kind  # of all ranks' losses
@@ -108,7 +109,7 @@ class Rows:
     @property
     def beside(self) -> Tensor:
         """(ranks, 7): what else they said."""
-        return self.table[:, 11:]
+        return self.table[:, 11 : 11 + _BESIDE]
 
     def check(self) -> None:
         """Raises where the ranks are not at the same place, with the same batch, or count what cannot be one mean."""
@@ -155,6 +156,13 @@ class Rows:
         if Kind.UNKNOWN in kinds:
             told = one.said if one.kind is Kind.UNKNOWN else "one that another rank cannot tell"
             raise bad_input(wanted=f"in {what} a loss that is a mean or a sum over rows", got=told, do=do)
+        if len(set(self.table[:, -1].tolist()) - {-1.0}) > 1:
+            raise bad_input(
+                wanted=f"in {what} a loss that is a mean or a sum over rows",
+                got="rows against something that is not the same on all ranks, so that it is made of rows as well",
+                do=do,
+            )
+        self._check_least(what, do)
         if Kind.DIVIDED in kinds:
             counted = [(kind, count) for kind, count in zip(kinds, self.table[:, 5].tolist(), strict=True) if count]
             if Kind.DIVIDED in dict(counted) and len({count for _, count in counted}) == 1:
@@ -173,6 +181,19 @@ class Rows:
                 do="make it alike on all ranks, with the same factors",
             )
         self._check_shares(what, do)
+
+    def _check_least(self, what: str, do: str) -> None:
+        """A sum that is divided by 1 has counted one thing, where all ranks count rows; else it may have counted none,
+        and max(1, n) have kept it from being divided by nothing.
+        """
+        counts, least, rows = self.table[:, 5], self.table[:, -3] > 0, self.table[:, -2]
+        if bool(least.any()) and bool(((counts != rows) & (counts > 0)).any()):
+            raise bad_input(
+                wanted=f"in {what} to know what a rank counts whose sum is divided by 1",
+                got=f"{self.mine.counted.said}: 1 on rank {', '.join(str(int(r)) for r in least.nonzero())}, which is "
+                "a count, or keeps a sum in which nothing was counted from being divided by 0 (max(1, n))",
+                do=do,
+            )
 
     def _check_shares(self, what: str, do: str) -> None:
         """Terms that count differently have one mean only where their counts are in proportion."""

@@ -31,6 +31,9 @@ from gossamer.spec.errors import BadInput, WireMismatch
 
 _log = logging.getLogger(__name__)
 _SAME = 1e-5  # squares of norms that differ by less are those of the same numbers, on machines that add otherwise
+_SAME_BUFFERS = 1e-6  # the same of buffers, which are added up in float64
+_NAMED = 8  # of them, in a message
+_SHOWN = 1 << 16  # numbers of each of them that are looked at, or a few more
 _DIGEST_BITS = 52
 _PARTED = (
     "the parameters differ between ranks before step {step}: something moves them by a rank's own numbers, beside the "
@@ -46,9 +49,9 @@ class Steps:
     def __init__(
         self, optimizer: Optimizer, passes: Sequence[Passes], clip: float, buffers: Mapping[str, Tensor]
     ) -> None:
-        """`buffers`: what should be the same on all ranks beside the parameters."""
+        """`buffers`: what should be the same on all ranks beside the parameters, frozen ones among it."""
         self._all, self._clip = tuple(passes), clip
-        self._buffers = {name: b for name, b in buffers.items() if b.is_floating_point()}
+        self._buffers = dict(buffers)
         self.made = 0
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         optimizer.rejected = 0  # type: ignore[attr-defined]
@@ -117,7 +120,7 @@ class Steps:
         held, buffers = 0.0, 0.0
         if self._is_strict or self.made % _HELD_STEPS == 0:
             held = float(global_norm_squared([_dense(p.detach()) for p in _params(optimizer)]))
-            buffers = float(global_norm_squared(list(self._buffers.values())))
+            buffers = _leaning(list(self._buffers.values()))
         return squared, float(_settings(optimizer)), held, buffers, _slanted(grads)
 
     def _checked(self, optimizer: Optimizer, kind: int, told: tuple[float, ...]) -> list[int]:
@@ -144,10 +147,11 @@ class Steps:
             )
         if _differ(held):
             raise WireMismatch(_PARTED.format(step=step))
-        if _differ(buffers):
+        if _differ(buffers, _SAME_BUFFERS):
             raise WireMismatch(
-                f"the buffers differ between ranks before step {step} ({', '.join(self._buffers)}): a buffer "
-                "that is made of a batch is of each rank's own rows, and not what one process has"
+                f"the buffers differ between ranks before step {step} ({', '.join([*self._buffers][:_NAMED])}): a "
+                "buffer, or a frozen parameter, that is made of a batch is of each rank's own rows, and not what one "
+                "process has"
             )
         if _differ(squares) or _part(slanted, squares):
             norms = ", ".join(f"{float(one) ** 0.5:.6g} on rank {rank}" for rank, one in enumerate(squares))
@@ -208,12 +212,26 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def _differ(squares: Tensor) -> bool:
+def _differ(squares: Tensor, same: float = _SAME) -> bool:
     """Whether the squares of norms, one of each rank, are of different tensors."""
     finite = torch.isfinite(squares)
     if not bool(finite.all()):
         return bool(finite.any())
-    return float(squares.max() - squares.min()) > _SAME * float(squares.max())
+    return float(squares.max() - squares.min()) > same * float(squares.max())
+
+
+def _leaning(tensors: Sequence[Tensor]) -> float:
+    """The square of a norm, made larger by where its vector points: rows of a fixed length have all the same norm."""
+    if not tensors:
+        return 0.0
+    found, whole, device = [], 0.0, tensors[0].device
+    for index, one in enumerate(tensors):
+        flat = _dense(one.detach()).flatten()
+        wide, weight = flat[:: max(1, flat.numel() // _SHOWN)].double(), 1.0 + index % 7 / 7
+        found.append(torch.stack([wide @ wide, weight * wide.sum()]).to(device))
+        whole += weight**2 * wide.numel()
+    squared, slanted = map(float, torch.stack(found).sum(0))
+    return squared * (2.0 + slanted / math.sqrt(squared * whole)) if squared > 0 else squared
 
 
 def _slanted(grads: Sequence[Tensor]) -> float:

@@ -348,7 +348,7 @@ def _counts_of(node: Any) -> set[float]:
     name = name_of(node)
     if name in _REDUCING:
         sizes = sizes_before(node)
-        found = {float(prod(sizes)), *map(float, sizes)}
+        found = {float(prod(sizes)), *(float(size) for size in sizes if size > 1)}
         if name == "Nansum" and (summed := kept(node, "self")) is not None:
             found.add(float((~summed.isnan()).sum()))
         return found
@@ -371,24 +371,28 @@ def _counts_of(node: Any) -> set[float]:
         return found | {float(node._saved_total_weight)}
     if hasattr(node, "_saved_reduction"):
         one = kept(node, "self")
-        return set() if one is None else {float(one.numel()), *map(float, one.shape)}
+        return set() if one is None else {float(one.numel()), *(float(size) for size in one.shape if size > 1)}
     return set()
 
 
 def _adds_up(weights: Tensor) -> bool:
-    return weights.is_floating_point() and abs(float(weights.sum()) - 1.0) < 1e-3 and not bool((weights == 1).any())
+    """Whether they are parts of one; numbers of both signs may come to 1 by chance, in one of many steps."""
+    if not weights.is_floating_point() or bool((weights == 1).any()) or bool((weights < 0).any()):
+        return False
+    return abs(float(weights.sum()) - 1.0) < 1e-3
 
 
 def is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
     """Whether all that it depends on are parameters, each as large as what is reduced: no rows came in on the way."""
-    todo, seen = [node], 0
+    todo: list[tuple[Any, tuple[int, ...] | None]] = [(node, sizes)]
+    seen = 0
     while todo:
-        one = todo.pop()
+        one, sizes = todo.pop()
         if one is None:
             continue
         seen += 1
         name = name_of(one)
-        if seen > _FREE_NODES or (name not in _BY_ELEMENT and name not in PASSING and name != "AccumulateGrad"):
+        if seen > _FREE_NODES or name not in (*_BY_ELEMENT, *PASSING, "Mm", "AccumulateGrad"):
             return False
         if name in ("Select", "Unbind", "Slice") and not is_parameter(one.next_functions[0][0]):
             return False
@@ -406,7 +410,15 @@ def is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
             sizes = tuple(one._saved_self.shape)
         elif name in ("Sum", "Mean"):
             sizes = tuple(one._saved_self_sym_sizes)
-        todo += below(one)
+        elif name == "Mm":
+            factors = [saved(one, f"{side}_sym_sizes") for side in ("self", "mat2")]
+            if None in below(one) or None in factors:
+                return False
+            todo += zip(below(one), map(tuple, factors), strict=True)
+            continue
+        elif name in ("T", "Transpose", "Permute") and sizes is not None and len(sizes) == 2:
+            sizes = sizes[::-1]
+        todo += [(under, sizes) for under in below(one)]
     return seen > 0
 
 

@@ -102,6 +102,7 @@ class Verdict:
     entries: Entries | None = None
     apart: Fault | None = None  # replicas are one process only where each has state of its own; what else it would be
     writes: bool = False  # whether the forward writes to parameters, which each replica does for itself
+    counted: str = ""  # a buffer that each replica has of its own batches
 
 
 def first_of(faults: Sequence[Fault]) -> Fault:
@@ -134,6 +135,7 @@ def judge(sides: Sides) -> Verdict:
         faults=(*values, *losses, *gradients, *buffers),
         apart=parted,
         writes=bool(sides.alone.keeps[1]),
+        counted=("", *sides.names.buffers)[int(sides.alone.keeps[2])],
     )
 
 

@@ -65,8 +65,14 @@ class Alone(Side):
                 buffers=buffers,
                 losses=losses,
                 first=firsts,
-                keeps=torch.tensor([turns.changes or turns.writes, turns.writes], dtype=torch.float64),
+                keeps=torch.tensor(
+                    [turns.changes or turns.writes, turns.writes, self._place_of(turns.counted)], dtype=torch.float64
+                ),
             )
+
+    def _place_of(self, buffer: str) -> int:
+        """From 1 on; 0: it is none."""
+        return self.names.buffers.index(buffer) + 1 if buffer in self.names.buffers else 0
 
     def _made(self, stack: ExitStack, pulse: Callable[[], None]) -> Engine:
         engine = self.engine()

@@ -81,7 +81,9 @@ class Table:
     buffers: Tensor  # (rounds, buffers, WIDTH) float32: after the first replica's micro-batches of a round
     losses: Tensor  # (rounds, micro-batches) float64; nan: not known here, inf: not finite
     first: Tensor  # as `gradients`, of the first replica alone; where one process tells it
-    keeps: Tensor  # (2,) float64: whether replicas have state of their own, and whether that is in parameters
+    # (3,) float64: whether replicas have state of their own, whether that is in parameters, and which buffer has it,
+    # from 1 on in the order of names (0: none)
+    keeps: Tensor
 
     def flat(self) -> Tensor:
         """All of it, in float64; the same length on all ranks."""
@@ -104,5 +106,5 @@ class Table:
             buffers=torch.full((rounds, len(names.buffers), WIDTH), ABSENT),
             losses=torch.full((rounds, microbatches), torch.nan, dtype=torch.float64),
             first=torch.full((rounds, len(names.trained), WIDTH), ABSENT),
-            keeps=torch.zeros(2, dtype=torch.float64),
+            keeps=torch.zeros(3, dtype=torch.float64),
         )

@@ -27,9 +27,11 @@ class Turns:
     joins: bool = False
     changes: bool = False  # whether the state of the first is another after its first turn
     writes: bool = False  # whether its parameters are
+    counted: str = ""  # the first of its buffers that is another one and that a checkpoint keeps
     engines: list[Engine] = field(default_factory=list)  # of the replicas, or one for all of them
     _begun: World | None = None
     _digests: Mapping[str, int] = field(default_factory=dict)
+    _buffers: Mapping[str, int] = field(default_factory=dict)
     _worlds: dict[int, World] = field(default_factory=dict)  # of those whose turn it is not
     _at: int = 0
 
@@ -38,7 +40,7 @@ class Turns:
         self.engines.append(self.make())
         module = self.engines[0].module
         if replicas > 1:
-            self._begun, self._digests = World.of(module), _digests(module)
+            self._begun, self._digests, self._buffers = World.of(module), _digests(module), _of_buffers(module)
         return module
 
     def round(self, *, moves: bool, seed: int) -> None:
@@ -81,6 +83,8 @@ class Turns:
         module = self.engines[0].module
         self.changes |= self._begun.is_another()
         self.writes |= _digests(module) != self._digests
+        found = _of_buffers(module)
+        self.counted = self.counted or next((n for n, d in found.items() if self._buffers.get(n) != d), "")
         if self.writes:
             self.engines.append(self.make())
         elif not self.joins:
@@ -89,3 +93,8 @@ class Turns:
 
 def _digests(module: nn.Module) -> dict[str, int]:
     return digests_of(module, frozenset(name for name, _ in module.named_parameters()))
+
+
+def _of_buffers(module: nn.Module) -> dict[str, int]:
+    kept = set(module.state_dict(keep_vars=True))
+    return digests_of(module, frozenset(name for name, _ in module.named_buffers() if name in kept))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from gossamer.proof.compare import Cost
 from gossamer.proof.judge import Fault, Parting, Verdict, first_of
 from gossamer.proof.question import Question
@@ -67,6 +69,20 @@ def layout_of(plan: Plan) -> str:
     if stages == 1:
         return f"{replicas} replicas"
     return f"{replicas} replicas of {stages} stages" if replicas > 1 else f"{stages} stages"
+
+
+def warnings_of(verdict: Verdict) -> Iterator[str]:
+    """What is said of replicas that are equal to as many processes, and not to one."""
+    own = "each replica keeps buffers or other state for itself, so that together they are not one process"
+    if verdict.apart is not None:
+        yield f"{own}: {told_of(verdict.apart)}"
+    elif verdict.counted:
+        yield (
+            f"{own}: {verdict.counted} is of its own batches; no loss and no gradient here depends on it, and a "
+            "checkpoint has the first replica's"
+        )
+    if verdict.writes:
+        yield "the forward writes to parameters, which each replica does for itself: they may drift apart"
 
 
 def told_of(fault: Fault) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gossamer.loss import Objective
 from gossamer.model.call import Caller
-from gossamer.model.cut.again import buffers_of, nothing_saved, once_more, python_of
+from gossamer.model.cut.again import Writes, nothing_saved, once_more, python_of
 from gossamer.model.cut.flow import Value
 from gossamer.model.cut.live import Live
 from gossamer.model.precision import Precision
@@ -81,6 +81,7 @@ class Whole(Piece):
     """The only stage there is."""
 
     engine: Engine
+    _writes: Writes = field(default_factory=Writes)
 
     def boundary(self, rows: Batch) -> Boundary:
         return Boundary()
@@ -95,11 +96,10 @@ class Whole(Piece):
         if keep_graph:
             return Live({}, {}, run())
         module = self.engine.module
-        buffers = buffers_of(module, {name for name, _ in module.named_buffers(remove_duplicate=False)})
         python = python_of(module)
         with nothing_saved():
-            loss = again().detach()
-        return Live({}, {}, loss, partial(once_more, lambda: Live({}, {}, again()), module, buffers, python))
+            loss, buffers = self._writes.run(again, module, python)
+        return Live({}, {}, loss.detach(), partial(once_more, lambda: Live({}, {}, again()), module, buffers, python))
 
 
 def _nothing() -> None:

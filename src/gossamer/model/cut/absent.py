@@ -245,10 +245,10 @@ class Absence:
 
     def refuse(self, origin: str, how: str, cause: BaseException | None = None) -> NoReturn:
         """Raise BadInput, now and when the forward ends."""
-        place = _place()
+        at = user_line()
         error = bad_input(
             wanted=f"stage {self.stage} to read what it read when the model was cut",
-            got=f"{origin}, which it does not have: {how}{f', at {place}' if place else ''}",
+            got=f"{origin}, which it does not have: {how}{f', at {at}' if at else ''}",
             do="let every batch read the same (whatever was counted, drawn or kept before), compute it within a unit, "
             "or cut so that one stage has both",
             key="plan.mesh.pipe",
@@ -363,7 +363,7 @@ def _memory(tensor: Tensor) -> int:
         return 0
 
 
-def _place() -> str:
+def user_line() -> str:
     """file:line of the user's code that is running."""
     frame = sys._getframe(1)
     torchs = str(Path(torch.__file__).parent)

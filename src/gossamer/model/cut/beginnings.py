@@ -27,22 +27,24 @@ _CHANGES = frozenset(
         "random", "randint", "shuffle", "choice", "normal", "integers", "uniform",
     )
 )  # fmt: skip
-_NOT_RUN = frozenset(("__init__", "__new__", "extra_repr", "reset_parameters", "__repr__", "__setstate__"))
+NOT_RUN = frozenset(("__init__", "__new__", "extra_repr", "reset_parameters", "__repr__", "__setstate__"))
 
 
 def changes_python(unit: nn.Module) -> bool:
     """Whether the user's code that can be found from a unit may change anything."""
     found = Snapshot.of_python(unit, "")
     own = (held for held in found.found() if isinstance(held, FunctionType) and found.is_own(held))
-    return any(_changes(held.__code__) for held in own if held.__name__ not in _NOT_RUN)
+    return any(changes(held.__code__) for held in own if held.__name__ not in NOT_RUN)
 
 
-def _changes(code: CodeType) -> bool:
+def changes(code: CodeType) -> bool:
+    """Whether it may change anything."""
     stores = any(one.opname in _STORES for one in dis.get_instructions(code))
-    return stores or not _CHANGES.isdisjoint(code.co_names) or any(map(_changes, _inner(code)))
+    return stores or not _CHANGES.isdisjoint(code.co_names) or any(map(changes, inner(code)))
 
 
-def _inner(code: CodeType) -> Iterator[CodeType]:
+def inner(code: CodeType) -> Iterator[CodeType]:
+    """Of functions that it defines."""
     return (one for one in code.co_consts if isinstance(one, CodeType))
 
 

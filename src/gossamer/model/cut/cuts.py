@@ -10,7 +10,7 @@ from itertools import pairwise
 from torch import nn
 
 from gossamer.model.cut.bordered import check_around
-from gossamer.model.cut.flow import HIDDEN, TOLD, Call, Flow, Late, Value
+from gossamer.model.cut.flow import FIRST, HIDDEN, TOLD, Call, Flow, Late, Value
 from gossamer.model.cut.keepers import Keepers, check_readers, keepers_of
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.nearest import nearest
@@ -263,21 +263,24 @@ def _check(flow: Flow, part: Part) -> None:
                 key=_KEY,
             )
 
-    _check_late(flow, part)
+    check_late(flow, part, end_of(flow, part), [one for one in flow.late if one.after != FIRST])
 
 
-def _check_late(flow: Flow, part: Part) -> None:
-    """What Python keeps of the forward's end may not matter to a stage that cannot follow it so far."""
+def end_of(flow: Flow, part: Part) -> float:
+    """Where the forward of a stage ends, as it has not what is looked at there: as in `Late`; inf: nowhere."""
     ends = [p - 0.5 for v, at in flow.branches.items() for p in at if p >= part.high and not _has(part, v)]
     ends += [float(i) for i in range(part.high, flow.end) if flow.calls[i].is_told]
-    if part.is_last or not ends:
-        return
-    late = next((one for one in flow.late if _matters(flow, one, min(ends))), None)
+    return math.inf if part.is_last else min(ends, default=math.inf)
+
+
+def check_late(flow: Flow, part: Part, end: float, lates: Sequence[Late]) -> None:
+    """Raises BadInput where what Python keeps of the rest of a forward that ends there matters to the next one."""
+    late = next((one for one in lates if one.matters(end) and _stays(flow, one, end)), None)
     if late is not None:
         raise bad_input(
             wanted=f"{late.name}, which the forward changes and a later one reads, to depend on no number that stage "
             f"{part.stage} has not (it ends with {flow.calls[part.high - 1].name})",
-            got=f"a look at one before {_reader(flow, math.ceil(min(ends)))}, where its forward has to end",
+            got=f"a look at one before {_reader(flow, math.ceil(end))}, where its forward has to end",
             do="move the look behind what changes, return tensors instead of numbers, or cut behind it",
             key=_KEY,
         )
@@ -287,13 +290,12 @@ def _has(part: Part, value: Value) -> bool:
     return part.owns(value.call) or value in part.receives
 
 
-def _matters(flow: Flow, late: Late, end: float) -> bool:
+def _stays(flow: Flow, late: Late, end: float) -> bool:
     """Who reads it right before the end can only change what stays; which is then read before, or is a tensor."""
-    first = min(late.readers, default=math.inf)
-    if late.written < end or first > end:
-        return False
-    stirred = any(one.written >= end and min(one.readers, default=math.inf) < end for one in flow.stirred)
-    return first < end or stirred or end in flow.stirs
+    if late.after == FIRST or min(late.readers) < end or end in flow.stirs:
+        return True
+    stirred = (one for one in flow.stirred if one.after == end and one.written >= end)
+    return any(reader < end for one in stirred for reader in one.readers)
 
 
 def _reader(flow: Flow, position: int) -> str:

@@ -7,8 +7,9 @@ unit's forward as a shadow, on absent tensors (see `stage.py`).
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gossamer.model.cut.reach import reached, ways_to
 from gossamer.model.cut.tree import leaves_of
 from gossamer.model.snapshot import GONE, Difference, Root, Snapshot
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"__dict__", "__class__", "forward"}
-_NOT_STATE = (Tensor, nn.Module, type, type(lambda: None), type(print), type(nn.Module().train))
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NOT_STATE = (nn.Module, type, type(lambda: None), type(print), type(nn.Module().train))
+_FUNCTIONS = (type(lambda: None), type(print), type(nn.Module().train))
 BEGINNING = -0.5  # code that runs before the first call
 
 
@@ -42,16 +44,13 @@ class Reads:
     writers: dict[Root, set[float]] = field(default_factory=dict)
     put: set[float] = field(default_factory=set)  # when a tensor is assigned
     touched: set[Root] = field(default_factory=set)  # whatever lies there
-    shared: dict[Root, tuple[Root, ...]] = field(default_factory=dict)  # attributes that hold the same object
+    renewed: set[Root] = field(default_factory=set)  # that the forward sets before anything reads them
 
-    def know(self, module: nn.Module) -> None:
-        """What modules share when the forward begins."""
-        roots: dict[int, list[Root]] = {}
-        for inner in module.modules():
-            for name, held in vars(inner).items():
-                if name not in OF_TORCH and not isinstance(held, (*_NOT_STATE, *_PLAIN)):
-                    roots.setdefault(id(held), []).append((id(inner), name))
-        self.shared = {root: tuple(group) for group in roots.values() if len(group) > 1 for root in group}
+    def late(self) -> Iterator[tuple[Root, float]]:
+        """Attributes that a forward finds as the one before has left them, and when they are set for the last time."""
+        for root, writers in self.writers.items():
+            if root not in self.renewed and root[1] not in OF_TORCH:
+                yield root, max(writers)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -67,11 +66,16 @@ class Reads:
                 raise
             if name not in OF_TORCH:
                 self.touched.add((id(module), name))
-            if name not in OF_TORCH and not isinstance(held, _NOT_STATE):
+            if name == "__dict__" and not _caller().startswith(("torch.", "gossamer.")):  # vars(): perhaps all of them
+                for one in held:
+                    self.of.setdefault((id(module), one), set()).add(self.now())
+            if name not in OF_TORCH and (not isinstance(held, _NOT_STATE) or _is_own_function(module, name, held)):
                 self.of.setdefault((id(module), name), set()).add(self.now())
             return held
 
         def write(module: nn.Module, name: str, held: Any) -> None:
+            if (id(module), name) not in self.of:
+                self.renewed.add((id(module), name))
             self.writers.setdefault((id(module), name), set()).add(self.now())
             self.touched.add((id(module), name))
             if isinstance(held, Tensor):
@@ -91,8 +95,7 @@ class Reads:
 
     def others(self, root: Root, call: int) -> set[float]:
         """Whoever reads it beside a call."""
-        roots = self.shared.get(root, (root,))
-        return {reader for one in roots for reader in self.of.get(one, ())} - {call}
+        return self.of.get(root, set()) - {call}
 
 
 @dataclass
@@ -101,6 +104,7 @@ class Effects:
 
     before: Snapshot
     found: list[Difference] = field(default_factory=list)
+    ways: list[frozenset[Root | None]] = field(default_factory=list)  # to each of these; None: of no module
     tensors: list[Tensor] = field(default_factory=list)  # that were left somewhere
     kept: frozenset[Root] = frozenset()  # attributes that are others now, or hold something else
     left: frozenset[str] = frozenset()  # outside of modules, where a tensor is now
@@ -111,21 +115,37 @@ class Effects:
         with unseen():
             return Effects(Snapshot.of_python(unit, path, given))
 
-    def end(self) -> None:
-        """It was made."""
+    def end(self, module: nn.Module, given: Any, until: Any) -> None:
+        """It was made: what is another now, and from where in `module`, or in the functions that run up to the one with
+        the code `until`, it can be read. Tensors in what it was `given` are followed as tensors.
+        """
         with unseen():
-            changed = [*self.before.differences()]
-            self.found = [one for one in changed if not (_is_of_tensors(one) and _is_followed(one))]
-            self.kept = frozenset(one.root for one in changed if one.root is not None and one.root[1] not in OF_TORCH)
-            self.left = frozenset(one.name for one in changed if one.root is None and _is_of_tensors(one))
+            changed = [one for one in self.before.differences() if one.root is None or one.root[1] not in OF_TORCH]
             self.tensors = [x for one in changed for x in leaves_of(one.now) if isinstance(x, Tensor)]
+            self.kept = frozenset(one.root for one in changed if one.root is not None)
+            self.left = frozenset(one.name for one in changed if one.root is None and _is_of_tensors(one))
+            handed = reached(given) if any(map(_is_of_tensors, changed)) else set()
+            self.found = [one for one in changed if not _is_of_tensors(one) or id(one.holder) not in handed]
+            inside = {id(one.holder) for one in self.found if one.root is not None and one.holder is not None}
+            ways = ways_to(inside, module, OF_TORCH, until) if inside else {}
+            self.ways = [ways.get(id(one.holder), frozenset()) | {one.root} for one in self.found]
         self.before = Snapshot()
 
-    def outside(self, call: int, reads: Reads) -> Iterator[Difference]:
-        """What others may read. Of what torch keeps in a module for itself nobody does."""
-        for one in self.found:
-            if one.root is None or (one.root[1] not in OF_TORCH and reads.others(one.root, call)):
+    def outside(self, call: int, reads: Reads, followed: Collection[Root]) -> Iterator[Difference]:
+        """What others may read, but for attributes that are `followed` as tensors."""
+        for one, ways in zip(self.found, self.ways, strict=True):
+            is_followed = one.root in followed and one.holder is None
+            if not is_followed and any(way is None or reads.others(way, call) for way in ways):
                 yield one
+
+
+def _caller() -> str:
+    return str(sys._getframe(2).f_globals.get("__name__", ""))
+
+
+def _is_own_function(module: nn.Module, name: str, held: Any) -> bool:
+    """Whether a function is kept as an attribute, and may know what others change."""
+    return isinstance(held, _FUNCTIONS) and name in object.__getattribute__(module, "__dict__")
 
 
 def _is_registered(module: nn.Module, name: str) -> bool:

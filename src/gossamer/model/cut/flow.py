@@ -14,6 +14,7 @@ from gossamer.model.cut.tree import Shape
 TOLD = -2  # the place of what a call looked at, as bytes
 TOLD_BYTES = 2048
 KEPT = -2  # in place of the number of a container: it is an attribute of a module
+FIRST = -1.0  # before all that a forward does
 HIDDEN = -1  # the place of a tensor that was made inside a call and that nothing outside is known to hold
 
 
@@ -159,13 +160,19 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """What Python holds and the forward changes, after it has first looked at a number. `readers`, and `written` last:
-    calls, and for the code between them numbers between theirs.
+    """What Python holds and the forward changes, after the look at a number at `after` (FIRST: at all). `readers`, and
+    `written` last: calls, and for the code between them numbers between theirs.
     """
 
     name: str
     readers: frozenset[float]
     written: float
+    after: float = FIRST
+
+    def matters(self, end: float) -> bool:
+        """Whether the next forward is another one where this one ends there."""
+        is_behind = self.after == end if self.after != FIRST else self.written >= end
+        return is_behind and any(reader <= end for reader in self.readers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +186,7 @@ class Flow:
     lent: Mapping[str, frozenset[int]]  # the same, read inside other units' calls -> those calls
     units: tuple[str, ...]
     late: tuple[Late, ...] = ()
-    stirred: tuple[Late, ...] = ()  # the same, before that
+    stirred: tuple[Late, ...] = ()  # what the forward changes before the look at `after`
     stirs: frozenset[float] = frozenset()  # when, as in Late, the forward changes tensors that stay
     by_chance: bool = False  # the code between units may have looked at a random number
     buffers: Mapping[str, Use] = field(default_factory=dict)

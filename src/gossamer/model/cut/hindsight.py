@@ -22,6 +22,7 @@ from gossamer.model.cut.absent import Absent
 from gossamer.model.cut.again import Buffers, buffers_of, in_place_of, python_of
 from gossamer.model.cut.cuts import Part
 from gossamer.model.cut.flow import Flow
+from gossamer.model.cut.stale import Stale
 from gossamer.model.snapshot import Difference, Snapshot
 from gossamer.spec.errors import BadInput, bad_input
 
@@ -59,6 +60,7 @@ class Hindsight:
     stage: int
     owned: frozenset[str]
     holds: frozenset[str]  # buffers that it has, by path
+    stale: Stale
     carried: dict[tuple[int, str], Any] = field(default_factory=dict)  # what backwards left: (module, attribute)
 
     def leave(self, flow: Flow) -> Around:
@@ -83,7 +85,7 @@ class Hindsight:
         self._carry()
         found: list[Difference] = []
         try:
-            with in_place_of(buffers), self._reading(flow):
+            with in_place_of(buffers), self.stale.looking(), self._reading(flow):
                 begun = python_of(self.module)
                 had = self._numbers(begun)
                 yield

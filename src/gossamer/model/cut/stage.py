@@ -13,23 +13,24 @@ import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.absent import Absence, Absent, Over
-from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once_more, python_of
+from gossamer.model.cut.absent import Absence, Absent, Over, user_line
+from gossamer.model.cut.again import buffers_of, detached, nothing_saved, once, once_more, python_of
 from gossamer.model.cut.beginnings import Beginnings, changes_python
 from gossamer.model.cut.bordered import Bordered
-from gossamer.model.cut.cuts import Part, canonical_names
+from gossamer.model.cut.cuts import Part, canonical_names, check_late, end_of
 from gossamer.model.cut.fitting import signature_of
-from gossamer.model.cut.flow import KEPT, TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
+from gossamer.model.cut.flow import FIRST, KEPT, TOLD, Call, Flow, Inside, Leaf, Made, Value, containers_of
 from gossamer.model.cut.hindsight import Hindsight, check_left, runs_in_backward
 from gossamer.model.cut.live import Live
 from gossamer.model.cut.looks import Looks
 from gossamer.model.cut.regions import Regions
 from gossamer.model.cut.saving import copies_of, memory_of_names
+from gossamer.model.cut.stale import Stale
 from gossamer.model.cut.switches import switches_put_back
 from gossamer.model.cut.tree import Shape, flatten
 from gossamer.model.randomness import Keyed
@@ -50,6 +51,7 @@ class _Turn:
     inside: Call | None = None  # the owned call that is running
     turns: dict[str, int] = field(default_factory=dict)  # of inner modules, in that call
     is_shadow: bool = False  # the call that is running is another stage's
+    is_begun: bool = False  # it ended within such a call
     is_cut_short: bool = False  # it ended before its end
 
 
@@ -68,6 +70,8 @@ class Stage:
         self._hindsight: Hindsight | None = None
         self._regions, self._is_again = Regions(), False
         self._absence.is_again = self._regions.is_run_again
+        self._stale = Stale(module, self._refuse_stale)
+        self._changing: dict[str, bool] = {}  # units that were not called when the model was cut
         mine = {call.unit for call in flow.calls[part.low : part.high]} if part.high - part.low < flow.end else set()
         changing = frozenset(name for name in mine if changes_python(module.get_submodule(name)))
         self._beginnings = Beginnings(module, part.stage, changing)
@@ -75,7 +79,7 @@ class Stage:
             owned = frozenset(call.unit for call in flow.calls[part.low : part.high])
             held = {path for path, name in self.names.items() if name in part.holds}
             check_left(flow, part)
-            self._hindsight = Hindsight(module, part.stage, owned, frozenset(held))
+            self._hindsight = Hindsight(module, part.stage, owned, frozenset(held), self._stale)
         _hollow_out(module, part.holds | keep, self.names, self._absence)
         self._bordered: dict[str, Bordered] = {}
         for name in flow.units:
@@ -97,6 +101,7 @@ class Stage:
                 key=_KEY,
             )
         self.flow, self.part = flow, replace(part, holds=self.part.holds)
+        self._end, self._called = end_of(flow, part), {call.unit for call in flow.calls}
         for path in {
             i.module for call in flow.calls for i in call.insides if i.module and not i.attribute
         } - self._wrapped:
@@ -124,7 +129,7 @@ class Stage:
         forward = functools.partial(self._way_of, self.flow, self.part, run, received)
         held = {path for path, name in self.names.items() if name in self.part.holds}
         buffers, python = buffers_of(self.module, held, self.flow.written), python_of(self.module)
-        with nothing_saved():
+        with nothing_saved(), once(self.module, python, buffers):
             live = self._forward(run, tensors, is_saved=False)
         again = functools.partial(once_more, forward, self.module, buffers, python)
         return Live({}, detached(live.sent), detached(live.result), again)
@@ -144,19 +149,26 @@ class Stage:
         turn = self._turn = _Turn({v: x.view_as(x) for v, x in leaves.items()})
         result = None
         try:
-            with switches_put_back() as switches, self._absence.forward(), self._saving(is_saved):
+            with (
+                switches_put_back() as switches,
+                self._absence.forward(),
+                self._stale.looking(),
+                self._saving(is_saved),
+            ):
                 self._advance(turn)
                 result = run()
                 switches.keep()
-        except Over:
+        except Over as over:
             turn.is_cut_short = True
+            self._stale.ended(self.flow, turn.at + turn.is_begun)
+            self._check_late(turn, over.__cause__)
         except RuntimeError as error:
             if _NOT_USED not in str(error) or turn.at == self.flow.end == self.part.high - self.part.low:
                 raise
             raise self._no_gradient(turn) from None
         finally:
             self._turn = None
-        if not turn.is_cut_short and turn.at != self.flow.end:
+        if not turn.is_cut_short and not self._absence.is_over and not self._may_skip(turn, self.flow.end):
             raise self._strayed(turn, "the end of the forward")
         if not self.part.is_last:
             result = None
@@ -167,6 +179,15 @@ class Stage:
         if self._hindsight is not None and torch.is_grad_enabled() and self.module.training:
             around = self._hindsight.leave(self.flow)
         return Live(leaves, sent, result, around=around)
+
+    def _check_late(self, turn: _Turn, cause: BaseException | None) -> None:
+        """The forward ended, perhaps at a look that it had not made when the model was cut, or because of `cause`."""
+        if self._end == math.inf or turn.at != math.ceil(self._end):
+            lates = [one for one in self.flow.late if one.after == FIRST]
+            try:
+                check_late(self.flow, self.part, turn.at - 0.5, lates)
+            except BadInput as error:
+                raise cause if isinstance(cause, BadInput) else error from None
 
     def _saving(self, is_saved: bool) -> AbstractContextManager[Any]:
         memory = memory_of_names(self.module, self.flow.written) if is_saved else frozenset()
@@ -226,6 +247,8 @@ class Stage:
                 return self._once_more(name, real, (args, kwargs))
             if signature is not None:
                 signature.bind(*args, **kwargs)  # raises TypeError, as the unit does where it lies
+            if self._is_extra(name) and self._absence.refused is None:
+                return self._extra(turn, name, real, (args, kwargs))
             call = self._next(turn, name)
             if self.part.owns(turn.at):
                 output = self._own(turn, call, real, (args, kwargs))
@@ -275,6 +298,13 @@ class Stage:
             turn.made[told] = looks.to_bytes(call.name, call.made(TOLD).device)
         return output
 
+    def _extra(self, turn: _Turn, name: str, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
+        turn.inside, self._absence.unit = Call(name, 0, (), flatten(())[1]), name
+        try:
+            return self._bordered[name].forward(real, *given)
+        finally:
+            turn.inside, self._absence.unit = None, ""
+
     def _shadow(self, turn: _Turn, call: Call, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
         """What the unit does and gives in Python: its own forward, on what is absent or was received."""
         arguments, containers = flatten(given)[0], containers_of(given)
@@ -287,6 +317,9 @@ class Stage:
         try:
             with looks.telling() if told is not None else nullcontext():
                 output = getattr(real, "_torchdynamo_orig_callable", real)(*given[0], **given[1])
+        except Over:
+            turn.is_begun = True
+            raise
         finally:
             turn.inside, turn.is_shadow, self._absence.told = None, False, None
         self._place_insides(turn, call, containers, lengths)
@@ -363,10 +396,27 @@ class Stage:
     def _next(self, turn: _Turn, name: str) -> Call:
         if self._absence.refused is not None:
             raise self._absence.refused  # the model's code caught it
-        call = self.flow.calls[turn.at] if turn.at < self.flow.end else None
-        if call is None or call.unit != name:
-            raise self._strayed(turn, name)
-        return call
+        there = (i for i in range(turn.at, self.flow.end) if self.flow.calls[i].unit == name)
+        if (at := next(there, None)) is None or not self._may_skip(turn, at):
+            error = self._strayed(turn, name)
+            if self._absence.is_over:
+                raise Over from error
+            raise error
+        turn.at = at
+        return self.flow.calls[at]
+
+    def _may_skip(self, turn: _Turn, until: int) -> bool:
+        """Whether calls may be left out this time: only this stage has to do with them."""
+        left_out = range(turn.at, until)
+        return all(map(self.part.owns, left_out)) and not any(value.call in left_out for value in self.part.sends)
+
+    def _is_extra(self, name: str) -> bool:
+        """Whether the call is one that nobody made when the model was cut: the last stage has what nobody called."""
+        if not self.part.is_last or name in self._called:
+            return False
+        if name not in self._changing:
+            self._changing[name] = changes_python(self.module.get_submodule(name))
+        return not self._changing[name]
 
     def _strayed(self, turn: _Turn, came: str) -> BadInput:
         wanted = self.flow.calls[turn.at].name if turn.at < self.flow.end else "the end of the forward"
@@ -377,7 +427,20 @@ class Stage:
             key=_KEY,
         )
 
+    def _refuse_stale(self, name: str) -> NoReturn:
+        error = bad_input(
+            wanted=f"code that runs on stage {self.part.stage} to read what it read when the model was cut",
+            got=f"{name}, which a unit of another stage may have changed (from {user_line()})",
+            do="let the model's own code change it or read it in every forward, or cut so that one stage has both",
+            key=_KEY,
+        )
+        if self._absence.is_on and self._absence.is_over and not self._absence.unit:
+            raise Over from error
+        self._absence.refused = self._absence.refused or error
+        raise error
+
     def _ghost(self, turn: _Turn, call: Call, args: Any, kwargs: Any) -> Any:
+        self._stale.passed(self.flow, turn.at)
         given, containers = flatten((args, kwargs))[0], containers_of((args, kwargs))
         kinds, kept = self._kinds(turn, call), self._kept_lengths(call)
         for inside in (i for i in call.insides if i.container != KEPT):

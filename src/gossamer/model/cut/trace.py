@@ -60,6 +60,7 @@ def _traced(watch: Watch, run: Callable[[], Any], graph: AbstractContextManager[
 
 
 def _run(watch: Watch, run: Callable[[], Any]) -> Any:
+    watch.until = _run.__code__
     try:
         return run()
     except Exception:

@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_leaves
 from gossamer.model.cut.chance import Draws, Lot
 from gossamer.model.cut.effects import BEGINNING, OF_TORCH, Effects, Reads, unseen
 from gossamer.model.cut.fitting import fits
-from gossamer.model.cut.flow import HIDDEN, KEPT, Call, Flow, Inside, Late, Leaf, Made, Value, containers_of
+from gossamer.model.cut.flow import FIRST, HIDDEN, KEPT, Call, Flow, Inside, Late, Leaf, Made, Value, containers_of
 from gossamer.model.cut.looks import Looking, looked_at
 from gossamer.model.cut.operators import Operators, written
+from gossamer.model.cut.reach import ways_to
 from gossamer.model.cut.running import Running, Step
 from gossamer.model.cut.tree import Shape, flatten, leaves_of
 from gossamer.model.cut.undo import Buffers, backwards_seen
@@ -65,6 +66,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, module: nn.Module, units: tuple[str, ...], operators: Operators, lot: Lot = Lot.ANY) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.until: Any = None  # the code of the function that calls what is watched
         self.module, self.units, self.operators = module, units, operators
         self.key, self.lot, self.draws = operators.key, lot, Draws()
         self.buffers = Buffers(self.key)
@@ -72,9 +74,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Seen] = []
         self.current: int | None = None
         self.reads = Reads(self._now)
-        self.begun: Snapshot | None = None  # what Python held when the forward began
-        self.early: Snapshot | None = None  # the same when it first looked at a number
-        self.stirred: list[tuple[Difference, float]] = []  # what was changed in between, and when
+        self.early: dict[float, Snapshot] = {}  # what Python held at the beginning, and where it looked at numbers
+        self.stirred: list[tuple[float, Difference, float]] = []  # what was changed up to a look, and when
         self.stirs: set[float] = set()  # when the code between units changes tensors that stay
         self.late: tuple[Late, ...] = ()
         self.holders: list[nn.Module] = []  # that have lists or dicts
@@ -106,10 +107,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self.calls) + BEGINNING if self.current is None else self.current
 
     def install(self, stack: ExitStack) -> None:
-        with unseen():
-            self.begun = Snapshot.of_python(self.module, "")
         self.draws.enter()
-        self.reads.know(self.module)
+        self._note(FIRST)
         stack.enter_context(self.reads.watching())
         stack.enter_context(Looking(self._looked, self._held))
         stack.enter_context(backwards_seen(self._differentiated))
@@ -236,7 +235,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._look(self._read([tensor]), {key})
 
     def _look(self, values: frozenset[Value], read: set[int]) -> None:
-        self._first_look()
+        if self.current is not None or values:
+            self._note(self.reads.now())
         if self.current is not None:
             self.calls[self.current].looked = True
             return
@@ -244,12 +244,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in values:
             self.branches.setdefault(value, set()).add(len(self.calls))
 
-    def _first_look(self) -> None:
-        if self.early is None:
+    def _note(self, at: float) -> None:
+        if at not in self.early:
             with unseen():
-                changed = [] if self.begun is None else [*self.begun.differences()]
-                self.stirred = [(one, self._written(one)) for one in changed]
-                self.begun, self.early = None, Snapshot.of_python(self.module, "")
+                if FIRST in self.early:
+                    self.stirred += [(at, one, self._written(one)) for one in self.early[FIRST].differences()]
+                self.early[at] = Snapshot.of_python(self.module, "")
 
     def _watched(self, name: str, unit: nn.Module, real: Callable[..., Any]) -> Callable[..., Any]:
         # Not by hooks: some models call the `forward` of their blocks themselves.
@@ -321,7 +321,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         list(self.running.assigned(number, self.taint, loose=False))
         seen = self.calls[number]
         assert seen.effects is not None
-        seen.effects.end()
+        seen.effects.end(self.module, seen.arguments, self.until)
         self.constant.difference_update(self.key(x) for x in seen.effects.tensors)  # nobody else finds it there
         self.current = None
         leaves, seen.spec = flatten(output)
@@ -435,15 +435,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         self._reach(self.running.assigned(len(self.calls), self.taint, loose=True))
         self._reach(self._read(ends))
-        if self.early is not None:
-            with unseen():
-                late = [one for one in self.early.differences() if not isinstance(one.now, Tensor)]
-            self.late = tuple(
-                Late(d.name, self._readers(d), self._written(d))
-                for d in late
-                if d.root is None or d.root[1] not in OF_TORCH
-            )
-            self.early = None
+        with unseen():
+            self.late = tuple(self._late())
+        self.early.clear()
         for name in self.running.read(ends):
             self.running.readers.setdefault(name, set()).add(len(self.calls))
 
@@ -457,7 +451,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             lent={name: frozenset(at) for name, at in self.lent.items()},
             buffers=self.running.uses(),
             late=self.late,
-            stirred=tuple(Late(d.name, self._readers(d), at) for d, at in self.stirred),
+            stirred=self._stirred(),
             stirs=frozenset(self.stirs | self.reads.put),
             units=self.units,
             by_chance=self.draws.decide,
@@ -504,17 +498,37 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter_bytes=held,
         )
 
-    def _readers(self, one: Difference) -> frozenset[float]:
+    def _late(self) -> Iterator[Late]:
+        for root, at in self.reads.late():
+            yield Late(self._path(root), self._readers([root]), at)
+        changed = [(at, one) for at, early in self.early.items() for one in early.differences()]
+        changed = [(at, one) for at, one in changed if one.root is None or one.root[1] not in OF_TORCH]
+        held = {id(one.holder) for _, one in changed if one.holder is not None and one.root is not None}
+        ways = ways_to(held, self.module, OF_TORCH, None) if held else {}
+        for at, one in changed:
+            if one.holder is not None or one.root not in self.reads.renewed:
+                readers = self._readers({*ways.get(id(one.holder), ()), one.root})
+                yield Late(one.name, readers, self._written(one), at)
+
+    def _stirred(self) -> tuple[Late, ...]:
+        held = {id(one.holder) for _, one, _ in self.stirred if one.holder is not None and one.root is not None}
+        ways = ways_to(held, self.module, OF_TORCH, None) if held else {}
+        return tuple(
+            Late(one.name, self._readers({*ways.get(id(one.holder), ()), one.root}), written, at)
+            for at, one, written in self.stirred
+        )
+
+    def _readers(self, ways: Iterable[Root | None]) -> frozenset[float]:
         """Who may read it in the next forward."""
-        return frozenset((BEGINNING,) if one.root is None else self.reads.others(one.root, -1))
+        found = (self.reads.others(way, -1) if way is not None else {BEGINNING} for way in ways)
+        return frozenset(reader for some in found for reader in some)
 
     def _written(self, one: Difference) -> float:
-        """When for the last time; the end, where nobody was seen to do it."""
-        writers = {*self.reads.writers.get(one.root, ())} if one.root is not None else set()
-        for number, seen in enumerate(self.calls):
-            if seen.effects is not None and any(d.root == one.root and d.name == one.name for d in seen.effects.found):
-                writers.add(number)
-        return max(writers, default=float(len(self.calls)))
+        """When for the last time; the end, where it was not a unit."""
+        changed = (
+            any(d.name == one.name for d in seen.effects.found) for seen in self.calls if seen.effects is not None
+        )
+        return max((number for number, is_it in enumerate(changed) if is_it), default=float(len(self.calls)))
 
     def _overlaps(self, number: int) -> tuple[tuple[int, ...], ...]:
         of_call = ([v.place for v in values if v.call == number] for values in self.named.values())
@@ -523,9 +537,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _effects(self, number: int, seen: Seen) -> tuple[str, ...]:
         """Of a call, that others may read; where its outputs may be of another kind by what only it reads, all."""
         assert seen.effects is not None
-        found = [*seen.effects.outside(number, self.reads)]
+        ids = {path: key for key, path in self.paths.items()}
+        followed = {(ids[i.module], i.attribute) for i in seen.insides if i.attribute}
+        found = [*seen.effects.outside(number, self.reads, followed)]
         if not found and not seen.looked and len(seen.leaves) > 1:
-            found = [one for one in seen.effects.found if one.root is None or one.root[1] not in OF_TORCH]
+            found = seen.effects.found
         return tuple(dict.fromkeys(one.name for one in found))
 
     def _marked(self, leaf: Leaf, value: Value) -> Leaf:

@@ -1,0 +1,99 @@
+"""From where in Python an object can be got at: which attributes of modules lead to it, and what else does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import BuiltinMethodType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gossamer.model.snapshot import Root, Snapshot
+
+_OURS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+_KINDS = (
+    ModuleType,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    Tensor,
+    nn.Module,
+    type,
+    torch.dtype,
+    torch.device,
+)
+
+
+def ways_to(
+    wanted: Collection[int], module: nn.Module, ignored: Collection[str], until: Any
+) -> dict[int, frozenset[Root | None]]:
+    """Of objects, by id: the attributes of modules through which each can be got at. None stands for what belongs to no
+    module: globals and classes that the code of `module` names, and variables of the functions that are running, up to
+    the one whose code is `until`.
+    """
+    found: dict[int, set[Root | None]] = {key: set() for key in wanted}
+    for inner in module.modules():
+        for name, held in vars(inner).items():
+            if name not in ignored:
+                for key in reached(held) & found.keys():
+                    found[key].add((id(inner), name))
+    outside = Snapshot(_seen={id(m): m for m in module.modules()})
+    outside._find([type(m) for m in module.modules()])
+    for key in found.keys() & outside._seen.keys():
+        found[key].add(None)
+    for held in _variables(sys._getframe(1), until):
+        for key in reached(held) & found.keys():
+            found[key].add(None)
+    return {key: frozenset(ways) for key, ways in found.items()}
+
+
+def _variables(frame: FrameType | None, until: Any) -> Iterator[Any]:
+    while frame is not None and frame.f_code is not until:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            yield from frame.f_locals.values()
+        frame = frame.f_back
+
+
+def reached(held: Any) -> set[int]:
+    """What can be got at from it without going through a module, by id."""
+    found, waiting = set[int](), [held]
+    while waiting:
+        one = waiting.pop()
+        if not issubclass(type(one), _KINDS) and id(one) not in found:
+            found.add(id(one))
+            waiting += _parts(one)
+    return found
+
+
+def _parts(held: Any) -> Sequence[Any]:
+    kind = type(held)  # and not the class that it says it has
+    if issubclass(kind, Mapping):
+        return [*held.keys(), *held.values()]
+    if issubclass(kind, Collection) and kind is not np.ndarray:
+        return [*held]
+    if kind in (MethodType, BuiltinMethodType):
+        return [held.__self__]
+    if issubclass(kind, partial):
+        return [held.func, held.args, held.keywords]
+    if kind is FunctionType:
+        cells = [cell for cell in held.__closure__ or () if _is_filled(cell)]
+        return [held.__defaults__, held.__kwdefaults__, vars(held), *(cell.cell_contents for cell in cells)]
+    slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
+    return [getattr(held, "__dict__", None), *(getattr(held, name, None) for name in names)]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -1,0 +1,49 @@
+"""What ranks compare before a step: that it shows what it should."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gossamer.own_loop import _buffers
+from gossamer.own_loop.beginning import check_optimizers
+from gossamer.own_loop.steps import _differ, _leaning
+from gossamer.spec.errors import BadInput
+
+
+def test_buffers_of_one_length_that_point_elsewhere_differ() -> None:
+    draw = torch.Generator().manual_seed(0)
+    queue = F.normalize(torch.randn(500, 64, generator=draw), dim=1)
+    other = queue.clone()
+    other[:2] = F.normalize(torch.randn(2, 64, generator=draw), dim=1)
+    for one, two in ((queue, other), (torch.tensor([3]), torch.tensor([4])), (torch.ones(()), torch.ones(()) * 1.01)):
+        assert _differ(torch.tensor([_leaning([one]), _leaning([two])]), 1e-6)
+        assert not _differ(torch.tensor([_leaning([one]), _leaning([one.clone()])]), 1e-6)
+    assert not _differ(torch.tensor([_leaning([queue]), _leaning([queue * (1 + 1e-7)])]), 1e-6)
+    assert _leaning([]) == 0.0 == _leaning([torch.zeros(3)])
+
+
+class Around(torch.optim.Optimizer):
+    """As several are found: without a call of Optimizer's constructor."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+        self.state: Any = defaultdict(dict)
+
+
+def test_an_optimizer_that_was_not_constructed_as_one_is_refused() -> None:
+    inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    with pytest.raises(BadInput, match=r"Around, which does not.*the optimizer that it is made around"):
+        check_optimizers([Around(inner)])
+    check_optimizers([inner])
+
+
+def test_frozen_parameters_are_among_what_ranks_compare() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
+    model.register_buffer("queue", torch.zeros(2))
+    assert set(_buffers([model])) == {"queue", "2.weight", "2.bias"}
