@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-ALONE  := tests/cli tests/run tests/system tests/view tests/wire# they start processes, and mind how long those take
+STARTS := tests/cli tests/run tests/system tests/view# they start processes; two files at a time
+ALONE  := tests/wire# links of a rate, and how long they take
 PYTEST := $(BIN)/python -m pytest -m 'not nightly' --durations=30 --durations-min=4
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -12,7 +13,8 @@ demo: $(VENV)/.run
 	$(BIN)/gossamer demo
 
 test: $(VENV)/.dev
-	$(PYTEST) -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE))
+	$(PYTEST) -n 2 --dist worksteal $(addprefix --ignore=,$(STARTS) $(ALONE))
+	$(PYTEST) -n 2 --dist loadfile $(STARTS)
 	$(PYTEST) $(ALONE)
 
 check: $(VENV)/.dev            # style, types, floors: what CI runs beside the tests

@@ -249,7 +249,7 @@ def test_a_number_read_from_what_other_stages_compute_is_refused() -> None:
 
 
 class Hoarding(plain_ways.Kept):
-    """Keeps its share in a dict of its own, where nothing shows that it is read."""
+    """Keeps its share in a dict of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,11 +272,13 @@ class Hoard(nn.Module):
         return x, sum(b.kept["share"] for b in self.blocks)
 
 
-def test_a_tensor_that_cannot_be_relayed_is_refused_by_the_name_of_its_block() -> None:
-    module = Hoard()
-    flow = flow_of(module, plain.rows(0))
-    with pytest.raises(BadInput, match=r"blocks\.0 to return, or keep as an attribute.*read by the end.*return it"):
-        parts_of(module, flow, Cuts(("blocks.0", "blocks.2")))
+def test_a_tensor_in_a_dict_of_a_block_is_sent_to_who_reads_it() -> None:
+    torch.manual_seed(0)
+    module, batches = Hoard(), [plain.rows(i) for i in range(3)]
+    expected, _ = uncut(module, batches)
+    flow = flow_of(module, batches[0])
+    for cuts in ways_to_cut(flow):
+        assert_equal(run_lockstep(stages_of(module, flow, cuts), loss_of, batches), expected, lambda _: True)
 
 
 def test_what_a_block_writes_into_its_argument_and_others_read_under_another_name_is_refused() -> None:

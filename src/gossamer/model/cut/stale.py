@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.model.cut.beginnings import NOT_RUN, changes, inner
 from gossamer.model.cut.effects import OF_TORCH
-from gossamer.model.cut.flow import FIRST, Call, Flow
+from gossamer.model.cut.flow import FIRST, KEPT, Call, Flow
 from gossamer.model.snapshot import Snapshot
 
 Places = tuple[tuple[nn.Module, frozenset[str]], ...]
@@ -137,7 +137,7 @@ def _module(module: nn.Module, path: str) -> nn.Module | None:
 def _places(module: nn.Module, flow: Flow, number: int) -> Iterator[tuple[nn.Module, frozenset[str]]]:
     """What a unit changes for itself, or may: where its code sets it, and no other code was seen to read it."""
     call = flow.calls[number]
-    followed = {f"{i.module}.{i.attribute}" for i in call.insides if i.attribute}
+    followed = {f"{i.module}.{i.attribute}" for i in call.insides if i.attribute and i.container != KEPT}
     kept = [name for name, at in flow.kept.items() if number in at and name not in followed]
     for path, one in module.named_modules():
         mine = {name.removeprefix(f"{path}." if path else "") for name in kept if name.rpartition(".")[0] == path}
@@ -150,7 +150,7 @@ def _places(module: nn.Module, flow: Flow, number: int) -> Iterator[tuple[nn.Mod
 def _is_read(flow: Flow, call: Call, name: str) -> bool:
     readers = flow.looked_into.get(name, frozenset())
     return any(r != int(r) or r < 0 or flow.calls[int(r)].unit != call.unit for r in readers) or any(
-        f"{i.module}.{i.attribute}" == name for i in call.insides
+        f"{i.module}.{i.attribute}" == name and i.container != KEPT for i in call.insides
     )
 
 
@@ -161,7 +161,8 @@ def _set_by(module: nn.Module) -> Iterator[str]:
     for one in functions:
         if found.is_own(one) and one.__name__ not in NOT_RUN and changes(one.__code__):
             names |= {*_names(one.__code__, vars(module))}
-    registered = module._parameters.keys() | module._buffers.keys() | module._modules.keys()
+    held = (module._parameters, module._buffers, module._modules)
+    registered = {name for one in held for name in one.keys()}  # noqa: SIM118  scripted modules have no other way
     yield from names - OF_TORCH - registered
 
 

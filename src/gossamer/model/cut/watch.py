@@ -538,7 +538,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of a call, that others may read; where its outputs may be of another kind by what only it reads, all."""
         assert seen.effects is not None
         ids = {path: key for key, path in self.paths.items()}
-        followed = {(ids[i.module], i.attribute) for i in seen.insides if i.attribute}
+        followed = {(ids[i.module], i.attribute) for i in seen.insides if i.attribute and i.container != KEPT}
         found = [*seen.effects.outside(number, self.reads, followed)]
         if not found and not seen.looked and len(seen.leaves) > 1:
             found = seen.effects.found
