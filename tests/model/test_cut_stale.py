@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -288,3 +289,21 @@ def test_a_hook_that_reads_a_tensor_that_another_stage_has_left_is_refused(make:
     torch.manual_seed(0)
     with pytest.raises(BadInput, match=r"stage 0 .*(blocks\.\d|inlet).*a backward computes with it|changes the class"):
         test_cut_hindsight.compare(make(), way)
+
+
+class Loads(list[int]):
+    """Counts how often somebody goes through it."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[int]:
+        type(self).times += 1
+        return super().__iter__()
+
+
+def test_what_the_caller_of_a_forward_holds_is_not_gone_through() -> None:
+    data = Loads([1, 2])
+    Loads.times = 0
+    with contextlib.suppress(BadInput):
+        compare(first(LogsTensors, lambda net: 0)())
+    assert Loads.times == 0 and len(data) == 2

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import BuiltinMethodType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +38,7 @@ def ways_to(
 ) -> dict[int, frozenset[Root | None]]:
     """Of objects, by id: the attributes of modules through which each can be got at. None stands for what belongs to no
     module: globals and classes that the code of `module` names, and variables of the functions that are running, up to
-    the one whose code is `until`.
+    the one whose code is `until` (None: the forward is over, and nobody else's are its business).
     """
     found: dict[int, set[Root | None]] = {key: set() for key in wanted}
     for inner in module.modules():
@@ -50,7 +50,7 @@ def ways_to(
     outside._find([type(m) for m in module.modules()])
     for key in found.keys() & outside._seen.keys():
         found[key].add(None)
-    for held in _variables(sys._getframe(1), until):
+    for held in _variables(sys._getframe(1), until) if until is not None else ():
         for key in reached(held) & found.keys():
             found[key].add(None)
     return {key: frozenset(ways) for key, ways in found.items()}
@@ -76,10 +76,11 @@ def reached(held: Any) -> set[int]:
 
 def _parts(held: Any) -> Sequence[Any]:
     kind = type(held)  # and not the class that it says it has
-    if issubclass(kind, Mapping):
-        return [*held.keys(), *held.values()]
-    if issubclass(kind, Collection) and kind is not np.ndarray:
-        return [*held]
+    inside = getattr(held, "__dict__", None)
+    if issubclass(kind, dict):
+        return [inside, *dict.keys(held), *dict.values(held)]
+    if issubclass(kind, list | tuple | set | frozenset | deque):  # others may load something when they are asked
+        return [inside, *held]
     if kind in (MethodType, BuiltinMethodType):
         return [held.__self__]
     if issubclass(kind, partial):
@@ -89,7 +90,7 @@ def _parts(held: Any) -> Sequence[Any]:
         return [held.__defaults__, held.__kwdefaults__, vars(held), *(cell.cell_contents for cell in cells)]
     slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
     names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
-    return [getattr(held, "__dict__", None), *(getattr(held, name, None) for name in names)]
+    return [inside, *(getattr(held, name, None) for name in names)]
 
 
 def _is_filled(cell: Any) -> bool:
