@@ -75,21 +75,25 @@ def in_flight(stages: list[Stage], batches: list[Mapping[str, Any]], *, is_recom
             gradients = live.backward(gradients, loss=live.result)
 
 
-@pytest.mark.parametrize("is_recomputed", [False, True])
-@pytest.mark.parametrize("block", [Averages, KeepsAside])
-def test_a_backward_reads_what_its_own_forward_has_left(block: type[nn.Module], is_recomputed: bool) -> None:
-    torch.manual_seed(0)
-    module = type("Other", (Net,), {"block": block})()
+def compare_in_flight(module: nn.Module, cuts: Cuts, *, is_recomputed: bool) -> None:
+    """Its gradients in stages, of which several forwards wait for their backward, with those of one process."""
     whole = copy.deepcopy(module)
     for batch in BATCHES:
         loss_of(whole, batch).backward()
     flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
-    stages = stages_of(module, flow, THIRDS)
+    stages = stages_of(module, flow, cuts)
     in_flight(stages, BATCHES, is_recomputed=is_recomputed)
     found = gradients_of(stages)
     for name, parameter in whole.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("block", [Averages, KeepsAside])
+def test_a_backward_reads_what_its_own_forward_has_left(block: type[nn.Module], is_recomputed: bool) -> None:
+    torch.manual_seed(0)
+    compare_in_flight(type("Other", (Net,), {"block": block})(), THIRDS, is_recomputed=is_recomputed)
 
 
 def test_or_is_refused_where_nobody_knows_its_place() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,13 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from gossamer.model.cut.cuts import Cuts
-from gossamer.model.cut.lockstep import gradients_of, stages_of
-from gossamer.model.cut.trace import trace
-from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 from model.kept import Block, Net
-from model.test_cut_absent import BATCHES, THIRDS, compare, loss_of
-from model.test_cut_flight import in_flight
+from model.test_cut_absent import THIRDS, compare
+from model.test_cut_flight import compare_in_flight
 
 HALVES = Cuts(("inlet", "outlet@1"))
 
@@ -84,17 +80,7 @@ def test_a_region_is_run_again_with_what_other_stages_gave(kind: type[Net], cuts
 @pytest.mark.parametrize(("kind", "cuts"), CASES)
 def test_each_micro_batch_with_its_own(kind: type[Net], cuts: Cuts, is_recomputed: bool) -> None:
     torch.manual_seed(0)
-    module = kind()
-    whole = copy.deepcopy(module)
-    for batch in BATCHES:
-        loss_of(whole, batch).backward()
-    flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
-    stages = stages_of(module, flow, cuts)
-    in_flight(stages, BATCHES, is_recomputed=is_recomputed)
-    found = gradients_of(stages)
-    for name, parameter in whole.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
+    compare_in_flight(kind(), cuts, is_recomputed=is_recomputed)
 
 
 def test_what_is_changed_in_place_in_a_region_is_refused_by_name() -> None:

@@ -118,6 +118,13 @@ def test_batch_norm_of_replicas_is_one_process(pool: Pool) -> None:
     assert "4 micro-batches: 2 replicas = 1 process, " in record["message"]
 
 
+def test_a_buffer_that_each_replica_has_of_its_own_batches_is_told_of(pool: Pool) -> None:
+    (first, *_) = pool.run(PROVE, 2, kind="normed", sections={"train": {"prove": "always"}})
+    warning, _ = first["told"]
+    assert warning["level"] == "warning"
+    assert "running_mean is of its own batches; no loss and no gradient here depends on it" in warning["message"]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["statistics", "counted"])
 def test_replicas_with_state_of_their_own_are_a_process_each(pool: Pool, kind: str, precision: str) -> None:

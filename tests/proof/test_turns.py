@@ -95,4 +95,15 @@ def test_a_module_that_keeps_nothing_says_so() -> None:
     turns.begin(2)
     turns.to(0).module(torch.ones(2)).sum().backward()
     turns.to(1)
-    assert not turns.changes and not turns.writes
+    assert not turns.changes and not turns.writes and not turns.counted
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_buffer_that_a_checkpoint_keeps_and_a_forward_changes_is_named(is_kept: bool) -> None:
+    module = Keeps()
+    module.register_buffer("count", torch.zeros(()), persistent=is_kept)
+    turns = Turns(make=lambda: Alike(module))  # type: ignore[arg-type, return-value]
+    turns.begin(2)
+    turns.to(0).module(1)
+    turns.to(1)
+    assert turns.counted == ("count" if is_kept else "")

@@ -16,7 +16,7 @@ HABITS = (
     *("adapters_from_singular_vectors", "eight_bit_copies"),
     *("callback_that_collects_tensors", "last_activations_of_a_block", "positions_made_lazily"),
     *("center_of_the_logits", "blocks_that_skip_themselves", "function_returned"),
-    *("codebooks", "old_spectral_norm", "mixtral"),
+    *("codebooks", "old_spectral_norm", "mixtral", "replicas_batch_norm"),
 )
 
 
