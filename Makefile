@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STARTS := tests/system tests/run tests/cli tests/view# they start processes; two files at a time, the longest first
-ALONE  := tests/wire# links of a rate, and how long they take
+ALONE  := tests/comm# links of a rate, and how long they take
 PYTEST := $(BIN)/python -m pytest -m 'not nightly' --durations=30 --durations-min=4
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 

@@ -69,8 +69,8 @@ def hold_one(case: str, stage: int, stages: int, *, tiny: bool) -> Any:
     import torch
 
     from gossamer import loss
-    from gossamer.cutting import Asked, OriginSource, hold
-    from gossamer.model.origin import origin_of
+    from gossamer.model.source import origin_of
+    from gossamer.partition.rank_model import OriginSource, PartitionRequest, build_rank_model
     from gossamer.run.allocator import keep_freed_memory
     from gossamer.run.batches import DatasetBatches
     from gossamer.spec.config import RunConfig
@@ -87,7 +87,7 @@ def hold_one(case: str, stage: int, stages: int, *, tiny: bool) -> Any:
     )
     ids = torch.arange(8 * 16).view(8, 16) % 64
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    asked = Asked(
+    asked = PartitionRequest(
         config=config,
         ranks=stages,
         rank=stage,
@@ -95,7 +95,7 @@ def hold_one(case: str, stage: int, stages: int, *, tiny: bool) -> Any:
         objective=loss.build("next_token"),
         device=torch.device("cpu"),
     )
-    return hold(OriginSource(origin_of(config.model), config.train.seed), asked).module
+    return build_rank_model(OriginSource(origin_of(config.model), config.train.seed), asked).module
 
 
 def section(case: str, *, tiny: bool) -> dict[str, Any]:

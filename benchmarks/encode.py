@@ -27,14 +27,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from gossamer import compress
-from gossamer.compress import codec
-from gossamer.compress.codec import Key
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.channel.loopback import LoopbackChannel
+from gossamer.comm.message import ExchangeContext, ProcessGroups
+from gossamer.comm.random_key import Key
+from gossamer.exchange import codec
 from gossamer.run.allocator import keep_freed_memory
 from gossamer.spec.errors import BadInput
-from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.channel.echo import Echo
-from gossamer.wire.message import Levels, Round
 from result import publish
 
 INNER = {"Codec": "int8", "Exchange": {"two_shot": "int8"}}  # what is put into a method that wraps another
@@ -80,7 +80,7 @@ def main() -> None:
     rows: list[tuple[Row, dict[str, Part]]] = []
     for name, written in wanted(codec, CODECS, only).items():
         rows.append(codec_row(name, written, asked.numel, device))
-    for name, written in wanted(compress, EXCHANGES, only).items():
+    for name, written in wanted(exchange_methods, EXCHANGES, only).items():
         rows += [exchange_row(name, written, asked.numel, ranks, device) for ranks in (2, 4)]
     measure(rows, asked.repeats)
     figures = [finished(row) for row, _ in rows]
@@ -97,7 +97,9 @@ def wanted(room: Any, more: dict[str, Any], only: set[str]) -> dict[str, Any]:
             room.build(name)
             found[name] = name
         except BadInput:  # it wraps another
-            needs = [f for f in fields(room.ROOM.type(name)) if f.default is MISSING and f.default_factory is MISSING]
+            needs = [
+                f for f in fields(room.REGISTRY.type(name)) if f.default is MISSING and f.default_factory is MISSING
+            ]
             found[name] = {name: {f.name: INNER[str(f.type)] for f in needs}}
     return {name: w for name, w in {**found, **more}.items() if not only or name.split(" ")[0] in only}
 
@@ -138,10 +140,10 @@ def codec_row(name: str, written: Any, numel: int, device: torch.device) -> tupl
 
 def exchange_row(name: str, written: Any, numel: int, ranks: int, device: torch.device) -> tuple[Row, dict[str, Part]]:
     row: Row = {"kind": "exchange", "method": name, "ranks": ranks, "card_encode_ms": CARD_MS.get(name, (None,))[0]}
-    levels = Levels.islands([list(range(i, i + 2)) for i in range(0, ranks, 2)] if ranks > 2 else [[0], [1]])
+    levels = ProcessGroups.islands([list(range(i, i + 2)) for i in range(0, ranks, 2)] if ranks > 2 else [[0], [1]])
     where = gpt(numel, device)
     try:
-        one = compress.build(written)
+        one = exchange_methods.build(written)
         one.check(where, levels)
         runner = Runner(one, where, levels)
         runner()
@@ -155,7 +157,7 @@ def exchange_row(name: str, written: Any, numel: int, ranks: int, device: torch.
 class Runner:
     """One exchange after the other, as rank 0, each on the same input and the state that the last one left."""
 
-    def __init__(self, one: compress.Exchange, where: Layout, levels: Levels) -> None:
+    def __init__(self, one: exchange_methods.Exchange, where: Layout, levels: ProcessGroups) -> None:
         self.one, self.where, self.levels = one, where, levels
         self.state, self.step, self.sent = one.init(where), 0, 0
         rng = torch.Generator().manual_seed(0)
@@ -163,15 +165,15 @@ class Runner:
 
     def __call__(self) -> float:
         ranks = len(self.levels.group("all", 0))
-        channel = Echo(0, self.levels)
+        channel = LoopbackChannel(0, self.levels)
         share = torch.full((ranks,), 1 / ranks, dtype=torch.float64)
-        at = Round(0, self.levels, share, (7, self.step), 0.1, accounts=False)
+        at = ExchangeContext(0, self.levels, share, (7, self.step), 0.1, accounts=False)
         bucket = Bucket(self.where, self.x.clone())
         seconds = timed(lambda: self._drive(bucket, at, channel), self.where.device)
         self.step, self.sent = self.step + 1, sum(channel.meter.snapshot().values())
         return seconds
 
-    def _drive(self, bucket: Bucket, at: Round, channel: Echo) -> None:
+    def _drive(self, bucket: Bucket, at: ExchangeContext, channel: LoopbackChannel) -> None:
         method = self.one.run(bucket, self.state, at)
         try:
             message = next(method)

@@ -129,7 +129,7 @@ def workers(folder: Path) -> Iterator[tuple[int, int]]:
             line, env = ((at / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
         except OSError:  # it has ended
             continue
-        if b"gossamer.worker" in line and any(str(folder).encode() in word for word in line):
+        if b"gossamer.job.worker" in line and any(str(folder).encode() in word for word in line):
             yield int(next(word for word in env if word.startswith(b"RANK=")).removeprefix(b"RANK=")), int(at.name)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from gossamer.plan.exchange import Period, written_of
+from gossamer.plan.exchange import SyncPeriod, written_of
 from links import setting, venvs
 from links.keep import Kept
 from links.studies import Budget, Subject, losses
@@ -75,7 +75,7 @@ def main() -> None:
 def sync_of(every: int, asked: argparse.Namespace) -> Any:
     """Islands that come together after so many steps."""
     steps = 0 if asked.after else -(-asked.tokens // setting.tokens(asked.hosts))
-    written = written_of(Period(every, 0.0), asked.delay, steps)
+    written = written_of(SyncPeriod(every, 0.0), asked.delay, steps)
     if asked.outer == "mean":
         (loop,) = written.values()  # type: ignore[union-attr]
         kept = {name: value for name, value in loop.items() if name != "mix"}

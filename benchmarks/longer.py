@@ -4,7 +4,7 @@
 
 Every run is a whole one, with a learning rate schedule of its own length, as `gossamer demo --seconds` would do it.
 It ends when both marks are passed or the time is up. `reached` (steps: validation bits per byte) is what the demo's
-outlook reads: copy it to LONGER in src/gossamer/demo.py.
+outlook reads: copy it to LONGER in src/gossamer/api/demo.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import yaml
 
+from gossamer.api.demo import CONFIG
 from gossamer.data import statistics
-from gossamer.demo import CONFIG
+from gossamer.job.worker import corpus_of
 from gossamer.spec.config import RunConfig
-from gossamer.worker import corpus_of
 from result import publish
 
 

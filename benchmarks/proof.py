@@ -74,9 +74,9 @@ def warm() -> None:
     as_launched("by_hand")
     import transformers
 
-    import gossamer.inline
+    import gossamer.job.in_process
 
-    assert gossamer.inline and transformers
+    assert gossamer.job.in_process and transformers
 
 
 def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:

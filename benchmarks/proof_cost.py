@@ -133,15 +133,15 @@ def trained(name: str, kind: str, stages: int, steps: int) -> list[dict[str, Any
 def rank(name: str, kind: str, folder: Path, began: float, stages: int, steps: int) -> dict[str, Any]:
     """One rank, in this process."""
     import gossamer
-    from gossamer.model.cut import stage
-    from gossamer.model.cut.absent import Absent
+    from gossamer.model.split import stage
+    from gossamer.model.split.absent_tensor import AbsentTensor
     from gossamer.run.trainer import Trainer
 
-    spent = Spent(Absent.__torch_dispatch__)
+    spent = Spent(AbsentTensor.__torch_dispatch__)
     patches = []
     if kind == "timed":
         patches = [
-            patch.object(Absent, "__torch_dispatch__", spent),
+            patch.object(AbsentTensor, "__torch_dispatch__", spent),
             patch.object(Trainer, "one_step", spent.around(Trainer.one_step)),
         ]
     if kind == "unwatched":

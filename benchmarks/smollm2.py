@@ -138,11 +138,11 @@ def logit_difference(run: Path, exported: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from gossamer import api
+    from gossamer.api import verbs
 
     ids = torch.arange(40).view(1, -1) * 97 + 5
     with torch.no_grad():
-        ours = api.load(run).module(input_ids=ids).logits
+        ours = verbs.load(run).module(input_ids=ids).logits
         theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()(input_ids=ids).logits
     return float((ours - theirs).abs().max())
 

@@ -24,7 +24,7 @@ from result import publish
 
 STEPS, SEQUENCE, VOCABULARY = 8, 128, 8192
 MODEL = {"n_embd": 768, "n_layer": 7, "n_head": 12, "n_positions": SEQUENCE, "use_cache": False}
-IMPORTED = "import torch, transformers, gossamer.worker; print(open('/proc/self/status').read())"
+IMPORTED = "import torch, transformers, gossamer.job.worker; print(open('/proc/self/status').read())"
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from typing import Any
 
 import yaml
 
+from gossamer.netlab import Lab, Topology
 from gossamer.spec.units import read_rate
-from gossamer.wire.lab import Lab, Topology
 from links import venvs
 from links.keep import Kept
 from result import commit, publish

@@ -15,9 +15,9 @@ from typing import Any
 from cyclopts import App
 
 from gossamer.cli import COMMANDS, EPILOGUE, make_app
-from gossamer.settings.form import flow
-from gossamer.settings.rooms import Method, RoomPage, rooms
-from gossamer.settings.words import section, wanted
+from gossamer.settings.catalog import Category, Method, categories
+from gossamer.settings.describe import section, wanted
+from gossamer.settings.yaml_io import flow
 from gossamer.spec import records
 from gossamer.spec.config import RunConfig
 
@@ -101,14 +101,14 @@ def methods() -> str:
         "One method is one file. In a configuration a method is written by its name, or with parameters: "
         "`adamw` or `{adamw: {lr: 0.001}}`. `gossamer methods` prints the same.",
     ]
-    for page in rooms().values():
+    for page in categories().values():
         parts += [f"## {page.name}", page.doc]
         for method in page.methods.values():
             parts += _method(page, method)
     return "\n\n".join(parts)
 
 
-def _method(page: RoomPage, method: Method) -> Iterator[str]:
+def _method(page: Category, method: Method) -> Iterator[str]:
     yield f"### {page.name}: {method.name}"
     yield f"```\n{method.doc}\n```"
     rows = [

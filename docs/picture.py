@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from gossamer.view.picture import picture_of_run
-from gossamer.view.rundir import open_run
+from gossamer.view.run_directory import open_run
+from gossamer.view.screenshot import picture_of_run
 
 if __name__ == "__main__":
     step = int(sys.argv[2]) if len(sys.argv) > 2 else None

@@ -16,12 +16,16 @@ PACKAGE = "gossamer"
 SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
 FLOORS = (
     ("spec", "ops"),
-    ("wire", "store"),
-    ("compress", "optim", "loss", "data"),
-    ("memory", "model"),
-    ("sync", "pipeline"),
-    ("plan", "run", "serve", "view"),
-    ("proof",),
+    ("process", "store"),
+    ("comm", "netlab"),
+    ("exchange", "optimizer", "loss", "data", "launch"),
+    ("sharding", "model", "p2p"),
+    ("sync", "pipeline", "loss_reader"),
+    ("plan", "run", "view"),
+    ("partition", "settings"),
+    ("autotune", "proof"),
+    ("job",),
+    ("own_loop",),
 )
 TOP = len(FLOORS)  # api.py, cli/, settings/, __init__.py, ...: the only places that see every room
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -151,8 +155,8 @@ def _third_party(module: Module, name: str) -> str | None:
 
 
 def _collectives(module: Module) -> Iterator[tuple[int, str]]:
-    """Uses of torch.distributed's collectives outside the wire, by import or by attribute."""
-    if module.room == "wire":
+    """Uses of torch.distributed's collectives outside of comm, by import or by attribute."""
+    if module.room == "comm":
         return
     aliases = {"torch.distributed"}
     for node in ast.walk(module.tree):

@@ -20,7 +20,7 @@ PLANTED = {
     "inside a function": ("model/a.py", "def f():\n    from gossamer.sync import x", "a room above it"),
     "under TYPE_CHECKING": (
         "spec/a.py",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gossamer.wire import x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gossamer.comm import x",
         "spec (floor 0) imports",
     ),
     "relative": ("store/a.py", "from ..plan import x", "store (floor 1) imports gossamer.plan"),
@@ -31,8 +31,8 @@ PLANTED = {
     ),
     "the top from below": (
         "view/a.py",
-        "from gossamer.api import train",
-        "view (floor 5) imports gossamer.api (floor 7)",
+        "from gossamer.api.verbs import train",
+        "view (floor 5) imports gossamer.api.verbs (floor 7)",
     ),
     "the package from below": ("run/a.py", "from gossamer import __version__", "run (floor 5) imports gossamer"),
     "third party in spec": ("spec/a.py", "import numpy", "spec may import the standard library and pydantic"),
@@ -74,7 +74,7 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
         tmp_path,
         {
             "wire/a.py": "import torch.distributed as dist\nfrom gossamer.spec import x\ndist.all_reduce(1)",
-            "run/a.py": "import json, torch, numpy\nfrom gossamer.wire import a\nfrom . import b",
+            "run/a.py": "import json, torch, numpy\nfrom gossamer.comm import a\nfrom . import b",
             "run/b.py": "import torch.distributed as dist\ndist.is_available()",
             "api.py": "from gossamer.run import a\nfrom gossamer.view import b",
             "cli/x.py": "from gossamer import api, __version__",
@@ -86,11 +86,11 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
 
 def _house(tmp_path: Path, files: dict[str, str]) -> Path:
     root = tmp_path / "src" / "gossamer"
-    rooms = ("spec", "ops", "wire", "store", "optim", "data", "loss", "model", "sync", "plan", "run", "view")
+    rooms = ("spec", "ops", "comm", "store", "optimizer", "data", "loss", "model", "sync", "plan", "run", "view")
     for file, text in {
         **{f"{room}/__init__.py": "" for room in rooms},
         "__init__.py": "",
-        "api.py": "",
+        "api/__init__.py": "",
         **files,
     }.items():
         (root / file).parent.mkdir(parents=True, exist_ok=True)

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossamer import compress
-from gossamer.compress import Exchange
-from gossamer.wire.bucket import Layout, partition
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.lab import Lab, Topology
-from gossamer.wire.message import Levels, Round
-from gossamer.wire.pump import Pump
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Layout, partition
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ExchangeContext, ProcessGroups
+from gossamer.exchange import Exchange
+from gossamer.netlab import Lab, Topology
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -76,11 +76,11 @@ class Contender:
         self.steps_s: list[float] = []
         self.sent_bytes: list[int] = []
 
-    def step(self, pump: Pump, number: int, compute_s: float) -> None:
+    def step(self, pump: CommThread, number: int, compute_s: float) -> None:
         rank, levels = pump.channel.rank, pump.channel.levels
         ranks = len(levels.group("all", rank))
         weights = torch.full((ranks,), 1 / ranks, dtype=torch.float64)
-        at = Round(rank, levels, weights, (0, number), 0.1)
+        at = ExchangeContext(rank, levels, weights, (0, number), 0.1)
         buckets = [layout.allocate() for layout in self.layouts]
         for bucket in buckets:
             bucket.flat.normal_()
@@ -95,12 +95,12 @@ class Contender:
         self.sent_bytes.append(pump.channel.meter.total_bytes - before)
 
 
-def meet(pump: Pump) -> None:
+def meet(pump: CommThread) -> None:
     """Nobody begins before all are there."""
     layout = Layout.of({"ready": torch.zeros(1)})
-    dense, levels = compress.build("dense"), pump.channel.levels
+    dense, levels = exchange_methods.build("dense"), pump.channel.levels
     ranks = len(levels.group("all", pump.channel.rank))
-    at = Round(pump.channel.rank, levels, torch.full((ranks,), 1 / ranks, dtype=torch.float64), (0, 0), 0.0)
+    at = ExchangeContext(pump.channel.rank, levels, torch.full((ranks,), 1 / ranks, dtype=torch.float64), (0, 0), 0.0)
     step = pump.begin([1])
     step.submit(0, dense.run(layout.allocate(), dense.init(layout), at))
     step.result(0)
@@ -112,12 +112,12 @@ def host(trial: Trial, said: Path) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, ranks, rank == 0, timedelta(seconds=60), wait_for_workers=False)
-    meeting = Meeting(store, rank, Levels.flat(ranks), interface=os.environ["GLOO_SOCKET_IFNAME"])
-    pump = Pump(Group(meeting))
+    meeting = Rendezvous(store, rank, ProcessGroups.flat(ranks), interface=os.environ["GLOO_SOCKET_IFNAME"])
+    pump = CommThread(ProcessGroupChannel(meeting))
     shapes = {name: torch.empty(tuple(shape), device="meta") for name, shape in trial.shapes.items()}
     cut = partition(shapes, bucket_bytes=BUCKET_BYTES)
     layouts = tuple(Layout(layout.entries, torch.float32) for layout in cut)
-    contenders = {name: Contender(compress.build(written), layouts) for name, written in trial.methods.items()}
+    contenders = {name: Contender(exchange_methods.build(written), layouts) for name, written in trial.methods.items()}
     for number in range(trial.steps + 1):
         for one in contenders.values():
             one.step(pump, number, trial.compute_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from claims import Row
 from claims._exchanges import Timed, Trial, on_lab
-from gossamer.wire.lab import Topology
+from gossamer.netlab import Topology
 
 MBIT = 1e6 / 8
 WIDTH, LAYERS, VOCABULARY = 384, 6, 257

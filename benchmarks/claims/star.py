@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from claims import Row
-from gossamer import compress
-from gossamer.compress.star import star_pays
-from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.lab import Lab, Topology
-from gossamer.wire.message import Levels, Round
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.message import ExchangeContext, ProcessGroups
+from gossamer.exchange.star import star_pays
+from gossamer.netlab import Lab, Topology
 
 RATE_BYTES_PER_S, DELAY_S, CALLS = 300e6 / 8, 0.01, 4
 METHODS = ("all_reduce", "reduce_broadcast", "star", "tree")  # two of gloo, two of ours
@@ -87,10 +87,12 @@ def host(sizes_kib: list[int], blocks: int) -> None:
     torch.set_num_threads(1)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, ranks, rank == 0, timedelta(seconds=60), wait_for_workers=False)
-    levels = Levels.flat(ranks)
-    channel = Group(Meeting(store, rank, levels, interface=os.environ["GLOO_SOCKET_IFNAME"], timeout_s=60.0))
+    levels = ProcessGroups.flat(ranks)
+    channel = ProcessGroupChannel(
+        Rendezvous(store, rank, levels, interface=os.environ["GLOO_SOCKET_IFNAME"], timeout_s=60.0)
+    )
     dist.init_process_group("gloo", store=dist.PrefixStore("peer", store), rank=rank, world_size=ranks)
-    at = Round(rank, levels, torch.full((ranks,), 1 / ranks, dtype=torch.float64), (0, 0), 0.1)
+    at = ExchangeContext(rank, levels, torch.full((ranks,), 1 / ranks, dtype=torch.float64), (0, 0), 0.1)
     found: dict[str, list[float]] = {}
     for kib in sizes_kib:
         calls = {f"{kib} {method}": call(method, channel, at, kib * 256) for method in METHODS}
@@ -111,14 +113,14 @@ def seconds_of(one: Callable[[], object]) -> float:
     return (time.perf_counter() - began) / CALLS
 
 
-def call(method: str, channel: Group, at: Round, numel: int) -> Callable[[], object]:
+def call(method: str, channel: ProcessGroupChannel, at: ExchangeContext, numel: int) -> Callable[[], object]:
     """One exchange of `numel` float32, to its end."""
     x = torch.ones(numel)
     if method == "all_reduce":
         return lambda: dist.all_reduce(x)
     if method == "reduce_broadcast":
         return lambda: (dist.reduce(x, 0), dist.broadcast(x, 0))
-    one, where = compress.build(method), Layout.of({"x": x})
+    one, where = exchange_methods.build(method), Layout.of({"x": x})
 
     def exchange() -> None:
         run, reply = one.run(Bucket(where, x), one.init(where), at), None

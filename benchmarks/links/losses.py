@@ -19,17 +19,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gossamer import compress
-from gossamer.compress import Exchange, Traits
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.channel.local import LocalChannel, run_lockstep
+from gossamer.comm.message import (
+    Collective,
+    ExchangeContext,
+    ExchangeState,
+    Message,
+    Outcome,
+    ProcessGroups,
+    Rounds,
+    Traffic,
+)
 from gossamer.data import valid_labels
+from gossamer.exchange import Exchange, ExchangeTraits
 from gossamer.ops.norm import global_norm_squared, scale_
-from gossamer.optim import rate
-from gossamer.optim.adamw import AdamW
+from gossamer.optimizer import lr_schedule
+from gossamer.optimizer.adamw import AdamW
 from gossamer.spec.plan import BUCKET_BYTES
 from gossamer.sync import buckets_of
-from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
-from gossamer.wire.message import Combine, Levels, Message, Outcome, Round, Rounds, State, Traffic
 from links import apart, setting
 
 FP16_HOOK = "fp16_hook"  # stands for an exchange: what torch's DDP does with it
@@ -69,18 +78,18 @@ class Fp16Hook(Exchange):
     """default_hooks.fp16_compress_hook: divide by the ranks, as halves; the all-reduce sums halves."""
 
     @property
-    def traits(self) -> Traits:
-        return Traits()
+    def traits(self) -> ExchangeTraits:
+        return ExchangeTraits()
 
-    def init(self, layout: Layout) -> State:
-        return State()
+    def init(self, layout: Layout) -> ExchangeState:
+        return ExchangeState()
 
-    def run(self, x: Bucket, state: State, at: Round) -> Rounds:
-        (mean,) = yield Message((x.flat.half().div_(len(at.members)),), Combine.SUM)
+    def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
+        (mean,) = yield Message((x.flat.half().div_(len(at.members)),), Collective.SUM)
         return Outcome(mean.to(x.layout.dtype), None, state)
 
-    def traffic(self, layout: Layout, levels: Levels, rank: int) -> tuple[Traffic, ...]:
-        return (Traffic(Combine.SUM, layout.numel, 2),)
+    def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
+        return (Traffic(Collective.SUM, layout.numel, 2),)
 
 
 class Crew:
@@ -93,7 +102,7 @@ class Crew:
         exchanges = self._exchanges()
         cut = buckets_of(self.params, exchanges, bucket_bytes=BUCKET_BYTES)
         self.levels = _levels(study)
-        self.channels = Lockstep.world(study.hosts, self.levels)
+        self.channels = LocalChannel.world(study.hosts, self.levels)
         ranks = range(study.hosts)
         self.buckets = [[layout.allocate() for layout, _ in cut] for _ in ranks]
         self.exchanges = [exchange for _, exchange in cut]
@@ -102,7 +111,7 @@ class Crew:
     def _exchanges(self) -> dict[str, Exchange]:
         if self.study.exchange == FP16_HOOK:
             return dict.fromkeys(self.params, Fp16Hook())
-        return dict(compress.rules(self.study.exchange).by_name(self.params))
+        return dict(exchange_methods.rules(self.study.exchange).by_name(self.params))
 
     def compute(self, step: int) -> Tensor:
         """Every rank's gradients into its buckets; the ranks' shares of the batch."""
@@ -123,7 +132,7 @@ class Crew:
         found: dict[str, Tensor] = {}
         for b, one in enumerate(self.exchanges):
             rounds = [
-                one.run(mine[b], states[b], Round(r, self.levels, shares, (self.study.seed, step), factor))
+                one.run(mine[b], states[b], ExchangeContext(r, self.levels, shares, (self.study.seed, step), factor))
                 for r, (mine, states) in enumerate(zip(self.buckets, self.states, strict=True))
             ]
             outcomes = run_lockstep(self.channels, rounds)
@@ -164,7 +173,7 @@ def train(study: Study) -> dict[str, Any]:
         return apart.train(study, lambda module: evaluate(module, torch.device("cpu"), study.precision))
     crew, began = Crew(study, device), time.perf_counter()
     rule = AdamW(lr=study.lr, betas=(setting.BETAS[0], study.beta2), weight_decay=setting.WEIGHT_DECAY)
-    state, schedule = rule.init(crew.params), rate.build({"cosine": {"warmup": 0.05}})
+    state, schedule = rule.init(crew.params), lr_schedule.build({"cosine": {"warmup": 0.05}})
     each = setting.tokens(study.hosts)
     steps = max(2, math.ceil(study.tokens / each))
     every, curve = max(1, steps // _EVALUATIONS), []
@@ -187,11 +196,11 @@ def _grad(crew: Crew, step: int) -> Tensor:
     return crew.compute(step)
 
 
-def _levels(study: Study) -> Levels:
+def _levels(study: Study) -> ProcessGroups:
     if not study.islands:
-        return Levels.flat(study.hosts)
+        return ProcessGroups.flat(study.hosts)
     ends = np.cumsum((0, *study.islands)).tolist()
-    return Levels.islands([range(a, b) for a, b in pairwise(ends)])
+    return ProcessGroups.islands([range(a, b) for a, b in pairwise(ends)])
 
 
 def crossing(curve: list[list[float]], target: float) -> float | None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from gossamer.netlab import Lab, Topology
 from gossamer.spec.units import read_rate
-from gossamer.wire.lab import Lab, Topology
 from links import setting, venvs
 from links.method import Method
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gossamer.data import Corpus, Order, open_corpus
+from gossamer.data import Corpus, SampleOrder, open_corpus
 
 ROWS, SEQUENCE, VOCABULARY = 4, 256, 8192  # sequences per rank and step; tokens per sequence
 PARAMETERS = 17_440_512
@@ -54,4 +54,4 @@ def rows_of(step: int, rank: int, hosts: int, seed: int = SEED) -> dict[str, Ten
     """What `rank` computes in `step`: the order Gossamer's own runs have."""
     split = corpus().train
     first = (step * hosts + rank) * ROWS
-    return split.batch(Order(seed, len(split))(np.arange(first, first + ROWS)))
+    return split.batch(SampleOrder(seed, len(split))(np.arange(first, first + ROWS)))

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gossamer import compress
+from gossamer import exchange as exchange_methods
+from gossamer.comm.message import ProcessGroups
 from gossamer.plan import price_of
 from gossamer.spec.plan import BUCKET_BYTES
 from gossamer.spec.units import read_rate
-from gossamer.wire.message import Levels
 from links import setting
 from links.keep import Kept
 from links.method import ALONE, KNOWN, UNTHROTTLED, Method
@@ -113,7 +113,7 @@ def _bytes(method: Method, hosts: int) -> float:
     if method.plan["exchange"] == "auto":
         return dense * (0.05 if method.plan.get("lossy") else 0.5)
     shapes = tuple((name, tuple(p.shape)) for name, p in setting.gpt2().named_parameters())
-    compress.rules(method.plan["exchange"])
+    exchange_methods.rules(method.plan["exchange"])
     return float(
-        max(price_of(method.plan["exchange"], shapes, Levels.flat(hosts), bucket_bytes=BUCKET_BYTES).sent_bytes)
+        max(price_of(method.plan["exchange"], shapes, ProcessGroups.flat(hosts), bucket_bytes=BUCKET_BYTES).sent_bytes)
     )

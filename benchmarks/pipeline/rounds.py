@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gossamer.netlab import Lab, Topology
 from gossamer.spec.units import read_rate
-from gossamer.wire.lab import Lab, Topology
 from pipeline import setting
 
 UNSHAPED = "unshaped"

@@ -9,8 +9,8 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gossamer.data import Corpus, Order, open_corpus
-from gossamer.model.origin import origin_of
+from gossamer.data import Corpus, SampleOrder, open_corpus
+from gossamer.model.source import origin_of
 from gossamer.spec.config import ModelSection
 
 STAGES, MICROBATCHES, SEQUENCE = 4, 8, 256
@@ -99,4 +99,4 @@ def stage_of(module: Gpt, stage: int) -> nn.Sequential:
 def batch_of(step: int, rows: int) -> dict[str, Tensor]:
     """`input_ids` and `labels` of a step, (rows, SEQUENCE), in the order that Gossamer's own runs have."""
     split = corpus().train
-    return split.batch(Order(SEED, len(split))(np.arange(step * rows, (step + 1) * rows)))
+    return split.batch(SampleOrder(SEED, len(split))(np.arange(step * rows, (step + 1) * rows)))

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.loss.next_token import NextToken
-from gossamer.model.cut.live import Live
-from gossamer.model.randomness import UnitSeeds
-from gossamer.pipeline.tied import Tied
-from gossamer.pipeline.transfers import StepTransfers
-from gossamer.proof import layout as layouts
-from gossamer.proof.layout import Divided
-from gossamer.run.descent import Gradients
-from gossamer.run.stage import Engine, StepWork
-from gossamer.sync import Replica
+from gossamer.model.split.in_flight import InFlight
+from gossamer.model.unit_seeds import UnitSeeds
+from gossamer.pipeline.p2p import StepP2P
+from gossamer.pipeline.tied_weights import TiedWeights
+from gossamer.proof import divided as layouts
+from gossamer.proof.divided import DividedSide
+from gossamer.run.step_algorithm import Gradients
+from gossamer.run.step_runner import ModelRuntime, StepRunner
+from gossamer.sync import GradientReducer
 
 Planted = Callable[[], AbstractContextManager[object]]
 
@@ -104,7 +104,7 @@ def _built(change: Callable[[nn.Module], None]) -> Planted:
     def plant() -> AbstractContextManager[object]:
         make = layouts.engine_of
 
-        def changed(parts: Any) -> Engine:
+        def changed(parts: Any) -> ModelRuntime:
             change(parts.module)
             return make(parts)
 
@@ -177,7 +177,7 @@ def _weights(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _too_heavy(real: Callable[..., Any]) -> Callable[..., Any]:
-    def shares(self: Replica) -> Tensor:
+    def shares(self: GradientReducer) -> Tensor:
         found = real(self).clone()
         found[self.rank] *= 1.1
         return found
@@ -186,7 +186,7 @@ def _too_heavy(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shares(real: Callable[..., Any]) -> Callable[..., Any]:
-    def shares(self: Replica) -> Tensor:
+    def shares(self: GradientReducer) -> Tensor:
         found = real(self)
         return torch.full_like(found, 1 / len(found))
 
@@ -194,7 +194,7 @@ def _shares(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _twice(real: Callable[..., Any]) -> Callable[..., Any]:
-    def add(self: Tied, gradients: Any, pump: Any) -> None:
+    def add(self: TiedWeights, gradients: Any, pump: Any) -> None:
         real(self, gradients, pump)
         real(self, gradients, pump)
 
@@ -202,7 +202,7 @@ def _twice(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unsummed(real: Callable[..., Any]) -> Callable[..., Any]:
-    def add(self: Tied, gradients: Mapping[str, Tensor], pump: Any) -> None:
+    def add(self: TiedWeights, gradients: Mapping[str, Tensor], pump: Any) -> None:
         own = {name: gradients[name].clone() for name in self.holders if name in gradients}
         real(self, gradients, pump)  # the others wait for what is sent
         for name, gradient in own.items():
@@ -212,7 +212,7 @@ def _unsummed(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _not_zeroed(real: Callable[..., Any]) -> Callable[..., Any]:
-    def opened(self: Replica, window: Any) -> None:
+    def opened(self: GradientReducer, window: Any) -> None:
         kept = [flat.clone() for flat in self.flats()]
         real(self, window)
         for flat, was in zip(self.flats(), kept, strict=True):
@@ -222,12 +222,12 @@ def _not_zeroed(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_backward_left_out(real: Callable[..., Any]) -> Callable[..., Any]:
-    def backward(self: Live, gradients: Any, *, loss: Tensor | None = None) -> Any:
+    def backward(self: InFlight, gradients: Any, *, loss: Tensor | None = None) -> Any:
         return real(self, {v: torch.zeros_like(g) for v, g in gradients.items()}, loss=loss)
 
     count = [0]
 
-    def every_second(self: Live, gradients: Any, *, loss: Tensor | None = None) -> Any:
+    def every_second(self: InFlight, gradients: Any, *, loss: Tensor | None = None) -> Any:
         count[0] += 1
         return (real if count[0] % 2 else backward)(self, gradients, loss=loss)
 
@@ -235,7 +235,7 @@ def _one_backward_left_out(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _twice_forward(real: Callable[..., Any]) -> Callable[..., Any]:
-    def loss(self: Engine, rows: Any, *, step: int, key: int) -> Tensor:
+    def loss(self: ModelRuntime, rows: Any, *, step: int, key: int) -> Tensor:
         for unit in self.module.modules():
             if isinstance(unit, Pair):
                 unit.calls += 1
@@ -245,14 +245,14 @@ def _twice_forward(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unmasked(real: Callable[..., Any]) -> Callable[..., Any]:
-    def loss(self: Engine, rows: Any, *, step: int, key: int) -> Tensor:
+    def loss(self: ModelRuntime, rows: Any, *, step: int, key: int) -> Tensor:
         return real(self, {**rows, "attention_mask": torch.ones_like(rows["attention_mask"])}, step=step, key=key)
 
     return loss
 
 
 def _stale(real: Callable[..., Any]) -> Callable[..., Any]:
-    def loss(self: Engine, rows: Any, *, step: int, key: int) -> Tensor:
+    def loss(self: ModelRuntime, rows: Any, *, step: int, key: int) -> Tensor:
         before = {n: b.clone() for n, b in self.module.named_buffers()}
         try:
             return real(self, rows, step=step, key=key)
@@ -291,40 +291,42 @@ FAULTS: dict[str, Planting] = {
     "a gradient transposed": Planting(_gradient(SIDE, lambda g: g.T.contiguous()), SIDE),
     "a gradient in bfloat16": Planting(_gradient(MIX, _half), MIX, (0,)),
     "a gradient that is not finite": Planting(_gradient(SIDE, lambda g: _poked(g, 0, float("nan"))), SIDE),
-    "a tied sum left out": Planting(_method(Tied, "add", _unsummed), "embed.weight"),
-    "a tied sum twice": Planting(_method(Tied, "add", _twice), "embed.weight", (0, 1)),
+    "a tied sum left out": Planting(_method(TiedWeights, "add", _unsummed), "embed.weight"),
+    "a tied sum twice": Planting(_method(TiedWeights, "add", _twice), "embed.weight", (0, 1)),
     "a hook twice": Planting(_built(_hooked(SIDE)), SIDE),
     "a parameter that is another": Planting(_built(_value(MIX, lambda p: _poked(p, 3, 1e-4))), MIX, (0,)),
     "a bias that is zero": Planting(_built(_value("blocks.3.mix.bias", torch.zeros_like)), "blocks.3.mix.bias"),
     "a buffer that is another": Planting(_built(_value("blocks.2.level", lambda b: b + 0.1)), "blocks.2.level"),
-    "a stale buffer": Planting(_method(Engine, "loss", _stale), "blocks.2"),
-    "a counter too far": Planting(_method(Engine, "loss", _twice_forward), "blocks.2"),
-    "borders exchanged": Planting(
-        _method(StepTransfers, "received", _changed_of(_exchanged)), "as stage 1 receives it"
-    ),
+    "a stale buffer": Planting(_method(ModelRuntime, "loss", _stale), "blocks.2"),
+    "a counter too far": Planting(_method(ModelRuntime, "loss", _twice_forward), "blocks.2"),
+    "borders exchanged": Planting(_method(StepP2P, "received", _changed_of(_exchanged)), "as stage 1 receives it"),
     "a border in bfloat16": Planting(
-        _method(StepTransfers, "received", _changed_of(_every(_half))), "as stage 1 receives it"
+        _method(StepP2P, "received", _changed_of(_every(_half))), "as stage 1 receives it"
     ),
     "an edge's gradient missing": Planting(
-        _method(StepTransfers, "gradients", _changed_of(_without_last)), "blocks.1.side", (0,)
+        _method(StepP2P, "gradients", _changed_of(_without_last)), "blocks.1.side", (0,)
     ),
     "edges' gradients exchanged": Planting(
-        _method(StepTransfers, "gradients", _changed_of(_exchanged)), "blocks.1.side", (0,)
+        _method(StepP2P, "gradients", _changed_of(_exchanged)), "blocks.1.side", (0,)
     ),
     "edges' gradients twice": Planting(
-        _method(StepTransfers, "gradients", _changed_of(_every(lambda g: 2 * g))), "blocks.1.side", (0,)
+        _method(StepP2P, "gradients", _changed_of(_every(lambda g: 2 * g))), "blocks.1.side", (0,)
     ),
     "edges' gradients in bfloat16": Planting(
-        _method(StepTransfers, "gradients", _changed_of(_every(_half))), "blocks.1.side", (0,)
+        _method(StepP2P, "gradients", _changed_of(_every(_half))), "blocks.1.side", (0,)
     ),
     "another key of randomness": Planting(_method(UnitSeeds, "at", _key), "blocks.2"),
-    "micro-batches of equal weight": Planting(_method(StepWork, "_part", _weights), "head.bias"),
-    "a gradient not zeroed": Planting(_method(Replica, "open", _not_zeroed), "head.bias"),
-    "a backward left out": Planting(_method(Live, "backward", _one_backward_left_out), "blocks.1", (0,)),
-    "padding not masked": Planting(_method(Engine, "loss", _unmasked), "blocks.2"),
+    "micro-batches of equal weight": Planting(_method(StepRunner, "_part", _weights), "head.bias"),
+    "a gradient not zeroed": Planting(_method(GradientReducer, "open", _not_zeroed), "head.bias"),
+    "a backward left out": Planting(_method(InFlight, "backward", _one_backward_left_out), "blocks.1", (0,)),
+    "padding not masked": Planting(_method(ModelRuntime, "loss", _unmasked), "blocks.2"),
     "void labels that count": Planting(_method(NextToken, "__call__", _shifted), "loss"),
-    "a wrong weight of a replica": Planting(_method(Replica, "shares", _too_heavy), "head.bias", (3,), replicas=2),
-    "replicas of equal weight": Planting(_method(Replica, "shares", _shares), "head.bias", (0, 1, 2, 3), replicas=2),
+    "a wrong weight of a replica": Planting(
+        _method(GradientReducer, "shares", _too_heavy), "head.bias", (3,), replicas=2
+    ),
+    "replicas of equal weight": Planting(
+        _method(GradientReducer, "shares", _shares), "head.bias", (0, 1, 2, 3), replicas=2
+    ),
 }
 
 
@@ -332,13 +334,13 @@ FAULTS: dict[str, Planting] = {
 def planted(name: str, rank: int) -> Iterator[None]:
     """The fault is in the layout that a proof runs on this rank."""
     fault = FAULTS[name]
-    answer = Divided.answer
+    answer = DividedSide.answer
 
-    def answered(self: Divided, question: Any) -> Any:
+    def answered(self: DividedSide, question: Any) -> Any:
         with ExitStack() as stack:
             if rank in fault.ranks:
                 stack.enter_context(fault.plant())
             return answer(self, question)
 
-    with patch.object(Divided, "answer", answered):
+    with patch.object(DividedSide, "answer", answered):
         yield

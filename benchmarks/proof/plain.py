@@ -104,13 +104,13 @@ class _Loop:
 
     def sampled(self, module: nn.Module) -> Tensor:
         """The bytes of the text, drawn as `gossamer sample` draws."""
-        from gossamer.model.sample import draw
+        from gossamer.model.generate import sample_token
 
         words, drawn = self.corpus.tokenizer, torch.Generator().manual_seed(SEED)
         ids = [int(i) for i in words.encode(self.habit.text)]
         for _ in range(SAMPLED):
             logits = logits_of(module(torch.tensor([ids[-LENGTH:]])))[0, -1].float()
-            ids.append(draw(logits, drawn, temperature=0.8, top_k=50))
+            ids.append(sample_token(logits, drawn, temperature=0.8, top_k=50))
         return as_bytes(words.decode(ids)[len(self.habit.text) :])
 
     def state(self) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ def corpus_of(told: Mapping[str, Any]) -> Any:
 
 
 def model_of(habit: Habit, corpus: Any = None) -> nn.Module:
-    from gossamer.model.origin import origin_of
+    from gossamer.model.source import origin_of
     from gossamer.spec.config import ModelSection
 
     origin = origin_of(ModelSection(factory=habit.written))
@@ -147,16 +147,16 @@ def model_of(habit: Habit, corpus: Any = None) -> nn.Module:
 
 def order_of(size: int) -> Any:
     """The number of a sample of the run -> its number in the data."""
-    from gossamer.data import Order
+    from gossamer.data import SampleOrder
 
-    order = Order(SEED, size)
+    order = SampleOrder(SEED, size)
     return lambda number: int(order(number))
 
 
 def keys_of(habit: Habit, module: nn.Module) -> Any:
     if not habit.draws:
         return _nothing
-    from gossamer.model.randomness import unit_seeds
+    from gossamer.model.unit_seeds import unit_seeds
 
     return unit_seeds(module, seed=SEED).at
 

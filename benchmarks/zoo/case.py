@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gossamer.cutting import OriginSource
-from gossamer.loss import IGNORE, Objective
-from gossamer.model.call import caller_of
-from gossamer.model.origin.factory import Factory
+from gossamer.loss import IGNORE, Loss
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.source.factory import Factory
+from gossamer.partition.rank_model import OriginSource
 from zoo.inputs import Form, batch_of, forms
 from zoo.kinds import class_of, config_class, model_class
 from zoo.shrink import recipes
@@ -97,7 +97,7 @@ def _config(kind: str, recipe: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Own(Objective):
+class Own(Loss):
     """The model's own loss; else that of a language model where it gives logits for each label, else a mean square."""
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:

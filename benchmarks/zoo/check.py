@@ -13,10 +13,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.cuts import even_cuts
-from gossamer.model.cut.lockstep import run_lockstep, stages_of
-from gossamer.model.cut.trace import trace
-from gossamer.model.randomness import UnitSeeds, unit_seeds
+from gossamer.model.split.reference import run_lockstep, stages_of
+from gossamer.model.split.split_points import balanced_split
+from gossamer.model.split.trace import trace
+from gossamer.model.unit_seeds import UnitSeeds, unit_seeds
 from gossamer.model.units import block_names, unit_names
 from zoo.case import Different, found, loss_of, module_of
 from zoo.inputs import batch_of
@@ -78,7 +78,7 @@ def uncut(module: nn.Module, given: Sequence[Batch]) -> tuple[list[Tensor], dict
 
 def cut(module: nn.Module, flow: Any, stages: int, given: Sequence[Batch]) -> tuple[list[Tensor], dict[str, Tensor]]:
     prices = dict.fromkeys(flow.units, BESIDE) | dict.fromkeys(block_names(module), 1.0)
-    parts = stages_of(module, flow, even_cuts(flow, stages, costs=prices))
+    parts = stages_of(module, flow, balanced_split(flow, stages, costs=prices))
     seeds = {id(part.module): unit_seeds(part.module, seed=1) for part in parts}
     outcome = run_lockstep(parts, partial(seeded, seeds), given)
     return outcome.losses, outcome.gradients

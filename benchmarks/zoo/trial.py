@@ -18,23 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer.cutting import Asked, OriginSource, Planned, planned
-from gossamer.exchanging import levels_of
-from gossamer.model.cut.cuts import Cuts, even_cuts
-from gossamer.model.cut.ways import Ways
+from gossamer.autotune.exchange_selection import levels_of
+from gossamer.comm.channel import Channel
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.channel.loopback import LoopbackChannel
+from gossamer.comm.comm_thread import CommThread
+from gossamer.model.split.input_variants import InputVariants
+from gossamer.model.split.split_points import SplitPoints, balanced_split
 from gossamer.model.units import block_names
-from gossamer.proving import Proving
-from gossamer.run.batches import Batch, Batches
+from gossamer.partition.rank_model import OriginSource, PartitionRequest, Planned, planned
+from gossamer.proof.startup import Proving
+from gossamer.run.batches import Batches, RankBatch
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
-from gossamer.run.saver import Saver
-from gossamer.run.stage import Engine
+from gossamer.run.checkpoint_manager import CheckpointManager
+from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.trainer import Trainer
 from gossamer.spec import records
 from gossamer.spec.config import RunConfig
-from gossamer.wire.channel import Channel
-from gossamer.wire.channel.echo import Echo
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.pump import Pump
 from zoo.case import Case, Different, Own, loss_of
 from zoo.check import BESIDE, NOISE, TOLERANCE
 from zoo.inputs import batch_of
@@ -54,7 +54,7 @@ class CaseBatches(Batches):
     def __len__(self) -> int:
         return STEPS * MICROBATCHES
 
-    def batch(self, indices: np.ndarray[Any, Any]) -> Batch:
+    def batch(self, indices: np.ndarray[Any, Any]) -> RankBatch:
         (index,) = (int(i) for i in indices)
         return batch_of(self._form, seed=index, padded=index % 2 == 1)
 
@@ -97,8 +97,8 @@ class Seat:
     """One rank of a trial. Plays one schedule after the other from the same start."""
 
     parts: Parts
-    engine: Engine
-    pump: Pump
+    engine: ModelRuntime
+    pump: CommThread
     folder: Path
     proved: dict[str, str] = field(default_factory=dict)  # precision -> what the proof says
     start: dict[str, Tensor] = field(default_factory=dict)
@@ -137,7 +137,7 @@ def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _around(folder: Path, said: list[records.Record]) -> Surroundings:
-    saver = Saver(
+    saver = CheckpointManager(
         directory=folder / "unused",
         rank=0,
         ranks=1,
@@ -156,7 +156,7 @@ def seated(trial: Trial, source: OriginSource, rank: int) -> Iterator[Seat]:
     """The way of `gossamer train`, without its probes and its records: each rank builds its own part."""
     parts, model = _planned(trial, source, rank)
     check_before_start(parts)
-    pump = Pump(_channel(trial, parts, rank))
+    pump = CommThread(_channel(trial, parts, rank))
     try:
         check_agreement(pump, {"plan": parts.plan.model_dump_json(), "model": fingerprint(parts.outline)})
         asked = trial.proofs if trial.cuts else ()
@@ -173,7 +173,7 @@ def _planned(trial: Trial, source: OriginSource, rank: int, precision: str = "fp
     """What a rank knows before anything is built."""
     config, data = trial.config, CaseBatches(trial.case)
     config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
-    asked = Asked(config=config, ranks=trial.ranks, rank=rank, batches=data, objective=Own(), device=CPU)
+    asked = PartitionRequest(config=config, ranks=trial.ranks, rank=rank, batches=data, objective=Own(), device=CPU)
     model = planned(source, asked)
     outline = model.outline
     parts = Parts(
@@ -189,7 +189,7 @@ def _planned(trial: Trial, source: OriginSource, rank: int, precision: str = "fp
     return parts, model
 
 
-def _proved(parts: Parts, model: Planned, pump: Pump) -> str:
+def _proved(parts: Parts, model: Planned, pump: CommThread) -> str:
     """What `train.prove` says of these stages; raises BadInput where it finds them wrong."""
     said: list[records.Record] = []
     proving = Proving(
@@ -208,16 +208,16 @@ def _proved(parts: Parts, model: Planned, pump: Pump) -> str:
 def _channel(trial: Trial, parts: Parts, rank: int) -> Channel:
     levels = levels_of(parts.plan, trial.ranks)
     if trial.ranks == 1:
-        return Echo(0, levels)
+        return LoopbackChannel(0, levels)
     store = dist.FileStore(str(trial.folder / f"meeting-{trial.ranks}"), trial.ranks)
-    return Group(Meeting(store, rank, levels, interface="lo", timeout_s=WIRE_S))
+    return ProcessGroupChannel(Rendezvous(store, rank, levels, interface="lo", timeout_s=WIRE_S))
 
 
 def cuts_of(case: Case, module: nn.Module, stages: Sequence[int]) -> dict[int, tuple[str, ...]]:
     """For each number of stages, those of equal numbers of blocks."""
-    flow = Ways(module, loss_of, Cuts(())).flow(batch_of(case.form, seed=0, padded=False))
+    flow = InputVariants(module, loss_of, SplitPoints(())).flow(batch_of(case.form, seed=0, padded=False))
     prices = dict.fromkeys(flow.units, BESIDE) | dict.fromkeys(block_names(module), 1.0)
-    return {count: even_cuts(flow, count, costs=prices).first for count in stages}
+    return {count: balanced_split(flow, count, costs=prices).first for count in stages}
 
 
 def refer(trial: Trial, source: OriginSource, rank: int) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.api import export, load, resume, sample, train
+    from gossamer.api.verbs import export, load, resume, sample, train
     from gossamer.own_loop import wrap
-    from gossamer.own_loop.meeting import rank, ranks
+    from gossamer.own_loop.process_group import rank, ranks
     from gossamer.spec.config import RunConfig
     from gossamer.spec.plan import Plan
 
@@ -44,10 +44,10 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(_VERBS, "api"),
+    **dict.fromkeys(_VERBS, "api.verbs"),
     "wrap": "own_loop",
-    "rank": "own_loop.meeting",
-    "ranks": "own_loop.meeting",
+    "rank": "own_loop.process_group",
+    "ranks": "own_loop.process_group",
     "RunConfig": "spec.config",
     "Plan": "spec.plan",
 }
@@ -73,7 +73,7 @@ class _PlanVerb(ModuleType):
     """`gossamer.plan` is a room of the house and a verb of the public API: the module, which can also be called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return importlib.import_module("gossamer.api").plan(*args, **kwargs)
+        return importlib.import_module("gossamer.api.verbs").plan(*args, **kwargs)
 
 
 class _Package(ModuleType):

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer import compress, memory, optim, sync
-from gossamer.sync import Apart, Moved, Replica, Vote, Window
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.message import Levels
-from gossamer.wire.pump import Pump
+from gossamer import exchange as exchange_methods
+from gossamer import optimizer as optimizer_methods
+from gossamer import sharding as sharding_methods
+from gossamer import sync
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
+from gossamer.sync import GradientReducer, LocalStep, OuterLoop, StepContext, StepVote
 from pool import Seat
 
 CONTEXT, HELD_OUT = 8, 4000
@@ -65,18 +68,18 @@ def learn(
     torch.manual_seed(0)
     model = Next()
     params = dict(model.named_parameters())
-    levels = Levels.islands(islands or [[r] for r in range(seat.ranks)]).twice()
-    channel = Group(Meeting(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0))
-    pump, beside = Pump(channel), Pump(channel)
-    method, update = sync.build(written), optim.build(rule)
+    levels = ProcessGroups.islands(islands or [[r] for r in range(seat.ranks)]).twice()
+    channel = ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0))
+    pump, beside = CommThread(channel), CommThread(channel)
+    method, update = sync.build(written), optimizer_methods.build(rule)
     meets = "all" if method.loop is None else "island"
-    sharding = memory.build(states)
+    sharding = sharding_methods.build(states)
     deal = sharding.deal(levels)
-    held = memory.States.of(update, params, deal, rank=seat.rank, differences=sharding.differences)
-    meet, owned = sharding.exchange(compress.build(exchange), deal.path), held.own if deal.path else None
-    replica = Replica(params, meet, pump, bucket_bytes=1 << 20, meets=meets, owned=owned)
+    held = sharding_methods.ShardedOptimizer.of(update, params, deal, rank=seat.rank, differences=sharding.differences)
+    meet, owned = sharding.exchange(exchange_methods.build(exchange), deal.path), held.own if deal.path else None
+    replica = GradientReducer(params, meet, pump, bucket_bytes=1 << 20, meets=meets, owned=owned)
     truth = {name: p.detach() for name, p in params.items()}
-    apart = Apart.of(
+    apart = OuterLoop.of(
         method.loop, params, truth, replica, beside, units=("embed", "first", "last"), bucket_bytes=1 << 20
     )
     part = (len(text()) - HELD_OUT - CONTEXT) // seat.ranks
@@ -85,16 +88,16 @@ def learn(
     for step in range(steps):
         before = channel.meter.total_bytes
         factor = min(1.0, (step + 1) / max(1, warm)) * (1 - step / steps) * apart.factor
-        replica.open(Window(step, 0, factor, float(batch), level=method.level(step)))
+        replica.open(StepContext(step, 0, factor, float(batch), level=method.level(step)))
         replica.watch()
         places = seat.rank * part + torch.randint(0, part, (batch,), generator=drawn)
         loss_at(model, places).backward()
         replica.reduce()
-        assert replica.agree(Vote(0.0)).finite
+        assert replica.agree(StepVote(0.0)).finite
         replica.commit()
         held.update(replica.gradients(), lr_scale=factor, step=step, apart=method.level(step) != "all")
         held.gather(replica.layouts, pump, key=(0, step))
-        for landed in apart.after(Moved(step + 1, factor * update.lr, float(batch), 0, last=step == steps - 1)):
+        for landed in apart.after(LocalStep(step + 1, factor * update.lr, float(batch), 0, last=step == steps - 1)):
             held.meet(landed.moved, rates=landed.rates)
         if apart.loop is not None:
             apart.settle(step + 1)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from claims.apart_jobs import CONTEXT, Next, text
-from gossamer import compress
-from gossamer.sync import Heard, Probe, Probing, Replica, Vote, Window
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.message import Levels
-from gossamer.wire.pump import Pump
+from gossamer import exchange as exchange_methods
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
+from gossamer.sync import GradientReducer, StepContext, StepMessage, StepVote, ZerothOrderConfig, ZerothOrderRank
 from pool import Seat
 
 EPSILON, BATCH = 1e-3, 64
@@ -54,15 +54,19 @@ def tune(seat: Seat, *, way: str, steps: int, rate: float) -> dict[str, Any]:
     model = Next()
     model.load_state_dict(trained())
     params = {n: p for n, p in model.named_parameters() if n.startswith("last")}
-    channel = Group(Meeting(seat.store(), seat.rank, Levels.flat(seat.ranks), interface="lo", timeout_s=20.0))
-    pump = Pump(channel)
+    channel = ProcessGroupChannel(
+        Rendezvous(seat.store(), seat.rank, ProcessGroups.flat(seat.ranks), interface="lo", timeout_s=20.0)
+    )
+    pump = CommThread(channel)
     by_gradients = way == "gradients"
-    replica = Replica(params if by_gradients else {}, compress.build("dense"), pump, bucket_bytes=1 << 20)
+    replica = GradientReducer(
+        params if by_gradients else {}, exchange_methods.build("dense"), pump, bucket_bytes=1 << 20
+    )
     truth = {n: p.detach() for n, p in params.items()}
-    probing = Probing(Probe(samples=1, epsilon=EPSILON), params, truth, replica, 0)
+    probing = ZerothOrderRank(ZerothOrderConfig(samples=1, epsilon=EPSILON), params, truth, replica, 0)
     before, said, sent = unseen(model), [], []
     for step in range(steps):
-        window = Window(step, 0, 1.0, float(BATCH))
+        window = StepContext(step, 0, 1.0, float(BATCH))
         lr = rate * (1 - step / steps)
 
         def loss(step: int = step) -> Tensor:
@@ -73,7 +77,7 @@ def tune(seat: Seat, *, way: str, steps: int, rate: float) -> dict[str, Any]:
             replica.watch()
             torch.autograd.backward(loss(), inputs=list(params.values()))
             replica.reduce()
-            assert replica.agree(Vote(0.0)).finite
+            assert replica.agree(StepVote(0.0)).finite
             replica.commit()
             with torch.no_grad():
                 for name, mean in replica.gradients().items():
@@ -82,7 +86,9 @@ def tune(seat: Seat, *, way: str, steps: int, rate: float) -> dict[str, Any]:
             replica.begin(window)
             agreement = replica.agree(probing.look(step, lambda f=loss: float(f())))
             codes = bytes(agreement.beside.flatten().tolist())
-            said.append(Heard(step=step, rate=lr, clip=0.0, labels=tuple(replica.weights().tolist()), codes=codes))
+            said.append(
+                StepMessage(step=step, rate=lr, clip=0.0, labels=tuple(replica.weights().tolist()), codes=codes)
+            )
             probing.take(said[-1])
         else:
             replica.begin(window)

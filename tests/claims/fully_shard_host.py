@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from gossamer import compress, memory, optim
-from gossamer.sync import Replica, Vote, Window
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.message import Levels
-from gossamer.wire.pump import Pump
+from gossamer import exchange as exchange_methods
+from gossamer import optimizer as optimizer_methods
+from gossamer import sharding as sharding_methods
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
+from gossamer.sync import GradientReducer, StepContext, StepVote
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WIDTH, BLOCKS, STEPS, LR = 128, 4, 4, 3e-3
@@ -92,21 +94,23 @@ def stock() -> dict[str, object]:
 
 def ours() -> dict[str, object]:
     module = fresh()
-    levels = Levels({"all": (tuple(range(RANKS)),), memory.LEVEL: (tuple(range(RANKS)),)})
+    levels = ProcessGroups({"all": (tuple(range(RANKS)),), sharding_methods.LEVEL: (tuple(range(RANKS)),)})
     store = dist.PrefixStore("ours", dist.distributed_c10d._get_default_store())
-    channel = Group(Meeting(store, RANK, levels, interface=os.environ["GLOO_SOCKET_IFNAME"]))
-    pump, beside = Pump(channel), Pump(channel)
+    channel = ProcessGroupChannel(Rendezvous(store, RANK, levels, interface=os.environ["GLOO_SOCKET_IFNAME"]))
+    pump, beside = CommThread(channel), CommThread(channel)
     params = dict(module.named_parameters())
-    sharding = memory.build("zero3")
+    sharding = sharding_methods.build("zero3")
     deal = sharding.deal(levels)
-    shards = memory.Shards.of(module, memory.Walk.of(module, UNITS), beside, deal=deal.of_parameters, rank=RANK)
-    rule = optim.build({"adamw": {"lr": LR, "weight_decay": 0.0}})
-    states = memory.States.of(rule, params, deal, rank=RANK, differences=None, shards=shards)
+    shards = sharding_methods.ShardedParameters.of(
+        module, sharding_methods.UnshardOrder.of(module, UNITS), beside, deal=deal.of_parameters, rank=RANK
+    )
+    rule = optimizer_methods.build({"adamw": {"lr": LR, "weight_decay": 0.0}})
+    states = sharding_methods.ShardedOptimizer.of(rule, params, deal, rank=RANK, differences=None, shards=shards)
     gathers = sent(lambda: loss_of(module, 0).backward())
     states.release()
-    replica = Replica(
+    replica = GradientReducer(
         params,
-        sharding.exchange(compress.build("dense"), deal.path),
+        sharding.exchange(exchange_methods.build("dense"), deal.path),
         pump,
         bucket_bytes=1 << 20,
         owned=states.own,
@@ -116,12 +120,12 @@ def ours() -> dict[str, object]:
 
     def step() -> None:
         number = len(losses)
-        replica.open(Window(number, 0, 1.0, 60.0))
+        replica.open(StepContext(number, 0, 1.0, 60.0))
         replica.watch()
         loss = loss_of(module, number)
         loss.backward()
         replica.reduce()
-        assert replica.agree(Vote(float(loss.detach()))).finite
+        assert replica.agree(StepVote(float(loss.detach()))).finite
         replica.commit()
         states.update(replica.gradients(), lr_scale=1.0, step=number)
         losses.append(float(loss.detach()))

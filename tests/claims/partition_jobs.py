@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer import compress, memory, optim
-from gossamer.memory import Shards, States, Walk
-from gossamer.sync import Replica, Vote, Window
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.message import Levels
-from gossamer.wire.pump import Pump
+from gossamer import exchange as exchange_methods
+from gossamer import optimizer as optimizer_methods
+from gossamer import sharding as sharding_methods
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
+from gossamer.sharding import ShardedOptimizer, ShardedParameters, UnshardOrder
+from gossamer.sync import GradientReducer, StepContext, StepVote
 from pool import Seat
 
 WIDTH, BLOCKS, WORDS, ROWS = 64, 4, 64, 4
@@ -54,19 +56,23 @@ def learn(seat: Seat, *, states: Any, islands: list[list[int]], microbatches: in
     torch.manual_seed(0)
     module = Model()
     sizes = [sum(p.numel() for p in module.get_submodule(unit).parameters()) for unit in UNITS]
-    levels, sharding = Levels.islands(islands), memory.build(states)
+    levels, sharding = ProcessGroups.islands(islands), sharding_methods.build(states)
     deal = sharding.deal(levels)
-    both = levels.and_more(Levels({memory.LEVEL: levels.groups[deal.path[0]]})) if deal.path else levels
-    channel = Group(Meeting(seat.store(), seat.rank, both, interface="lo", timeout_s=20.0))
-    pump, beside = Pump(channel), Pump(channel)
+    both = (
+        levels.and_more(ProcessGroups({sharding_methods.LEVEL: levels.groups[deal.path[0]]})) if deal.path else levels
+    )
+    channel = ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, both, interface="lo", timeout_s=20.0))
+    pump, beside = CommThread(channel), CommThread(channel)
     params, shards = dict(module.named_parameters()), None
     if sharding.takes_parameters:
-        shards = Shards.of(module, Walk.of(module, UNITS), beside, deal=deal.of_parameters, rank=seat.rank)
-    rule = optim.build({"adamw": {"lr": 3e-3, "weight_decay": 0.0}})
-    held = States.of(rule, params, deal, rank=seat.rank, differences=sharding.differences, shards=shards)
-    replica = Replica(
+        shards = ShardedParameters.of(
+            module, UnshardOrder.of(module, UNITS), beside, deal=deal.of_parameters, rank=seat.rank
+        )
+    rule = optimizer_methods.build({"adamw": {"lr": 3e-3, "weight_decay": 0.0}})
+    held = ShardedOptimizer.of(rule, params, deal, rank=seat.rank, differences=sharding.differences, shards=shards)
+    replica = GradientReducer(
         params,
-        sharding.exchange(compress.build("dense"), deal.path),
+        sharding.exchange(exchange_methods.build("dense"), deal.path),
         pump,
         bucket_bytes=1 << 20,
         owned=held.own if held.is_sharded else None,
@@ -75,14 +81,14 @@ def learn(seat: Seat, *, states: Any, islands: list[list[int]], microbatches: in
     losses, sent = [], Counter[str]()
     for step in range(steps):
         before = Counter(channel.meter.snapshot())
-        replica.open(Window(step, 0, 1.0, 1.0))
+        replica.open(StepContext(step, 0, 1.0, 1.0))
         for number in range(microbatches):
             if number == microbatches - 1:
                 replica.watch()
             loss = loss_of(module, step * microbatches + number, seat)
             (loss / microbatches).backward()
         replica.reduce()
-        assert replica.agree(Vote(float(loss.detach()))).finite
+        assert replica.agree(StepVote(float(loss.detach()))).finite
         replica.commit()
         held.update(replica.gradients(), lr_scale=1.0, step=step)
         held.gather(replica.layouts, pump, key=(0, step))

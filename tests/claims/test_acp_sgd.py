@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gossamer.compress import Exchange
-from gossamer.compress.acp_sgd import AcpSgd
-from gossamer.compress.dense import Dense
-from gossamer.compress.error_feedback import ErrorFeedback
-from gossamer.compress.powersgd import PowerSgd
-from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
-from gossamer.wire.message import Levels, Round
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.channel.local import LocalChannel, run_lockstep
+from gossamer.comm.message import ExchangeContext, ProcessGroups
+from gossamer.exchange import Exchange
+from gossamer.exchange.acp_sgd import AcpSgd
+from gossamer.exchange.dense import Dense
+from gossamer.exchange.error_feedback import ErrorFeedback
+from gossamer.exchange.powersgd import PowerSgd
 
 RANKS, STEPS, BATCH, CONTEXT, WIDTH, VOCABULARY = 4, 300, 32, 8, 128, 128
 RATE = 0.1
@@ -74,15 +74,15 @@ def train(exchange: Exchange, lr: float = RATE) -> Trained:
     sgd = torch.optim.SGD(params.values(), lr=lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda s: 1 - s / STEPS)
     streams = [torch.Generator().manual_seed(r) for r in range(RANKS)]
-    levels, weights = Levels.flat(RANKS), torch.full((RANKS,), 1 / RANKS, dtype=torch.float64)
-    channels, states = Lockstep.world(RANKS, levels), [exchange.init(layout)] * RANKS
+    levels, weights = ProcessGroups.flat(RANKS), torch.full((RANKS,), 1 / RANKS, dtype=torch.float64)
+    channels, states = LocalChannel.world(RANKS, levels), [exchange.init(layout)] * RANKS
     for step in range(STEPS):
         methods = []
         for rank in range(RANKS):
             x, y = draw(data[:cut], BATCH, streams[rank])
             grads = torch.autograd.grad(cross_entropy(model(x), y), list(params.values()))
             bucket = Bucket(layout, torch.cat([g.flatten() for g in grads]))
-            at = Round(rank, levels, weights, (0, step), schedule.get_last_lr()[0])
+            at = ExchangeContext(rank, levels, weights, (0, step), schedule.get_last_lr()[0])
             methods.append(exchange.run(bucket, states[rank], at))
         outcomes = run_lockstep(channels, methods)
         states = [o.state for o in outcomes]

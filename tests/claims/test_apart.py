@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from gossamer.plan.adapt.bcrs import BCRS
-from gossamer.spec.links import Link
+from gossamer.spec.network import Link
 from gossamer.spec.statistics import Paths, Statistics
 from pool import Pool
 

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from gossamer import compress
-from gossamer.compress import Exchange
-from gossamer.compress.error_feedback import ErrorFeedback
-from gossamer.compress.uneven_topk import UnevenTopK
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.channel.counting import CountingChannel
+from gossamer.comm.channel.local import LocalChannel, run_lockstep
+from gossamer.comm.message import ExchangeContext, ProcessGroups
+from gossamer.exchange import Exchange
+from gossamer.exchange.error_feedback import ErrorFeedback
+from gossamer.exchange.uneven_topk import UnevenTopK
 from gossamer.plan.adapt.bcrs import BCRS
-from gossamer.spec.links import Link
+from gossamer.spec.network import Link
 from gossamer.spec.statistics import Paths, Statistics
-from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
-from gossamer.wire.channel.priced import Priced
-from gossamer.wire.message import Levels, Round
 
 CLASSES, FEATURES, HIDDEN, RANKS = 10, 512, 32, 8
 BASE, ROUNDS = 0.01, 40
@@ -93,7 +93,7 @@ class Federation:
         torch.manual_seed(self.seed)
         one = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
         params = dict(one.named_parameters())
-        where, levels = Layout.of(params), Levels.flat(RANKS)
+        where, levels = Layout.of(params), ProcessGroups.flat(RANKS)
         parts = shares_of_classes(y, self.alpha, self.seed)
         sizes = torch.tensor([len(p) for p in parts], dtype=torch.float64)
         weights, states = sizes / sizes.sum(), [self.exchange.init(where) for _ in range(RANKS)]
@@ -101,9 +101,9 @@ class Federation:
         current = torch.cat([p.detach().reshape(-1) for p in params.values()])
         for number in range(rounds):
             moved = [self._moved(one, current, x[p], y[p], rng, where) for p in parts]
-            at = [Round(r, levels, weights, (self.seed, number), 1.0) for r in range(RANKS)]
+            at = [ExchangeContext(r, levels, weights, (self.seed, number), 1.0) for r in range(RANKS)]
             methods = [self.exchange.run(Bucket(where, m), s, a) for m, s, a in zip(moved, states, at, strict=True)]
-            outcomes = run_lockstep(Lockstep.world(RANKS, levels), methods)
+            outcomes = run_lockstep(LocalChannel.world(RANKS, levels), methods)
             states, current = [o.state for o in outcomes], current + outcomes[0].mean
             load(one, current, where)
             with torch.no_grad():
@@ -139,7 +139,7 @@ def rounds_to(accuracies: Sequence[float], target: float) -> int:
 def by_bandwidth(**fields: float | int | str) -> Exchange:
     numel = FEATURES * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES
     choices = BCRS(fraction=BASE, **fields).choose(Statistics(names=("w",), numel=(numel,)), PATHS)  # type: ignore[arg-type]
-    return compress.build(choices.rules[0][2])
+    return exchange_methods.build(choices.rules[0][2])
 
 
 @functools.cache
@@ -161,9 +161,9 @@ def best(found: Sequence[float]) -> float:
 
 def round_seconds(one: Exchange) -> list[float]:
     """When every rank's upload ends; each sends to all others."""
-    where, levels, found = Layout.of({"w": torch.empty(FEATURES, HIDDEN)}), Levels.flat(RANKS), []
+    where, levels, found = Layout.of({"w": torch.empty(FEATURES, HIDDEN)}), ProcessGroups.flat(RANKS), []
     for rank, link in enumerate(PATHS.up):
-        channel = Priced(rank, levels)
+        channel = CountingChannel(rank, levels)
         channel.charge(one.traffic(where, levels, rank))
         found.append(link.seconds(channel.meter.total_bytes))
     return found

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gossamer import compress
-from gossamer.optim.adamw import AdamW
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.channel.local import LocalChannel, run_lockstep
+from gossamer.comm.message import ExchangeContext, ProcessGroups
+from gossamer.optimizer.adamw import AdamW
 from gossamer.plan.exchange import CANDIDATES, Candidate
-from gossamer.spec.choice import Written
-from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
-from gossamer.wire.message import Levels, Round
+from gossamer.spec.method_config import Written
 
 RANKS, STEPS, BATCH, CONTEXT, WIDTH, VOCABULARY = 2, 300, 32, 8, 160, 128
 WORSE = 1.02  # the seeds of one method differ by about as much
@@ -47,21 +47,23 @@ def network() -> nn.Module:
 
 def loss_of(written: Written) -> float:
     """The validation loss after training with this exchange."""
-    exchange, data, model = compress.build(written), text(), network()
+    exchange, data, model = exchange_methods.build(written), text(), network()
     cut = len(data) * 9 // 10
     params = dict(model.named_parameters())
     layout, rule = Layout.of(params), AdamW(lr=3e-3)
     state = rule.init(params)
     streams = [torch.Generator().manual_seed(r) for r in range(RANKS)]
-    levels, weights = Levels.flat(RANKS), torch.full((RANKS,), 1 / RANKS, dtype=torch.float64)
-    channels, states = Lockstep.world(RANKS, levels), [exchange.init(layout) for _ in range(RANKS)]
+    levels, weights = ProcessGroups.flat(RANKS), torch.full((RANKS,), 1 / RANKS, dtype=torch.float64)
+    channels, states = LocalChannel.world(RANKS, levels), [exchange.init(layout) for _ in range(RANKS)]
     for step in range(STEPS):
         factor, methods = 1 - step / STEPS, []
         for rank in range(RANKS):
             x, y = draw(data[:cut], BATCH, streams[rank])
             grads = torch.autograd.grad(cross_entropy(model(x), y), list(params.values()))
             bucket = Bucket(layout, torch.cat([g.flatten() for g in grads]))
-            methods.append(exchange.run(bucket, states[rank], Round(rank, levels, weights, (0, step), factor)))
+            methods.append(
+                exchange.run(bucket, states[rank], ExchangeContext(rank, levels, weights, (0, step), factor))
+            )
         outcomes = run_lockstep(channels, methods)
         states = [o.state for o in outcomes]
         mean = dict(Bucket(layout, outcomes[0].mean).slices())

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gossamer.optim import Rule
-from gossamer.optim.adamw import AdamW
-from gossamer.optim.common_adamw import CommonAdamW
+from gossamer.optimizer import Optimizer
+from gossamer.optimizer.adamw import AdamW
+from gossamer.optimizer.common_adamw import CommonAdamW
 
 WORDS, WIDTH, ROWS, STEPS, EVERY, TOLD = 400, 16, 64, 400, 8, (1, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48)
 RULE = AdamW(lr=0.02, betas=(0.9, 0.99), weight_decay=0.0)
@@ -40,7 +40,7 @@ def gradients(params: Tensors, words: Tensor, after: Tensor) -> Tensors:
     return dict(zip(leaves, found, strict=True))
 
 
-def trained(rule: Rule, islands: int, *, batch: int) -> float:
+def trained(rule: Optimizer, islands: int, *, batch: int) -> float:
     """The loss of the islands' mean, after rounds of `EVERY` steps at a rate that falls to 0."""
     seed = torch.Generator().manual_seed(3)
     first = {name: 0.1 * torch.randn(WORDS, WIDTH, generator=seed) for name in ("embedding", "head")}

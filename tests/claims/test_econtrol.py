@@ -14,10 +14,10 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-
 from compress.quadratics import Descent, Quadratics
-from gossamer import compress
-from gossamer.wire.bucket import Layout
+
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Layout
 
 ONE_IN_20 = {"topk": {"fraction": 0.05}}
 WHERE = Layout.of({"x": torch.empty(20)})
@@ -25,7 +25,7 @@ WHERE = Layout.of({"x": torch.empty(20)})
 
 @cache
 def distance(name: str, noise: float) -> float:
-    one = compress.build({name: ONE_IN_20} if name else ONE_IN_20)
+    one = exchange_methods.build({name: ONE_IN_20} if name else ONE_IN_20)
     steps, tail = (800, 300) if noise else (500, 200)  # noise needs a longer average
     descent = Descent(steps, lambda step: 0.02, noise=noise, tail=tail)
     return descent.distance(one, Quadratics.make(8, 20), WHERE)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.wire.lab import Lab, Topology, lab_unavailable
+from gossamer.netlab import Lab, Topology, lab_unavailable
 
 pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]
 

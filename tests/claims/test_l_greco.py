@@ -16,15 +16,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from gossamer import compress
-from gossamer.compress._error import error_of, measure
-from gossamer.plan.adapt import Choices
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Bucket
+from gossamer.comm.channel.local import LocalChannel, run_lockstep
+from gossamer.comm.message import ExchangeContext, ProcessGroups
+from gossamer.exchange._compression_error import error_of, measure
+from gossamer.plan.adapt import AdaptChoices
 from gossamer.plan.adapt.l_greco import LGreco
 from gossamer.spec.statistics import Paths, Statistics
 from gossamer.sync import buckets_of
-from gossamer.wire.bucket import Bucket
-from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
-from gossamer.wire.message import Levels, Round
 
 WORKERS, ROWS, LENGTH, RANK = 2, 4, 64, 8
 CANDIDATES = tuple({"powersgd": {"rank": r}} for r in (4, 5, 6, 7, 8, 10, 12, 16))  # half to twice the default
@@ -69,12 +69,12 @@ class Crew:
     """Workers in lockstep, on one model: their gradients meet by `exchanges`; what is owed outlives a change."""
 
     def __init__(self, one: Any) -> None:
-        self.params, self.levels, self.nbytes = dict(one.named_parameters()), Levels.flat(WORKERS), 0
+        self.params, self.levels, self.nbytes = dict(one.named_parameters()), ProcessGroups.flat(WORKERS), 0
         self.memory: list[dict[str, Tensor]] = [{} for _ in range(WORKERS)]
         self.buckets: list[Any] = []
         self.states: list[list[Any]] = []
 
-    def use(self, exchanges: Mapping[str, compress.Exchange]) -> None:
+    def use(self, exchanges: Mapping[str, exchange_methods.Exchange]) -> None:
         owed = [self._owed(w) for w in range(WORKERS)]
         self.buckets = buckets_of(self.params, exchanges, bucket_bytes=2**20)
         self.states = [[one.init(where) for where, one in self.buckets] for _ in range(WORKERS)]
@@ -94,10 +94,10 @@ class Crew:
         found: dict[str, Tensor] = {}
         shares = torch.full((WORKERS,), 1 / WORKERS, dtype=torch.float64)
         for i, (where, one) in enumerate(self.buckets):
-            channels = Lockstep.world(WORKERS, self.levels)
+            channels = LocalChannel.world(WORKERS, self.levels)
             flats = [torch.cat([g[e.name].reshape(-1) for e in where.entries]) for g in given]
             methods = [
-                one.run(Bucket(where, flat), self.states[w][i], Round(w, self.levels, shares, (0, step), 1.0))
+                one.run(Bucket(where, flat), self.states[w][i], ExchangeContext(w, self.levels, shares, (0, step), 1.0))
                 for w, flat in enumerate(flats)
             ]
             outcomes = run_lockstep(channels, methods)
@@ -108,13 +108,13 @@ class Crew:
         return found
 
 
-def decided(means: Mapping[str, Tensor]) -> tuple[Statistics, Choices]:
-    built = [(w, compress.build(w)) for w in CANDIDATES]
-    measured = measure(built, means, Levels.flat(WORKERS), warm=4)
+def decided(means: Mapping[str, Tensor]) -> tuple[Statistics, AdaptChoices]:
+    built = [(w, exchange_methods.build(w)) for w in CANDIDATES]
+    measured = measure(built, means, ProcessGroups.flat(WORKERS), warm=4)
     return measured, LGreco(DEFAULT).choose(measured, Paths())
 
 
-def by_name(choices: Choices, names: Any) -> dict[str, Any]:
+def by_name(choices: AdaptChoices, names: Any) -> dict[str, Any]:
     return {n: next(w for pattern, _, w in choices.rules if re.search(pattern, n)) for n in names}
 
 
@@ -122,7 +122,7 @@ def train(adaptive: bool, steps: int, every: int, seen: int = 10) -> tuple[float
     """(validation loss, bytes) after `steps`."""
     one = model()
     crew, sums = Crew(one), {n: torch.zeros_like(p) for n, p in one.named_parameters()}
-    crew.use({n: compress.build({"error_feedback": DEFAULT}) for n in crew.params})
+    crew.use({n: exchange_methods.build({"error_feedback": DEFAULT}) for n in crew.params})
     optimizer = torch.optim.AdamW(one.parameters(), lr=3e-3)
     for step in range(steps):
         mean = crew.mean([gradients(one, rows(step, w)) for w in range(WORKERS)], step)
@@ -133,7 +133,7 @@ def train(adaptive: bool, steps: int, every: int, seen: int = 10) -> tuple[float
         optimizer.step()
         if adaptive and step % every == every - 1:
             chosen = by_name(decided(sums)[1], crew.params)
-            crew.use({n: compress.build({"error_feedback": w}) for n, w in chosen.items()})
+            crew.use({n: exchange_methods.build({"error_feedback": w}) for n, w in chosen.items()})
             sums = {n: torch.zeros_like(s) for n, s in sums.items()}
     with torch.no_grad():
         return float(one(input_ids=held_out(), labels=held_out()).loss), crew.nbytes
@@ -184,14 +184,14 @@ def test_less_error_than_any_rank_for_all_of_as_many_bytes() -> None:
 def test_topk_over_a_whole_bucket_needs_no_choices() -> None:
     """By layer, choosing sends less; but the largest entries of all layers together are a better choice still."""
     candidates = [{"topk": {"fraction": f}} for f in (0.0025, 0.005, 0.01, 0.02, 0.04)]
-    measured = measure([(w, compress.build(w)) for w in candidates], ten_steps(), Levels.flat(WORKERS))
+    measured = measure([(w, exchange_methods.build(w)) for w in candidates], ten_steps(), ProcessGroups.flat(WORKERS))
     choices = by_name(LGreco(candidates[2]).choose(measured, Paths()), measured.names)
     found = [candidates.index(choices[n]) for n in measured.names]
     error, size, layers = torch.tensor(measured.error), torch.tensor(measured.nbytes), torch.arange(len(found))
     sent = int(size[layers, found].sum())
     assert sent < 0.6 * size[:, 2].sum()
     flat = torch.cat([g.reshape(-1) for g in ten_steps().values()])
-    together = compress.build({"topk": {"fraction": sent / 8 / len(flat)}})
+    together = exchange_methods.build({"topk": {"fraction": sent / 8 / len(flat)}})
     assert error_of(together, flat) < 0.9 * error[layers, found].norm()
 
 

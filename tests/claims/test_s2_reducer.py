@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gossamer import compress
-from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
-from gossamer.wire.message import Levels, Round
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.channel.local import LocalChannel, run_lockstep
+from gossamer.comm.message import ExchangeContext, ProcessGroups
 
 WORDS, WIDTH, TAGS, TOKENS, RANKS, STEPS = 6000, 16, 12, 256, 4, 120
 RATE, RATE_WORDS = 0.5, 40.0  # a word is one of a thousand tokens: its gradient is a thousandth
@@ -89,16 +89,16 @@ def gathered(inputs: list[Tensor]) -> tuple[int, int]:
 @cache
 def trained(name: str, ranks: int = RANKS, steps: int = STEPS) -> Result:
     torch.manual_seed(0)
-    model, one = Tagger(), compress.build(METHODS[name])
-    weight, levels = model.word.weight, Levels.flat(ranks)
+    model, one = Tagger(), exchange_methods.build(METHODS[name])
+    weight, levels = model.word.weight, ProcessGroups.flat(ranks)
     where, share = Layout.of({"word": weight.detach()}), torch.full((ranks,), 1 / ranks, dtype=torch.float64)
     states, sent, entries, rows = [one.init(where)] * ranks, 0, 0, 0
     for step in range(steps):
         inputs, rest = gradients(model, ranks, step)
         more = gathered(inputs)
         entries, rows = entries + more[0], rows + more[1]
-        channels = Lockstep.world(ranks, levels)
-        rounds = [Round(r, levels, share, (1, step), RATE_WORDS) for r in range(ranks)]
+        channels = LocalChannel.world(ranks, levels)
+        rounds = [ExchangeContext(r, levels, share, (1, step), RATE_WORDS) for r in range(ranks)]
         methods = [one.run(Bucket(where, x), s, r) for x, s, r in zip(inputs, states, rounds, strict=True)]
         outcomes = run_lockstep(channels, methods)
         states, sent = [o.state for o in outcomes], sent + channels[0].meter.total_bytes

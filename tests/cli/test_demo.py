@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gossamer import demo
+from gossamer.api import demo
 
 SUMMARY = {"seconds": 80.0, "steps": 800}
 MARKS = {"zlib": 2.4, "xz": 2.1}

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 
 from gossamer.cli import doctor, main
-from gossamer.run.machine import cores, memory
+from gossamer.run.resources import cores, memory
 from gossamer.settings import load
-from gossamer.settings.rooms import rooms
+from gossamer.settings.catalog import categories
 from gossamer.spec import extras as known
 from gossamer.spec.config import RunConfig
 from gossamer.spec.extras import extra_with, extras, version_of
 
-ROOMS = rooms()
+ROOMS = categories()
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", ROOMS)
 def test_a_room_read_from_its_source_is_the_room_itself(name: str) -> None:
-    room = importlib.import_module(f"gossamer.{name.replace('/', '.')}").ROOM
+    room = importlib.import_module(f"gossamer.{name.replace('/', '.')}").REGISTRY
     page = ROOMS[name]
     assert tuple(page.methods) == room.names()
     assert page.base == room.base.__name__
@@ -96,7 +96,7 @@ def test_the_doctor_tries_the_wire(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_doctor_that_finds_something_bad_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_wire", lambda: doctor.Finding("wire (gloo)", doctor.BAD, "no network"))
+    monkeypatch.setattr(doctor, "_wire", lambda: doctor.Diagnosis("wire (gloo)", doctor.BAD, "no network"))
     monkeypatch.setattr(doctor, "version_of", lambda name: None)
     assert main(["doctor"]) == 3
     out = capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_a_doctor_that_finds_something_bad_says_so(
 def test_a_doctor_without_extras_does_not_send_to_the_demo(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_wire", lambda: doctor.Finding("wire (gloo)", doctor.OK, "fine"))
+    monkeypatch.setattr(doctor, "_wire", lambda: doctor.Diagnosis("wire (gloo)", doctor.OK, "fine"))
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.endswith("\n\nReady. Try: gossamer demo\n")
     monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "transformers" else "1")

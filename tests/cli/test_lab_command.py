@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from gossamer.cli.lab import Wanted, app
+from gossamer.cli.lab import LabRequest, app
+from gossamer.netlab import lab_unavailable, standing
 from gossamer.spec.errors import BadInput
-from gossamer.wire.lab import lab_unavailable, standing
 
 needs_lab = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]
 PROGRAM = [sys.executable, "-c", "import sys; from gossamer.cli.lab import app; app(sys.argv[1:])"]
@@ -20,12 +20,14 @@ def lab(*words):
 
 
 def test_the_command_line_becomes_a_topology():
-    wanted = Wanted(hosts=4, rate="100mbit", islands="2x2", between="50mbit", delay=20, cpu="1,.5,1,1", memory="2gib")
+    wanted = LabRequest(
+        hosts=4, rate="100mbit", islands="2x2", between="50mbit", delay=20, cpu="1,.5,1,1", memory="2gib"
+    )
     topology = wanted.topology()
     assert (topology.rate_bytes_per_s, topology.between_bytes_per_s) == (12.5e6, 6.25e6)
     assert (topology.islands, topology.delay_s, topology.cpu) == ((2, 2), 0.02, (1.0, 0.5, 1.0, 1.0))
     assert topology.memory() == (2**31,) * 4
-    assert Wanted(hosts=4, islands="3,1", memory="1gib,512mib,1g,1.5G").topology().memory_bytes[1] == 2**29
+    assert LabRequest(hosts=4, islands="3,1", memory="1gib,512mib,1g,1.5G").topology().memory_bytes[1] == 2**29
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_the_command_line_becomes_a_topology():
 )
 def test_what_cannot_be_read_is_refused(fields, said):
     with pytest.raises(BadInput, match=said):
-        Wanted(**fields).topology()
+        LabRequest(**fields).topology()
 
 
 def test_a_missing_command_or_wrong_change_starts_nothing():

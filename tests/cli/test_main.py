@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import gossamer
-from gossamer import api
+from gossamer.api import verbs
 from gossamer.cli import COMMANDS, main
 from gossamer.spec.errors import BadInput, Interrupted, PeerLost, RunFailed
 from gossamer.spec.extras import install
@@ -37,7 +37,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"config": resolved.config, "origin": resolved.origin, **rest})
         return DONE
 
-    monkeypatch.setattr(api, "train_command", train_command)
+    monkeypatch.setattr(verbs, "train_command", train_command)
     return calls
 
 
@@ -68,7 +68,9 @@ def test_help_names_every_command_and_loads_none(capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert all(f" {name} " in out for name in COMMANDS)
     assert "Exit codes: 0" in out
-    program = "import sys; from gossamer.cli import main; main(['--help']); assert 'gossamer.api' not in sys.modules"
+    program = (
+        "import sys; from gossamer.cli import main; main(['--help']); assert 'gossamer.api.verbs' not in sys.modules"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
 
 
@@ -208,7 +210,7 @@ def test_each_ending_has_its_exit_code_and_its_block(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(api, "train_command", raising(error))
+    monkeypatch.setattr(verbs, "train_command", raising(error))
     assert main(["train", str(file), "--json"]) == code
     out, err = capsys.readouterr()
     assert said in err and "Traceback" not in err
@@ -219,10 +221,10 @@ def test_a_complaint_of_the_run_about_a_key_is_told_with_its_place(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for error in (BadInput("more ranks than rows", key="train.batch"), BadInput("train.batch: more ranks than rows")):
-        monkeypatch.setattr(api, "train_command", raising(error))
+        monkeypatch.setattr(verbs, "train_command", raising(error))
         assert main(["train", str(file)]) == 2
         assert f"{file}:1: train.batch: more ranks than rows" in capsys.readouterr().err
-    monkeypatch.setattr(api, "train_command", raising(BadInput("data.source: nothing there")))
+    monkeypatch.setattr(verbs, "train_command", raising(BadInput("data.source: nothing there")))
     assert main(["train", str(file), "data.source=text:x", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"] == "command line: data.source: nothing there"
     assert main(["train", str(file), "--json"]) == 2
@@ -233,7 +235,7 @@ def test_what_nobody_expected_keeps_its_traceback_in_a_file(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(api, "train_command", raising(ZeroDivisionError("by nought")))
+    monkeypatch.setattr(verbs, "train_command", raising(ZeroDivisionError("by nought")))
     assert main(["train", str(file), "--json"]) == 3
     out, err = capsys.readouterr()
     assert "ZeroDivisionError: by nought" in err and "Traceback (most" not in err
@@ -242,7 +244,7 @@ def test_what_nobody_expected_keeps_its_traceback_in_a_file(
 
 
 def test_an_exit_of_a_worker_is_passed_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "train_command", raising(SystemExit(4)))
+    monkeypatch.setattr(verbs, "train_command", raising(SystemExit(4)))
     assert main(["train", str(file)]) == 4
 
 
@@ -255,7 +257,7 @@ def test_sample_writes_what_the_model_says_whatever_it_is(
         asked.update(rest, run_dir=run_dir)
         return "\ufffd\x1b nan"
 
-    monkeypatch.setattr(api, "sample", sample)
+    monkeypatch.setattr(verbs, "sample", sample)
     assert main(["sample", "runs/a", "def ", "--tokens", "3", "--seed", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"prompt": "def ", "text": "\ufffd\x1b nan"}
     assert main(["sample", "runs/a", "def ", "--tokens", "3", "--seed", "1"]) == 0
@@ -283,7 +285,7 @@ def test_what_no_line_says_is_told_with_its_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(api, "train_command", raising(error))
+    monkeypatch.setattr(verbs, "train_command", raising(error))
     (tmp_path / "run.yaml").write_text(text)
     assert main(["train", "run.yaml"]) == 2
     assert f"{said}\n" in capsys.readouterr().err
@@ -337,10 +339,10 @@ def test_an_answer_that_nobody_can_read_undoes_nothing(tmp_path: Path) -> None:
 
 
 def test_resume_and_export_hand_over(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "resume_command", lambda run_dir, overrides: {**DONE, "got": [run_dir, overrides]})
+    monkeypatch.setattr(verbs, "resume_command", lambda run_dir, overrides: {**DONE, "got": [run_dir, overrides]})
     assert main(["resume", "runs/a", "train.steps=9", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["got"] == ["runs/a", ["train.steps=9"]]
-    monkeypatch.setattr(api, "export", lambda run_dir, target: {"exported": str(target), "load": "so"})
+    monkeypatch.setattr(verbs, "export", lambda run_dir, target: {"exported": str(target), "load": "so"})
     assert main(["export", "runs/a", "out", "--to", "hf", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"exported": "out", "load": "so"}
     assert main(["export", "runs/a", "out", "--to", "hf"]) == 0
@@ -349,7 +351,7 @@ def test_resume_and_export_hand_over(capsys: pytest.CaptureFixture[str], monkeyp
 
 def test_json_has_no_nan(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"loss": float("nan"), "rates": [1.0, float("inf")], "path": Path("a")}
-    monkeypatch.setattr(api, "train_command", lambda *args, **rest: figures)
+    monkeypatch.setattr(verbs, "train_command", lambda *args, **rest: figures)
     assert main(["train", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"loss": None, "rates": [1.0, None], "path": "a"}
 
@@ -369,7 +371,7 @@ def test_nothing_but_the_output_module_prints() -> None:
             assert not is_print, f"{path}:{getattr(node, 'lineno', 0)} prints"
 
 
-@pytest.mark.parametrize("stopped", ["cyclopts", "gossamer.cli.endings"])
+@pytest.mark.parametrize("stopped", ["cyclopts", "gossamer.cli.exit_status"])
 def test_ctrl_c_while_the_program_is_loaded_is_one_line(stopped: str) -> None:
     program = (
         "import sys\n"

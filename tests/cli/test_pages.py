@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 import gossamer
-from gossamer import api
+from gossamer.api import verbs
 from gossamer.cli import main, make_app
 from gossamer.settings import load
+from gossamer.settings.describe import leaves
 from gossamer.settings.read import read_yaml
 from gossamer.settings.resolve import resolve
-from gossamer.settings.words import leaves
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
 
@@ -162,13 +162,13 @@ def test_messages_are_those_that_the_pages_quote(
 ) -> None:
     def up_to_the_model(resolved: Any, **rest: Any) -> dict[str, Any]:
         """What `gossamer train` does before it trains, here and in its workers."""
-        from gossamer.worker import corpus_of, origin_for
+        from gossamer.job.worker import corpus_of, origin_for
 
-        api._planned(resolved, rest["plan"], rest["hosts"], rest["host"])
+        verbs._planned(resolved, rest["plan"], rest["hosts"], rest["host"])
         origin_for(resolved.config, corpus_of(resolved.config.data.model_copy(update={"cache": str(tutorial / "c")})))
         raise AssertionError("the page says that this is refused")
 
-    monkeypatch.setattr(api, "train_command", up_to_the_model)
+    monkeypatch.setattr(verbs, "train_command", up_to_the_model)
     (tutorial / "my-model").mkdir()
     refused = [(command, said) for command, said in quoted(DOCS / "howto/errors.md") if "This cannot work" in said]
     checked = [(command, said) for command, said in quoted(DOCS / "tutorial.md") if " config " in command]

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from compress import crew
 from compress.test_structure import levels_of
-from gossamer import compress
-from gossamer.compress import Exchange
+from torch import Tensor
+
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Bucket
+from gossamer.comm.channel.local import LocalChannel, run_lockstep
+from gossamer.comm.message import ExchangeState, Outcome
+from gossamer.exchange import Exchange
 from gossamer.spec.errors import BadInput
-from gossamer.sync._island_wide import IslandWide, stays_of
-from gossamer.wire.bucket import Bucket
-from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
-from gossamer.wire.message import Outcome, State
+from gossamer.sync._group_error import GroupError, stays_of
 
 WHERE = crew.layout({"w": (12, 8), "bias": (9,), "scalar": (), "wide": (3, 17)})
 STEPS = 6
@@ -37,21 +37,21 @@ WEIGHTS: dict[str, tuple[tuple[float, ...], ...]] = {
 
 def _takes(name: str, kind: str) -> list[str]:
     """The fields of a method that hold another one of that kind."""
-    return [f.name for f in fields(compress.ROOM.type(name)) if f.type == kind]
+    return [f.name for f in fields(exchange_methods.REGISTRY.type(name)) if f.type == kind]
 
 
-AROUND = [n for n in compress.names() if {"inner", "between"} & set(_takes(n, "Exchange"))]
-CODED = [n for n in compress.names() if "codec" in _takes(n, "Codec")]
+AROUND = [n for n in exchange_methods.names() if {"inner", "between"} & set(_takes(n, "Exchange"))]
+CODED = [n for n in exchange_methods.names() if "codec" in _takes(n, "Codec")]
 
 
 def members() -> dict[str, Any]:
     """What loses something and says so: every method that stands alone, those with a codec in two codes, and low rank
     with a coded factor.
     """
-    found: dict[str, Any] = {n: n for n in compress.names() if n not in (*AROUND, *CODED)}
+    found: dict[str, Any] = {n: n for n in exchange_methods.names() if n not in (*AROUND, *CODED)}
     found |= {f"{n} of {c}": {n: {"codec": c}} for n in CODED for c in ("sign", "int4")}
     found["powersgd of sign"] = {"powersgd": {"rank": 2, "left": {"two_shot": {"codec": "sign"}}}}
-    return {name: written for name, written in found.items() if not compress.build(written).traits.lossless}
+    return {name: written for name, written in found.items() if not exchange_methods.build(written).traits.lossless}
 
 
 MEMBERS = members()
@@ -93,8 +93,8 @@ class Book:
     """Steps of one exchange; what came in, what was sent and what both weigh, in float64."""
 
     def __init__(self, written: Any, islands: Sequence[int]) -> None:
-        self.one, self.levels, self.ranks = compress.build(written), levels_of(islands), sum(islands)
-        self.states: list[State] = [self.one.init(WHERE) for _ in range(self.ranks)]
+        self.one, self.levels, self.ranks = exchange_methods.build(written), levels_of(islands), sum(islands)
+        self.states: list[ExchangeState] = [self.one.init(WHERE) for _ in range(self.ranks)]
         self.given = torch.zeros(WHERE.numel, dtype=torch.float64)
         self.sent, self.size = self.given.clone(), 0.0
 
@@ -104,7 +104,7 @@ class Book:
         methods = [
             self.one.run(Bucket(WHERE, x.clone()), s, at) for x, s, at in zip(xs, self.states, rounds, strict=True)
         ]
-        outcomes = run_lockstep(Lockstep.world(self.ranks, self.levels), methods)
+        outcomes = run_lockstep(LocalChannel.world(self.ranks, self.levels), methods)
         mean = sum((w * x.double() for w, x in zip(weights, xs, strict=True)), torch.zeros_like(self.given))
         self.states = [o.state for o in outcomes]
         self.given += rate * mean
@@ -169,24 +169,24 @@ def _owing(one: Exchange) -> bool:
     weights = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     rounds = [replace(crew.at(r, 3, levels=book_levels), weights=weights) for r in range(3)]
     methods = [one.run(crew.bucket(WHERE, r), one.init(WHERE), at) for r, at in enumerate(rounds)]
-    outcomes = run_lockstep(Lockstep.world(3, book_levels), methods)
+    outcomes = run_lockstep(LocalChannel.world(3, book_levels), methods)
     return any(o.owed is not None and bool(o.owed.any()) for o in outcomes)
 
 
 def test_only_what_encodes_twice_owes_more_than_its_own() -> None:
     """Else the sums above would prove nothing of it."""
-    owing = {n for n in MEMBERS if _owing(compress.build(MEMBERS[n]))}
+    owing = {n for n in MEMBERS if _owing(exchange_methods.build(MEMBERS[n]))}
     assert owing >= {"two_shot of sign", "two_shot of int4", "powersgd of sign"}
     assert not owing & {"gather of sign", "topk", "random_k", "acp_sgd", "s2_reducer"}
 
 
 def test_what_is_owed_of_the_mean_is_no_loss_of_my_own() -> None:
     """Of its own chunk a rank loses nothing, as it travels nowhere: the island it speaks for goes on from what is."""
-    one, levels = compress.build({"two_shot": {"codec": "sign"}}), levels_of(FLAT)
+    one, levels = exchange_methods.build({"two_shot": {"codec": "sign"}}), levels_of(FLAT)
     weights = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     rounds = [replace(crew.at(r, 3, levels=levels), weights=weights) for r in range(3)]
-    methods = [one.run(crew.bucket(WHERE, r), State(), at) for r, at in enumerate(rounds)]
-    first, second, _ = run_lockstep(Lockstep.world(3, levels), methods)
+    methods = [one.run(crew.bucket(WHERE, r), ExchangeState(), at) for r, at in enumerate(rounds)]
+    first, second, _ = run_lockstep(LocalChannel.world(3, levels), methods)
     chunk = -(-WHERE.numel // 3)
     assert first.lost is not None and first.owed is not None and second.owed is None
     assert not first.lost[:chunk].any() and bool(first.lost[chunk:].any())
@@ -196,12 +196,15 @@ def test_what_is_owed_of_the_mean_is_no_loss_of_my_own() -> None:
 @pytest.mark.parametrize("weights", [(3, 0, 1, 2), (0, 5, 0, 2), (0, 0, 2, 1)], ids=str)
 def test_what_stays_with_an_island_is_what_the_mean_lacks(weights: tuple[int, ...]) -> None:
     """The same on all its ranks, whoever of them encoded, had weight or not."""
-    one, levels = IslandWide(compress.build({"hierarchical": {"between": {"two_shot": "sign"}}})), levels_of((2, 2))
+    one, levels = (
+        GroupError(exchange_methods.build({"hierarchical": {"between": {"two_shot": "sign"}}})),
+        levels_of((2, 2)),
+    )
     shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
     gone = [crew.bucket(WHERE, island).flat for island in (0, 1)]
     rounds = [replace(crew.at(r, 4, levels=levels), weights=shares) for r in range(4)]
     methods = [one.run(Bucket(WHERE, gone[r // 2].clone()), one.init(WHERE), at) for r, at in enumerate(rounds)]
-    outcomes = run_lockstep(Lockstep.world(4, levels), methods)
+    outcomes = run_lockstep(LocalChannel.world(4, levels), methods)
     stays = [stays_of(o, 2) for o in outcomes]
     assert all(s is not None and torch.equal(s, stays[r // 2 * 2]) for r, s in enumerate(stays))
     by_island = [float(shares[:2].sum()), float(shares[2:].sum())]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gossamer.spec.errors import CheckpointMismatch
 from gossamer.store.checkpoint import latest_good, list_checkpoints, open_checkpoint
-from gossamer.store.slices import Extent, Piece, Slice
+from gossamer.store.slices import Extent, NamedSlice, Slice
 from store.crew import good, left_over, save
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
@@ -53,8 +53,8 @@ def random_tensors(rng: random.Random) -> dict[tuple[str, int], Tensor]:
     return found
 
 
-def dealt(tensors: dict[tuple[str, int], Tensor], ranks: int, rng: random.Random) -> list[list[Piece]]:
-    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+def dealt(tensors: dict[tuple[str, int], Tensor], ranks: int, rng: random.Random) -> list[list[NamedSlice]]:
+    pieces: list[list[NamedSlice]] = [[] for _ in range(ranks)]
     for (name, replica), tensor in tensors.items():
         shape = tuple(tensor.shape)
         for start, size in tiles(shape, rng):

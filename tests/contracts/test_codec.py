@@ -7,15 +7,16 @@ from dataclasses import MISSING, fields
 import pytest
 import torch
 
-from gossamer.compress import codec
-from gossamer.compress.codec import Codec, Key
+from gossamer.comm.random_key import Key
+from gossamer.exchange import codec
+from gossamer.exchange.codec import Codec
 
 SIZES = [0, 1, 2, 7, 63, 64, 65, 255, 256, 257, 1000, 4096 + 3]
 
 
 def build(name: str) -> Codec:
     """A codec with its defaults; one that wraps another gets int8."""
-    needs = [f.name for f in fields(codec.ROOM.type(name)) if f.default is MISSING and f.default_factory is MISSING]
+    needs = [f.name for f in fields(codec.REGISTRY.type(name)) if f.default is MISSING and f.default_factory is MISSING]
     return codec.build({name: dict.fromkeys(needs, "int8")})
 
 

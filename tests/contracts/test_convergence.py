@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from compress import crew
 from compress.quadratics import Descent, Quadratics
-from gossamer import compress
-from gossamer.compress import Exchange
-from gossamer.compress.error_feedback import ErrorFeedback
-from gossamer.wire.bucket import Layout
+
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Layout
+from gossamer.exchange import Exchange
+from gossamer.exchange.error_feedback import ErrorFeedback
 
 RANKS, STEPS = 8, 700
 PROBLEM = Quadratics.make(RANKS, 36)
@@ -34,12 +34,12 @@ def declared(name: str) -> Exchange:
     return one if one.traits.lossless or one.traits.remembers else ErrorFeedback(one)
 
 
-@pytest.mark.parametrize("name", compress.names())
+@pytest.mark.parametrize("name", exchange_methods.names())
 def test_it_comes_to_the_optimum_with_its_feedback(name: str) -> None:
     assert DESCENT.distance(declared(name), PROBLEM, WHERE) < NEAR * START
 
 
 def test_without_feedback_the_same_problem_is_missed() -> None:
     """So the tolerance above is one that an exchange without memory does not meet."""
-    stuck = DESCENT.distance(compress.build({"topk": {"fraction": 1 / 36}}), PROBLEM, WHERE)
+    stuck = DESCENT.distance(exchange_methods.build({"topk": {"fraction": 1 / 36}}), PROBLEM, WHERE)
     assert stuck > 50 * NEAR * START

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from compress import crew
-from gossamer import compress
-from gossamer.spec.errors import BadInput
-from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.channel.echo import Echo
-from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
-from gossamer.wire.channel.priced import Priced
-from gossamer.wire.message import Combine, State
 
-NAMES = (*compress.names(), *crew.NESTED)
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.channel.counting import CountingChannel
+from gossamer.comm.channel.local import LocalChannel, run_lockstep
+from gossamer.comm.channel.loopback import LoopbackChannel
+from gossamer.comm.message import Collective, ExchangeState
+from gossamer.spec.errors import BadInput
+
+NAMES = (*exchange_methods.names(), *crew.NESTED)
 each = pytest.mark.parametrize("name", NAMES)
 SIZES = {
     "empty": {"e": (0,)},
@@ -27,7 +27,7 @@ SIZES = {
 }
 
 
-def flat_state(state: State) -> dict[str, torch.Tensor]:
+def flat_state(state: ExchangeState) -> dict[str, torch.Tensor]:
     return {path: tensor.clone() for path, tensor in state.flatten()}
 
 
@@ -48,7 +48,7 @@ def test_all_ranks_get_one_mean_and_the_bytes_are_those_of_the_price(name: str, 
             assert outcome.mean.shape == (where.numel,) and outcome.mean.dtype == where.dtype
             assert torch.equal(outcome.mean, outcomes[0].mean), "the ranks hold different means"
         for rank, channel in enumerate(channels):
-            priced = Priced(rank, channel.levels)
+            priced = CountingChannel(rank, channel.levels)
             priced.charge(one.traffic(where, channel.levels, rank))
             assert channel.meter.messages == priced.meter.messages
             counted, price = channel.meter.snapshot(), priced.meter.snapshot()
@@ -82,7 +82,7 @@ def test_whether_somebody_asks_what_is_lost_changes_nothing_else(name: str, rank
     for accounts in (True, False):
         rounds = [replace(crew.at(r, ranks, levels=levels), accounts=accounts) for r in range(ranks)]
         methods = [one.run(crew.bucket(where, at.rank), one.init(where), at) for at in rounds]
-        found.append(run_lockstep(Lockstep.world(ranks, levels), methods))
+        found.append(run_lockstep(LocalChannel.world(ranks, levels), methods))
     for asked, unasked in zip(*found, strict=True):
         assert torch.equal(asked.mean, unasked.mean) and same(flat_state(asked.state), flat_state(unasked.state))
 
@@ -97,7 +97,7 @@ def test_state_is_handed_back_and_never_changed(name: str) -> None:
     assert [same(flat_state(s), b) for s, b in zip(states, before, strict=True)] == [True] * ranks
     rounds = len(one.traffic(where, channels[0].levels, 0))
     for stop in range(rounds):
-        channel = Echo(0, channels[0].levels)
+        channel = LoopbackChannel(0, channels[0].levels)
         method = one.run(crew.bucket(where, 0, 9), states[0], crew.at(0, ranks, 9))
         message = next(method)
         for _ in range(stop):
@@ -130,7 +130,7 @@ def test_half_precision_buckets_are_served(name: str) -> None:
     one, where = crew.example(name), crew.layout(dtype=torch.bfloat16)
     outcomes, channels = crew.world(one, 2, [crew.bucket(where, r) for r in range(2)], [one.init(where)] * 2)
     assert outcomes[0].mean.dtype == torch.bfloat16 and bool(torch.isfinite(outcomes[0].mean).all())
-    priced = Priced(0, channels[0].levels)
+    priced = CountingChannel(0, channels[0].levels)
     priced.charge(one.traffic(where, channels[0].levels, 0))
     if one.traits.fixed_size:
         assert priced.meter.snapshot() == channels[0].meter.snapshot()
@@ -145,7 +145,7 @@ def test_a_rank_without_weight_does_not_count(name: str) -> None:
     rounds = [replace(crew.at(r, 2, levels=levels), weights=alone) for r in range(2)]
     given = inputs[0].flat.clone()
     methods = [one.run(x, one.init(where), r) for x, r in zip(inputs, rounds, strict=True)]
-    outcomes = run_lockstep(Lockstep.world(2, levels), methods)
+    outcomes = run_lockstep(LocalChannel.world(2, levels), methods)
     assert bool(torch.isfinite(outcomes[0].mean).all())
     if one.traits.lossless:
         torch.testing.assert_close(outcomes[0].mean, given)
@@ -169,7 +169,7 @@ def test_gloo_gives_what_lockstep_gives(pool, name: str, ranks: int) -> None:
             for rank, channel in enumerate(channels):
                 for link, count in channel.meter.snapshot().items():
                     sent[rank][link] = sent[rank].get(link, 0) + count
-    backend_sums = any(t.combine is Combine.SUM for t in one.traffic(where, crew.levels_of(ranks), 0))
+    backend_sums = any(t.combine is Collective.SUM for t in one.traffic(where, crew.levels_of(ranks), 0))
     exact = ranks == 2 or not backend_sums
     for rank, answer in enumerate(answers):
         for mine, wanted in zip(answer["means"], means, strict=True):
@@ -188,9 +188,9 @@ def test_gloo_gives_what_lockstep_gives(pool, name: str, ranks: int) -> None:
 @each
 def test_a_wire_it_cannot_serve_is_refused_with_a_reason(name: str) -> None:
     """Either it serves one flat level without islands, or it says why not before anything is sent."""
-    from gossamer.wire.message import Levels
+    from gossamer.comm.message import ProcessGroups
 
-    one, where, levels = crew.example(name), crew.layout(), Levels.flat(2)
+    one, where, levels = crew.example(name), crew.layout(), ProcessGroups.flat(2)
     try:
         one.check(where, levels)
     except BadInput as error:

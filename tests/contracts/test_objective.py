@@ -13,20 +13,20 @@ from gossamer.spec.errors import BadInput
 
 
 @pytest.fixture(params=loss.names())
-def objective(request: pytest.FixtureRequest) -> loss.Objective:
+def objective(request: pytest.FixtureRequest) -> loss.Loss:
     return loss.build(request.param)
 
 
-def test_is_a_frozen_value(objective: loss.Objective) -> None:
+def test_is_a_frozen_value(objective: loss.Loss) -> None:
     assert objective == dataclasses.replace(objective) and hash(objective) == hash(dataclasses.replace(objective))
 
 
-def test_believes_the_models_own_loss(objective: loss.Objective) -> None:
+def test_believes_the_models_own_loss(objective: loss.Loss) -> None:
     got = objective({"loss": torch.tensor(2.5, dtype=torch.float16)}, {"labels": torch.zeros(2, 4, dtype=torch.int64)})
     assert got.item() == 2.5 and got.dtype == torch.float32
 
 
-def test_weight_counts_whole_labels_and_adds_up(objective: loss.Objective) -> None:
+def test_weight_counts_whole_labels_and_adds_up(objective: loss.Loss) -> None:
     for shape in [(4, 6), (4,)]:
         labels = torch.arange(24)[: 24 if len(shape) == 2 else 4].view(shape).clone()
         labels[1] = loss.IGNORE
@@ -40,7 +40,7 @@ def test_weight_counts_whole_labels_and_adds_up(objective: loss.Objective) -> No
     pytest.fail("no shape of labels was accepted")
 
 
-def test_what_is_no_output_is_the_users_error(objective: loss.Objective) -> None:
+def test_what_is_no_output_is_the_users_error(objective: loss.Loss) -> None:
     empty: dict[str, Tensor] = {"labels": torch.zeros(2, 4, dtype=torch.int64)}
     with pytest.raises(BadInput):
         objective(object(), empty)

@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from torch import Tensor
-
 from compress import crew
 from compress.test_structure import levels_of
-from gossamer import compress
-from gossamer.wire.bucket import Bucket
-from gossamer.wire.channel.lockstep import Lockstep, run_lockstep
-from gossamer.wire.message import Outcome, State
+from torch import Tensor
+
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Bucket
+from gossamer.comm.channel.local import LocalChannel, run_lockstep
+from gossamer.comm.message import ExchangeState, Outcome
 
 SHAPES = {"w": (12, 10), "bias": (9,), "scalar": (), "wide": (4, 17)}
 WHERE = crew.layout(SHAPES)
@@ -36,7 +36,7 @@ class Step:
     weights: list[float]
     rate: float
     outcomes: list[Outcome]
-    first: State  # before the first step
+    first: ExchangeState  # before the first step
 
 
 Reference: TypeAlias = Callable[[], Iterator[Any]]  # is sent a Step, gives its mean
@@ -219,13 +219,13 @@ PRESETS = {"byteps_compress", "mem_sgd", "qsgd", "sign_sgd"}  # other members, w
 
 
 def test_every_member_has_its_reference() -> None:
-    assert set(REFERENCES) == set(compress.names()) - PRESETS
+    assert set(REFERENCES) == set(exchange_methods.names()) - PRESETS
 
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_the_mean_is_that_of_the_equations(name: str) -> None:
     written, equations = REFERENCES[name]
-    one, reference = compress.build(written), equations()
+    one, reference = exchange_methods.build(written), equations()
     levels = levels_of((2, 1) if name == "hierarchical" else (1, 1, 1))
     first = one.init(WHERE)
     states = [first] * 3
@@ -235,7 +235,7 @@ def test_the_mean_is_that_of_the_equations(name: str) -> None:
         xs = [crew.bucket(WHERE, r, number).flat for r in range(3)]
         rounds = [replace(crew.at(r, 3, number, rate, levels), weights=weights) for r in range(3)]
         methods = [one.run(Bucket(WHERE, x.clone()), s, at) for x, s, at in zip(xs, states, rounds, strict=True)]
-        outcomes = run_lockstep(Lockstep.world(3, levels), methods)
+        outcomes = run_lockstep(LocalChannel.world(3, levels), methods)
         states = [o.state for o in outcomes]
         given = Step([x.double() for x in xs], weights.tolist(), rate, outcomes, first)
         wanted = reference.send(given)  # type: ignore[attr-defined]

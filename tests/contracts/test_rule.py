@@ -7,16 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from gossamer import optim
-from gossamer.optim.lars import Lars
-from gossamer.optim.master import Master
+from gossamer import optimizer as optimizer_methods
+from gossamer.optimizer.lars import Lars
+from gossamer.optimizer.master import Master
 
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(params=optim.names())
-def rule(request: pytest.FixtureRequest) -> optim.Rule:
-    return optim.build(request.param)
+@pytest.fixture(params=optimizer_methods.names())
+def rule(request: pytest.FixtureRequest) -> optimizer_methods.Optimizer:
+    return optimizer_methods.build(request.param)
 
 
 def some(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
@@ -25,12 +25,14 @@ def some(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
     return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
 
 
-def run(rule: optim.Rule, params: Tensors, state: optim.State, steps: range) -> None:
+def run(
+    rule: optimizer_methods.Optimizer, params: Tensors, state: optimizer_methods.OptimizerState, steps: range
+) -> None:
     for step in steps:
         rule.update(params, some(100 + step), state, lr_scale=0.5, step=step)
 
 
-def clone(state: optim.State) -> optim.State:
+def clone(state: optimizer_methods.OptimizerState) -> optimizer_methods.OptimizerState:
     return {n: {s: t.clone() for s, t in slots.items()} for n, slots in state.items()}
 
 
@@ -38,7 +40,7 @@ def same(a: Tensors, b: Tensors) -> bool:
     return all(torch.equal(a[n], b[n]) for n in a)
 
 
-def test_is_a_frozen_value(rule: optim.Rule) -> None:
+def test_is_a_frozen_value(rule: optimizer_methods.Optimizer) -> None:
     assert dataclasses.is_dataclass(rule) and rule.lr > 0
     assert rule == dataclasses.replace(rule) and hash(rule) == hash(dataclasses.replace(rule))
     for each in dataclasses.fields(rule):
@@ -46,7 +48,7 @@ def test_is_a_frozen_value(rule: optim.Rule) -> None:
             setattr(rule, each.name, 1.0)
 
 
-def test_slots_have_the_parameters_shape_or_none(rule: optim.Rule) -> None:
+def test_slots_have_the_parameters_shape_or_none(rule: optimizer_methods.Optimizer) -> None:
     params = some()
     state = rule.init(params)
     assert state.keys() == params.keys()
@@ -57,7 +59,7 @@ def test_slots_have_the_parameters_shape_or_none(rule: optim.Rule) -> None:
             assert slot.is_floating_point() and not slot.requires_grad
 
 
-def test_works_in_place_on_leaves_that_require_a_gradient(rule: optim.Rule) -> None:
+def test_works_in_place_on_leaves_that_require_a_gradient(rule: optimizer_methods.Optimizer) -> None:
     params = {n: torch.nn.Parameter(p) for n, p in some().items()}
     before = {n: p.detach().clone() for n, p in params.items()}
     held = {n: p.data_ptr() for n, p in params.items()}
@@ -68,14 +70,14 @@ def test_works_in_place_on_leaves_that_require_a_gradient(rule: optim.Rule) -> N
     assert all(not torch.equal(p, before[n]) for n, p in params.items() if p.numel())
 
 
-def test_gradients_are_only_read(rule: optim.Rule) -> None:
+def test_gradients_are_only_read(rule: optimizer_methods.Optimizer) -> None:
     params, grads = some(), some(1)
     kept = {n: g.clone() for n, g in grads.items()}
     rule.update(params, grads, rule.init(params), lr_scale=1.0, step=0)
     assert same(grads, kept)
 
 
-def test_what_has_no_gradient_stays_as_it_is(rule: optim.Rule) -> None:
+def test_what_has_no_gradient_stays_as_it_is(rule: optimizer_methods.Optimizer) -> None:
     params, grads = some(), some(1)
     del grads["matrix"]
     before, state = params["matrix"].clone(), rule.init(params)
@@ -86,7 +88,7 @@ def test_what_has_no_gradient_stays_as_it_is(rule: optim.Rule) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_state_goes_on_bit_for_bit(rule: optim.Rule, dtype: torch.dtype) -> None:
+def test_a_saved_state_goes_on_bit_for_bit(rule: optimizer_methods.Optimizer, dtype: torch.dtype) -> None:
     straight, state = some(dtype=dtype), rule.init(some(dtype=dtype))
     run(rule, straight, state, range(6))
     broken, state = some(dtype=dtype), rule.init(some(dtype=dtype))
@@ -99,7 +101,9 @@ def test_a_saved_state_goes_on_bit_for_bit(rule: optim.Rule, dtype: torch.dtype)
     assert same(straight, broken)
 
 
-def after_steps_apart(rule: optim.Rule, params: Tensors, state: optim.State) -> Tensors:
+def after_steps_apart(
+    rule: optimizer_methods.Optimizer, params: Tensors, state: optimizer_methods.OptimizerState
+) -> Tensors:
     """Two steps, a meeting, a step in which all gradients meet."""
     for step in (3, 4):
         rule.update_apart(params, some(100 + step), state, lr_scale=0.5, step=step)
@@ -108,7 +112,7 @@ def after_steps_apart(rule: optim.Rule, params: Tensors, state: optim.State) -> 
     return params
 
 
-def test_steps_apart_and_a_meeting_go_on_bit_for_bit(rule: optim.Rule) -> None:
+def test_steps_apart_and_a_meeting_go_on_bit_for_bit(rule: optimizer_methods.Optimizer) -> None:
     straight, state = some(), rule.init(some())
     run(rule, straight, state, range(3))
     broken, restored = {n: p.clone() for n, p in straight.items()}, clone(state)
@@ -116,7 +120,7 @@ def test_steps_apart_and_a_meeting_go_on_bit_for_bit(rule: optim.Rule) -> None:
     assert all(same(state[n], restored[n]) for n in state)
 
 
-def test_half_types_follow_their_copies_through_steps_apart(rule: optim.Rule) -> None:
+def test_half_types_follow_their_copies_through_steps_apart(rule: optimizer_methods.Optimizer) -> None:
     if isinstance(rule, Master):
         return
     halves, around = {n: p.bfloat16() for n, p in some().items()}, Master(inner=rule)
@@ -128,13 +132,13 @@ def test_half_types_follow_their_copies_through_steps_apart(rule: optim.Rule) ->
     assert same(halves, {n: p.bfloat16() for n, p in copies.items()})
 
 
-def test_a_rate_of_zero_moves_nothing(rule: optim.Rule) -> None:
+def test_a_rate_of_zero_moves_nothing(rule: optimizer_methods.Optimizer) -> None:
     params = some()
     rule.update(params, some(1), rule.init(params), lr_scale=0.0, step=0)
     assert same(params, some())
 
 
-def test_strides_do_not_matter(rule: optim.Rule) -> None:
+def test_strides_do_not_matter(rule: optimizer_methods.Optimizer) -> None:
     """Transposed, gapped and channels-last tensors move like contiguous ones, and their neighbours stay."""
     plain = {"t": torch.arange(12.0).view(3, 4), "gap": torch.ones(4, 3), "image": torch.ones(2, 3, 4, 5)}
     around = torch.full((4, 6), 7.0)
@@ -155,7 +159,7 @@ def test_strides_do_not_matter(rule: optim.Rule) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_types_keep_their_type(rule: optim.Rule, dtype: torch.dtype) -> None:
+def test_other_types_keep_their_type(rule: optimizer_methods.Optimizer, dtype: torch.dtype) -> None:
     params = some(dtype=dtype)
     state = rule.init(params)
     rule.update(params, some(1), state, lr_scale=1.0, step=0)  # float32 gradients, as reduced
@@ -163,7 +167,7 @@ def test_other_types_keep_their_type(rule: optim.Rule, dtype: torch.dtype) -> No
     assert not same(params, some(dtype=dtype))
 
 
-def test_mixed_types_in_one_model(rule: optim.Rule) -> None:
+def test_mixed_types_in_one_model(rule: optimizer_methods.Optimizer) -> None:
     """Half, single and double parameters side by side move as each would alone."""
     dtypes = {"matrix": torch.bfloat16, "vector": torch.float64}
     mixed = {n: p.to(dtypes.get(n, p.dtype)) for n, p in some().items()}
@@ -174,7 +178,7 @@ def test_mixed_types_in_one_model(rule: optim.Rule) -> None:
         assert torch.equal(one[name], mixed[name])
 
 
-def test_goes_down_a_bowl(rule: optim.Rule) -> None:
+def test_goes_down_a_bowl(rule: optimizer_methods.Optimizer) -> None:
     params = {"w": torch.tensor([[3.0, -2.0], [1.0, 0.5]])}
     first = params["w"].square().sum()
     state = rule.init(params)
@@ -184,7 +188,7 @@ def test_goes_down_a_bowl(rule: optim.Rule) -> None:
     assert params["w"].square().sum() < 0.05 * first
 
 
-def test_a_plain_rule_moves_against_the_gradient_and_nothing_else(rule: optim.Rule) -> None:
+def test_a_plain_rule_moves_against_the_gradient_and_nothing_else(rule: optimizer_methods.Optimizer) -> None:
     if not rule.is_plain:
         return
     params, grads = some(), some(100)

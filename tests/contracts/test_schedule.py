@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from gossamer.pipeline import schedule
-from gossamer.pipeline.check import check
-from gossamer.pipeline.clock import forecast
-from gossamer.pipeline.needs import Needs
+from gossamer.pipeline.dependencies import Dependencies
 from gossamer.pipeline.passes import with_transfers
-from gossamer.pipeline.schedule import Schedule, ScheduleMaker, StageCosts
+from gossamer.pipeline.schedule import PipelineSchedule, Schedule, StageCosts
+from gossamer.pipeline.simulator import forecast
+from gossamer.pipeline.validate import check
 from gossamer.spec.action import Action, Op
 from gossamer.spec.errors import BadInput
 
@@ -21,11 +21,11 @@ SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.B_INPUT: 1.0, Op.B_WEIGHT: 1.0}
 
 
 @pytest.fixture(params=schedule.names())
-def maker(request: pytest.FixtureRequest) -> ScheduleMaker:
+def maker(request: pytest.FixtureRequest) -> PipelineSchedule:
     return schedule.build(request.param)
 
 
-def made(maker: ScheduleMaker) -> Iterator[tuple[tuple[int, int, int], Schedule]]:
+def made(maker: PipelineSchedule) -> Iterator[tuple[tuple[int, int, int], Schedule]]:
     """Every shape the maker accepts; the others it must refuse as the user's error."""
     accepted = 0
     for stages, ranks, microbatches in SHAPES:
@@ -37,30 +37,30 @@ def made(maker: ScheduleMaker) -> Iterator[tuple[tuple[int, int, int], Schedule]
     assert accepted, "the maker accepts no shape at all"
 
 
-def test_is_a_frozen_value(maker: ScheduleMaker) -> None:
+def test_is_a_frozen_value(maker: PipelineSchedule) -> None:
     assert maker == dataclasses.replace(maker) and hash(maker) == hash(dataclasses.replace(maker))
 
 
-def test_is_legal_with_and_without_transfers(maker: ScheduleMaker) -> None:
+def test_is_legal_with_and_without_transfers(maker: PipelineSchedule) -> None:
     for (stages, ranks, microbatches), one in made(maker):
         assert (one.stages, len(one.ranks), one.microbatches) == (stages, ranks, microbatches)
         check(one)
         check(with_transfers(one))
 
 
-def test_the_same_question_gets_the_same_answer(maker: ScheduleMaker) -> None:
+def test_the_same_question_gets_the_same_answer(maker: PipelineSchedule) -> None:
     for (stages, ranks, microbatches), one in made(maker):
         assert one == maker.make(stages=stages, ranks=ranks, microbatches=microbatches)
 
 
-def test_prints_every_action_once(maker: ScheduleMaker) -> None:
+def test_prints_every_action_once(maker: PipelineSchedule) -> None:
     for _, one in made(maker):
         words = str(one).split()
         for _, _, action in one.actions():
             assert words.count(str(action)) == 1
 
 
-def test_the_clock_agrees_with_the_work(maker: ScheduleMaker) -> None:
+def test_the_clock_agrees_with_the_work(maker: PipelineSchedule) -> None:
     """Busy time is the work there is, the makespan at least that of the fullest rank; nothing stays in memory."""
     costs = StageCosts(seconds=SECONDS, live_bytes=3, kept_bytes=3, boundary_bytes=5)
     for (stages, _, microbatches), one in made(maker):
@@ -73,7 +73,7 @@ def test_the_clock_agrees_with_the_work(maker: ScheduleMaker) -> None:
         assert sum(trace.link_bytes.values()) == crossings * microbatches * 5 * (2 if one.trains else 1)
 
 
-def test_memory_cap_is_kept_or_refused(maker: ScheduleMaker) -> None:
+def test_memory_cap_is_kept_or_refused(maker: PipelineSchedule) -> None:
     """What is made under a cap stays below it on the clock; with room for everything there is no reason to refuse."""
     for (stages, ranks, microbatches), _ in made(maker):
         costs = [StageCosts(seconds=SECONDS, live_bytes=1)] * stages
@@ -89,15 +89,15 @@ def test_memory_cap_is_kept_or_refused(maker: ScheduleMaker) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"stages": 0}, {"ranks": 0}, {"microbatches": 0}])
-def test_nothing_to_do_is_the_users_error(maker: ScheduleMaker, wrong: dict[str, int]) -> None:
+def test_nothing_to_do_is_the_users_error(maker: PipelineSchedule, wrong: dict[str, int]) -> None:
     with pytest.raises(BadInput):
         maker.make(**{"stages": 1, "ranks": 1, "microbatches": 1, **wrong})
 
 
-def test_every_action_is_needed_or_ends_something(maker: ScheduleMaker) -> None:
+def test_every_action_is_needed_or_ends_something(maker: PipelineSchedule) -> None:
     """No action is done for nothing: another needs it, or it is the last of its micro-batch or stage."""
     for _, one in made(maker):
-        needs = Needs.of(one)
+        needs = Dependencies.of(one)
         needed = {n for _, _, a in one.actions() for n in needs(a)}
         for _, _, action in one.actions():
             ends = action.op is Op.REDUCE_GRADS or (

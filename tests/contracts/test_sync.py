@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gossamer import sync
-from gossamer.plan._price import Shapes, round_bytes
-from gossamer.wire.message import Levels
+from gossamer.comm.message import ProcessGroups
+from gossamer.plan._traffic import Shapes, round_bytes
 from pool import Pool
 from sync.apart_jobs import RATE, SHAPES, gradient, start
 
@@ -69,7 +69,7 @@ def test_bytes_of_a_round_are_known_before(pool: Pool, name: str) -> None:
     first = loop.steady + loop.cycle  # by then all fragments take turns
     found = pool.run("sync.apart_jobs:rounds", 2, written=SETTINGS[name], steps=first + loop.cycle, finish=False)
     shapes: Shapes = tuple(SHAPES.items())
-    links = round_bytes(loop, shapes, Levels.islands(ISLANDS[2]), units=("a", "b"), bucket_bytes=1 << 20)
+    links = round_bytes(loop, shapes, ProcessGroups.islands(ISLANDS[2]), units=("a", "b"), bucket_bytes=1 << 20)
     for rank, one in enumerate(found):  # alone on their islands, they vote alone
         assert sum(one["sent"][first:]) == links[f"{rank}>{1 - rank}"]
 

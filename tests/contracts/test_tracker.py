@@ -16,7 +16,7 @@ import pytest
 from gossamer.spec.errors import BadInput
 from gossamer.spec.extras import install
 from gossamer.spec.records import Record, Sample
-from gossamer.view.tracker import ROOM, build, names
+from gossamer.view.tracker import REGISTRY, build, names
 from gossamer.view.tracking import Trackers
 from view.streams import run
 
@@ -114,7 +114,7 @@ def test_it_passes_the_figures_on_and_closes(name: str, calls: list[Any], tmp_pa
 
 @pytest.mark.parametrize("name", names())
 def test_its_configuration_is_itself(name: str) -> None:
-    assert build(name) == build(name) and issubclass(ROOM.type(name), ROOM.base)
+    assert build(name) == build(name) and issubclass(REGISTRY.type(name), REGISTRY.base)
 
 
 @pytest.mark.parametrize("name", names())
@@ -155,7 +155,7 @@ def test_one_that_fails_is_reported_once_and_dropped(
         raise kind("server\nis gone")
 
     if where == "start":
-        monkeypatch.setattr(ROOM.type(name), "start", fails)
+        monkeypatch.setattr(REGISTRY.type(name), "start", fails)
     else:
         session = type(build(name).start("r", CONFIG, tmp_path))
         monkeypatch.setattr(session, where, fails)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.call import caller_of
-from gossamer.model.origin.hf import Hf
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.source.hf import Hf
 from gossamer.spec.errors import BadInput
 from model.tiny import CONFIGS, Plain, batch
 

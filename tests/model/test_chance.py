@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.cuts import Cuts, even_cuts
-from gossamer.model.cut.lockstep import run_lockstep, stages_of
-from gossamer.model.cut.ways import Ways
-from gossamer.model.draws import NUMPY, PYTHON, draws
-from gossamer.model.randomness import Keyed, unit_seeds
+from gossamer.model.rng_usage import NUMPY, PYTHON, draws
+from gossamer.model.split.input_variants import InputVariants
+from gossamer.model.split.reference import run_lockstep, stages_of
+from gossamer.model.split.split_points import SplitPoints, balanced_split
+from gossamer.model.unit_seeds import Keyed, unit_seeds
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 from model.tiny import Plain, batch
@@ -105,8 +105,8 @@ def rows(seed: int = 0) -> dict[str, Tensor]:
     return {"x": torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))}
 
 
-def ways_of(module: nn.Module) -> Ways:
-    return Ways(module, loss_of, Cuts(()), unit_names(module))
+def ways_of(module: nn.Module) -> InputVariants:
+    return InputVariants(module, loss_of, SplitPoints(()), unit_names(module))
 
 
 @pytest.mark.parametrize("draw", ALL_DRAWS)
@@ -123,7 +123,7 @@ def test_every_generator_is_keyed_however_the_model_is_cut(draw: Callable[[], fl
     expected = [loss(whole, batch) for batch in given]
     flow = ways_of(module).flow(given[0])
     for stages in (2, 4):
-        cut = stages_of(module, flow, even_cuts(flow, stages))
+        cut = stages_of(module, flow, balanced_split(flow, stages))
         seeds |= {id(stage.module): unit_seeds(stage.module, seed=1) for stage in cut}
         ours = run_lockstep(cut, loss, given)
         assert all(map(torch.equal, ours.losses, expected))

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gossamer import loss
-from gossamer.cutting import Asked, Held, ModuleSource, OriginSource, hold
-from gossamer.model.cut.absent import Absent
-from gossamer.model.cut.construction import Construction, tensors_of
-from gossamer.model.hand_over import export_hf
-from gossamer.model.origin.factory import Factory
-from gossamer.model.origin.hf import Hf
+from gossamer.model.export import export_hf
+from gossamer.model.source.factory import Factory
+from gossamer.model.source.hf import Hf
+from gossamer.model.split.absent_tensor import AbsentTensor
+from gossamer.model.split.constructor_state import ConstructorState, tensors_of
+from gossamer.partition.rank_model import ModuleSource, OriginSource, PartitionRequest, RankModel, build_rank_model
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
@@ -39,9 +39,9 @@ def source(kind: str, function: str = "model.constructors:made") -> OriginSource
     return OriginSource(Factory(function, {"kind": kind} if kind else {}), 3)
 
 
-def held(given: Any, rank: int, ranks: int = STAGES) -> Held:
+def held(given: Any, rank: int, ranks: int = STAGES) -> RankModel:
     config = RunConfig.model_validate({"train": {"batch": 8}, "plan": {"mesh": {"pipe": ranks}}})
-    asked = Asked(
+    asked = PartitionRequest(
         config=config,
         ranks=ranks,
         rank=rank,
@@ -49,7 +49,7 @@ def held(given: Any, rank: int, ranks: int = STAGES) -> Held:
         objective=loss.build("next_token"),
         device=torch.device("cpu"),
     )
-    return hold(given, asked)
+    return build_rank_model(given, asked)
 
 
 def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], names: frozenset[str]) -> None:
@@ -115,7 +115,7 @@ def test_a_part_of_saved_weights_is_read_without_the_whole(tmp_path: Path) -> No
     given = OriginSource(Hf(str(tmp_path / "saved")), 0)
     expected = tensors_of(fresh.build(3))
     names = frozenset([name for name in expected if "layers.1." in name])
-    assert given.construction() == Construction()
+    assert given.construction() == ConstructorState()
     part = tensors_of(given.part(names))
     same(part, expected, names)
     assert all(
@@ -157,8 +157,8 @@ def test_what_is_not_held_has_no_memory() -> None:
     ours = held(source("gains"), 1)
     assert ours.cut is not None
     for name, parameter in ours.module.named_parameters():
-        assert isinstance(parameter, Absent) == (name not in ours.cut.holds)
-        assert isinstance(parameter, Absent) or parameter.untyped_storage().nbytes() > parameter.element_size()
+        assert isinstance(parameter, AbsentTensor) == (name not in ours.cut.holds)
+        assert isinstance(parameter, AbsentTensor) or parameter.untyped_storage().nbytes() > parameter.element_size()
     outline = ours.cut.ways.module
     assert all(p.untyped_storage().nbytes() == p.element_size() for p in outline.parameters())
     assert outline.blocks[1].gain == ours.module.blocks[1].gain != 1.0  # type: ignore[index, union-attr]

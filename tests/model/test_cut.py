@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.absent import Absent
-from gossamer.model.cut.cuts import Cuts, even_cuts, parts_of, shared_names
-from gossamer.model.cut.flow import Flow
-from gossamer.model.cut.lockstep import Outcome, gradients_of, run_lockstep, stages_of
-from gossamer.model.cut.trace import trace
-from gossamer.model.cut.ways import Ways
-from gossamer.model.randomness import unit_seeds
+from gossamer.model.split.absent_tensor import AbsentTensor
+from gossamer.model.split.dataflow import DataFlow
+from gossamer.model.split.input_variants import InputVariants
+from gossamer.model.split.reference import LockstepResult, gradients_of, run_lockstep, stages_of
+from gossamer.model.split.split_points import SplitPoints, balanced_split, shared_names, stage_specs
+from gossamer.model.split.trace import trace
+from gossamer.model.unit_seeds import unit_seeds
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 from model.cuttable import MODULES, WIDTH, Chain, Layer, Shared, rows
@@ -27,21 +27,21 @@ def mean_square(module: nn.Module, batch: Batch) -> Tensor:
     return (output - 0.3).square().mean()
 
 
-def uncut(module: nn.Module, batches: Sequence[Batch]) -> Outcome:
+def uncut(module: nn.Module, batches: Sequence[Batch]) -> LockstepResult:
     module = copy.deepcopy(module)
     losses = []
     for batch in batches:
         loss = mean_square(module, batch)
         loss.backward()
         losses.append(loss.detach())
-    return Outcome(losses, {n: p.grad for n, p in module.named_parameters() if p.grad is not None})
+    return LockstepResult(losses, {n: p.grad for n, p in module.named_parameters() if p.grad is not None})
 
 
-def flow_of(module: nn.Module, batch: Batch) -> Flow:
+def flow_of(module: nn.Module, batch: Batch) -> DataFlow:
     return trace(module, lambda: mean_square(module, batch), units=unit_names(module))
 
 
-def assert_equal(ours: Outcome, theirs: Outcome, summed: Mapping[str, Any]) -> None:
+def assert_equal(ours: LockstepResult, theirs: LockstepResult, summed: Mapping[str, Any]) -> None:
     """Bit for bit, but for what several stages add up: there the order of the sum differs."""
     assert all(torch.equal(a, b) for a, b in zip(ours.losses, theirs.losses, strict=True))
     assert ours.gradients.keys() == theirs.gradients.keys()
@@ -60,8 +60,8 @@ def test_every_gradient_equals_the_uncut_module_s(kind: str, stages: int) -> Non
     module: nn.Module = make()
     batches = [{"x": inputs(seed)} for seed in range(2)]
     flow = flow_of(module, batches[0])
-    cuts = even_cuts(flow, stages)
-    summed = shared_names(parts_of(module, flow, cuts), module)
+    cuts = balanced_split(flow, stages)
+    summed = shared_names(stage_specs(module, flow, cuts), module)
     assert_equal(run_lockstep(stages_of(module, flow, cuts), mean_square, batches), uncut(module, batches), summed)
 
 
@@ -71,8 +71,8 @@ def test_a_stage_for_every_call(kind: str) -> None:
     module: nn.Module = make()
     batches = [{"x": inputs()}]
     flow = flow_of(module, batches[0])
-    cuts = even_cuts(flow, len(flow.calls))
-    summed = shared_names(parts_of(module, flow, cuts), module)
+    cuts = balanced_split(flow, len(flow.calls))
+    summed = shared_names(stage_specs(module, flow, cuts), module)
     assert_equal(run_lockstep(stages_of(module, flow, cuts), mean_square, batches), uncut(module, batches), summed)
 
 
@@ -103,7 +103,7 @@ def test_dropout_is_the_same_however_the_module_is_cut() -> None:
     whole = copy.deepcopy(module)
     expected = keyed(whole)(whole, batch)
     expected.backward()
-    for cuts in (even_cuts(flow, 2), even_cuts(flow, 3), Cuts(("blocks.0", "blocks.3"))):
+    for cuts in (balanced_split(flow, 2), balanced_split(flow, 3), SplitPoints(("blocks.0", "blocks.3"))):
         stages = stages_of(module, flow, cuts)
         losses = {id(s.module): keyed(s.module) for s in stages}
         ours = run_lockstep(stages, lambda m, b, by=losses: by[id(m)](m, b), [batch])
@@ -115,11 +115,11 @@ def test_dropout_is_the_same_however_the_module_is_cut() -> None:
 def test_ghosts_hold_no_storage_and_every_parameter_has_a_home() -> None:
     module = Shared()
     flow = flow_of(module, {"x": rows()})
-    stages = stages_of(module, flow, Cuts(("inlet", "common@1", "outlet")))
+    stages = stages_of(module, flow, SplitPoints(("inlet", "common@1", "outlet")))
     held = [set(stage.parameters()) for stage in stages]
     assert {stage.names[n] for stage in stages for n in stage.parameters()} == dict(module.named_parameters()).keys()
     for stage, names in zip(stages, held, strict=True):
-        others = {name for name, p in stage.module.named_parameters() if isinstance(p, Absent)}
+        others = {name for name, p in stage.module.named_parameters() if isinstance(p, AbsentTensor)}
         assert others == dict(stage.module.named_parameters()).keys() - names
     shared = shared_names([s.part for s in stages], module)
     assert shared["inlet.weight"] == (0, 2) and shared["common.mix.weight"] == (0, 1)
@@ -128,7 +128,7 @@ def test_ghosts_hold_no_storage_and_every_parameter_has_a_home() -> None:
 def test_a_relayed_value_crosses_stages_that_do_not_read_it() -> None:
     module = MODULES["u_net"][0]()
     flow = flow_of(module, {"x": MODULES["u_net"][1]()})
-    parts = parts_of(module, flow, Cuts(("inlet", "middle", "up.0", "outlet")))
+    parts = stage_specs(module, flow, SplitPoints(("inlet", "middle", "up.0", "outlet")))
     assert [len(p.receives) for p in parts] == [0, 3, 3, 1]
     assert [p.sends for p in parts[:-1]] == [p.receives for p in parts[1:]]
 
@@ -136,7 +136,7 @@ def test_a_relayed_value_crosses_stages_that_do_not_read_it() -> None:
 def test_what_never_reaches_a_later_stage_is_not_sent() -> None:
     module = MODULES["encoder_decoder"][0]()
     flow = flow_of(module, {"x": rows()})
-    parts = parts_of(module, flow, Cuts(("encoder.0", "decoder.1", "head")))
+    parts = stage_specs(module, flow, SplitPoints(("encoder.0", "decoder.1", "head")))
     assert [len(p.receives) for p in parts] == [0, 2, 1]
 
 
@@ -158,8 +158,8 @@ def test_a_branch_on_a_ghost_s_value_is_refused() -> None:
     module, batch = Branching(), {"x": rows()}
     flow = flow_of(module, batch)
     with pytest.raises(BadInput, match=r"branch on what blocks\.0 gives.*before blocks\.1"):
-        parts_of(module, flow, Cuts(("blocks.0", "blocks.2")))
-    cuts = Cuts(("blocks.0", "blocks.1"))  # received there, and real
+        stage_specs(module, flow, SplitPoints(("blocks.0", "blocks.2")))
+    cuts = SplitPoints(("blocks.0", "blocks.1"))  # received there, and real
     assert_equal(run_lockstep(stages_of(module, flow, cuts), mean_square, [batch]), uncut(module, [batch]), {})
 
 
@@ -190,7 +190,7 @@ def test_a_tensor_that_leaves_a_unit_by_no_known_way_is_refused_by_name() -> Non
     module = Leaking()
     flow = flow_of(module, {"x": rows()})
     with pytest.raises(BadInput, match=r"blocks\.0 to return.*read by the end of the forward"):
-        parts_of(module, flow, even_cuts(flow, 2))
+        stage_specs(module, flow, balanced_split(flow, 2))
 
 
 class Frozen(nn.Module):
@@ -226,8 +226,8 @@ def test_units_may_run_without_a_graph() -> None:
     flow = flow_of(module, batch)
     assert [c.name for c in flow.calls[3:5]] == ["blocks.3", "blocks.0@1"]
     for stages in (2, 4):
-        cuts = even_cuts(flow, stages)
-        summed = shared_names(parts_of(module, flow, cuts), module)
+        cuts = balanced_split(flow, stages)
+        summed = shared_names(stage_specs(module, flow, cuts), module)
         ours = run_lockstep(stages_of(module, flow, cuts), mean_square, [batch])
         assert_equal(ours, uncut(module, [batch]), summed)
 
@@ -242,7 +242,7 @@ class Recomputing(Chain):
 def test_other_checkpointing_is_cut_like_anything_else() -> None:
     module, batches = Recomputing(), [{"x": rows(1)}, {"x": rows(2)}]
     flow = flow_of(module, batches[0])
-    stages = stages_of(module, flow, even_cuts(flow, 3))
+    stages = stages_of(module, flow, balanced_split(flow, 3))
     assert_equal(run_lockstep(stages, mean_square, batches), uncut(module, batches), {})
 
 
@@ -258,7 +258,7 @@ class Fickle(Chain):
 def test_a_forward_that_takes_another_way_later_is_noticed() -> None:
     module = Fickle()
     flow = flow_of(module, {"x": rows()})
-    stages = stages_of(module, flow, Cuts(("blocks.0", "head")))
+    stages = stages_of(module, flow, SplitPoints(("blocks.0", "head")))
     with pytest.raises(BadInput, match=r"wanted blocks\.3 to come next .*stage 0.*got head"):
         run_lockstep(stages, mean_square, [{"x": rows() + 9}])
 
@@ -266,15 +266,15 @@ def test_a_forward_that_takes_another_way_later_is_noticed() -> None:
 def test_a_stage_may_leave_out_a_block_of_its_own_that_nobody_else_hears_of() -> None:
     module, batches = Fickle(), [{"x": rows()}, {"x": rows() + 9}]
     flow = flow_of(module, {"x": rows()})
-    stages = stages_of(module, flow, Cuts(("blocks.0", "blocks.2")))
+    stages = stages_of(module, flow, SplitPoints(("blocks.0", "blocks.2")))
     assert_equal(run_lockstep(stages, mean_square, batches), uncut(module, batches), {})
 
 
 def test_batches_of_another_shape_are_traced_again() -> None:
     module = MODULES["gnn"][0]()
     batches = [{"x": rows(count=5)}, {"x": rows(count=7)}]
-    cuts = even_cuts(flow_of(module, batches[0]), 3)
-    ways = Ways(copy.deepcopy(module), mean_square, cuts, unit_names(module))
+    cuts = balanced_split(flow_of(module, batches[0]), 3)
+    ways = InputVariants(copy.deepcopy(module), mean_square, cuts, unit_names(module))
     stages = stages_of(module, ways.of(batches[0])[0], cuts)
     for batch in batches:
         flow, parts = ways.of(batch)
@@ -289,39 +289,39 @@ def test_cuts_that_cannot_be_are_refused_when_made() -> None:
     module = Chain()
     flow = flow_of(module, {"x": rows()})
     with pytest.raises(BadInput, match="at least 6 units for 6 stages, got 5"):
-        even_cuts(flow, 6)
+        balanced_split(flow, 6)
     with pytest.raises(BadInput, match=r"between units, got blocks\.1\.mix, inside blocks\.1: cut before blocks\.1"):
-        parts_of(module, flow, Cuts(("blocks.0", "blocks.1.mix")))
+        stage_specs(module, flow, SplitPoints(("blocks.0", "blocks.1.mix")))
     with pytest.raises(BadInput, match=r"no unit 'block\.1'"):
-        parts_of(module, flow, Cuts(("blocks.0", "block.1")))
+        stage_specs(module, flow, SplitPoints(("blocks.0", "block.1")))
     with pytest.raises(BadInput, match="order of the forward"):
-        parts_of(module, flow, Cuts(("blocks.0", "head", "blocks.2")))
+        stage_specs(module, flow, SplitPoints(("blocks.0", "head", "blocks.2")))
     with pytest.raises(BadInput, match=r"begin with blocks\.0"):
-        parts_of(module, flow, Cuts(("blocks.1", "blocks.2")))
+        stage_specs(module, flow, SplitPoints(("blocks.1", "blocks.2")))
     shared = Shared()
     flow = flow_of(shared, {"x": rows()})
     with pytest.raises(BadInput, match=r"common\.mix, inside common, which is one module called 3 times"):
-        parts_of(shared, flow, Cuts(("inlet", "common.mix")))
+        stage_specs(shared, flow, SplitPoints(("inlet", "common.mix")))
 
 
 def test_no_blocks_and_no_names_is_refused() -> None:
     module = nn.Linear(WIDTH, WIDTH)
     flow = flow_of(module, {"x": rows()})
     with pytest.raises(BadInput, match=r"without repeated blocks.*name the modules"):
-        even_cuts(flow, 2)
+        balanced_split(flow, 2)
 
 
 def test_the_dearest_stage_is_as_cheap_as_possible() -> None:
     flow = flow_of(Chain(layers=6), {"x": rows()})
     costs = {"blocks.0": 5.0, "head": 6.0} | {f"blocks.{i}": 1.0 for i in range(1, 6)}
-    assert even_cuts(flow, 3, costs=costs) == Cuts(("blocks.0", "blocks.1", "head"))
-    assert even_cuts(flow, 1) == Cuts(("blocks.0",))
+    assert balanced_split(flow, 3, costs=costs) == SplitPoints(("blocks.0", "blocks.1", "head"))
+    assert balanced_split(flow, 1) == SplitPoints(("blocks.0",))
 
 
 def test_gradients_add_up_over_stages() -> None:
     module, batch = Chain(), {"x": rows()}
     flow = flow_of(module, batch)
-    stages = stages_of(module, flow, even_cuts(flow, 2))
+    stages = stages_of(module, flow, balanced_split(flow, 2))
     outcome = run_lockstep(stages, mean_square, [batch])
     parts = [s.parameters()["scale"].grad for s in stages]
     torch.testing.assert_close(outcome.gradients["scale"], sum(p for p in parts if p is not None))

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.absent import Absence, Absent, Over
-from gossamer.model.cut.cuts import Cuts
-from gossamer.model.cut.flow import Made
-from gossamer.model.cut.lockstep import Loss, run_lockstep, stages_of
-from gossamer.model.cut.trace import trace
-from gossamer.model.randomness import UnitSeeds, unit_seeds
+from gossamer.model.split.absent_tensor import AbsenceMode, AbsentTensor, Over
+from gossamer.model.split.dataflow import Produced
+from gossamer.model.split.reference import Loss, run_lockstep, stages_of
+from gossamer.model.split.split_points import SplitPoints
+from gossamer.model.split.trace import trace
+from gossamer.model.unit_seeds import UnitSeeds, unit_seeds
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 from model.kept import EQUAL, REFUSED, WIDTH, Net
 
-THIRDS = Cuts(("inlet", "blocks.1", "blocks.3"))
+THIRDS = SplitPoints(("inlet", "blocks.1", "blocks.3"))
 BATCHES = [{"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(i))} for i in range(4)]
 
 
@@ -36,7 +36,7 @@ def loss_of(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return loss
 
 
-def compare(module: nn.Module, cuts: Cuts = THIRDS, *, is_keyed: bool = False) -> None:
+def compare(module: nn.Module, cuts: SplitPoints = THIRDS, *, is_keyed: bool = False) -> None:
     """Losses and gradients of some batches, one after the other, are those of one process, bit for bit."""
     whole = copy.deepcopy(module)
     loss = keyed(loss_of) if is_keyed else loss_of
@@ -65,9 +65,11 @@ def keyed(loss: Loss) -> Loss:
     return run
 
 
-@pytest.mark.parametrize("cuts", [THIRDS, Cuts(("inlet", "blocks.2")), Cuts(("inlet", "outlet"))], ids=str)
+@pytest.mark.parametrize(
+    "cuts", [THIRDS, SplitPoints(("inlet", "blocks.2")), SplitPoints(("inlet", "outlet"))], ids=str
+)
 @pytest.mark.parametrize("kind", EQUAL)
-def test_what_python_keeps_is_as_in_one_process(kind: str, cuts: Cuts) -> None:
+def test_what_python_keeps_is_as_in_one_process(kind: str, cuts: SplitPoints) -> None:
     torch.manual_seed(0)
     compare(EQUAL[kind](), cuts)
 
@@ -80,9 +82,9 @@ def test_what_is_read_and_not_there_is_refused_by_name(kind: str) -> None:
         compare(make())
 
 
-def absent(*shape: int, dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> tuple[Tensor, Absence]:
-    absence = Absence(1)
-    return absence.tensor(Made(shape, dtype, torch.device("cpu"), needs_grad), "what blocks.0 gives"), absence
+def absent(*shape: int, dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> tuple[Tensor, AbsenceMode]:
+    absence = AbsenceMode(1)
+    return absence.tensor(Produced(shape, dtype, torch.device("cpu"), needs_grad), "what blocks.0 gives"), absence
 
 
 LOOKS: dict[str, Callable[[Tensor], object]] = {
@@ -156,7 +158,7 @@ def test_whatever_is_computed_from_it_is_absent_and_has_the_shape_of_the_real_on
     with absence.forward():
         ours, theirs = STAYS[what](x), STAYS[what](real)
         for a, b in zip(ours, theirs, strict=True):
-            assert isinstance(a, Absent) and not isinstance(b, Absent)
+            assert isinstance(a, AbsentTensor) and not isinstance(b, AbsentTensor)
             assert (a.shape, a.dtype, a.device, a.requires_grad) == (b.shape, b.dtype, b.device, b.requires_grad)
             assert a.stride() == b.stride() and a.is_leaf == b.is_leaf
 
@@ -165,7 +167,7 @@ def test_what_only_has_its_shape_is_real() -> None:
     x, absence = absent(3, 4)
     with absence.forward():
         made = [torch.zeros_like(x), torch.ones_like(x), x.new_zeros(2), torch.full_like(x, 2.0), x.new_full((2,), 1.0)]
-        assert not any(isinstance(y, Absent) for y in made) and sum(float(y.sum()) for y in made) == 12 + 24 + 2
+        assert not any(isinstance(y, AbsentTensor) for y in made) and sum(float(y.sum()) for y in made) == 12 + 24 + 2
         torch.manual_seed(1)
         ours = torch.rand_like(x), torch.nn.functional.dropout(x), torch.rand(2)
         torch.manual_seed(1)
@@ -179,11 +181,11 @@ def test_memory_that_it_was_written_to_is_absent_until_it_is_written_anew() -> N
     with absence.forward():
         first = kept[0]
         kept[1] = x
-        assert isinstance(kept.sum(), Absent) and isinstance(first + 1, Absent)
+        assert isinstance(kept.sum(), AbsentTensor) and isinstance(first + 1, AbsentTensor)
     with absence.forward():  # it stays
-        assert isinstance(kept[2] * 2, Absent)
+        assert isinstance(kept[2] * 2, AbsentTensor)
         kept[1] = torch.ones(4)
-        assert isinstance(kept[1] * 2, Absent), "who knows how much of it was written before"
+        assert isinstance(kept[1] * 2, AbsentTensor), "who knows how much of it was written before"
         kept.copy_(torch.ones(3, 4))
         assert float(kept.sum()) == 12
     with pytest.raises(BadInput, match=r"blocks\.1 computes with it"), absence.forward():

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.cuts import Cuts, even_cuts, parts_of
-from gossamer.model.cut.lockstep import stages_of
-from gossamer.model.cut.trace import trace
+from gossamer.model.split.reference import stages_of
+from gossamer.model.split.split_points import SplitPoints, balanced_split, stage_specs
+from gossamer.model.split.trace import trace
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 from model.kept import WIDTH, Block, Net
@@ -97,9 +97,11 @@ EQUAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("cuts", [Cuts(("inlet", "blocks.1", "blocks.3")), Cuts(("inlet", "blocks.2"))], ids=str)
+@pytest.mark.parametrize(
+    "cuts", [SplitPoints(("inlet", "blocks.1", "blocks.3")), SplitPoints(("inlet", "blocks.2"))], ids=str
+)
 @pytest.mark.parametrize("kind", EQUAL)
-def test_borders_do_not_show(kind: str, cuts: Cuts) -> None:
+def test_borders_do_not_show(kind: str, cuts: SplitPoints) -> None:
     torch.manual_seed(0)
     compare(EQUAL[kind](), cuts)
     assert float(table(WIDTH).sum()) == 3.5, "no tensor of a trace is left in it"
@@ -148,7 +150,7 @@ def test_a_hook_on_a_parameter_of_several_stages_is_refused_and_one_of_a_single_
     compare(module)
     module.blocks[1].mix.weight.register_hook(lambda g: g * 0.5)
     flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
-    assert len(stages_of(module, flow, even_cuts(flow, 2))) == 2
+    assert len(stages_of(module, flow, balanced_split(flow, 2))) == 2
     module.inlet.weight.register_hook(lambda g: g.sign())
     stage = stages_of_hooked(module, flow)
     with pytest.raises(BadInput, match=r"wanted inlet\.weight, which several stages hold, without hooks"):
@@ -157,17 +159,17 @@ def test_a_hook_on_a_parameter_of_several_stages_is_refused_and_one_of_a_single_
 
 def stages_of_hooked(module: nn.Module, flow: Any) -> Callable[[], Any]:
     """A copy of a module has no hooks on its parameters, so of itself."""
-    from gossamer.model.cut.stage import Stage
+    from gossamer.model.split.stage import StageModule
 
-    part = parts_of(module, flow, even_cuts(flow, 2))[0]
-    return lambda: Stage(module, flow, part)
+    part = stage_specs(module, flow, balanced_split(flow, 2))[0]
+    return lambda: StageModule(module, flow, part)
 
 
 def test_a_sparse_output_is_refused() -> None:
     module = net(lambda block, x: mixed(block, x).to_sparse(), lambda m, i, got: got.to_dense())()
     flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
     with pytest.raises(BadInput, match=r"blocks\.0 to return.*got a tensor of layout torch\.sparse_coo"):
-        parts_of(module, flow, Cuts(("inlet", "blocks.1")))
+        stage_specs(module, flow, SplitPoints(("inlet", "blocks.1")))
 
 
 def test_a_call_in_a_thread_of_the_model_s_own_is_refused() -> None:

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.cuts import Cuts, parts_of
-from gossamer.model.cut.flow import Flow
-from gossamer.model.cut.lockstep import run_lockstep, stages_of
-from gossamer.model.cut.trace import trace
-from gossamer.model.cut.ways import Ways
+from gossamer.model.split.dataflow import DataFlow
+from gossamer.model.split.input_variants import InputVariants
+from gossamer.model.split.reference import run_lockstep, stages_of
+from gossamer.model.split.split_points import SplitPoints, stage_specs
+from gossamer.model.split.trace import trace
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 from model import plain
 
-HALVES = Cuts(("blocks.0", "blocks.2"))
+HALVES = SplitPoints(("blocks.0", "blocks.2"))
 
 
 class Block(nn.Module):
@@ -93,7 +93,7 @@ def loss_of(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return module(**batch).square().mean()
 
 
-def flow_of(module: nn.Module, *, training: bool = True) -> Flow:
+def flow_of(module: nn.Module, *, training: bool = True) -> DataFlow:
     module.train(training)
     return trace(module, lambda: loss_of(module, plain.rows(0)), units=unit_names(module))
 
@@ -101,7 +101,7 @@ def flow_of(module: nn.Module, *, training: bool = True) -> Flow:
 def assert_kept(module: nn.Module, keepers: dict[str, tuple[int, ...]]) -> None:
     """After two batches in stages every buffer is, where it is held, that of one process; and who holds which."""
     whole, flow, batches = copy.deepcopy(module), flow_of(module), [plain.rows(0), plain.rows(1)]
-    parts = parts_of(module, flow, HALVES)
+    parts = stage_specs(module, flow, HALVES)
     for batch in batches:
         loss_of(whole, batch)
     stages = stages_of(module, flow, HALVES)
@@ -130,16 +130,16 @@ def test_running_means_of_a_block_that_several_stages_call_are_refused() -> None
     flow = flow_of(module)
     said = r"buffer blocks\.1\.norm\.\w+ to be changed in one.*blocks\.1 \(stage 0\), by blocks\.1@1 \(stage 1\): cut"
     with pytest.raises(BadInput, match=said):
-        parts_of(module, flow, HALVES)
-    one_stage = Cuts(("blocks.0", "blocks.3"))
-    held = [part.holds for part in parts_of(module, flow, one_stage)]
+        stage_specs(module, flow, HALVES)
+    one_stage = SplitPoints(("blocks.0", "blocks.3"))
+    held = [part.holds for part in stage_specs(module, flow, one_stage)]
     assert ["blocks.1.norm.running_mean" in names for names in held] == [True, False]
 
 
 def test_frozen_means_may_lie_in_several_stages() -> None:
     module = Blocks((0, 1, 2, 1, 3))
     flow = flow_of(module, training=False)
-    held = [part.holds for part in parts_of(module, flow, HALVES)]
+    held = [part.holds for part in stage_specs(module, flow, HALVES)]
     assert ["blocks.1.norm.running_mean" in names for names in held] == [True, True]
 
 
@@ -147,23 +147,23 @@ def test_a_buffer_read_early_and_changed_late_is_refused() -> None:
     module = Late("early")
     flow = flow_of(module)
     with pytest.raises(BadInput, match=r"buffer mean to be read where .* \(stage 1\), got it read by blocks\.0, in st"):
-        parts_of(module, flow, HALVES)
-    assert len(parts_of(module, flow, Cuts(("blocks.0",)))) == 1
+        stage_specs(module, flow, HALVES)
+    assert len(stage_specs(module, flow, SplitPoints(("blocks.0",)))) == 1
 
 
 def test_so_is_one_that_evaluation_reads_early_before_training_begins() -> None:
     module = Late("evaluation")
-    ways = Ways(module, loss_of, HALVES)
+    ways = InputVariants(module, loss_of, HALVES)
     flow = ways.flow(plain.rows(0))
     with pytest.raises(BadInput, match=r"buffer mean to be read where .* \(stage 1\), got it read by blocks\.0, in st"):
-        ways.know(plain.rows(0), flow, parts_of(module, flow, HALVES))
+        ways.know(plain.rows(0), flow, stage_specs(module, flow, HALVES))
 
 
 def test_an_evaluation_has_the_keepers_of_training() -> None:
     module = Late()
-    ways = Ways(module, loss_of, HALVES)
+    ways = InputVariants(module, loss_of, HALVES)
     flow = ways.flow(plain.rows(0))
-    ways.know(plain.rows(0), flow, parts_of(module, flow, HALVES))
+    ways.know(plain.rows(0), flow, stage_specs(module, flow, HALVES))
     held = [part.holds for part in ways.of(plain.rows(0), training=False)[1]]
     assert [{"mean", "size", "count"} <= names for names in held] == [False, True]
     assert "mean" not in held[0]
@@ -186,4 +186,4 @@ class Learning(Blocks):
 def test_a_branch_on_a_buffer_that_is_right_elsewhere_is_refused() -> None:
     module = Learning()
     with pytest.raises(BadInput, match=r"buffer count to be read where it is changed \(stage 1\)"):
-        parts_of(module, flow_of(module), HALVES)
+        stage_specs(module, flow_of(module), HALVES)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer import loss
-from gossamer.cutting import Asked, ModuleSource, hold
-from gossamer.model.cut.cuts import Cuts
-from gossamer.model.cut.lockstep import gradients_of, stages_of
-from gossamer.model.cut.stage import Stage
-from gossamer.model.cut.trace import trace
+from gossamer.model.split.reference import gradients_of, stages_of
+from gossamer.model.split.split_points import SplitPoints
+from gossamer.model.split.stage import StageModule
+from gossamer.model.split.trace import trace
 from gossamer.model.units import unit_names
+from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
@@ -57,7 +57,7 @@ class InAList(Block):
         return x + self.mix(x * self.all[0])
 
 
-def in_flight(stages: list[Stage], batches: list[Mapping[str, Any]], *, is_recomputed: bool = False) -> None:
+def in_flight(stages: list[StageModule], batches: list[Mapping[str, Any]], *, is_recomputed: bool = False) -> None:
     """All forwards, and then all backwards."""
     flying = []
     for batch in batches:
@@ -75,7 +75,7 @@ def in_flight(stages: list[Stage], batches: list[Mapping[str, Any]], *, is_recom
             gradients = live.backward(gradients, loss=live.result)
 
 
-def compare_in_flight(module: nn.Module, cuts: Cuts, *, is_recomputed: bool) -> None:
+def compare_in_flight(module: nn.Module, cuts: SplitPoints, *, is_recomputed: bool) -> None:
     """Its gradients in stages, of which several forwards wait for their backward, with those of one process."""
     whole = copy.deepcopy(module)
     for batch in BATCHES:
@@ -166,10 +166,10 @@ def test_what_units_cannot_do_apart_is_refused_by_name(kind: str) -> None:
         compare(make())
 
 
-@pytest.mark.parametrize("cuts", [THIRDS, Cuts(("inlet", "outlet"))], ids=str)
+@pytest.mark.parametrize("cuts", [THIRDS, SplitPoints(("inlet", "outlet"))], ids=str)
 @pytest.mark.parametrize("make", [Tries, type("Behind", (Penalty,), {"last": False})])
 def test_a_call_that_does_not_fit_and_a_gradient_between_units_are_as_in_one_process(
-    make: Callable[[], nn.Module], cuts: Cuts
+    make: Callable[[], nn.Module], cuts: SplitPoints
 ) -> None:
     torch.manual_seed(0)
     compare(make(), cuts)
@@ -194,7 +194,7 @@ def test_parts_that_are_called_by_the_labels_are_refused_by_name() -> None:
     units = ("inlet", "out.head", "out.tail.0", "out.tail.1", "out.tail.2")
     flow = trace(module, lambda: loss_of(module, batches[0]), units=units)
     called = [call.name for call in flow.calls]
-    stages = stages_of(module, flow, Cuts((called[0], called[-1])))
+    stages = stages_of(module, flow, SplitPoints((called[0], called[-1])))
     with pytest.raises(BadInput, match=r"out\.(head|tail\.\d)|inlet"):
         in_flight(stages, batches)
 
@@ -212,7 +212,7 @@ def test_parts_that_only_the_last_stage_has_may_be_called_by_the_labels(number: 
         loss_of(whole, batch).backward()
     units = ("inlet", "out.head", "out.tail.0", "out.tail.1", "out.tail.2")
     flow = trace(module, lambda: loss_of(module, many()[number]), units=units)
-    stages = stages_of(module, flow, Cuts(("inlet", flow.calls[1].name)))
+    stages = stages_of(module, flow, SplitPoints(("inlet", flow.calls[1].name)))
     in_flight(stages, many())
     found = gradients_of(stages)
     for name, parameter in whole.named_parameters():
@@ -240,7 +240,7 @@ def test_a_module_that_is_closed_as_a_whole_is_refused_in_stages(wrap: Callable[
     module = wrap(nn.Sequential(Plain(), Plain()))
     config = RunConfig.model_validate({"train": {"batch": 8}, "plan": {"mesh": {"pipe": 2}}})
     rows = [{"x": row} for row in torch.randn(8, WIDTH)]
-    asked = Asked(
+    asked = PartitionRequest(
         config=config,
         ranks=2,
         rank=0,
@@ -249,4 +249,4 @@ def test_a_module_that_is_closed_as_a_whole_is_refused_in_stages(wrap: Callable[
         device=torch.device("cpu"),
     )
     with pytest.raises(BadInput, match="wanted a module whose units can be reached, got one that torch"):
-        hold(ModuleSource(module), asked)
+        build_rank_model(ModuleSource(module), asked)

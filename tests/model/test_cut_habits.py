@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.cuts import even_cuts, parts_of, shared_names
-from gossamer.model.cut.lockstep import run_lockstep, stages_of
-from gossamer.model.cut.trace import trace
+from gossamer.model.split.reference import run_lockstep, stages_of
+from gossamer.model.split.split_points import balanced_split, shared_names, stage_specs
+from gossamer.model.split.trace import trace
 from gossamer.model.units import unit_names
 from model.cuttable import WIDTH, Layer, rows
 
@@ -81,8 +81,8 @@ def test_every_gradient_equals_the_uncut_module_s(make: Callable[[], nn.Module],
     torch.manual_seed(0)
     module, batch = make(), {"x": rows()}
     flow = trace(module, lambda: loss_of(module, batch), units=unit_names(module))
-    cuts = even_cuts(flow, stages)
-    summed = shared_names(parts_of(module, flow, cuts), module)
+    cuts = balanced_split(flow, stages)
+    summed = shared_names(stage_specs(module, flow, cuts), module)
     ours = run_lockstep(stages_of(module, flow, cuts), loss_of, [batch])
     uncut = copy.deepcopy(module)
     loss_of(uncut, batch).backward()

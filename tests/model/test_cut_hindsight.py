@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gossamer.model.cut.cuts import Cuts
-from gossamer.model.cut.flow import Value
-from gossamer.model.cut.live import Live
-from gossamer.model.cut.lockstep import gradients_of, stages_of
-from gossamer.model.cut.stage import Stage
-from gossamer.model.cut.trace import trace
+from gossamer.model.split.dataflow import CallOutput
+from gossamer.model.split.in_flight import InFlight
+from gossamer.model.split.reference import gradients_of, stages_of
+from gossamer.model.split.split_points import SplitPoints
+from gossamer.model.split.stage import StageModule
+from gossamer.model.split.trace import trace
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 from model.kept import Block, Net
@@ -240,11 +240,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def in_turns(stages: Sequence[Stage], way: str) -> None:
+def in_turns(stages: Sequence[StageModule], way: str) -> None:
     """Forwards of all batches, and then their backwards."""
-    waiting: list[list[Live]] = []
+    waiting: list[list[InFlight]] = []
     for batch in BATCHES:
-        tensors: Mapping[Value, Tensor] = {}
+        tensors: Mapping[CallOutput, Tensor] = {}
         lives = []
         for stage in stages:
             run = partial(loss_of, stage.module, batch)
@@ -252,7 +252,7 @@ def in_turns(stages: Sequence[Stage], way: str) -> None:
             tensors = lives[-1].sent
         waiting.append(lives)
     for lives in waiting:
-        gradients: dict[Value, Tensor] = {}
+        gradients: dict[CallOutput, Tensor] = {}
         for live in reversed(lives):
             if way == "recompute":
                 live.recompute()
@@ -267,7 +267,7 @@ def in_turns(stages: Sequence[Stage], way: str) -> None:
 def compare(module: nn.Module, way: str) -> None:
     whole = copy.deepcopy(module)
     Keeps.kept = None
-    cuts = THIRDS if hasattr(module, "blocks") else Cuts(("inlet", "body.1", "body.3"))
+    cuts = THIRDS if hasattr(module, "blocks") else SplitPoints(("inlet", "body.1", "body.3"))
     flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
     stages = stages_of(module, flow, cuts)
     for batch in BATCHES:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gossamer.model.cut.cuts import Cuts, even_cuts, parts_of, shared_names
-from gossamer.model.cut.flow import Flow
-from gossamer.model.cut.lockstep import Outcome, run_lockstep, stages_of
-from gossamer.model.cut.stage import Stage
-from gossamer.model.cut.trace import trace
-from gossamer.model.given import given_units
-from gossamer.model.randomness import UnitSeeds, unit_seeds
+from gossamer.model.split.dataflow import DataFlow
+from gossamer.model.split.reference import LockstepResult, run_lockstep, stages_of
+from gossamer.model.split.split_points import SplitPoints, balanced_split, shared_names, stage_specs
+from gossamer.model.split.stage import StageModule
+from gossamer.model.split.trace import trace
+from gossamer.model.unit_config import given_units
+from gossamer.model.unit_seeds import UnitSeeds, unit_seeds
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 from model import plain, plain_ways
@@ -72,18 +72,18 @@ def built(kind: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     return make(), [batch(seed) for seed in range(2)]
 
 
-def flow_of(module: nn.Module, batch: Batch, units: Sequence[str] = ()) -> Flow:
+def flow_of(module: nn.Module, batch: Batch, units: Sequence[str] = ()) -> DataFlow:
     return trace(module, lambda: loss_of(module, batch), units=units or unit_names(module))
 
 
-def uncut(module: nn.Module, batches: Sequence[Batch]) -> tuple[Outcome, nn.Module]:
+def uncut(module: nn.Module, batches: Sequence[Batch]) -> tuple[LockstepResult, nn.Module]:
     module = copy.deepcopy(module)
     losses = []
     for batch in batches:
         loss = loss_of(module, batch)
         loss.backward()
         losses.append(loss.detach())
-    return Outcome(losses, {n: p.grad for n, p in module.named_parameters() if p.grad is not None}), module
+    return LockstepResult(losses, {n: p.grad for n, p in module.named_parameters() if p.grad is not None}), module
 
 
 def assert_close(ours: Tensor, theirs: Tensor, name: str) -> None:
@@ -91,7 +91,7 @@ def assert_close(ours: Tensor, theirs: Tensor, name: str) -> None:
     assert float((ours - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max()), name
 
 
-def assert_equal(ours: Outcome, theirs: Outcome, close: Callable[[str], bool]) -> None:
+def assert_equal(ours: LockstepResult, theirs: LockstepResult, close: Callable[[str], bool]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.losses, theirs.losses, strict=True))
     assert ours.gradients.keys() == theirs.gradients.keys()
     for name, gradient in theirs.gradients.items():
@@ -101,7 +101,7 @@ def assert_equal(ours: Outcome, theirs: Outcome, close: Callable[[str], bool]) -
             assert torch.equal(ours.gradients[name], gradient), name
 
 
-def assert_buffers_equal(stages: Sequence[Stage], whole: nn.Module) -> None:
+def assert_buffers_equal(stages: Sequence[StageModule], whole: nn.Module) -> None:
     """Those in units, which one stage each has run."""
     expected = dict(whole.named_buffers())
     for stage in stages:
@@ -110,12 +110,12 @@ def assert_buffers_equal(stages: Sequence[Stage], whole: nn.Module) -> None:
                 assert torch.equal(buffer, expected[name]), name
 
 
-def ways_to_cut(flow: Flow) -> Iterator[Cuts]:
+def ways_to_cut(flow: DataFlow) -> Iterator[SplitPoints]:
     """Even ones of 2 to 4 stages, every one of 2 stages, and a stage for each call."""
     names = [call.name for call in flow.calls]
-    yield from (even_cuts(flow, stages) for stages in range(2, min(4, len(names)) + 1))
-    yield from (Cuts((names[0], name)) for name in names[1:])
-    yield Cuts(tuple(names))
+    yield from (balanced_split(flow, stages) for stages in range(2, min(4, len(names)) + 1))
+    yield from (SplitPoints((names[0], name)) for name in names[1:])
+    yield SplitPoints(tuple(names))
 
 
 @pytest.mark.parametrize("kind", MODULES)
@@ -179,7 +179,7 @@ def test_dropout_does_not_depend_on_the_cut(kind: str) -> None:
 def test_a_container_stands_for_its_first_unit() -> None:
     module, batches = built("residual_cnn")
     flow = flow_of(module, batches[0])
-    named, meant = (parts_of(module, flow, Cuts(("conv1", "layer2" + rest, "fc"))) for rest in ("", ".0"))
+    named, meant = (stage_specs(module, flow, SplitPoints(("conv1", "layer2" + rest, "fc"))) for rest in ("", ".0"))
     assert named == meant
 
 
@@ -187,9 +187,9 @@ def test_names_given_make_units_of_modules_inside_of_one() -> None:
     torch.manual_seed(0)
     module, batches = plain.Wrapper(), [plain.rows(0), plain.rows(1)]
     assert unit_names(module) == ("net.first", "net.middle", "net.last")
-    cuts = Cuts(("net.first", "net.middle.out"))
+    cuts = SplitPoints(("net.first", "net.middle.out"))
     with pytest.raises(BadInput, match=r"net\.middle\.out, inside net\.middle: cut before net\.middle"):
-        parts_of(module, flow_of(module, batches[0]), cuts)
+        stage_specs(module, flow_of(module, batches[0]), cuts)
     flow = flow_of(module, batches[0], units=given_units(module, cuts.first))
     assert [c.name for c in flow.calls][1:4] == ["net.middle.gate", "net.middle.value", "net.middle.out"]
     stages = stages_of(module, flow, cuts)
@@ -205,7 +205,7 @@ def test_more_stages_than_units_is_refused_with_how_many_there_can_be() -> None:
     with pytest.raises(
         BadInput, match=r"at least 5 units for 5 stages, got 4: layers\.0, .*plan\.units.*, or use 4 stages at most"
     ):
-        even_cuts(flow_of(module, batches[0]), 5)
+        balanced_split(flow_of(module, batches[0]), 5)
 
 
 def test_a_module_without_parts_is_refused() -> None:
@@ -219,14 +219,14 @@ def test_a_module_without_parts_is_refused() -> None:
 
     module = Flat()
     with pytest.raises(BadInput, match=r"can be 2 stages, got one without repeated blocks.*name the modules"):
-        even_cuts(flow_of(module, plain.rows(0)), 2)
+        balanced_split(flow_of(module, plain.rows(0)), 2)
 
 
 def test_a_cut_inside_a_shared_block_is_refused() -> None:
     module, batches = built("universal")
     flow = flow_of(module, batches[0])
     with pytest.raises(BadInput, match=r"blocks\.1\.mix, inside blocks\.1, .*called 3 times: cut before blocks\.1"):
-        parts_of(module, flow, Cuts(("inlet", "blocks.1.mix")))
+        stage_specs(module, flow, SplitPoints(("inlet", "blocks.1.mix")))
 
 
 class Peeking(plain_ways.TwoTasks):
@@ -244,8 +244,8 @@ def test_a_number_read_from_what_other_stages_compute_is_refused() -> None:
     module = Peeking()
     flow = flow_of(module, plain.rows(0))
     with pytest.raises(BadInput, match=r"branch on what trunk\.1 gives.*before trunk\.2.*move the branch \(or \.item"):
-        parts_of(module, flow, Cuts(("trunk.0", "trunk.3")))
-    assert len(parts_of(module, flow, Cuts(("trunk.0", "trunk.2")))) == 2  # it is received there
+        stage_specs(module, flow, SplitPoints(("trunk.0", "trunk.3")))
+    assert len(stage_specs(module, flow, SplitPoints(("trunk.0", "trunk.2")))) == 2  # it is received there
 
 
 class Hoarding(plain_ways.Kept):
@@ -285,9 +285,9 @@ def test_what_a_block_writes_into_its_argument_and_others_read_under_another_nam
     module = plain_ways.InPlace(plain_ways.Rectifying)
     flow = flow_of(module, plain.rows(0))
     with pytest.raises(BadInput, match=r"blocks\.3 to return.*read by head.*this one is before head"):
-        parts_of(module, flow, Cuts(("blocks.0", "head")))
+        stage_specs(module, flow, SplitPoints(("blocks.0", "head")))
     expected, _ = uncut(module, [plain.rows(0)])
-    stages = stages_of(module, flow, Cuts(("blocks.0", "blocks.2")))  # both readers in one stage
+    stages = stages_of(module, flow, SplitPoints(("blocks.0", "blocks.2")))  # both readers in one stage
     assert_equal(run_lockstep(stages, loss_of, [plain.rows(0)]), expected, lambda _: False)
 
 
@@ -295,7 +295,7 @@ def test_a_shape_that_depends_on_values_is_noticed_where_it_changes() -> None:
     torch.manual_seed(0)
     module, batches = plain_ways.Packed(), [plain.tokens(seed) for seed in range(2)]
     flow = flow_of(module, batches[0])
-    stages = stages_of(module, flow, Cuts(("embed", "blocks.2")))
+    stages = stages_of(module, flow, SplitPoints(("embed", "blocks.2")))
     expected, _ = uncut(module, batches[:1])
     assert_equal(run_lockstep(stages, loss_of, batches[:1]), expected, lambda _: False)
     with pytest.raises(BadInput, match=r"blocks\.1 to give \(24, 16\) on stage 0.*got \(25, 16\).*pad it"):
@@ -328,4 +328,4 @@ def test_an_object_that_nobody_can_rebuild_is_refused() -> None:
     module = Boxes()
     flow = flow_of(module, plain.rows(0))
     with pytest.raises(BadInput, match=r"layers\.0 to return tensors.*dataclasses, got a Box.*no cut before layers\.1"):
-        parts_of(module, flow, Cuts(("layers.0", "layers.1")))
+        stage_specs(module, flow, SplitPoints(("layers.0", "layers.1")))

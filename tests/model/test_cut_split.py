@@ -18,14 +18,14 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gossamer.model.cut.cuts import Cuts, even_cuts, parts_of
-from gossamer.model.cut.flow import Value
-from gossamer.model.cut.live import Live
-from gossamer.model.cut.lockstep import Loss, Outcome, gradients_of, run_lockstep, stages_of
-from gossamer.model.cut.split import backward_input
-from gossamer.model.cut.stage import Stage
-from gossamer.model.cut.trace import trace
-from gossamer.model.randomness import unit_seeds
+from gossamer.model.split.dataflow import CallOutput
+from gossamer.model.split.in_flight import InFlight
+from gossamer.model.split.reference import LockstepResult, Loss, gradients_of, run_lockstep, stages_of
+from gossamer.model.split.split_backward import backward_input
+from gossamer.model.split.split_points import SplitPoints, balanced_split, stage_specs
+from gossamer.model.split.stage import StageModule
+from gossamer.model.split.trace import trace
+from gossamer.model.unit_seeds import unit_seeds
 from gossamer.model.units import unit_names
 from model.cuttable import MODULES, WIDTH, Chain, Layer, ResidualCnn, image, rows
 
@@ -49,27 +49,29 @@ def in_bf16(module: nn.Module, batch: Batch, *, cache: bool = True) -> Tensor:
     return (output.float() - 0.3).square().mean()
 
 
-def staged(module: nn.Module, loss: Loss, batch: Batch, cuts: int | Cuts) -> list[Stage]:
+def staged(module: nn.Module, loss: Loss, batch: Batch, cuts: int | SplitPoints) -> list[StageModule]:
     flow = trace(module, lambda: loss(module, batch), units=unit_names(module))
-    return stages_of(module, flow, even_cuts(flow, cuts) if isinstance(cuts, int) else cuts)
+    return stages_of(module, flow, balanced_split(flow, cuts) if isinstance(cuts, int) else cuts)
 
 
-def forward(stages: Sequence[Stage], loss: Loss, batch: Batch, *, keep_graph: bool = True) -> list[Live]:
-    lives: list[Live] = []
-    tensors: dict[Value, Tensor] = {}
+def forward(stages: Sequence[StageModule], loss: Loss, batch: Batch, *, keep_graph: bool = True) -> list[InFlight]:
+    lives: list[InFlight] = []
+    tensors: dict[CallOutput, Tensor] = {}
     for stage in stages:
         lives.append(stage.forward(partial(loss, stage.module, batch), tensors, keep_graph=keep_graph))
         tensors = lives[-1].sent
     return lives
 
 
-def run_in_parts(stages: Sequence[Stage], loss: Loss, batches: Sequence[Batch], *, keep_graph: bool = True) -> Outcome:
+def run_in_parts(
+    stages: Sequence[StageModule], loss: Loss, batches: Sequence[Batch], *, keep_graph: bool = True
+) -> LockstepResult:
     """The weights of a micro-batch after the forward and the inputs of the next one."""
-    losses, waiting = [], list[Live]()
+    losses, waiting = [], list[InFlight]()
     for batch in batches:
         lives = forward(stages, loss, batch, keep_graph=keep_graph)
         losses.append(lives[-1].result.detach())
-        gradients: dict[Value, Tensor] = {}
+        gradients: dict[CallOutput, Tensor] = {}
         for live in reversed(lives):
             if not keep_graph:
                 live.recompute()
@@ -79,21 +81,21 @@ def run_in_parts(stages: Sequence[Stage], loss: Loss, batches: Sequence[Batch], 
         waiting = lives
     for live in waiting:
         live.backward_weight()
-    return Outcome(losses, gradients_of(stages))
+    return LockstepResult(losses, gradients_of(stages))
 
 
-def run_again(stages: Sequence[Stage], loss: Loss, batches: Sequence[Batch]) -> Outcome:
+def run_again(stages: Sequence[StageModule], loss: Loss, batches: Sequence[Batch]) -> LockstepResult:
     """All forwards, and then all backwards, each of a graph that is made only then."""
     lives = [forward(stages, loss, batch, keep_graph=False) for batch in batches]
     for one in lives:
-        gradients: dict[Value, Tensor] = {}
+        gradients: dict[CallOutput, Tensor] = {}
         for live in reversed(one):
             live.recompute()
             gradients = live.backward(gradients, loss=live.result)
-    return Outcome([one[-1].result.detach() for one in lives], gradients_of(stages))
+    return LockstepResult([one[-1].result.detach() for one in lives], gradients_of(stages))
 
 
-def assert_same(ours: Outcome, theirs: Outcome) -> None:
+def assert_same(ours: LockstepResult, theirs: LockstepResult) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.losses, theirs.losses, strict=True))
     assert ours.gradients.keys() == theirs.gradients.keys()
     different = [n for n, g in theirs.gradients.items() if not torch.equal(ours.gradients[n], g)]
@@ -218,7 +220,7 @@ def flop(work: Callable[[], object]) -> int:
 def test_the_parts_together_are_as_much_work_as_the_whole() -> None:
     torch.manual_seed(0)
     module, batch = Chain(layers=6), {"x": rows()}
-    cuts = Cuts(("blocks.0", "blocks.1", "head"))
+    cuts = SplitPoints(("blocks.0", "blocks.1", "head"))
     first, live, _ = forward(staged(module, mean_square, batch, cuts), mean_square, batch)
     gradients = {v: torch.ones_like(x) for v, x in live.sent.items()}
     whole = forward(staged(module, mean_square, batch, cuts), mean_square, batch)[1]
@@ -243,7 +245,7 @@ class CountingChain(Chain):
 
 def test_what_lies_between_the_chain_and_a_parameter_runs_in_the_weight_part() -> None:
     module, batch = CountingChain(), {"x": rows()}
-    lives = forward(staged(module, mean_square, batch, Cuts(("blocks.0", "blocks.1"))), mean_square, batch)
+    lives = forward(staged(module, mean_square, batch, SplitPoints(("blocks.0", "blocks.1"))), mean_square, batch)
     BACKWARDS.value = 0
     lives[1].backward_input({}, loss=lives[1].result)
     assert BACKWARDS.value == 0
@@ -402,7 +404,7 @@ class MarkedLayer(Layer):
 def test_the_weight_part_frees_the_graph_and_a_forward_may_keep_none() -> None:
     module, batch = Chain(), {"x": rows()}
     module.blocks = nn.ModuleList(MarkedLayer() for _ in range(4))
-    parts = staged(module, mean_square, batch, Cuts(("blocks.0", "blocks.1", "blocks.3")))
+    parts = staged(module, mean_square, batch, SplitPoints(("blocks.0", "blocks.1", "blocks.3")))
     gc.collect()
     gc.disable()
     try:
@@ -465,17 +467,17 @@ def test_a_batch_is_run_again_as_what_it_was_when_others_have_followed() -> None
     module = MODULES["gnn"][0]()
     batches = [{"x": rows(count=5)}, {"x": rows(count=7)}]
     flows = [trace(module, partial(mean_square, module, batch), units=unit_names(module)) for batch in batches]
-    cuts = even_cuts(flows[0], 2)
+    cuts = balanced_split(flows[0], 2)
     whole, again = (stages_of(module, flows[0], cuts) for _ in range(2))
-    ways = [parts_of(module, flow, cuts) for flow in flows]
+    ways = [stage_specs(module, flow, cuts) for flow in flows]
 
-    def lives(stages: list[Stage], kind: int, *, keep_graph: bool) -> list[Live]:
+    def lives(stages: list[StageModule], kind: int, *, keep_graph: bool) -> list[InFlight]:
         for stage, part in zip(stages, ways[kind], strict=True):
             stage.follow(flows[kind], part)
         return forward(stages, mean_square, batches[kind], keep_graph=keep_graph)
 
     for kind in range(2):
-        gradients: dict[Value, Tensor] = {}
+        gradients: dict[CallOutput, Tensor] = {}
         for live in reversed(lives(whole, kind, keep_graph=True)):
             gradients = live.backward(gradients, loss=live.result)
     for waiting in [lives(again, kind, keep_graph=False) for kind in range(2)]:
@@ -483,7 +485,7 @@ def test_a_batch_is_run_again_as_what_it_was_when_others_have_followed() -> None
         for live in reversed(waiting):
             live.recompute()
             gradients = live.backward(gradients, loss=live.result)
-    assert_same(Outcome([], gradients_of(again)), Outcome([], gradients_of(whole)))
+    assert_same(LockstepResult([], gradients_of(again)), LockstepResult([], gradients_of(whole)))
 
 
 class Alternating(Layer):

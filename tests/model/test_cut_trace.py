@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from gossamer.model.cut.cuts import Cuts, even_cuts, parts_of
-from gossamer.model.cut.flow import Flow, Value
-from gossamer.model.cut.partial import Skeleton
-from gossamer.model.cut.trace import trace
 from gossamer.model.flop import UNCOUNTED
+from gossamer.model.split.dataflow import CallOutput, DataFlow
+from gossamer.model.split.meta_init import MetaModel
+from gossamer.model.split.split_points import SplitPoints, balanced_split, stage_specs
+from gossamer.model.split.trace import trace
 from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 from model.cuttable import MODULES, WIDTH, Chain, Layer, rows
@@ -84,7 +84,7 @@ def counted(run: Callable[[], Any]) -> tuple[Callable[[], Any], list[None]]:
     return again, calls
 
 
-def both(module: nn.Module, run: Callable[[], Any]) -> tuple[Flow, Flow, int]:
+def both(module: nn.Module, run: Callable[[], Any]) -> tuple[DataFlow, DataFlow, int]:
     """The flow as it is found, the one of a real run, and how many forwards the former took."""
     watched, calls = counted(run)
     units = unit_names(module)
@@ -109,7 +109,7 @@ def test_without_activations_the_flow_of_a_transformer_is_the_same(kind: str, pa
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 def test_a_skeleton_is_traced_without_memory(kind: str) -> None:
-    skeleton, batch = Skeleton.of(lambda: transformer(kind)), text(True)
+    skeleton, batch = MetaModel.of(lambda: transformer(kind)), text(True)
     with Largest() as made:
         flow = trace(skeleton.module, lambda: loss_of(skeleton.module, batch), units=unit_names(skeleton.module))
     module = transformer(kind)
@@ -189,7 +189,7 @@ class Writing(Chain):
 def test_a_real_tensor_that_an_activation_was_written_to_is_one() -> None:
     module, x = Writing(), rows()
     ours, theirs, forwards = both(module, lambda: module(x).square().mean())
-    assert ours == theirs and forwards == 2 and ours.branches.keys() == {Value(i, 0) for i in range(4)}
+    assert ours == theirs and forwards == 2 and ours.branches.keys() == {CallOutput(i, 0) for i in range(4)}
 
 
 class Remembering(Chain):
@@ -285,15 +285,15 @@ def test_stages_are_of_equal_work() -> None:
     )
     flow = trace(module, lambda: module(torch.ones(256, 16)), units=unit_names(module))
     assert flow.calls[0].flop == 2 * 256 * 16 * 16 and flow.calls[0].parameter_bytes == 4 * (16 * 16 + 16)
-    assert even_cuts(flow, 2) == Cuts(("0", "8"))
-    assert even_cuts(flow, 2, costs=dict.fromkeys(flow.units, 1.0)) == Cuts(("0", "6"))
+    assert balanced_split(flow, 2) == SplitPoints(("0", "8"))
+    assert balanced_split(flow, 2, costs=dict.fromkeys(flow.units, 1.0)) == SplitPoints(("0", "6"))
 
 
 def test_an_embedding_is_not_free() -> None:
     module = nn.Sequential(nn.Embedding(4096, 16), *(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 4096))
     ids = torch.zeros(2, dtype=torch.int64)
     flow = trace(module, lambda: module(ids), units=unit_names(module))
-    assert flow.calls[0].flop == 0 and even_cuts(flow, 3).first == ("0", "1", "5")
+    assert flow.calls[0].flop == 0 and balanced_split(flow, 3).first == ("0", "1", "5")
 
 
 def test_reentrant_checkpointing_is_refused_after_all() -> None:
@@ -308,11 +308,11 @@ def test_reentrant_checkpointing_is_refused_after_all() -> None:
 
 def test_cuts_found_without_memory_are_those_of_the_model() -> None:
     module, batch = transformer("gpt2"), text(False)
-    skeleton = Skeleton.of(lambda: transformer("gpt2"))
+    skeleton = MetaModel.of(lambda: transformer("gpt2"))
     flows = [trace(m, lambda m=m: loss_of(m, batch), units=unit_names(m)) for m in (module, skeleton.module)]
-    cuts = [even_cuts(flow, 3) for flow in flows]
+    cuts = [balanced_split(flow, 3) for flow in flows]
     assert cuts[0] == cuts[1]
-    assert parts_of(module, flows[0], cuts[0]) == parts_of(skeleton.module, flows[1], cuts[1])
+    assert stage_specs(module, flows[0], cuts[0]) == stage_specs(skeleton.module, flows[1], cuts[1])
 
 
 @pytest.mark.parametrize("fake", [True, False])
@@ -327,4 +327,4 @@ def test_a_shared_weight_is_cast_by_every_unit_that_uses_it(fake: bool) -> None:
     units = unit_names(module)
     flow = trace(module, run, units=units, fake=fake)
     for call in flow.calls[1:]:
-        parts_of(module, flow, Cuts((flow.calls[0].name, call.name)))
+        stage_specs(module, flow, SplitPoints((flow.calls[0].name, call.name)))

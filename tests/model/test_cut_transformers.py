@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.cuts import even_cuts, parts_of, shared_names
-from gossamer.model.cut.lockstep import run_lockstep, stages_of
-from gossamer.model.cut.trace import trace
-from gossamer.model.randomness import UnitSeeds, unit_seeds
+from gossamer.model.split.reference import run_lockstep, stages_of
+from gossamer.model.split.split_points import balanced_split, shared_names, stage_specs
+from gossamer.model.split.trace import trace
+from gossamer.model.unit_seeds import UnitSeeds, unit_seeds
 from gossamer.model.units import unit_names
 
 TEXT = {
@@ -100,8 +100,8 @@ def test_every_gradient_equals_the_uncut_model_s(kind: str) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
     theirs = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     for stages in (2, 3):
-        cuts = even_cuts(flow, stages)
-        summed = shared_names(parts_of(module, flow, cuts), module)
+        cuts = balanced_split(flow, stages)
+        summed = shared_names(stage_specs(module, flow, cuts), module)
         parts = stages_of(module, flow, cuts)
         seeds = {id(part.module): unit_seeds(part.module, seed=1) for part in parts}
         ours = run_lockstep(parts, lambda m, b, by=seeds: loss_of(by, m, b), given)
@@ -116,7 +116,7 @@ def test_every_gradient_equals_the_uncut_model_s(kind: str) -> None:
 def test_router_logits_of_blocks_elsewhere_reach_the_loss() -> None:
     module, given = build("mixtral"), batches("mixtral")
     flow = trace(module, lambda: module(**given[0]).loss, units=unit_names(module))
-    parts = parts_of(module, flow, even_cuts(flow, 3))
+    parts = stage_specs(module, flow, balanced_split(flow, 3))
     inner = [[v for v in p.receives if v.place >= len(flow.calls[v.call].leaves)] for p in parts]
     before = [sum(".layers." in call.unit for call in flow.calls[: p.low]) for p in parts]
     assert [len(values) for values in inner] == before and before[1] > 0

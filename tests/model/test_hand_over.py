@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from gossamer.data.tokenizer.byte import Bytes
-from gossamer.model.call import caller_of
-from gossamer.model.hand_over import export_hf
-from gossamer.model.origin import Origin, origin_of
+from gossamer.model.export import export_hf
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.source import ModelSource, origin_of
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
 from model.tiny import CONFIGS, SIZES, Plain, batch
@@ -23,7 +23,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def built(kind: str, dtype: Any = "float32") -> tuple[nn.Module, Origin]:
+def built(kind: str, dtype: Any = "float32") -> tuple[nn.Module, ModelSource]:
     config = dict((CONFIGS | MORE)[kind])
     section = ModelSection(hf=config.pop("model_type", kind), config=config, dtype=dtype)
     origin = origin_of(section).suited_to(257, 256)

@@ -11,10 +11,10 @@ import torch
 import yaml
 from torch import nn
 
-from gossamer.compress.transfer import crossing
-from gossamer.model.cut.cuts import Cuts, even_cuts, parts_of
-from gossamer.model.cut.ways import Ways
+from gossamer.model.split.input_variants import InputVariants
+from gossamer.model.split.split_points import SplitPoints, balanced_split, stage_specs
 from gossamer.model.units import unit_names
+from gossamer.p2p import activation
 from gossamer.pipeline import schedule
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
@@ -58,17 +58,19 @@ def test_every_key_is_one_of_the_configuration() -> None:
     for text in texts:
         plan = RunConfig.model_validate(yaml.safe_load(text)).plan
         for way in plan.boundary if isinstance(plan.boundary, list) else [plan.boundary]:
-            crossing.build(way, key="plan.boundary")
+            activation.build(way, key="plan.boundary")
         if plan.schedule != "auto":
             schedule.build(plan.schedule, key="plan.schedule")
 
 
 def _refuse(module: nn.Module, cuts: int | tuple[str, ...], width: int = 12) -> None:
     x = rows() if width == 12 else torch.randn(5, width)
-    ways = Ways(module, lambda module, _: module(x.requires_grad_()).sum(), Cuts(()), unit_names(module))
+    ways = InputVariants(
+        module, lambda module, _: module(x.requires_grad_()).sum(), SplitPoints(()), unit_names(module)
+    )
     flow = ways.flow({})
     ways.check_chance({}, flow)
-    parts_of(module, flow, even_cuts(flow, cuts) if isinstance(cuts, int) else Cuts(cuts))
+    stage_specs(module, flow, balanced_split(flow, cuts) if isinstance(cuts, int) else SplitPoints(cuts))
 
 
 REFUSED: list[tuple[nn.Module, int | tuple[str, ...], int]] = [

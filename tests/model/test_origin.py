@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.model.call import caller_of
-from gossamer.model.origin import names, origin_of
-from gossamer.model.vocabulary import check_sequence, check_vocabulary
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.input_checks import check_sequence, check_vocabulary
+from gossamer.model.source import names, origin_of
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
 from model.tiny import CONFIGS, SIZES, VOCABULARY, Plain, batch
@@ -216,7 +216,7 @@ def test_sequences_that_are_too_long() -> None:
 
 
 def test_transformers_is_imported_only_when_needed() -> None:
-    code = "import sys, gossamer.model.origin as o, gossamer.model.hand_over, gossamer.model.sample\n"
+    code = "import sys, gossamer.model.source as o, gossamer.model.export, gossamer.model.generate\n"
     code += "from gossamer.spec.config import ModelSection\n"
     code += "o.origin_of(ModelSection(hf='llama')); o.origin_of(ModelSection(factory='a:b'))\n"
     code += "sys.exit('transformers' in sys.modules)"

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gossamer.model.call import caller_of
 from gossamer.model.compiled import compile_units
-from gossamer.model.origin.hf import Hf
-from gossamer.model.randomness import UnitSeeds, mix, unit_seeds
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.source.hf import Hf
+from gossamer.model.unit_seeds import UnitSeeds, mix, unit_seeds
 from gossamer.model.units import block_names, unit_names
 from model.tiny import CONFIGS, Plain, batch
 

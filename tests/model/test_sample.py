@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.origin.hf import Hf
-from gossamer.model.sample import generate
+from gossamer.model.generate import generate
+from gossamer.model.source.hf import Hf
 from gossamer.spec.errors import BadInput
 from model.tiny import CONFIGS, Plain
 

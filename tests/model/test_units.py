@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.cut.cuts import even_cuts, parts_of, shared_names
-from gossamer.model.cut.lockstep import run_lockstep, stages_of
-from gossamer.model.cut.trace import trace
-from gossamer.model.given import given_units
+from gossamer.model.split.reference import run_lockstep, stages_of
+from gossamer.model.split.split_points import balanced_split, shared_names, stage_specs
+from gossamer.model.split.trace import trace
+from gossamer.model.unit_config import given_units
 from gossamer.model.units import block_names, unit_names
 from gossamer.spec.errors import BadInput
 from model.cuttable import WIDTH, Layer, rows
@@ -82,10 +82,10 @@ def test_a_model_is_cut_at_named_modules() -> None:
     names, parameters = zip(*module.named_parameters(), strict=True)
     gradients = dict(zip(names, torch.autograd.grad(expected, parameters), strict=True))
     for stages in (2, 7):
-        cuts = even_cuts(flow, stages)
+        cuts = balanced_split(flow, stages)
         ours = run_lockstep(stages_of(module, flow, cuts), loss, [{}])
         assert torch.equal(ours.losses[0], expected.detach()) and ours.gradients.keys() == gradients.keys()
-        summed = shared_names(parts_of(module, flow, cuts), module)
+        summed = shared_names(stage_specs(module, flow, cuts), module)
         for name, gradient in gradients.items():
             if name in summed:
                 torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-5, atol=1e-7)
@@ -114,7 +114,7 @@ def test_a_dict_of_blocks_is_a_list_and_what_is_never_called_is_named() -> None:
     assert block_names(module) == ("layers.a", "layers.b", "layers.c")
     flow = trace(module, lambda: module(rows(2)[0]), units=unit_names(module))
     with pytest.raises(BadInput, match=r"at least 5 units.*; spare own parameters and are never called.*plan\.units"):
-        even_cuts(flow, 5)
+        balanced_split(flow, 5)
 
 
 def test_a_dict_of_other_things_is_none() -> None:

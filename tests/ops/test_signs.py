@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gossamer.ops.signs import BLOCK, signed_sums
+from gossamer.ops.random_signs import BLOCK, signed_sums
 
 CPU = torch.device("cpu")
 KEY = 0xDEADBEEFCAFEBABE

@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.own_loop.at_hand import AtHand
 from gossamer.own_loop.batches import Divider
+from gossamer.own_loop.pass_inputs import PassInputs
 from gossamer.spec.errors import BadInput
 
 
-def given(hand: AtHand, rows: int, rank: int = 1) -> Tensor:
+def given(hand: PassInputs, rows: int, rank: int = 1) -> Tensor:
     """A batch goes to a loop on one of two ranks."""
     share = Divider(rank=rank, parts=(0.5, 0.5)).share(torch.randn(rows, 3))
     hand.give(share, is_last=False)
     return share.batch
 
 
-def loop() -> tuple[AtHand, nn.Module]:
-    hand, model = AtHand(None, divides=True), nn.Linear(3, 2)
+def loop() -> tuple[PassInputs, nn.Module]:
+    hand, model = PassInputs(None, divides=True), nn.Linear(3, 2)
     hand.look(model)
     return hand, model
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gossamer.own_loop.flow import followed
-from gossamer.own_loop.origin import OfBatch
+from gossamer.loss_reader.batch_tensors import OfBatch
+from gossamer.loss_reader.row_paths import followed
 
 STEPS, WIDTH = 4, 8
 
@@ -19,7 +19,7 @@ STEPS, WIDTH = 4, 8
 @pytest.fixture(autouse=True)
 def every_graph_is_followed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """What flow does not know how to follow passes in a loop, and is said to a log alone."""
-    caplog.set_level(logging.DEBUG, logger="gossamer.own_loop.flow")
+    caplog.set_level(logging.DEBUG, logger="gossamer.loss_reader.row_paths")
     yield
     assert not caplog.messages
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gossamer.own_loop.origin import OfBatch
-from gossamer.own_loop.reading import Batch, Kind, read
+from gossamer.loss_reader.batch_tensors import OfBatch
+from gossamer.loss_reader.count import BatchRows, Kind, read
 
 ROWS, CLASSES = 6, 5
 labels = torch.tensor([0, 1, -100, 3, 4, -100])
@@ -26,7 +26,7 @@ def outputs() -> tuple[nn.Linear, Tensor]:
     return layer, layer(torch.randn(ROWS, 3))
 
 
-class Counts(Batch):
+class Counts(BatchRows):
     """A rank's rows of a batch of twice as many."""
 
     whole = 2 * ROWS

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gossamer.own_loop.reading import Counted, Kind
-from gossamer.own_loop.rows import BACKWARD, Mark, Row, Rows
+from gossamer.loss_reader.count import Kind, LossCount
+from gossamer.own_loop.status_rows import BACKWARD, RowMark, StatusRow, StatusRows
 from gossamer.spec.errors import BadInput
 
 
-def told(*counted: tuple[Kind, float]) -> Rows:
+def told(*counted: tuple[Kind, float]) -> StatusRows:
     rows = [
-        Row.of(BACKWARD, 1, Counted(kind, (count,), said=f"a sum / {count:g}"), Mark(1, 7), beside=(1.0,))
+        StatusRow.of(BACKWARD, 1, LossCount(kind, (count,), said=f"a sum / {count:g}"), RowMark(1, 7), beside=(1.0,))
         for kind, count in counted
     ]
-    return Rows.of(torch.stack([row.tensor() for row in rows]), 0, rows[0])
+    return StatusRows.of(torch.stack([row.tensor() for row in rows]), 0, rows[0])
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_ranks_whose_divisors_differ_have_counted(counted: list[tuple[Kind, floa
     assert rows.shares.tolist() == [count / total for _, count in counted]
 
 
-def of(counts: list[float], rows: list[int], least: list[bool], strangers: list[int]) -> Rows:
+def of(counts: list[float], rows: list[int], least: list[bool], strangers: list[int]) -> StatusRows:
     found = [
-        Counted(Kind.MEAN, (count,), said=f"a sum / {count:g}", is_least=one, rows=many, strangers=met)
+        LossCount(Kind.MEAN, (count,), said=f"a sum / {count:g}", is_least=one, rows=many, strangers=met)
         for count, many, one, met in zip(counts, rows, least, strangers, strict=True)
     ]
-    told = [Row.of(BACKWARD, 1, one, Mark(1, 7), beside=(1.0,)) for one in found]
-    return Rows.of(torch.stack([row.tensor() for row in told]), 0, told[0])
+    told = [StatusRow.of(BACKWARD, 1, one, RowMark(1, 7), beside=(1.0,)) for one in found]
+    return StatusRows.of(torch.stack([row.tensor() for row in told]), 0, told[0])
 
 
 def test_a_divisor_of_one_is_a_count_where_all_ranks_count_rows() -> None:

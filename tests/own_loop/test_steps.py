@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from gossamer.own_loop import _buffers
-from gossamer.own_loop.beginning import check_optimizers
-from gossamer.own_loop.steps import _differ, _leaning
+from gossamer.own_loop.optimizer_step import _differ, _leaning
+from gossamer.own_loop.startup import check_optimizers
 from gossamer.spec.errors import BadInput
 
 

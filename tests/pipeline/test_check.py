@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gossamer.pipeline.check import IllegalSchedule, check
 from gossamer.pipeline.passes import with_transfers
 from gossamer.pipeline.schedule import Schedule
+from gossamer.pipeline.validate import IllegalSchedule, check
 from gossamer.spec.action import Action, Op
 from pipeline.orders import gpipe, listed, one_f_one_b, parse, split_1f1b, vee
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from gossamer.pipeline.check import check
-from gossamer.pipeline.clock import Link, forecast
 from gossamer.pipeline.passes import with_transfers
 from gossamer.pipeline.schedule import Schedule, StageCosts, build
+from gossamer.pipeline.simulator import SimulatedLink, forecast
+from gossamer.pipeline.validate import check
 from gossamer.spec.action import Op
 from pipeline.orders import gpipe, listed, one_f_one_b, split_1f1b, unit_costs, vee
 
@@ -74,7 +74,7 @@ TWO = listed("two", ["0F0 0B0 0RG", "1F0 1B0 1RG"], (0, 1), 1)
 
 def test_transfers_take_latency_and_rate() -> None:
     costs = [replace(c, boundary_bytes=100) for c in unit_costs(2)]
-    links = {(0, 1): Link("up", 0.5, 50.0), (1, 0): Link("down", 0.25, 200.0)}
+    links = {(0, 1): SimulatedLink("up", 0.5, 50.0), (1, 0): SimulatedLink("down", 0.25, 200.0)}
     trace = forecast(with_transfers(TWO), costs, links)
     assert trace.makespan_s == 1 + (2.0 + 0.5) + 1 + 2 + (0.5 + 0.25) + 2
     assert trace.busy_s == (3.0, 3.0)
@@ -86,8 +86,10 @@ def test_transfers_take_latency_and_rate() -> None:
 def test_a_shared_link_takes_one_message_at_a_time() -> None:
     forward = build("forward_only").make(stages=3, ranks=3, microbatches=2)
     costs = [StageCosts(seconds={Op.F: 1.0}, boundary_bytes=4)] * 3
-    own = forecast(with_transfers(forward), costs, {(0, 1): Link("a", 0, 1), (1, 2): Link("b", 0, 1)})
-    shared = forecast(with_transfers(forward), costs, {(0, 1): Link("a", 0, 1), (1, 2): Link("a", 0, 1)})
+    own = forecast(with_transfers(forward), costs, {(0, 1): SimulatedLink("a", 0, 1), (1, 2): SimulatedLink("b", 0, 1)})
+    shared = forecast(
+        with_transfers(forward), costs, {(0, 1): SimulatedLink("a", 0, 1), (1, 2): SimulatedLink("a", 0, 1)}
+    )
     # Own: F 0-1, F 1-2 | 0SF0 1-5, 0SF1 5-9 | F 5-6, F 9-10 | 1SF0 6-10, 1SF1 10-14 | F 14-15.
     assert own.makespan_s == 15 and own.link_bytes == {"a": 8, "b": 8}
     # Shared: 1SF0 waits for 0SF1 and so on: 0SF0 1-5, 0SF1 5-9, 1SF0 9-13, 1SF1 13-17, F 17-18.

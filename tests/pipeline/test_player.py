@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.pipeline.needs import Needs
+from gossamer.pipeline.dependencies import Dependencies
+from gossamer.pipeline.executor import ScheduleBackend, ScheduleDeadlock, execute
 from gossamer.pipeline.passes import with_transfers
-from gossamer.pipeline.player import Stuck, World, play
-from gossamer.pipeline.rank import RankWorld
+from gossamer.pipeline.rank_backend import RankBackend
 from gossamer.pipeline.schedule import Schedule, build
 from gossamer.spec.action import Action, Op
 from pipeline.orders import gpipe, listed, one_f_one_b, vee
@@ -39,25 +39,25 @@ class Notes:
 def test_a_rank_does_its_list() -> None:
     notes = Notes()
     schedule = build("one_stage").make(stages=1, ranks=1, microbatches=3)
-    play(schedule, RankWorld(0, notes))
+    execute(schedule, RankBackend(0, notes))
     assert notes.said == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2", "0RG"] == [str(a) for a in schedule.ranks[0]]
 
 
 def test_a_rank_does_its_own_list_only() -> None:
     notes = Notes()
-    play(build("forward_only").make(stages=3, ranks=3, microbatches=2), RankWorld(2, notes))
+    execute(build("forward_only").make(stages=3, ranks=3, microbatches=2), RankBackend(2, notes))
     assert notes.said == ["2F0", "2F1"]
 
 
 def test_what_work_raises_ends_the_play() -> None:
     notes = Notes()
     with pytest.raises(FloatingPointError):
-        play(build("one_stage").make(stages=1, ranks=1, microbatches=9), RankWorld(0, notes))
+        execute(build("one_stage").make(stages=1, ranks=1, microbatches=9), RankBackend(0, notes))
     assert notes.said[-1] == "0F7"
 
 
 @dataclass
-class Lockstep(World):
+class Lockstep(ScheduleBackend):
     """All stages in one process: real modules, real autograd, tensors handed over through a table."""
 
     schedule: Schedule
@@ -72,7 +72,7 @@ class Lockstep(World):
         return range(len(self.schedule.ranks))
 
     def ready_s(self, rank: int, action: Action) -> float | None:
-        return 0.0 if all(n in self.done for n in Needs.of(self.schedule)(action)) else None
+        return 0.0 if all(n in self.done for n in Dependencies.of(self.schedule)(action)) else None
 
     def do(self, rank: int, action: Action) -> None:
         stage, batch, last = action.stage, action.batch, len(self.stages) - 1
@@ -106,7 +106,7 @@ def test_lockstep_gradients_equal_the_uncut_model(make: Callable[[], Schedule]) 
     nn.ModuleList(layers).zero_grad()
     schedule = make()
     world = Lockstep(schedule, list(layers), batches)
-    play(schedule, world)
+    execute(schedule, world)
     assert not world.live and not world.wire
     for a, p in zip(whole, nn.ModuleList(layers).parameters(), strict=True):
         torch.testing.assert_close(p.grad, a, rtol=1e-12, atol=1e-14)
@@ -115,6 +115,6 @@ def test_lockstep_gradients_equal_the_uncut_model(make: Callable[[], Schedule]) 
 def test_stuck_names_who_waits_for_what() -> None:
     stuck = listed("stuck", ["0F0 0B0 0F1 0B1 0RG", "1F0 1F1 1B0 1B1 1RG"], (0, 1), 2)
     world = Lockstep(stuck, [nn.Identity(), nn.Identity()], [(torch.ones(1), torch.zeros(1))] * 2)
-    with pytest.raises(Stuck) as caught:
-        play(stuck, world)
+    with pytest.raises(ScheduleDeadlock) as caught:
+        execute(stuck, world)
     assert {r: str(a) for r, a in caught.value.waiting.items()} == {0: "0B0", 1: "1F1"}

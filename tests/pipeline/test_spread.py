@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 
-from gossamer.pipeline.check import IllegalSchedule, check
-from gossamer.pipeline.clock import forecast
 from gossamer.pipeline.passes import spread, with_recompute, with_split_backward, with_transfers
 from gossamer.pipeline.schedule import Schedule, StageCosts, build
-from gossamer.pipeline.schedule._deal import deal
+from gossamer.pipeline.schedule._assign import deal
+from gossamer.pipeline.simulator import forecast
+from gossamer.pipeline.validate import IllegalSchedule, check
 from gossamer.spec.action import Action, Op
 from pipeline.orders import gpipe, one_f_one_b, parse, split_1f1b, unit_costs
 

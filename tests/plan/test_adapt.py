@@ -9,22 +9,22 @@ import re
 import numpy as np
 import pytest
 import torch
-
 from compress import crew
-from gossamer import compress
-from gossamer.compress._error import error_of, measure
-from gossamer.compress.transfer import crossing
-from gossamer.compress.transfer.crossing.plain import Plain
-from gossamer.compress.transfer.crossing.top_k import TopK
+
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Layout
+from gossamer.comm.message import ProcessGroups
+from gossamer.exchange._compression_error import error_of, measure
+from gossamer.p2p import activation
+from gossamer.p2p.activation.plain import Plain
+from gossamer.p2p.activation.top_k import TopK
 from gossamer.plan import adapt
 from gossamer.plan.adapt.ada_topk import AdaTopK, ratios
 from gossamer.plan.adapt.bcrs import BCRS, fractions, sent
 from gossamer.plan.adapt.l_greco import LGreco, cheapest
 from gossamer.spec.errors import BadInput
-from gossamer.spec.links import Link
+from gossamer.spec.network import Link
 from gossamer.spec.statistics import Paths, Statistics
-from gossamer.wire.bucket import Layout
-from gossamer.wire.message import Levels
 
 CANDIDATES = tuple({"topk": {"fraction": f}} for f in (0.005, 0.01, 0.02, 0.04))
 DEFAULT = CANDIDATES[1]
@@ -48,7 +48,7 @@ def statistics(error: np.ndarray, size: np.ndarray, **more: object) -> Statistic
     )
 
 
-def applied(rules: tuple[adapt.Rule, ...], name: str) -> object:
+def applied(rules: tuple[adapt.AdaptRule, ...], name: str) -> object:
     return next(written for pattern, _, written in rules if re.search(pattern, name))
 
 
@@ -223,8 +223,8 @@ def test_what_it_writes_is_an_exchange_that_sends_as_said() -> None:
     choices = BCRS().choose(measured, Paths(up=UNEQUAL))
     ((_, level, written),) = choices.rules
     assert level == "all" and "all there when" in choices.reason
-    one, where = compress.build(written), Layout.of({"w": torch.empty(10_000)})
-    sizes = [one.traffic(where, Levels.flat(4), r)[0].nbytes for r in range(4)]
+    one, where = exchange_methods.build(written), Layout.of({"w": torch.empty(10_000)})
+    sizes = [one.traffic(where, ProcessGroups.flat(4), r)[0].nbytes for r in range(4)]
     times = [link.seconds(n) for link, n in zip(UNEQUAL[:3], sizes, strict=False)]
     assert max(times) / min(times) < 1.05
 
@@ -232,14 +232,14 @@ def test_what_it_writes_is_an_exchange_that_sends_as_said() -> None:
 def test_when_all_can_send_everything_it_says_dense() -> None:
     choices = BCRS(fraction=0.5).choose(Statistics(names=("w",), numel=(100,)), Paths(up=UNEQUAL))
     assert choices.rules == ((".*", "all", {"error_feedback": "dense"}),)
-    assert compress.build(choices.rules[0][2])
+    assert exchange_methods.build(choices.rules[0][2])
 
 
 def test_what_feedback_would_take_back_is_refused() -> None:
     with pytest.raises(BadInput, match="feedback"):
         BCRS(gamma=2.0)
     bare = BCRS(gamma=2.0, overlap=2, feedback="").choose(Statistics(names=("w",), numel=(100,)), Paths(up=UNEQUAL))
-    one = compress.build(bare.rules[0][2])
+    one = exchange_methods.build(bare.rules[0][2])
     assert (one.gamma, one.overlap) == (2.0, 2)
 
 
@@ -270,7 +270,10 @@ def test_rules_by_link() -> None:
     )
     assert choices.reason.startswith("1 of 2 links compressed, the slowest by 10")
     assert AdaTopK().choose(Statistics(names=()), Paths()).rules == ((".*", "all", "plain"),)
-    assert [crossing.build(written) for _, _, written in choices.rules[:2]] == [TopK(fraction=0.05), Plain()]
+    assert [activation.build(written) for _, _, written in choices.rules[:2]] == [
+        TopK(fraction=0.05),
+        Plain(),
+    ]
 
 
 @pytest.mark.parametrize("written", [{"topk": {"fraction": 0.1}}, {"error_feedback": {"topk": {"fraction": 0.1}}}])
@@ -278,11 +281,11 @@ def test_the_error_measured_is_what_the_exchange_loses(written: dict[str, object
     x = torch.randn(40, 25, generator=torch.Generator().manual_seed(3))
     given = x.clone()
     lost = torch.sort(x.abs().flatten()).values[:900]
-    assert error_of(compress.build(written), x) == pytest.approx(float(lost.norm()), rel=1e-5)
+    assert error_of(exchange_methods.build(written), x) == pytest.approx(float(lost.norm()), rel=1e-5)
     assert torch.equal(x, given)
 
 
-@pytest.mark.parametrize("name", compress.names())
+@pytest.mark.parametrize("name", exchange_methods.names())
 def test_every_exchange_can_be_measured(name: str) -> None:
     """Also those with memory, with islands, with several rounds: alone, each is what it does to the gradient."""
     x = torch.randn(48, 40, generator=torch.Generator().manual_seed(5))
@@ -299,34 +302,34 @@ def test_every_exchange_can_be_measured(name: str) -> None:
 
 def test_the_error_of_what_loses_nothing_is_nothing() -> None:
     x = torch.randn(7, 3)
-    assert error_of(compress.build("dense"), x) == 0.0
-    assert error_of(compress.build({"topk": {"fraction": 1.0}}), x.bfloat16()) == 0.0
-    assert math.isnan(error_of(compress.build("dense"), torch.full((3,), math.nan)))
-    assert error_of(compress.build("dense"), torch.empty(0)) == 0.0
+    assert error_of(exchange_methods.build("dense"), x) == 0.0
+    assert error_of(exchange_methods.build({"topk": {"fraction": 1.0}}), x.bfloat16()) == 0.0
+    assert math.isnan(error_of(exchange_methods.build("dense"), torch.full((3,), math.nan)))
+    assert error_of(exchange_methods.build("dense"), torch.empty(0)) == 0.0
 
 
 def test_what_is_measured_can_be_decided_by() -> None:
     rng = torch.Generator().manual_seed(0)
     heavy = torch.randn(64, 64, generator=rng) ** 9
     gradients = {"heavy": heavy / heavy.norm(), "flat": torch.randn(64, 64, generator=rng)}
-    built = [(w, compress.build(w)) for w in CANDIDATES]
-    measured = measure(built, gradients, Levels.flat(2))
+    built = [(w, exchange_methods.build(w)) for w in CANDIDATES]
+    measured = measure(built, gradients, ProcessGroups.flat(2))
     assert measured.nbytes[0] == tuple(8 * round(f * 4096) for f in (0.005, 0.01, 0.02, 0.04))
     assert all(list(row) == sorted(row, reverse=True) for row in measured.error)
     found = chosen(LGreco(DEFAULT, alpha=1.02), measured)
     assert found[0] == 0, "what a few entries carry needs no more of them"
-    assert measure(built, gradients, Levels.flat(2)) == measured
+    assert measure(built, gradients, ProcessGroups.flat(2)) == measured
 
 
 def test_settings_near_the_one_a_run_has() -> None:
     """What is around them stays; without neighbours there is nothing to choose."""
     fed, alone = {"error_feedback": {"powersgd": {"rank": 4}}}, {"two_shot": {"codec": {"int8": {"stochastic": True}}}}
-    ranks = [compress.build(w).inner.rank for w in LGreco().to_measure(fed)]
+    ranks = [exchange_methods.build(w).inner.rank for w in LGreco().to_measure(fed)]
     assert ranks == [4, 2, 3, 6, 8]
-    built = [compress.build(w) for w in LGreco().to_measure(alone)]
+    built = [exchange_methods.build(w) for w in LGreco().to_measure(alone)]
     assert [type(one.codec).__name__ for one in built] == ["Int8", "Int4", "Cast"] and built[1].codec.stochastic
     across = {"hierarchical": {"between": {"error_feedback": "powersgd"}}}
-    assert [compress.build(w).between.inner.rank for w in LGreco().to_measure(across)] == [4, 2, 3, 6, 8]
+    assert [exchange_methods.build(w).between.inner.rank for w in LGreco().to_measure(across)] == [4, 2, 3, 6, 8]
     assert LGreco().to_measure("dense") == LGreco().to_measure("topk") == ()
     assert BCRS().to_measure(fed) == AdaTopK().to_measure(fed) == ()
 

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from gossamer import plan
-from gossamer.memory import Walk
 from gossamer.plan import Request
+from gossamer.sharding import UnshardOrder
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import BUCKET_BYTES, Plan
 
@@ -21,7 +21,7 @@ def planned(mib: int, states: Any, *, ranks: int = 2) -> Plan:
     config = RunConfig.model_validate({"model": {"hf": "x"}, "data": {"source": "stdlib"}, "plan": {"states": states}})
     module = nn.Linear(1024, mib * MIB // 4096, bias=False, device="meta")
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
-    return plan.build("data_parallel").plan(Request(config, ranks, shapes=shapes, walk=Walk.of(module, ())))
+    return plan.build("data_parallel").plan(Request(config, ranks, shapes=shapes, walk=UnshardOrder.of(module, ())))
 
 
 @pytest.mark.parametrize("states", ["zero1", "zero2", "zero3"])

@@ -9,13 +9,14 @@ from itertools import combinations_with_replacement, product
 
 import pytest
 
-from gossamer import compress
+from gossamer import exchange as exchange_methods
+from gossamer.comm.message import Collective, ProcessGroups, Traffic
 from gossamer.plan.exchange import (
     CANDIDATES,
-    BucketFacts,
+    BucketMeasurements,
     Candidate,
-    Facts,
     Option,
+    StepMeasurements,
     Timeline,
     across_islands,
     choose,
@@ -24,9 +25,8 @@ from gossamer.plan.exchange import (
     wire_seconds,
 )
 from gossamer.spec.errors import BadInput
-from gossamer.spec.links import Link, Links
+from gossamer.spec.network import Link, Network
 from gossamer.spec.units import show_seconds
-from gossamer.wire.message import Combine, Levels, Traffic
 
 EXACT, HALF, LOSSY, HARSH = (
     Candidate("dense", "all-reduce", lossy=False),
@@ -41,7 +41,7 @@ LOSS = (0.0, 1e-5, 1e-4, 0.36)
 
 def facts(
     bytes_per_s: float, *, buckets: int = 4, numel: int = 1 << 20, cpu_s: float = 0.0, stolen: float = 0.0
-) -> Facts:
+) -> StepMeasurements:
     """Equal buckets that fill one after the other in a backward pass of one second; compute takes 1.5 s."""
     made = []
     for b in range(buckets):
@@ -49,8 +49,8 @@ def facts(
             Option(cpu_s * (c > 0), 4 * numel * r / bytes_per_s, int(4 * numel * r), LOSS[c])
             for c, r in enumerate(RATIO)
         )
-        made.append(BucketFacts((f"block.{b}.w",), numel, (b + 1) / buckets, 1 / buckets, options))
-    return Facts(tuple(made), compute_s=1.5, backward_s=1.0, stolen=stolen)
+        made.append(BucketMeasurements((f"block.{b}.w",), numel, (b + 1) / buckets, 1 / buckets, options))
+    return StepMeasurements(tuple(made), compute_s=1.5, backward_s=1.0, stolen=stolen)
 
 
 def test_a_fast_link_keeps_the_plain_all_reduce() -> None:
@@ -122,12 +122,12 @@ def test_what_hides_is_not_waited_for_and_what_delays_all_after_it_is() -> None:
     assert sorted(decision.waited) == [f"block.{b}.w" for b in range(4)]
 
 
-def bucket_of(ready_s: float, cpu_s: float, wire_s: float) -> BucketFacts:
-    return BucketFacts(("w",), 1, ready_s, 1.0, (Option(cpu_s, wire_s, 8, 0.0),))
+def bucket_of(ready_s: float, cpu_s: float, wire_s: float) -> BucketMeasurements:
+    return BucketMeasurements(("w",), 1, ready_s, 1.0, (Option(cpu_s, wire_s, 8, 0.0),))
 
 
-def line_of(*buckets: BucketFacts, stolen: float = 0.0) -> Timeline:
-    known = Facts(buckets, compute_s=1.5, backward_s=1.0, stolen=stolen)
+def line_of(*buckets: BucketMeasurements, stolen: float = 0.0) -> Timeline:
+    known = StepMeasurements(buckets, compute_s=1.5, backward_s=1.0, stolen=stolen)
     return timeline(known, [b.options[0] for b in buckets])  # type: ignore[misc]
 
 
@@ -155,7 +155,7 @@ def test_one_thread_encodes_and_decodes_one_bucket_at_a_time() -> None:
 def test_a_rule_for_every_parameter() -> None:
     """What is written can be read back, and serves every name."""
     decision = choose(facts(20e6), lossy=True, candidates=KINDS)
-    rules = compress.rules(decision.written)
+    rules = exchange_methods.rules(decision.written)
     names = [n for b in facts(20e6).buckets for n in b.names]
     assert set(rules.by_name(names)) == set(names)
 
@@ -164,19 +164,21 @@ def test_islands_are_compressed_between_only() -> None:
     wide = across_islands(KINDS)
     assert wide[0] == EXACT and len(wide) == 1 + len(KINDS)
     for candidate in wide[1:]:
-        assert compress.build(candidate.written).check(_layout(), Levels.islands([[0, 1], [2, 3]])) is None
+        assert (
+            exchange_methods.build(candidate.written).check(_layout(), ProcessGroups.islands([[0, 1], [2, 3]])) is None
+        )
 
 
 def _layout():
     import torch
 
-    from gossamer.wire.bucket import Layout
+    from gossamer.comm.bucket import Layout
 
     return Layout.of({"w": torch.empty(64, 64)})
 
 
 def test_a_model_without_buckets_has_nothing_to_choose() -> None:
-    decision = choose(Facts((), compute_s=1.0, backward_s=0.5, stolen=0.0), lossy=True)
+    decision = choose(StepMeasurements((), compute_s=1.0, backward_s=0.5, stolen=0.0), lossy=True)
     assert decision.written == "dense" and decision.forecast.step_s == 1.0
 
 
@@ -185,16 +187,16 @@ def test_facts_take_no_number_that_is_none(bad: float) -> None:
     """Nothing is less than it, so the choice would rest on nothing. An infinite latency is one of them."""
     option = Option(0.1, 0.2, 100, 0.0)
     with pytest.raises(BadInput, match=r"finite backward_s, got"):
-        Facts((), compute_s=1.0, backward_s=bad, stolen=0.0)
+        StepMeasurements((), compute_s=1.0, backward_s=bad, stolen=0.0)
     for name in ("cpu_s", "wire_s", "loss"):
         sick = replace(option, **{name: bad})
-        bucket = BucketFacts(("w",), 10, 0.5, 1.0, (option, None, sick))
+        bucket = BucketMeasurements(("w",), 10, 0.5, 1.0, (option, None, sick))
         with pytest.raises(BadInput, match=rf"finite {name} of candidate 2 for bucket 0, got {bad}"):
-            Facts((bucket,), compute_s=1.0, backward_s=1.0, stolen=0.0)
-    links = Links(islands=((0, 1),), levels={"all": Link(latency_s=math.inf, bytes_per_s=1e6)})
-    seconds, _ = wire_seconds(dict.fromkeys((0, 1), (Traffic(Combine.SHUFFLE, 8, 1),)), Levels.flat(2), links)
+            StepMeasurements((bucket,), compute_s=1.0, backward_s=1.0, stolen=0.0)
+    links = Network(islands=((0, 1),), levels={"all": Link(latency_s=math.inf, bytes_per_s=1e6)})
+    seconds, _ = wire_seconds(dict.fromkeys((0, 1), (Traffic(Collective.SHUFFLE, 8, 1),)), ProcessGroups.flat(2), links)
     with pytest.raises(BadInput, match="wire_s"):
-        Facts((BucketFacts(("w",), 10, 0.5, 1.0, (Option(0.0, seconds, 8, 0.0),)),), 1.0, 1.0, 0.0)
+        StepMeasurements((BucketMeasurements(("w",), 10, 0.5, 1.0, (Option(0.0, seconds, 8, 0.0),)),), 1.0, 1.0, 0.0)
     assert show_seconds(math.inf) == "inf s"
 
 
@@ -212,21 +214,21 @@ def test_borders_settle_in_as_many_rounds_as_there_are(monkeypatch: pytest.Monke
 
 
 def test_messages_follow_one_another_and_ranks_send_at_once() -> None:
-    links = Links(islands=((0, 1),), levels={"all": Link(latency_s=0.01, bytes_per_s=1e6)})
-    traffic = (Traffic(Combine.SHUFFLE, 2_000_000, 1), Traffic(Combine.GATHER, 1_000_000, 1))
-    seconds, sent = wire_seconds(dict.fromkeys((0, 1), traffic), Levels.flat(2), links)
+    links = Network(islands=((0, 1),), levels={"all": Link(latency_s=0.01, bytes_per_s=1e6)})
+    traffic = (Traffic(Collective.SHUFFLE, 2_000_000, 1), Traffic(Collective.GATHER, 1_000_000, 1))
+    seconds, sent = wire_seconds(dict.fromkeys((0, 1), traffic), ProcessGroups.flat(2), links)
     assert seconds == pytest.approx(0.01 + 1.0 + 0.01 + 1.0) and sent == 2_000_000
 
 
 def test_the_rank_that_sends_most_is_waited_for() -> None:
-    links = Links(islands=((0, 1, 2),), levels={"all": Link(latency_s=0.0, bytes_per_s=1e6)})
+    links = Network(islands=((0, 1, 2),), levels={"all": Link(latency_s=0.0, bytes_per_s=1e6)})
     sent = {0: (0, 3_000_000, 0), 1: (1_000_000, 0, 500_000), 2: (0, 0, 0)}
-    traffic = {r: (Traffic(Combine.SHUFFLE, sum(n), 1, splits=n, arriving=(0, 0, 0)),) for r, n in sent.items()}
-    seconds, most = wire_seconds(traffic, Levels.flat(3), links)
+    traffic = {r: (Traffic(Collective.SHUFFLE, sum(n), 1, splits=n, arriving=(0, 0, 0)),) for r, n in sent.items()}
+    seconds, most = wire_seconds(traffic, ProcessGroups.flat(3), links)
     assert seconds == pytest.approx(3.0) and most == 3_000_000
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.said)
 def test_candidates_can_be_built_and_lossy_ones_remember(candidate: Candidate) -> None:
-    exchange = compress.build(candidate.written)
+    exchange = exchange_methods.build(candidate.written)
     assert candidate.lossy == exchange.traits.remembers

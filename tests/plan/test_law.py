@@ -14,23 +14,25 @@ import torch
 import yaml
 from torch import nn
 
-from gossamer import api, cutting, dry, inline
-from gossamer.cutting import Asked, ModuleSource, hold
-from gossamer.launching import Launch
+from gossamer.api import verbs
+from gossamer.api.launcher import Launcher
+from gossamer.job import dry_run, in_process
+from gossamer.launch.environment import LauncherRank
 from gossamer.loss.next_token import NextToken
+from gossamer.partition import rank_model
+from gossamer.partition.plan_file import read_plan
+from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
 from gossamer.plan import Request, build
 from gossamer.plan.law import check_loop
-from gossamer.planning import read_plan
 from gossamer.run.batches import DatasetBatches
-from gossamer.run.launch.environment import Place
-from gossamer.settings.form import flow
 from gossamer.settings.methods import check_names
-from gossamer.settings.plans import with_plan
+from gossamer.settings.plan_file import with_plan
 from gossamer.settings.resolve import load
+from gossamer.settings.yaml_io import flow
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 from gossamer.spec.plan import Mesh, Plan
-from gossamer.view.rundir import RunDirectory
+from gossamer.view.run_directory import RunDirectory
 
 RANKS = 4
 Sections = Mapping[str, Any]
@@ -132,7 +134,7 @@ class Lawful(Exception):
 
 
 ROWS = [{"input_ids": torch.zeros(8, dtype=torch.long), "labels": torch.zeros(8, dtype=torch.long)} for _ in range(8)]
-PLACE = Place(
+PLACE = LauncherRank(
     rank=0,
     ranks=RANKS,
     local_rank=0,
@@ -149,10 +151,10 @@ PLACE = Place(
 def held(config: RunConfig, plan: Plan | None = None) -> None:
     """What a rank does first, whoever started it."""
     batches = DatasetBatches(ROWS)
-    asked = Asked(
+    asked = PartitionRequest(
         config=config, ranks=RANKS, rank=0, batches=batches, objective=NextToken(), device=torch.device("cpu")
     )
-    hold(ModuleSource(Net()), asked, plan)
+    build_rank_model(ModuleSource(Net()), asked, plan)
 
 
 def trained(shape: Sections, other: Sections, folder: Path) -> None:
@@ -193,19 +195,19 @@ def resumed(shape: Sections, other: Sections, folder: Path) -> None:
     directory = RunDirectory(folder / "run")
     directory.keep(begun.config, begun.origin)
     directory.keep_plan(build("data_parallel").plan(Request(config=begun.config, ranks=RANKS)))
-    api.resume_command(directory.path, [f"{s}.{k}={flow(v)}" for s, keys in other.items() for k, v in keys.items()])
+    verbs.resume_command(directory.path, [f"{s}.{k}={flow(v)}" for s, keys in other.items() for k, v in keys.items()])
 
 
 def in_python(shape: Sections, other: Sections, folder: Path) -> None:
-    inline.train_inline(Net(), ROWS, merged(BASE, shape, other))
+    in_process.train_in_process(Net(), ROWS, merged(BASE, shape, other))
 
 
 def dried(shape: Sections, other: Sections, folder: Path) -> None:
-    dry.dry_run(load(None, given=merged(BASE, shape, other)).config)
+    dry_run.dry_run(load(None, given=merged(BASE, shape, other)).config)
 
 
 def planned(shape: Sections, other: Sections, folder: Path) -> None:
-    api.plan(Net(), merged(BASE, shape, other), ranks=RANKS)
+    verbs.plan(Net(), merged(BASE, shape, other), ranks=RANKS)
     raise Lawful
 
 
@@ -231,23 +233,23 @@ def at_the_doors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pa
     (tmp_path / "law_model.py").write_text("from plan.test_law import Net\ndef make():\n    return Net()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    ask = cutting._begun
+    ask = rank_model._begun
 
     def asked(*given: Any) -> Plan:
         ask(*given)
         raise Lawful
 
-    def here(launch: Launch) -> None:
+    def here(launch: Launcher) -> None:
         """What every rank does: read what stands in the run's folder."""
         file = launch.directory.plan_file
         held(launch.directory.config(), read_plan(file, ranks=RANKS) if file.exists() else None)
 
-    monkeypatch.setattr(cutting, "_begun", asked)
-    monkeypatch.setattr(Launch, "here", here)
+    monkeypatch.setattr(rank_model, "_begun", asked)
+    monkeypatch.setattr(Launcher, "here", here)
     for changes_the_process in ("set_memory", "set_threads"):
-        monkeypatch.setattr(inline, changes_the_process, lambda *given: None)
-    monkeypatch.setattr(inline, "launcher_of", lambda environment: "torchrun")
-    monkeypatch.setattr(inline, "read_environment", lambda: PLACE)
+        monkeypatch.setattr(in_process, changes_the_process, lambda *given: None)
+    monkeypatch.setattr(in_process, "launcher_of", lambda environment: "torchrun")
+    monkeypatch.setattr(in_process, "read_environment", lambda: PLACE)
     yield tmp_path
 
 

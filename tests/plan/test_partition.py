@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from gossamer.plan import Place, least_wait, places_of_states
+from gossamer.comm.message import ProcessGroups
+from gossamer.plan import ShardingPlace, least_wait, places_of_states
 from gossamer.spec.errors import NoPlan
-from gossamer.spec.links import Link, Links
-from gossamer.wire.message import Levels
+from gossamer.spec.network import Link, Network
 
 SHAPES = tuple((f"layer.{i}", (512, 256)) for i in range(4))
 NUMBERS = 4 * 512 * 256
 ISLANDS = ((0, 1), (2, 3))
 FAST, SLOW = Link(latency_s=1e-4, bytes_per_s=1e9), Link(latency_s=1e-3, bytes_per_s=6e6)
-LINKS = Links(islands=ISLANDS, levels={"all": SLOW, "between": SLOW, "island": FAST})
+LINKS = Network(islands=ISLANDS, levels={"all": SLOW, "between": SLOW, "island": FAST})
 
 
-def places(hidden_s: float = 0.0) -> tuple[Place, ...]:
-    levels = Levels.islands(ISLANDS)
+def places(hidden_s: float = 0.0) -> tuple[ShardingPlace, ...]:
+    levels = ProcessGroups.islands(ISLANDS)
     return places_of_states(SHAPES, levels, LINKS, number_bytes=8, bucket_bytes=1 << 20, hidden_s=hidden_s)
 
 
@@ -48,8 +48,8 @@ def test_the_least_wait_that_fits(room: int, hidden_s: float, chosen: object) ->
 
 def test_states_share_the_room() -> None:
     """Memory goes where it saves most; of equal waits to the smaller."""
-    first = (Place("whole", 0.0, 4), Place("zero1", 1.0, 1))
-    second = (Place("whole", 0.0, 4), Place("zero1", 3.0, 1), Place("same", 0.0, 5))
+    first = (ShardingPlace("whole", 0.0, 4), ShardingPlace("zero1", 1.0, 1))
+    second = (ShardingPlace("whole", 0.0, 4), ShardingPlace("zero1", 3.0, 1), ShardingPlace("same", 0.0, 5))
     found = least_wait({"a": first, "b": second}, room_bytes=5)
     assert (found["a"].written, found["b"].written) == ("zero1", "whole")
     assert least_wait({"a": first, "b": second}, room_bytes=9)["b"].written == "whole"

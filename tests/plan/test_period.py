@@ -8,16 +8,16 @@ from gossamer import sync
 from gossamer.plan.exchange import (
     PERIODS,
     Decision,
-    Parted,
-    Period,
-    RoundFacts,
+    LocalUpdateEstimate,
+    RoundMeasurements,
+    SyncPeriod,
     Timeline,
     choose_period,
     forecast_apart,
     written_of,
 )
 
-SHORT, LONG = Period(8, 0.05), Period(64, 0.2)
+SHORT, LONG = SyncPeriod(8, 0.05), SyncPeriod(64, 0.2)
 
 
 def at_every_step(step_s: float, *, dearer: float = 0.0) -> Decision:
@@ -25,16 +25,16 @@ def at_every_step(step_s: float, *, dearer: float = 0.0) -> Decision:
     return Decision("dense", "", line, line, dearer=dearer)
 
 
-def facts(round_s: float, *, step_s: float = 1.0) -> RoundFacts:
-    return RoundFacts(step_s, (round_s / 4,) * 4)
+def facts(round_s: float, *, step_s: float = 1.0) -> RoundMeasurements:
+    return RoundMeasurements(step_s, (round_s / 4,) * 4)
 
 
 def test_a_wire_that_keeps_up_is_waited_for_by_nobody() -> None:
-    assert forecast_apart(SHORT, facts(4.0)) == Parted(step_s=1.0, exposed_s=0.0, delay=2)
+    assert forecast_apart(SHORT, facts(4.0)) == LocalUpdateEstimate(step_s=1.0, exposed_s=0.0, delay=2)
 
 
 def test_the_delay_hides_the_longest_fragment() -> None:
-    line = forecast_apart(LONG, RoundFacts(1.0, (0.5, 3.2, 0.5)))
+    line = forecast_apart(LONG, RoundMeasurements(1.0, (0.5, 3.2, 0.5)))
     assert line.delay == 5 and line.step_s == 1.0
 
 
@@ -44,7 +44,7 @@ def test_a_round_that_takes_longer_than_its_steps_stretches_them() -> None:
 
 
 def test_encoding_shares_the_core_with_the_steps() -> None:
-    line = forecast_apart(SHORT, RoundFacts(1.0, (0.1,), cpu_s=0.8, stolen=0.5))
+    line = forecast_apart(SHORT, RoundMeasurements(1.0, (0.1,), cpu_s=0.8, stolen=0.5))
     assert line.step_s == pytest.approx(1.05) and line.exposed_s == 0.0
 
 
@@ -81,7 +81,7 @@ def test_a_run_of_few_rounds_does_not_part() -> None:
 
 
 @pytest.mark.parametrize("period", PERIODS)
-def test_every_setting_can_be_built_with_every_delay(period: Period) -> None:
+def test_every_setting_can_be_built_with_every_delay(period: SyncPeriod) -> None:
     for delay in range(period.every):
         loop = sync.build(written_of(period, delay, 1000)).loop
         assert loop is not None and loop.every == period.every and loop.start == 100

@@ -10,23 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.proof.judge import EPS, Sides, judge
-from gossamer.proof.kept import is_kept, keep
-from gossamer.proof.patience import NotProved, Patience
-from gossamer.proof.question import move
-from gossamer.proof.rows import PLACES, WIDTH, Names, Table, digests_of, row_of, rows_of
+from gossamer.proof.cache import is_kept, keep
+from gossamer.proof.fingerprints import PLACES, WIDTH, FingerprintTable, TensorNames, digests_of, row_of, rows_of
+from gossamer.proof.time_limit import NotProved, TimeLimit
+from gossamer.proof.trials import move
+from gossamer.proof.verdict import EPS, BothTables, judge
 from gossamer.spec.config import RunConfig
 
-NAMES = Names(values=("b", "a"), trained=("b", "a"), buffers=(), eps=(EPS / 16,) * 2)
+NAMES = TensorNames(values=("b", "a"), trained=("b", "a"), buffers=(), eps=(EPS / 16,) * 2)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def table(a: Tensor, b: Tensor, loss: float = 2.0) -> Table:
+def table(a: Tensor, b: Tensor, loss: float = 2.0) -> FingerprintTable:
     held = {"a": a, "b": b}
-    return Table(
+    return FingerprintTable(
         initial=digests_of({"a": torch.ones(2), "b": torch.ones(3)}, NAMES.values),
         gradients=rows_of(held, NAMES.trained, 3)[None],
         buffers=torch.zeros(1, 0, WIDTH),
@@ -36,9 +36,9 @@ def table(a: Tensor, b: Tensor, loss: float = 2.0) -> Table:
     )
 
 
-def sides(divided: Table, again: Table | None = None) -> Sides:
+def sides(divided: FingerprintTable, again: FingerprintTable | None = None) -> BothTables:
     alone = table(drawn(40, 30), drawn(50, seed=1))
-    return Sides(names=NAMES, alone=alone, again=again or alone, divided=[divided], exact=(True,), own=1)
+    return BothTables(names=NAMES, alone=alone, again=again or alone, divided=[divided], exact=(True,), own=1)
 
 
 def test_a_row_tells_sizes_and_is_linear() -> None:
@@ -118,7 +118,7 @@ def test_weights_are_moved_by_their_names_alone() -> None:
 
 def test_a_run_of_little_time_is_not_held_up() -> None:
     now = iter([1.0, 5.0])
-    patience = Patience(run_s=60.0, pieces=8, clock=lambda: next(now))
+    patience = TimeLimit(run_s=60.0, pieces=8, clock=lambda: next(now))
     patience.pulse()
     with pytest.raises(NotProved, match="about 32 s of the 1m00s"):
         patience.pulse()
@@ -126,7 +126,7 @@ def test_a_run_of_little_time_is_not_held_up() -> None:
 
 def test_a_machine_that_swaps_is_not_waited_for() -> None:
     now = iter([1.0, 2.0, 3.0, 100.0])
-    patience = Patience(run_s=0.0, pieces=8, clock=lambda: next(now))
+    patience = TimeLimit(run_s=0.0, pieces=8, clock=lambda: next(now))
     for _ in range(3):
         patience.pulse()
     with pytest.raises(NotProved, match="a micro-batch of the whole model took 1m37s, and the first one 1 s"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.proof.turns import Turns
+from gossamer.proof.replica_turns import ReplicaTurns
 
 OUTSIDE: list[int] = []
 
@@ -49,13 +49,13 @@ def nothing_outside() -> None:
     OUTSIDE.clear()
 
 
-def turns_of(writes: bool = False, **given: Any) -> Turns:
-    found = Turns(make=lambda: Alike(Keeps(writes)), **given)  # type: ignore[arg-type, return-value]
+def turns_of(writes: bool = False, **given: Any) -> ReplicaTurns:
+    found = ReplicaTurns(make=lambda: Alike(Keeps(writes)), **given)  # type: ignore[arg-type, return-value]
     found.begin(2)
     return found
 
 
-def play(turns: Turns, place: int, *given: int) -> tuple[float, list[int], int, list[int]]:
+def play(turns: ReplicaTurns, place: int, *given: int) -> tuple[float, list[int], int, list[int]]:
     module: Any = turns.to(place).module
     for x in given:
         module(x).backward()
@@ -91,7 +91,7 @@ def test_what_writes_to_its_parameters_is_made_twice() -> None:
 
 
 def test_a_module_that_keeps_nothing_says_so() -> None:
-    turns = Turns(make=lambda: Alike(nn.Linear(2, 2)))  # type: ignore[arg-type, return-value]
+    turns = ReplicaTurns(make=lambda: Alike(nn.Linear(2, 2)))  # type: ignore[arg-type, return-value]
     turns.begin(2)
     turns.to(0).module(torch.ones(2)).sum().backward()
     turns.to(1)
@@ -102,7 +102,7 @@ def test_a_module_that_keeps_nothing_says_so() -> None:
 def test_a_buffer_that_a_checkpoint_keeps_and_a_forward_changes_is_named(is_kept: bool) -> None:
     module = Keeps()
     module.register_buffer("count", torch.zeros(()), persistent=is_kept)
-    turns = Turns(make=lambda: Alike(module))  # type: ignore[arg-type, return-value]
+    turns = ReplicaTurns(make=lambda: Alike(module))  # type: ignore[arg-type, return-value]
     turns.begin(2)
     turns.to(0).module(1)
     turns.to(1)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gossamer.compress._key import key_at
-from gossamer.ops.signs import signed_sums
+from gossamer.comm.random_key import key_at
+from gossamer.ops.random_signs import signed_sums
 from references.exchanges import Code, Exchange, Mean, Met, TwoShot, e5m2, largest
 from references.outer import Average
 from references.rules import Rule

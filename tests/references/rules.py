@@ -1,4 +1,4 @@
-"""Update rules in float64, from their papers' equations (see the module of the same name in gossamer.optim)."""
+"""Update rules in float64, from their papers' equations (see the module of the same name in gossamer.optimizer)."""
 
 from __future__ import annotations
 

@@ -17,15 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from gossamer import loss
-from gossamer.cutting import Asked, Held, ModuleSource, hold
-from gossamer.job import Job, Where, run_job
-from gossamer.model.cut.absent import Absent
-from gossamer.model.sample import generate
+from gossamer.job.rank_job import RankContext, RankJob, run_job
+from gossamer.model.generate import generate
+from gossamer.model.split.absent_tensor import AbsentTensor
+from gossamer.partition.rank_model import ModuleSource, PartitionRequest, RankModel, build_rank_model
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.build import Parts
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import Interrupted, StepRejected
-from gossamer.view.rundir import RunDirectory
+from gossamer.view.run_directory import RunDirectory
 from pool import Seat
 
 
@@ -446,9 +446,11 @@ def train(
 
     data, objective = DatasetBatches(Tokens(bad=bad, bads=bads)), loss.build("next_token")
     cpu = torch.device("cpu")
-    asked = Asked(config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu)
+    asked = PartitionRequest(
+        config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu
+    )
     kept = kept if kept is not None and kept.mesh.size == seat.ranks else None  # as `gossamer resume` does
-    held = hold(ModuleSource(module), asked, kept)
+    held = build_rank_model(ModuleSource(module), asked, kept)
     parts = Parts(
         module=held.module,
         objective=objective,
@@ -460,9 +462,9 @@ def train(
         cut=held.cut,
         words=Letters() if words else None,
     )
-    job = Job(
+    job = RankJob(
         parts=parts,
-        where=Where(
+        where=RankContext(
             rank=seat.rank,
             ranks=seat.ranks,
             hosts=hosts,
@@ -484,7 +486,7 @@ def train(
         run_job(job)
     except (Interrupted, StepRejected) as error:
         ended = f"{type(error).__name__}: {error}"
-    seen = float("nan") if isinstance(held.module.seen, Absent) else float(held.module.seen)
+    seen = float("nan") if isinstance(held.module.seen, AbsentTensor) else float(held.module.seen)
     found = {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held), "bytes": there}
     if values:
         found["values"] = [x for _, p in sorted(held.module.named_parameters()) for x in p.detach().flatten().tolist()]
@@ -496,7 +498,7 @@ def train(
 
 def train_with_bad_samples(seat: Seat, *, fault: str, **given: Any) -> dict[str, Any]:
     """As `train`, where drawing a token fails on the last rank, or the tokenizer on all."""
-    from gossamer.run import sampling
+    from gossamer.run import text_sampling
 
     class Broken(Letters):
         def decode(self, ids: Iterable[int]) -> str:
@@ -505,29 +507,29 @@ def train_with_bad_samples(seat: Seat, *, fault: str, **given: Any) -> dict[str,
     def fail(*args: Any, **rest: Any) -> Any:
         raise RuntimeError("nothing to choose from")
 
-    draw, words = sampling.draw, sampling._Words
+    draw, words = text_sampling.sample_token, text_sampling._Words
     if fault == "decode":
-        sampling._Words = lambda inner: words(Broken())
+        text_sampling._Words = lambda inner: words(Broken())
     elif seat.rank == seat.ranks - 1:
-        sampling.draw = fail
+        text_sampling.sample_token = fail
     try:
         return train(seat, **given)
     finally:
-        sampling.draw, sampling._Words = draw, words
+        text_sampling.sample_token, text_sampling._Words = draw, words
 
 
 def computing(seat: Seat, *, measured: list[list[float]]) -> list[str]:
     """What ranks choose to compute in that have measured so."""
     from unittest.mock import patch
 
-    from gossamer.run import computing as chosen
-    from gossamer.wire.channel.group import Group, Meeting
-    from gossamer.wire.message import Levels
-    from gossamer.wire.pump import Pump
+    from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+    from gossamer.comm.comm_thread import CommThread
+    from gossamer.comm.message import ProcessGroups
+    from gossamer.run import auto_precision as chosen
     from run.test_untouched import parts_of
 
-    levels = Levels.flat(seat.ranks)
-    pump = Pump(Group(Meeting(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0)))
+    levels = ProcessGroups.flat(seat.ranks)
+    pump = CommThread(ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0)))
     with patch.object(chosen, "matmul_seconds", lambda *_: measured[seat.rank]):
         found = chosen.choose_precision(parts_of(Small(0.0)), pump, kept="")
     pump.close()
@@ -537,16 +539,16 @@ def computing(seat: Seat, *, measured: list[list[float]]) -> list[str]:
 
 def train_behind(seat: Seat, *, islands: list[list[int]], **given: Any) -> dict[str, Any]:
     """As `train`, on two hosts whose links are found to be those of `islands`."""
-    from gossamer import exchanging
-    from gossamer.spec.links import Link, Links
+    from gossamer.autotune import exchange_selection
+    from gossamer.spec.network import Link, Network
 
     fast, slow = Link(latency_s=1e-4, bytes_per_s=1e9), Link(latency_s=1e-2, bytes_per_s=1e6)
-    found = Links(islands=islands, levels={"all": slow, "island": fast, "between": slow})
-    probe, exchanging.probe = exchanging.probe, lambda channel, **how: found
+    found = Network(islands=islands, levels={"all": slow, "island": fast, "between": slow})
+    probe, exchange_selection.probe = exchange_selection.probe, lambda channel, **how: found
     try:
         return train(seat, hosts=2, **given)
     finally:
-        exchanging.probe = probe
+        exchange_selection.probe = probe
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
@@ -556,7 +558,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
     return {s._cdata: s for s in found if s.device.type != "meta"}
 
 
-def digests(held: Held) -> dict[str, str]:
+def digests(held: RankModel) -> dict[str, str]:
     """Of every parameter of this rank, bit for bit."""
     here = [(n, p.detach()) for n, p in held.module.named_parameters() if held.cut is None or n in held.cut.holds]
     return {
@@ -568,47 +570,47 @@ def digests(held: Held) -> dict[str, str]:
 def digest(module: nn.Module) -> str:
     """Of all parameters that are here, bit for bit."""
     found = hashlib.sha256()
-    for _, param in sorted((n, p) for n, p in module.named_parameters() if not isinstance(p, Absent)):
+    for _, param in sorted((n, p) for n, p in module.named_parameters() if not isinstance(p, AbsentTensor)):
         found.update(param.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
 def changing(seat: Seat, *, exchanges: list[Any]) -> dict[str, Any]:
     """Three steps with each exchange, changed at the border between two steps; states and means on the way."""
-    from gossamer import compress
-    from gossamer.sync import Replica, Vote, Window
-    from gossamer.wire.channel.group import Group, Meeting
-    from gossamer.wire.message import Levels
-    from gossamer.wire.pump import Pump
+    from gossamer import exchange as exchange_methods
+    from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+    from gossamer.comm.comm_thread import CommThread
+    from gossamer.comm.message import ProcessGroups
+    from gossamer.sync import GradientReducer, StepContext, StepVote
 
     torch.manual_seed(0)
     module = Small(0.0)
     params = dict(module.named_parameters())
-    islands = Levels.islands([[rank] for rank in range(seat.ranks)])
-    channel = Group(Meeting(seat.store(), seat.rank, islands, interface="lo", timeout_s=15.0))
-    pump = Pump(channel)
-    replica = Replica(params, compress.rules(exchanges[0]).by_name(params), pump, bucket_bytes=1 << 20)
+    islands = ProcessGroups.islands([[rank] for rank in range(seat.ranks)])
+    channel = ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, islands, interface="lo", timeout_s=15.0))
+    pump = CommThread(channel)
+    replica = GradientReducer(params, exchange_methods.rules(exchanges[0]).by_name(params), pump, bucket_bytes=1 << 20)
     data, kept, owed, carried = Tokens(), [], [], []
 
     def owing(states: dict[str, torch.Tensor]) -> float:
-        return float(sum(t.abs().double().sum() for n, t in sorted(states.items()) if compress.is_owed(n)))
+        return float(sum(t.abs().double().sum() for n, t in sorted(states.items()) if exchange_methods.is_residual(n)))
 
     for turn, written in enumerate(exchanges):
         if turn:
             before = {n: t.clone() for n, t in replica.states().items()}
             owed.append(owing(before))
-            replica.adopt(compress.rules(written).by_name(params), bucket_bytes=1 << (20 - turn))
+            replica.adopt(exchange_methods.rules(written).by_name(params), bucket_bytes=1 << (20 - turn))
             after = replica.states()
             carried.append(owing(after))
             kept.append(sorted(n for n in after if n in before and torch.equal(after[n], before[n])))
         for step in range(3 * turn, 3 * turn + 3):
             rows = torch.utils.data.default_collate([data[4 * step + 2 * seat.rank + i] for i in range(2)])
-            replica.open(Window(step, 0, 1.0, float((rows["labels"] != -100).sum())))
+            replica.open(StepContext(step, 0, 1.0, float((rows["labels"] != -100).sum())))
             replica.watch()
             logits = module(rows["input_ids"], rows["scale"])
             nn.functional.cross_entropy(logits.flatten(0, 1), rows["labels"].flatten()).backward()
             replica.reduce()
-            assert replica.agree(Vote(0.0)).finite
+            assert replica.agree(StepVote(0.0)).finite
             replica.commit()
     mean = {n: float(g.square().sum()) for n, g in replica.gradients().items()}
     left = owing(replica.states())
@@ -620,10 +622,10 @@ def changing(seat: Seat, *, exchanges: list[Any]) -> dict[str, Any]:
 
 def search(seat: Seat, *, directories: list[str], until: int | None = None) -> dict[str, Any] | None:
     """What this rank finds to go on from, where the ranks see `directories`; how many it read in full."""
-    from gossamer.run.resuming import Search
+    from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+    from gossamer.comm.message import ProcessGroups
+    from gossamer.run.checkpoint_search import CheckpointSearch
     from gossamer.store.checkpoint import Checkpoint
-    from gossamer.wire.channel.group import Group, Meeting
-    from gossamer.wire.message import Levels
 
     verified, verify = [], Checkpoint.verify
 
@@ -631,11 +633,13 @@ def search(seat: Seat, *, directories: list[str], until: int | None = None) -> d
         verify(self, **how)
         verified.append(self.step)
 
-    channel = Group(Meeting(seat.store(), seat.rank, Levels.flat(seat.ranks), interface="lo", timeout_s=15.0))
+    channel = ProcessGroupChannel(
+        Rendezvous(seat.store(), seat.rank, ProcessGroups.flat(seat.ranks), interface="lo", timeout_s=15.0)
+    )
     Checkpoint.verify = counted
     try:
         is_reader = seat.rank == directories.index(directories[seat.rank])
-        found = Search(channel, Path(directories[seat.rank]), is_reader).run(until)
+        found = CheckpointSearch(channel, Path(directories[seat.rank]), is_reader).run(until)
     finally:
         Checkpoint.verify = verify
         channel.close()

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gossamer import loss
-from gossamer.cutting import Asked, ModuleSource, OriginSource, Planned, planned
-from gossamer.exchanging import levels_of
-from gossamer.model.origin import origin_of
-from gossamer.proving import Proving
+from gossamer.autotune.exchange_selection import levels_of
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.comm_thread import CommThread
+from gossamer.model.source import origin_of
+from gossamer.partition.rank_model import ModuleSource, OriginSource, PartitionRequest, Planned, planned
+from gossamer.proof.startup import Proving
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.build import Parts
 from gossamer.spec import records
 from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput, Interrupted
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.pump import Pump
 from pool import Seat
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # the faults are a benchmark's, too
@@ -174,9 +174,9 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 @contextmanager
-def pump_of(seat: Seat, model: Planned) -> Iterator[Pump]:
+def pump_of(seat: Seat, model: Planned) -> Iterator[CommThread]:
     levels = levels_of(model.plan, seat.ranks)
-    pump = Pump(Group(Meeting(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0)))
+    pump = CommThread(ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0)))
     try:
         yield pump
     finally:
@@ -205,7 +205,9 @@ def prove(
     config = RunConfig.model_validate(given)
     torch.manual_seed(seat.rank if seeds else 0)
     data, objective, cpu = DatasetBatches(Padded()), loss.build("next_token"), torch.device("cpu")
-    asked = Asked(config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu)
+    asked = PartitionRequest(
+        config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu
+    )
     module = ModuleSource(KINDS[kind]()) if not factory else None
     model = planned(module or OriginSource(origin_of(ModelSection(factory=factory)), 0), asked)
     CALLS[0] = 0
@@ -231,7 +233,7 @@ def prove(
             asked_to_stop=lambda: stop and seat.rank == 1,
             file=seat.folder / "proved.json",
         )
-        with patch("gossamer.proving.memory", lambda: (0, free_bytes)) if free_bytes else nullcontext():
+        with patch("gossamer.proof.startup.memory", lambda: (0, free_bytes)) if free_bytes else nullcontext():
             ended = _ended(proving, times)
     return {"told": [asdict(one) for one in told], "calls": CALLS[0], **ended}
 

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gossamer.cutting import Asked, ModuleSource, hold
-from gossamer.job import Job, Where, run_job
-from gossamer.loss import Objective
+from gossamer.job.rank_job import RankContext, RankJob, run_job
+from gossamer.loss import Loss
+from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.build import Parts
 from gossamer.spec.config import RunConfig
-from gossamer.view.rundir import RunDirectory
+from gossamer.view.run_directory import RunDirectory
 from model.cuttable import MODULES
 from model.test_cut_segments import Bare
 from pool import Seat
 
 
 @dataclass(frozen=True, slots=True)
-class Energy(Objective):
+class Energy(Loss):
     """The mean square of whatever comes out; every row counts one."""
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -56,8 +56,10 @@ def train(seat: Seat, *, kind: str, folder: str, plan: dict[str, Any], steps: in
     given = {"train": section, "plan": plan, "machines": {"timeout_s": 40}}
     config, cpu = RunConfig.model_validate(given), torch.device("cpu")
     data, objective = DatasetBatches(Inputs(like())), Energy()
-    asked = Asked(config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu)
-    held = hold(ModuleSource(module), asked)
+    asked = PartitionRequest(
+        config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu
+    )
+    held = build_rank_model(ModuleSource(module), asked)
     parts = Parts(
         module=held.module,
         objective=objective,
@@ -68,9 +70,9 @@ def train(seat: Seat, *, kind: str, folder: str, plan: dict[str, Any], steps: in
         device=cpu,
         cut=held.cut,
     )
-    job = Job(
+    job = RankJob(
         parts=parts,
-        where=Where(
+        where=RankContext(
             rank=seat.rank,
             ranks=seat.ranks,
             hosts=1,

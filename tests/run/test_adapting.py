@@ -9,12 +9,12 @@ import pytest
 import torch
 import yaml
 
-from gossamer import compress
-from gossamer.adapting import paths_of
-from gossamer.exchanging import Exchanger
-from gossamer.spec.links import Link, Links
+from gossamer import exchange as exchange_methods
+from gossamer.autotune.adaptive_compression import uplinks_downlinks_of
+from gossamer.autotune.exchange_selection import ExchangeSelector
+from gossamer.comm.message import ProcessGroups
+from gossamer.spec.network import Link, Network
 from gossamer.spec.plan import Mesh, Plan
-from gossamer.wire.message import Levels
 from run.test_trainer import losses, records
 
 POWERSGD = {"error_feedback": {"powersgd": {"rank": 4}}}
@@ -125,7 +125,9 @@ def test_where_auto_needs_nothing_nothing_is_adapted(pool, tmp_path: Path) -> No
 
 def test_paths_are_the_links_with_their_exceptions() -> None:
     slow, fast = Link(latency_s=0.01, bytes_per_s=1e6), Link(latency_s=0.01, bytes_per_s=9e6)
-    paths = paths_of(Links(islands=((0, 2), (1,)), levels={"all": slow}, uplinks={1: fast}, downlinks={0: fast}))
+    paths = uplinks_downlinks_of(
+        Network(islands=((0, 2), (1,)), levels={"all": slow}, uplinks={1: fast}, downlinks={0: fast})
+    )
     assert paths.up == (slow, fast, slow) and paths.down == (fast, slow, slow)
 
 
@@ -152,8 +154,8 @@ def test_a_run_that_broke_before_its_choice_was_saved_goes_on_with_the_choice(po
 def test_a_change_to_an_exchange_without_feedback_is_made_once() -> None:
     """What drifted links bring about, too: around dense, feedback pays what is owed, and stays."""
     kept, module = [], torch.nn.Linear(3, 2)
-    channel = SimpleNamespace(levels=Levels.flat(2))
-    exchanger = Exchanger(
+    channel = SimpleNamespace(levels=ProcessGroups.flat(2))
+    exchanger = ExchangeSelector(
         engine=SimpleNamespace(module=module),
         feed=None,
         pump=SimpleNamespace(channel=channel),
@@ -164,7 +166,7 @@ def test_a_change_to_an_exchange_without_feedback_is_made_once() -> None:
         keep=kept.append,
     )
     changed = exchanger.change("dense", 7, "drifted", adapted_from="")
-    assert all(compress.owes(one) for one in changed.exchange.values())
+    assert all(exchange_methods.has_residual(one) for one in changed.exchange.values())
     assert [plan.exchange for plan in kept] == [{"error_feedback": {"inner": "dense"}}]
     assert sum(kept[0].forecast.wire_bytes.values()) > 0
     assert exchanger.change("dense", 8, "again", adapted_from="") is None and len(kept) == 1

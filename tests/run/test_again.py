@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.run.stage import Whole
+from gossamer.run.step_runner import UnsplitModel
 from gossamer.spec.errors import BadInput
 from model.kept import Block, Net
 from model.test_cut_absent import BATCHES, loss_of
@@ -68,11 +68,11 @@ class Trained(Block):
         return super().forward(x)  # type: ignore[no-any-return]
 
 
-def whole_of(module: nn.Module) -> Whole:
+def whole_of(module: nn.Module) -> UnsplitModel:
     def loss(rows: Mapping[str, Any], *, step: int, key: int) -> Tensor:
         return loss_of(module, rows)
 
-    return Whole(SimpleNamespace(module=module, loss=loss, loss_of_copies=loss))  # type: ignore[arg-type]
+    return UnsplitModel(SimpleNamespace(module=module, loss=loss, loss_of_copies=loss))  # type: ignore[arg-type]
 
 
 def net_of(block: Callable[[], nn.Module]) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer.compress.transfer import Form, crossing
+from gossamer.p2p import TensorSpec, activation
 from gossamer.spec.plan import Plan
-from gossamer.view.rundir import RunDirectory
+from gossamer.view.run_directory import RunDirectory
 from run.test_trainer import losses, records
 
 _BATCHES, _SHAPE = 4, (2, 9, 12)  # of what one micro-batch's blocks hand on: a float32, a bool and an int64 each
@@ -33,9 +33,9 @@ def test_a_boundary_in_few_bits_keeps_masks(pool, tmp_path: Path) -> None:
         assert isinstance(plan, Plan)
         (mine,) = (n for link, n in plan.forecast.wire_bytes.items() if link.startswith("0>"))
         assert [sum(step["wire_bytes"].values()) for step in records(folder, "step")] == [mine] * 2
-        way = crossing.build(boundary, key="plan.boundary")
-        rest.add(mine - _BATCHES * way.nbytes(Form(_SHAPE, torch.float32)))
-    masks = _BATCHES * Form(_SHAPE, torch.int64).nbytes + _BATCHES * Form(_SHAPE, torch.bool).nbytes
+        way = activation.build(boundary, key="plan.boundary")
+        rest.add(mine - _BATCHES * way.nbytes(TensorSpec(_SHAPE, torch.float32)))
+    masks = _BATCHES * TensorSpec(_SHAPE, torch.int64).nbytes + _BATCHES * TensorSpec(_SHAPE, torch.bool).nbytes
     assert len(rest) == 1 and min(rest) > masks
 
 

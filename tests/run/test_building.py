@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 from gossamer import loss
-from gossamer.cutting import Asked, OriginSource, hold
-from gossamer.model.cut.absent import Absent
-from gossamer.model.origin import origin_of
+from gossamer.partition.rank_model import Asked, OriginSource, hold
+from gossamer.model.split.absent_tensor import Absent
+from gossamer.model.source import origin_of
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
 

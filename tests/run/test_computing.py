@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from gossamer.model.model_profile import matmul_seconds
 from gossamer.model.precision import BF16, FP32
-from gossamer.model.profile import matmul_seconds
-from gossamer.run import computing
+from gossamer.run import auto_precision
 from gossamer.view.summary import summarise
 from model.habits import Net
 from run.test_untouched import parts_of, run_alone
@@ -28,14 +28,14 @@ def told(folder: Path, kind: str) -> list[dict[str, Any]]:
 def test_bf16_is_taken_where_it_is_measured_to_be_faster(
     tmp_path: Path, measured: tuple[float, float], chosen: str
 ) -> None:
-    with patch.object(computing, "matmul_seconds", lambda *_: measured):
+    with patch.object(auto_precision, "matmul_seconds", lambda *_: measured):
         directory = run_alone(parts_of(Net(), precision="auto"), tmp_path)
     plan = directory.plan()
     assert plan is not None and plan.reasons["precision"].startswith(f"{chosen}: matmuls of this model's shapes")
     assert [one["precision"] for one in told(tmp_path, "start")] == [chosen]
     (said,) = [one["message"] for one in told(tmp_path, "event") if one["message"].startswith("precision: ")]
     assert said == f"precision: {plan.reasons['precision']}"
-    with patch.object(computing, "matmul_seconds", lambda *_: measured[::-1]):
+    with patch.object(auto_precision, "matmul_seconds", lambda *_: measured[::-1]):
         run_alone(parts_of(Net(), precision="auto", steps=5), tmp_path, resume=True)
     assert [one["precision"] for one in told(tmp_path, "start")] == [chosen, chosen], "the first choice is kept"
 

@@ -10,10 +10,10 @@ from typing import NoReturn
 
 import torch
 
-from gossamer.wire.message import Combine, Message
-from gossamer.wire.process import frames
-from gossamer.wire.process.frames import place_of, stand
-from gossamer.wire.pump import Pump
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import Collective, Message
+from gossamer.process import stack_position
+from gossamer.process.stack_position import place_of, stand
 
 USERS = """
 def forward(x):
@@ -56,8 +56,8 @@ def test_the_innermost_line_of_the_user_s(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_an_installed_package_where_there_is_nothing_of_the_user_s(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(frames, "_OURS", str(Path(__file__).parent))  # or this test is the user's code
-    frames._whose.cache_clear()
+    monkeypatch.setattr(stack_position, "_OURS", str(Path(__file__).parent))  # or this test is the user's code
+    stack_position._whose.cache_clear()
     try:
         other = users(tmp_path, "lib/site-packages/models/llama.py")
         torchs = users(tmp_path, "lib/site-packages/torch/nn.py")
@@ -65,7 +65,7 @@ def test_an_installed_package_where_there_is_nothing_of_the_user_s(tmp_path: Pat
         assert place_of(caught(torchs.forward, torch.zeros(3, 3))) == ""
         assert place_of(ValueError("never raised")) == ""
     finally:
-        frames._whose.cache_clear()
+        stack_position._whose.cache_clear()
 
 
 class Nowhere:
@@ -77,7 +77,7 @@ class Nowhere:
 
 def waits(method: Iterator[Message] | None, there: threading.Event, go: threading.Event) -> bool:
     """What is seen of a process that asks for the result of `method`, once it has been begun."""
-    pump = Pump(Nowhere())  # type: ignore[arg-type]
+    pump = CommThread(Nowhere())  # type: ignore[arg-type]
     step = pump.begin((1,))
     if method is not None:
         step.submit(0, method)  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def test_who_asks_for_a_message_waits_unless_his_own_is_still_being_made() -> No
         there.set()
         go.wait()
         raise ValueError("never sent")
-        yield Message((torch.zeros(1),), Combine.SUM)
+        yield Message((torch.zeros(1),), Collective.SUM)
 
     assert not stand().waits
     assert not waits(held_up(), there, go)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.run import initial
-from gossamer.run.initial import check_initial
+from gossamer.run import initial_values
+from gossamer.run.initial_values import check_initial
 from gossamer.spec.errors import BadInput
 
 
@@ -43,8 +43,8 @@ class Meeting:
                 raise Asked(row)
             return torch.tensor(rows, dtype=torch.float64)
 
-        monkeypatch.setattr(initial, "gathered", gathered)
-        monkeypatch.setattr(initial, "_machine", lambda: self.machines[rank])
+        monkeypatch.setattr(initial_values, "gathered", gathered)
+        monkeypatch.setattr(initial_values, "_machine", lambda: self.machines[rank])
         try:
             check_initial(None, self.modules[rank], None)  # type: ignore[arg-type]
         except Asked as asked:

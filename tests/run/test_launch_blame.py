@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gossamer.run.launch.failure import Dated, Failure, blame, cause_of_exit, page
-from gossamer.wire.process import PEER_LOST, Pulse, left_standing, stalled
+from gossamer.launch.failure_report import Dated, RankFailure, cause_of_exit, find_root_cause, format_report
+from gossamer.process import PEER_LOST, Liveness, left_standing, stalled
 
 
-def failure(rank: int, **given: object) -> Failure:
+def failure(rank: int, **given: object) -> RankFailure:
     fields = {"rank": rank, "host": 0, "hostname": "a", "pid": 10 + rank, "what": "exited", "cause": "it died"}
-    return Failure.model_validate(fields | given)
+    return RankFailure.model_validate(fields | given)
 
 
 def dated(at_s: float, rank: int, **given: object) -> Dated:
@@ -18,7 +18,7 @@ def dated(at_s: float, rank: int, **given: object) -> Dated:
 
 
 def test_the_cause_is_the_first_that_is_nobody_elses_fault() -> None:
-    found = blame(
+    found = find_root_cause(
         [
             dated(1.0, 0, exit_code=PEER_LOST),
             dated(1.2, 2, exit_code=3, kind="RuntimeError", message="[gloo] Connection closed by peer [10.0.0.2]:9"),
@@ -33,16 +33,16 @@ def test_the_cause_is_the_first_that_is_nobody_elses_fault() -> None:
 
 
 def test_with_nothing_but_collateral_ranks_the_first_one_stands_for_the_cause() -> None:
-    found = blame([dated(2.0, 1, exit_code=PEER_LOST), dated(1.0, 0, exit_code=PEER_LOST)])
+    found = find_root_cause([dated(2.0, 1, exit_code=PEER_LOST), dated(1.0, 0, exit_code=PEER_LOST)])
     assert (found.first.rank, [f.rank for f in found.collateral]) == (0, [1])
 
 
 def test_the_page_has_it_all_and_is_a_box_of_ascii() -> None:
     first = failure(1, exit_code=3, cause="ValueError: " + "long words " * 30, step=7, phase="exchange", op="bucket 3")
-    found = blame(
+    found = find_root_cause(
         [Dated(failure=first, at_s=0), dated(1, 2, exit_code=PEER_LOST), dated(1, 0, by_us=True, hostname="b")]
     )
-    text = page(found, rundir=Path("runs/x"))
+    text = format_report(found, rundir=Path("runs/x"))
     lines = text.splitlines()
     assert text.isascii()
     assert len({len(line) for line in lines}) == 1
@@ -59,7 +59,7 @@ def test_the_page_has_it_all_and_is_a_box_of_ascii() -> None:
 
 def test_commands_and_paths_are_never_wrapped() -> None:
     rundir = Path("/" + "very-long-folder/" * 12 + "with a blank/x")
-    assert f"gossamer resume {rundir} " in page(blame([dated(0, 0)]), rundir=rundir)
+    assert f"gossamer resume {rundir} " in format_report(find_root_cause([dated(0, 0)]), rundir=rundir)
 
 
 def test_a_kill_is_told_from_a_lack_of_memory() -> None:
@@ -72,13 +72,13 @@ def test_a_kill_is_told_from_a_lack_of_memory() -> None:
     assert cause_of_exit(-31, said="", out_of_memory="", peak="") == "ended with signal SIGSYS and said nothing"
 
 
-def pulse(rank: int, *, step: int = 5, sequence: int = -1, still_s: float = 0.0, **given: object) -> Pulse:
-    return Pulse(
+def pulse(rank: int, *, step: int = 5, sequence: int = -1, still_s: float = 0.0, **given: object) -> Liveness:
+    return Liveness(
         rank=rank, step=step, sequence=sequence, first_step=0, heard_s=100.0, progress_s=100.0 - still_s, **given
     )  # type: ignore[arg-type]
 
 
-def names(*pulses: Pulse, **given: float) -> list[int]:
+def names(*pulses: Liveness, **given: float) -> list[int]:
     return [p.rank for p in stalled(pulses, 100.0, after_s=10.0, **given)]
 
 
@@ -97,7 +97,9 @@ def test_no_alarm() -> None:
     waits = {"still_s": 20.0, "phase": "exchange"}
     assert names(pulse(0, **waits), pulse(1, still_s=1.0, phase="compute")) == [], "it is slow, but it moves"
     assert names(pulse(0, **waits), pulse(1, still_s=15.0, longest_s=5.0, phase="compute"), patience=4.0) == []
-    assert names(Pulse(rank=0, heard_s=0, progress_s=0), Pulse(rank=1, heard_s=0, progress_s=0)) == [], "they compile"
+    assert names(Liveness(rank=0, heard_s=0, progress_s=0), Liveness(rank=1, heard_s=0, progress_s=0)) == [], (
+        "they compile"
+    )
     assert names(pulse(0, still_s=20.0, finished=True)) == []
     assert names() == []
 
@@ -112,7 +114,9 @@ def test_who_does_not_wait_is_blamed_by_those_who_do() -> None:
     assert names(pulse(0, sequence=6, **waits), pulse(1, sequence=8, still_s=15.0, phase="compute")) == [1], (
         "in a pipeline ranks send unequally much"
     )
-    assert names(pulse(0, step=0, **waits), Pulse(rank=1, heard_s=0, progress_s=0)) == [1], "before its first step too"
+    assert names(pulse(0, step=0, **waits), Liveness(rank=1, heard_s=0, progress_s=0)) == [1], (
+        "before its first step too"
+    )
     both = (pulse(1, step=5, still_s=15.0, phase="compute"), pulse(2, step=5, still_s=14.0, phase="compute"))
     assert names(pulse(0, **waits), *both) == [1, 2]
     assert names(pulse(0, **waits), both[0], pulse(2, still_s=1.0, phase="compute")) == [1], "one that moves is no bar"
@@ -135,13 +139,13 @@ def test_who_is_left_standing_once_others_have_given_up() -> None:
 
 def test_what_all_ranks_find_out_together_is_nobodys_failure() -> None:
     cause = "WireMismatch: rank 2 differs from the other 2"
-    found = blame([dated(at, rank, exit_code=3, cause=cause) for rank, at in enumerate((2.0, 1.0, 3.0))])
-    rows = page(found, rundir=Path("runs/x")).splitlines()
+    found = find_root_cause([dated(at, rank, exit_code=3, cause=cause) for rank, at in enumerate((2.0, 1.0, 3.0))])
+    rows = format_report(found, rundir=Path("runs/x")).splitlines()
     assert "| first failing rank  none alone: ranks 0, 1, 2 on a failed alike" in rows[1]
     assert not any("failed as well" in row for row in rows)
 
 
 def test_the_place_in_the_users_code_stands_under_the_cause() -> None:
-    found = blame([dated(1.0, 1, exit_code=3, cause="ValueError: no", place="net.py:12 in forward")])
-    rows = [row.strip("| ") for row in page(found, rundir=Path("runs/x")).splitlines()]
+    found = find_root_cause([dated(1.0, 1, exit_code=3, cause="ValueError: no", place="net.py:12 in forward")])
+    rows = [row.strip("| ") for row in format_report(found, rundir=Path("runs/x")).splitlines()]
     assert rows[rows.index("likely cause        ValueError: no") + 1] == "at net.py:12 in forward"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gossamer.run.launch import launcher_of, read_environment
-from gossamer.run.launch.environment import expand_counts, expand_hosts
+from gossamer.launch import launcher_of, read_environment
+from gossamer.launch.environment import expand_counts, expand_hosts
 from gossamer.spec.errors import BadInput
 
 OURS = {

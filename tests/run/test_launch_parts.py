@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from gossamer.run.launch import Invitation, Limits, Start, launch_local, run_worker
-from gossamer.run.launch.failure import Failure
-from gossamer.run.launch.greetings import Hello
-from gossamer.run.launch.interface import Interface, RateServer, candidates, choose, interfaces, measure_all, route_to
-from gossamer.run.launch.port import listen, owner
+from gossamer.launch import LaunchRequest, Limits, RendezvousConfig, launch_local, run_worker
+from gossamer.launch.failure_report import RankFailure
+from gossamer.launch.interface import Interface, RateServer, candidates, choose, interfaces, measure_all, route_to
+from gossamer.launch.port import listen, owner
+from gossamer.launch.rendezvous_messages import JoinRequest
+from gossamer.process import EventLoop, Heartbeat, HeartbeatServer, exit_text, read_error, write_error
+from gossamer.process.json_lines import JsonLineReader, read_line
+from gossamer.process.last_position import Position, PositionPage
+from gossamer.process.out_of_memory import memory_events
 from gossamer.spec.errors import BadInput, Interrupted, PeerLost, WireMismatch
-from gossamer.wire.process import Heartbeat, HeartbeatServer, Loop, exit_text, read_error, write_error
-from gossamer.wire.process.black_box import BlackBox, Position
-from gossamer.wire.process.lines import Lines, read_line
-from gossamer.wire.process.out_of_memory import memory_events
 
 
 def test_launching_imports_no_torch() -> None:
-    program = "import sys, gossamer.run.launch; sys.exit('torch' in sys.modules)"
+    program = "import sys, gossamer.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -49,18 +49,18 @@ def test_an_address_of_another_host() -> None:
 @pytest.mark.parametrize("text", ["here", "a:b", "a:0", "a:70000", ":1", "a b:1"])
 def test_no_meeting_place(text: str) -> None:
     with pytest.raises(BadInput, match="ADDRESS:PORT"):
-        Invitation.parse_meet(text)
+        RendezvousConfig.parse_meet(text)
 
 
 @pytest.mark.parametrize("text", ["2/2", "1", "a/b", "-1/2", "/2", "0/"])
 def test_no_host_number(text: str) -> None:
     with pytest.raises(BadInput, match="NUMBER/HOSTS"):
-        Invitation.parse_host(text)
+        RendezvousConfig.parse_host(text)
 
 
 def test_host_and_meeting_place() -> None:
-    assert Invitation.parse_host("1/4") == (1, 4)
-    assert Invitation.parse_meet("10.0.0.1:29400") == ("10.0.0.1", 29400)
+    assert RendezvousConfig.parse_host("1/4") == (1, 4)
+    assert RendezvousConfig.parse_meet("10.0.0.1:29400") == ("10.0.0.1", 29400)
 
 
 def test_the_interface_to_oneself_is_the_loopback() -> None:
@@ -99,7 +99,7 @@ def test_the_fastest_interface_that_reaches_all_is_chosen() -> None:
 
 
 def test_lines_are_cut_and_limited() -> None:
-    lines = Lines(limit_bytes=8)
+    lines = JsonLineReader(limit_bytes=8)
     assert lines.feed(b"ab") == []
     assert lines.feed(b"c\nd\n\ne") == [b"abc", b"d", b""]
     with pytest.raises(WireMismatch, match="at most 8 bytes, got 9"):
@@ -112,12 +112,12 @@ def test_lines_are_cut_and_limited() -> None:
 )
 def test_what_is_no_message_is_refused(line: bytes) -> None:
     with pytest.raises(WireMismatch):
-        read_line(line, TypeAdapter(Hello))
+        read_line(line, TypeAdapter(JoinRequest))
 
 
 def test_a_message_with_a_field_too_many_is_refused() -> None:
-    good = Failure(rank=0, host=0, hostname="a", pid=1, what="exited", cause="c")
-    kind = TypeAdapter(Failure)
+    good = RankFailure(rank=0, host=0, hostname="a", pid=1, what="exited", cause="c")
+    kind = TypeAdapter(RankFailure)
     assert read_line(good.model_dump_json().encode(), kind) == good
     with pytest.raises(WireMismatch, match="extra"):
         read_line(good.model_dump_json()[:-1].encode() + b', "extra": 1}', kind)
@@ -127,7 +127,7 @@ class Server:
     """A heartbeat server of rank 0 with its loop."""
 
     def __init__(self) -> None:
-        self.loop = Loop()
+        self.loop = EventLoop()
         self.server = HeartbeatServer(self.loop, [0])
 
     def __enter__(self) -> Server:
@@ -198,7 +198,7 @@ def test_a_heartbeat_without_a_supervisor_is_silent() -> None:
 
 
 def test_the_black_box_holds_the_last_position() -> None:
-    box = BlackBox()
+    box = PositionPage()
     assert box.read() == Position()
     heart = Heartbeat(0, box=os.dup(box.descriptor))
     heart.at(step=2, phase="p" * 300, op="\N{GREEK SMALL LETTER ALPHA}", sequence=4)
@@ -267,7 +267,7 @@ def test_a_program_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 def test_no_processes(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="at least 1 process"):
-        Start(argv=("true",), processes=0, rundir=tmp_path)
+        LaunchRequest(argv=("true",), processes=0, rundir=tmp_path)
 
 
 def test_workers_get_their_environment_and_the_users(tmp_path: Path) -> None:

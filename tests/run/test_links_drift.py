@@ -13,27 +13,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer import compress, exchanging, measuring
-from gossamer.exchanging import Exchanger
+from gossamer import exchange as exchange_methods
+from gossamer.autotune import exchange_profile, exchange_selection
+from gossamer.autotune.exchange_selection import ExchangeSelector
+from gossamer.comm.channel.loopback import LoopbackChannel
+from gossamer.comm.message import ProcessGroups
 from gossamer.plan.exchange import CANDIDATES, across_islands
-from gossamer.run.rehearse import Rehearsal
+from gossamer.run.profile_step import StepProfile
 from gossamer.run.trainer import Replan
-from gossamer.spec.choice import Choice
 from gossamer.spec.errors import BadInput
-from gossamer.spec.links import Link, Links
+from gossamer.spec.method_config import MethodConfig
+from gossamer.spec.network import Link, Network
 from gossamer.spec.plan import BUCKET_BYTES, Mesh, Plan
 from gossamer.sync import buckets_of
-from gossamer.wire.channel.echo import Echo
-from gossamer.wire.message import Levels
 
 MIB = 1 << 20
 SLOW, FAST = Link(latency_s=1e-3, bytes_per_s=2e6), Link(latency_s=1e-4, bytes_per_s=1e9)
-FLAT_FAST = Links(islands=((0, 1, 2, 3),), levels={"all": FAST})
-FLAT_SLOW = Links(islands=((0, 1, 2, 3),), levels={"all": SLOW})
+FLAT_FAST = Network(islands=((0, 1, 2, 3),), levels={"all": FAST})
+FLAT_SLOW = Network(islands=((0, 1, 2, 3),), levels={"all": SLOW})
 
 
-def islands(*groups: tuple[int, ...]) -> Links:
-    return Links(islands=groups, levels={"all": SLOW, "island": FAST, "between": SLOW})
+def islands(*groups: tuple[int, ...]) -> Network:
+    return Network(islands=groups, levels={"all": SLOW, "island": FAST, "between": SLOW})
 
 
 PAIRS, OTHERS = islands((0, 1), (2, 3)), islands((0, 2), (1, 3))
@@ -45,7 +46,7 @@ class World:
     gives; `encoding_s` is what encoding a bucket takes.
     """
 
-    links: Iterator[Links]
+    links: Iterator[Network]
     gradients: Callable[[int], dict[str, Tensor]]
     params: dict[str, Tensor]
     told: list[str] = field(default_factory=list)
@@ -54,10 +55,10 @@ class World:
     timed: list[str] = field(default_factory=list)
     encoding_s: float = 1e-3
 
-    def rehearse(self, engine: object, feed: object, params: dict[str, Tensor], step: int = 0) -> Rehearsal:
+    def rehearse(self, engine: object, feed: object, params: dict[str, Tensor], step: int = 0) -> StepProfile:
         self.rehearsed.append(step)
         ready = {name: 0.2 * (i + 1) / len(params) for i, name in enumerate(reversed(params))}
-        return Rehearsal(0.3, 0.2, ready, self.gradients(step))
+        return StepProfile(0.3, 0.2, ready, self.gradients(step))
 
     def seconds_of(self, exchange: object, *where: object) -> float:
         self.timed.append(type(exchange).__name__)
@@ -65,10 +66,10 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Exchanger, World]]:
+def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ExchangeSelector, World]]:
     def make(
-        found: Sequence[Links], *, lossy: bool = True, bad: Sequence[int] = (), size: int = 520, **plan: Any
-    ) -> tuple[Exchanger, World]:
+        found: Sequence[Network], *, lossy: bool = True, bad: Sequence[int] = (), size: int = 520, **plan: Any
+    ) -> tuple[ExchangeSelector, World]:
         module = torch.nn.Sequential(*[torch.nn.Linear(size, size) for _ in range(4)])
         params = dict(module.named_parameters())
         torch.manual_seed(0)
@@ -76,14 +77,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Exchanger, Wor
         sick = {name: g.clone() for name, g in sound.items()}
         sick["1.weight"][3, 4] = torch.inf
         here = World(iter(found), lambda step: sick if step in bad else sound, params)
-        monkeypatch.setattr(exchanging, "probe", lambda channel, **_: next(here.links))
-        monkeypatch.setattr(exchanging, "rehearse", here.rehearse)
-        monkeypatch.setattr(measuring, "stolen_share", lambda: 0.5)
-        monkeypatch.setattr(compress, "seconds_of", here.seconds_of)
-        exchanger = Exchanger(
+        monkeypatch.setattr(exchange_selection, "probe", lambda channel, **_: next(here.links))
+        monkeypatch.setattr(exchange_selection, "profile_step", here.rehearse)
+        monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.5)
+        monkeypatch.setattr(exchange_methods, "seconds_of", here.seconds_of)
+        exchanger = ExchangeSelector(
             engine=SimpleNamespace(module=module),  # type: ignore[arg-type]
             feed=None,  # type: ignore[arg-type]
-            pump=SimpleNamespace(channel=Echo(0, Levels.flat(4)), busy_s=1.0),  # type: ignore[arg-type]
+            pump=SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(4)), busy_s=1.0),  # type: ignore[arg-type]
             lossy=lossy,
             steps=1000,
             plan=Plan(**{**PLAN, **plan}),
@@ -104,7 +105,7 @@ PLAN: dict[str, Any] = {
 }
 
 
-def drift(exchanger: Exchanger, step: int, rate: float) -> Replan | None:
+def drift(exchanger: ExchangeSelector, step: int, rate: float) -> Replan | None:
     """One look at the links, where the messages of the last window passed at this rate."""
     watch, pump = exchanger._watch, exchanger.pump
     watch.sent_bytes, watch.busy_s = pump.channel.meter.total_bytes - int(rate), pump.busy_s - 1.0
@@ -121,7 +122,7 @@ def drift(exchanger: Exchanger, step: int, rate: float) -> Replan | None:
     ],
     ids=["appear", "disappear", "change"],
 )
-def test_links_drift_and_islands_come_and_go(world, found: list[Links], lossy: bool) -> None:
+def test_links_drift_and_islands_come_and_go(world, found: list[Network], lossy: bool) -> None:
     """Every plan can run on the wire there is, in buckets as large as it says; prices are of what was priced."""
     exchanger, here = world(found, lossy=lossy)
     plans = [exchanger.settle(automatic=True, hosts=2)]
@@ -138,7 +139,7 @@ def test_links_drift_and_islands_come_and_go(world, found: list[Links], lossy: b
         else:
             assert changed.bucket_bytes == exchanger.plan.bucket_bytes
         assert exchanger._watch.first == 0.0, "the window after a look is the new measure"
-        rules = compress.rules(exchanger.plan.exchange).by_name(here.params)
+        rules = exchange_methods.rules(exchanger.plan.exchange).by_name(here.params)
         for layout, one in buckets_of(here.params, rules, bucket_bytes=exchanger.plan.bucket_bytes):
             one.check(layout, exchanger.pump.channel.levels)
         if not lossy:
@@ -154,7 +155,7 @@ def test_prices_are_of_their_own_candidate(world) -> None:
     measured = exchanger._measured
     assert measured is not None
     flat = measured.facts(FLAT_SLOW, CANDIDATES, MIB)
-    exchanger.pump.channel.widen(Levels.islands([(0, 1), (2, 3)]))
+    exchanger.pump.channel.widen(ProcessGroups.islands([(0, 1), (2, 3)]))
     wide = measured.facts(PAIRS, across_islands(CANDIDATES), MIB)
     for one, other in zip(flat.buckets, wide.buckets, strict=True):
         losses = [None if o is None else o.loss for o in one.options]
@@ -175,10 +176,10 @@ def test_prices_are_of_their_own_candidate(world) -> None:
     ],
 )
 def test_buckets_are_forty_latencies_of_wire(link: Link, size: int) -> None:
-    flat, far = Links(islands=((0, 1),), levels={"all": link}), Link(latency_s=5.0, bytes_per_s=1e9)
-    assert exchanging.bucket_bytes_for(flat, BUCKET_BYTES) == size
-    apart = Links(islands=((0,), (1,)), levels={"all": far, "island": far, "between": link})
-    assert exchanging.bucket_bytes_for(apart, BUCKET_BYTES) == size, "between islands is where messages wait"
+    flat, far = Network(islands=((0, 1),), levels={"all": link}), Link(latency_s=5.0, bytes_per_s=1e9)
+    assert exchange_selection.bucket_bytes_for(flat, BUCKET_BYTES) == size
+    apart = Network(islands=((0,), (1,)), levels={"all": far, "island": far, "between": link})
+    assert exchange_selection.bucket_bytes_for(apart, BUCKET_BYTES) == size, "between islands is where messages wait"
 
 
 def test_other_messages_pass_at_another_rate(world) -> None:
@@ -195,12 +196,14 @@ def test_other_messages_pass_at_another_rate(world) -> None:
 
 def test_buckets_grow_again_with_another_exchange_and_stay_with_the_one_in_force(world, monkeypatch) -> None:
     """What goes on, goes on in its own buckets, which the plan says; what begins is cut for the links of its day."""
-    wide = Links(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-2, bytes_per_s=8e6)})
+    wide = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-2, bytes_per_s=8e6)})
     exchanger, here = world([FLAT_SLOW, wide, wide, FLAT_SLOW])
-    int8, int4 = (Choice("error_feedback", {"inner": {"two_shot": {"codec": c}}}).written() for c in ("int8", "int4"))
+    int8, int4 = (
+        MethodConfig("error_feedback", {"inner": {"two_shot": {"codec": c}}}).written() for c in ("int8", "int4")
+    )
     chosen = iter([int8, int8, int4, "dense"])
-    real = exchanging.choose
-    monkeypatch.setattr(exchanging, "choose", lambda *a, **k: replace(real(*a, **k), written=next(chosen)))
+    real = exchange_selection.choose
+    monkeypatch.setattr(exchange_selection, "choose", lambda *a, **k: replace(real(*a, **k), written=next(chosen)))
     plans = [exchanger.settle(automatic=True, hosts=2)]
     for turn in range(3):
         exchanger._watch.first = 1.0

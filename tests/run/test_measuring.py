@@ -9,22 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer import compress, measuring
-from gossamer.adapting import Adapting
-from gossamer.measuring import Measured
-from gossamer.plan.adapt import Choices
-from gossamer.plan.exchange import CANDIDATES, Facts
-from gossamer.run.rehearse import Rehearsal
+from gossamer import exchange as exchange_methods
+from gossamer.autotune import exchange_profile
+from gossamer.autotune.adaptive_compression import AdaptiveCompression
+from gossamer.autotune.exchange_profile import ExchangeProfile
+from gossamer.comm.channel import Channel
+from gossamer.comm.channel.local import LocalChannel
+from gossamer.comm.channel.loopback import LoopbackChannel
+from gossamer.comm.message import ProcessGroups
+from gossamer.plan.adapt import AdaptChoices
+from gossamer.plan.exchange import CANDIDATES, StepMeasurements
+from gossamer.run.profile_step import StepProfile
 from gossamer.spec.errors import BadInput
-from gossamer.spec.links import Link, Links
+from gossamer.spec.network import Link, Network
 from gossamer.spec.plan import BUCKET_BYTES
 from gossamer.spec.statistics import Statistics
-from gossamer.wire.channel import Channel
-from gossamer.wire.channel.echo import Echo
-from gossamer.wire.channel.lockstep import Lockstep
-from gossamer.wire.message import Levels
 
-LINKS = Links(islands=((0, 1, 2),), levels={"all": Link(latency_s=1e-3, bytes_per_s=1e7)})
+LINKS = Network(islands=((0, 1, 2),), levels={"all": Link(latency_s=1e-3, bytes_per_s=1e7)})
 SHAPES = {"a": (40, 30), "b": (30,), "c": (50, 20)}
 
 
@@ -32,17 +33,17 @@ SHAPES = {"a": (40, 30), "b": (30,), "c": (50, 20)}
 def by_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Facts of three ranks, of which the second is slowest in everything, and has gradients that lose most."""
     slow = (1.0, 3.0, 2.0)
-    monkeypatch.setattr(measuring, "stolen_share", lambda: 0.25)
-    monkeypatch.setattr(compress, "seconds_of", lambda one, where, levels, rank: 0.01 * slow[rank])
+    monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.25)
+    monkeypatch.setattr(exchange_methods, "seconds_of", lambda one, where, levels, rank: 0.01 * slow[rank])
 
-    def facts(channel: Channel, sick: tuple[int, ...] = ()) -> Facts:
+    def facts(channel: Channel, sick: tuple[int, ...] = ()) -> StepMeasurements:
         rank, params = channel.rank, {n: torch.empty(shape) for n, shape in SHAPES.items()}
         rng = torch.Generator().manual_seed(rank)
         gradients = {n: torch.randn(p.shape, generator=rng) ** (1 + 2 * (rank == 1)) for n, p in params.items()}
         ready = {"a": 0.3 * slow[rank], "b": 0.2 * slow[rank], "c": 0.1 * slow[rank]}
-        rehearsal = Rehearsal(0.9 * slow[rank], 0.3 * slow[rank], ready, gradients)
+        rehearsal = StepProfile(0.9 * slow[rank], 0.3 * slow[rank], ready, gradients)
         pump: Any = SimpleNamespace(channel=channel)
-        measured = Measured.by(rehearsal, params, CANDIDATES, pump, knows=not sick)
+        measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=not sick)
         return measured.facts(LINKS, CANDIDATES, BUCKET_BYTES)
 
     return facts
@@ -50,7 +51,7 @@ def by_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def in_threads(run: Any, **given: Any) -> list[Any]:
     with ThreadPoolExecutor(3) as ranks:
-        return list(ranks.map(lambda c: run(c, **given), Lockstep.world(3, Levels.flat(3), patience_s=30.0)))
+        return list(ranks.map(lambda c: run(c, **given), LocalChannel.world(3, ProcessGroups.flat(3), patience_s=30.0)))
 
 
 def test_the_slowest_rank_counts_and_a_bucket_is_ready_with_its_last_gradient(by_rank: Any) -> None:
@@ -64,7 +65,7 @@ def test_the_slowest_rank_counts_and_a_bucket_is_ready_with_its_last_gradient(by
     assert [o.cpu_s for o in served] == pytest.approx([0.03] * len(served))
     alone = {}
     for rank in range(3):
-        channel = Echo(rank, Levels({"all": ((rank,),)}))
+        channel = LoopbackChannel(rank, ProcessGroups({"all": ((rank,),)}))
         alone[rank] = by_rank(channel).buckets[0].options[3]
     assert bucket.options[3].loss == pytest.approx(max(o.loss for o in alone.values()))
     assert bucket.options[3].loss > 1.2 * min(o.loss for o in alone.values()), "ranks are too much alike"
@@ -77,22 +78,24 @@ def test_what_lossy_exchanges_cost_is_open_where_gradients_are_not_finite(by_ran
 
 
 def test_a_number_that_is_none_is_told_by_its_rank(by_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compress, "seconds_of", lambda one, where, levels, rank: float("nan") if rank == 2 else 0.1)
+    monkeypatch.setattr(
+        exchange_methods, "seconds_of", lambda one, where, levels, rank: float("nan") if rank == 2 else 0.1
+    )
     with pytest.raises(BadInput, match="finite cpu_s of all-reduce for bucket 0, got nan on rank 2"):
         in_threads(by_rank)
 
 
 def test_a_gradient_as_large_as_float32_holds_has_a_loss(by_rank: Any) -> None:
     """Its square has none, in float32."""
-    (channel,) = Lockstep.world(1)
-    rehearsal = Rehearsal(0.9, 0.3, {"a": 0.3}, {"a": torch.full((40, 30), 1e30)})
+    (channel,) = LocalChannel.world(1)
+    rehearsal = StepProfile(0.9, 0.3, {"a": 0.3}, {"a": torch.full((40, 30), 1e30)})
     pump: Any = SimpleNamespace(channel=channel)
-    measured = Measured.by(rehearsal, {"a": torch.empty(40, 30)}, CANDIDATES[:4], pump, knows=True)
+    measured = ExchangeProfile.by(rehearsal, {"a": torch.empty(40, 30)}, CANDIDATES[:4], pump, knows=True)
     (bucket,) = measured.facts(LINKS, CANDIDATES[:4], BUCKET_BYTES).buckets
     assert all(o is not None and o.loss < 1e-3 for o in bucket.options)
 
 
-def adapting(*, every: int, window: int, waited: dict[str, float], chosen: list[Statistics]) -> Adapting:
+def adapting(*, every: int, window: int, waited: dict[str, float], chosen: list[Statistics]) -> AdaptiveCompression:
     """Of two parameters, whose gradient at a step is 10^step; the policy keeps what it is asked."""
     step = [0]
 
@@ -100,22 +103,24 @@ def adapting(*, every: int, window: int, waited: dict[str, float], chosen: list[
         step[0] += 1
         return {name: torch.full((3,), 10.0 ** step[0]) for name in ("a", "b")}
 
-    def choose(statistics: Statistics, paths: object) -> Choices:
+    def choose(statistics: Statistics, paths: object) -> AdaptChoices:
         chosen.append(statistics)
-        return Choices(((".*", "all", "dense"),), "")
+        return AdaptChoices(((".*", "all", "dense"),), "")
 
     policy: Any = SimpleNamespace(needs_paths=False, choose=choose, to_measure=lambda w: ("dense", {"topk": {}}))
     replica: Any = SimpleNamespace(
         names=("a", "b"),
         rank=0,
         ranks=1,
-        levels=Levels.flat(1),
+        levels=ProcessGroups.flat(1),
         gradients=gradients,
         gather=lambda row: torch.tensor([row], dtype=torch.float64),
     )
     plan = SimpleNamespace(exchange="dense", adapted_from="")
     exchanger: Any = SimpleNamespace(plan=plan, waited=waited, change=lambda *given, **more: None)
-    return Adapting(policy=policy, every=every, window=window, exchanger=exchanger, automatic=True, replica=replica)
+    return AdaptiveCompression(
+        policy=policy, every=every, window=window, exchanger=exchanger, automatic=True, replica=replica
+    )
 
 
 def test_a_window_is_the_last_steps_before_a_choice_and_no_more() -> None:

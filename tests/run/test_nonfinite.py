@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.run.nonfinite import Cause, Ranks, Sight, cause_of
+from gossamer.run.nonfinite_cause import NonFiniteCause, NonFiniteSite, Ranks, cause_of
 
 
 class Net(nn.Module):
@@ -34,9 +34,9 @@ class Net(nn.Module):
         return x * self.by if self.at == "outcome" else x
 
 
-def seen(module: Net, *, scale: float = 1.0, root: bool = False) -> tuple[Cause, float]:
+def seen(module: Net, *, scale: float = 1.0, root: bool = False) -> tuple[NonFiniteCause, float]:
     rows = {"ids": torch.arange(4), "scale": torch.tensor(scale)}
-    sight = Sight(module)
+    sight = NonFiniteSite(module)
     with sight.watching():
         out = module(rows["ids"], rows["scale"])
     loss = (out - out.detach()).square().sum().sqrt() if root else out.mean()
@@ -60,10 +60,10 @@ def test_the_first_module_that_sees_it_is_named(at: str, what: str, name: str) -
 
 def test_a_parameter_and_a_column_come_before_what_they_lead_to() -> None:
     module = Net()
-    assert seen(module, scale=math.inf)[0] == Cause("column", "scale", 0)
+    assert seen(module, scale=math.inf)[0] == NonFiniteCause("column", "scale", 0)
     with torch.no_grad():
         module.inner[0].bias[2] = math.nan
-    assert seen(module, scale=math.inf)[0] == Cause("parameter", "inner.0.bias", 0)
+    assert seen(module, scale=math.inf)[0] == NonFiniteCause("parameter", "inner.0.bias", 0)
 
 
 def test_a_backward_alone_names_the_first_gradient_in_it() -> None:
@@ -73,8 +73,8 @@ def test_a_backward_alone_names_the_first_gradient_in_it() -> None:
 
 
 def test_what_is_not_seen_is_said_so() -> None:
-    assert seen(Net())[0] == Cause()
-    assert "the objective" in Cause().told(math.nan) and "only once" in Cause().told(1.0)
+    assert seen(Net())[0] == NonFiniteCause()
+    assert "the objective" in NonFiniteCause().told(math.nan) and "only once" in NonFiniteCause().told(1.0)
 
 
 @pytest.mark.parametrize(

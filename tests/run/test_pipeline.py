@@ -92,7 +92,7 @@ def test_stop_and_resume_is_bit_equal_to_never_stopping(pool, tmp_path: Path) ->
 def test_bytes_are_those_forecast(pool, tmp_path: Path) -> None:
     """In every step and on every link, with tied weights, unequal micro-batches and a boundary in int8."""
     from gossamer.spec.plan import Plan
-    from gossamer.view.rundir import RunDirectory
+    from gossamer.view.run_directory import RunDirectory
 
     sections = staged(2, boundary={"coded": {"codec": "int8"}})
     sections["train"] = {"accumulate": 3}
@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused_before_the_ranks_meet(
 
 def test_each_border_has_its_own_way_by_its_link(pool, tmp_path: Path) -> None:
     """AdaTopK: the link that takes longest for what crosses it sends 1/ratio of the bytes; the plan says so."""
-    from gossamer.view.rundir import RunDirectory
+    from gossamer.view.run_directory import RunDirectory
 
     sections = staged(3, adapt={"ada_topk": {"ratio": 4.0}})
     pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=2, sections=sections)

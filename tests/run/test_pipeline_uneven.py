@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gossamer.view.rundir import RunDirectory
+from gossamer.view.run_directory import RunDirectory
 from run.test_trainer import losses, records
 
 ONE = {"train": {"accumulate": 6, "batch": 12}}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gossamer import cutting
-from gossamer.cutting import Asked, Held, ModuleSource, hold
-from gossamer.loss import Objective
+from gossamer.loss import Loss
+from gossamer.partition import rank_model
+from gossamer.partition.rank_model import ModuleSource, PartitionRequest, RankModel, build_rank_model
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
@@ -33,7 +33,7 @@ class Uneven(nn.Module):
         return x
 
 
-class Square(Objective):
+class Square(Loss):
     def __call__(self, output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return output.square().mean()
 
@@ -41,11 +41,11 @@ class Square(Objective):
         return torch.tensor(len(batch["x"]))
 
 
-def held(monkeypatch: pytest.MonkeyPatch, room: int, *, ranks: int, local_ranks: int, rank: int = 0) -> Held:
-    monkeypatch.setattr(cutting, "memory", lambda: (room, room))
+def held(monkeypatch: pytest.MonkeyPatch, room: int, *, ranks: int, local_ranks: int, rank: int = 0) -> RankModel:
+    monkeypatch.setattr(rank_model, "memory", lambda: (room, room))
     rows = DatasetBatches([{"x": torch.zeros(1024)} for _ in range(16)])  # type: ignore[arg-type]
     given = {"train": {"batch": 16}, "plan": {"mesh": {"pipe": 2}, "cuts": [0, 1]}}
-    asked = Asked(
+    asked = PartitionRequest(
         config=RunConfig.model_validate(given),
         ranks=ranks,
         rank=rank,
@@ -54,7 +54,7 @@ def held(monkeypatch: pytest.MonkeyPatch, room: int, *, ranks: int, local_ranks:
         device=torch.device("cpu"),
         local_ranks=local_ranks,
     )
-    return hold(ModuleSource(Uneven()), asked)
+    return build_rank_model(ModuleSource(Uneven()), asked)
 
 
 def test_a_stage_alone_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:

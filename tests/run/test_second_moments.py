@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gossamer import sync
-from gossamer.plan._price import round_bytes
+from gossamer.comm.message import ProcessGroups
+from gossamer.plan._traffic import round_bytes
 from gossamer.spec.errors import BadInput
 from gossamer.store.checkpoint import open_checkpoint
-from gossamer.wire.message import Levels
 from pool import Pool
 from run.test_sharding import records
 from sync.apart_jobs import SHAPES
@@ -104,7 +104,7 @@ def test_rounds_in_which_they_meet(every: int, rounds: Sequence[int]) -> None:
 def test_bytes_of_a_round_are_known_before(pool: Pool) -> None:
     """Over a whole cycle, when second moments no longer meet as often as at first."""
     written = {"diloco": {"every": 4, "fragments": 2, "delay": 1, "second_moments": 3}}
-    loop, levels = sync.build(written).loop, Levels.islands([[0], [1]])
+    loop, levels = sync.build(written).loop, ProcessGroups.islands([[0], [1]])
     assert loop is not None and loop.cycle == 12
     found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=36, finish=False)
     links, plain = (

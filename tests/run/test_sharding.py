@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
-from gossamer import memory
+from gossamer import sharding as sharding_methods
 from gossamer.run.checkpoint import read_model
 from gossamer.spec.errors import CheckpointMismatch
 from gossamer.store.checkpoint import open_checkpoint
@@ -289,7 +289,7 @@ def test_bad_input(pool: Pool, tmp_path: Path, given: dict[str, Any], said: str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 64])
 def test_rows_are_dealt_out_once(ranks: int) -> None:
     for name, shape in {"w": (17, 9), "b": (9,), "scalar": (), "one": (1, 4), "none": (0, 3)}.items():
-        rows = memory.rows_of(name, shape, ranks)
+        rows = sharding_methods.rows_of(name, shape, ranks)
         assert len(rows) == ranks
         assert sum(one.count for one in rows) == (shape[0] if shape else 1)
         at = 0

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import nn
 
 from gossamer import loss
-from gossamer.cutting import Asked, ModuleSource, hold
-from gossamer.job import Job, Where, run_job
-from gossamer.model.call import caller_of
-from gossamer.model.profile import forward_flop_per_token
-from gossamer.model.untouched import gradless, untouched
+from gossamer.job.rank_job import RankContext, RankJob, run_job
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.model_profile import forward_flop_per_token
+from gossamer.model.side_effects import gradless, untouched
+from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
 from gossamer.run.batches import DatasetBatches, Feed
 from gossamer.run.build import Parts, engine_of
 from gossamer.run.checkpoint import trainable
-from gossamer.run.rehearse import rehearse
-from gossamer.run.witness import Witness
+from gossamer.run.profile_step import profile_step
+from gossamer.run.reexecution import Reexecution
 from gossamer.spec.config import RunConfig
-from gossamer.view.rundir import RunDirectory
+from gossamer.view.run_directory import RunDirectory
 from model import habits
 from model.habits import HABITS, Net, begin
 from run.jobs import Letters
@@ -49,8 +49,8 @@ def parts_of(module: nn.Module, **train: Any) -> Parts:
     optimizer = {"optimizer": {"sgd": {"lr": 0.1}}, "schedule": "constant", "clip": 0, "accumulate": 2}
     config = RunConfig.model_validate({"train": {"steps": STEPS, "batch": 4, **optimizer, **train}})
     cpu = torch.device("cpu")
-    asked = Asked(config=config, ranks=1, rank=0, batches=data, objective=objective, device=cpu)
-    held = hold(ModuleSource(module), asked, None)
+    asked = PartitionRequest(config=config, ranks=1, rank=0, batches=data, objective=objective, device=cpu)
+    held = build_rank_model(ModuleSource(module), asked, None)
     return Parts(
         module=held.module,
         objective=objective,
@@ -67,9 +67,9 @@ def run_alone(parts: Parts, folder: Path, *, resume: bool = False) -> RunDirecto
     """The real job, in this process."""
     directory = RunDirectory(folder / "run")
     run_job(
-        Job(
+        RankJob(
             parts=parts,
-            where=Where(store=dist.HashStore(), interface="lo"),
+            where=RankContext(store=dist.HashStore(), interface="lo"),
             directory=directory,
             described="Net",
             data="rows",
@@ -122,9 +122,9 @@ def test_nothing_stays_of_a_look(kind: type[Net]) -> None:
     engine = engine_of(parts)
     before = state_of(module)
     feed = Feed(parts.train, parts.plan, 0, 0)
-    gradients = rehearse(engine, feed, trainable(module)).gradients
+    gradients = profile_step(engine, feed, trainable(module)).gradients
     assert float(gradients["head.weight"].norm()) > 0 and state_of(module) == before
-    Witness(engine, feed, trainable(module)).redo(1, 0, 7)
+    Reexecution(engine, feed, trainable(module)).redo(1, 0, 7)
     assert state_of(module) == before
     with untouched(module):
         module.eval()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gossamer.ops.fingerprint import digest, projected
-from gossamer.run.beacon import Beacon
-from gossamer.run.majority import Trio, Word, distance, odd_one
+from gossamer.run.majority_vote import Majority, ThreeWayVote, distance, odd_one
+from gossamer.run.random_beacon import RandomBeacon
 from pool import Pool
 
 
@@ -151,14 +151,14 @@ def test_bad_input(pool: Pool, tmp_path: Path, ranks: int, plan: dict[str, Any],
 
 def test_the_majority_of_three() -> None:
     table = {
-        (True, True, True): Word.NOBODY,
-        (True, False, False): Word.THIRD,
-        (False, True, False): Word.SECOND,
-        (False, False, True): Word.FIRST,
-        (True, True, False): Word.UNDECIDED,
-        (True, False, True): Word.UNDECIDED,
-        (False, True, True): Word.UNDECIDED,
-        (False, False, False): Word.UNDECIDED,
+        (True, True, True): Majority.NOBODY,
+        (True, False, False): Majority.THIRD,
+        (False, True, False): Majority.SECOND,
+        (False, False, True): Majority.FIRST,
+        (True, True, False): Majority.UNDECIDED,
+        (True, False, True): Majority.UNDECIDED,
+        (False, True, True): Majority.UNDECIDED,
+        (False, False, False): Majority.UNDECIDED,
     }
     assert {pairs: odd_one(*pairs) for pairs in itertools.product((True, False), repeat=3)} == table
 
@@ -167,12 +167,12 @@ def test_the_odd_one_is_named_with_its_distance_from_the_nearer() -> None:
     row = torch.tensor([2.0, 8.0, 1.0, 3.0, 4.0], dtype=torch.float64)
     other = row + torch.tensor([0.0, 0.0, 0.0, 0.5, 0.0])
     assert distance(row, row) == 0.0
-    trio = Trio((7, 5, 6), (row, other, row))
+    trio = ThreeWayVote((7, 5, 6), (row, other, row))
     assert trio.odd(1e-3) == (5, distance(row, other))
     assert trio.odd(1.0) is None
     near = row + torch.tensor([0.0, 0.0, 0.0, 0.01, 0.0])
     assert distance(near, other) < distance(row, other)
-    assert Trio((7, 5, 6), (row, other, near)).odd(0.01) == (5, distance(near, other))
+    assert ThreeWayVote((7, 5, 6), (row, other, near)).odd(0.01) == (5, distance(near, other))
     assert distance(row, row + torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0])) == float("inf")
     assert distance(row * float("nan"), row) == float("inf")
     of_the_loss = row + torch.tensor([0.5, 0.0, 0.0, 0.0, 0.0])
@@ -213,7 +213,7 @@ def test_a_beacon_is_the_same_for_all_and_nobody_chooses_it() -> None:
         told["rows"].append(row)
         return torch.tensor([row, row], dtype=torch.float64)
 
-    beacon = Beacon(alone)
+    beacon = RandomBeacon(alone)
     drawn = [beacon.draw() for _ in range(2000)]
     assert len({number for number, _ in drawn}) == 2000
     assert not any(false for _, false in drawn)

@@ -12,20 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gossamer import compress, loss, optim
-from gossamer.memory import Deal, States
+from gossamer import exchange as exchange_methods
+from gossamer import loss
+from gossamer import optimizer as optimizer_methods
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
 from gossamer.run.batches import DatasetBatches, Feed
-from gossamer.run.beacon import Beacon
 from gossamer.run.build import Parts, engine_of
-from gossamer.run.majority import distance
+from gossamer.run.majority_vote import distance
+from gossamer.run.random_beacon import RandomBeacon
+from gossamer.run.reexecution import Reexecution
 from gossamer.run.verify import Verifier
-from gossamer.run.witness import Witness
+from gossamer.sharding import RowPartition, ShardedOptimizer
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Mesh, Plan
-from gossamer.sync import Replica
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.message import Levels
-from gossamer.wire.pump import Pump
+from gossamer.sync import GradientReducer
 from pool import Seat
 from run.jobs import train
 
@@ -40,21 +42,27 @@ def flipped(tensor: Tensor) -> None:
 
 def faults(at: int) -> dict[str, tuple[type, str, Callable[..., Any]]]:
     """By name: what is patched, and with what; `at`: the step in which it happens."""
-    update, send, fetch, redo, check = States.update, Replica._send, Feed.fetch, Witness.redo, Verifier.check
+    update, send, fetch, redo, check = (
+        ShardedOptimizer.update,
+        GradientReducer._send,
+        Feed.fetch,
+        Reexecution.redo,
+        Verifier.check,
+    )
 
-    def skips(self: States, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
+    def skips(self: ShardedOptimizer, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
         if step != at:
             update(self, grads, lr_scale=lr_scale, step=step, apart=apart)
 
-    def rate(self: States, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
+    def rate(self: ShardedOptimizer, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
         update(self, grads, lr_scale=lr_scale * (1.01 if step == at else 1.0), step=step, apart=apart)
 
-    def bit(self: States, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
+    def bit(self: ShardedOptimizer, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
         update(self, grads, lr_scale=lr_scale, step=step, apart=apart)
         if step == at:
             flipped(max(self.params.values(), key=Tensor.numel))
 
-    def moment(self: States, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
+    def moment(self: ShardedOptimizer, grads: Any, *, lr_scale: float, step: int, apart: bool) -> None:
         update(self, grads, lr_scale=lr_scale, step=step, apart=apart)
         if step == at:
             flipped(max((tensor for _, _, _, tensor in self.slots()), key=Tensor.numel))
@@ -67,12 +75,12 @@ def faults(at: int) -> dict[str, tuple[type, str, Callable[..., Any]]]:
             labels[place] = (labels[place] + 1) % 16
         return pieces
 
-    def idle(self: Replica, index: int) -> None:
+    def idle(self: GradientReducer, index: int) -> None:
         if self._window.step == at:
             self._slots[index].bucket.flat.zero_()
         send(self, index)
 
-    def secretly(self: Replica, index: int) -> None:
+    def secretly(self: GradientReducer, index: int) -> None:
         copy = Tensor.clone
 
         def clone(flat: Tensor) -> Tensor:
@@ -83,15 +91,15 @@ def faults(at: int) -> dict[str, tuple[type, str, Callable[..., Any]]]:
         with patch.object(Tensor, "clone", clone):
             send(self, index)
 
-    def judges(self: Witness, step: int, replica: int, seed: int, **how: Any) -> Tensor:
+    def judges(self: Reexecution, step: int, replica: int, seed: int, **how: Any) -> Tensor:
         row = redo(self, step, replica, seed, **how)
         return row * 1.001 if step == at and seed > 1 else row
 
-    def measures(self: Witness, step: int, replica: int, seed: int, **how: Any) -> Tensor:
+    def measures(self: Reexecution, step: int, replica: int, seed: int, **how: Any) -> Tensor:
         row = redo(self, step, replica, seed, **how)
         return row + torch.rand(len(row), dtype=row.dtype) if seed == 0 else row
 
-    def jitters(self: Witness, step: int, replica: int, seed: int, **how: Any) -> Tensor:
+    def jitters(self: Reexecution, step: int, replica: int, seed: int, **how: Any) -> Tensor:
         row = redo(self, step, replica, seed, **how)
         row[3:] *= 1 + 4e-5 * torch.rand(len(row) - 3, dtype=row.dtype)
         return row
@@ -102,22 +110,22 @@ def faults(at: int) -> dict[str, tuple[type, str, Callable[..., Any]]]:
             with torch.no_grad():
                 next(p for p in self.witness.engine.module.parameters() if not p.requires_grad).add_(1.0)
 
-    def breaks(self: Beacon, word: bytes, tell: Any = Beacon._all_tell) -> Any:
+    def breaks(self: RandomBeacon, word: bytes, tell: Any = RandomBeacon._all_tell) -> Any:
         return tell(self, bytes(18) if len(self._chain) == 1024 - 2 else word)
 
     return {
-        "skips": (States, "update", skips),
-        "rate": (States, "update", rate),
-        "bit": (States, "update", bit),
-        "moment": (States, "update", moment),
+        "skips": (ShardedOptimizer, "update", skips),
+        "rate": (ShardedOptimizer, "update", rate),
+        "bit": (ShardedOptimizer, "update", bit),
+        "moment": (ShardedOptimizer, "update", moment),
         "label": (Feed, "fetch", label),
-        "idle": (Replica, "_send", idle),
-        "secretly": (Replica, "_send", secretly),
-        "judges": (Witness, "redo", judges),
-        "measures": (Witness, "redo", measures),
-        "jitters": (Witness, "redo", jitters),
+        "idle": (GradientReducer, "_send", idle),
+        "secretly": (GradientReducer, "_send", secretly),
+        "judges": (Reexecution, "redo", judges),
+        "measures": (Reexecution, "redo", measures),
+        "jitters": (Reexecution, "redo", jitters),
         "frozen": (Verifier, "check", frozen),
-        "breaks": (Beacon, "_all_tell", breaks),
+        "breaks": (RandomBeacon, "_all_tell", breaks),
     }
 
 
@@ -167,10 +175,14 @@ def reruns(seat: Seat, *, count: int) -> dict[str, Any]:
         plan=plan,
         device=torch.device("cpu"),
     )
-    witness = Witness(engine_of(parts), Feed(data, plan, 0, 0), dict(module.named_parameters()))
-    pump = Pump(Group(Meeting(seat.store(), seat.rank, Levels.flat(1), interface="lo", timeout_s=20.0)))
-    replica = Replica(witness.params, compress.build("dense"), pump, bucket_bytes=1 << 20)
-    states = States.of(optim.build("sgd"), witness.params, Deal(Levels.flat(1)), rank=0, differences=None)
+    witness = Reexecution(engine_of(parts), Feed(data, plan, 0, 0), dict(module.named_parameters()))
+    pump = CommThread(
+        ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, ProcessGroups.flat(1), interface="lo", timeout_s=20.0))
+    )
+    replica = GradientReducer(witness.params, exchange_methods.build("dense"), pump, bucket_bytes=1 << 20)
+    states = ShardedOptimizer.of(
+        optimizer_methods.build("sgd"), witness.params, RowPartition(ProcessGroups.flat(1)), rank=0, differences=None
+    )
     verifier = Verifier(
         wanted=config.train.verify, witness=witness, replica=replica, states=states, sink=lambda record: None
     )
@@ -194,12 +206,12 @@ def run(
         if fault and seat.rank == who:
             stack.enter_context(faulty(fault, at))
         if threads:
-            drawn, redo = random.Random(seat.rank), Witness.redo
+            drawn, redo = random.Random(seat.rank), Reexecution.redo
             torch.set_num_threads(1 + seat.rank % 4)
 
-            def anyhow(self: Witness, *args: Any, **how: Any) -> Tensor:
+            def anyhow(self: Reexecution, *args: Any, **how: Any) -> Tensor:
                 return redo(self, *args, **{"threads": drawn.randint(1, 4), **how})
 
-            stack.enter_context(patch.object(Witness, "redo", anyhow))
+            stack.enter_context(patch.object(Reexecution, "redo", anyhow))
             stack.callback(torch.set_num_threads, 1)
         return train(seat, **{"sections": SECTIONS, **given})

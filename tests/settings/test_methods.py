@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from gossamer.settings.methods import check_methods, check_names, room_of
+from gossamer.settings.catalog import Category, categories
+from gossamer.settings.describe import is_method, leaves
+from gossamer.settings.methods import category_of, check_methods, check_names
 from gossamer.settings.resolve import Resolved, load
-from gossamer.settings.rooms import RoomPage, rooms
-from gossamer.settings.words import is_method, leaves
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 
@@ -68,8 +68,8 @@ def test_what_a_page_tells_people_to_write_can_be_written(page: Path) -> None:
         given = load(None, given=values)
         check_names(given)
         check_methods(given)
-    keys = {room_of(field): key for key, field in leaves() if room_of(field)}
-    known = rooms()
+    keys = {category_of(field): key for key, field in leaves() if category_of(field)}
+    known = categories()
     for written in methods(text):
         name = next(iter(written))
         there = [room for room in keys if name in known[room].methods]
@@ -86,7 +86,7 @@ def test_the_pages_have_something_to_read() -> None:
     assert sum(1 for text in texts for _ in methods(text)) > 10
 
 
-def nestings(known: dict[str, RoomPage], room: str, chance: random.Random, depth: int = 0) -> Any:
+def nestings(known: dict[str, Category], room: str, chance: random.Random, depth: int = 0) -> Any:
     """A method of `room` at random, its nested ones written short, long or not at all; now and then a name is wrong."""
     page = known[room]
     method = page.methods[chance.choice(sorted(page.methods))]
@@ -109,8 +109,8 @@ def unknown(error: str) -> bool:
 
 
 def test_both_readers_agree_on_whatever_is_nested() -> None:
-    chance, known, right = random.Random(3), rooms(), 0
-    room = importlib.import_module("gossamer.compress").ROOM
+    chance, known, right = random.Random(3), categories(), 0
+    room = importlib.import_module("gossamer.exchange").REGISTRY
     for _ in range(600):
         written = nestings(known, "compress", chance)
         by_source = said(check_names, resolved("plan.exchange", written))
@@ -164,10 +164,10 @@ def test_every_key_that_takes_a_method_is_looked_up(key: str, written: Any) -> N
 
 
 def test_every_key_that_takes_a_method_says_of_which_room() -> None:
-    known = rooms()
+    known = categories()
     for key, field in leaves():
         takes = is_method(field.annotation) or "list[str | dict[str, Any]]" in str(field.annotation).replace(
             "typing.", ""
         )
-        assert bool(room_of(field)) == takes, key
-        assert not takes or room_of(field) in known
+        assert bool(category_of(field)) == takes, key
+        assert not takes or category_of(field) in known

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from gossamer.settings import Resolved, load, override, reload, schema, show
+from gossamer.settings.describe import leaves
 from gossamer.settings.resolve import value_at
-from gossamer.settings.words import leaves
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
-from gossamer.view.rundir import RunDirectory
+from gossamer.view.run_directory import RunDirectory
 
 FILE = """\
 # a run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.settings.words import leaves
+from gossamer.settings.describe import leaves
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Mesh
 

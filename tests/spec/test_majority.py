@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gossamer.spec.majority import outvoted, parted
+from gossamer.spec.odd_one_out import outvoted, parted
 
 
 def test_who_is_outvoted() -> None:

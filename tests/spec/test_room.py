@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from gossamer.spec.choice import Choice
 from gossamer.spec.errors import BadInput
-from gossamer.spec.room import Room, room_of
+from gossamer.spec.method_config import MethodConfig
+from gossamer.spec.registry import Registry, registry_of
 
 FILES = {
     "__init__.py": """
         from abc import ABC
-        from gossamer.spec.room import Room
+        from gossamer.spec.registry import Room
         class Wing(ABC):
             pass
-        ROOM = Room(__name__, Wing)
+        REGISTRY = Room(__name__, Wing)
     """,
     "plain.py": """
         from dataclasses import dataclass
@@ -64,7 +64,7 @@ FILES = {
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room[Any]]:
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry[Any]]:
     """A room with four methods (one a preset) in a package of its own."""
     folder = tmp_path / "toyroom"
     folder.mkdir()
@@ -72,34 +72,34 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room[Any]]:
         lines = [line[8:] for line in text.splitlines()]
         (folder / name).write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield importlib.import_module("toyroom").ROOM
+    yield importlib.import_module("toyroom").REGISTRY
     for name in [name for name in sys.modules if name.partition(".")[0] == "toyroom"]:
         del sys.modules[name]
 
 
-def test_names_are_files_and_presets_and_nothing_is_imported_for_them(toy: Room[Any]) -> None:
+def test_names_are_files_and_presets_and_nothing_is_imported_for_them(toy: Registry[Any]) -> None:
     assert toy.names() == ("half", "plain", "top_k", "wrapped")
     assert "toyroom.plain" not in sys.modules
 
 
-def test_a_method_is_built_from_each_way_of_writing_it(toy: Room[Any]) -> None:
-    for written in ("plain", {"plain": None}, {"plain": {}}, Choice("plain")):
+def test_a_method_is_built_from_each_way_of_writing_it(toy: Registry[Any]) -> None:
+    for written in ("plain", {"plain": None}, {"plain": {}}, MethodConfig("plain")):
         assert repr(toy.build(written)) == "Plain()"
-    assert toy.build({"top_k": {"fraction": 0.1}}) == toy.build(Choice("top_k", {"fraction": 0.1}))
+    assert toy.build({"top_k": {"fraction": 0.1}}) == toy.build(MethodConfig("top_k", {"fraction": 0.1}))
 
 
-def test_values_are_coerced_as_yaml_needs(toy: Room[Any]) -> None:
+def test_values_are_coerced_as_yaml_needs(toy: Registry[Any]) -> None:
     built = toy.build({"top_k": {"fraction": "1e-2", "rounds": "3", "names": ["a"]}})
     assert (built.fraction, built.rounds, built.names) == (0.01, 3, ("a",))
 
 
-def test_a_preset_is_another_method_with_fields_set_which_can_be_set_again(toy: Room[Any]) -> None:
+def test_a_preset_is_another_method_with_fields_set_which_can_be_set_again(toy: Registry[Any]) -> None:
     assert toy.build("half") == toy.build({"top_k": {"fraction": 0.5, "rounds": 2}})
     assert toy.build({"half": {"rounds": 5}}).rounds == 5
     assert toy.type("half") is toy.type("top_k")
 
 
-def test_an_inner_method_may_be_written_short_or_by_name(toy: Room[Any]) -> None:
+def test_an_inner_method_may_be_written_short_or_by_name(toy: Registry[Any]) -> None:
     long = toy.build({"wrapped": {"inner": {"top_k": {"fraction": 0.1}}}})
     assert toy.build({"wrapped": {"top_k": {"fraction": 0.1}}}) == long
     assert toy.build({"wrapped": "plain"}).inner == toy.build("plain")
@@ -126,17 +126,17 @@ WRONG: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("written", "key", "said"), WRONG, ids=lambda x: str(x)[:30])
-def test_a_mistake_names_what_is_known(written: Any, key: str, said: str, toy: Room[Any]) -> None:
+def test_a_mistake_names_what_is_known(written: Any, key: str, said: str, toy: Registry[Any]) -> None:
     with pytest.raises(BadInput) as error:
         toy.build(written, key=key)
     assert said in str(error.value)
 
 
-def test_the_room_of_an_abstract_class_stands_beside_it(toy: Room[Any]) -> None:
-    assert room_of(toy.base) is toy
-    assert room_of(Path) is None
+def test_the_room_of_an_abstract_class_stands_beside_it(toy: Registry[Any]) -> None:
+    assert registry_of(toy.base) is toy
+    assert registry_of(Path) is None
 
 
 @pytest.mark.parametrize("written", ["plain", {"top_k": {"fraction": 0.1}}])
 def test_a_choice_is_written_as_it_is_read(written: Any) -> None:
-    assert Choice.parse(written).written() == written
+    assert MethodConfig.parse(written).written() == written

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from gossamer.spec.errors import BadInput
-from gossamer.spec.nearest import nearest
+from gossamer.spec.suggest import nearest
 from gossamer.spec.units import read_rate, show_bytes, show_gib, show_rate, show_seconds
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gossamer.store.checkpoint import CheckpointWriter, SaveResult
-from gossamer.store.slices import Extent, Piece, Slice
+from gossamer.store.slices import Extent, NamedSlice, Slice
 
 
 def save(
-    directory: Path, step: int, ranks: Sequence[list[Piece]], meta: Any = None, **options: Any
+    directory: Path, step: int, ranks: Sequence[list[NamedSlice]], meta: Any = None, **options: Any
 ) -> list[SaveResult]:
     """One save by `len(ranks)` ranks; the results in rank order."""
     options = {"deadline_s": 20.0, **options}
@@ -36,12 +36,12 @@ def good(results: Sequence[SaveResult]) -> None:
     assert results and all(result.ok for result in results), [result.error for result in results]
 
 
-def whole(name: str, tensor: Tensor, replica: int = -1) -> Piece:
+def whole(name: str, tensor: Tensor, replica: int = -1) -> NamedSlice:
     """A piece that is all of its tensor."""
     return Slice.whole(name, tuple(tensor.shape), replica), tensor
 
 
-def rows(name: str, tensor: Tensor, low: int, high: int) -> Piece:
+def rows(name: str, tensor: Tensor, low: int, high: int) -> NamedSlice:
     """A piece that is some rows."""
     start: Extent = (low, *(0 for _ in tensor.shape[1:]))
     return Slice(name, tuple(tensor.shape), start, (high - low, *tensor.shape[1:])), tensor[low:high]
@@ -54,7 +54,7 @@ def model(seed: int = 0) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
 
 
-def halves(tensors: dict[str, Tensor]) -> list[list[Piece]]:
+def halves(tensors: dict[str, Tensor]) -> list[list[NamedSlice]]:
     """Two ranks, each with half of the rows of every tensor."""
     return [
         [rows(name, tensor, 0, tensor.shape[0] // 2) for name, tensor in tensors.items()],

@@ -11,10 +11,10 @@ from gossamer.spec.errors import BadInput
 from gossamer.store.checkpoint import (
     CheckpointWriter,
     SaveStatus,
-    attempt,
     latest_good,
     list_checkpoints,
     open_checkpoint,
+    save_attempt,
 )
 from gossamer.store.slices import Slice
 from store.crew import finish, good, halves, left_over, model, save, whole
@@ -180,7 +180,7 @@ def test_parts_of_an_earlier_attempt_are_not_mixed_in(tmp_path: Path) -> None:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """This file system shows a rename at once: a follower need not wait to be sure that the leader gave up."""
-    monkeypatch.setattr(attempt, "_SETTLE_S", 0.01)
+    monkeypatch.setattr(save_attempt, "_SETTLE_S", 0.01)
 
 
 @pytest.mark.usefixtures("settled")

@@ -6,25 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.store.lines import Lines
+from gossamer.store.checked_log import CheckedLog
 
 WRITTEN = [{"step": i, "rate": 0.1 * i, "codes": "7f" * i} for i in range(4)]
 
 
 @pytest.fixture
-def lines(tmp_path: Path) -> Lines:
-    found = Lines(tmp_path / "new" / "some.log")
+def lines(tmp_path: Path) -> CheckedLog:
+    found = CheckedLog(tmp_path / "new" / "some.log")
     for values in WRITTEN:
         found.append(values, durable=True)
     return found
 
 
-def test_what_was_written_comes_back(lines: Lines) -> None:
+def test_what_was_written_comes_back(lines: CheckedLog) -> None:
     assert list(lines.read()) == WRITTEN
-    assert list(Lines(lines.path.with_name("none")).read()) == []
+    assert list(CheckedLog(lines.path.with_name("none")).read()) == []
 
 
-def test_a_line_cut_short_spoils_itself_alone(lines: Lines) -> None:
+def test_a_line_cut_short_spoils_itself_alone(lines: CheckedLog) -> None:
     whole = lines.path.read_bytes()
     for cut in range(1, len(whole.splitlines(keepends=True)[-1]) - 1):
         lines.path.write_bytes(whole[: -1 - cut])
@@ -33,7 +33,7 @@ def test_a_line_cut_short_spoils_itself_alone(lines: Lines) -> None:
     assert list(lines.read()) == [*WRITTEN[:3], None, {"step": 9}]
 
 
-def test_every_flipped_bit_is_seen(lines: Lines) -> None:
+def test_every_flipped_bit_is_seen(lines: CheckedLog) -> None:
     whole = lines.path.read_bytes()
     first = len(whole.splitlines()[0])
     for bit in range(8 * first):
@@ -44,7 +44,7 @@ def test_every_flipped_bit_is_seen(lines: Lines) -> None:
         assert found[0] is None and found[-3:] == WRITTEN[1:]
 
 
-def test_what_is_no_object_is_no_line(lines: Lines) -> None:
+def test_what_is_no_object_is_no_line(lines: CheckedLog) -> None:
     import zlib
 
     text = b"[1, 2]"

@@ -8,11 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossamer import compress, sync
-from gossamer.sync import Apart, Moved, Pace, Replica, Vote, Window, Word
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.message import Levels
-from gossamer.wire.pump import Pump
+from gossamer import exchange as exchange_methods
+from gossamer import sync
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
+from gossamer.sync import (
+    GradientReducer,
+    LocalStep,
+    LocalStepSchedule,
+    OuterLoop,
+    StatusExchange,
+    StepContext,
+    StepVote,
+)
 from pool import Seat
 
 RATE = 0.1
@@ -49,15 +58,15 @@ def rounds(
     which waits there until it has come as far; or [..., for], and for so many seconds more, and nobody waits.
     """
     torch.set_num_threads(1)
-    levels = Levels.islands(islands or [[r] for r in range(seat.ranks)]).twice()
-    channel = Group(Meeting(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0))
-    pump, beside = Pump(channel), Pump(channel)
+    levels = ProcessGroups.islands(islands or [[r] for r in range(seat.ranks)]).twice()
+    channel = ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0))
+    pump, beside = CommThread(channel), CommThread(channel)
     params = {name: p.requires_grad_() for name, p in start().items()}
     method = sync.build(written)
     meets = "all" if method.loop is None else "island"
-    replica = Replica(params, compress.build("dense"), pump, bucket_bytes=bucket_bytes, meets=meets)
+    replica = GradientReducer(params, exchange_methods.build("dense"), pump, bucket_bytes=bucket_bytes, meets=meets)
     truth = {name: p.detach() for name, p in params.items()}
-    apart = Apart.of(
+    apart = OuterLoop.of(
         method.loop,
         params,
         truth,
@@ -70,7 +79,7 @@ def rounds(
     weight = samples[seat.rank] if samples else 1.0
     at, anchors, sent, idle, heard = [], [], [], [], []
     together = method.loop
-    pace = together.pace(levels.groups["island"]) if together is not None else Pace()
+    pace = together.pace(levels.groups["island"]) if together is not None else LocalStepSchedule()
     apart.begin(0, steps if finish else 10 * steps, 0)
     signals = dist.PrefixStore("late", seat.store())
     for step in range(steps):
@@ -81,7 +90,7 @@ def rounds(
             heard += [[one.step, list(one.late)] for one in apart.roll.after(step, 0)]
         if not pace.makes(seat.rank, step) or apart.is_late(step):
             idle.append(step)
-            apart.after(Moved(step + 1, 0.0, 0.0, 0, last=last, made=False))
+            apart.after(LocalStep(step + 1, 0.0, 0.0, 0, last=last, made=False))
             sent.append(channel.meter.total_bytes - before)
             at.append(flat(truth))
             anchors.append(flat(apart.common()))
@@ -91,12 +100,12 @@ def rounds(
             time.sleep(late[3] if len(late) > 3 else 0)
         if late and len(late) == 3 and [(late[0] + 1) % seat.ranks, late[2]] == [seat.rank, step]:
             signals.wait([f"{late[0]} made {step}"])
-        replica.open(Window(step, 0, 1.0, weight, level=method.level(step)))
+        replica.open(StepContext(step, 0, 1.0, weight, level=method.level(step)))
         replica.watch()
         loss = sum((p * gradient(n, p.detach(), seat.rank, step)).sum() for n, p in params.items())
         loss.backward()
         replica.reduce()
-        assert replica.agree(Vote(0.0)).finite
+        assert replica.agree(StepVote(0.0)).finite
         replica.commit()
         with torch.no_grad():
             for name, mean in replica.gradients().items():
@@ -104,7 +113,7 @@ def rounds(
         if poison == [seat.rank, step]:
             with torch.no_grad():
                 params["a.bias"].fill_(float("nan"))
-        apart.after(Moved(step + 1, RATE, weight, 0, last=last))
+        apart.after(LocalStep(step + 1, RATE, weight, 0, last=last))
         if apart.loop is not None:
             apart.settle(step + 1)  # so that what is under way is counted where it was sent
         sent.append(channel.meter.total_bytes - before)
@@ -121,9 +130,9 @@ def rounds(
 
 def words(seat: Seat, *, steps: int, asked: list[int], start: int = 0) -> list[list[Any]]:
     """What this rank hears, and after which step; `asked`: [rank, step] that is asked to stop. It ends when all do."""
-    levels = Levels.islands([[r] for r in range(seat.ranks)]).twice()
-    channel = Group(Meeting(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0))
-    word, found = Word.of(channel, start), []
+    levels = ProcessGroups.islands([[r] for r in range(seat.ranks)]).twice()
+    channel = ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0))
+    word, found = StatusExchange.of(channel, start), []
     assert word is not None
     for done in range(start + 1, steps + 1):
         time.sleep(0.01 * seat.rank)
@@ -139,8 +148,10 @@ def words(seat: Seat, *, steps: int, asked: list[int], start: int = 0) -> list[l
 
 def alone(seat: Seat) -> bool:
     """Whether there is no word where there is one island."""
-    channel = Group(Meeting(seat.store(), seat.rank, Levels.islands([[0]]).twice(), interface="lo", timeout_s=20.0))
-    found = Word.of(channel, 0) is None
+    channel = ProcessGroupChannel(
+        Rendezvous(seat.store(), seat.rank, ProcessGroups.islands([[0]]).twice(), interface="lo", timeout_s=20.0)
+    )
+    found = StatusExchange.of(channel, 0) is None
     channel.close()
     return found
 

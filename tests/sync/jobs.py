@@ -6,12 +6,13 @@ from functools import partial
 
 import torch
 from torch import nn
-
-from gossamer import compress, memory
-from gossamer.sync import Replica, Vote, Window
-from gossamer.wire.pump import Pump
-from pool import Seat
 from wire.jobs import group
+
+from gossamer import exchange as exchange_methods
+from gossamer import sharding as sharding_methods
+from gossamer.comm.comm_thread import CommThread
+from gossamer.sync import GradientReducer, StepContext, StepVote
+from pool import Seat
 
 
 class Branchy(nn.Module):
@@ -53,18 +54,18 @@ def gradients(seat: Seat, *, rows: list[int], steps: int, bucket_bytes: int) -> 
     torch.manual_seed(0)
     module = Branchy()
     channel = group(seat)
-    pump = Pump(channel)
-    replica = Replica(params_of(module), compress.build("dense"), pump, bucket_bytes=bucket_bytes)
+    pump = CommThread(channel)
+    replica = GradientReducer(params_of(module), exchange_methods.build("dense"), pump, bucket_bytes=bucket_bytes)
     first = sum(rows[: seat.rank])
     found = []
     for step in range(steps):
         ids, labels = (t[first : first + rows[seat.rank]] for t in rows_of(step))
-        replica.open(Window(step, 0, 1.0, float((labels != -100).sum())))
+        replica.open(StepContext(step, 0, 1.0, float((labels != -100).sum())))
         replica.watch()
         loss = mean_loss(module, ids, labels, step)
         loss.backward()
         replica.reduce()
-        agreement = replica.agree(Vote(float(loss)))
+        agreement = replica.agree(StepVote(float(loss)))
         assert agreement.finite
         found.append(
             {n: g.flatten().tolist() for n, g in replica.gradients().items()}
@@ -82,19 +83,19 @@ def mixed(seat: Seat, *, scale: float) -> dict[str, list]:
     torch.manual_seed(0)
     module = Branchy()
     channel = group(seat)
-    pump = Pump(channel)
+    pump = CommThread(channel)
     params = params_of(module)
-    lossy = compress.build({"error_feedback": {"topk": {"fraction": 0.2}}})
-    exchanges = {n: lossy if p.dim() > 1 else compress.build("dense") for n, p in params.items()}
-    replica = Replica(params, exchanges, pump, bucket_bytes=1 << 20)
+    lossy = exchange_methods.build({"error_feedback": {"topk": {"fraction": 0.2}}})
+    exchanges = {n: lossy if p.dim() > 1 else exchange_methods.build("dense") for n, p in params.items()}
+    replica = GradientReducer(params, exchanges, pump, bucket_bytes=1 << 20)
     found: dict[str, list] = {}
     for step in range(2):
         ids, labels = rows_of(step)
-        replica.open(Window(step, 0, 1.0, float((labels != -100).sum()), scale))
+        replica.open(StepContext(step, 0, 1.0, float((labels != -100).sum()), scale))
         replica.watch()
         (mean_loss(module, ids, labels, step) * scale).backward()
         replica.reduce()
-        agreement = replica.agree(Vote(0.0))
+        agreement = replica.agree(StepVote(0.0))
         found |= {f"{step}/{n}": g.flatten().tolist() for n, g in replica.gradients().items()}
         found[f"{step}/norm"] = [agreement.norm]
         (replica.commit if agreement.finite else replica.reject)()
@@ -121,19 +122,19 @@ def hidden(seat: Seat) -> list[bool]:
     torch.manual_seed(0)
     module = Branchy()
     channel = group(seat)
-    pump = Pump(channel)
-    sparse = compress.build({"error_feedback": {"random_k": {"fraction": 0.02}}})
-    replica = Replica(params_of(module), sparse, pump, bucket_bytes=1 << 20)
+    pump = CommThread(channel)
+    sparse = exchange_methods.build({"error_feedback": {"random_k": {"fraction": 0.02}}})
+    replica = GradientReducer(params_of(module), sparse, pump, bucket_bytes=1 << 20)
     verdicts = []
     for step in range(2):
         ids, labels = rows_of(step)
-        replica.open(Window(step, 0, 1.0, float((labels != -100).sum())))
+        replica.open(StepContext(step, 0, 1.0, float((labels != -100).sum())))
         replica.watch()
         bad = module.mix.weight.register_hook(lambda g, s=step: poisoned(g) if s == 0 and seat.rank == 1 else g)
         mean_loss(module, ids, labels, step).backward()
         bad.remove()
         replica.reduce()
-        agreement = replica.agree(Vote(0.0))
+        agreement = replica.agree(StepVote(0.0))
         verdicts.append(agreement.finite)
         (replica.commit if agreement.finite else replica.reject)()
         if not agreement.finite:
@@ -149,12 +150,12 @@ def votes(seat: Seat, *, poison: int, where: str) -> list[dict]:
     torch.manual_seed(0)
     module = Branchy()
     channel = group(seat)
-    pump = Pump(channel)
-    replica = Replica(params_of(module), compress.build("dense"), pump, bucket_bytes=1 << 20)
+    pump = CommThread(channel)
+    replica = GradientReducer(params_of(module), exchange_methods.build("dense"), pump, bucket_bytes=1 << 20)
     found = []
     for step in range(2):
         ids, labels = rows_of(step)
-        replica.open(Window(step, 0, 1.0, float((labels != -100).sum())))
+        replica.open(StepContext(step, 0, 1.0, float((labels != -100).sum())))
         loss = mean_loss(module, ids, labels, step)
         if step == 0 and seat.rank == poison:
             if where == "loss":
@@ -164,7 +165,7 @@ def votes(seat: Seat, *, poison: int, where: str) -> list[dict]:
         replica.watch()
         loss.backward()
         replica.reduce()
-        verdict = replica.agree(Vote(float(loss), ask=seat.rank))
+        verdict = replica.agree(StepVote(float(loss), ask=seat.rank))
         found.append({"finite": verdict.finite, "bad": list(verdict.bad_ranks), "ask": verdict.ask})
         (replica.commit if verdict.finite else replica.reject)()
         if step == 0:
@@ -179,12 +180,12 @@ def out_of_step(seat: Seat) -> str:
     """Rank 1 believes to be one step further."""
     module = Branchy()
     channel = group(seat)
-    pump = Pump(channel)
-    replica = Replica(params_of(module), compress.build("dense"), pump, bucket_bytes=1 << 20)
-    replica.open(Window(3 + seat.rank, 0, 1.0, 1.0))
+    pump = CommThread(channel)
+    replica = GradientReducer(params_of(module), exchange_methods.build("dense"), pump, bucket_bytes=1 << 20)
+    replica.open(StepContext(3 + seat.rank, 0, 1.0, 1.0))
     replica.reduce()
     try:
-        replica.agree(Vote(0.0))
+        replica.agree(StepVote(0.0))
         said = ""
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
@@ -197,25 +198,25 @@ def by_rows(seat: Seat, *, rows: list[int], steps: int) -> dict[str, list]:
     """What each rank owns of the mean gradients of two micro-batches, through a coder with feedback: with buckets that
     stay and with buckets that are given back.
     """
-    fed_back = compress.build({"error_feedback": {"two_shot": {"codec": "int8"}}})
-    method = memory.build("zero2").exchange(fed_back, ["all"])
+    fed_back = exchange_methods.build({"error_feedback": {"two_shot": {"codec": "int8"}}})
+    method = sharding_methods.build("zero2").exchange(fed_back, ["all"])
     found: dict[str, list] = {}
     channel = group(seat)
-    pump = Pump(channel)
+    pump = CommThread(channel)
     first = sum(rows[: seat.rank])
     for gives_back in (False, True):
         torch.manual_seed(0)
         module = Branchy()
         owned = partial(rows_at, seat)
-        replica = Replica(params_of(module), method, pump, bucket_bytes=64, owned=owned, gives_back=gives_back)
+        replica = GradientReducer(params_of(module), method, pump, bucket_bytes=64, owned=owned, gives_back=gives_back)
         for step in range(steps):
             ids, labels = (t[first : first + rows[seat.rank]] for t in rows_of(step))
-            replica.open(Window(step, 0, 1.0, float((labels != -100).sum())))
+            replica.open(StepContext(step, 0, 1.0, float((labels != -100).sum())))
             mean_loss(module, ids, labels, step).backward()
             replica.watch()
             mean_loss(module, ids, labels, step).backward()
             replica.reduce()
-            norm = replica.agree(Vote(0.0)).norm
+            norm = replica.agree(StepVote(0.0)).norm
             means = {n: g.flatten().tolist() for n, g in replica.gradients().items()}
             found.setdefault(str(gives_back), []).append({**means, "norm": norm})
             replica.commit()
@@ -227,17 +228,17 @@ def by_rows(seat: Seat, *, rows: list[int], steps: int) -> dict[str, list]:
 
 def rows_at(seat: Seat, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's."""
-    return memory.rows_of(name, tensor.shape, seat.ranks)[seat.rank].of(tensor)
+    return sharding_methods.rows_of(name, tensor.shape, seat.ranks)[seat.rank].of(tensor)
 
 
 def under_way(seat: Seat, *, look_ahead: int) -> tuple[int, int]:
     """Of so many buckets that are given back, how many were there at most before their exchange had ended."""
     module, most = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))), 0
     channel = group(seat)
-    pump = Pump(channel, look_ahead=look_ahead)
+    pump = CommThread(channel, look_ahead=look_ahead)
     params = dict(module.named_parameters())
-    dense = memory.build("zero2").exchange(compress.build("dense"), ["all"])
-    replica = Replica(params, dense, pump, bucket_bytes=64, owned=partial(rows_at, seat), gives_back=True)
+    dense = sharding_methods.build("zero2").exchange(exchange_methods.build("dense"), ["all"])
+    replica = GradientReducer(params, dense, pump, bucket_bytes=64, owned=partial(rows_at, seat), gives_back=True)
 
     def count(_: torch.Tensor) -> None:
         nonlocal most
@@ -247,11 +248,11 @@ def under_way(seat: Seat, *, look_ahead: int) -> tuple[int, int]:
     for param in params.values():
         param.register_post_accumulate_grad_hook(count)
     for step in range(2):
-        replica.open(Window(step, 0, 1.0, 1.0))
+        replica.open(StepContext(step, 0, 1.0, 1.0))
         replica.watch()
         module(torch.ones(2, 8)).sum().backward()
         replica.reduce()
-        assert replica.agree(Vote(0.0)).finite
+        assert replica.agree(StepVote(0.0)).finite
         replica.commit()
     replica.close()
     pump.close()

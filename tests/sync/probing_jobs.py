@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from gossamer.sync import Heard, Probe, Probing, Replica, Window
-from gossamer.wire.channel.group import Group, Meeting
-from gossamer.wire.message import Levels
-from gossamer.wire.pump import Pump
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
+from gossamer.sync import GradientReducer, StepContext, StepMessage, ZerothOrderConfig, ZerothOrderRank
 from pool import Seat
 
 SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "b.weight": (40, 70), "scale": ()}
@@ -48,15 +48,17 @@ def steps(
     `alike`: all ranks have the same loss; `poison`: [rank, step] whose loss is not finite.
     """
     torch.set_num_threads(1)
-    channel = Group(Meeting(seat.store(), seat.rank, Levels.flat(seat.ranks), interface="lo", timeout_s=20.0))
-    pump = Pump(channel)
-    replica = Replica({}, {}, pump, bucket_bytes=1 << 20)
+    channel = ProcessGroupChannel(
+        Rendezvous(seat.store(), seat.rank, ProcessGroups.flat(seat.ranks), interface="lo", timeout_s=20.0)
+    )
+    pump = CommThread(channel)
+    replica = GradientReducer({}, {}, pump, bucket_bytes=1 << 20)
     params = start(getattr(torch, dtype))
     truth = {n: p if p.dtype == torch.float32 else p.float() for n, p in params.items()}
-    probing = Probing(Probe(samples=samples, epsilon=1e-2), params, truth, replica, 7)
+    probing = ZerothOrderRank(ZerothOrderConfig(samples=samples, epsilon=1e-2), params, truth, replica, 7)
     at, sent, said, finite, norms, losses, back = [], [], [], [], [], [], True
     for step in range(count):
-        replica.begin(Window(step, 7, 1.0, labels[seat.rank] if labels else 1.0))
+        replica.begin(StepContext(step, 7, 1.0, labels[seat.rank] if labels else 1.0))
         before = {n: p.clone() for n, p in params.items()}
 
         def loss(step: int = step) -> float:
@@ -69,7 +71,7 @@ def steps(
         finite.append([agreement.finite, *agreement.bad_ranks])
         if agreement.finite:
             codes = bytes(agreement.beside.flatten().tolist())
-            heard = Heard(step=step, rate=RATE, clip=clip, labels=tuple(replica.weights().tolist()), codes=codes)
+            heard = StepMessage(step=step, rate=RATE, clip=clip, labels=tuple(replica.weights().tolist()), codes=codes)
             probing.take(heard)
             said.append(heard.line())
         norms.append(agreement.norm)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from gossamer.spec.errors import BadInput
 from gossamer.sync import outer
-from gossamer.sync.outer import OuterRound, OuterRule, OuterState
+from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 SETTINGS = {"hypergradient": {"hypergradient": {"inner": {"nesterov": {}}}}}
 
 
-def at(number: int = 0, steps: int = 4, rates: float = 0.4) -> OuterRound:
-    return OuterRound(number, steps, rates, (0, number, 0))
+def at(number: int = 0, steps: int = 4, rates: float = 0.4) -> OuterStep:
+    return OuterStep(number, steps, rates, (0, number, 0))
 
 
 def drawn(seed: int, count: int = 2) -> list[Tensor]:
@@ -25,7 +25,7 @@ def drawn(seed: int, count: int = 2) -> list[Tensor]:
     return [torch.randn(50 * (i + 1), generator=generator) for i in range(count)]
 
 
-def run(rule: OuterRule, displacements: list[list[Tensor]], rates: float = 0.4) -> tuple[list[Tensor], OuterState]:
+def run(rule: OuterOptimizer, displacements: list[list[Tensor]], rates: float = 0.4) -> tuple[list[Tensor], OuterState]:
     anchor = drawn(99)
     state = rule.init(anchor)
     for number, mean in enumerate(displacements):
@@ -87,7 +87,7 @@ def test_a_drawn_sign_is_right_on_average() -> None:
     total = torch.zeros(4)
     for number in range(4000):
         anchor = [torch.zeros(4)]
-        rule.step(anchor, [gradient], rule.init(anchor), OuterRound(number, 1, 1.0, (0, number, 0)))
+        rule.step(anchor, [gradient], rule.init(anchor), OuterStep(number, 1, 1.0, (0, number, 0)))
         total -= anchor[0]
     assert torch.allclose(total / 4000, gradient, atol=0.08)  # five standard errors
     assert total[3] == 0

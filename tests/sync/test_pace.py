@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gossamer.sync import Pace, by_speed
+from gossamer.sync import LocalStepSchedule, by_speed
 
 
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("steps", [(7, 1), (7, 3, 5), (7, 7), ()])
 def test_every_round_has_its_steps_evenly_spread_and_the_last_is_everybodys(steps: tuple[int, ...], start: int) -> None:
-    pace = Pace(7, start, steps)
+    pace = LocalStepSchedule(7, start, steps)
     for rank, wanted in enumerate(steps or (7, 7)):
         made = [pace.makes(rank, step) for step in range(start + 28)]
         assert all(made[:start])

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from gossamer import sync
+from gossamer.comm.message import ProcessGroups
 from gossamer.plan import price_probed
 from gossamer.spec.errors import BadInput, CheckpointMismatch, WireMismatch
-from gossamer.sync import Heard, Mark, Probe, Probing, parsed
-from gossamer.sync._byte import NOT_FINITE, decode, encode
-from gossamer.wire.message import Levels
+from gossamer.sync import ParameterChecksum, StepMessage, ZerothOrderConfig, ZerothOrderRank, parsed
+from gossamer.sync._float8 import NOT_FINITE, decode, encode
 from pool import Pool
 from sync.probing_jobs import flat, loss_of, start
 
@@ -30,9 +30,9 @@ class Alone:
         return torch.ones(1, dtype=torch.float64)
 
 
-def probing(params: dict[str, torch.Tensor], **settings: Any) -> Probing:
+def probing(params: dict[str, torch.Tensor], **settings: Any) -> ZerothOrderRank:
     truth = {n: p if p.dtype in (torch.float32, torch.float64) else p.float() for n, p in params.items()}
-    return Probing(Probe(**{"samples": 1, "epsilon": 1e-3, **settings}), params, truth, Alone(), 7)  # type: ignore[arg-type]
+    return ZerothOrderRank(ZerothOrderConfig(**{"samples": 1, "epsilon": 1e-3, **settings}), params, truth, Alone(), 7)  # type: ignore[arg-type]
 
 
 class Among(Alone):
@@ -113,7 +113,7 @@ def test_the_estimate_s_mean_is_the_gradient() -> None:
     wanted = torch.cat([p.grad.flatten() for p in leaves.values()])
     one, before = probing(params, samples=400), torch.tensor(flat(params))
     vote = one.look(0, lambda: float(loss_of(params)))
-    one.take(Heard(step=0, rate=1.0, clip=0.0, labels=(1.0,), codes=bytes(vote.beside.tolist())))
+    one.take(StepMessage(step=0, rate=1.0, clip=0.0, labels=(1.0,), codes=bytes(vote.beside.tolist())))
     found = before - torch.tensor(flat(params))
     noise = float(wanted.norm()) * math.sqrt(1 / 400)  # per number
     assert float((found - wanted).norm()) < 1.2 * noise * math.sqrt(len(wanted))
@@ -141,7 +141,7 @@ def test_ranks_never_part_and_a_joiner_arrives_where_they_are(pool: Pool, ranks:
     joiner = probing(params)
     for line in found[0]["said"]:
         heard = parsed(json.loads(json.dumps(line)))
-        assert isinstance(heard, Heard)
+        assert isinstance(heard, StepMessage)
         joiner.take(heard)
     assert flat(params) == found[0]["at"][-1]
     assert flat(params) != flat(start(params["scale"].dtype))
@@ -162,7 +162,7 @@ def test_one_byte_per_rank_and_direction(pool: Pool, ranks: int, samples: int) -
     found = pool.run("sync.probing_jobs:steps", ranks, count=3, samples=samples)
     probe = sync.build({"just_one_byte": {"samples": samples}}).probe
     assert probe is not None
-    forecast = price_probed(probe, Levels.flat(ranks))
+    forecast = price_probed(probe, ProcessGroups.flat(ranks))
     for rank, one in enumerate(found):
         assert one["sent"] == [(ranks - 1) * (samples + 8 + 40)] * 3  # beside weights and votes
         assert forecast.sent_bytes[rank] == one["sent"][0]
@@ -180,13 +180,15 @@ def test_clipping_bounds_every_slope() -> None:
     for clip, slope in ((0.0, 4.0), (0.5, 4.0), (0.5, -4.0), (0.5, 0.25)):
         params = start()
         before = torch.tensor(flat(params))
-        probing(params).take(Heard(step=0, rate=1e-2, clip=clip, labels=(1.0,), codes=bytes([encode(slope, 0.0)])))
+        probing(params).take(
+            StepMessage(step=0, rate=1e-2, clip=clip, labels=(1.0,), codes=bytes([encode(slope, 0.0)]))
+        )
         moves.append(float((torch.tensor(flat(params)) - before).abs().mean()))
     assert moves == pytest.approx([0.04, 0.005, 0.005, 0.0025], rel=1e-4)
 
 
-STEP = Heard(step=3, rate=0.1, clip=1.0, labels=(4.0, 5.0), codes=b"\x12\x92")
-MARK = Mark(step=3, parameters="ab", checksum=12, begins=True)
+STEP = StepMessage(step=3, rate=0.1, clip=1.0, labels=(4.0, 5.0), codes=b"\x12\x92")
+MARK = ParameterChecksum(step=3, parameters="ab", checksum=12, begins=True)
 BAD: list[tuple[Any, str]] = [
     ({}, "wanted a line of step or mark"),
     ({"kind": ["step"]}, "wanted a line of step or mark"),

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from gossamer import sync
-from gossamer.plan._price import word_bytes
+from gossamer.comm.message import ProcessGroups
+from gossamer.plan._traffic import word_bytes
 from gossamer.spec.errors import BadInput
-from gossamer.sync._roll_call import half_have_waited
-from gossamer.wire.message import Levels
+from gossamer.sync._quorum import quorum_timed_out
 from pool import Pool
 
 PLAIN: dict[str, Any] = {"diloco": {"every": 4, "outer": "average", "patience_s": 0.3}}
@@ -101,7 +101,7 @@ def test_weights_are_of_those_who_are_there(pool: Pool) -> None:
     ],
 )
 def test_half_of_the_islands_must_have_waited(waited_s: list[float], is_enough: bool) -> None:
-    assert half_have_waited(waited_s, 5.0) is is_enough
+    assert quorum_timed_out(waited_s, 5.0) is is_enough
 
 
 @pytest.mark.parametrize(("wait", "sent"), [(0.0, 16), (1.0, 8)])
@@ -109,7 +109,7 @@ def test_words_go_every_other_step_or_with_every_fragment(wait: float, sent: int
     """32 bytes each, in a mean step."""
     loop = sync.build({"diloco": {"every": 8, "fragments": 2, "patience_s": wait}}).loop
     assert loop is not None
-    assert word_bytes(loop, Levels.islands([[0], [1]])) == {"0>1": sent, "1>0": sent}
+    assert word_bytes(loop, ProcessGroups.islands([[0], [1]])) == {"0>1": sent, "1>0": sent}
 
 
 def test_no_more_rounds_are_missed_than_there_is_room_for(pool: Pool) -> None:

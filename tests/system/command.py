@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gossamer.wire.process.spawn import process_state
+from gossamer.process.spawn import process_state
 
 GOSSAMER = (sys.executable, "-m", "gossamer")
 SIZES = {

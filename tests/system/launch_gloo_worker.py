@@ -10,8 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gossamer.run.launch import Ready, run_worker
-from gossamer.wire.channel.store import join_store
+from gossamer.comm.channel.store import join_store
+from gossamer.launch import Ready, run_worker
 
 
 def main(ready: Ready) -> None:

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from gossamer.run.launch import Facts, Invitation, Limits, Meeting, Start, launch_met
+from gossamer.launch import HostFingerprint, HostMeeting, LaunchRequest, Limits, RendezvousConfig, launch_met
 from gossamer.spec.errors import BadInput, RunFailed
 
 DEFAULTS = {
@@ -31,15 +31,15 @@ def main() -> int:
     text = sys.argv[1] if sys.argv[1].startswith("{") else Path(sys.argv[1]).read_text()
     given = {**DEFAULTS, **json.loads(text)}
     if "--host" in sys.argv:
-        given["host"], given["hosts"] = Invitation.parse_host(sys.argv[sys.argv.index("--host") + 1])
-        given["address"], given["port"] = Invitation.parse_meet(sys.argv[sys.argv.index("--meet") + 1])
+        given["host"], given["hosts"] = RendezvousConfig.parse_host(sys.argv[sys.argv.index("--host") + 1])
+        given["address"], given["port"] = RendezvousConfig.parse_meet(sys.argv[sys.argv.index("--meet") + 1])
         given["runs"] = given["runs"].replace("{host}", str(given["host"]))
-    call = Invitation(
+    call = RendezvousConfig(
         host=given["host"],
         hosts=given["hosts"],
         address=given["address"],
         port=given["port"],
-        facts=Facts(
+        facts=HostFingerprint(
             processes=given["processes"],
             versions=given["versions"],
             config=given["config"],
@@ -53,10 +53,10 @@ def main() -> int:
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
 
-    def start(meeting: Meeting) -> Start:
+    def start(meeting: HostMeeting) -> LaunchRequest:
         print("MEETING", meeting.among, flush=True)
         worker = str(Path(__file__).with_name("launch_worker.py"))
-        return Start(
+        return LaunchRequest(
             argv=(sys.executable, worker, *given["worker"]),
             processes=given["processes"],
             rundir=meeting.rundir,

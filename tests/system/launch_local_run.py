@@ -3,13 +3,13 @@
 import sys
 from pathlib import Path
 
-from gossamer.run.launch import Limits, Start, launch_here
-from gossamer.run.launch.local import to_stderr
+from gossamer.launch import LaunchRequest, Limits, launch_here
+from gossamer.launch.local import to_stderr
 
 if __name__ == "__main__":
     worker = str(Path(__file__).with_name("launch_worker.py"))
     outcome = launch_here(
-        Start(
+        LaunchRequest(
             argv=(sys.executable, worker, *sys.argv[2:]),
             processes=2,
             rundir=Path(sys.argv[1]),

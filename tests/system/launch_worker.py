@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from gossamer.run.launch import Ready, run_worker
+from gossamer.launch import Ready, run_worker
 from gossamer.spec.errors import BadInput, Interrupted, PeerLost
 
 TRICKY_RANK, TRICKY_STEP = 1, 2

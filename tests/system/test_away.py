@@ -15,7 +15,7 @@ from torch import nn
 
 import gossamer
 from gossamer.cli import main
-from gossamer.model.origin import origin_of
+from gossamer.model.source import origin_of
 from gossamer.settings import anchored, load
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
@@ -55,7 +55,7 @@ def home(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def with_weights(origin: Any, folder: Path) -> None:
     from gossamer.data.tokenizer.byte import Bytes
-    from gossamer.model.hand_over import export_hf
+    from gossamer.model.export import export_hf
 
     export_hf(origin.build(7), origin, Bytes(), folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -175,15 +175,15 @@ def test_a_run_is_resumed_from_another_folder(
 
 
 def resumes_in(run: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    from gossamer.keeping import folder_of
-    from gossamer.view.rundir import open_run
+    from gossamer.job.run_files import folder_of
+    from gossamer.view.run_directory import open_run
 
     monkeypatch.chdir(here)
     return folder_of(open_run(run))
 
 
 def test_which_folder_relative_paths_are_relative_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gossamer.view.rundir import RunDirectory
+    from gossamer.view.run_directory import RunDirectory
 
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import job
-from gossamer.run import saver
+from gossamer.job import rank_job
+from gossamer.run import checkpoint_manager
 from gossamer.spec.errors import BadInput, RunFailed
 from gossamer.spec.records import Record, Step
-from gossamer.store.checkpoint import attempt
-from gossamer.view.occupied import check_free
-from gossamer.view.rundir import RunDirectory
+from gossamer.store.checkpoint import save_attempt
+from gossamer.view.run_directory import RunDirectory
+from gossamer.view.run_lock import check_free
 from system.command import Place, ended, eventually, records
 
 ROWS = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(8)]
@@ -51,13 +51,13 @@ def train(model: nn.Module, tmp_path: Path, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody makes room here: no need to wait for it."""
-    monkeypatch.setattr(saver, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(job, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(checkpoint_manager, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(rank_job, "_AGAIN_S", 0.0)
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, step: str, times: int) -> None:
     """So often no shard of that step can be written."""
-    write, left = attempt.write_shard, [times]
+    write, left = save_attempt.write_shard, [times]
 
     def write_shard(path: Path, pieces: Any, info: dict[str, str]) -> Any:
         if info["step"] == step and left[0] > 0:
@@ -65,7 +65,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, step: str, times: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(path, pieces, info)
 
-    monkeypatch.setattr(attempt, "write_shard", write_shard)
+    monkeypatch.setattr(save_attempt, "write_shard", write_shard)
 
 
 def test_a_last_save_that_fails_is_no_end_but_the_module_is_trained(
@@ -90,7 +90,7 @@ def test_a_last_save_that_fails_is_tried_once_more(tmp_path: Path, monkeypatch: 
 
 
 def test_a_last_checkpoint_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "list_checkpoints", lambda directory: (2,))
+    monkeypatch.setattr(checkpoint_manager, "list_checkpoints", lambda directory: (2,))
     with pytest.raises(RunFailed, match=r"the checkpoint of step 4 is not in .* any more"):
         train(Words(), tmp_path)
 
@@ -195,7 +195,7 @@ def test_ranks_that_all_leave_in_a_save_have_not_finished(place: Place) -> None:
     (place.folder / "leaves.py").write_text(
         "import os\n"
         "from watched import make\n"
-        "from gossamer.run.saver import Saver\n"
+        "from gossamer.run.checkpoint_manager import Saver\n"
         "save = Saver.save\n"
         "def leave(self, progress, *, last=False):\n"
         "    os._exit(0) if progress.step == 4 else save(self, progress, last=last)\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gossamer.wire.lab import Lab, Topology, lab_unavailable
+from gossamer.netlab import Lab, Topology, lab_unavailable
 from system.command import GOSSAMER, SIZES, Place, eventually, records
 
 pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]

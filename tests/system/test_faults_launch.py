@@ -14,22 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.run.launch import Limits, Outcome, Start, launch_here
-from gossamer.wire.lab import Lab, Topology, lab_unavailable
-from gossamer.wire.lab.names import DEVICE
-from gossamer.wire.process.reports import error_path
-from gossamer.wire.process.spawn import process_state
+from gossamer.launch import LaunchRequest, Limits, RunEnd, launch_here
+from gossamer.netlab import Lab, Topology, lab_unavailable
+from gossamer.netlab.names import DEVICE
+from gossamer.process.error_reports import error_path
+from gossamer.process.spawn import process_state
 
 HERE = Path(__file__).parent
 LIMITS = Limits(heartbeat_s=0.8, progress_timeout_s=1.5, settle_s=20.0, kill_s=0.5)  # peers may say their own
 
 
-def launch(
-    rundir: Path, how: str, *, processes: int = 3, step_s: float = 0.02, say: list[str] | None = None
-) -> Outcome:
+def launch(rundir: Path, how: str, *, processes: int = 3, step_s: float = 0.02, say: list[str] | None = None) -> RunEnd:
     heard = [] if say is None else say
     argv = (sys.executable, str(HERE / "launch_worker.py"), str(step_s), "6", how, f"at={rundir}")
-    start = Start(argv=argv, processes=processes, rundir=rundir, limits=LIMITS, say=heard.append, threads=1)
+    start = LaunchRequest(argv=argv, processes=processes, rundir=rundir, limits=LIMITS, say=heard.append, threads=1)
     return launch_here(start)
 
 
@@ -54,7 +52,7 @@ def marked(mark: str) -> set[int]:
 
 
 def test_a_run_that_ends_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch(tmp_path, "none") == Outcome(exit_code=0)
+    assert launch(tmp_path, "none") == RunEnd(exit_code=0)
     assert capfd.readouterr().out.splitlines() == [f"step {step}" for step in range(6)]
     assert "step 5" in (tmp_path / "logs/rank-00000.log").read_text()
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == [f"rank-{r:05d}.log" for r in range(3)]
@@ -90,28 +88,28 @@ def test_the_first_rank_that_dies_is_named_and_the_others_are_collateral(tmp_pat
 def test_what_happens_once_all_is_saved_and_written_down_is_no_failure(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
-        "from gossamer.run.launch import run_worker\n"
+        "from gossamer.launch import run_worker\n"
         "def body(ready):\n"
         "    rank = ready.place.rank\n"
         "    ready.heartbeat.leave(0, for_all=rank == 0) if rank == 0 else None\n"
         "    os.kill(os.getpid(), signal.SIGKILL if rank else signal.SIGSEGV)\n"
         "sys.exit(run_worker(body))\n"
     )
-    start = Start(argv=(sys.executable, "-c", program), processes=2, rundir=tmp_path, limits=LIMITS, threads=1)
-    assert launch_here(start) == Outcome(exit_code=0)
+    start = LaunchRequest(argv=(sys.executable, "-c", program), processes=2, rundir=tmp_path, limits=LIMITS, threads=1)
+    assert launch_here(start) == RunEnd(exit_code=0)
 
 
 def test_a_workers_own_word_counts_for_itself_alone(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
-        "from gossamer.run.launch import run_worker\n"
+        "from gossamer.launch import run_worker\n"
         "def body(ready):\n"
         "    if ready.place.rank:\n"
         "        ready.heartbeat.leave(0)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(run_worker(body))\n"
     )
-    start = Start(argv=(sys.executable, "-c", program), processes=2, rundir=tmp_path, limits=LIMITS, threads=1)
+    start = LaunchRequest(argv=(sys.executable, "-c", program), processes=2, rundir=tmp_path, limits=LIMITS, threads=1)
     outcome = launch_here(start)
     assert outcome.blame is not None
     assert (outcome.exit_code, outcome.blame.first.rank, outcome.blame.others) == (3, 0, ())
@@ -230,7 +228,7 @@ def test_a_stopped_supervisor_is_no_alarm(command: Command) -> None:
 
 def test_a_worker_whose_supervisor_hangs_up_ends_itself(tmp_path: Path) -> None:
     program = (
-        "import sys, time\nfrom gossamer.wire.process import Heartbeat\n"
+        "import sys, time\nfrom gossamer.process import Heartbeat\n"
         "Heartbeat(0, sys.argv[1], 't', period_s=1.0)\nprint('ready', flush=True)\ntime.sleep(600)"
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -424,9 +422,9 @@ def test_strangers_at_the_meeting_place_are_ignored(hosts: Hosts, tmp_path: Path
 @pytest.mark.parametrize("how", ["none", "kill"])
 def test_what_gloo_says_of_a_dead_peer_is_no_cause(tmp_path: Path, how: str) -> None:
     argv = (sys.executable, str(HERE / "launch_gloo_worker.py"), how)
-    outcome = launch_here(Start(argv=argv, processes=2, rundir=tmp_path, limits=LIMITS, threads=1))
+    outcome = launch_here(LaunchRequest(argv=argv, processes=2, rundir=tmp_path, limits=LIMITS, threads=1))
     if how == "none":
-        assert outcome == Outcome(exit_code=0)
+        assert outcome == RunEnd(exit_code=0)
         return
     assert outcome.blame is not None
     first, collateral = outcome.blame.first, outcome.blame.collateral

@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from gossamer.wire.lab import lab_unavailable
+from gossamer.netlab import lab_unavailable
 from system.command import SIZES, Place, losses, records
 
 pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]

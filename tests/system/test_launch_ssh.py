@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.run.launch import launch_hosts
+from gossamer.launch import launch_hosts
+from gossamer.process.spawn import process_state
 from gossamer.spec.errors import BadInput
-from gossamer.wire.process.spawn import process_state
 
 HERE = Path(__file__).parent
 SSH = """#!/bin/sh
@@ -105,7 +105,7 @@ def test_a_host_twice(site: Site) -> None:
 
 
 def test_a_host_that_fails_before_the_meeting_ends_the_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gossamer.run.launch.ssh._PATIENCE_S", 0.5)
+    monkeypatch.setattr("gossamer.launch.ssh._PATIENCE_S", 0.5)
     text = (site.path / "python").read_text()
     broken = 'if [ "$1 $2 $WHO" = "-m gossamer b" ]; then echo "no licence" >&2; exit 9; fi\n'
     site.script("python", text.replace("#!/bin/sh\n", "#!/bin/sh\n" + broken))
@@ -116,7 +116,7 @@ def test_a_host_that_fails_before_the_meeting_ends_the_others(site: Site, monkey
 
 PROGRAM = """
 import sys
-from gossamer.run.launch import launch_hosts
+from gossamer.launch import launch_hosts
 sys.exit(launch_hosts(["a", "b"], ["{files}/run.json"], files={"run.json": sys.argv[1]}, python=sys.argv[2]))
 """
 

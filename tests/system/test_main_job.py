@@ -17,7 +17,7 @@ import yaml
 from torch.utils.data import Dataset
 
 import gossamer
-from gossamer import api
+from gossamer.api import verbs
 from system.command import SIZES, Done, Place, ended, eventually, losses, records
 from system.conftest import Trained
 
@@ -194,7 +194,7 @@ def test_the_export_loads_in_transformers_and_is_never_overwritten(
     ids = torch.arange(24).view(2, 12) * 7 % 257
     monkeypatch.chdir(trained.place.folder)
     with torch.no_grad():
-        ours = api.load(trained.run).module(input_ids=ids).logits
+        ours = verbs.load(trained.run).module(input_ids=ids).logits
         theirs = AutoModelForCausalLM.from_pretrained(target).eval()(input_ids=ids).logits
     assert torch.equal(ours, theirs)
 

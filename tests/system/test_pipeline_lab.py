@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gossamer.wire.lab import lab_unavailable
+from gossamer.netlab import lab_unavailable
 from system.command import Place, losses, records
 
 pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]

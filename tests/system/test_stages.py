@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gossamer import api
+from gossamer.api import verbs
 from system.command import Place, losses, records
 from system.conftest import Trained, policed
 
@@ -52,12 +52,12 @@ def test_the_export_holds_what_every_stage_has_learnt(
     staged.place.good("export", staged.run, "--to", "hf", target)
     exported = AutoModelForCausalLM.from_pretrained(target).eval()
     monkeypatch.chdir(staged.place.folder)
-    ours = api.load(staged.run).module
+    ours = verbs.load(staged.run).module
     ids = torch.arange(24).view(2, 12) * 7 % 257
     with torch.no_grad():
         assert torch.equal(ours(input_ids=ids).logits, exported(input_ids=ids).logits)
     monkeypatch.chdir(trained.place.folder)
-    whole = api.load(trained.run)
+    whole = verbs.load(trained.run)
     assert whole.origin is not None
     initial = dict(whole.origin.build(whole.config.train.seed).named_parameters())
     for name, parameter in whole.module.named_parameters():

@@ -15,9 +15,9 @@ from gossamer.view.display import Display
 from gossamer.view.display.live import EVERY_S, Live
 from gossamer.view.display.plain import Plain
 from gossamer.view.display.quiet import Quiet
-from gossamer.view.panel import panel
-from gossamer.view.progress import Progress
-from gossamer.view.screen import Guarded, open_display
+from gossamer.view.live_panel import panel
+from gossamer.view.open_display import Guarded, open_display
+from gossamer.view.progress import RunProgress
 from view.streams import run, start, step
 
 
@@ -38,7 +38,7 @@ def lines(display: Display, out: io.StringIO, records: list[Record]) -> list[str
 
 
 def drawn(width: int, height: int, *, until: int = 200) -> list[str]:
-    progress = Progress()
+    progress = RunProgress()
     for record in run(until=until, ends=until == 200):
         progress.add(record)
     console = Console(width=width, file=io.StringIO(), record=True)
@@ -99,7 +99,7 @@ def test_the_panel_tells_what_a_run_is_judged_by() -> None:
 
 
 def test_a_message_is_text_and_no_markup() -> None:
-    progress = Progress()
+    progress = RunProgress()
     for record in (start(), Event(level="error", message="[/bold] tensor[0]\nand more")):
         progress.add(record)
     console = Console(width=80, file=io.StringIO(), record=True)

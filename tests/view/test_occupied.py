@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from gossamer.spec.errors import BadInput
-from gossamer.view import occupied
-from gossamer.view.occupied import Holder, check_free, held
+from gossamer.view import run_lock
+from gossamer.view.run_lock import Holder, check_free, held
 
-HOLD = "import sys, time; from pathlib import Path; from gossamer.view.occupied import held\n"
+HOLD = "import sys, time; from pathlib import Path; from gossamer.view.run_lock import held\n"
 HOLD += "with held(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)\n"
 
 
@@ -43,7 +43,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(occupied.fcntl, "flock", refuse)
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
 
 
 def no_beats_for(directory: Path, seconds: float) -> None:
@@ -73,7 +73,7 @@ def test_one_lock_for_each_directory_also_within_a_process(tmp_path: Path) -> No
     with held(tmp_path / "a"), held(tmp_path / "b"):
         with pytest.raises(BadInput, match=f"process {os.getpid()} on host"):
             check_free(tmp_path / "a")
-        assert occupied._read(tmp_path / "a" / ".lock") is not None, "the refused one has taken nothing away"
+        assert run_lock._read(tmp_path / "a" / ".lock") is not None, "the refused one has taken nothing away"
     check_free(tmp_path / "a")
 
 
@@ -105,14 +105,14 @@ def test_a_full_disk_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_without_locks_a_file_beats(tmp_path: Path, without_locks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(occupied, "BEAT_S", 0.05)
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
     with held(tmp_path):
         no_beats_for(tmp_path, 3600)
         deadline_s = time.monotonic() + 20
         while time.time() - (tmp_path / ".lock.beat").stat().st_mtime > 60:
             assert time.monotonic() < deadline_s, "it never beat"
             time.sleep(0.01)
-        monkeypatch.setattr(occupied, "BEAT_S", 5.0)
+        monkeypatch.setattr(run_lock, "BEAT_S", 5.0)
         with pytest.raises(BadInput, match=f"process {os.getpid()} on host"):
             check_free(tmp_path)
     assert ".lock.beat" not in names(tmp_path)
@@ -136,7 +136,7 @@ def elsewhere(directory: Path) -> Holder:
 def test_who_beats_no_more_blocks_no_more(
     tmp_path: Path, without_locks: None, holder: Callable[[Path], Holder], silent_s: float, blocks: bool
 ) -> None:
-    (tmp_path / ".lock.beat").write_bytes(occupied._line(holder(tmp_path)))
+    (tmp_path / ".lock.beat").write_bytes(run_lock._line(holder(tmp_path)))
     no_beats_for(tmp_path, silent_s)
     if blocks:
         with pytest.raises(BadInput, match="on host elsewhere since"):
@@ -149,11 +149,11 @@ def test_who_beats_no_more_blocks_no_more(
 def test_of_two_that_take_over_one_is_refused(
     tmp_path: Path, without_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / ".lock.beat").write_bytes(occupied._line(elsewhere(tmp_path)))
+    (tmp_path / ".lock.beat").write_bytes(run_lock._line(elsewhere(tmp_path)))
     no_beats_for(tmp_path, 60)
 
     def another_comes(seconds: float) -> None:
-        (tmp_path / ".lock.beat").write_bytes(occupied._line(Holder(host="third")))
+        (tmp_path / ".lock.beat").write_bytes(run_lock._line(Holder(host="third")))
 
     monkeypatch.setattr(time, "sleep", another_comes)
     with pytest.raises(BadInput, match="on host third since"):

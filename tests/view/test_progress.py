@@ -9,12 +9,12 @@ import pytest
 
 from gossamer.spec.records import Saved
 from gossamer.view.curve import POINTS, Curve, Frame, draw
-from gossamer.view.progress import Doubtful, Progress, part_of
+from gossamer.view.progress import Doubtful, RunProgress, part_of
 from view.streams import STEP_S, run, start, step
 
 
-def fold(*records: object) -> Progress:
-    progress = Progress()
+def fold(*records: object) -> RunProgress:
+    progress = RunProgress()
     for record in records:
         progress.add(record)  # type: ignore[arg-type]
     return progress
@@ -32,7 +32,7 @@ def test_figures_of_a_run_under_way() -> None:
 
 
 def test_nothing_is_known_of_a_run_that_has_not_begun() -> None:
-    progress = Progress()
+    progress = RunProgress()
     assert progress.steps_done == progress.steps == progress.fraction == 0
     unknown = (progress.loss, progress.tokens_per_s, progress.of_peak, progress.exposed_share, progress.remaining_s)
     assert unknown == (None,) * 5

@@ -12,7 +12,7 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 from gossamer.spec.plan import Plan
 from gossamer.spec.records import End, Event, Record, Step
-from gossamer.view.rundir import RunDirectory, latest, open_run
+from gossamer.view.run_directory import RunDirectory, latest, open_run
 from view.streams import run, start, step
 
 

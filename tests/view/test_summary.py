@@ -13,9 +13,9 @@ from rich.console import Console, RenderableType
 from gossamer.spec.cost import Cost
 from gossamer.spec.plan import Mesh, Plan
 from gossamer.spec.records import Record
-from gossamer.view.closing import DemoResult, Reference, bar, demo_panel, run_panel
-from gossamer.view.picture import LIGHT, picture, picture_of_run
-from gossamer.view.rundir import RunDirectory
+from gossamer.view.end_summary import DemoResult, Reference, bar, demo_panel, run_panel
+from gossamer.view.run_directory import RunDirectory
+from gossamer.view.screenshot import LIGHT, picture, picture_of_run
 from gossamer.view.summary import forecast_error, summarise
 from view.streams import STEP_S, run, start, step
 

@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parents[1]
 SHOW = """
 import sys
 sys.path.insert(0, {here!r})
-from gossamer.view.screen import open_display
+from gossamer.view.open_display import open_display
 from view.streams import run
 display = open_display(title="test")
 for record in run(60, ends=False):

@@ -78,8 +78,8 @@ def _stopped(*, is_json: bool) -> int:
 
 
 def _run(given: list[str], *, is_json: bool) -> int:
-    from gossamer.cli.endings import BAD_INPUT, failure_of
-    from gossamer.cli.output import Answer, Output
+    from gossamer.cli.exit_status import BAD_INPUT, failure_of
+    from gossamer.cli.output import CommandResult, Output
     from gossamer.spec.errors import RunFailed
 
     output = Output(json=is_json)
@@ -87,7 +87,7 @@ def _run(given: list[str], *, is_json: bool) -> int:
         result = make_app()(given, exit_on_error=False, print_error=False, result_action="return_value")
         if not given:  # the help was shown, for want of a command
             return BAD_INPUT
-        if isinstance(result, Answer):
+        if isinstance(result, CommandResult):
             try:
                 return output.answer(result)
             except BrokenPipeError:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cyclopts import App
 
-from gossamer.cli.output import Answer, Json
+from gossamer.cli.output import CommandResult, Json
 from gossamer.settings import load, schema, show
 from gossamer.settings.methods import check_methods, check_names
 
@@ -15,7 +15,7 @@ app = App(name="config")
 
 
 @app.command(name="show")
-def show_config(run: Path | None = None, /, *override: str, json: Json = False) -> Answer:
+def show_config(run: Path | None = None, /, *override: str, json: Json = False) -> CommandResult:
     """The merged configuration, with where each value came from.
 
     Parameters
@@ -30,11 +30,11 @@ def show_config(run: Path | None = None, /, *override: str, json: Json = False) 
     resolved = load(run, override)
     check_names(resolved)
     data = {"config": resolved.config.model_dump(mode="json"), "origin": dict(resolved.origin)}
-    return Answer(data, show(resolved))
+    return CommandResult(data, show(resolved))
 
 
 @app.command(name="check")
-def check_config(run: Path, /, *override: str, json: Json = False) -> Answer:
+def check_config(run: Path, /, *override: str, json: Json = False) -> CommandResult:
     """Read a configuration file and build every method it names; nothing is trained.
 
     Parameters
@@ -48,10 +48,10 @@ def check_config(run: Path, /, *override: str, json: Json = False) -> Answer:
     check_methods(resolved)
     changed = sum(where != "default" for where in resolved.origin.values())
     text = f"{run} is in order: {changed} of {len(resolved.origin)} values are set, the others are defaults"
-    return Answer({"ok": True, "set": changed, "values": len(resolved.origin)}, text)
+    return CommandResult({"ok": True, "set": changed, "values": len(resolved.origin)}, text)
 
 
 @app.command(name="schema")
-def show_schema(*, json: Json = False) -> Answer:
+def show_schema(*, json: Json = False) -> CommandResult:
     """The JSON Schema of configuration files, for editors that complete and check."""
-    return Answer(schema(), jsonlib.dumps(schema(), indent=2))
+    return CommandResult(schema(), jsonlib.dumps(schema(), indent=2))

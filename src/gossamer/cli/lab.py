@@ -17,9 +17,9 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+from gossamer.netlab import Lab, LinkEvent, Topology, end, lab_unavailable, standing, sweep
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.units import read_rate, show_bytes, show_gib, show_rate
-from gossamer.wire.lab import Change, Lab, Topology, end, lab_unavailable, standing, sweep
 
 AsJson = Annotated[bool, Parameter(name="--json", negative="")]
 app = App(name="lab", help="Real hosts and shaped links on this machine (Linux, root).")
@@ -27,7 +27,7 @@ app = App(name="lab", help="Real hosts and shaped links on this machine (Linux, 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Wanted:
+class LabRequest:
     """The laboratory, as written on the command line."""
 
     hosts: int = 2
@@ -61,7 +61,7 @@ class Wanted:
 @app.command(name="run")
 def run(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    wanted: Wanted | None = None,
+    wanted: LabRequest | None = None,
     change: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     as_json: AsJson = False,
 ) -> int:
@@ -78,9 +78,9 @@ def run(
     as_json
         End with one JSON object: exit codes, real shares of the processor, bytes per link.
     """
-    changes = tuple(Change.parse(text) for text in change)
+    changes = tuple(LinkEvent.parse(text) for text in change)
     ended: list[tuple[int, int]] = []
-    with _asked_to_stop(), Lab((wanted or Wanted()).topology()) as lab:
+    with _asked_to_stop(), Lab((wanted or LabRequest()).topology()) as lab:
         shares = lab.calibrate()
         _say(_described(lab, shares))
         begun = time.monotonic()
@@ -109,7 +109,7 @@ def run(
 
 
 @app.command(name="up")
-def up(*, wanted: Wanted | None = None, as_json: AsJson = False) -> int:
+def up(*, wanted: LabRequest | None = None, as_json: AsJson = False) -> int:
     """Keep a laboratory standing until Ctrl-C; prints how to enter its hosts.
 
     Parameters
@@ -117,7 +117,7 @@ def up(*, wanted: Wanted | None = None, as_json: AsJson = False) -> int:
     as_json
         End with one JSON object, written as soon as the hosts stand: name, hosts, real shares of the processor.
     """
-    with _asked_to_stop(), Lab((wanted or Wanted()).topology()) as lab:
+    with _asked_to_stop(), Lab((wanted or LabRequest()).topology()) as lab:
         shares = lab.calibrate()
         hosts = [{"address": lab.address(host), "enter": lab.entry(host)} for host in range(lab.topology.hosts)]
         _say(f"{lab.prefix}: {_described(lab, shares)}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from gossamer.cli.output import Answer, Json, table
-from gossamer.settings.rooms import Method, RoomPage, rooms
-from gossamer.settings.rooms import room as find_room
+from gossamer.cli.output import CommandResult, Json, table
+from gossamer.settings.catalog import Category, Method, categories
+from gossamer.settings.catalog import category as find_room
 
 
-def methods(room: str | None = None, method: str | None = None, /, *, json: Json = False) -> Answer:
-    """List all rooms, the methods of one room, or one method whole, e.g. `gossamer methods compress dense`.
+def methods(room: str | None = None, method: str | None = None, /, *, json: Json = False) -> CommandResult:
+    """List all rooms, the methods of one room, or one method whole, e.g. `gossamer methods exchange dense`.
 
     Parameters
     ----------
@@ -21,26 +21,26 @@ def methods(room: str | None = None, method: str | None = None, /, *, json: Json
         A method of that room: its equations, symbols, cost and paper.
     """
     if room is None:
-        found = rooms().values()
+        found = categories().values()
         text = "\n\n".join(_summary(page) for page in found)
-        return Answer({page.name: [_data(m) for m in page.methods.values()] for page in found}, text)
+        return CommandResult({page.name: [_data(m) for m in page.methods.values()] for page in found}, text)
     page = find_room(room)
     if method is None:
-        return Answer(_room_data(page), _room_text(page))
+        return CommandResult(_room_data(page), _room_text(page))
     chosen = page.method(method)
-    return Answer({**_data(chosen), "doc": chosen.doc}, _method_text(page, chosen))
+    return CommandResult({**_data(chosen), "doc": chosen.doc}, _method_text(page, chosen))
 
 
-def _summary(page: RoomPage) -> str:
+def _summary(page: Category) -> str:
     return "\n".join([f"{page.name}: {page.summary}", table([(m.name, m.summary) for m in page.methods.values()])])
 
 
-def _room_text(page: RoomPage) -> str:
+def _room_text(page: Category) -> str:
     about = [f"  {m.name}: {m.summary}\n    {_signature(m)}".rstrip() for m in page.methods.values()]
     return "\n".join([page.doc, "", *about, "", f"Explained: gossamer methods {page.name} NAME"])
 
 
-def _method_text(page: RoomPage, method: Method) -> str:
+def _method_text(page: Category, method: Method) -> str:
     rows = [
         (p.name, p.annotation, f"default {p.default}" if p.default is not None else "required")
         for p in method.parameters
@@ -54,7 +54,7 @@ def _signature(method: Method) -> str:
     return ", ".join(p.name if p.default is None else f"{p.name}={p.default}" for p in method.parameters)
 
 
-def _room_data(page: RoomPage) -> dict[str, Any]:
+def _room_data(page: Category) -> dict[str, Any]:
     return {"room": page.name, "doc": page.doc, "methods": [_data(m) for m in page.methods.values()]}
 
 

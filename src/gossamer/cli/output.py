@@ -22,7 +22,7 @@ Json = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandResult:
     """What a command came to: `data` for --json, `text` for people, and the exit code.
 
     `is_report`: it tells of something that is done and kept, also where nobody can read of it.
@@ -35,7 +35,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CommandFailure:
     """How a command failed: its exit code, a headline, and what was said (one or more lines)."""
 
     exit_code: int
@@ -50,7 +50,7 @@ class Output:
 
     json: bool
 
-    def answer(self, answer: Answer) -> int:
+    def answer(self, answer: CommandResult) -> int:
         """Write an answer; its exit code."""
         if self.json:
             self._line(dict(answer.data))
@@ -58,16 +58,16 @@ class Output:
             _write(answer.text.rstrip("\n") + "\n")
         return answer.exit_code
 
-    def unheard(self, answer: Answer, error: OSError) -> int:
+    def unheard(self, answer: CommandResult, error: OSError) -> int:
         """Say that an answer could not be written (a full disk behind standard output); the exit code."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it has nowhere to go, either
         why = f"standard output takes nothing more: {error.strerror or error}"
         if answer.is_report:
             _write(f"Done, but not told: {why}\n", sys.stderr)
             return answer.exit_code
-        return Output(json=False).failure(Failure(3, "The answer could not be written:", why))
+        return Output(json=False).failure(CommandFailure(3, "The answer could not be written:", why))
 
-    def failure(self, failure: Failure) -> int:
+    def failure(self, failure: CommandFailure) -> int:
         """Write an error; its exit code."""
         from rich.console import Console
         from rich.text import Text

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from cyclopts import Parameter
 
-from gossamer import api
-from gossamer.cli.output import Answer, Json
+from gossamer.api import verbs
+from gossamer.cli.output import CommandResult, Json
 from gossamer.settings import Resolved, load, located
 from gossamer.settings.methods import check_names
 from gossamer.spec.config import RunConfig
@@ -19,7 +19,7 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.units import show_seconds
 
 
-def demo(*, seconds: float | None = None, json: Json = False) -> Answer:
+def demo(*, seconds: float | None = None, json: Json = False) -> CommandResult:
     """Train a small model on the source of Python's own library: no download, no account, no GPU.
 
     Parameters
@@ -29,7 +29,7 @@ def demo(*, seconds: float | None = None, json: Json = False) -> Answer:
     """
     if seconds is not None and not seconds > 0:
         raise bad_input(wanted="seconds > 0", got=f"{seconds:g}", do="write how long to train", key="--seconds")
-    return Answer(api.demo_command(seconds=seconds), is_report=True)
+    return CommandResult(verbs.demo_command(seconds=seconds), is_report=True)
 
 
 def train(
@@ -43,7 +43,7 @@ def train(
     resume: Literal["auto"] | None = None,
     dry: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     json: Json = False,
-) -> Answer:
+) -> CommandResult:
     """Train what a configuration file says, e.g. `gossamer train run.yaml train.batch=32`.
 
     Parameters
@@ -72,10 +72,10 @@ def train(
     resolved = load(run, override)
     check_names(resolved)
     try:
-        data = api.train_command(resolved, plan=plan, hosts=names, host=host, meet=meet, resume=resume, dry=dry)
+        data = verbs.train_command(resolved, plan=plan, hosts=names, host=host, meet=meet, resume=resume, dry=dry)
     except BadInput as error:
         raise _in_file(located(error, resolved.origin), run, resolved) from error
-    return Answer(data, yaml.safe_dump(data, sort_keys=False) if dry else ending(data), is_report=not dry)
+    return CommandResult(data, yaml.safe_dump(data, sort_keys=False) if dry else ending(data), is_report=not dry)
 
 
 def _in_file(error: BadInput, run: Path, resolved: Resolved) -> BadInput:
@@ -89,7 +89,7 @@ def _in_file(error: BadInput, run: Path, resolved: Resolved) -> BadInput:
     return BadInput(f"{run}{' (it sets nothing)' if is_empty else ''}: {error}")
 
 
-def resume(run_dir: Path, /, *override: str, json: Json = False) -> Answer:
+def resume(run_dir: Path, /, *override: str, json: Json = False) -> CommandResult:
     """Go on with a run from its newest good checkpoint, e.g. `gossamer resume runs/NAME train.steps=2000`.
 
     Parameters
@@ -99,8 +99,8 @@ def resume(run_dir: Path, /, *override: str, json: Json = False) -> Answer:
     override
         key=value, wins over what the run began with.
     """
-    data = api.resume_command(run_dir, list(override))
-    return Answer(data, ending(data), is_report=True)
+    data = verbs.resume_command(run_dir, list(override))
+    return CommandResult(data, ending(data), is_report=True)
 
 
 def ending(data: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ state, so a run resumes at any sample, on any number of ranks, by asking for tha
 
 from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.data.entropy import TextStatistics, statistics
-from gossamer.data.ordering import Order, order
+from gossamer.data.ordering import SampleOrder, order
 from gossamer.data.packing import IGNORED, Split, valid_labels
 from gossamer.data.preview import Preview, decode_preview
 from gossamer.data.share import global_indices, rows_for, share_rows
@@ -14,7 +14,7 @@ from gossamer.data.share import global_indices, rows_for, share_rows
 __all__ = [
     "Corpus",
     "IGNORED",
-    "Order",
+    "SampleOrder",
     "Preview",
     "Split",
     "TextStatistics",

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
-from gossamer.spec.choice import Written
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.nearest import nearest
-from gossamer.spec.room import Room
+from gossamer.spec.method_config import Written
+from gossamer.spec.registry import Registry
+from gossamer.spec.suggest import nearest
 
 T = TypeVar("T")
 
 
-def parse_written(room: Room[T], written: Written, *, key: str) -> T:
+def parse_written(room: Registry[T], written: Written, *, key: str) -> T:
     """Build what "name", "name:value" or {name: {...}} means; `value` is the first field of the method.
 
     Raises BadInput for an unknown name, a value that is missing, or one that the method has no use for.

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from gossamer.data.cache import held, make_folder, open_cache, read_json, write_json
-from gossamer.data.manifest import SIDES, Holdout, Manifest, Side, cached_manifest
+from gossamer.data.manifest import SIDES, CorpusManifest, Holdout, SplitSide, cached_manifest
 from gossamer.data.packing import Split, split_of
 from gossamer.data.source import Source, parse_source
 from gossamer.data.stream import Stream, is_intact, read_stream, write_stream
 from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
-from gossamer.spec.choice import Written
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import Written
 
 _FORMAT = 1  # raise it when the same input would be stored otherwise
 
@@ -34,7 +34,7 @@ class Corpus:
     fingerprint: str
     remark: str = ""  # on what was read, for the user
 
-    def text(self, side: Side, *, limit_bytes: int = 1 << 24) -> bytes:
+    def text(self, side: SplitSide, *, limit_bytes: int = 1 << 24) -> bytes:
         """The first `limit_bytes` of text of one side, decoded from its tokens, documents joined without separators."""
         stream = {"train": self.train, "validation": self.validation}[side].stream
         some = stream.lengths[: 2 * limit_bytes]  # separators stand for no byte, hence the factor
@@ -97,7 +97,9 @@ def _kept(folder: Path) -> dict[str, Any] | None:
     return known
 
 
-def _tokenised(source: Source, found: Manifest, holdout: Holdout, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+def _tokenised(
+    source: Source, found: CorpusManifest, holdout: Holdout, tokenizer: Tokenizer, folder: Path
+) -> dict[str, Any]:
     """Fill the cache; several processes may ask at once, one does the work and the others find it done."""
 
     def fill(beside: Path) -> None:
@@ -127,7 +129,7 @@ def _tokenised(source: Source, found: Manifest, holdout: Holdout, tokenizer: Tok
     return known
 
 
-def _check_long_enough(streams: dict[Side, Stream], sequence: int, *, pack: bool, validation: float) -> None:
+def _check_long_enough(streams: dict[SplitSide, Stream], sequence: int, *, pack: bool, validation: float) -> None:
     for side in SIDES:
         stream = streams[side]
         wanted = sequence if pack else 2

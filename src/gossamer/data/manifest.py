@@ -14,14 +14,14 @@ from gossamer.data.cache import read_json, write_json
 from gossamer.data.source import Document, Source
 from gossamer.spec.errors import BadInput
 
-Side = Literal["train", "validation"]
-SIDES: tuple[Side, Side] = ("train", "validation")
+SplitSide = Literal["train", "validation"]
+SIDES: tuple[SplitSide, SplitSide] = ("train", "validation")
 
 _SETTLED_S = 2.0  # a file younger than this may change again without changing its time stamp
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CorpusManifest:
     """`sha256` covers the path and text of every document in order. `lowest`, `highest`: extremes of `place`."""
 
     documents: int
@@ -37,7 +37,7 @@ def place(path: str) -> float:
     return int.from_bytes(hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest()[:7], "big") / 2**56
 
 
-def manifest(source: Source) -> Manifest:
+def manifest(source: Source) -> CorpusManifest:
     """Read the whole source once. Raises BadInput when there is no text in it."""
     whole, documents, bytes_, lowest, highest = hashlib.sha256(), 0, 0, 1.0, 0.0
     for document in source.documents():
@@ -49,17 +49,17 @@ def manifest(source: Source) -> Manifest:
         documents, bytes_, lowest, highest = documents + 1, bytes_ + len(data), min(lowest, at), max(highest, at)
     if not documents:
         raise BadInput(f"the corpus is empty: {source} holds 0 bytes of text: name files with text", key="data.source")
-    return Manifest(documents, bytes_, whole.hexdigest(), lowest, highest, source.licence)
+    return CorpusManifest(documents, bytes_, whole.hexdigest(), lowest, highest, source.licence)
 
 
-def cached_manifest(source: Source, *, cache: Path) -> Manifest:
+def cached_manifest(source: Source, *, cache: Path) -> CorpusManifest:
     """`manifest`, read back from the cache while no file of the source has changed its size or time."""
     stamp = source.stamp()
     name = hashlib.sha256(json.dumps([repr(source), stamp]).encode()).hexdigest()
     file = cache / "manifests" / f"{name[:32]}.json"
     kept = read_json(file) if stamp else None
-    if kept is not None and set(kept) == set(Manifest.__dataclass_fields__):
-        return Manifest(**kept)
+    if kept is not None and set(kept) == set(CorpusManifest.__dataclass_fields__):
+        return CorpusManifest(**kept)
     found = manifest(source)
     settled = stamp and time.time() - max(modified_ns for *_, modified_ns in stamp) / 1e9 > _SETTLED_S
     if settled and source.stamp() == stamp:
@@ -79,7 +79,7 @@ class Holdout:
     by: Literal["hash", "tail", "none"]
 
     @staticmethod
-    def of(found: Manifest, fraction: float) -> Holdout:
+    def of(found: CorpusManifest, fraction: float) -> Holdout:
         """The rule for a corpus; raises BadInput unless 0 <= fraction < 1."""
         if not 0 <= fraction < 1:
             raise BadInput(f"wanted a fraction from 0 up to, not including, 1; got {fraction}", key="data.validation")
@@ -87,13 +87,13 @@ class Holdout:
             return Holdout(fraction, "none")
         return Holdout(fraction, "hash" if found.lowest < fraction <= found.highest else "tail")
 
-    def texts(self, source: Source, side: Side) -> Iterator[str]:
+    def texts(self, source: Source, side: SplitSide) -> Iterator[str]:
         """The texts of one side, in order; none is empty."""
         for document in source.documents():
             if text := self._part(document, side):
                 yield text
 
-    def _part(self, document: Document, side: Side) -> str:
+    def _part(self, document: Document, side: SplitSide) -> str:
         text, held_out = document.text, side == "validation"
         if self.by == "tail":
             cut = len(text) - round(len(text) * self.fraction)

@@ -16,7 +16,7 @@ UInt64 = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """Global index -> sequence index: index // size is the epoch, and each epoch visits every sequence once.
 
     A balanced Feistel network of 6 rounds over the next power of four, keyed by (seed, epoch), walked until it lands
@@ -51,9 +51,9 @@ class Order:
         return np.asarray((left << half_bits) | right, np.uint64)
 
 
-def order(seed: int, size: int) -> Order:
+def order(seed: int, size: int) -> SampleOrder:
     """The order of `size` sequences under `seed`."""
-    return Order(seed, size)
+    return SampleOrder(seed, size)
 
 
 def _mix(value: UInt64) -> UInt64:

@@ -26,7 +26,7 @@ IGNORED = -100  # the label that losses leave out, as in Hugging Face models
 Indices: TypeAlias = Iterable[int] | NDArray[np.int64]
 
 
-class Layout(ABC):
+class Packing(ABC):
     """How sequences lie in a stream."""
 
     count: int  # sequences
@@ -38,7 +38,7 @@ class Layout(ABC):
 
 
 @dataclass(frozen=True)
-class Packed(Layout):
+class Packed(Packing):
     """Full windows over the whole stream, across documents."""
 
     tokens: int
@@ -54,7 +54,7 @@ class Packed(Layout):
 
 
 @dataclass(frozen=True)
-class PerDocument(Layout):
+class PerDocument(Packing):
     """Windows within one document each, the last one of a document as short as it comes (two tokens at least)."""
 
     starts: Int64  # (documents,)
@@ -83,7 +83,7 @@ class Split:
     """The sequences of one side of a corpus, each a pure function of its index. Holds no open file, no state."""
 
     stream: Stream
-    layout: Layout
+    layout: Packing
     sequence: int
     isolate: bool
     fingerprint: str

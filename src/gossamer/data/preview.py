@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.data.ordering import Order
+from gossamer.data.ordering import SampleOrder
 from gossamer.data.packing import Split
 from gossamer.data.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ def decode_preview(split: Split, tokenizer: Tokenizer, *, seed: int, count: int 
     """The first `count` sequences of a run with this seed (fewer where the split has fewer)."""
     if not len(split):
         return ()
-    order = Order(seed, len(split))
+    order = SampleOrder(seed, len(split))
     return tuple(_preview(split, tokenizer, int(order(n))) for n in range(min(count, len(split))))
 
 

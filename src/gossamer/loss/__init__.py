@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer.spec.room import Room
+from gossamer.spec.registry import Registry
 
 IGNORE = -100  # the label that counts for nothing, as in torch and transformers
 
 
-class Objective(ABC):
+class Loss(ABC):
     """A frozen dataclass."""
 
     @abstractmethod
@@ -32,6 +32,6 @@ class Objective(ABC):
         """Number of valid labels of `batch`, () int64; needs no output, so it is known before the forward."""
 
 
-ROOM: Room[Objective] = Room(__name__, Objective)  # type: ignore[type-abstract]
-names = ROOM.names
-build = ROOM.build
+REGISTRY: Registry[Loss] = Registry(__name__, Loss)  # type: ignore[type-abstract]
+names = REGISTRY.names
+build = REGISTRY.build

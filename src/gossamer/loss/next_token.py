@@ -15,13 +15,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from gossamer.loss import IGNORE, Objective
+from gossamer.loss import IGNORE, Loss
 from gossamer.loss._output import labels_of, logits_of, loss_of, mean_cross_entropy
 from gossamer.spec.errors import bad_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NextToken(Objective):
+class NextToken(Loss):
     """`labels`: the batch's key of the labels, shape (B, T), int64, -100 where none counts."""
 
     labels: str = "labels"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from gossamer.model.randomness import Keyed
+from gossamer.model.unit_seeds import Keyed
 from gossamer.model.units import block_names, unit_names
 
 

@@ -38,9 +38,9 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gossamer.model.cut.absent import Absent
-from gossamer.model.cut.operators import written
-from gossamer.model.randomness import Keyed
+from gossamer.model.split.absent_tensor import AbsentTensor
+from gossamer.model.split.trace_backends import written
+from gossamer.model.unit_seeds import Keyed
 from gossamer.spec.errors import bad_input
 
 _OWN = sys.stdlib_module_names | {"torch", "numpy", "gossamer", "builtins"}
@@ -259,7 +259,7 @@ class Snapshot:
             yield from self._object(held)
 
     def _tensor(self, held: Tensor) -> Iterator[Any]:
-        if isinstance(held, Absent):  # it has nothing to lose
+        if isinstance(held, AbsentTensor):  # it has nothing to lose
             return
         try:
             alias, grad, needs = held.detach(), held.grad if held.is_leaf else None, held.requires_grad

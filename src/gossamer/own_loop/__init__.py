@@ -34,20 +34,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossamer.own_loop.at_hand import AtHand
+from gossamer.comm.channel import Channel
+from gossamer.comm.comm_thread import CommThread
+from gossamer.own_loop.backward_passes import AUTO, BackwardPasses, PassSettings
 from gossamer.own_loop.batch_norm import over_all_ranks, with_statistics
-from gossamer.own_loop.batches import Divider, Rows, is_time_major
-from gossamer.own_loop.beginning import check_models, check_optimizers, start_alike, tensors_of
-from gossamer.own_loop.loader import WrappedLoader, refuse_sampler, rows_of
-from gossamer.own_loop.meeting import Party, parts_of, party
-from gossamer.own_loop.passes import AUTO, Manner, Passes
-from gossamer.own_loop.steps import Steps
-from gossamer.own_loop.trained import Trained
+from gossamer.own_loop.batches import BatchDims, Divider, is_time_major
+from gossamer.own_loop.optimizer_step import OptimizerSteps
+from gossamer.own_loop.pass_inputs import PassInputs
+from gossamer.own_loop.process_group import LoopGroup, parts_of, party
+from gossamer.own_loop.rank_loader import RankDataLoader, refuse_sampler, rows_of
+from gossamer.own_loop.startup import check_models, check_optimizers, start_alike, tensors_of
+from gossamer.own_loop.trained_parameters import TrainedParameters
 from gossamer.plan.law import check_loop
-from gossamer.spec.choice import Exchanges
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.wire.channel import Channel
-from gossamer.wire.pump import Pump
+from gossamer.spec.method_config import Exchanges
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def wrap(
     accumulate: int = 1,
     weight: Callable[[Any], float] | None = None,
     loss: str = "read",
-    rows: Rows = None,
+    rows: BatchDims = None,
     split: bool = True,
     scaler: torch.amp.GradScaler | None = None,
     batch_norm: str = "rank",
@@ -96,17 +96,17 @@ def wrap(
     if exchange == AUTO and whole.hosts == 1:
         exchange = "dense"  # every process is on this machine
     check_loop(exchange=exchange, clip=clip)  # also where this process is alone
-    hand = AtHand(weight, divides=split)
-    passes: list[Passes] = []
+    hand = PassInputs(weight, divides=split)
+    passes: list[BackwardPasses] = []
     if whole.ranks > 1:
-        manner = Manner(
+        manner = PassSettings(
             accumulate=accumulate, loss=loss, seed=seed, lossy=lossy, scale=scaler.get_scale if scaler else None
         )
         passes = _met(models, optimizers, exchange, whole, hand, manner)
         _mind_batch_norm(models, passes, whole, batch_norm)
     for one in optimizers:
         mine = [p for p in passes if _moves(one, p)]
-        Steps(one, mine, clip, _buffers(models))
+        OptimizerSteps(one, mine, clip, _buffers(models))
         hand.know(one)
         for each in mine:
             each.rate = _Rate(weakref.ref(one))
@@ -114,7 +114,7 @@ def wrap(
         object.__setattr__(one, "no_sync", NoSync(passes[index] if passes else None))
     divider = _divider(loader, models, whole, parts, rows) if split else None
     ahead = accumulate > 1
-    wrapped = WrappedLoader(loader, hand, whole, divider, looks_ahead=ahead) if loader is not None else None
+    wrapped = RankDataLoader(loader, hand, whole, divider, looks_ahead=ahead) if loader is not None else None
     return model, optimizer, wrapped
 
 
@@ -141,7 +141,7 @@ class NoSync:
     A copy of the model, or a saved one, has a no_sync that does nothing.
     """
 
-    def __init__(self, passes: Passes | None = None) -> None:
+    def __init__(self, passes: BackwardPasses | None = None) -> None:
         self._passes = passes  # which live as long as the model
 
     def __call__(self) -> AbstractContextManager[None]:
@@ -166,18 +166,19 @@ class _Rate:
 
 
 def _met(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], exchange: Exchanges, whole: Party, hand: AtHand,
-    manner: Manner
-) -> list[Passes]:  # fmt: skip
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], exchange: Exchanges, whole: LoopGroup,
+    hand: PassInputs,
+    manner: PassSettings
+) -> list[BackwardPasses]:  # fmt: skip
     """The passes of every model, all ranks having started from rank 0's values."""
-    passes: list[Passes] = []
+    passes: list[BackwardPasses] = []
     for index, model in enumerate(models):
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         channel = whole.meet(f"model {index}", "nccl" if device.type == "cuda" else "gloo")
         if index == 0:
             start_alike(tensors_of(models, optimizers), channel)
-        pump, words = Pump(channel), whole.meet(f"words {index}", "gloo")
-        one = Passes(_trained(index, models, optimizers), exchange, whole, pump, words, hand, manner)
+        pump, words = CommThread(channel), whole.meet(f"words {index}", "gloo")
+        one = BackwardPasses(_trained(index, models, optimizers), exchange, whole, pump, words, hand, manner)
         hand.look(model)
         passes.append(one)
         weakref.finalize(one, _close, pump, words, whole, index)
@@ -186,13 +187,13 @@ def _met(
     return passes
 
 
-def _trained(index: int, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Trained:
+def _trained(index: int, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> TrainedParameters:
     """What the model at `index` trains: nothing twice, and with the first what belongs to no model."""
     before = {id(p) for model in models[:index] for p in model.parameters()}
     later = {id(p) for model in models[index + 1 :] for p in model.parameters()}
     own = {id(p) for p in models[index].parameters()}
     moved = [one for one in optimizers if index == 0 or any(id(p) in own - before for p in _params(one))]
-    return Trained(models[index], moved if index == 0 else [], frozenset(before | (later - own)))
+    return TrainedParameters(models[index], moved if index == 0 else [], frozenset(before | (later - own)))
 
 
 def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -200,7 +201,9 @@ def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
-def _mind_batch_norm(models: Sequence[nn.Module], passes: Sequence[Passes], whole: Party, batch_norm: str) -> None:
+def _mind_batch_norm(
+    models: Sequence[nn.Module], passes: Sequence[BackwardPasses], whole: LoopGroup, batch_norm: str
+) -> None:
     """Statistics over all ranks' rows, or a word that they are of each rank's own."""
     for index, (model, one) in enumerate(zip(models, passes, strict=True)):
         if not (layers := with_statistics(model)):
@@ -216,7 +219,11 @@ def _mind_batch_norm(models: Sequence[nn.Module], passes: Sequence[Passes], whol
 
 
 def _divider(
-    loader: Iterable[Any] | None, models: Sequence[nn.Module], whole: Party, parts: tuple[float, ...], rows: Rows
+    loader: Iterable[Any] | None,
+    models: Sequence[nn.Module],
+    whole: LoopGroup,
+    parts: tuple[float, ...],
+    rows: BatchDims,
 ) -> Divider | None:
     if loader is None:
         return None
@@ -229,7 +236,7 @@ def _divider(
     )
 
 
-def _moves(optimizer: Optimizer, passes: Passes) -> bool:
+def _moves(optimizer: Optimizer, passes: BackwardPasses) -> bool:
     return any(passes.trained.holds(param) for param in _params(optimizer))
 
 
@@ -257,7 +264,7 @@ def _check(*, clip: float, accumulate: int, loss: str, weight: Any, batch_norm: 
         raise bad_input(wanted="rank or all", got=repr(batch_norm), do="correct it", key="batch_norm")
 
 
-def _close(pump: Pump, words: Channel, whole: Party, index: int) -> None:
+def _close(pump: CommThread, words: Channel, whole: LoopGroup, index: int) -> None:
     """The end of a loop, or of its process."""
     whole.says("left", "has left its loop") if index == 0 else None
     pump.close()

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gossamer.own_loop.passes import Passes
+from gossamer.comm.channel import Channel
+from gossamer.comm.message import Collective, Message
+from gossamer.own_loop.backward_passes import BackwardPasses
 from gossamer.spec.errors import bad_input
-from gossamer.wire.channel import Channel
-from gossamer.wire.message import Combine, Message
 
 
 def with_statistics(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -36,7 +36,7 @@ def with_statistics(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
     ]
 
 
-def over_all_ranks(layers: Sequence[tuple[str, _BatchNorm]], passes: Passes, channel: Channel) -> None:
+def over_all_ranks(layers: Sequence[tuple[str, _BatchNorm]], passes: BackwardPasses, channel: Channel) -> None:
     """From now on their statistics are of all ranks' rows. Raises BadInput for a layer of an unknown class."""
     for name, layer in layers:
         if type(layer) not in _CLASSES:
@@ -51,7 +51,7 @@ def over_all_ranks(layers: Sequence[tuple[str, _BatchNorm]], passes: Passes, cha
 class _Ranks:
     """The other ranks, as a layer sees them. A copy of the layer is alone."""
 
-    def __init__(self, passes: weakref.ref[Passes] | None = None, channel: Channel | None = None) -> None:
+    def __init__(self, passes: weakref.ref[BackwardPasses] | None = None, channel: Channel | None = None) -> None:
         self._passes, self._channel = passes, channel
 
     def __deepcopy__(self, _: Any) -> _Ranks:
@@ -64,7 +64,7 @@ class _Ranks:
         """The sum over ranks of a few numbers, float64."""
         sent = mine.double().cpu()
         if self._channel is not None:
-            (sent,) = self._channel.start(Message((sent,), Combine.SUM)).wait()
+            (sent,) = self._channel.start(Message((sent,), Collective.SUM)).wait()
         return sent.to(mine.device)
 
     @property

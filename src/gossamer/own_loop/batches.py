@@ -24,7 +24,7 @@ from gossamer.ops.fingerprint import digest
 from gossamer.spec.errors import BadInput, bad_input
 
 Take: TypeAlias = Callable[[int], slice]
-Rows: TypeAlias = "int | Mapping[str, int | None] | Callable[[Any, Take], Any] | None"
+BatchDims: TypeAlias = "int | Mapping[str, int | None] | Callable[[Any, Take], Any] | None"
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 _FIELDS = 3  # of a batch that may have one form: it is (inputs, targets) rather than two rows
@@ -96,7 +96,7 @@ class Divider:
 
     rank: int
     parts: tuple[float, ...]
-    rows: Rows = None
+    rows: BatchDims = None
     given_rows: int | None = None
     may_be_time_major: bool = False
     _whole_lists: set[str] = field(default_factory=set, compare=False)  # lists that were not as long as their batch

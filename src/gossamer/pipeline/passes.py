@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from gossamer.pipeline.needs import Needs
+from gossamer.pipeline.dependencies import Dependencies
 from gossamer.pipeline.schedule import Schedule
 from gossamer.spec.action import Action, Op
 
@@ -109,7 +109,7 @@ def matching_receive(action: Action) -> Action | None:
 
 
 def _with_sends(schedule: Schedule, row: tuple[Action, ...]) -> Iterator[Action]:
-    needs = Needs.of(schedule)
+    needs = Dependencies.of(schedule)
     for action in row:
         yield action
         stage, batch = action.stage, action.batch

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossamer import memory
-from gossamer.memory import Walk
-from gossamer.plan._partition import Place, least_wait, places_of_states
-from gossamer.plan._price import (
+from gossamer import sharding as sharding_methods
+from gossamer.comm.message import ProcessGroups
+from gossamer.plan._sharding_groups import ShardingPlace, least_wait, places_of_states
+from gossamer.plan._stage_traffic import Border, Staged, price_of_stages
+from gossamer.plan._traffic import (
     Shapes,
     gather_bytes,
     probe_bytes,
@@ -24,14 +25,13 @@ from gossamer.plan._price import (
     walk_bytes,
     word_bytes,
 )
-from gossamer.plan._stages import Border, Staged, price_of_stages
-from gossamer.spec.choice import Exchanges, Written
+from gossamer.sharding import UnshardOrder
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
+from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.plan import Plan
-from gossamer.spec.room import Room
-from gossamer.sync import Loop, Probe
-from gossamer.wire.message import Levels
+from gossamer.spec.registry import Registry
+from gossamer.sync import OuterLoopConfig, ZerothOrderConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Request:
     device: str = "cpu"
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     units: tuple[str, ...] = ()
-    walk: Walk | None = None
+    walk: UnshardOrder | None = None
 
 
 class Planner(ABC):
@@ -59,17 +59,17 @@ class Planner(ABC):
 def price_of(
     written: Exchanges,
     shapes: Shapes,
-    levels: Levels,
+    levels: ProcessGroups,
     *,
     bucket_bytes: int,
     states: Written = "whole",
-    walk: Walk | None = None,
+    walk: UnshardOrder | None = None,
     microbatches: int = 1,
 ) -> Cost:
     """The bytes of a step with this exchange and these states: per link, and per rank that sends them. Sharded
     parameters have a `walk`, for each of the `microbatches` of a rank.
     """
-    sharding = memory.build(states, key="plan.states")
+    sharding = sharding_methods.build(states, key="plan.states")
     deal = sharding.deal(levels)
     buckets = state_buckets(written, shapes, sharding, deal, bucket_bytes=bucket_bytes)
     links = Counter(step_bytes(buckets, levels))
@@ -81,11 +81,11 @@ def price_of(
     return _cost(links, levels)
 
 
-def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
+def price_apart(loop: OuterLoopConfig, plan: Plan, shapes: Shapes, levels: ProcessGroups) -> Cost:
     """The bytes of a step of islands that train apart, rounds' among its steps: the mean, rounded down. Raises
     BadInput for an exchange of gradients that cannot serve inside an island.
     """
-    sharding = memory.build(plan.states, key="plan.states")
+    sharding = sharding_methods.build(plan.states, key="plan.states")
     deal = sharding.deal(levels)
     buckets = state_buckets(plan.exchange, shapes, sharding, deal, bucket_bytes=plan.bucket_bytes)
     island = levels.only("island")
@@ -103,12 +103,12 @@ def price_apart(loop: Loop, plan: Plan, shapes: Shapes, levels: Levels) -> Cost:
     return _cost(links, levels)
 
 
-def price_probed(probe: Probe, levels: Levels) -> Cost:
+def price_probed(probe: ZerothOrderConfig, levels: ProcessGroups) -> Cost:
     """The bytes of a step that losses alone decide."""
     return _cost(probe_bytes(probe, levels), levels)
 
 
-def _cost(links: Mapping[str, int], levels: Levels) -> Cost:
+def _cost(links: Mapping[str, int], levels: ProcessGroups) -> Cost:
     ranks = sorted(r for group in levels.groups["all"] for r in group)
     sent = tuple(sum(n for link, n in links.items() if link.startswith(f"{r}>")) for r in ranks)
     return Cost(wire_bytes=dict(links), sent_bytes=sent)
@@ -116,7 +116,7 @@ def _cost(links: Mapping[str, int], levels: Levels) -> Cost:
 
 __all__ = [
     "Border",
-    "Place",
+    "ShardingPlace",
     "Planner",
     "Request",
     "Staged",
@@ -130,6 +130,6 @@ __all__ = [
     "price_probed",
     "state_bytes",
 ]
-ROOM: Room[Planner] = Room(__name__, Planner)
-names = ROOM.names
-build = ROOM.build
+REGISTRY: Registry[Planner] = Registry(__name__, Planner)
+names = REGISTRY.names
+build = REGISTRY.build

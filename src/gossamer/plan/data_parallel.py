@@ -7,8 +7,8 @@ The trivial planner, and the control every later plan is judged against. It reso
                   rank's idle share is then below a fifth), unless `train.accumulate` or `plan.microbatches` says
     schedule      one_f_one_b for stages, which keeps the fewest micro-batches alive
     stages        the ranks of every stage, where they are given: else each replica has one rank for every stage
-    cuts          auto stays: the work of every unit is known when the model was traced (gossamer.cutting)
-    exchange      auto stays: it is chosen from measured links when all ranks are there (gossamer.exchanging)
+    cuts          auto stays: the work of every unit is known when the model was traced (gossamer.partition.rank_model)
+    exchange      auto stays: it is chosen from measured links when all ranks are there (gossamer.autotune)
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from gossamer import compress, memory, sync
+from gossamer import exchange as exchange_methods
+from gossamer import sharding as sharding_methods
+from gossamer import sync
+from gossamer.comm.message import ProcessGroups
 from gossamer.data import share_rows
 from gossamer.plan import Planner, Request, law, price_apart, price_of, price_probed, state_bytes
-from gossamer.plan._places import Groups, check_microbatches, shares_of, stages_of
+from gossamer.plan._stage_ranks import Groups, check_microbatches, shares_of, stages_of
 from gossamer.plan.law import EVERY_STEP, Terms, rule_of
-from gossamer.spec.choice import Exchanges, Written
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import bad_input
+from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.plan import BUCKET_BYTES, Mesh, Plan
-from gossamer.sync import Loop
-from gossamer.wire.message import Levels
+from gossamer.sync import OuterLoopConfig
 
 _PER_STAGE = 4  # micro-batches
 # Where buckets are to be small. Of a MiB, a step at 100 Mbit/s takes 1.23 times as long as with these (zero1).
@@ -124,13 +126,13 @@ def _mesh(asked: MeshSection, ranks: int) -> Mesh:
 
 
 def _sync(config: RunConfig, mesh: Mesh) -> tuple[Written, str]:
-    """`auto` stays, where islands could train apart: it is chosen from measured links (gossamer.exchanging)."""
+    """`auto` stays, where islands could train apart: it is chosen from measured links (gossamer.autotune)."""
     asked = config.plan
     if asked.sync != "auto":
         return asked.sync, ""
     against = {
         "a model in stages": mesh.pipe > 1,
-        "sharded states": memory.build(asked.states, key="plan.states").is_sharded,
+        "sharded states": sharding_methods.build(asked.states, key="plan.states").is_sharded,
         "plan.adapt": asked.adapt != "none",
         "verification": config.train.verify.every > 0,
     }
@@ -179,7 +181,7 @@ def _boundary(config: RunConfig) -> Written | tuple[Written, ...]:
 
 def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) -> tuple[int, ...]:
     """Micro-batches per replica, where all must gather parameters equally often. Raises BadInput."""
-    if not memory.build(config.plan.states, key="plan.states").takes_parameters:
+    if not sharding_methods.build(config.plan.states, key="plan.states").takes_parameters:
         return pieces
     if max(pieces) > min(rows):
         raise bad_input(
@@ -195,7 +197,7 @@ def _bucket_bytes(config: RunConfig, request: Request) -> int:
     """Of gradients. Where states are sharded to save memory, few of all must be under way: what is, by rows and coming
     together again, is there some times over.
     """
-    if not memory.build(config.plan.states, key="plan.states").is_sharded:
+    if not sharding_methods.build(config.plan.states, key="plan.states").is_sharded:
         return BUCKET_BYTES
     gradients = 4 * sum(prod(shape) for _, shape in request.shapes)
     return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, gradients // _BUCKETS))
@@ -224,9 +226,9 @@ def _forecast(terms: Terms, request: Request) -> Cost:
     plan = terms.plan
     if terms.stages > 1:
         return Cost()  # which parameters lie on which rank is known when the cuts are
-    to_come = terms.exchange is None or (compress.asks_for_islands(plan.exchange) and not plan.islands)
+    to_come = terms.exchange is None or (exchange_methods.asks_for_islands(plan.exchange) and not plan.islands)
     written = "dense" if to_come else plan.exchange  # what is chosen or learned of the links sends no more
-    levels = Levels.islands(plan.islands) if plan.islands else Levels.flat(plan.mesh.replica)
+    levels = ProcessGroups.islands(plan.islands) if plan.islands else ProcessGroups.flat(plan.mesh.replica)
     if terms.sync.probe is not None:
         return price_probed(terms.sync.probe, levels)
     if (loop := terms.sync.loop) is None:
@@ -240,7 +242,7 @@ def _forecast(terms: Terms, request: Request) -> Cost:
             microbatches=plan.microbatches[0],
         )
         return cost.model_copy(update={"state_bytes": _held(terms, request, levels)})
-    islands = Levels.islands(plan.islands or [[rank] for rank in range(plan.ranks)])
+    islands = ProcessGroups.islands(plan.islands or [[rank] for rank in range(plan.ranks)])
     known = len(islands.groups["island"])
     if loop.steps == "auto" or len(loop.steps) != known:  # not known yet: no island makes more than all
         loop = replace(loop, steps=())
@@ -248,7 +250,7 @@ def _forecast(terms: Terms, request: Request) -> Cost:
     return cost.model_copy(update={"state_bytes": _held_apart(loop, terms, request, islands)})
 
 
-def _held(terms: Terms, request: Request, levels: Levels) -> tuple[int, ...]:
+def _held(terms: Terms, request: Request, levels: ProcessGroups) -> tuple[int, ...]:
     """Bytes of model state, by rank, where they are known."""
     if request.walk is None or (terms.sharding.needs_islands and not terms.plan.islands):
         return ()
@@ -256,7 +258,7 @@ def _held(terms: Terms, request: Request, levels: Levels) -> tuple[int, ...]:
     return state_bytes(terms.sharding, request.walk, trained, levels, slots=len(rule_of(terms).slots))
 
 
-def _held_apart(loop: Loop, terms: Terms, request: Request, islands: Levels) -> tuple[int, ...]:
+def _held_apart(loop: OuterLoopConfig, terms: Terms, request: Request, islands: ProcessGroups) -> tuple[int, ...]:
     """The same of islands that train apart, and on every rank what the outer loop keeps of all that is trained."""
     slots = 1 + len(loop.rule.slots) + (loop.each is not None)  # the anchor; where the island was a step ago
     outside = 4 * slots * sum(prod(shape) for _, shape in request.shapes)

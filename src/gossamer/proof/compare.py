@@ -9,27 +9,27 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gossamer.loss import Objective
-from gossamer.proof.company import Company, Word
+from gossamer.loss import Loss
+from gossamer.proof.divided import DividedSide
 from gossamer.proof.entries import Picked, fetched, told_of_entries
-from gossamer.proof.judge import Entries, Sides, Verdict, first_of, judge
-from gossamer.proof.layout import Divided
-from gossamer.proof.patience import NotProved
-from gossamer.proof.question import Question, uneven
-from gossamer.proof.reference import Alone
-from gossamer.proof.rows import Table
-from gossamer.proof.tracks import Tracks, parting
+from gossamer.proof.fingerprints import FingerprintTable
+from gossamer.proof.keepalive import Keepalive, KeepaliveMessage
+from gossamer.proof.one_process import OneProcess
+from gossamer.proof.tensor_log import TensorLog, parting
+from gossamer.proof.time_limit import NotProved
+from gossamer.proof.trials import TrialSet, uneven
+from gossamer.proof.verdict import BothTables, EntryDifference, ProofVerdict, first_of, judge
 from gossamer.spec.errors import Interrupted, PeerLost
 
 _SHAKE = 3.0  # no power of two: other digits are rounded away
 
 
-class Failed(NotProved):
+class ProofError(NotProved):
     """What one process was asked, it cannot do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class ProofCost:
     """What a proof took."""
 
     microbatches: int  # that the whole model computed
@@ -39,26 +39,26 @@ class Cost:
 
 
 def compared(
-    company: Company,
-    alone: Alone,
-    layout: Divided,
-    question: Question,
-    objective: Objective,
-) -> tuple[Verdict, Cost]:
+    company: Keepalive,
+    alone: OneProcess,
+    layout: DividedSide,
+    question: TrialSet,
+    objective: Loss,
+) -> tuple[ProofVerdict, ProofCost]:
     """All ranks call it, and come to the same verdict. Raises NotProved, PeerLost, Interrupted."""
     began = time.perf_counter()
-    blank = Table.blank(alone.names, len(question.rounds), question.microbatches)
+    blank = FingerprintTable.blank(alone.names, len(question.rounds), question.microbatches)
     harder = uneven(question, objective)
     try:
         answer, question = _answered(company, alone, harder, blank), harder
-    except Failed:  # labels that count for nothing may be too strange for a model that looks at them
+    except ProofError:  # labels that count for nothing may be too strange for a model that looks at them
         answer = _answered(company, alone, question, blank)
     fewer = max(1, torch.get_num_threads() - 1)  # not more: others may compute on the same cores
     again = _answered(company, replace(alone, shake=_SHAKE, threads=fewer, joins=True), question, blank)
     turned = time.perf_counter()
     divided = [blank.like(row) for row in company.rows(layout.answer(question).flat())]
     company.pulse()
-    sides = Sides(
+    sides = BothTables(
         names=alone.names,
         alone=answer,
         again=again,
@@ -68,7 +68,7 @@ def compared(
         kinds=len(set(company.texts(_kind()))),
     )
     done = company.rows(torch.tensor([alone.tally.microbatches, alone.tally.builds]))[company.speaker]
-    cost = Cost(
+    cost = ProofCost(
         microbatches=int(done[0]),
         builds=int(done[1]),
         alone_s=turned - began,
@@ -80,15 +80,17 @@ def compared(
     return _looked_at(verdict, company, alone, layout, question), cost
 
 
-def _looked_at(verdict: Verdict, company: Company, alone: Alone, layout: Divided, question: Question) -> Verdict:
+def _looked_at(
+    verdict: ProofVerdict, company: Keepalive, alone: OneProcess, layout: DividedSide, question: TrialSet
+) -> ProofVerdict:
     """Both sides once more, as far as the first faults: where their forwards part, and the first gradient that is
     another one, entry by entry.
     """
     fault = next((f for f in sorted(verdict.faults, key=lambda f: f.round) if f.what == "gradient"), None)
     last = max(first_of(verdict.faults).round, fault.round if fault is not None else 0)
     question = replace(question, rounds=question.rounds[: last + 1])
-    blank = Table.blank(alone.names, len(question.rounds), question.microbatches)
-    tracks, mine = Tracks(), Tracks()
+    blank = FingerprintTable.blank(alone.names, len(question.rounds), question.microbatches)
+    tracks, mine = TensorLog(), TensorLog()
     one, other = (Picked(fault), Picked(fault)) if fault is not None else (None, None)
     try:
         _answered(company, replace(alone, tracks=tracks, picked=one), question, blank)
@@ -101,7 +103,7 @@ def _looked_at(verdict: Verdict, company: Company, alone: Alone, layout: Divided
     return replace(verdict, parting=parting(told, all_of_it, exact), entries=_entries(company, one, other))
 
 
-def _entries(company: Company, alone: Picked | None, divided: Picked | None) -> Entries | None:
+def _entries(company: Keepalive, alone: Picked | None, divided: Picked | None) -> EntryDifference | None:
     if alone is None or divided is None:
         return None
     fault, said = alone.fault, ""
@@ -110,27 +112,27 @@ def _entries(company: Company, alone: Picked | None, divided: Picked | None) -> 
     got = fetched(company.channel, divided.tensor, of=fault.rank, to=company.speaker, shape=shape)
     if got is not None and alone.tensor is not None:
         said = told_of_entries(got, alone.tensor.expand(shape), fault.limit)
-    return Entries(fault=fault, said=company.text(said))
+    return EntryDifference(fault=fault, said=company.text(said))
 
 
-def _answered(company: Company, alone: Alone, question: Question, blank: Table) -> Table:
+def _answered(company: Keepalive, alone: OneProcess, question: TrialSet, blank: FingerprintTable) -> FingerprintTable:
     """What one process says, on all ranks. Raises NotProved on all of them where it fails."""
     mine, why, is_final = blank, "", False
     if company.speaks:
         try:
             mine = alone.answer(question)
-            is_done = company.pulse(Word.DONE) is Word.DONE
+            is_done = company.pulse(KeepaliveMessage.DONE) is KeepaliveMessage.DONE
         except (Interrupted, PeerLost):
             raise
         except Exception as error:
             why, is_final = _why(error), isinstance(error, NotProved)
-            is_done = company.pulse(Word.FAILED) is Word.DONE
+            is_done = company.pulse(KeepaliveMessage.FAILED) is KeepaliveMessage.DONE
     else:
         is_done = company.wait()
     if is_done:
         return blank.like(company.rows(mine.flat())[company.speaker])
     said, final = company.text(why), company.text("final" if is_final else "")
-    raise NotProved(said) if final else Failed(said)
+    raise NotProved(said) if final else ProofError(said)
 
 
 def _kind() -> str:

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from gossamer.proof.judge import Fault
-from gossamer.wire.channel import Channel
-from gossamer.wire.message import Combine, Message
+from gossamer.comm.channel import Channel
+from gossamer.comm.message import Collective, Message
+from gossamer.proof.verdict import Fault
 
 _CLOSE = 1e-3  # of what differs, that may be left where it is a multiple
 _HALVES = (torch.bfloat16, torch.float16)
@@ -42,7 +42,7 @@ def fetched(channel: Channel, mine: Tensor | None, *, of: int, to: int, shape: t
     else:
         arriving[of] = size
         part = torch.zeros(0)
-    shuffle = Message((part,), Combine.SHUFFLE, channel.levels.whole, tuple(sent), tuple(arriving))
+    shuffle = Message((part,), Collective.SHUFFLE, channel.levels.whole, tuple(sent), tuple(arriving))
     (found,) = channel.start(shuffle).wait()
     return found.view(shape) if channel.rank == to else None
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from gossamer.data import Order, Split
+from gossamer.data import SampleOrder, Split
 from gossamer.spec.errors import bad_input
 from gossamer.spec.plan import Plan
-from gossamer.sync import Pace
+from gossamer.sync import LocalStepSchedule
 
-Batch = dict[str, Tensor]
+RankBatch = dict[str, Tensor]
 
 
 class Batches(ABC):
@@ -28,7 +28,7 @@ class Batches(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def batch(self, indices: np.ndarray[Any, Any]) -> Batch:
+    def batch(self, indices: np.ndarray[Any, Any]) -> RankBatch:
         """The sequences `indices`, stacked."""
 
     @abstractmethod
@@ -45,7 +45,7 @@ class TextBatches(Batches):
     def __len__(self) -> int:
         return len(self._split)
 
-    def batch(self, indices: np.ndarray[Any, Any]) -> Batch:
+    def batch(self, indices: np.ndarray[Any, Any]) -> RankBatch:
         return self._split.batch(indices)
 
     def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
@@ -61,7 +61,7 @@ class DatasetBatches(Batches):
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]
 
-    def batch(self, indices: np.ndarray[Any, Any]) -> Batch:
+    def batch(self, indices: np.ndarray[Any, Any]) -> RankBatch:
         items = [self._dataset[int(i)] for i in indices]
         stacked = default_collate(items)
         if not isinstance(stacked, dict):
@@ -82,7 +82,7 @@ class MicroBatch:
     """Some rows of a step, computed together. `key` is the global number of its first row in the step."""
 
     key: int
-    rows: Batch
+    rows: RankBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Feed:
     replica: int
     seed: int
     only: frozenset[int] | None = None
-    pace: Pace = field(default_factory=Pace)
+    pace: LocalStepSchedule = field(default_factory=LocalStepSchedule)
 
     def makes(self, step: int) -> bool:
         """Whether this replica has a part in `step`."""
@@ -114,7 +114,7 @@ class Feed:
         first_row = sum(self.plan.rows[: self.replica])
         there = (rows for other, rows in enumerate(self.plan.rows[: self.replica]) if self.pace.makes(other, step))
         start = self._before(step) + sum(there)
-        order = Order(self.seed, len(self.batches))
+        order = SampleOrder(self.seed, len(self.batches))
         pieces = cut(self.plan.rows[self.replica], self.plan.microbatches[self.replica])
         borders = [0, *accumulate(pieces)]
         found = order(np.arange(start, start + borders[-1]))
@@ -136,12 +136,12 @@ def part(total: int, rank: int, ranks: int) -> range:
     return range(borders[rank], borders[rank + 1])
 
 
-def moved(rows: Batch, device: torch.device) -> Batch:
+def moved(rows: RankBatch, device: torch.device) -> RankBatch:
     """The same rows on `device`."""
     return {name: value.to(device, non_blocking=True) for name, value in rows.items()}
 
 
-def row_count(rows: Batch) -> int:
+def row_count(rows: RankBatch) -> int:
     """Leading dimension of a batch."""
     return int(next(iter(rows.values())).shape[0])
 

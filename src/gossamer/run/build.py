@@ -11,48 +11,51 @@ import numpy as np
 import torch
 from torch import nn
 
-from gossamer import compress, memory, optim, sync
-from gossamer.loss import Objective
-from gossamer.memory import LEVEL, Deal, Shards, States, Walk
-from gossamer.model.call import caller_of
+from gossamer import exchange as exchange_methods
+from gossamer import optimizer as optimizer_methods
+from gossamer import sharding as sharding_methods
+from gossamer import sync
+from gossamer.comm.channel import gathered
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
+from gossamer.loss import Loss
 from gossamer.model.compiled import compile_units
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.generate import TextCoder
 from gossamer.model.precision import precision_of
-from gossamer.model.randomness import unit_seeds
-from gossamer.model.sample import Codec
-from gossamer.model.untouched import gradless, untouched
-from gossamer.optim import Rule, rate
-from gossamer.optim.common_adamw import CommonAdamW
-from gossamer.optim.master import HALF, Master
-from gossamer.pipeline.links import Links, links_of
-from gossamer.pipeline.planned import forward_only_of, schedule_of
+from gossamer.model.side_effects import gradless, untouched
+from gossamer.model.unit_seeds import unit_seeds
+from gossamer.optimizer import Optimizer, lr_schedule
+from gossamer.optimizer.common_adamw import CommonAdamW
+from gossamer.optimizer.master import HALF, Master
+from gossamer.pipeline.from_plan import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
-from gossamer.pipeline.tied import Tied, holders_of
+from gossamer.pipeline.stage_links import StageLinks, links_of
+from gossamer.pipeline.tied_weights import TiedWeights, holders_of
 from gossamer.run.allocator import give_freed_memory_back, keep_freed_memory
 from gossamer.run.batches import Batches, Feed
-from gossamer.run.by_losses import ByLosses
-from gossamer.run.checkpoint import Contents, trainable
-from gossamer.run.cut import Cut, CutPiece, Forward
-from gossamer.run.descent import ByGradients, Descent, Gradients
+from gossamer.run.checkpoint import CheckpointContents, trainable
+from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.run.forward import Pipeline
-from gossamer.run.heard import HeardLog
-from gossamer.run.initial import check_initial
-from gossamer.run.policy import NonFinite
-from gossamer.run.sampling import Logits, Sampler
-from gossamer.run.saver import Saver
-from gossamer.run.scaling import Scaling
-from gossamer.run.stage import Engine, Piece, Whole
+from gossamer.run.initial_values import check_initial
+from gossamer.run.loss_scale import LossScale
+from gossamer.run.nonfinite_policy import NonFinitePolicy
+from gossamer.run.reexecution import Reexecution
+from gossamer.run.staged_model import Forward, StagedModel, StagePart
+from gossamer.run.step_algorithm import Gradients, GradientStep, StepAlgorithm
+from gossamer.run.step_log import StepLog
+from gossamer.run.step_runner import ModelPart, ModelRuntime, UnsplitModel
+from gossamer.run.text_sampling import Logits, Sampler
 from gossamer.run.trainer import Goal, Replan, Sink, Trainer
 from gossamer.run.verify import Verifier
-from gossamer.run.witness import Witness
-from gossamer.spec.choice import Written
+from gossamer.run.zeroth_order_step import ZerothOrderStep
+from gossamer.sharding import LEVEL, RowPartition, ShardedOptimizer, ShardedParameters, UnshardOrder
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.majority import outvoted, parted
+from gossamer.spec.method_config import Written
+from gossamer.spec.odd_one_out import outvoted, parted
 from gossamer.spec.plan import Plan
 from gossamer.sync import Sync
-from gossamer.wire.channel import gathered
-from gossamer.wire.message import Levels
-from gossamer.wire.pump import Pump
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +63,15 @@ class Parts:
     """What a trainer is made of that the user brings."""
 
     module: nn.Module  # of this rank
-    objective: Objective
+    objective: Loss
     train: Batches
     validation: Batches | None
     config: RunConfig
     plan: Plan
     device: torch.device
-    cut: Cut | None = None  # where the module is stages of a model
-    words: Codec | None = None  # the tokenizer, where the data is text
-    walk: Walk | None = None  # where parameters are sharded: what is gathered together, in which order
+    cut: StagedModel | None = None  # where the module is stages of a model
+    words: TextCoder | None = None  # the tokenizer, where the data is text
+    walk: UnshardOrder | None = None  # where parameters are sharded: what is gathered together, in which order
 
     @property
     def outline(self) -> nn.Module:
@@ -88,8 +91,8 @@ class Surroundings:
     sink: Sink
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
-    saver: Saver
-    beside: Pump | None = None  # for what is under way beside the steps, where islands train apart
+    saver: CheckpointManager
+    beside: CommThread | None = None  # for what is under way beside the steps, where islands train apart
     replan: Callable[[int], Replan | None] = lambda step: None
 
 
@@ -109,7 +112,7 @@ def check_before_start(parts: Parts) -> None:
         raise bad_input(
             wanted="data that is text", got="sequences without a tokenizer", do="leave it out", key="train.sample"
         )
-    rate.build(config.train.schedule, key="train.schedule").factor(0, config.train.steps)  # a warm-up that fits
+    lr_schedule.build(config.train.schedule, key="train.schedule").factor(0, config.train.steps)  # a warm-up that fits
     if not trainable(parts.outline):
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
     precision = precision_of(config.train.precision)
@@ -127,7 +130,7 @@ def _check_copies(parts: Parts) -> None:
     if plan.sync == "auto" or sync.build(plan.sync, key="plan.sync").loop is None:
         return
     halves = [name for name, param in trainable(parts.outline).items() if param.dtype in HALF]
-    if halves and memory.build(plan.states, key="plan.states").is_sharded:
+    if halves and sharding_methods.build(plan.states, key="plan.states").is_sharded:
         raise bad_input(
             wanted="parameters in float32, to shard the states of islands that train apart",
             got=f"{len(halves)} in half types, such as {halves[0]}",
@@ -136,13 +139,13 @@ def _check_copies(parts: Parts) -> None:
         )
 
 
-def engine_of(parts: Parts) -> Engine:
+def engine_of(parts: Parts) -> ModelRuntime:
     """The model as it will be called. Once per run: compiling is part of it."""
     config, module = parts.config, parts.module
     module.train()
     if config.model.compile and parts.cut is None:  # what is cut was compiled before
         compile_units(module, parts.plan.units)
-    return Engine(
+    return ModelRuntime(
         module=module,
         caller=caller_of(module, parts.train.batch(np.zeros(1, np.int64))),
         objective=parts.objective,
@@ -152,7 +155,7 @@ def engine_of(parts: Parts) -> Engine:
     )
 
 
-def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Trainer:
+def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surroundings) -> Trainer:
     """The trainer of one rank. Raises BadInput where an exchange cannot serve its parameters or the wire, or ranks
     begin with other numbers.
     """
@@ -164,14 +167,14 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     tied = tied_of(parts, rank, levels)
     together = sync.build(plan.sync, key="plan.sync")
     rule = Master(inner=_rule(config, plan, together, levels, rank))  # copies half types alone
-    sharding = memory.build(plan.states, key="plan.states")
+    sharding = sharding_methods.build(plan.states, key="plan.states")
     sharding.check(levels)
     deal = sharding.deal(levels)
-    written = compress.rules(plan.exchange).by_name(params)
+    written = exchange_methods.rules(plan.exchange).by_name(params)
     exchange = {name: sharding.exchange(one, deal.path) for name, one in written.items()}
     shards = None if parts.walk is None else _shards(parts, parts.walk, around, rank, deal.of_parameters)
-    states = States.of(rule, params, deal, rank=rank, differences=sharding.differences, shards=shards)
-    replica = sync.Replica(
+    states = ShardedOptimizer.of(rule, params, deal, rank=rank, differences=sharding.differences, shards=shards)
+    replica = sync.GradientReducer(
         params if together.probe is None else {},  # without gradients there is nothing to exchange
         exchange,
         pump,
@@ -182,9 +185,9 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         gives_back=sharding.gives_back,
         keeps_sent=config.train.verify.every > 0,
     )
-    scaling, progress = Scaling.of(engine.precision), around.saver.progress
+    scaling, progress = LossScale.of(engine.precision), around.saver.progress
     truth = {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()}
-    apart = sync.Apart.of(
+    apart = sync.OuterLoop.of(
         together.loop,
         params,
         truth,
@@ -196,25 +199,25 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         asked=around.asked_to_stop,
     )
     loop = together.loop
-    pace = loop.pace(levels.groups["island"]) if loop is not None else sync.Pace()
+    pace = loop.pace(levels.groups["island"]) if loop is not None else sync.LocalStepSchedule()
     feed = Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace)
-    around.saver.contents = Contents(module, states, replica, scaling, apart, progress, parts.cut)
+    around.saver.contents = CheckpointContents(module, states, replica, scaling, apart, progress, parts.cut)
     pieces = pieces_of(parts, engine)
-    descent: Descent = ByGradients(
+    descent: StepAlgorithm = GradientStep(
         gradients=Gradients(pieces=pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at),
         states=states,
         clip=config.train.clip,
     )
     if together.probe is not None:
-        descent = ByLosses(
-            probing=sync.Probing(together.probe, params, truth, replica, config.train.seed),
+        descent = ZerothOrderStep(
+            probing=sync.ZerothOrderRank(together.probe, params, truth, replica, config.train.seed),
             module=module,
             pieces=pieces,
             pipeline=pipeline,
             pump=pump,
             rate=rule.lr,
             clip=config.train.clip,
-            log=HeardLog(around.saver.directory, is_writer=around.saver.writer == 0),
+            log=StepLog(around.saver.directory, is_writer=around.saver.writer == 0),
             at=around.at,
         )
     return Trainer(
@@ -226,11 +229,11 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
         replica=replica,
         descent=descent,
         apart=apart,
-        word=apart.roll or (sync.Word.of(pump.channel, loop.start) if loop is not None else None),
+        word=apart.roll or (sync.StatusExchange.of(pump.channel, loop.start) if loop is not None else None),
         rule=rule,
         states=states,
         sharding=sharding,
-        rate=rate.build(config.train.schedule, key="train.schedule"),
+        rate=lr_schedule.build(config.train.schedule, key="train.schedule"),
         feed=feed,
         validation=parts.validation,
         sampler=_sampler(parts, engine, pipeline, pump),
@@ -243,11 +246,11 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
             seed=config.train.seed,
             seconds=config.train.seconds,
         ),
-        policy=NonFinite(config.train.on_nonfinite),
+        policy=NonFinitePolicy(config.train.on_nonfinite),
         scaling=scaling,
         verifier=Verifier(
             wanted=config.train.verify,
-            witness=Witness(engine, feed, params),
+            witness=Reexecution(engine, feed, params),
             replica=replica,
             states=states,
             sink=around.sink,
@@ -262,16 +265,16 @@ def build(parts: Parts, engine: Engine, pump: Pump, around: Surroundings) -> Tra
     )
 
 
-def _rule(config: RunConfig, plan: Plan, together: Sync, levels: Levels, rank: int) -> Rule:
+def _rule(config: RunConfig, plan: Plan, together: Sync, levels: ProcessGroups, rank: int) -> Optimizer:
     """The update rule; where islands bring second moments together, one that knows this one's part of all samples."""
-    rule = optim.build(config.train.optimizer, key="train.optimizer")
+    rule = optimizer_methods.build(config.train.optimizer, key="train.optimizer")
     if together.loop is None or not together.loop.second_moments:
         return rule
     rows = [plan.rows[plan.place_of(one)[0]] for one in levels.everyone]
     return CommonAdamW.around(rule, sum(rows[one] for one in levels.group("island", rank)) / sum(rows))
 
 
-def _shards(parts: Parts, walk: Walk, around: Surroundings, rank: int, deal: Deal) -> Shards:
+def _shards(parts: Parts, walk: UnshardOrder, around: Surroundings, rank: int, deal: RowPartition) -> ShardedParameters:
     pump, counts = around.beside, parts.plan.microbatches
     assert pump is not None, "what is gathered has a pump of its own"
     if len(set(counts)) > 1:
@@ -281,18 +284,18 @@ def _shards(parts: Parts, walk: Walk, around: Surroundings, rank: int, deal: Dea
             do="plan again, or leave plan.states at zero2",
             key="plan.states",
         )
-    pump.channel.widen(Levels({LEVEL: deal.levels.groups[deal.path[0]]}))
-    return Shards.of(parts.module, walk, pump, deal=deal, rank=rank)
+    pump.channel.widen(ProcessGroups({LEVEL: deal.levels.groups[deal.path[0]]}))
+    return ShardedParameters.of(parts.module, walk, pump, deal=deal, rank=rank)
 
 
-def pieces_of(parts: Parts, engine: Engine) -> dict[int, Piece]:
+def pieces_of(parts: Parts, engine: ModelRuntime) -> dict[int, ModelPart]:
     """The stages that this rank holds."""
     if parts.cut is None:
-        return {0: Whole(engine)}
-    return {number: CutPiece(engine, parts.cut.ways, stage) for number, stage in parts.cut.stages.items()}
+        return {0: UnsplitModel(engine)}
+    return {number: StagePart(engine, parts.cut.ways, stage) for number, stage in parts.cut.stages.items()}
 
 
-def _sampler(parts: Parts, engine: Engine, pipeline: Pipeline, pump: Pump) -> Sampler | None:
+def _sampler(parts: Parts, engine: ModelRuntime, pipeline: Pipeline, pump: CommThread) -> Sampler | None:
     train, cut = parts.config.train, parts.cut
     if not train.sample:
         return None
@@ -322,13 +325,13 @@ def _sampler(parts: Parts, engine: Engine, pipeline: Pipeline, pump: Pump) -> Sa
     return found
 
 
-def pipeline_of(parts: Parts, rank: int, levels: Levels) -> Pipeline:
+def pipeline_of(parts: Parts, rank: int, levels: ProcessGroups) -> Pipeline:
     """What this rank does in a step, and by which links. Raises BadInput."""
     plan = parts.plan
     replica, place = plan.place_of(rank)
     made = schedule_of(plan, replica)
 
-    def evaluating(microbatches: int) -> tuple[Schedule, Links]:
+    def evaluating(microbatches: int) -> tuple[Schedule, StageLinks]:
         forward_only = forward_only_of(plan, made, microbatches)
         return forward_only, links_of(plan, levels, forward_only, replica)
 
@@ -336,13 +339,13 @@ def pipeline_of(parts: Parts, rank: int, levels: Levels) -> Pipeline:
     return Pipeline(rank=place, schedule=made, links=links, evaluating=evaluating)
 
 
-def tied_of(parts: Parts, rank: int, levels: Levels) -> Tied:
+def tied_of(parts: Parts, rank: int, levels: ProcessGroups) -> TiedWeights:
     """The parameters that several stages of its replica hold."""
     shared = {} if parts.cut is None else parts.cut.shared()
-    return Tied(rank, levels, holders_of(parts.plan, parts.plan.place_of(rank)[0], shared))
+    return TiedWeights(rank, levels, holders_of(parts.plan, parts.plan.place_of(rank)[0], shared))
 
 
-def check_agreement(pump: Pump, facts: dict[str, str]) -> None:
+def check_agreement(pump: CommThread, facts: dict[str, str]) -> None:
     """All ranks must hold the same `facts` (configuration, plan, data, model); raises BadInput naming who differs."""
     digests = [int.from_bytes(hashlib.sha256(v.encode()).digest()[:6], "big") for v in facts.values()]
     rows = gathered(pump.channel, digests)  # 48 bits are exact in float64
@@ -363,7 +366,7 @@ def set_memory(states: Written) -> None:
     """What this process does with freed memory, before its first tensor: where model state is sharded, there is little
     of it.
     """
-    if memory.build(states, key="plan.states").is_sharded:
+    if sharding_methods.build(states, key="plan.states").is_sharded:
         give_freed_memory_back()
     else:
         keep_freed_memory()

@@ -18,30 +18,30 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gossamer.memory import Rows, States
-from gossamer.run.cut import Cut
-from gossamer.run.scaling import Scaling
+from gossamer.run.loss_scale import LossScale
+from gossamer.run.staged_model import StagedModel
 from gossamer.run.trainer import Progress
+from gossamer.sharding import RowRange, ShardedOptimizer
 from gossamer.spec.errors import BadInput, CheckpointMismatch, bad_input
 from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
-from gossamer.store.slices import REPLICATED, Piece, Slice
-from gossamer.sync import Apart, Replica
+from gossamer.store.slices import REPLICATED, NamedSlice, Slice
+from gossamer.sync import GradientReducer, OuterLoop
 
 _COMMON = "optim/common/"  # what islands have brought together: where there is none, they have not yet
 _OF_ANY_RULE = frozenset({"main", "master", "common"})  # slots that say nothing of the rule
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class CheckpointContents:
     """The tensors of one rank's run."""
 
     module: nn.Module
-    states: States
-    replica: Replica
-    scaling: Scaling
-    apart: Apart
+    states: ShardedOptimizer
+    replica: GradientReducer
+    scaling: LossScale
+    apart: OuterLoop
     progress: Progress
-    cut: Cut | None = None  # where the module is stages of a model
+    cut: StagedModel | None = None  # where the module is stages of a model
 
     @property
     def islands(self) -> list[list[int]]:
@@ -85,20 +85,20 @@ class Contents:
             return {}
         return {f"optim/{slot}/{param}": tensor for slot, param, _, tensor in self.states.slots()}
 
-    def _sharded(self) -> list[Piece]:
+    def _sharded(self) -> list[NamedSlice]:
         """This rank's rows of what the update rule keeps, and of the parameters, where it has no more."""
         return self._slot_rows() + self._parameter_rows()
 
-    def _slot_rows(self) -> list[Piece]:
+    def _slot_rows(self) -> list[NamedSlice]:
         slots = self.states.slots() if self.states.is_sharded else ()
         whose, params = self._whose, self.states.params
         return [_rows_of(f"optim/{slot}/{n}", params[n], rows, t, whose) for slot, n, rows, t in slots]
 
-    def _parameter_rows(self) -> list[Piece]:
+    def _parameter_rows(self) -> list[NamedSlice]:
         there = self.states.sharded.items()
         return [_rows_of(f"model/{name}", param, rows, t) for name, (param, rows, t) in there if rows.count]
 
-    def pieces(self, writer: int, writers: int) -> list[Piece]:
+    def pieces(self, writer: int, writers: int) -> list[NamedSlice]:
         """What writer number `writer` of `writers` on this host has to write: they are ranks one behind the other."""
         shared, all_here = list(self.replicated().items()), writers
         if self.cut is not None:
@@ -114,7 +114,7 @@ class Contents:
         return pieces + rows + [(whole(n, t, self.replica.rank), t) for n, t in self.private().items()]
 
     def _of_stage(
-        self, cut: Cut, shared: list[tuple[str, Tensor]], writer: int, writers: int
+        self, cut: StagedModel, shared: list[tuple[str, Tensor]], writer: int, writers: int
     ) -> tuple[list[tuple[str, Tensor]], int, int]:
         """What the writers on this host that hold this rank's stages divide among them, and the place among these.
         What several stages hold is the affair of the first that has a writer here.
@@ -380,14 +380,14 @@ def _by_rank(checkpoint: Checkpoint) -> bool:
     return any(name.startswith("states/") for name in checkpoint.names())
 
 
-def _rows_of(name: str, whole: Tensor, rows: Rows, tensor: Tensor, replica: int = REPLICATED) -> Piece:
+def _rows_of(name: str, whole: Tensor, rows: RowRange, tensor: Tensor, replica: int = REPLICATED) -> NamedSlice:
     """Some rows of something shaped as a parameter."""
     shape = tuple(whole.shape)
     start = (rows.start, *(0 for _ in shape[1:])) if shape else ()
     return Slice(name, shape, start, tuple(tensor.shape), replica), tensor
 
 
-def _stages_with(cut: Cut, name: str) -> Iterator[tuple[int, ...]]:
+def _stages_with(cut: StagedModel, name: str) -> Iterator[tuple[int, ...]]:
     """What lies together on the ranks that hold a tensor, by stage."""
     return (cut.stages_at(group[0]) for group in cut.holders(name))
 
@@ -425,4 +425,4 @@ def _balanced(shared: list[tuple[str, Tensor]], kept: Set[str], writer: int, wri
     return sorted(mine)
 
 
-__all__ = ["Contents", "named_state", "read_model", "trainable", "whole"]
+__all__ = ["CheckpointContents", "named_state", "read_model", "trainable", "whole"]

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gossamer.pipeline.links import Links
-from gossamer.pipeline.player import play
-from gossamer.pipeline.rank import RankWorld
+from gossamer.comm.comm_thread import CommThread
+from gossamer.pipeline.executor import execute
+from gossamer.pipeline.p2p import StepP2P
+from gossamer.pipeline.rank_backend import RankBackend
 from gossamer.pipeline.schedule import Schedule
-from gossamer.pipeline.transfers import StepTransfers
+from gossamer.pipeline.stage_links import StageLinks
 from gossamer.run.batches import MicroBatch
-from gossamer.run.stage import Piece
+from gossamer.run.step_runner import ModelPart
 from gossamer.spec.action import Action
-from gossamer.wire.pump import Pump
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,10 @@ class Pipeline:
 
     rank: int  # within it
     schedule: Schedule  # of a training step
-    links: Links
-    evaluating: Callable[[int], tuple[Schedule, Links]]  # the same stages without a backward, for so many micro-batches
+    links: StageLinks
+    evaluating: Callable[
+        [int], tuple[Schedule, StageLinks]
+    ]  # the same stages without a backward, for so many micro-batches
 
     @property
     def row(self) -> Sequence[Action]:
@@ -53,10 +55,10 @@ class Pipeline:
 class ForwardWork:
     """What the last stage makes of every micro-batch, where this rank holds it."""
 
-    pieces: Mapping[int, Piece]
+    pieces: Mapping[int, ModelPart]
     stages: int
     batches: Mapping[int, MicroBatch]
-    transfers: StepTransfers
+    transfers: StepP2P
     step: int
     moves: Callable[[], None]
     results: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch
@@ -84,15 +86,15 @@ class ForwardWork:
 
 
 def transfers_of(
-    pump: Pump,
-    pieces: Mapping[int, Piece],
+    pump: CommThread,
+    pieces: Mapping[int, ModelPart],
     pipeline: Pipeline,
     batches: Mapping[int, MicroBatch],
     at: tuple[int, int],
-) -> StepTransfers:
+) -> StepP2P:
     """Begin those of a play. After what the pump has to do before the first of them, before all else."""
     boundaries = {n: {s: held.boundary(p.rows) for s, held in pieces.items()} for n, p in batches.items()}
-    return StepTransfers(pump, pipeline.links, pipeline.row, boundaries, at)
+    return StepP2P(pump, pipeline.links, pipeline.row, boundaries, at)
 
 
 def _nothing() -> None:
@@ -101,8 +103,8 @@ def _nothing() -> None:
 
 @torch.no_grad()
 def run_forward(
-    pump: Pump,
-    pieces: Mapping[int, Piece],
+    pump: CommThread,
+    pieces: Mapping[int, ModelPart],
     pipeline: Pipeline,
     batches: Mapping[int, MicroBatch],
     *,
@@ -114,6 +116,6 @@ def run_forward(
     """
     transfers = transfers_of(pump, pieces, pipeline, batches, (0, 0))
     work = ForwardWork(pieces, pipeline.schedule.stages, batches, transfers, step, moves)
-    play(pipeline.schedule, RankWorld(pipeline.rank, work))
+    execute(pipeline.schedule, RankBackend(pipeline.rank, work))
     transfers.finish()
     return work.results

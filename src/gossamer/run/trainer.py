@@ -14,24 +14,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.compress import Exchange
-from gossamer.memory import Sharding, States
-from gossamer.model.untouched import untouched
-from gossamer.optim import Rule
-from gossamer.optim.rate import Rate
+from gossamer.comm.comm_thread import CommThread
+from gossamer.exchange import Exchange
+from gossamer.model.side_effects import untouched
+from gossamer.optimizer import Optimizer
+from gossamer.optimizer.lr_schedule import LRSchedule
 from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
-from gossamer.run.descent import At, Attempt, Descent, Task
 from gossamer.run.forward import Pipeline, run_forward
-from gossamer.run.nonfinite import Ranks, Sight, cause_of
-from gossamer.run.policy import NonFinite, Verdict
-from gossamer.run.sampling import NoSample, Sampler
-from gossamer.run.scaling import Scaling
-from gossamer.run.stage import Engine, Piece
+from gossamer.run.loss_scale import LossScale
+from gossamer.run.nonfinite_cause import NonFiniteSite, Ranks, cause_of
+from gossamer.run.nonfinite_policy import NonFiniteAction, NonFinitePolicy
+from gossamer.run.step_algorithm import At, StepAlgorithm, StepAttempt, Task
+from gossamer.run.step_runner import ModelPart, ModelRuntime
+from gossamer.run.text_sampling import NoSample, Sampler
 from gossamer.run.verify import Verifier
+from gossamer.sharding import ShardedOptimizer, Sharding
 from gossamer.spec import records
 from gossamer.spec.errors import BadInput, Interrupted, StepRejected
-from gossamer.sync import Agreement, Apart, Moved, News, Replica, Sync, Tells, Window
-from gossamer.wire.pump import Pump
+from gossamer.sync import (
+    GradientReducer,
+    LocalStep,
+    OuterLoop,
+    ReplicaStatus,
+    StatusChannel,
+    StepAgreement,
+    StepContext,
+    Sync,
+)
 
 Sink = Callable[[records.Record], None]
 _FIRST_STEPS, _FIT_EVERY = 10, 25  # before a pace is believed; to the next look at it
@@ -79,26 +88,26 @@ class Replan:
 class Trainer:
     """One rank's trainer. All parts are built by run.build; this only lets them meet."""
 
-    engine: Engine
-    pieces: Mapping[int, Piece]  # the stages of the model that this rank holds
+    engine: ModelRuntime
+    pieces: Mapping[int, ModelPart]  # the stages of the model that this rank holds
     pipeline: Pipeline
-    pump: Pump
+    pump: CommThread
     sync: Sync
-    replica: Replica
-    descent: Descent
-    apart: Apart
-    word: Tells | None  # between islands that train apart
-    rule: Rule
-    states: States
+    replica: GradientReducer
+    descent: StepAlgorithm
+    apart: OuterLoop
+    word: StatusChannel | None  # between islands that train apart
+    rule: Optimizer
+    states: ShardedOptimizer
     sharding: Sharding
-    rate: Rate
+    rate: LRSchedule
     feed: Feed
     validation: Batches | None
     sampler: Sampler | None
     params: Mapping[str, Tensor]
     goal: Goal
-    policy: NonFinite
-    scaling: Scaling
+    policy: NonFinitePolicy
+    scaling: LossScale
     verifier: Verifier
     sink: Sink
     at: At  # tells the supervisor where this rank is: (step, phase)
@@ -193,11 +202,11 @@ class Trainer:
         while True:
             task, attempt, agreement = self._attempt(step, pieces)
             verdict = self.policy.judge(agreement, self.scaling)
-            if verdict is not Verdict.RETRY:
+            if verdict is not NonFiniteAction.RETRY:
                 break
             self._tell("warning", step, f"{self._why(agreement)}: the step is tried again", agreement)
-        advice = self._advice(task, agreement) if verdict is Verdict.STOP else ""
-        if verdict is Verdict.COMMIT:
+        advice = self._advice(task, agreement) if verdict is NonFiniteAction.STOP else ""
+        if verdict is NonFiniteAction.COMMIT:
             self.at(step, "verify")
             self.verifier.check(step, attempt.vote.loss, task.window.weight, scale=task.window.scale)
             self.at(step, "update")  # rejected steps moved nothing, and count for no bias correction
@@ -208,31 +217,31 @@ class Trainer:
             self.descent.reject(task)
             self._tell("error", step, f"{self._why(agreement)}: the step was rejected, no parameter moved", agreement)
         self.progress.step += 1
-        committed = verdict is Verdict.COMMIT
+        committed = verdict is NonFiniteAction.COMMIT
         if self.word is not None and task.window.level != "all":
             self.word.note(agreement.loss, agreement.weight, committed=committed)
         self._meet(task.window.lr if committed else 0.0, task.window.weight if committed else 0.0)
         stop = self._stops(agreement.ask)
         self._record(task, attempt, agreement, verdict, time.perf_counter() - began, data_s)
         self.settle()
-        if verdict is Verdict.COMMIT and (changed := self.replan(self.progress.step)) is not None:
+        if verdict is NonFiniteAction.COMMIT and (changed := self.replan(self.progress.step)) is not None:
             path = self.states.deal.path
             exchange = {name: self.sharding.exchange(one, path) for name, one in changed.exchange.items()}
             self.replica.adopt(exchange, bucket_bytes=changed.bucket_bytes)
-        if verdict is Verdict.STOP:
+        if verdict is NonFiniteAction.STOP:
             raise StepRejected(
                 f"step {step + 1}: {self._why(agreement)}, {self.policy.in_a_row} rejected steps in a row. {advice}, "
                 "or set train.on_nonfinite: skip"
             )
         return stop
 
-    def _advice(self, task: Task, agreement: Agreement) -> str:
+    def _advice(self, task: Task, agreement: StepAgreement) -> str:
         """What to do about steps that are not finite. Where nothing was updated before, the step is run once more to
         see where it comes from; all ranks that agreed do so.
         """
         if self.progress.updates:
             return "Lower the learning rate, look at the samples named in records.jsonl"
-        window, sight = task.window, Sight(self.engine.module)
+        window, sight = task.window, NonFiniteSite(self.engine.module)
         with sight.watching():
             self._attempt(window.step, task.pieces)
         level = "" if window.level == "all" else window.level
@@ -256,12 +265,12 @@ class Trainer:
         self.paused = Paused(self.paused.steps + 1, self.paused.seconds + time.perf_counter() - began)
         return stop
 
-    def _attempt(self, step: int, pieces: Mapping[int, MicroBatch]) -> tuple[Task, Attempt, Agreement]:
+    def _attempt(self, step: int, pieces: Mapping[int, MicroBatch]) -> tuple[Task, StepAttempt, StepAgreement]:
         self.states.release()  # what an evaluation has gathered: every step gathers the same
         weights = self._weights(pieces)
         together, level = self.pipeline.together, self.sync.level(step)
         mine, scale = sum(weights.values()), self.scaling.factor
-        window = Window(step, self.goal.seed, self._factor(step), mine, scale, together, level)
+        window = StepContext(step, self.goal.seed, self._factor(step), mine, scale, together, level)
         self.replica.timing.exposed_s = 0.0
         self.replica.begin(window)
         task = Task(window=window, pieces=pieces, weights=weights)
@@ -277,7 +286,7 @@ class Trainer:
         """Islands that train apart come together, where it is time."""
         done, last = self.progress.step, self.progress.step == self.goal.steps
         self.at(done, "meet")
-        moved = Moved(done, lr * self.rule.lr, samples, self.goal.seed, last=last, made=made)
+        moved = LocalStep(done, lr * self.rule.lr, samples, self.goal.seed, last=last, made=made)
         for landed in self.apart.after(moved):
             self.states.meet(landed.moved, rates=landed.rates)
             self.states.learn(landed.squares)
@@ -296,7 +305,7 @@ class Trainer:
             self._tell_of_islands(one)
         return any(one.ask for one in heard)
 
-    def _tell_of_islands(self, heard: News) -> None:
+    def _tell_of_islands(self, heard: ReplicaStatus) -> None:
         losses = tuple(s / w if w else math.nan for s, w in zip(heard.losses, heard.weights, strict=True))
         self.sink(records.Islands(step=heard.step, losses=losses, weights=heard.weights, rejected=heard.rejected))
         islands = self.replica.levels.groups["island"]
@@ -386,7 +395,13 @@ class Trainer:
         return sum(mean * weights[n] for n, mean in known.items()), sum(weights[n] for n in known)
 
     def _record(
-        self, task: Task, attempt: Attempt, agreement: Agreement, verdict: Verdict, step_s: float, data_s: float
+        self,
+        task: Task,
+        attempt: StepAttempt,
+        agreement: StepAgreement,
+        verdict: NonFiniteAction,
+        step_s: float,
+        data_s: float,
     ) -> None:
         step = task.window.step
         mine = [next(iter(piece.rows.values())) for piece in task.pieces.values()]
@@ -396,7 +411,7 @@ class Trainer:
         self.sink(
             records.Step(
                 step=step + 1,
-                committed=verdict is Verdict.COMMIT,
+                committed=verdict is NonFiniteAction.COMMIT,
                 loss=agreement.loss,
                 weight=agreement.weight,
                 tokens=tokens,
@@ -413,11 +428,11 @@ class Trainer:
         )
 
     @staticmethod
-    def _why(agreement: Agreement) -> str:
+    def _why(agreement: StepAgreement) -> str:
         ranks = ", ".join(str(r) for r in agreement.bad_ranks)
         return f"loss {agreement.loss:.4g} and gradient norm {agreement.norm:.4g} are not finite on rank {ranks}"
 
-    def _tell(self, level: str, step: int, message: str, agreement: Agreement) -> None:
+    def _tell(self, level: str, step: int, message: str, agreement: StepAgreement) -> None:
         rank = agreement.bad_ranks[0] if agreement.bad_ranks else -1
         first, last = self.feed.samples(step)
         self.sink(

@@ -28,16 +28,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gossamer.memory import States
 from gossamer.ops.fingerprint import digest
-from gossamer.run.beacon import Beacon
-from gossamer.run.majority import Trio, Word, distance
-from gossamer.run.witness import ROW, Witness
+from gossamer.run.majority_vote import Majority, ThreeWayVote, distance
+from gossamer.run.random_beacon import RandomBeacon
+from gossamer.run.reexecution import ROW, Reexecution
+from gossamer.sharding import ShardedOptimizer
 from gossamer.spec import records
 from gossamer.spec.config import VerifySection
 from gossamer.spec.errors import Untrustworthy
-from gossamer.spec.majority import outvoted
-from gossamer.sync import Replica
+from gossamer.spec.odd_one_out import outvoted
+from gossamer.sync import GradientReducer
 
 _EPS = 16  # units in the last place of float32 that are always forgiven
 _RERUNS = (1, 2, 3)  # threads
@@ -50,17 +50,17 @@ class Verifier:
     """One rank's part in it; all ranks call the same methods at the same steps. With `every` 0 none does anything."""
 
     wanted: VerifySection
-    witness: Witness
-    replica: Replica
-    states: States
+    witness: Reexecution
+    replica: GradientReducer
+    states: ShardedOptimizer
     sink: Callable[[records.Record], None]
     tolerance: float = 0.0
-    _beacon: Beacon = field(init=False)
+    _beacon: RandomBeacon = field(init=False)
     _hosts: list[str] = field(default_factory=list)
     _sound: int = -1  # the last step before which all held the same
 
     def __post_init__(self) -> None:
-        self._beacon = Beacon(self.replica.gather)
+        self._beacon = RandomBeacon(self.replica.gather)
 
     def begin(self, step: int, *, scale: float = 1.0) -> None:
         """Before the first step of this start: learn who is where, and how far honest reruns are from each other."""
@@ -145,15 +145,17 @@ class Verifier:
             self._sound = step
         return []
 
-    def _judge_work(self, trios: Sequence[Trio], step: int, scale: float, named: dict[int, list[str]]) -> list[str]:
-        disputed = [trio for trio in trios if trio.word(self.tolerance) is not Word.NOBODY]
+    def _judge_work(
+        self, trios: Sequence[ThreeWayVote], step: int, scale: float, named: dict[int, list[str]]
+    ) -> list[str]:
+        disputed = [trio for trio in trios if trio.word(self.tolerance) is not Majority.NOBODY]
         if not disputed:
             return []
         noise = self._noise(step, disputed[0].ranks[0], scale)
         tolerance = max(self.tolerance, self.wanted.margin * noise)
         undecided = []
         for trio in disputed:
-            if trio.word(tolerance) is Word.UNDECIDED:
+            if trio.word(tolerance) is Majority.UNDECIDED:
                 undecided.append(f"ranks {list(trio.ranks)} get three gradients of rank {trio.ranks[0]}'s samples")
             if (odd := trio.odd(tolerance)) is not None:
                 rank, far = odd
@@ -218,7 +220,7 @@ def _dealt(drawn: int, ranks: int) -> list[int]:
     return torch.randperm(ranks, generator=torch.Generator().manual_seed(drawn >> 1)).tolist()
 
 
-def _trio(order: Sequence[int], at: int, rows: Tensor) -> Trio:
+def _trio(order: Sequence[int], at: int, rows: Tensor) -> ThreeWayVote:
     """Of the rank at a place: its own word, and those of the two behind it, to whom it is one and two back."""
     first, second = order[(at + 1) % len(order)], order[(at + 2) % len(order)]
-    return Trio((order[at], first, second), (rows[order[at], 0], rows[first, 1], rows[second, 2]))
+    return ThreeWayVote((order[at], first, second), (rows[order[at], 0], rows[first, 1], rows[second, 2]))

@@ -6,10 +6,10 @@ told with its file and line (`complain`) in plain words (`words`); `record` show
 
 from __future__ import annotations
 
-from gossamer.settings.anchor import anchored, written_overrides
-from gossamer.settings.complain import check, located
-from gossamer.settings.record import reload, show
+from gossamer.settings.paths import anchored, written_overrides
+from gossamer.settings.provenance import reload, show
 from gossamer.settings.resolve import Resolved, load, override, schema
+from gossamer.settings.validation_errors import check, located
 
 __all__ = [
     "Resolved",

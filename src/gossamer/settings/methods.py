@@ -10,25 +10,25 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from gossamer.settings.complain import DEFAULT, several
+from gossamer.settings.catalog import Category, Method, categories
+from gossamer.settings.describe import leaves
 from gossamer.settings.resolve import Resolved, value_at
-from gossamer.settings.rooms import Method, RoomPage, rooms
-from gossamer.settings.words import leaves
-from gossamer.spec.choice import Choice
+from gossamer.settings.validation_errors import DEFAULT, several
 from gossamer.spec.errors import BadInput
-from gossamer.spec.rules import lines
-from gossamer.spec.short import Form
+from gossamer.spec.method_config import MethodConfig
+from gossamer.spec.parameter_rules import lines
+from gossamer.spec.short_form import ShortForm
 
 _IN_ROOM = re.compile(r"`gossamer methods ([\w/]+)`")
 _OPEN = ("auto", "none")  # words that stand for no method, where a key takes them
 
 
 @cache
-def _rooms() -> Mapping[str, RoomPage]:
-    return rooms()
+def _rooms() -> Mapping[str, Category]:
+    return categories()
 
 
-def room_of(field: FieldInfo) -> str:
+def category_of(field: FieldInfo) -> str:
     """The room whose methods a key of the configuration takes, as its description says; "" for one that takes none."""
     found = _IN_ROOM.search(field.description or "")
     return found.group(1) if found else ""
@@ -49,12 +49,12 @@ def check_methods(resolved: Resolved) -> None:
     known = _rooms()
 
     def build(room: str, written: Any, key: str) -> None:
-        if room == "compress":
-            importlib.import_module("gossamer.compress").rules(written, key=key)
+        if room == "exchange":
+            importlib.import_module("gossamer.exchange").rules(written, key=key)
         elif room.startswith("data/"):
             _look_up(known, room, written, key)
         else:
-            importlib.import_module(f"gossamer.{room.replace('/', '.')}").ROOM.build(written, key=key)
+            importlib.import_module(f"gossamer.{room.replace('/', '.')}").REGISTRY.build(written, key=key)
 
     _each(resolved, build)
 
@@ -77,10 +77,10 @@ def _places(resolved: Resolved) -> dict[str, str]:
 def _choices(resolved: Resolved) -> Iterator[tuple[str, str, Any]]:
     """(room, key, method as written) of all that is chosen; `auto` is the planner's to choose, `none` no method."""
     for key, field in leaves():
-        room, value = room_of(field), value_at(resolved.config, key)
+        room, value = category_of(field), value_at(resolved.config, key)
         if not room:
             continue
-        if isinstance(value, list) and room != "compress":
+        if isinstance(value, list) and room != "exchange":
             yield from ((room, f"{key}.{i}", each) for i, each in enumerate(value))
         elif not (value in _OPEN and (value == field.default or f"{value}" in _words_of(field))):
             yield room, key, value
@@ -90,27 +90,27 @@ def _words_of(field: FieldInfo) -> list[str]:
     return re.findall(r"\w+", field.description or "")
 
 
-def _look_up(known: Mapping[str, RoomPage], room: str, written: Any, key: str) -> None:
-    if room == "compress":
+def _look_up(known: Mapping[str, Category], room: str, written: Any, key: str) -> None:
+    if room == "exchange":
         for line in lines(written, key=key):
-            exact = line.level == "island" and Choice.parse(line.written, key=line.method_key).name == "dense"
+            exact = line.level == "island" and MethodConfig.parse(line.written, key=line.method_key).name == "dense"
             inside = line.level == "island" and not exact
-            _look_up_one(known, known["compress/codec" if inside else room], line.written, line.method_key)
+            _look_up_one(known, known["exchange/codec" if inside else room], line.written, line.method_key)
     else:
         _look_up_one(known, known[room], written, key)
 
 
-def _look_up_one(known: Mapping[str, RoomPage], room: RoomPage, written: Any, key: str) -> None:
+def _look_up_one(known: Mapping[str, Category], room: Category, written: Any, key: str) -> None:
     if isinstance(written, str) and room.name.startswith("data/"):
         written = written.partition(":")[0]  # text:GLOB, bpe:N
-    choice = Choice.parse(written, key=key)
+    choice = MethodConfig.parse(written, key=key)
     try:
         method = room.method(choice.name)
     except BadInput as error:
         raise BadInput(error.message, key=key) from None
     key = f"{key}.{method.name}"
     inner = _inner(known, method)
-    form = Form(
+    form = ShortForm(
         known=[p.name for p in method.parameters],
         inner={name: tuple(page.methods) for name, page in inner.items()},
         needed=[p.name for p in method.parameters if p.name in inner and p.default is None],
@@ -124,7 +124,7 @@ def _look_up_one(known: Mapping[str, RoomPage], room: RoomPage, written: Any, ke
             _look_up_one(known, inner[name], value, f"{key}.{name}")
 
 
-def _inner(known: Mapping[str, RoomPage], method: Method) -> dict[str, RoomPage]:
+def _inner(known: Mapping[str, Category], method: Method) -> dict[str, Category]:
     """Parameters that are themselves methods, of the room whose abstract class they are annotated with."""
     bases = {page.base: page for page in known.values()}
     kinds = {p.name: p.annotation.removesuffix(" | None") for p in method.parameters}

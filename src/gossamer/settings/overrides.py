@@ -9,17 +9,17 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gossamer.settings.form import Loader, flow
-from gossamer.settings.read import Written
-from gossamer.settings.words import is_method, is_text, leaves, section, takes_text, wanted
-from gossamer.spec.choice import Choice
+from gossamer.settings.describe import is_method, is_text, leaves, section, takes_text, wanted
+from gossamer.settings.read import ParsedFile
+from gossamer.settings.yaml_io import Loader, flow
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
+from gossamer.spec.method_config import MethodConfig
 
 COMMAND_LINE = "command line"
 
 
-def put_written(written: Written, given: str) -> Written:
+def put_written(written: ParsedFile, given: str) -> ParsedFile:
     """`written` with one key=value of the command line; raises BadInput for what is not one."""
     key, equals, text = given.partition("=")
     key = key.strip().removeprefix("--")
@@ -28,7 +28,7 @@ def put_written(written: Written, given: str) -> Written:
     return put(written, key, _parse(text, _field(key), given), COMMAND_LINE)
 
 
-def put(written: Written, key: str, value: Any, where: str) -> Written:
+def put(written: ParsedFile, key: str, value: Any, where: str) -> ParsedFile:
     """`written` with `value` at the dotted `key`, said to come from `where`."""
     field = _field(key)
     if field is not None and section(field.annotation) is not None and isinstance(value, Mapping):
@@ -38,7 +38,7 @@ def put(written: Written, key: str, value: Any, where: str) -> Written:
     values = _put(written.values, RunConfig, key, "", value)
     own = _speaks_for(written.values, values, key)
     lines = {k: v for k, v in written.lines.items() if not f"{k}.".startswith(f"{own}.")}
-    return Written(values, {**lines, key: where, own: where})
+    return ParsedFile(values, {**lines, key: where, own: where})
 
 
 def _speaks_for(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> str:
@@ -113,9 +113,9 @@ def _into_method(current: Any, path: list[str], value: Any) -> dict[str, Any]:
     """Another method than the current one starts from its own defaults."""
     name, *rest = path
     try:
-        choice = Choice.parse(current)
+        choice = MethodConfig.parse(current)
     except BadInput:
-        choice = Choice(name)
+        choice = MethodConfig(name)
     parameters = choice.parameters if choice.name == name else {}
     return {name: _into(parameters, rest, value) if rest else value}
 

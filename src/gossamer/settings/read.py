@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from gossamer.settings.form import Loader
+from gossamer.settings.yaml_io import Loader
 from gossamer.spec.errors import BadInput
-from gossamer.spec.nearest import nearest
+from gossamer.spec.suggest import nearest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,14 +24,14 @@ SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ParsedFile:
     """Values as they were written, and where: `lines` maps a dotted key to "run.yaml:12"."""
 
     values: Mapping[str, Any]
     lines: Mapping[str, str]
 
 
-def read(path: Path) -> Written:
+def read(path: Path) -> ParsedFile:
     """The file's values; raises BadInput for what is missing, unreadable, not YAML (or TOML), or written twice."""
     text = _text(path)
     if path.suffix == ".toml":
@@ -62,20 +62,20 @@ def _missing(path: Path) -> str:
     return f"there is no file {path}: {nearest(path.name, beside) if beside else 'nor any other .yaml in its folder'}"
 
 
-def read_yaml(text: str, name: str) -> Written:
+def read_yaml(text: str, name: str) -> ParsedFile:
     """The values of a YAML text whose places are called `name`:line."""
     try:
         loader = Loader(text)
         root = loader.get_single_node()
         if root is None or root.tag == "tag:yaml.org,2002:null":
-            return Written({}, {})
+            return ParsedFile({}, {})
         if not isinstance(root, yaml.MappingNode):
             raise BadInput(f"{_place(name, root)}: wanted keys such as `train:`, got {_kind(root)}")
         duplicates = list(_duplicates(root, name, ()))
         if duplicates:
             raise BadInput("\n".join(duplicates))
         values = loader.construct_document(root)
-        return Written(values, dict(_lines(root, name, "")))
+        return ParsedFile(values, dict(_lines(root, name, "")))
     except yaml.MarkedYAMLError as error:
         raise BadInput(_malformed(error, name)) from None
     except (yaml.YAMLError, ValueError) as error:
@@ -136,7 +136,7 @@ _TABLE = re.compile(r"^\s*\[+\s*([\w.\- ]+?)\s*\]+\s*(#.*)?$")
 _KEY = re.compile(r"^\s*([\w.-]+)\s*=")
 
 
-def _toml(text: str, name: str) -> Written:
+def _toml(text: str, name: str) -> ParsedFile:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -149,4 +149,4 @@ def _toml(text: str, name: str) -> Written:
             lines.setdefault(table, f"{name}:{number}")
         elif key := _KEY.match(line):
             lines.setdefault(f"{table}.{key.group(1)}" if table else key.group(1), f"{name}:{number}")
-    return Written(values, lines)
+    return ParsedFile(values, lines)

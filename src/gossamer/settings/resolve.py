@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossamer.settings.complain import DEFAULT, check
+from gossamer.settings.describe import leaves
 from gossamer.settings.overrides import COMMAND_LINE, put, put_written
-from gossamer.settings.read import Written, read
-from gossamer.settings.words import leaves
+from gossamer.settings.read import ParsedFile, read
+from gossamer.settings.validation_errors import DEFAULT, check
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 
@@ -36,7 +36,7 @@ class Resolved:
 
     def replace(self, key: str, value: Any, *, origin: str) -> Resolved:
         """The same with one value changed, by `origin`; raises BadInput if it does not fit."""
-        written = put(Written(self.config.model_dump(), {}), key, value, origin)
+        written = put(ParsedFile(self.config.model_dump(), {}), key, value, origin)
         kept = {k: where for k, where in self.origin.items() if not k.startswith(f"{key}.")}
         return Resolved(check(written.values, written.lines), {**kept, key: origin})
 
@@ -48,7 +48,7 @@ def load(path: Path | None, overrides: Iterable[str] = (), *, given: Mapping[str
     """
     assert path is None or given is None, "one or the other"
     values = given or {}
-    written = read(path) if path is not None else Written(values, dict(_said_in_python(values)))
+    written = read(path) if path is not None else ParsedFile(values, dict(_said_in_python(values)))
     return resolve(written, overrides)
 
 
@@ -61,13 +61,13 @@ def _said_in_python(values: Mapping[str, Any], above: str = "") -> Iterator[tupl
 
 def override(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
     """`config` under key=value overrides; raises BadInput."""
-    return resolve(Written(config.model_dump(), {}), overrides).config
+    return resolve(ParsedFile(config.model_dump(), {}), overrides).config
 
 
-def resolve(written: Written, overrides: Iterable[str]) -> Resolved:
+def resolve(written: ParsedFile, overrides: Iterable[str]) -> Resolved:
     """`written` under `overrides`, checked."""
     values = {k: {} if v is None and k in RunConfig.model_fields else v for k, v in written.values.items()}
-    written = Written(values, written.lines)  # a section with nothing below it is a section of defaults
+    written = ParsedFile(values, written.lines)  # a section with nothing below it is a section of defaults
     mistakes = []
     for given in overrides:
         try:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gossamer.spec.choice import Exchanges, Written
+from gossamer.spec.method_config import Exchanges, Written
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]
@@ -98,8 +98,10 @@ class TrainSection(Section):
 
     steps: Positive = 1000
     batch: Positive = Field(64, description="sequences per step, over all replicas")
-    optimizer: Written = Field({"adamw": {"lr": 3e-4}}, description="a method of `gossamer methods optim`")
-    schedule: Written = Field({"cosine": {"warmup": 0.02}}, description="a method of `gossamer methods optim/rate`")
+    optimizer: Written = Field({"adamw": {"lr": 3e-4}}, description="a method of `gossamer methods optimizer`")
+    schedule: Written = Field(
+        {"cosine": {"warmup": 0.02}}, description="a method of `gossamer methods optimizer/lr_schedule`"
+    )
     objective: Written = Field("next_token", description="a method of `gossamer methods loss`")
     clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
     accumulate: Positive | Auto = Field("auto", description="micro-batches per replica and step")
@@ -171,18 +173,18 @@ class PlanSection(Section):
     schedule: Written = Field("auto", description="a method of `gossamer methods pipeline/schedule`")
     boundary: Written | list[Written] = Field(
         "plain",
-        description="how tensors cross between stages: a method of `gossamer methods compress/transfer/crossing`, or "
+        description="how tensors cross between stages: a method of `gossamer methods p2p/activation`, or "
         "one per border",
     )
     exchange: Exchanges = Field(
         "auto",
-        description="a method of `gossamer methods compress`; or lines, of which the first whose pattern (a regular "
+        description="a method of `gossamer methods exchange`; or lines, of which the first whose pattern (a regular "
         "expression) is found in a parameter's name holds; level: all, or lines for both island and between",
     )
     sync: Written = Field(
         "every_step", description="a method of `gossamer methods sync`; auto: from the links, with exchange auto"
     )
-    states: Written = Field("whole", description="a method of `gossamer methods memory`: where the model state lies")
+    states: Written = Field("whole", description="a method of `gossamer methods sharding`: where the model state lies")
     lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
     residuals: Literal["merge", "drop"] = Field(
         "merge", description="of lossy exchanges, when a run resumes on another number of processes"

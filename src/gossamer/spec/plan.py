@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gossamer.spec.choice import Exchanges, Written
 from gossamer.spec.cost import Cost
+from gossamer.spec.method_config import Exchanges, Written
 
 PLAN_FORMAT = 1
 BUCKET_BYTES = 25 * 2**20

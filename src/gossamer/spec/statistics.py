@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gossamer.spec.choice import Written
-from gossamer.spec.links import Link
+from gossamer.spec.method_config import Written
+from gossamer.spec.network import Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer.spec.errors import RunFailed, bad_input
 from gossamer.spec.units import show_bytes
 from gossamer.store.checkpoint.shard import write_shard
-from gossamer.store.slices import Piece, Slice
+from gossamer.store.slices import NamedSlice, Slice
 
 _INFO = {"format": "pt"}
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -107,7 +107,7 @@ def _shard_names(count: int) -> Sequence[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def _untied(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterable[Piece]:
+def _untied(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterable[NamedSlice]:
     """Every tensor once, as a contiguous host tensor."""
     seen: dict[tuple[object, ...], weakref.ref[Tensor]] = {}
     for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
@@ -119,9 +119,9 @@ def _untied(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Ite
         yield Slice.whole(name, tuple(tensor.shape)), tensor.detach().cpu().contiguous()
 
 
-def _in_shards(pieces: Iterable[Piece], max_shard_bytes: int) -> Iterable[list[Piece]]:
+def _in_shards(pieces: Iterable[NamedSlice], max_shard_bytes: int) -> Iterable[list[NamedSlice]]:
     """Groups of at most `max_shard_bytes`; a larger tensor is alone. At least one group."""
-    group: list[Piece] = []
+    group: list[NamedSlice] = []
     held = total = 0
     for piece in pieces:
         size = piece[1].nbytes

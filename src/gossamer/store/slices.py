@@ -65,4 +65,4 @@ class Slice:
         return f"{self.name}{part}" + ("" if self.replica == REPLICATED else f"@rank{self.replica}")
 
 
-Piece: TypeAlias = tuple[Slice, Tensor]  # the tensor has the slice's size
+NamedSlice: TypeAlias = tuple[Slice, Tensor]  # the tensor has the slice's size

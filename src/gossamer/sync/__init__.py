@@ -13,37 +13,44 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import fields
 
-from gossamer.spec.room import Room
-from gossamer.sync._apart import Apart, Landed, Moved, exchange_of_second_moments, exchanges_of_round, traffic_of_round
-from gossamer.sync._heard import Heard, Mark, parsed
-from gossamer.sync._loop import Loop
-from gossamer.sync._pace import Pace, by_speed
-from gossamer.sync._probe import Probe
-from gossamer.sync._probing import Probing
-from gossamer.sync._replica import Agreement, Replica, Vote, Window, buckets_of
-from gossamer.sync._roll_call import RollCall
-from gossamer.sync._word import News, Tells, Word
+from gossamer.spec.registry import Registry
+from gossamer.sync._gradient_reducer import GradientReducer, StepAgreement, StepContext, StepVote, buckets_of
+from gossamer.sync._local_steps import LocalStepSchedule, by_speed
+from gossamer.sync._outer_config import OuterLoopConfig
+from gossamer.sync._outer_loop import (
+    LocalStep,
+    OuterLoop,
+    SyncResult,
+    exchange_of_second_moments,
+    exchanges_of_round,
+    traffic_of_round,
+)
+from gossamer.sync._quorum import QuorumThread
+from gossamer.sync._status import ReplicaStatus, StatusChannel, StatusExchange
+from gossamer.sync._step_messages import ParameterChecksum, StepMessage, parsed
+from gossamer.sync._zeroth_order import ZerothOrderRank
+from gossamer.sync._zeroth_order_config import ZerothOrderConfig
 
 __all__ = [
-    "ROOM",
-    "Agreement",
-    "Apart",
-    "Heard",
-    "Landed",
-    "Loop",
-    "Mark",
-    "Moved",
-    "News",
-    "Pace",
-    "Probe",
-    "Probing",
-    "Replica",
-    "RollCall",
+    "REGISTRY",
+    "StepAgreement",
+    "OuterLoop",
+    "StepMessage",
+    "SyncResult",
+    "OuterLoopConfig",
+    "ParameterChecksum",
+    "LocalStep",
+    "ReplicaStatus",
+    "LocalStepSchedule",
+    "ZerothOrderConfig",
+    "ZerothOrderRank",
+    "GradientReducer",
+    "QuorumThread",
     "Sync",
-    "Tells",
-    "Vote",
-    "Window",
-    "Word",
+    "StatusChannel",
+    "StepVote",
+    "StepContext",
+    "StatusExchange",
     "build",
     "buckets_of",
     "by_speed",
@@ -64,11 +71,11 @@ class Sync(ABC):
 
     @property
     @abstractmethod
-    def loop(self) -> Loop | None:
+    def loop(self) -> OuterLoopConfig | None:
         """The outer loop of islands that train apart; None where all meet at every step."""
 
     @property
-    def probe(self) -> Probe | None:
+    def probe(self) -> ZerothOrderConfig | None:
         """How losses alone say where to go; None: gradients do."""
         return None
 
@@ -87,6 +94,6 @@ class Sync(ABC):
         return "island" if self.loop is not None and self.loop.apart(done) else "all"
 
 
-ROOM: Room[Sync] = Room(__name__, Sync)
-names = ROOM.names
-build = ROOM.build
+REGISTRY: Registry[Sync] = Registry(__name__, Sync)
+names = REGISTRY.names
+build = REGISTRY.build

@@ -9,37 +9,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.sync._named import named, refilled
-from gossamer.sync.outer import OuterRound, OuterState
-from gossamer.wire.bucket import Bucket, Layout
-from gossamer.wire.message import Outcome, State
-from gossamer.wire.pump import Step
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.comm_thread import CommStep
+from gossamer.comm.message import ExchangeState, Outcome
+from gossamer.sync._state_by_name import named, refilled
+from gossamer.sync.outer import OuterState, OuterStep
 
 
 @dataclass(slots=True)
-class Part:
+class FragmentBucket:
     """One bucket of a fragment."""
 
     layout: Layout
     anchor: Tensor  # (numel,) float32
-    state: State  # of the exchange of rounds
+    state: ExchangeState  # of the exchange of rounds
     was: Tensor  # where the island was before this step; empty where single steps do not meet
-    each: State  # of the exchange of single steps
+    each: ExchangeState  # of the exchange of single steps
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from Bucket(self.layout, flat).slices()
 
 
 @dataclass(slots=True)
-class Flight:
+class PendingSync:
     """A fragment's displacement on its way. `takes_part`: whether this rank's counts in it. `left`: where the island
     was when it was sent, like the anchors; none where nobody will ask.
     """
 
     since: int
-    at: OuterRound
+    at: OuterStep
     takes_part: bool
-    under_way: Step | None
+    under_way: CommStep | None
     outcomes: tuple[Outcome, ...] = ()
     left: tuple[Tensor, ...] = ()
 
@@ -49,17 +49,17 @@ class Flight:
             self.under_way = None
         return self.outcomes
 
-    def let_go(self, states: Sequence[State]) -> None:
+    def let_go(self, states: Sequence[ExchangeState]) -> None:
         """It has landed: what is left of it are the exchange's `states`."""
         nothing = torch.zeros(0)
         self.outcomes, self.left = tuple(Outcome(nothing, None, state) for state in states), ()
 
 
 @dataclass(slots=True)
-class Squares:
+class SecondMomentSync:
     """A fragment's second moments on their way, or as they have arrived: buffers like the anchors."""
 
-    under_way: Step | None
+    under_way: CommStep | None
     means: tuple[Tensor, ...] = ()
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -70,28 +70,28 @@ class Squares:
 
 
 @dataclass(frozen=True, slots=True)
-class Departed:
+class SyncLaunch:
     """A fragment on its way. No flight: nobody had anything to say, and all go back to where they were."""
 
-    flight: Flight | None
-    squares: Squares | None = None
+    flight: PendingSync | None
+    squares: SecondMomentSync | None = None
 
 
 @dataclass(slots=True)
-class Course:
+class FragmentProgress:
     """Where a fragment stands in what goes out, which may be ahead of where its island does: how many rounds there
     were, the exchange's states before the last of them, and that one, which may have landed.
     """
 
     rounds: int
-    states: list[State]
-    last: Flight | None
+    states: list[ExchangeState]
+    last: PendingSync | None
 
-    def next(self, departed: Departed) -> None:
+    def next(self, departed: SyncLaunch) -> None:
         if departed.flight is not None:
             self.states, self.rounds, self.last = self.now(), self.rounds + 1, departed.flight
 
-    def now(self) -> list[State]:
+    def now(self) -> list[ExchangeState]:
         """The states, once the last exchange has ended; of what is not finite nothing is kept."""
         outcomes = self.last.wait() if self.last is not None else ()
         if not outcomes or not are_finite([outcome.mean for outcome in outcomes]):
@@ -103,15 +103,15 @@ class Course:
 class Fragment:
     """One of them, itself and no other: what it holds changes all the time."""
 
-    parts: list[Part]
+    parts: list[FragmentBucket]
     outer: OuterState
     rounds: int = 0
     steps: int = 0  # since it was sent, on whatever island
     made: int = 0  # of these, by this island
     rates: float = 0.0  # sum of the learning rates of those
     samples: float = 0.0  # of this rank
-    flight: Flight | None = None
-    squares: Squares | None = None
+    flight: PendingSync | None = None
+    squares: SecondMomentSync | None = None
 
     @property
     def anchors(self) -> list[Tensor]:
@@ -165,7 +165,7 @@ class Fragment:
         counts = shared[f"counts/{index}"].tolist()
         self._take_counts(counts, _under("arrived", shared), takes_part=takes_part > 0)
         squares = _under("squares", shared)
-        self.squares = Squares(None, tuple(self._flats(squares))) if self._has_all(squares) else None
+        self.squares = SecondMomentSync(None, tuple(self._flats(squares))) if self._has_all(squares) else None
         left = _under("left", own)
         if self.flight is not None and self._has_all(left):
             self.flight.left = tuple(self._flats(left))
@@ -202,10 +202,10 @@ class Fragment:
         self.rounds, self.steps, self.flight = int(rounds), int(steps), None
         if since < 0:
             return
-        at = OuterRound(int(number), of, rates, (int(key[0]), int(key[1]), int(key[2])))
+        at = OuterStep(int(number), of, rates, (int(key[0]), int(key[1]), int(key[2])))
         pairs = zip(self._flats(arrived), self.parts, strict=True)
         outcomes = tuple(Outcome(mean, None, part.state) for mean, part in pairs)
-        self.flight = Flight(int(since), at, takes_part, None, outcomes)
+        self.flight = PendingSync(int(since), at, takes_part, None, outcomes)
 
 
 def are_finite(flats: Sequence[Tensor]) -> bool:

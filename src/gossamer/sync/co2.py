@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gossamer.compress import Exchange
-from gossamer.compress.dense import Dense
-from gossamer.sync import Loop, Sync
-from gossamer.sync.outer import OuterRule
+from gossamer.exchange import Exchange
+from gossamer.exchange.dense import Dense
+from gossamer.sync import OuterLoopConfig, Sync
+from gossamer.sync.outer import OuterOptimizer
 from gossamer.sync.outer.stale_momentum import StaleMomentum
 
 
@@ -28,11 +28,11 @@ class Co2(Sync):
     every: int = 24
     start: int = 0
     exchange: Exchange = field(default_factory=Dense)
-    outer: OuterRule = field(default_factory=StaleMomentum)
+    outer: OuterOptimizer = field(default_factory=StaleMomentum)
 
     @property
-    def loop(self) -> Loop:
-        return Loop(
+    def loop(self) -> OuterLoopConfig:
+        return OuterLoopConfig(
             every=self.every,
             delay=self.every,
             start=self.start,

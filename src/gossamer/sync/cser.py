@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gossamer.compress import Exchange
-from gossamer.compress.random_blocks import RandomBlocks
-from gossamer.sync import Loop, Sync
+from gossamer.exchange import Exchange
+from gossamer.exchange.random_blocks import RandomBlocks
+from gossamer.sync import OuterLoopConfig, Sync
 from gossamer.sync.outer.average import Average
 
 
@@ -34,8 +34,8 @@ class Cser(Sync):
     start: int = 0
 
     @property
-    def loop(self) -> Loop:
-        return Loop(
+    def loop(self) -> OuterLoopConfig:
+        return OuterLoopConfig(
             every=self.every,
             start=self.start,
             keeps=True,

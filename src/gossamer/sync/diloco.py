@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gossamer.compress import Exchange
-from gossamer.compress.dense import Dense
-from gossamer.sync import Loop, Sync
-from gossamer.sync._loop import Steps
-from gossamer.sync.outer import OuterRule
+from gossamer.exchange import Exchange
+from gossamer.exchange.dense import Dense
+from gossamer.sync import OuterLoopConfig, Sync
+from gossamer.sync._outer_config import LocalSteps
+from gossamer.sync.outer import OuterOptimizer
 from gossamer.sync.outer.nesterov import Nesterov
 
 
@@ -40,15 +40,15 @@ class Diloco(Sync):
     mix: float = 0.0
     carry: bool = False
     start: int = 0
-    steps: Steps = ()
+    steps: LocalSteps = ()
     second_moments: int = 0
     patience_s: float = 0.0
     exchange: Exchange = field(default_factory=Dense)
-    outer: OuterRule = field(default_factory=Nesterov)
+    outer: OuterOptimizer = field(default_factory=Nesterov)
 
     @property
-    def loop(self) -> Loop:
-        return Loop(
+    def loop(self) -> OuterLoopConfig:
+        return OuterLoopConfig(
             every=self.every,
             fragments=self.fragments,
             delay=self.delay,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.sync import Loop, Sync
+from gossamer.sync import OuterLoopConfig, Sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,5 +18,5 @@ class EveryStep(Sync):
     """Data parallelism as everybody knows it."""
 
     @property
-    def loop(self) -> Loop | None:
+    def loop(self) -> OuterLoopConfig | None:
         return None

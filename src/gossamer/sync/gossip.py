@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gossamer.compress.codec import Codec
-from gossamer.compress.codec.identity import Identity
+from gossamer.exchange.codec import Codec
+from gossamer.exchange.codec.identity import Identity
 from gossamer.spec.errors import bad_input
-from gossamer.sync import Loop, Sync
-from gossamer.sync._neighbours import Neighbours
-from gossamer.sync.graph import Graph
-from gossamer.sync.graph.pairs import Pairs
+from gossamer.sync import OuterLoopConfig, Sync
+from gossamer.sync._gossip_exchange import GossipExchange
 from gossamer.sync.outer.average import Average
+from gossamer.sync.topology import Topology
+from gossamer.sync.topology.pairs import Pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Gossip(Sync):
 
     every: int = 1
     full: int = 16
-    graph: Graph = field(default_factory=Pairs)
+    graph: Topology = field(default_factory=Pairs)
     codec: Codec = field(default_factory=Identity)
     gamma: float = 1.0
     start: int = 0
@@ -48,17 +48,17 @@ class Gossip(Sync):
             wanted, do = "a full average every 1 or more rounds", "1 is local_sgd"
             raise bad_input(wanted=wanted, got=str(self.full), do=do, key="full")
         if not self.codec.traits.fixed_size:
-            do = "name another codec: gossamer methods compress/codec"
+            do = "name another codec: gossamer methods exchange/codec"
             raise bad_input(wanted="a codec whose messages have a fixed size", got=repr(self.codec), do=do, key="codec")
         Sync.__post_init__(self)
 
     @property
-    def loop(self) -> Loop:
-        return Loop(
+    def loop(self) -> OuterLoopConfig:
+        return OuterLoopConfig(
             every=self.every,
             full=self.full,
             start=self.start,
             keeps=True,
-            exchange=Neighbours(self.graph, self.codec, self.gamma),
+            exchange=GossipExchange(self.graph, self.codec, self.gamma),
             rule=Average(),
         )

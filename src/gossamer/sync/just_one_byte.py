@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.sync import Loop, Probe, Sync
+from gossamer.sync import OuterLoopConfig, Sync, ZerothOrderConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class JustOneByte(Sync):
     epsilon: float = 1e-3
 
     @property
-    def loop(self) -> Loop | None:
+    def loop(self) -> OuterLoopConfig | None:
         return None
 
     @property
-    def probe(self) -> Probe:
-        return Probe(samples=self.samples, epsilon=self.epsilon)
+    def probe(self) -> ZerothOrderConfig:
+        return ZerothOrderConfig(samples=self.samples, epsilon=self.epsilon)

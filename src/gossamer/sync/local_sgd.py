@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gossamer.compress import Exchange
-from gossamer.compress.dense import Dense
-from gossamer.sync import Loop, Sync
-from gossamer.sync._loop import Steps
+from gossamer.exchange import Exchange
+from gossamer.exchange.dense import Dense
+from gossamer.sync import OuterLoopConfig, Sync
+from gossamer.sync._outer_config import LocalSteps
 from gossamer.sync.outer.average import Average
 
 
@@ -30,13 +30,13 @@ class LocalSgd(Sync):
 
     every: int = 8
     start: int = 0
-    steps: Steps = ()
+    steps: LocalSteps = ()
     patience_s: float = 0.0
     exchange: Exchange = field(default_factory=Dense)
 
     @property
-    def loop(self) -> Loop:
-        return Loop(
+    def loop(self) -> OuterLoopConfig:
+        return OuterLoopConfig(
             every=self.every,
             start=self.start,
             steps=self.steps,

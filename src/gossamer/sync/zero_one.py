@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gossamer.compress import Exchange
-from gossamer.compress.codec.sign import Sign
-from gossamer.compress.error_feedback import ErrorFeedback
-from gossamer.compress.two_shot import TwoShot
-from gossamer.sync import Loop, Sync
+from gossamer.exchange import Exchange
+from gossamer.exchange.codec.sign import Sign
+from gossamer.exchange.error_feedback import ErrorFeedback
+from gossamer.exchange.two_shot import TwoShot
+from gossamer.sync import OuterLoopConfig, Sync
 from gossamer.sync.outer.average import Average
 
 
@@ -38,8 +38,8 @@ class ZeroOne(Sync):
     exchange: Exchange = field(default_factory=lambda: ErrorFeedback(TwoShot(Sign())))
 
     @property
-    def loop(self) -> Loop:
-        return Loop(
+    def loop(self) -> OuterLoopConfig:
+        return OuterLoopConfig(
             every=self.every,
             start=self.start,
             spaced=self.spaced,

@@ -16,7 +16,7 @@ EVENTS = 50  # kept
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """The state of a run as told by its records so far. `add` is the only way to change it.
 
     Resuming repeats the steps after the checkpoint: what the new start replaces is forgotten.

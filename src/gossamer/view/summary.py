@@ -9,7 +9,7 @@ from typing import Any
 from gossamer.spec.cost import Cost
 from gossamer.spec.records import End, Evaluation, Length, Record, Saved, Start, Step
 from gossamer.view.progress import part_of
-from gossamer.view.rundir import RunDirectory
+from gossamer.view.run_directory import RunDirectory
 
 _TIMES = ("compute_s", "exposed_s", "step_s")  # of Cost; wire_s and bubble_s are not in the records
 

@@ -8,8 +8,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from gossamer.spec.choice import Choice, Written
 from gossamer.spec.errors import BadInput
+from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.spec.records import Record
 from gossamer.view.tracker import Session, build
 
@@ -38,7 +38,8 @@ class Trackers:
         """Start all of `run.trackers`; raises BadInput for an unknown one and for one whose package is missing."""
         trackers = Trackers(warn)
         built = [
-            (f"{at}: {Choice.parse(one).name}", build(one, key="run.trackers")) for at, one in enumerate(written, 1)
+            (f"{at}: {MethodConfig.parse(one).name}", build(one, key="run.trackers"))
+            for at, one in enumerate(written, 1)
         ]
         try:
             for name, tracker in built:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gossamer.data._written import parse_written
-from gossamer.spec.choice import Written
-from gossamer.spec.room import Room
+from gossamer.spec.method_config import Written
+from gossamer.spec.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class Source(ABC):
         return ""
 
 
-ROOM = Room(__name__, Source)  # type: ignore[type-abstract]
-names, build = ROOM.names, ROOM.build
+REGISTRY = Registry(__name__, Source)  # type: ignore[type-abstract]
+names, build = REGISTRY.names, REGISTRY.build
 
 
 def parse_source(written: Written, key: str = "data.source") -> Source:
     """`stdlib`, `sotu`, `text:GLOB`, `jsonl:GLOB`, `parquet:GLOB`, `hf:DIR`, or {jsonl: {files: GLOB, field: body}}."""
-    return parse_written(ROOM, written, key=key)
+    return parse_written(REGISTRY, written, key=key)

@@ -10,7 +10,7 @@ from typing import Any
 from gossamer.data.source._files import KEY, unreadable
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.extras import install
-from gossamer.spec.nearest import nearest
+from gossamer.spec.suggest import nearest
 
 
 def parquet_texts(file: Path, column: str) -> Iterator[tuple[int, str]]:

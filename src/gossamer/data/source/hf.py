@@ -14,7 +14,7 @@ from gossamer.data.source._arrow import arrow_texts, parquet_texts
 from gossamer.data.source._files import KEY, once, stamps, told_of_links, unreadable
 from gossamer.data.source.jsonl import jsonl_documents
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.nearest import nearest
+from gossamer.spec.suggest import nearest
 
 _KINDS = ("*.arrow", "*.parquet", "*.jsonl", "*.jsonl.gz")
 _USUAL_SPLITS = ("train", "test", "validation", "valid", "dev")

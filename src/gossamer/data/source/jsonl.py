@@ -11,7 +11,7 @@ from typing import Any
 from gossamer.data.source import Document, Source
 from gossamer.data.source._files import KEY, find, lines, remark, stamps
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.nearest import nearest
+from gossamer.spec.suggest import nearest
 
 
 @dataclass(frozen=True)

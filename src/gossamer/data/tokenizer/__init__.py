@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gossamer.data._written import parse_written
-from gossamer.spec.choice import Written
-from gossamer.spec.room import Room
+from gossamer.spec.method_config import Written
+from gossamer.spec.registry import Registry
 
 Ids = NDArray[np.integer[Any]]
 
@@ -64,10 +64,10 @@ class Recipe(ABC):
         """The tokenizer. `texts` gives the training text, which `identity` (a hash) stands for in `cache`."""
 
 
-ROOM = Room(__name__, Recipe)  # type: ignore[type-abstract]
-names, build = ROOM.names, ROOM.build
+REGISTRY = Registry(__name__, Recipe)  # type: ignore[type-abstract]
+names, build = REGISTRY.names, REGISTRY.build
 
 
 def parse_tokenizer(written: Written, key: str = "data.tokenizer") -> Recipe:
     """`byte`, `bpe:N` or `hf:DIR`; raises BadInput."""
-    return parse_written(ROOM, written, key=key)
+    return parse_written(REGISTRY, written, key=key)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from gossamer.pipeline.schedule._costs import StageCosts
 from gossamer.pipeline.schedule._schedule import Schedule
-from gossamer.spec.room import Room
+from gossamer.spec.registry import Registry
 
-__all__ = ["ROOM", "Schedule", "ScheduleMaker", "StageCosts", "build", "names"]
+__all__ = ["REGISTRY", "Schedule", "PipelineSchedule", "StageCosts", "build", "names"]
 
 
-class ScheduleMaker(ABC):
+class PipelineSchedule(ABC):
     """A frozen dataclass."""
 
     @abstractmethod
@@ -31,6 +31,6 @@ class ScheduleMaker(ABC):
         """
 
 
-ROOM: Room[ScheduleMaker] = Room(__name__, ScheduleMaker)  # type: ignore[type-abstract]
-names = ROOM.names
-build = ROOM.build
+REGISTRY: Registry[PipelineSchedule] = Registry(__name__, PipelineSchedule)  # type: ignore[type-abstract]
+names = REGISTRY.names
+build = REGISTRY.build

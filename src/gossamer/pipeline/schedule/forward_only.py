@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gossamer.pipeline.schedule import Schedule, ScheduleMaker, StageCosts
-from gossamer.pipeline.schedule._demand import at_least_one
+from gossamer.pipeline.schedule import PipelineSchedule, Schedule, StageCosts
+from gossamer.pipeline.schedule._validate import at_least_one
 from gossamer.spec.action import Action, Op
 from gossamer.spec.errors import bad_input
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardOnly(ScheduleMaker):
+class ForwardOnly(PipelineSchedule):
     """`placement[stage]` = rank, as in the schedule that trains the same stages; empty: round and round the ranks."""
 
     placement: tuple[int, ...] = ()

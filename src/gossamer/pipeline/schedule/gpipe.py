@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gossamer.pipeline.schedule import Schedule, ScheduleMaker, StageCosts
-from gossamer.pipeline.schedule._demand import at_least_one, one_stage_per_rank, within
+from gossamer.pipeline.schedule import PipelineSchedule, Schedule, StageCosts
+from gossamer.pipeline.schedule._validate import at_least_one, one_stage_per_rank, within
 from gossamer.spec.action import Action, Op
 
 
 @dataclass(frozen=True, slots=True)
-class GPipe(ScheduleMaker):
+class GPipe(PipelineSchedule):
     """Has no parameters."""
 
     def make(

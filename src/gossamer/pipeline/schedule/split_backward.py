@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gossamer.pipeline.passes import with_split_backward
-from gossamer.pipeline.schedule import Schedule, ScheduleMaker
-from gossamer.pipeline.schedule._around import Around
+from gossamer.pipeline.schedule import PipelineSchedule, Schedule
+from gossamer.pipeline.schedule._wrapper import ScheduleWrapper
 from gossamer.pipeline.schedule.one_f_one_b import OneFOneB
 
 
 @dataclass(frozen=True, slots=True)
-class SplitBackward(Around):
+class SplitBackward(ScheduleWrapper):
     """Around any other schedule."""
 
-    inner: ScheduleMaker = field(default_factory=OneFOneB)
+    inner: PipelineSchedule = field(default_factory=OneFOneB)
 
     def changed(self, made: Schedule) -> Schedule:
         return with_split_backward(made)

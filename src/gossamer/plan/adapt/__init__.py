@@ -10,18 +10,18 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from gossamer.spec.choice import Written
-from gossamer.spec.room import Room
+from gossamer.spec.method_config import Written
+from gossamer.spec.registry import Registry
 from gossamer.spec.statistics import Paths, Statistics
 
-Rule: TypeAlias = tuple[str, str, Written]  # pattern of parameter names, link level or link ("0>1"), method
+AdaptRule: TypeAlias = tuple[str, str, Written]  # pattern of parameter names, link level or link ("0>1"), method
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class AdaptChoices:
     """`rules`: for a parameter and level the first rule that matches holds. `reason`: one line for whoever asks."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[AdaptRule, ...]
     reason: str
 
 
@@ -42,10 +42,10 @@ class Policy(ABC):
         return ()
 
     @abstractmethod
-    def choose(self, statistics: Statistics, paths: Paths) -> Choices:
+    def choose(self, statistics: Statistics, paths: Paths) -> AdaptChoices:
         """The settings to go on with. Never raises for odd measurements: what cannot be judged stays as it is."""
 
 
-ROOM: Room[Policy] = Room(__name__, Policy)
-names = ROOM.names
-build = ROOM.build
+REGISTRY: Registry[Policy] = Registry(__name__, Policy)
+names = REGISTRY.names
+build = REGISTRY.build

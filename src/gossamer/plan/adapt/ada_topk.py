@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossamer.plan.adapt import Choices, Policy
-from gossamer.spec.choice import Written
+from gossamer.plan.adapt import AdaptChoices, Policy
 from gossamer.spec.errors import bad_input
+from gossamer.spec.method_config import Written
 from gossamer.spec.statistics import Paths, Statistics
 
 
@@ -39,13 +39,13 @@ class AdaTopK(Policy):
             if not 1 <= value < float("inf"):
                 raise bad_input(wanted=f"{name} >= 1", got=repr(value), do="give 8, say", key=name)
 
-    def choose(self, statistics: Statistics, paths: Paths) -> Choices:
+    def choose(self, statistics: Statistics, paths: Paths) -> AdaptChoices:
         found = ratios(_seconds(statistics.crossing, paths), self.ratio, self.overhead)
         rules = tuple((".*", link, self._written(r)) for link, r in found.items())
         fewer = [link for link, r in found.items() if r > 1]
         worst = max(found.values(), default=1.0) / self.overhead
         said = f"{len(fewer)} of {len(found)} links compressed, the slowest by {worst:.3g}" if fewer else "no link is"
-        return Choices((*rules, (".*", "all", self.dense)), said if fewer else f"{said} compressed")
+        return AdaptChoices((*rules, (".*", "all", self.dense)), said if fewer else f"{said} compressed")
 
     def _written(self, ratio: float) -> Written:
         return {self.method: {"fraction": 1 / ratio}} if ratio > 1 else self.dense

@@ -17,10 +17,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gossamer.plan.adapt import Choices, Policy
-from gossamer.spec.choice import Written
+from gossamer.plan.adapt import AdaptChoices, Policy
 from gossamer.spec.errors import bad_input
-from gossamer.spec.links import Link
+from gossamer.spec.method_config import Written
+from gossamer.spec.network import Link
 from gossamer.spec.statistics import Paths, Statistics
 
 KEPT_BYTES, DENSE_BYTES = 8, 4  # value and place; value
@@ -49,7 +49,7 @@ class BCRS(Policy):
                 key="gamma",
             )
 
-    def choose(self, statistics: Statistics, paths: Paths) -> Choices:
+    def choose(self, statistics: Statistics, paths: Paths) -> AdaptChoices:
         numel = sum(statistics.numel)
         kept = fractions(self.fraction, numel, paths)
         if all(c == 1.0 for c in kept):
@@ -61,8 +61,8 @@ class BCRS(Policy):
             said = f"{self.fraction:g} for all: the slowest link leaves no time for more"
         return self._choices({"uneven_topk": {"fractions": list(kept), **given, **tilted}}, said)
 
-    def _choices(self, written: Written, reason: str) -> Choices:
-        return Choices(((".*", "all", {self.feedback: written} if self.feedback else written),), reason)
+    def _choices(self, written: Written, reason: str) -> AdaptChoices:
+        return AdaptChoices(((".*", "all", {self.feedback: written} if self.feedback else written),), reason)
 
 
 def fractions(base: float, numel: int, paths: Paths) -> tuple[float, ...]:

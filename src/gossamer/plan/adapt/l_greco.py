@@ -25,11 +25,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer import compress
-from gossamer.plan.adapt import Choices, Policy
-from gossamer.plan.adapt._near import near
-from gossamer.spec.choice import Written
+from gossamer import exchange as exchange_methods
+from gossamer.plan.adapt import AdaptChoices, Policy
+from gossamer.plan.adapt._neighbors import near
 from gossamer.spec.errors import bad_input
+from gossamer.spec.method_config import Written
 from gossamer.spec.statistics import Paths, Statistics
 
 
@@ -55,13 +55,13 @@ class LGreco(Policy):
         if not self.candidates:
             beside = near(self.default or now)
             return (self.default or now, *beside) if beside else ()
-        given = [compress.build(written) for written in self.candidates]
-        own = compress.build(self.default or now)
+        given = [exchange_methods.build(written) for written in self.candidates]
+        own = exchange_methods.build(self.default or now)
         if own not in given and not self.default:
             return ()  # a method the candidates do not speak of
         return (self.default or now, *(w for w, one in zip(self.candidates, given, strict=True) if one != own))
 
-    def choose(self, statistics: Statistics, paths: Paths) -> Choices:
+    def choose(self, statistics: Statistics, paths: Paths) -> AdaptChoices:
         uniform = self.default or statistics.default
         if uniform not in statistics.candidates:
             raise bad_input(
@@ -77,10 +77,12 @@ class LGreco(Policy):
         total = math.fsum(error[:, default])  # in the same way on every machine, as all that follows: ranks must agree
         found = cheapest(error, size, default, budget=self.alpha * total, bins=self.bins)
         if found is None:
-            return Choices(((".*", self.level, uniform),), "one setting for all: the errors cannot be judged")
+            return AdaptChoices(((".*", self.level, uniform),), "one setting for all: the errors cannot be judged")
         return self._choices(statistics, found, default, error)
 
-    def _choices(self, statistics: Statistics, found: list[int], default: int, error: NDArray[np.float64]) -> Choices:
+    def _choices(
+        self, statistics: Statistics, found: list[int], default: int, error: NDArray[np.float64]
+    ) -> AdaptChoices:
         rules = [
             ("^" + re.escape(name) + "$", self.level, statistics.candidates[c])
             for name, c in zip(statistics.names, found, strict=True)
@@ -91,7 +93,7 @@ class LGreco(Policy):
         chosen = float(error[np.arange(len(found)), found].sum())
         share = chosen / max(1e-300, float(error[:, default].sum()))
         said = f"{after} bytes per step instead of {before}, at {share:.3f} of the error of one setting for all"
-        return Choices((*rules, (".*", self.level, statistics.candidates[default])), said)
+        return AdaptChoices((*rules, (".*", self.level, statistics.candidates[default])), said)
 
 
 def cheapest(

@@ -8,13 +8,13 @@ seconds, made dearer by the part of the gradient that it leaves for later, are f
 
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_islands
 from gossamer.plan.exchange.choose import Decision, choose
-from gossamer.plan.exchange.facts import BucketFacts, Facts, Option, check_finite, wire_seconds
-from gossamer.plan.exchange.period import (
+from gossamer.plan.exchange.measurements import BucketMeasurements, Option, StepMeasurements, check_finite, wire_seconds
+from gossamer.plan.exchange.sync_period import (
     PERIODS,
-    Parted,
-    Period,
-    RoundFacts,
-    Together,
+    LocalUpdateEstimate,
+    RoundMeasurements,
+    SyncDecision,
+    SyncPeriod,
     choose_period,
     forecast_apart,
     written_of,
@@ -24,16 +24,16 @@ from gossamer.plan.exchange.timeline import Timeline, timeline, waited_for
 __all__ = [
     "CANDIDATES",
     "PERIODS",
-    "BucketFacts",
+    "BucketMeasurements",
     "Candidate",
     "Decision",
-    "Facts",
+    "StepMeasurements",
     "Option",
-    "Parted",
-    "Period",
-    "RoundFacts",
+    "LocalUpdateEstimate",
+    "SyncPeriod",
+    "RoundMeasurements",
     "Timeline",
-    "Together",
+    "SyncDecision",
     "across_islands",
     "check_finite",
     "choose",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gossamer.spec.choice import Written
+from gossamer.spec.method_config import Written
 
 
 @dataclass(frozen=True, slots=True)

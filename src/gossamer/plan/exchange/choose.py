@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate
-from gossamer.plan.exchange.facts import Facts, Option
+from gossamer.plan.exchange.measurements import Option, StepMeasurements
 from gossamer.plan.exchange.timeline import Timeline, timeline, waited_for
-from gossamer.spec.choice import Exchanges
+from gossamer.spec.method_config import Exchanges
 from gossamer.spec.units import show_bytes, show_seconds
 
 WORTH = 0.05  # of a step: what must be saved, or nothing is changed; less is within the error of the forecast
@@ -31,7 +31,7 @@ class Decision:
     dearer: float = 0.0
 
 
-def choose(facts: Facts, *, lossy: bool, candidates: Sequence[Candidate] = CANDIDATES) -> Decision:
+def choose(facts: StepMeasurements, *, lossy: bool, candidates: Sequence[Candidate] = CANDIDATES) -> Decision:
     """The exchange of every bucket. With `lossy` false only what is exact, or bf16; the reason then says what lossy
     exchanges would gain.
     """
@@ -51,7 +51,7 @@ def choose(facts: Facts, *, lossy: bool, candidates: Sequence[Candidate] = CANDI
     return Decision(_written(facts, picked, candidates), said, forecast, plain, by_name, _dearer(facts, picked))
 
 
-def _best(facts: Facts, candidates: Sequence[Candidate], *, lossy: bool) -> tuple[list[int], Timeline]:
+def _best(facts: StepMeasurements, candidates: Sequence[Candidate], *, lossy: bool) -> tuple[list[int], Timeline]:
     """(candidate of every bucket, forecast). The later a bucket is ready the more of it is waited for: so candidates
     come in their order, from exact to harsh, and what is looked for is where each begins. One border after the other is
     moved to its best place until none moves any more, at most as often as there are borders, from every choice of one
@@ -69,7 +69,7 @@ def _best(facts: Facts, candidates: Sequence[Candidate], *, lossy: bool) -> tupl
     return picked, best
 
 
-def _settled(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> tuple[int, ...]:
+def _settled(facts: StepMeasurements, usable: Sequence[int], borders: tuple[int, ...]) -> tuple[int, ...]:
     best = _value(facts, usable, borders)
     for _ in borders:
         before = best
@@ -85,18 +85,18 @@ def _settled(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> t
     return borders
 
 
-def _value(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> float:
+def _value(facts: StepMeasurements, usable: Sequence[int], borders: tuple[int, ...]) -> float:
     """Seconds of a step, made dearer by what it loses."""
     picked = _picked(facts, usable, borders)
     return timeline(facts, _options(facts, picked)).step_s * (1 + _dearer(facts, picked))
 
 
-def _dearer(facts: Facts, picked: Sequence[int]) -> float:
+def _dearer(facts: StepMeasurements, picked: Sequence[int]) -> float:
     """The part of a step that losing some of the gradient costs."""
     return _PRICE * sum(b.weight * o.loss for b, o in zip(facts.buckets, _options(facts, picked), strict=True))
 
 
-def _picked(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> list[int]:
+def _picked(facts: StepMeasurements, usable: Sequence[int], borders: tuple[int, ...]) -> list[int]:
     """Bucket b has the candidate whose border is the last at or before b, or the next milder one that serves it."""
     found = []
     for b, bucket in enumerate(facts.buckets):
@@ -105,13 +105,13 @@ def _picked(facts: Facts, usable: Sequence[int], borders: tuple[int, ...]) -> li
     return found
 
 
-def _options(facts: Facts, picked: Sequence[int]) -> list[Option]:
+def _options(facts: StepMeasurements, picked: Sequence[int]) -> list[Option]:
     found = [bucket.options[c] for bucket, c in zip(facts.buckets, picked, strict=True)]
     assert all(o is not None for o in found)
     return [o for o in found if o is not None]
 
 
-def _written(facts: Facts, picked: Sequence[int], candidates: Sequence[Candidate]) -> Exchanges:
+def _written(facts: StepMeasurements, picked: Sequence[int], candidates: Sequence[Candidate]) -> Exchanges:
     """One choice, or rules: for every candidate but the commonest a pattern of names, that one for all the rest."""
     kinds = sorted(set(picked), key=lambda c: sum(p == c for p in picked)) or [0]  # of no bucket: as they are
     if len(kinds) == 1:
@@ -124,7 +124,7 @@ def _written(facts: Facts, picked: Sequence[int], candidates: Sequence[Candidate
 
 
 def _said(
-    facts: Facts, picked: Sequence[int], forecast: Timeline, plain: Timeline, candidates: Sequence[Candidate]
+    facts: StepMeasurements, picked: Sequence[int], forecast: Timeline, plain: Timeline, candidates: Sequence[Candidate]
 ) -> str:
     if not any(picked):
         return (
@@ -137,7 +137,7 @@ def _said(
     )
 
 
-def _summary(facts: Facts, picked: Sequence[int], candidates: Sequence[Candidate]) -> str:
+def _summary(facts: StepMeasurements, picked: Sequence[int], candidates: Sequence[Candidate]) -> str:
     share = {c: sum(b.numel for b, p in zip(facts.buckets, picked, strict=True) if p == c) for c in set(picked)}
     if len(share) == 1:
         return candidates[next(iter(share))].said

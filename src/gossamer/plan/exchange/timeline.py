@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gossamer.plan.exchange.facts import Facts, Option
+from gossamer.plan.exchange.measurements import Option, StepMeasurements
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Timeline:
     sent_bytes: int
 
 
-def waited_for(facts: Facts, chosen: Sequence[Option]) -> tuple[float, ...]:
+def waited_for(facts: StepMeasurements, chosen: Sequence[Option]) -> tuple[float, ...]:
     """By bucket, the part of its time on the wire that the step waits for: what halving it would save."""
     now, found = timeline(facts, chosen).step_s, []
     for b, option in enumerate(chosen):
@@ -29,7 +29,7 @@ def waited_for(facts: Facts, chosen: Sequence[Option]) -> tuple[float, ...]:
     return tuple(found)
 
 
-def timeline(facts: Facts, chosen: Sequence[Option]) -> Timeline:
+def timeline(facts: StepMeasurements, chosen: Sequence[Option]) -> Timeline:
     """One wire and one thread that encodes, both first come, first served; buckets come as backward fills them.
 
     What encoding steals from the backward pass (`facts.stolen`) makes everything after it later.

@@ -10,8 +10,8 @@ from gossamer.plan.law._laws import LAWS, Law, not_used_inside
 from gossamer.plan.law._loop import check_loop
 from gossamer.plan.law._terms import EVERY_STEP, Terms, rule_of
 from gossamer.spec.config import RunConfig
-from gossamer.spec.given import check_given
 from gossamer.spec.plan import Plan
+from gossamer.spec.unread_keys import check_given
 
 __all__ = ["EVERY_STEP", "LAWS", "Law", "Terms", "check", "check_loop", "not_used_inside", "rule_of"]
 

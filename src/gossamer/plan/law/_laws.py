@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from gossamer import compress
-from gossamer.compress import Exchange
+from gossamer import exchange as exchange_methods
+from gossamer.exchange import Exchange
 from gossamer.plan.law._terms import RULE, Terms, rule_of
-from gossamer.spec.choice import Choice, Exchanges, told
 from gossamer.spec.config import PlanSection
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.given import without_stages
-from gossamer.sync import Loop
+from gossamer.spec.method_config import Exchanges, MethodConfig, told
+from gossamer.spec.unread_keys import without_stages
+from gossamer.sync import OuterLoopConfig
 
 Law: TypeAlias = Callable[[Terms], BadInput | None]
 _PLAN = PlanSection()
@@ -72,7 +72,7 @@ def clipped(
     exchanges: Sequence[Exchange], clip: float, *, key: str = "plan.exchange", clip_key: str = "train.clip"
 ) -> BadInput | None:
     """An error where gradients are clipped by a norm that is not theirs."""
-    inside = [one for outer in exchanges for one in compress.nested(outer)]
+    inside = [one for outer in exchanges for one in exchange_methods.nested(outer)]
     wrong = next((one for one in inside if not one.has_true_norm), None)
     if not clip or wrong is None:
         return None
@@ -98,12 +98,12 @@ def _clip_adapted(terms: Terms) -> BadInput | None:
     if terms.policy is None or terms.exchange is None:
         return None
     settings = [w for line in terms.exchange.lines for w in terms.policy.to_measure(line.written)]
-    built = [compress.build(written, key="plan.adapt") for written in settings]
+    built = [exchange_methods.build(written, key="plan.adapt") for written in settings]
     return clipped(built, terms.config.train.clip, key="plan.adapt")
 
 
 def _islands_in_stages(terms: Terms) -> BadInput | None:
-    if terms.stages == 1 or terms.exchange is None or not compress.asks_for_islands(terms.plan.exchange):
+    if terms.stages == 1 or terms.exchange is None or not exchange_methods.asks_for_islands(terms.plan.exchange):
         return None
     return bad_input(
         wanted="an exchange among the ranks of a stage, which are all alike",
@@ -185,7 +185,7 @@ def _states_of_whole_replicas(terms: Terms) -> BadInput | None:
     if not sharding.is_sharded:
         return None
     key, do = "plan.states", _WHOLE
-    if terms.stages == 1 and sharding.takes_parameters and Choice.parse(schedule).name != "one_stage":
+    if terms.stages == 1 and sharding.takes_parameters and MethodConfig.parse(schedule).name != "one_stage":
         got = f"plan.schedule {told(schedule)}"
         return bad_input(wanted="plan.schedule one_stage, for sharded parameters", got=got, do=do, key=key)
     if terms.stages > 1 or terms.sync.probe is not None:
@@ -216,7 +216,7 @@ def _states_apart(terms: Terms) -> BadInput | None:
             key=key,
         )
     if not sharding.needs_islands:
-        name = Choice.parse(terms.plan.states).name
+        name = MethodConfig.parse(terms.plan.states).name
         return bad_input(
             wanted="states that are shared out inside every island, where islands train apart: each has its own",
             got=f"{got}, over all ranks",
@@ -419,7 +419,7 @@ LAWS: tuple[Law, ...] = (
 )
 
 
-def not_used_inside(loop: Loop, islands: Sequence[Sequence[int]], exchange: Exchanges) -> str:
+def not_used_inside(loop: OuterLoopConfig, islands: Sequence[Sequence[int]], exchange: Exchanges) -> str:
     """Why nothing of an exchange of gradients is ever used; "" where it is."""
     if exchange == "dense" or not loop.apart(0) or not islands or any(len(island) > 1 for island in islands):
         return ""

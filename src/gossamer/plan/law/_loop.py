@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from gossamer import compress
-from gossamer.compress import Exchange, Rules
+from gossamer import exchange as exchange_methods
+from gossamer.exchange import Exchange, ParameterRules
 from gossamer.plan.law._laws import clipped
-from gossamer.spec.choice import Exchanges
 from gossamer.spec.errors import bad_input
+from gossamer.spec.method_config import Exchanges
 
 
-def check_loop(*, exchange: Exchanges, clip: float, key: str = "exchange", clip_key: str = "clip") -> Rules[Exchange]:
+def check_loop(
+    *, exchange: Exchanges, clip: float, key: str = "exchange", clip_key: str = "clip"
+) -> ParameterRules[Exchange]:
     """The exchange of one's own loop, by parameter; of one that is still to be chosen, what serves until then. Raises
     BadInput where it cannot be clipped so, or where it speaks of links that such a loop knows nothing of.
     """
     exchange = "dense" if exchange == "auto" else exchange
-    found = compress.rules(exchange, key=key)
-    if compress.asks_for_islands(exchange):
+    found = exchange_methods.rules(exchange, key=key)
+    if exchange_methods.asks_for_islands(exchange):
         raise bad_input(
             wanted="an exchange among ranks that are all alike, as nothing says here which of them share a fast link",
             got="one that speaks of islands",

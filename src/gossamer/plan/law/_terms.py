@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer import compress, memory, optim, sync
-from gossamer.compress import Exchange, Rules
-from gossamer.memory import Sharding
-from gossamer.optim import Rule
-from gossamer.optim.common_adamw import CommonAdamW
+from gossamer import exchange as exchange_methods
+from gossamer import optimizer as optimizer_methods
+from gossamer import sharding as sharding_methods
+from gossamer import sync
+from gossamer.exchange import Exchange, ParameterRules
+from gossamer.optimizer import Optimizer
+from gossamer.optimizer.common_adamw import CommonAdamW
 from gossamer.plan import adapt
 from gossamer.plan.adapt import Policy
+from gossamer.sharding import Sharding
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
 from gossamer.sync import Sync
@@ -28,10 +31,10 @@ class Terms:
 
     config: RunConfig
     plan: Plan
-    rule: Rule
+    rule: Optimizer
     sync: Sync
     sharding: Sharding
-    exchange: Rules[Exchange] | None
+    exchange: ParameterRules[Exchange] | None
     policy: Policy | None
 
     @staticmethod
@@ -41,10 +44,10 @@ class Terms:
         return Terms(
             config=config,
             plan=plan,
-            rule=optim.build(config.train.optimizer, key=RULE),
+            rule=optimizer_methods.build(config.train.optimizer, key=RULE),
             sync=sync.build(EVERY_STEP if plan.sync == "auto" else plan.sync, key="plan.sync"),
-            sharding=memory.build(plan.states, key="plan.states"),
-            exchange=None if asked == "auto" else compress.rules(asked),
+            sharding=sharding_methods.build(plan.states, key="plan.states"),
+            exchange=None if asked == "auto" else exchange_methods.rules(asked),
             policy=None if adapts == "none" else adapt.build(adapts, key="plan.adapt"),
         )
 
@@ -68,7 +71,7 @@ class Terms:
         return is_open or not all(one.traits.lossless for one in met)
 
 
-def rule_of(terms: Terms) -> Rule:
+def rule_of(terms: Terms) -> Optimizer:
     """The update rule as it runs. Raises BadInput where islands cannot bring together what it knows, as they should."""
     loop = terms.sync.loop
     return CommonAdamW.around(terms.rule, 1.0) if loop is not None and loop.second_moments else terms.rule

@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankManifest:
     """What one rank contributes."""
 
     step: int
@@ -35,10 +35,10 @@ class Manifest:
     """A whole checkpoint: the parts of all ranks, in rank order."""
 
     step: int
-    parts: tuple[Part, ...]
+    parts: tuple[RankManifest, ...]
 
 
-def merge(parts: Sequence[Part]) -> Manifest:
+def merge(parts: Sequence[RankManifest]) -> Manifest:
     """Put the parts together; raises RunFailed where slices leave a gap, overlap, or replicas disagree."""
     parts = sorted(parts, key=lambda part: part.rank)
     boxes: dict[tuple[str, int], list[tuple[int, Placed]]] = defaultdict(list)
@@ -108,7 +108,7 @@ def _why_not(data: bytes) -> str:
     return "was altered: its digest does not match its contents"
 
 
-def encode_part(part: Part) -> dict[str, Any]:
+def encode_part(part: RankManifest) -> dict[str, Any]:
     """A value for `seal`."""
     shard = part.shard
     slices = [
@@ -137,14 +137,14 @@ def encode_part(part: Part) -> dict[str, Any]:
     }
 
 
-def decode_part(body: Any, path: Path) -> Part:
+def decode_part(body: Any, path: Path) -> RankManifest:
     """The inverse; raises CheckpointMismatch for a sealed file that is no such thing."""
     try:
         placed = tuple(_decode_slice(each) for each in body["slices"])
         if Path(body["file"]).name != body["file"]:
             raise ValueError(f"{body['file']!r} is no file of this folder")
         shard = Shard(body["file"], body["bytes"], body["header_bytes"], body["header_blake2b"], placed)
-        return Part(body["step"], body["rank"], body["ranks"], shard, body["meta"])
+        return RankManifest(body["step"], body["rank"], body["ranks"], shard, body["meta"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointMismatch(f"{path}: is no part of a checkpoint: {error!r}") from None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer.spec.errors import CheckpointMismatch, bad_input
-from gossamer.spec.nearest import nearest
+from gossamer.spec.suggest import nearest
 from gossamer.store.checkpoint.checksum import dtype_name, dtype_of
 from gossamer.store.checkpoint.commit import list_checkpoints, locate
 from gossamer.store.checkpoint.manifest import read_manifest

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gossamer.spec.errors import CheckpointMismatch, bad_input
 from gossamer.store.checkpoint.checksum import CODES, digest, dtype_name, dtype_of, identity, raw_bytes
-from gossamer.store.slices import Piece, Slice
+from gossamer.store.slices import NamedSlice, Slice
 
 _BLOCK_BYTES = 4 << 20
 
@@ -49,7 +49,7 @@ class Shard:
     placed: tuple[Placed, ...]
 
 
-def write_shard(path: Path, pieces: Sequence[Piece], info: dict[str, str]) -> Shard:
+def write_shard(path: Path, pieces: Sequence[NamedSlice], info: dict[str, str]) -> Shard:
     """Write contiguous CPU tensors and make them durable. Raises BadInput for a dtype safetensors lacks, OSError."""
     pieces = sorted(pieces, key=lambda piece: (-piece[1].element_size(), str(piece[0])))  # big items first: aligned
     header = _header(pieces, info)
@@ -81,7 +81,7 @@ def _forget_cached(file: BinaryIO) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _header(pieces: Iterable[Piece], info: dict[str, str]) -> bytes:
+def _header(pieces: Iterable[NamedSlice], info: dict[str, str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": info}
     at = 0
     for where, tensor in pieces:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gossamer.store.slices import Piece, Slice
+from gossamer.store.slices import NamedSlice, Slice
 
 
 class Staging:
@@ -16,10 +16,10 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[Slice, Tensor] = {}
 
-    def copy(self, pieces: Iterable[Piece]) -> list[Piece]:
+    def copy(self, pieces: Iterable[NamedSlice]) -> list[NamedSlice]:
         """Contiguous host copies of `pieces`, finished when this returns. The copies of the last call are reused."""
         old, self._buffers = self._buffers, {}
-        copied: list[Piece] = []
+        copied: list[NamedSlice] = []
         on_device = False
         for where, tensor in pieces:
             tensor = tensor.detach()

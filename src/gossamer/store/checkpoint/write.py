@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.spec.errors import bad_input
-from gossamer.store.checkpoint.attempt import Attempt, Crew
 from gossamer.store.checkpoint.commit import prepare, sweep
 from gossamer.store.checkpoint.manifest import check_json
+from gossamer.store.checkpoint.save_attempt import SaveAttempt, SaveGroup
 from gossamer.store.checkpoint.staging import Staging
-from gossamer.store.slices import Piece
+from gossamer.store.slices import NamedSlice
 
 
 class SaveStatus(Enum):
@@ -67,7 +67,7 @@ class CheckpointWriter:
             raise bad_input(wanted="keep >= 1", got=str(keep), do="keep at least the newest checkpoint")
         if not 0 <= rank < ranks:
             raise bad_input(wanted=f"a rank below {ranks}", got=str(rank), do="number the ranks from 0")
-        self._crew = Crew(Path(directory), rank, ranks, keep, token, deadline_s, abort)
+        self._crew = SaveGroup(Path(directory), rank, ranks, keep, token, deadline_s, abort)
         self._staging = Staging()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -84,7 +84,7 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def save(
-        self, step: int, pieces: Sequence[Piece], meta: Mapping[str, Any], *, patience_s: float | None = 1.0
+        self, step: int, pieces: Sequence[NamedSlice], meta: Mapping[str, Any], *, patience_s: float | None = 1.0
     ) -> SaveStatus:
         """Copy `pieces` and return; `poll` tells how it ended. The tensors may be changed at once.
 
@@ -137,9 +137,9 @@ class CheckpointWriter:
         if not self.is_busy:
             self._leave_notes()
 
-    def _write(self, step: int, pieces: list[Piece], meta: dict[str, Any], copy_s: float) -> None:
+    def _write(self, step: int, pieces: list[NamedSlice], meta: dict[str, Any], copy_s: float) -> None:
         began_s = time.perf_counter()
-        attempt, error_text = Attempt(self._crew, step), ""
+        attempt, error_text = SaveAttempt(self._crew, step), ""
         try:
             attempt.run(pieces, meta)
         except Exception as error:  # nobody is above this thread: whatever it was, the result carries it
@@ -154,4 +154,4 @@ class CheckpointWriter:
         with self._lock:
             refused, self._refused = self._refused, []
         for step in refused:
-            Attempt(self._crew, step).refuse(SaveStatus.SKIPPED.value)
+            SaveAttempt(self._crew, step).refuse(SaveStatus.SKIPPED.value)

@@ -14,13 +14,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gossamer.spec.room import Room
+from gossamer.spec.registry import Registry
 
 OuterState: TypeAlias = dict[str, list[Tensor]]  # slot -> tensors like the anchor's, or one number
 
 
 @dataclass(frozen=True, slots=True)
-class OuterRound:
+class OuterStep:
     """One round of one fragment: how many there were before, its steps, the sum of their learning rates (where islands
     differ in them, the means over the samples), a random key that is the same on all islands.
     """
@@ -36,7 +36,7 @@ class OuterRound:
         return self.rates / max(1.0, self.steps)
 
 
-class OuterRule(ABC):
+class OuterOptimizer(ABC):
     """A frozen dataclass: its fields are its whole configuration; state is passed in and updated in place."""
 
     @property
@@ -55,7 +55,7 @@ class OuterRule(ABC):
         return tensors | {name: [torch.zeros((), dtype=torch.float64)] for name in self.numbers}
 
     @abstractmethod
-    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterRound) -> None:
+    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> None:
         """Move a fragment's anchor, in place, by the mean displacement; both are flat float32 buffers."""
 
     def inner_factor(self, state: OuterState) -> float:
@@ -63,6 +63,6 @@ class OuterRule(ABC):
         return 1.0
 
 
-ROOM: Room[OuterRule] = Room(__name__, OuterRule)
-names = ROOM.names
-build = ROOM.build
+REGISTRY: Registry[OuterOptimizer] = Registry(__name__, OuterOptimizer)
+names = REGISTRY.names
+build = REGISTRY.build

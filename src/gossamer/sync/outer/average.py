@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.sync.outer import OuterRound, OuterRule, OuterState
+from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 
 @dataclass(frozen=True, slots=True)
-class Average(OuterRule):
+class Average(OuterOptimizer):
     """The plain mean."""
 
     @property
@@ -27,6 +27,6 @@ class Average(OuterRule):
         return ()
 
     @torch.no_grad()
-    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterRound) -> None:
+    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> None:
         for x, d in zip(anchor, mean, strict=True):
             x.sub_(d)

@@ -21,16 +21,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gossamer.optim._demand import not_negative, positive
 from gossamer.spec.errors import bad_input
-from gossamer.sync.outer import OuterRound, OuterRule, OuterState
+from gossamer.spec.validate import not_negative, positive
+from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hypergradient(OuterRule):
+class Hypergradient(OuterOptimizer):
     """Around any outer rule; with low = high = 1, that rule."""
 
-    inner: OuterRule
+    inner: OuterOptimizer
     of: Literal["outer", "inner"] = "outer"
     kappa: float = 0.2
     low: float = 0.2
@@ -56,7 +56,7 @@ class Hypergradient(OuterRule):
         return (*self.inner.numbers, "log_factor")
 
     @torch.no_grad()
-    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterRound) -> None:
+    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> None:
         factor = self._adapt(mean, state)
         before = [x.clone() for x in anchor] if self.of == "outer" and factor != 1.0 else []
         self.inner.step(anchor, mean, state, at)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.optim._demand import below_one, positive
-from gossamer.sync.outer import OuterRound, OuterRule, OuterState
+from gossamer.spec.validate import below_one, positive
+from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nesterov(OuterRule):
+class Nesterov(OuterOptimizer):
     """As torch.optim.SGD(nesterov=True) does it; with mu = 0, plain steps of the outer rate."""
 
     lr: float = 0.7
@@ -35,7 +35,7 @@ class Nesterov(OuterRule):
         return ("momentum",)
 
     @torch.no_grad()
-    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterRound) -> None:
+    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> None:
         for x, d, m in zip(anchor, mean, state["momentum"], strict=True):
             m.mul_(self.mu).add_(d)
             x.add_(d, alpha=-self.lr).add_(m, alpha=-self.lr * self.mu)

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.compress._key import key_at
-from gossamer.optim._demand import below_one, not_negative, positive
-from gossamer.sync.outer import OuterRound, OuterRule, OuterState
+from gossamer.comm.random_key import key_at
+from gossamer.spec.validate import below_one, not_negative, positive
+from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SignMomentum(OuterRule):
+class SignMomentum(OuterOptimizer):
     """With one step per round, SGD inside and no decay: Lion on the mean gradient, at the rate lr r."""
 
     lr: float = 1.0
@@ -46,7 +46,7 @@ class SignMomentum(OuterRule):
         return ("momentum",)
 
     @torch.no_grad()
-    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterRound) -> None:
+    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> None:
         if at.rates <= 0:
             return
         size = self.lr * at.rate

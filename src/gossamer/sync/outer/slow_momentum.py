@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.optim._demand import below_one, positive
-from gossamer.sync.outer import OuterRound, OuterRule, OuterState
+from gossamer.spec.validate import below_one, positive
+from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlowMomentum(OuterRule):
+class SlowMomentum(OuterOptimizer):
     """With beta = 0 and lr = 1, the mean."""
 
     lr: float = 1.0
@@ -36,7 +36,7 @@ class SlowMomentum(OuterRule):
         return ("momentum",)
 
     @torch.no_grad()
-    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterRound) -> None:
+    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> None:
         if at.rates <= 0:
             return
         for x, d, u in zip(anchor, mean, state["momentum"], strict=True):

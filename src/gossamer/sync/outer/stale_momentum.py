@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from gossamer.ops.norm import global_norm_squared
-from gossamer.optim._demand import below_one, not_negative, positive
-from gossamer.sync.outer import OuterRound, OuterRule, OuterState
+from gossamer.spec.validate import below_one, not_negative, positive
+from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaleMomentum(OuterRule):
+class StaleMomentum(OuterOptimizer):
     """`gap`: weight of the penalty, 0 for none; `clip`: largest entry of the momentum, 0 for no limit."""
 
     lr: float = 1.0
@@ -43,7 +43,7 @@ class StaleMomentum(OuterRule):
         return ("before", "momentum")
 
     @torch.no_grad()
-    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterRound) -> None:
+    def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> None:
         trust = 1 / self._penalty(anchor, mean, state, at)
         for x, d, m, before in zip(anchor, mean, state["momentum"], state["before"], strict=True):
             m.mul_(self.mu).add_(d, alpha=trust)
@@ -52,7 +52,7 @@ class StaleMomentum(OuterRule):
             before.copy_(x)
             x.add_(m, alpha=-self.lr)
 
-    def _penalty(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterRound) -> float:
+    def _penalty(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> float:
         moved = float(global_norm_squared(list(mean)))
         if not self.gap or not moved or at.number == 0:  # before the first one arrives the anchor stays where it is
             return 1.0

@@ -1,4 +1,4 @@
-"""Displays: what a person sees while a run goes on. `gossamer.view.screen.open_display` chooses one."""
+"""Displays: what a person sees while a run goes on. `gossamer.view.open_display.open_display` chooses one."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from rich.live import Live as Region
 
 from gossamer.spec.records import End, Record
 from gossamer.view.display import Display
-from gossamer.view.panel import panel
-from gossamer.view.progress import Progress
+from gossamer.view.live_panel import panel
+from gossamer.view.progress import RunProgress
 
 EVERY_S = 1 / 4  # a drawing takes about 3 ms of a core
 
@@ -41,7 +41,7 @@ class Live(Display):
         self._title = title
         self._clock = clock
         self._now = now
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._drawn_s: float | None = None
         self._region: Region | None = None
         self._closed = False

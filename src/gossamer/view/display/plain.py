@@ -8,8 +8,7 @@ from typing import TextIO
 from gossamer.spec.records import End, Evaluation, Event, Proof, Record, Sample, Saved, Start, Step
 from gossamer.spec.units import show_bytes, show_gib, show_seconds
 from gossamer.view.display import Display
-from gossamer.view.progress import Progress
-from gossamer.view.words import (
+from gossamer.view.format import (
     evaluation_words,
     event_words,
     model_words,
@@ -19,6 +18,7 @@ from gossamer.view.words import (
     show_count,
     show_share,
 )
+from gossamer.view.progress import RunProgress
 
 
 class Plain(Display):
@@ -27,7 +27,7 @@ class Plain(Display):
     def __init__(self, out: TextIO, *, every_s: float = 5.0) -> None:
         self._out = out
         self._every_s = every_s
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._shown_s: float | None = None  # time of the last step line
         self._shown_step = -1
 
@@ -72,7 +72,7 @@ class Plain(Display):
         self._out.flush()
 
 
-def step_words(progress: Progress, step: Step) -> str:
+def step_words(progress: RunProgress, step: Step) -> str:
     """One step in columns of fixed width, as far as the figures are known."""
     steps = f"{progress.steps}"
     loss = progress.loss if progress.loss is not None else step.loss

@@ -6,7 +6,7 @@ from typing import TextIO
 
 from gossamer.spec.records import End, Event, Record, Saved
 from gossamer.view.display import Display
-from gossamer.view.words import event_words, saved_words
+from gossamer.view.format import event_words, saved_words
 
 
 class Quiet(Display):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.spec.records import Record
-from gossamer.spec.room import Room
+from gossamer.spec.registry import Registry
 
 
 class Session(ABC):
@@ -32,6 +32,6 @@ class Tracker(ABC):
         """Begin a run. Files, if the tool writes any, go under `directory`; raises BadInput without its package."""
 
 
-ROOM = Room(__name__, Tracker)
-names = ROOM.names
-build = ROOM.build
+REGISTRY = Registry(__name__, Tracker)
+names = REGISTRY.names
+build = REGISTRY.build

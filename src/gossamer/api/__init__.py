@@ -1,0 +1,1 @@
+"""The public verbs: what `gossamer.train` and the commands call. The only package that sees all others."""

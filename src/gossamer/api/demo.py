@@ -1,0 +1,111 @@
+"""The demo: the main job end to end on text that every Python carries with it, in minutes on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gossamer.spec.config import RunConfig
+from gossamer.spec.units import show_seconds
+from gossamer.view.end_summary import DemoResult, Reference
+
+PROMPT = "def "
+
+CONFIG: dict[str, Any] = {
+    "model": {
+        "hf": "llama",
+        "config": {
+            "vocab_size": 257,
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+        },
+    },
+    "data": {"source": "stdlib", "tokenizer": "byte", "sequence": 128},
+    "train": {
+        "steps": 800,
+        "batch": 8,
+        "optimizer": {"adamw": {"lr": 2e-3, "weight_decay": 0.1}},
+        "schedule": {"cosine": {"warmup": 0.05, "floor": 0.05}},
+        "precision": "auto",
+        "evaluate_every": 200,
+        "checkpoint_every": 400,
+    },
+    "machines": {"processes": 2},
+}
+USUAL_S = 120.0  # for training; these steps take less on two cores with arithmetic for bf16
+BESIDE_S = 40.0  # about: to start, to evaluate at the end, to write a sample and to read the text once more
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """The configuration of the demo, and what its end is made of."""
+
+    seconds: float = USUAL_S
+
+    def config(self) -> RunConfig:
+        """As many steps as usual, or as `seconds` of training are enough for, which is seen as it goes; in more seconds
+        than usual, more.
+        """
+        steps = round(CONFIG["train"]["steps"] * max(1.0, self.seconds / USUAL_S))
+        train = {**CONFIG["train"], "steps": steps, "seconds": self.seconds}
+        return RunConfig.model_validate({**CONFIG, "train": train})
+
+    def promise(self) -> str:
+        """What is said before it begins."""
+        whole, training = show_seconds(round(self.seconds + BESIDE_S)), show_seconds(round(self.seconds))
+        return (
+            f"This takes about {whole} at most: up to {training} to train, the rest to begin and to look at what came."
+        )
+
+
+# Validation bits per byte of longer runs of this configuration, steps -> figure: `reached` in docs/results/longer.json,
+# measured by benchmarks/longer.py. The demo says nothing of longer runs while it is empty.
+LONGER: dict[int, float] = {}
+
+
+def closing(summary: Mapping[str, Any], *, text: str, train: bytes, validation: bytes) -> DemoResult:
+    """The last panel: the validation figure beside what simple statistics of the same text reach."""
+    from gossamer.data import statistics
+
+    found = statistics(train, validation)
+    run_dir = summary["directory"]
+    return DemoResult(
+        bits_per_byte=summary["validation_bits_per_byte"],
+        references=(
+            Reference(name="order 0", bits_per_byte=found.order0, note="how often each byte occurs"),
+            Reference(name="order 2", bits_per_byte=found.order2, note="given the two bytes before"),
+            Reference(name="zlib -9", bits_per_byte=found.zlib, note="for a longer run"),
+            Reference(name="xz", bits_per_byte=found.xz, note="for a longer run"),
+        ),
+        prompt=PROMPT,
+        sample=text,
+        checkpoint=summary["checkpoint"],
+        seconds=summary["seconds"],
+        outlook=outlook(summary, {"zlib": found.zlib, "xz": found.xz}),
+        try_next=(
+            (f'gossamer sample {run_dir} "class "', "more text from this model"),
+            (f"gossamer export {run_dir} --to hf my-model", "a folder that transformers loads"),
+            (
+                f"gossamer resume {run_dir} train.steps={4 * summary['steps']} train.seconds=0",
+                "train on, four times as long",
+            ),
+            ("gossamer train run.yaml", "your model, your data (docs/tutorial.md)"),
+        ),
+    )
+
+
+def outlook(summary: Mapping[str, Any], marks: Mapping[str, float]) -> str:
+    """How long runs of this configuration take, at this run's pace, until they pass each mark."""
+    pace_s = summary["seconds"] / max(1, summary["steps"])
+    said = []
+    for name, bits in marks.items():
+        steps = next((steps for steps, reached in sorted(LONGER.items()) if reached < bits), None)
+        if steps is not None:
+            said.append(f"{name} after {steps:,} steps, about {show_seconds(pace_s * steps)} here")
+    return f"A longer run passes {' and '.join(said)}." if said else ""

@@ -1,0 +1,188 @@
+"""Start the processes of a run, here or on several hosts, and show what they record while they work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import yaml
+
+from gossamer.launch import (
+    HostFingerprint,
+    HostMeeting,
+    LaunchRequest,
+    Limits,
+    RendezvousConfig,
+    RunEnd,
+    launch_here,
+    launch_hosts,
+    launch_met,
+)
+from gossamer.launch.signals import nothing_to_stop
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, Interrupted, RunFailed
+from gossamer.spec.records import Event
+from gossamer.view.display import Display
+from gossamer.view.open_display import open_display
+from gossamer.view.run_directory import RunDirectory
+from gossamer.view.run_lock import held
+from gossamer.view.tracking import Trackers
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """What to start, and whether it goes on from a checkpoint. Every way to start raises what the run ended with."""
+
+    directory: RunDirectory
+    config: RunConfig
+    resume: bool
+    folder: Path | None = None  # that paths of the configuration are relative to; None: the current one
+
+    def here(self) -> None:
+        """All processes on this machine."""
+        with _RecordFollower(self) as watch:
+            outcome = launch_here(self._start(self.directory.path, watch.tick))
+        _raise_for(outcome, self.directory)
+
+    def met(self, host: str, meet: str, prepare: Callable[[RunDirectory], None]) -> RunDirectory:
+        """This host's processes of a run over several, each started by hand; returns the run's directory here.
+
+        `prepare` fills the directory, whose name is host 0's.
+        """
+        number, hosts = RendezvousConfig.parse_host(host)
+        address, port = RendezvousConfig.parse_meet(meet)
+        runs = self.directory.path.parent
+        invitation = RendezvousConfig(
+            host=number,
+            hosts=hosts,
+            address=address,
+            port=port,
+            facts=self._facts(),
+            runs=runs,
+            run=self.directory.name,
+            say=lambda text: _log.info("%s", text),
+            interface=self.config.machines.interface,
+        )
+        found: list[RunDirectory] = []
+        with ExitStack() as stack:
+            stack.callback(_drop_empty, self.directory.path)  # a name of our own, where host 0 has another
+            if number == 0:
+                stack.enter_context(held(self.directory.path))
+
+            def start(meeting: HostMeeting) -> LaunchRequest:
+                directory = RunDirectory(meeting.rundir)
+                if number and not meeting.among.shared:
+                    stack.enter_context(held(directory.path))
+                prepare(directory)
+                found.append(directory)
+                watch = stack.enter_context(
+                    _RecordFollower(Launcher(directory=directory, config=self.config, resume=self.resume))
+                )
+                return self._start(directory.path, watch.tick)
+
+            outcome = launch_met(invitation, start)
+        _raise_for(outcome, found[0])
+        return found[0]
+
+    def over_ssh(self, hosts: list[str], plan: Path | None = None) -> None:
+        """Start the same command on every host, under the plan of a file where one is given."""
+        config = self.config.model_dump(mode="json")
+        config["machines"]["hosts"] = []
+        config["run"]["name"] = self.directory.name
+        arguments = ["train", "{files}/run.yaml", *(["--resume", "auto"] if self.resume else [])]
+        files = {"run.yaml": yaml.safe_dump(config, sort_keys=False)}
+        if plan is not None:
+            arguments += ["--plan", "{files}/plan.yaml"]
+            files["plan.yaml"] = plan.read_text("utf-8")
+        try:
+            code = launch_hosts(hosts, arguments, files=files, folder=str(self.folder or Path.cwd()))
+        finally:
+            _drop_empty(self.directory.path)  # where this machine is none of them
+        _raise_for(RunEnd(exit_code=code, text="see above" if code else ""), self.directory)
+
+    def _start(self, rundir: Path, tick: Callable[[], None]) -> LaunchRequest:
+        machines = self.config.machines
+        return LaunchRequest(
+            argv=(sys.executable, "-m", "gossamer.job.worker", str(rundir.absolute())),
+            processes=machines.processes,
+            rundir=rundir,
+            limits=Limits(heartbeat_s=machines.heartbeat_s, progress_timeout_s=machines.timeout_s),
+            env={"GOSSAMER_RESUME": "1" if self.resume else "0", "GOSSAMER_FOLDER": str(self.folder or "")},
+            echo=False,
+            threads=0 if machines.threads == "auto" else machines.threads,
+            tick=tick,
+        )
+
+    def _facts(self) -> HostFingerprint:
+        from gossamer.store.checkpoint import list_checkpoints  # brings torch
+
+        shared = self.config.model_dump(mode="json", exclude={"run", "machines"})
+        return HostFingerprint(
+            processes=self.config.machines.processes,
+            versions={
+                "gossamer": version("gossamer"),
+                "torch": version("torch"),
+                "python": platform.python_version(),
+            },
+            config=hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest(),
+            checkpoints=list_checkpoints(self.directory.checkpoints) if self.resume else (),
+        )
+
+
+class _RecordFollower:
+    """The display and the trackers of a run, fed with what its first rank writes down."""
+
+    def __init__(self, launch: Launcher) -> None:
+        config, self._directory = launch.config, launch.directory
+        self._tail = launch.directory.tail()
+        self._display: Display = open_display(config.run.display, title=launch.directory.name)
+        if launch.resume:
+            for record in self._tail.read():
+                self._display.recall(record)
+        self._trackers = Trackers.start(
+            config.run.trackers,
+            run_name=launch.directory.name,
+            config=config.model_dump(mode="json"),
+            directory=launch.directory.path,
+            warn=lambda text: self._display.show(Event(level="warning", message=text)),
+        )
+
+    def __enter__(self) -> _RecordFollower:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with nothing_to_stop():
+            self.tick()
+            self._trackers.close()
+            self._display.close()
+
+    def tick(self) -> None:
+        """Show what is new."""
+        for record in self._tail.read():
+            self._display.show(record)
+            self._trackers.log(record)
+        self._display.tick()
+
+
+def _drop_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _raise_for(outcome: RunEnd, directory: RunDirectory) -> None:
+    if outcome.exit_code == 2:
+        raise BadInput(outcome.text)
+    if outcome.exit_code == 4:
+        raise Interrupted(outcome.text or f"stopped, with a checkpoint; go on with: gossamer resume {directory.path}")
+    if outcome.exit_code:
+        raise RunFailed(outcome.text)

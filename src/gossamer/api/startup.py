@@ -1,0 +1,44 @@
+"""A run begins whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from gossamer.spec.errors import BadInput, RunFailed
+from gossamer.spec.records import Start
+from gossamer.view.run_directory import RunDirectory
+
+
+@contextmanager
+def rollback_failed_start(directory: RunDirectory) -> Iterator[None]:
+    """Around preparing and starting: where the ranks never began, the run's files are as they were before.
+
+    A run that could not begin for what the user gave leaves no folder; one that could not go on (other settings, a
+    damaged checkpoint) keeps its configuration and plan. After another failure the folder with its logs stays.
+    """
+    files = (directory.config_file, directory.provenance_file, directory.plan_file)
+    before = {file: file.read_bytes() for file in files if file.exists()}
+    tail = directory.tail()
+    tail.skip()
+    try:
+        yield
+    except (BadInput, RunFailed) as error:
+        if not any(isinstance(record, Start) for record in tail.read()):
+            if before:
+                _restore(files, before)
+            elif isinstance(error, BadInput) and not directory.records_file.exists():
+                shutil.rmtree(directory.path, ignore_errors=True)
+        raise
+
+
+def _restore(files: Sequence[Path], before: Mapping[Path, bytes]) -> None:
+    for file in files:
+        if file in before:
+            beside = file.with_name(f".{file.name}.before")
+            beside.write_bytes(before[file])
+            beside.replace(file)
+        else:
+            file.unlink(missing_ok=True)

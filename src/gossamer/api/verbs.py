@@ -1,0 +1,358 @@
+"""The public verbs: what the command line and Python users call. The only room that sees all others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gossamer.api.launcher import Launcher
+from gossamer.api.startup import rollback_failed_start
+from gossamer.launch.environment import launcher_of, read_environment
+from gossamer.settings import Resolved, located
+from gossamer.settings.plan_file import asks_for_another_plan, contradictions, with_plan
+from gossamer.settings.validation_errors import DEFAULT
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, CheckpointMismatch, Interrupted, bad_input
+from gossamer.spec.plan import Plan
+from gossamer.spec.records import End, Saved, Start
+from gossamer.spec.unread_keys import check_given
+from gossamer.view.open_display import open_display
+from gossamer.view.run_directory import RunDirectory, newest_like, open_run
+from gossamer.view.run_lock import check_free, held
+from gossamer.view.summary import summarise
+
+if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
+    from torch import nn
+
+    from gossamer.job.trained_run import TrainedRun
+
+_log = logging.getLogger(__name__)
+
+
+def train_command(
+    resolved: Resolved,
+    *,
+    plan: Path | None = None,
+    hosts: list[str] | None = None,
+    host: str | None = None,
+    meet: str | None = None,
+    resume: str | None = None,
+    dry: bool = False,
+) -> dict[str, Any]:
+    """`gossamer train`: make the run's folder, start its processes, show what they record, sum up.
+
+    `resume="auto"` goes on with the newest run of the same configuration, if there is one. Raises BadInput,
+    RunFailed, Interrupted.
+    """
+    resolved = _planned(resolved, plan, hosts, host)
+    if dry:
+        from gossamer.job.dry_run import dry_run
+
+        return dry_run(resolved.config, plan)
+    directory, resuming = _directory(resolved, resume)
+
+    def prepare(folder: RunDirectory) -> None:
+        if not resuming:
+            folder.keep(resolved.config, resolved.origin)
+        if plan is not None:
+            _adopt_plan(plan, folder)
+
+    launch = Launcher(directory=directory, config=resolved.config, resume=resuming)
+    names = hosts or resolved.config.machines.hosts
+    if host is not None and meet is not None:
+        with rollback_failed_start(directory):
+            return summarise(launch.met(host, meet, prepare))
+    if names:
+        if resuming:
+            check_free(directory.path)  # their supervisors will hold it
+        with rollback_failed_start(directory):
+            launch.over_ssh(names, plan)
+        return summarise(directory)
+    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+        if not _is_first():
+            return _as_worker(directory, resolved.config, resume=resuming)
+        with held(directory.path), rollback_failed_start(directory):
+            prepare(directory)
+            return _as_worker(directory, resolved.config, resume=resuming)
+    if resuming and _is_done(directory, resolved.config):
+        return {**summarise(directory), "nothing_to_do": resolved.config.train.steps}
+    with held(directory.path), rollback_failed_start(directory):
+        prepare(directory)
+        launch.here()
+    return summarise(directory)
+
+
+def _planned(resolved: Resolved, plan: Path | None, hosts: list[str] | None, host: str | None) -> Resolved:
+    """The configuration with what a plan decides; raises BadInput for what needs no torch to be refused at once."""
+    config, launched = resolved.config, launcher_of(os.environ) in ("torchrun", "srun", "mpirun")
+    machines = int(host.rpartition("/")[2]) if host is not None else max(1, len(hosts or config.machines.hosts))
+    ranks = read_environment().ranks if launched else config.machines.processes * machines
+    if plan is not None:
+        resolved = with_plan(resolved, plan, ranks=ranks)
+    check_given(resolved.config)
+    _check_ranks(resolved.config, ranks)
+    return resolved
+
+
+def _check_ranks(config: RunConfig, ranks: int) -> None:
+    stages = 1 if config.plan.mesh.pipe == "auto" else config.plan.mesh.pipe
+    if config.train.batch * stages < ranks and config.plan.stages == "auto":
+        raise bad_input(
+            wanted="at least one sequence per process and step",
+            got=f"a batch of {config.train.batch} for {ranks} processes",
+            do=f"set train.batch to {ranks} or more, or machines.processes to at most {config.train.batch}",
+            key="train.batch",
+        )
+    if config.plan.stages == "auto" and ranks % stages:
+        raise bad_input(
+            wanted=f"a multiple of {stages} processes, one for every stage",
+            got=f"{ranks}",
+            do=f"set machines.processes to a multiple of {stages}, or plan.mesh.pipe to a divisor of {ranks}",
+            key="plan.mesh.pipe",
+        )
+
+
+def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[str, Any]:
+    """`gossamer resume`: go on from the newest good checkpoint, perhaps with other settings.
+
+    The plan is made anew where the settings ask for another one. A run that has made its steps is left as it is.
+    Paths in what the run began with are relative to the folder it began in, those in `overrides` to the current one.
+    """
+    from gossamer.job.run_files import folder_of
+    from gossamer.settings import anchored, reload
+    from gossamer.settings.methods import check_names
+
+    directory = open_run(run_dir)
+    folder = folder_of(directory)
+    with ExitStack() as lock:
+        lock.enter_context(held(directory.path))
+        resolved = reload(run_dir, overrides or [])
+        if folder != Path.cwd():
+            resolved = anchored(resolved, Path.cwd())
+            _log.warning("paths of this run are relative to %s, where it began", folder)
+        config = resolved.config
+        try:
+            check_names(resolved)
+            check_given(config)
+            _check_ranks(config, config.machines.processes * max(1, len(config.machines.hosts)))
+            if _is_done(directory, config):
+                return {**summarise(directory), "nothing_to_do": config.train.steps}
+            launch = Launcher(directory=directory, config=config, resume=True, folder=folder)
+            with rollback_failed_start(directory):
+                _prepare_again(directory, resolved)
+                if config.machines.hosts:
+                    lock.close()  # their supervisors hold it
+                    launch.over_ssh(config.machines.hosts)
+                else:
+                    launch.here()
+        except BadInput as error:
+            raise located(error, resolved.origin) from error
+    return summarise(directory)
+
+
+def _prepare_again(directory: RunDirectory, resolved: Resolved) -> None:
+    """Write down with what a run goes on: its plan only where the settings ask for the same one."""
+    config, before, plan = resolved.config, directory.config(), directory.plan()
+    directory.keep(config, resolved.origin)
+    if plan is not None and asks_for_another_plan(before, config):
+        directory.plan_file.unlink()
+    elif plan is not None:  # somebody may have written in it
+        given = {key for key, where in resolved.origin.items() if where != DEFAULT}
+        for error in contradictions(config, plan, given, name=str(directory.plan_file), lines={}):
+            raise error
+
+
+def _is_done(directory: RunDirectory, config: RunConfig) -> bool:
+    """Whether a run has made all steps that are wanted of it, and has them in a checkpoint that is good. Raises
+    BadInput where it has made more.
+    """
+    wanted, made, ended = config.train.steps, 0, False
+    for record in directory.records():
+        if isinstance(record, Saved) and not record.error:
+            made = record.step
+        if isinstance(record, (Start, End)):
+            ended = isinstance(record, End) and record.outcome == "done"
+    if made > wanted:
+        raise bad_input(
+            wanted=f"at least the {made} steps that are made and saved",
+            got=str(wanted),
+            do=f"leave it out, or set it above {made}",
+            key="train.steps",
+        )
+    if made < wanted or not ended:
+        return False
+    from gossamer.store.checkpoint import latest_good  # brings torch
+
+    try:
+        checkpoint, _ = latest_good(directory.checkpoints)
+    except (BadInput, CheckpointMismatch):
+        return False  # going on says what is wrong
+    return int(checkpoint.meta["step"]) == wanted  # else the last steps are made again
+
+
+def _directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bool]:
+    """The run's folder, and whether it is one to go on with."""
+    config = resolved.config
+    runs = Path(config.run.directory)
+    if resume not in (None, "auto"):
+        raise bad_input(wanted="--resume auto", got=f"--resume {resume}", do="or use `gossamer resume RUN_DIR`")
+    if resume == "auto" and (found := newest_like(runs, config)) is not None:
+        return found, True
+    name = config.run.name or os.environ.get("GOSSAMER_RUN_NAME")
+    if name and launcher_of(os.environ):
+        return RunDirectory(runs / name), False
+    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+        raise BadInput(
+            "started by a launcher, every rank must write to the same folder: give it a name", key="run.name"
+        )
+    return RunDirectory.create(runs, config.run.name or model_name(config)), False
+
+
+def model_name(config: RunConfig) -> str:
+    """A short name for the model of a configuration, for folders."""
+    model = config.model
+    written = model.factory or model.gguf or model.hf or "model"
+    return Path(written.rpartition(":")[2] or written).stem
+
+
+def _adopt_plan(file: Path, directory: RunDirectory) -> None:
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, directory.plan_file)
+    except OSError as error:
+        raise BadInput(f"cannot read the plan {file}: {error.strerror}. Make one with `gossamer train --dry`") from None
+
+
+def _is_first() -> bool:
+    return read_environment().rank == 0
+
+
+def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> dict[str, Any]:
+    """This process was started by torchrun, srun or mpirun: it is a worker itself."""
+    from gossamer.job.worker import run_rank
+    from gossamer.launch.worker import Ready, run_worker
+
+    first = _is_first()
+    display = open_display(config.run.display if first else "quiet", title=directory.name)
+    ended: list[BaseException] = []  # how it did, for the command line to say: no supervisor reads our note
+
+    def body(ready: Ready) -> None:
+        try:
+            run_rank(ready, directory, config, resume=resume, show=display.show)
+        except (BadInput, Interrupted) as error:
+            ended.append(error)
+            raise
+
+    try:
+        code = run_worker(body)
+    finally:
+        display.close()
+    if ended:
+        raise ended[0]
+    if code:
+        sys.exit(3)
+    return summarise(directory) if first else {}
+
+
+def resume(run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> dict[str, Any]:
+    """Go on with a run from its newest good checkpoint, in processes of its own; returns its summary.
+
+    overrides: what is to be otherwise from now on, ["train.steps=2000"] or {"train.steps": 2000}. Call it from the
+    main thread. Raises BadInput, RunFailed, Interrupted.
+    """
+    from gossamer.settings import written_overrides
+
+    return resume_command(Path(run_dir), written_overrides(overrides))
+
+
+def train(
+    model: nn.Module | str | Mapping[str, Any],
+    data: Any = "stdlib",
+    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    resume: str | None = None,
+) -> dict[str, Any]:
+    """Train `model` on `data` in this process, or as one rank under torchrun; returns the run's summary.
+
+    model: an nn.Module nobody rewrote (or what the `model` section of a configuration says).
+    data: a source as in `data.source`, a Corpus, or a map-style dataset of dictionaries of tensors.
+    config: a RunConfig, a dictionary of its sections, or the path of a run.yaml.
+    resume: "auto" goes on with the newest run of the same configuration that has a checkpoint, where there is one;
+        on several ranks, with the run of the name that is given.
+    """
+    from gossamer.job.in_process import train_in_process
+
+    return train_in_process(model, data, config, resume)
+
+
+def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | None = None, *, ranks: int = 1) -> Plan:
+    """The plan for training `model` on `ranks` processes: a value to read, change, save, and pass to `--plan`."""
+    import torch
+
+    from gossamer.job.in_process import config_from
+    from gossamer.partition.plan_file import make_plan
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return make_plan(config_from(config), model, ranks=ranks, device=device)
+
+
+def load(run_dir: str | Path, module: nn.Module | None = None) -> TrainedRun:
+    """What a run trained, from its directory alone: its model, tokenizer and configuration.
+    See `gossamer.job.trained_run`.
+
+    module: for a run of a module that a program made, one built alike, which is filled.
+    """
+    from gossamer.job.trained_run import read_trained
+
+    return read_trained(Path(run_dir), module)
+
+
+def sample(
+    run_dir: str | Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> str:
+    """`gossamer sample`: text the model of a run goes on with after `prompt`."""
+    from gossamer.model.generate import generate
+
+    found = load(run_dir)
+    return generate(found.module, found.words(), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+
+
+def export(run_dir: str | Path, target: str | Path) -> dict[str, Any]:
+    """`gossamer export RUN_DIR --to hf DIR`: a folder that transformers loads, or for a model of your own its weights.
+    `load` in what it returns is the Python that loads it. Refuses a folder that exists.
+    """
+    from gossamer.model.export import export_hf
+
+    target = Path(target)
+    if target.exists():
+        raise BadInput(f"{target} exists already: nothing was written. Name a new folder, or remove that one")
+    found = load(run_dir)
+    return {"exported": str(target), "load": export_hf(found.module, found.origin, found.tokenizer, target)}
+
+
+def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
+    """`gossamer demo`: the main job on text every Python carries with it: train, reload, sample, compare."""
+    from rich.console import Console
+
+    from gossamer.api.demo import PROMPT, USUAL_S, Demo, closing
+    from gossamer.view.end_summary import demo_panel
+
+    demo, console = Demo(seconds or USUAL_S), Console()
+    Console(stderr=True).print(demo.promise(), highlight=False)
+    config = demo.config()
+    summary = train_command(Resolved.of(config, origin="gossamer demo"))
+    run_dir = Path(summary["directory"])
+    from gossamer.job.worker import corpus_of
+    from gossamer.model.generate import generate
+
+    found, corpus = load(run_dir), corpus_of(config.data)
+    text = generate(found.module, found.words(), PROMPT, tokens=240, temperature=0.7, top_k=40, seed=0)
+    result = closing(summary, text=text, train=corpus.text("train"), validation=corpus.text("validation"))
+    console.print(demo_panel(result, width=min(100, console.width)))
+    return {**summary, "sample": PROMPT + text}

@@ -1,0 +1,1 @@
+"""Choose with all ranks present: measure links and codecs, ask the planner, switch all ranks at one step."""

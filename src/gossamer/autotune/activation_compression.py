@@ -1,0 +1,69 @@
+"""What `plan.adapt` does for a model in stages: the links between them are measured, and each border gets its own way
+for tensors to cross, before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+from gossamer.comm.channel import Channel
+from gossamer.comm.link_probe import neighbours
+from gossamer.partition.rank_model import forecast_of
+from gossamer.plan import adapt
+from gossamer.run.batches import Feed
+from gossamer.run.build import Parts
+from gossamer.run.staged_model import boundary_of
+from gossamer.spec.network import Link
+from gossamer.spec.plan import Plan
+from gossamer.spec.statistics import Paths, Statistics
+
+Tell = Callable[[str, int], None]
+
+
+def with_activation_compression(parts: Parts, channel: Channel, tell: Tell) -> Parts:
+    """The same parts under a plan whose borders the policy has chosen; all ranks call it, and come to the same plan.
+
+    A border of several links is treated as the slowest of them asks for.
+    """
+    written = parts.config.plan.adapt
+    if parts.cut is None or written == "none":
+        return parts
+    policy = adapt.build(written, key="plan.adapt")
+    pairs = {stage: _pairs(parts.plan, stage) for stage in range(parts.plan.mesh.pipe - 1)}
+    shifts = {(there - here) % parts.plan.ranks for ways in pairs.values() for here, there in ways}
+    found = neighbours(channel, sorted(shifts))
+    slowest = {stage: min((found[f"{a}>{b}"] for a, b in ways), key=_rate) for stage, ways in pairs.items()}
+    names = {stage: f"{stage}>{stage + 1}" for stage in slowest}
+    choices = policy.choose(
+        Statistics(names=(), crossing={names[s]: n for s, n in _crossing(parts).items()}),
+        Paths(between={names[stage]: link for stage, link in slowest.items()}),
+    )
+    by_link = {level: way for _, level, way in choices.rules}
+    boundary = tuple(by_link.get(name, by_link["all"]) for name in names.values())
+    reasons = {**parts.plan.reasons, "boundary": choices.reason}
+    plan = parts.plan.model_copy(update={"boundary": boundary, "reasons": reasons})
+    plan = plan.model_copy(update={"forecast": forecast_of(plan, parts.cut, parts.train, parts.config)})
+    tell(f"boundaries: {choices.reason}", 0)
+    return replace(parts, plan=plan)
+
+
+def _pairs(plan: Plan, stage: int) -> list[tuple[int, int]]:
+    """The ranks before and behind a border, of all replicas."""
+    if plan.stages:
+        return list(product(plan.stages[stage], plan.stages[stage + 1]))
+    return [(rank, rank + 1) for rank in range(stage, plan.mesh.size, plan.mesh.pipe)]
+
+
+def _rate(link: Link) -> float:
+    return link.bytes_per_s
+
+
+def _crossing(parts: Parts) -> dict[int, int]:
+    """Bytes that leave every stage but the last with the first micro-batch, of what can be sent in fewer."""
+    assert parts.cut is not None
+    rows = Feed(parts.train, parts.plan, 0, parts.config.train.seed).fetch(0)[0].rows
+    flow, stages = parts.cut.ways.of(rows)
+    forms = {p.stage: [edge.form for edge in boundary_of(flow, p).sends] for p in stages[:-1]}
+    return {stage: sum(f.nbytes for f in sent if f.dtype.is_floating_point) for stage, sent in forms.items()}

@@ -1,0 +1,273 @@
+"""What `plan.adapt` does while a run goes on: average gradients, measure settings on them, let the policy choose.
+
+Before every choice the mean gradients of the last steps are summed, as the update rule saw them: after clipping, so
+that no single step outweighs the others. They are what came out of the exchange in force: one step alone would say
+that this very exchange loses nothing. Over a window, feedback brings what single steps have left out. Every rank
+measures some of the parameters, the table is gathered, and the policy is a pure function of it: so all ranks come to
+the same choice. It is kept in plan.yaml, and a run that is resumed goes on with it. The sums are not kept: a choice
+whose window was cut by a stop rests on what is left of it, and says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from gossamer import exchange as exchange_methods
+from gossamer.autotune.exchange_selection import ExchangeSelector, outer_loop_of, uplinks_downlinks_of
+from gossamer.comm.bucket import Layout
+from gossamer.comm.message import ProcessGroups
+from gossamer.exchange import Exchange
+from gossamer.plan import adapt
+from gossamer.plan.adapt import AdaptRule, Policy
+from gossamer.run.trainer import Replan
+from gossamer.spec.config import PlanSection
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import Exchanges, Written, told
+from gossamer.spec.parameter_rules import LAST_RESORT, lines
+from gossamer.spec.plan import Plan
+from gossamer.spec.statistics import Paths, Statistics
+from gossamer.sync import GradientReducer
+
+_KEY = "plan.adapt"
+_WARM = 2  # exchanges before the one that is measured, of methods that refine what they send from step to step
+_HIDDEN = 0.05  # a byte that nobody waits for still counts, a little
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Parameters that one line of the plan serves, and the settings to choose from for them."""
+
+    names: tuple[str, ...]
+    level: str
+    written: Written
+    settings: tuple[Written, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class AdaptiveCompression:
+    """One rank's part in it; all ranks call `replan` at the same steps."""
+
+    policy: Policy
+    every: int
+    window: int
+    exchanger: ExchangeSelector
+    automatic: bool  # the exchange was not named by the user
+    replica: GradientReducer | None = None  # given when there is one
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+    _count: int = 0
+    _last: int = -1  # the step the window that is being filled ends with
+
+    @staticmethod
+    def of(section: PlanSection, exchanger: ExchangeSelector) -> AdaptiveCompression | None:
+        """None where nothing is to be adapted as the run goes on: borders between stages, and what goes between islands
+        that train apart, are before it.
+        """
+        if section.adapt == "none" or exchanger.plan.mesh.pipe > 1 or outer_loop_of(exchanger.plan) is not None:
+            return None
+        policy = adapt.build(section.adapt, key=_KEY)
+        return AdaptiveCompression(
+            policy=policy,
+            every=section.adapt_every,
+            window=section.adapt_window,
+            exchanger=exchanger,
+            automatic=section.exchange == "auto",
+        )
+
+    def begin(self, replica: GradientReducer) -> None:
+        """Before the first step. Raises BadInput for settings that cannot be built, or where there are none."""
+        self.replica = replica
+        settings = {told(w): w for group in self._groups() for w in group.settings}
+        for written in settings.values():
+            exchange_methods.build(written, key=_KEY)
+        if settings or self.policy.needs_paths:
+            return
+        named = told(self._base)
+        if not self.automatic:
+            raise bad_input(
+                wanted="settings to choose from",
+                got=f"an exchange whose neighbours are not known ({named})",
+                do="list candidates in the policy, the exchange among them",
+                key=_KEY,
+            )
+        self.exchanger.tell(f"nothing is adapted: {named} has no settings to choose from", 0)
+
+    def replan(self, step: int) -> Replan | None:
+        """At the border behind `step`, after an update: None, or what has been chosen."""
+        groups = self._groups()
+        measured = any(group.settings for group in groups)
+        if measured:
+            self._collect(step)
+        if step % self.every or not (self._count or self.policy.needs_paths):
+            return None
+        written, said = self._by_group(groups) if measured else self._for_all()
+        if 0 < self._count < self.window:
+            said += f" (from {self._count} steps of {self.window}, as the run was stopped or steps were rejected)"
+        self.forget()
+        return self.exchanger.change(written, step, f"adapted: {said}", adapted_from=self._base)
+
+    def forget(self) -> None:
+        """What has been summed is of no use: the exchange has changed."""
+        self._sums, self._count, self._last = {}, 0, -1
+
+    @property
+    def _base(self) -> Exchanges:
+        return self.exchanger.plan.adapted_from or self.exchanger.plan.exchange
+
+    def _groups(self) -> list[_Group]:
+        assert self.replica is not None
+        found = lines(self._base, key="plan.exchange")
+        served: dict[int, list[str]] = {}
+        for name in self.replica.names:
+            line = exchange_methods.matching_rule(found, name)
+            if line is not None:
+                served.setdefault(found.index(line), []).append(name)
+        return [
+            _Group(tuple(names), found[i].level, found[i].written, self.policy.to_measure(found[i].written))
+            for i, names in sorted(served.items())
+        ]
+
+    @torch.no_grad()
+    def _collect(self, step: int) -> None:
+        last = -(-step // self.every) * self.every
+        if last != self._last:
+            self.forget()
+            self._last = last
+        if step <= last - self.window:
+            return
+        assert self.replica is not None
+        for name, gradient in self.replica.gradients().items():
+            if name in self._sums:
+                self._sums[name] += gradient
+            else:
+                self._sums[name] = gradient.to(torch.float32, copy=True)
+        self._count += 1
+
+    def _for_all(self) -> tuple[Exchanges, str]:
+        assert self.replica is not None
+        numel = tuple(p.numel() for p in self.replica.gradients().values())
+        names = self.replica.names
+        choices = self.policy.choose(Statistics(names=names, numel=numel), self._paths())
+        return _shortest(list(choices.rules)), choices.reason
+
+    def _by_group(self, groups: list[_Group]) -> tuple[Exchanges, str]:
+        asked, paths, said = [g for g in groups if g.settings], self._paths(), []
+        chosen: dict[str, tuple[str, Written]] = {}
+        for group, statistics in zip(asked, self._measure(asked), strict=True):
+            choices = self.policy.choose(statistics, paths)
+            said.append(choices.reason)
+            for name in group.names:
+                written = _first(choices.rules, name)
+                if written != group.written:
+                    chosen[name] = (group.level, written)
+        return self._with(chosen), "; ".join(said)
+
+    def _with(self, chosen: Mapping[str, tuple[str, Written]]) -> Exchanges:
+        """The lines of the base, those of what was chosen before them, and none that serves nobody any more."""
+        assert self.replica is not None
+        before = lines(self._base, key="plan.exchange")
+        left = {exchange_methods.matching_rule(before, name) for name in self.replica.names if name not in chosen}
+        found: list[AdaptRule] = []
+        for level, written in {told(w): (level, w) for level, w in chosen.values()}.values():
+            names = [n for n, (_, w) in chosen.items() if w == written]
+            found.append((f"^({'|'.join(map(re.escape, names))})$", level, written))
+        for line in before:
+            if line in left or line.level == "island" or line.pattern == LAST_RESORT:
+                found.append((line.pattern or LAST_RESORT, line.level, line.written))
+        return _shortest(found)
+
+    def _measure(self, groups: list[_Group]) -> list[Statistics]:
+        """The same on every rank: each parameter is measured by one of them, the others add zeros."""
+        assert self.replica is not None
+        rank, ranks, tables = self.replica.rank, self.replica.ranks, []
+        for group in groups:
+            table = torch.zeros(2, len(group.names), len(group.settings), dtype=torch.float64)
+            by_size = sorted(range(len(group.names)), key=lambda i: -self._sums[group.names[i]].numel())
+            for i in by_size[rank::ranks]:
+                gradient = self._sums[group.names[i]] / self._count
+                table[:, i] = _measured(group.names[i], gradient, group.settings, self.replica.levels)
+            tables.append(table)
+        mine = torch.cat([table.flatten() for table in tables])
+        total = self.replica.gather(tuple(mine.tolist())).sum(0)
+        cut = torch.split(total, [table.numel() for table in tables])  # type: ignore[no-untyped-call]
+        return [self._statistics(g, c.view_as(t)) for g, c, t in zip(groups, cut, tables, strict=True)]
+
+    def _statistics(self, group: _Group, table: Tensor) -> Statistics:
+        waited = self.exchanger.waited
+        known = all(name in waited for name in group.names)
+        error, nbytes = table.tolist()
+        return Statistics(
+            names=group.names,
+            numel=tuple(self._sums[name].numel() for name in group.names),
+            candidates=group.settings,
+            error=tuple(map(tuple, error)),
+            nbytes=tuple(tuple(map(int, row)) for row in nbytes),
+            default=group.settings[0],
+            exposed=tuple(max(_HIDDEN, waited[name]) for name in group.names) if known else (),
+        )
+
+    def _paths(self) -> Paths:
+        return uplinks_downlinks_of(self.exchanger.links()) if self.policy.needs_paths else Paths()
+
+
+def inter_island_policy(section: PlanSection, plan: Plan) -> Policy | None:
+    """The policy for what goes between islands that train apart; None where there is none."""
+    if section.adapt == "none" or outer_loop_of(plan) is None:
+        return None
+    return adapt.build(section.adapt, key=_KEY)
+
+
+def replan_callback(
+    exchanger: ExchangeSelector, adapting: AdaptiveCompression | None
+) -> Callable[[int], Replan | None]:
+    """What a trainer asks at a step's border. Links that have drifted come first: then what was adapted is outdated."""
+    if adapting is None:
+        return exchanger.replan
+
+    def replan(step: int) -> Replan | None:
+        changed = exchanger.replan(step)
+        if changed is None:
+            return adapting.replan(step)
+        adapting.forget()
+        return changed
+
+    return replan
+
+
+def _measured(name: str, gradient: Tensor, settings: tuple[Written, ...], levels: ProcessGroups) -> Tensor:
+    """(2, settings): what each loses, without feedback, of this gradient, and the bytes it sends."""
+    where, rows = Layout.of({name: gradient}), []
+    for written in settings:
+        whole = exchange_methods.build(written)
+        bare = _bare(whole)
+        warm = _WARM if any(True for _ in bare.init(where).flatten()) else 0
+        try:
+            whole.check(where, levels)
+            error = exchange_methods.error_of(bare, gradient, name=name, warm=warm)
+        except BadInput:
+            error = float("nan")  # it cannot serve this parameter
+        rows.append((error, float(exchange_methods.bytes_of(whole, where, levels))))
+    return torch.tensor(rows, dtype=torch.float64).T
+
+
+def _bare(exchange: Exchange) -> Exchange:
+    """What is inside all feedback: feedback would pay in the second exchange what it owes from the first."""
+    if not exchange.traits.remembers:
+        return exchange
+    inner = [v for f in fields(exchange) if isinstance(v := getattr(exchange, f.name), Exchange)]  # type: ignore[arg-type]
+    return _bare(inner[-1]) if inner else exchange
+
+
+def _first(rules: tuple[AdaptRule, ...], name: str) -> Written:
+    return next(written for pattern, _, written in rules if re.search(pattern, name))
+
+
+def _shortest(rules: list[AdaptRule]) -> Exchanges:
+    """One method alone where it serves everybody."""
+    if len(rules) == 1 and rules[0][:2] == (LAST_RESORT, "all"):
+        return rules[0][2]
+    return rules

@@ -1,0 +1,197 @@
+"""Group: the channel over torch's process groups (gloo on CPU, NCCL on CUDA), one set per generation.
+
+A generation is one set of groups under its own store prefix. When a collective fails or times out, its groups AND
+its buffers are poisoned: on gloo a stopped peer that wakes up later still writes into the buffers of the dropped
+step. So the channel refuses everything after the first failure, and keeps what was in flight alive until it is closed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossamer.comm.channel import Channel, Pending
+from gossamer.comm.message import AHEAD, WORD, Collective, Message, ProcessGroups
+from gossamer.comm.meter import Meter
+from gossamer.spec.errors import PeerLost
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """How the ranks of a group find each other: a store, a generation, a backend, and how long is too long: between
+    islands that train apart, so long for each of the `AHEAD` steps that one may wait for another.
+    """
+
+    store: dist.Store
+    rank: int
+    levels: ProcessGroups
+    backend: str = "gloo"
+    interface: str = ""  # network device of gloo; empty: the one of the host's name
+    timeout_s: float = 120.0
+    generation: int = 0
+    moves: Callable[[], None] = (
+        _nothing  # told of every message that goes out or has come, but for the words of waiting
+    )
+
+    def timeout(self, level: str) -> timedelta:
+        """Of the groups at `level`."""
+        is_apart = WORD in self.levels.groups and level != "island"
+        return timedelta(seconds=self.timeout_s * (AHEAD if is_apart else 1))
+
+
+class ProcessGroupChannel(Channel):
+    """One rank's end of the process groups of every level."""
+
+    def __init__(self, meeting: Rendezvous) -> None:
+        self.rank, self.levels, self.meter = meeting.rank, meeting.levels, Meter(meeting.rank)
+        self._meeting = meeting
+        self._poison = ""
+        self._in_flight: dict[int, tuple[Tensor, ...]] = {}
+        # Small facts (weights, votes) live on the CPU whatever the gradients do, so gloo is always there.
+        self._groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+        for level in meeting.levels.groups:
+            self._join(level)
+
+    def _join(self, level: str) -> None:
+        self._groups[level, "cpu"] = self._connect(level, "gloo")
+        if self._meeting.backend == "nccl":
+            self._groups[level, "cuda"] = self._connect(level, "nccl")
+
+    def _connect(self, level: str, backend: str) -> dist.ProcessGroup:
+        m = self._meeting
+        members = m.levels.group(level, m.rank)
+        store = dist.PrefixStore(f"{m.generation}/{backend}/{level}/{members[0]}", m.store)
+        timeout = m.timeout(level)
+        me = members.index(m.rank)
+        try:
+            if backend == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                return dist.ProcessGroupNCCL(store, me, len(members), options)
+            options = dist.ProcessGroupGloo._Options()
+            gloo = dist.ProcessGroupGloo
+            device = gloo.create_device(interface=m.interface) if m.interface else gloo.create_default_device()
+            options._devices = [device]
+            options._timeout = timeout
+            return dist.ProcessGroupGloo(store, me, len(members), options)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {m.rank} could not join the {len(members)} ranks of level {level!r} over {backend} "
+                f"within {m.timeout_s:g} s: {_first_line(error)}. Check that all ranks started and that the "
+                f"network device {m.interface or '(default)'} reaches them (machines.interface)"
+            ) from error
+
+    def widen(self, levels: ProcessGroups) -> None:
+        """Join the groups of levels that were not known when the ranks met; all ranks call it between messages."""
+        levels = self.levels.and_more(levels)
+        self._meeting = replace(self._meeting, levels=levels)
+        for (level, _), group in self._groups.items():
+            group._set_default_timeout(self._meeting.timeout(level))
+        for level in levels.groups:
+            if level not in self.levels.groups:
+                self._join(level)
+        self.levels = levels
+
+    def start(self, message: Message) -> Pending:
+        if self._poison:
+            raise PeerLost(f"this wire was given up: {self._poison}")
+        group = self.levels.group(message.level, self.rank)
+        self.meter.count(message, group)
+        self._moved(message)
+        parts, begin = _prepared(message, group, self.rank)
+        self._in_flight[id(parts)] = (*parts, *message.parts)
+        try:
+            works = [
+                w for i, p in enumerate(message.parts) for w in begin(self._groups[message.level, p.device.type], i)
+            ]
+        except RuntimeError as error:
+            raise self._poisoned(message, error) from error
+        return _Under(self, message, parts, works)
+
+    def _arrived(self, message: Message, parts: tuple[Tensor, ...]) -> None:
+        del self._in_flight[id(parts)]
+        self._moved(message)
+
+    def _moved(self, message: Message) -> None:
+        if message.level != WORD:  # those go to and fro however long a rank stands still
+            self._meeting.moves()
+
+    def _poisoned(self, message: Message, error: RuntimeError) -> PeerLost:
+        group = self.levels.group(message.level, self.rank)
+        self._poison = (
+            f"rank {self.rank} lost a peer among ranks {list(group)} during {message.combine.value} of "
+            f"{message.nbytes} bytes: {_first_line(error)}"
+        )
+        return PeerLost(self._poison)
+
+    def close(self) -> None:
+        self._poison = self._poison or "it was closed"
+        self._groups.clear()
+
+
+class _Under(Pending):
+    def __init__(
+        self, group: ProcessGroupChannel, message: Message, parts: tuple[Tensor, ...], works: list[dist.Work]
+    ) -> None:
+        self._group, self._message, self._parts, self._works = group, message, parts, works
+
+    def wait(self) -> tuple[Tensor, ...]:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._group._poisoned(self._message, error) from error
+        self._group._arrived(self._message, self._parts)
+        return self._parts
+
+
+_WHERE_IT_WAS_BUILT = re.compile(r"^\[[^\]]*:\d+\]\s*")  # gloo begins with a line of its own sources
+_REDUCTIONS = {Collective.SUM: dist.ReduceOp.SUM, Collective.MAX: dist.ReduceOp.MAX, Collective.OR: dist.ReduceOp.BOR}
+_Begin = Callable[[dist.ProcessGroup, int], list[dist.Work]]
+
+
+def _prepared(message: Message, group: tuple[int, ...], rank: int) -> tuple[tuple[Tensor, ...], _Begin]:
+    """The tensors the replies arrive in, and how to start part i."""
+    sent = tuple(p.contiguous() for p in message.parts)
+    if message.splits is not None:
+        return _uneven(message, sent, group.index(rank))
+    if message.combine in _REDUCTIONS:
+        options = dist.AllreduceOptions()
+        options.reduceOp = _REDUCTIONS[message.combine]
+        return sent, lambda group, i: [group.allreduce([sent[i]], options)]
+    if message.combine is Collective.GATHER:
+        stacked = tuple(torch.empty((len(group), *p.shape), dtype=p.dtype, device=p.device) for p in sent)
+        return stacked, lambda group, i: [group.allgather([list(stacked[i].unbind(0))], [sent[i]])]
+    shuffled = tuple(torch.empty_like(p) for p in sent)
+    return shuffled, lambda group, i: [group.alltoall_base(shuffled[i], sent[i], [], [], dist.AllToAllOptions())]
+
+
+def _uneven(message: Message, sent: tuple[Tensor, ...], me: int) -> tuple[tuple[Tensor, ...], _Begin]:
+    """Point to point, and only between ranks that have something for each other."""
+    splits, arriving = message.splits or (), message.arriving or ()
+    got = tuple(torch.empty((sum(arriving), *p.shape[1:]), dtype=p.dtype, device=p.device) for p in sent)
+
+    def begin(group: dist.ProcessGroup, i: int) -> list[dist.Work]:
+        if sent[i].is_cuda:  # NCCL pairs sends with receives only inside one call
+            return [group.alltoall_base(got[i], sent[i], list(arriving), list(splits), dist.AllToAllOptions())]
+        theirs, mine = torch.split(got[i], list(arriving)), torch.split(sent[i], list(splits))
+        theirs[me].copy_(mine[me])
+        works = [group.recv([part], peer, 0) for peer, part in enumerate(theirs) if peer != me and part.numel()]
+        return works + [group.send([part], peer, 0) for peer, part in enumerate(mine) if peer != me and part.numel()]
+
+    return got, begin
+
+
+def _first_line(error: BaseException) -> str:
+    said = _WHERE_IT_WAS_BUILT.sub("", str(error).strip())
+    return (said.splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,85 @@
+"""How many bytes a message puts on which link: one model for prices and for meters.
+
+The model is what the backends do, checked against the interface counters of the laboratory (docs/results):
+SUM, MAX, OR ring all-reduce (reduce-scatter, then all-gather), everything to the next rank; 2 (n-1)/n of the bytes.
+GATHER       ring all-gather, everything to the next rank; (n-1) times the bytes.
+SHUFFLE      direct, 1/n of the bytes to every other rank, or as its `splits` say.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+
+from torch import Tensor
+
+from gossamer.comm.message import Collective, Message, is_late
+
+_SEGMENT_BYTES = 1 << 20  # gloo cuts a ring's chunks into segments of at most this size
+
+
+def sent_bytes(
+    combine: Collective, part_bytes: int, itemsize: int, group: tuple[int, ...], rank: int
+) -> dict[int, int]:
+    """Bytes that `rank` sends to each peer for one part of `part_bytes`; payload only, no headers."""
+    ranks, me = len(group), group.index(rank)
+    if ranks == 1 or part_bytes == 0:
+        return {}
+    following = group[(me + 1) % ranks]
+    if combine is Collective.GATHER:
+        return {following: (ranks - 1) * part_bytes}
+    if combine is Collective.SHUFFLE:
+        return {peer: part_bytes // ranks for peer in group if peer != rank}
+    chunks = ring_chunks(part_bytes, itemsize, ranks)
+    # A rank sends every chunk but one while reducing, and every chunk but another while gathering.
+    return {following: 2 * part_bytes - chunks[(me + 1) % ranks] - chunks[(me + 2) % ranks]}
+
+
+def ring_chunks(part_bytes: int, itemsize: int, ranks: int) -> tuple[int, ...]:
+    """How a ring all-reduce cuts `part_bytes` into one chunk per rank; the sizes sum to `part_bytes`."""
+    per_rank = max(math.ceil(part_bytes / (_SEGMENT_BYTES * ranks)), 2)
+    segment = math.ceil(math.ceil(part_bytes / (per_rank * ranks)) / itemsize) * itemsize
+    chunk = per_rank * segment
+    return tuple(max(0, min(chunk, part_bytes - i * chunk)) for i in range(ranks))
+
+
+class Meter:
+    """Counts what one rank sends: payload bytes per link ("0>1") and messages."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.links: Counter[str] = Counter()
+        self.late: Counter[str] = Counter()  # the part of it that went beside the steps
+        self.messages = 0
+        self._lock = threading.Lock()  # several pumps may send over one channel
+
+    def count(self, message: Message, group: tuple[int, ...]) -> None:
+        """Add one message that goes to `group`."""
+        with self._lock:
+            self.messages += 1
+            for part in message.parts:
+                size = part.numel() * part.element_size()
+                for peer, sent in self._sent(message, part, size, group).items():
+                    self.links[f"{self.rank}>{peer}"] += sent
+                    if is_late(message.level):
+                        self.late[f"{self.rank}>{peer}"] += sent
+
+    def _sent(self, message: Message, part: Tensor, size: int, group: tuple[int, ...]) -> dict[int, int]:
+        if message.splits is None:
+            return sent_bytes(message.combine, size, part.element_size(), group, self.rank)
+        row = size // max(1, sum(message.splits))
+        return {peer: n * row for peer, n in zip(group, message.splits, strict=True) if peer != self.rank and n}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.snapshot().values())
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self.links)
+
+    def apart(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Of it, what went with the steps, and what beside them."""
+        with self._lock:
+            return {link: sent - self.late[link] for link, sent in self.links.items()}, dict(self.late)

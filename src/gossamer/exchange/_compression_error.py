@@ -1,0 +1,75 @@
+"""What an exchange loses and sends, measured on a gradient: the numbers adaptive policies decide by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.bucket import Bucket, Layout, as_float
+from gossamer.comm.channel.counting import CountingChannel
+from gossamer.comm.channel.local import LocalChannel, run_lockstep
+from gossamer.comm.message import ExchangeContext, ExchangeState, ProcessGroups, Rounds, Traffic
+from gossamer.spec.method_config import Written
+from gossamer.spec.statistics import Statistics
+
+_ALONE = ProcessGroups.islands([[0]])  # every level an exchange may ask for, with one rank in it
+
+
+class Measurable(Protocol):
+    """The part of an exchange that is needed here."""
+
+    def init(self, layout: Layout) -> ExchangeState: ...
+    def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds: ...
+    def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]: ...
+
+
+def error_of(
+    exchange: Measurable, x: Tensor, *, name: str = "x", key: tuple[int, int] = (0, 0), warm: int = 0
+) -> float:
+    """|x - mean| of a group of one: what the exchange loses of `x`, all its encodings together. `x` is not changed.
+
+    A method with memory is measured at its first step. `warm` exchanges of the same `x` go before, for methods that
+    refine what they send from their state (PowerSGD's power iteration); not for feedback, which would pay its debts.
+    """
+    flat = x.detach().reshape(-1).float()
+    layout = as_float(Layout.of({name: x}))
+    state = exchange.init(layout)
+    for step in range(warm + 1):
+        at = ExchangeContext(0, _ALONE, torch.ones(1, dtype=torch.float64), (key[0], key[1] + step), 1.0)
+        (outcome,) = run_lockstep(
+            LocalChannel.world(1, _ALONE), [exchange.run(Bucket(layout, flat.clone()), state, at)]
+        )
+        state = outcome.state
+    return float(torch.linalg.vector_norm(flat - outcome.mean.float(), dtype=torch.float64))
+
+
+def bytes_of(exchange: Measurable, layout: Layout, levels: ProcessGroups, rank: int = 0) -> int:
+    """What `rank` sends, to all others together."""
+    channel = CountingChannel(rank, levels)
+    channel.charge(exchange.traffic(layout, levels, rank))
+    return channel.meter.total_bytes
+
+
+def measure(
+    candidates: Sequence[tuple[Written, Measurable]],
+    gradients: Mapping[str, Tensor],
+    levels: ProcessGroups,
+    *,
+    key: tuple[int, int] = (0, 0),
+    warm: int = 0,
+) -> Statistics:
+    """Every candidate tried on every gradient, each by itself. `gradients` are means: the same on all ranks."""
+    layouts = {name: Layout.of({name: g}) for name, g in gradients.items()}
+    return Statistics(
+        names=tuple(gradients),
+        numel=tuple(g.numel() for g in gradients.values()),
+        candidates=tuple(written for written, _ in candidates),
+        error=tuple(
+            tuple(error_of(one, g, name=name, key=key, warm=warm) for _, one in candidates)
+            for name, g in gradients.items()
+        ),
+        nbytes=tuple(tuple(bytes_of(one, where, levels) for _, one in candidates) for where in layouts.values()),
+    )

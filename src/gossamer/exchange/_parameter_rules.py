@@ -1,0 +1,111 @@
+"""Which exchange serves which parameter: the lines of a plan, built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from gossamer.exchange import codec
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import Exchanges, MethodConfig, Written
+from gossamer.spec.parameter_rules import LAST_RESORT, PARTNER, ParameterRule, lines
+from gossamer.spec.registry import Registry
+from gossamer.spec.suggest import nearest
+
+T = TypeVar("T")
+_EXACT = "dense"  # inside an island: as the numbers are; and what serves a parameter that no line speaks of
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRules(Generic[T]):
+    """For a parameter the first line that matches holds. A line of level `island` or `between` goes with the first
+    that matches of the other level: together they are a Hierarchical. No line at all: dense.
+    """
+
+    room: Registry[T]
+    lines: tuple[ParameterRule, ...]
+
+    @staticmethod
+    def read(room: Registry[T], written: Exchanges, *, key: str) -> ParameterRules[T]:
+        """Build every line once, so that a mistake in one that matches nothing is told too; raises BadInput."""
+        found = ParameterRules(room, lines(written, key=key))
+        for line in found.lines:
+            if line.level == "island":
+                found._join(_EXACT, line)
+            else:
+                room.build(line.written, key=line.method_key)
+        return found
+
+    @property
+    def written(self) -> tuple[T, ...]:
+        """The method of every line, alone; inside an island that is a codec, and no method."""
+        found = (line for line in self.lines if line.level != "island")
+        return tuple(self.room.build(line.written, key=line.method_key) for line in found)
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether any line is for one level of the links alone."""
+        return any(line.level != "all" for line in self.lines)
+
+    def of(self, name: str) -> T:
+        """The exchange of the parameter called `name`. Equal for parameters that may share a bucket."""
+        return self._build(self._serving(name))
+
+    def by_name(self, names: Iterable[str]) -> dict[str, T]:
+        """The exchange of every parameter; raises BadInput for a line that serves none of them."""
+        serving = {name: self._serving(name) for name in names}
+        self._check_used(list(serving), {line for those in serving.values() for line in those})
+        built = {those: self._build(those) for those in dict.fromkeys(serving.values())}
+        return {name: built[those] for name, those in serving.items()}
+
+    def _serving(self, name: str) -> tuple[ParameterRule, ...]:
+        """Nothing, one line of level `all`, or (between, island)."""
+        matching = [line for line in self.lines if line.matches(name)]
+        if not matching or matching[0].level == "all":
+            return tuple(matching[:1])
+        first, other = matching[0], PARTNER[matching[0].level]
+        second = next((line for line in matching if line.level == other), None)
+        if second is None:
+            raise bad_input(
+                wanted=f"a line of level {other} for parameter {name}, as it has one of level {first.level}",
+                got="none whose pattern matches it",
+                do=f"add one with the pattern '{first.pattern}', or '{LAST_RESORT}' at the end",
+                key=f"{first.key}.1",
+            )
+        return (first, second) if first.level == "between" else (second, first)
+
+    def _build(self, serving: Sequence[ParameterRule]) -> T:
+        if not serving:
+            return self.room.build(_EXACT)
+        if len(serving) == 1:
+            return self.room.build(serving[0].written, key=serving[0].method_key)
+        between, island = serving
+        return self._join(between.written, island)
+
+    def _join(self, between: Written, island: ParameterRule) -> T:
+        key = island.method_key
+        choice = MethodConfig.parse(island.written, key=key)
+        if choice.name == _EXACT:
+            return self.room.build({"hierarchical": {"between": between}}, key=key)
+        if choice.name not in codec.names():
+            known = (_EXACT, *codec.names())
+            said = f"inside an island numbers go dense or through a codec, not as {choice.name!r}"
+            raise BadInput(f"{said}: {nearest(choice.name, known)}", key=key)
+        codec.build(choice, key=key)
+        return self.room.build({"hierarchical": {"between": between, "inside": choice.written()}}, key=key)
+
+    def _check_used(self, names: list[str], used: set[ParameterRule]) -> None:
+        for line in self.lines:
+            if line in used or line.pattern in ("", LAST_RESORT):
+                continue
+            if any(line.matches(name) for name in names):
+                said = f"every parameter that {line.pattern!r} matches is served by a line before it: put it first"
+                raise BadInput(said, key=line.key)
+            some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            raise bad_input(
+                wanted="a pattern that is found in the name of some trainable parameter",
+                got=repr(line.pattern),
+                do=f"their names are {some}",
+                key=f"{line.key}.0",
+            )

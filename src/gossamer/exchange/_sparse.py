@@ -1,0 +1,63 @@
+"""What exchanges that gather values and their places share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.bucket import Layout
+from gossamer.ops.pack import pack, unpack
+from gossamer.spec.errors import bad_input
+
+
+def check_fraction(fraction: float) -> None:
+    """Raises BadInput where it is no part of a bucket."""
+    if not 0 < fraction <= 1:
+        raise bad_input(wanted="0 < fraction <= 1", got=repr(fraction), do="give 0.01", key="fraction")
+
+
+def count_of(fraction: float, numel: int) -> int:
+    """Entries that are sent of `numel`: at least one, where there is one."""
+    return min(numel, max(1, round(fraction * numel)))
+
+
+def packed(flat: Tensor, places: Tensor, capacity: int) -> Tensor:
+    """`capacity` (value, place) pairs in 8 bytes each; where `places` are fewer, zeros at place 0 fill the message."""
+    values, missing = flat[places], capacity - places.numel()
+    where = places.int()
+    return pack(values, values.new_zeros(missing), where, where.new_zeros(missing))
+
+
+def mean_of(messages: Tensor, capacity: int, shares: Sequence[float], layout: Layout) -> Tensor:
+    """sum_i shares[i] message_i, summed in rank order, in the type of the bucket."""
+    mean = torch.zeros(layout.numel, dtype=torch.float32, device=messages.device)
+    for message, share in zip(messages, shares, strict=True):
+        values, where = unpack(message, ((capacity, torch.float32), (capacity, torch.int32)))
+        mean.index_add_(0, where, values, alpha=share)
+    return mean.to(layout.dtype)
+
+
+def without(flat: Tensor, places: Tensor) -> Tensor:
+    """A new `flat` with zeros at `places`."""
+    return flat.index_fill(0, places, 0.0)
+
+
+def taken(flat: Tensor, chosen: Tensor, block: int) -> Tensor:
+    """(m, block): the rows `chosen`, ascending, of `flat` in rows of `block`; zeros behind its end."""
+    whole = flat.numel() // block
+    rows = flat[: whole * block].view(whole, block)
+    if flat.numel() % block == 0 or not chosen.numel() or int(chosen[-1]) < whole:
+        return rows.index_select(0, chosen)
+    sent = flat.new_zeros(chosen.numel(), block)
+    torch.index_select(rows, 0, chosen[:-1], out=sent[:-1])
+    sent[-1, : flat.numel() - whole * block] = flat[whole * block :]
+    return sent
+
+
+def placed(rows: Tensor, chosen: Tensor, numel: int) -> Tensor:
+    """(numel,): `rows` (m, block) at the places they were taken from, zeros elsewhere."""
+    block = rows.shape[1]
+    padded = rows.new_zeros(-(-numel // block), block)
+    return padded.index_copy_(0, chosen, rows).view(-1)[:numel]

@@ -1,0 +1,68 @@
+"""What codecs share that send every number as a whole number of steps, with one float32 step size per block."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.random_key import Key
+from gossamer.exchange.codec import Codec
+from gossamer.ops.blocks import empty_message, part
+from gossamer.ops.quantize import add_dequantised, dequantise, quantise
+from gossamer.spec.errors import bad_input
+
+
+class UniformQuantizer(Codec):
+    """Message: the step sizes, then `bits` per number, padded to 4 bytes; `levels` steps to either side of zero."""
+
+    __slots__ = ()
+    levels: ClassVar[int]
+    bits: ClassVar[int]
+
+    @property
+    @abstractmethod
+    def rounds_at_random(self) -> bool:
+        """Whether steps are drawn so that the mean is right, instead of the nearest."""
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * -(-numel // self.block) + 4 * -(-numel * self.bits // 32)
+
+    def encode(self, x: Tensor, key: Key) -> Tensor:
+        return self._encoded(x, key, None)
+
+    def encode_losing(self, x: Tensor, key: Key, lost: Tensor) -> Tensor:
+        return self._encoded(x, key, lost)
+
+    def _encoded(self, x: Tensor, key: Key, lost: Tensor | None) -> Tensor:
+        out = empty_message(x, self.nbytes(x.shape[-1]))
+        scales, codes = self._parts(out, x.shape[-1])
+        rng = key.generator(x.device) if self.rounds_at_random else None
+        quantise(x, self.block, self.levels, scales, codes, rng, bits=self.bits, lost=lost)
+        return out
+
+    def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
+        scales, codes = self._parts(message, numel)
+        return dequantise(codes, scales, self.block, bits=self.bits, numel=numel)
+
+    def add(self, total: Tensor, message: Tensor, share: float, key: Key) -> None:
+        scales, codes = self._parts(message, total.numel())
+        add_dequantised(total, codes, scales * share, self.block, bits=self.bits)
+
+    def nearest_contraction(self) -> float | None:
+        """Of rounding to nearest: one large number in a block, all others just below half a step."""
+        worst = self.block / (2 * self.levels) ** 2
+        return 1 - worst if worst < 1 else None
+
+    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        blocks, kind = -(-numel // self.block), torch.int8 if self.bits == 8 else torch.uint8
+        return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, -(-numel * self.bits // 8), kind)
+
+
+def check_block(block_numel: int, *, multiple: int, typical: int) -> None:
+    """Raises BadInput where a block is no whole number of words."""
+    if block_numel < multiple or block_numel % multiple:
+        wanted, do = f"a multiple of {multiple}", f"give {typical}, say"
+        raise bad_input(wanted=wanted, got=repr(block_numel), do=do, key="block_numel")

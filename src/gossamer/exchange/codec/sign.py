@@ -1,0 +1,82 @@
+"""Sign: one bit a number and the mean magnitude of each block.
+
+Equations (per block b of d numbers):
+    s = |x_b|_1 / d;   decoded = s where x >= 0, -s elsewhere
+Wire:    4 ceil(numel / block) + ceil(numel / 8) bytes, padded to 4; eight numbers a byte, the first in its lowest bit.
+Error:   |x - C(x)|^2 = |x|^2 - |x|_1^2 / d per block.
+Paper:   Karimireddy et al., arXiv 1901.09847; 1-bit Adam, arXiv 2102.02888 (with sign(0) = 1, as here).
+Traits:  contracts by |x|_1^2 / (d |x|^2), 0.64 for Gaussian blocks; for every x that is 1 / d. The scale in the code
+of 1-bit Adam, |x|_2 / sqrt(d), does not contract at all.
+Good when: there is feedback, and the link is the bottleneck.   Not for: use without feedback: it does not converge.
+Unlike the papers: a scale per block, not per tensor, so that layers do not share one; 1024 cost 3% of the bytes. A
+block of magnitudes that sum to more than float32 holds counts as infinite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.comm.random_key import Key
+from gossamer.exchange.codec import Codec, CodecTraits
+from gossamer.ops.bits import pack
+from gossamer.ops.blocks import as_rows, empty_message, part, scratch, spans
+from gossamer.ops.quantize import add_dequantised, dequantise
+from gossamer.spec.errors import bad_input
+
+
+@dataclass(frozen=True, slots=True)
+class Sign(Codec):
+    """`block_numel` numbers share a scale."""
+
+    block_numel: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.block_numel < 8 or self.block_numel % 8:
+            raise bad_input(
+                wanted="a multiple of 8", got=repr(self.block_numel), do="give 1024, say", key="block_numel"
+            )
+
+    @property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(contraction=1 / self.block_numel)
+
+    @property
+    def block(self) -> int:
+        return self.block_numel
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * -(-numel // self.block_numel) + -(-numel // 32) * 4
+
+    def encode(self, x: Tensor, key: Key) -> Tensor:
+        out = empty_message(x, self.nbytes(x.shape[-1]))
+        scales, codes = (as_rows(part) for part in self._parts(out, x.shape[-1]))
+        rows, room = as_rows(x), scratch(x, self.block_numel)
+        for span in spans(rows, self.block_numel):
+            values = span.numbers(rows)
+            torch.mean(torch.abs(values, out=span.scratch(room)), -1, out=span.blocks(scales))
+            span.packed(codes, 1).copy_(_bits(values.flatten(1)))
+        return out
+
+    def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
+        scales, codes = self._parts(message, numel)
+        return dequantise(codes, scales, self.block_numel, bits=1, numel=numel)
+
+    def add(self, total: Tensor, message: Tensor, share: float, key: Key) -> None:
+        scales, codes = self._parts(message, total.numel())
+        add_dequantised(total, codes, scales * share, self.block_numel, bits=1)
+
+    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        blocks = -(-numel // self.block_numel)
+        return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, -(-numel // 8), torch.uint8)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """values (rows, n) below zero, (rows, ceil(n / 8)) uint8."""
+    if values.device.type == "cpu":  # twice as fast as any way through torch
+        return torch.from_numpy(np.packbits(np.less(values.numpy(), 0), axis=-1, bitorder="little"))
+    below = torch.nn.functional.pad(values < 0, (0, -values.shape[-1] % 8))
+    return pack(below.view(torch.int8), 1)

@@ -1,0 +1,173 @@
+"""Hierarchical: exact inside an island, another exchange between islands, where the links are slow.
+
+Equations (island I of rank i; W_I = sum of w_i over I; every owner o of an island for its own entries of the bucket):
+    m_I    = sum_{i in I} (w_i / W_I) D(C(x_i))       summed by the owner, in rank order
+    M      = sum_I W_I (m_I - lost_I)                 by `between`, among the owners of the same entries in all islands
+    mean   = D(C(M))                                  sent by the owners to the ranks of their islands
+    lost_i = x_i - D(C(x_i)), and at the owner  + (W_I / w_o) (lost_I + M - mean);
+    owed_o = W_I (lost_I + M - mean) + owed_I  where w_o = 0
+Symbols: x_i (numel,) input of rank i; w_i its weight; C `inside`, D its inverse (the identity where none is given).
+Levels:  `island` and `between` (see wire.message.Levels.islands). Of every island as many ranks own entries as the
+smallest has; the others run `between` on nothing and in a group of one, so that all ranks send as many messages.
+Wire:    SHUFFLE inside (1 - 1/n of a bucket on every rank), `between` on 1/owners of a bucket, SHUFFLE inside.
+State:   that of `between` for the whole bucket, of which owned entries are used.   Work: 2 numel flop and between's.
+Paper:   the hierarchical all-reduce of NCCL and Horovod; lossy between nodes alone: ZeRO++, arXiv 2306.10209.
+Good when: links inside islands are fast.   Not for: one giant entry (an entry has one owner).   Feedback belongs into
+`between`; around all of it, an owner's residual carries the losses of its whole island.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.message import (
+    Collective,
+    ExchangeContext,
+    ExchangeState,
+    Message,
+    Outcome,
+    ProcessGroups,
+    Rounds,
+    Traffic,
+)
+from gossamer.comm.random_key import Key, key_of
+from gossamer.exchange import Exchange, ExchangeTraits
+from gossamer.exchange._island_share import (
+    IslandShare,
+    OwnerRange,
+    across,
+    check_across,
+    part_of,
+    put_back,
+    traffic_across,
+)
+from gossamer.exchange.codec import Codec
+from gossamer.exchange.dense import Dense
+from gossamer.exchange.two_shot import TwoShot
+from gossamer.spec.errors import bad_input
+
+_Turns = Generator[Message, tuple[Tensor, ...], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchical(Exchange):
+    """`between` islands; inside one, numbers travel in the bucket's own type unless a codec is given."""
+
+    between: Exchange
+    inside: Codec | None = None
+
+    def __post_init__(self) -> None:
+        if self.inside is not None and not self.inside.traits.fixed_size:
+            raise bad_input(
+                wanted="a codec whose messages have a fixed size",
+                got=repr(self.inside),
+                do="give a cast, or leave it out",
+                key="inside",
+            )
+
+    @property
+    def traits(self) -> ExchangeTraits:
+        return replace(self.between.traits, lossless=self._exact and self.between.traits.lossless)
+
+    @property
+    def needs_islands(self) -> bool:
+        return True
+
+    @property
+    def _exact(self) -> bool:
+        return self.inside is None or self.inside.traits.lossless
+
+    def init(self, layout: Layout) -> ExchangeState:
+        return ExchangeState(inner=(self.between.init(layout),))
+
+    def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
+        here, (inner,) = IslandShare.of(x.layout, at.levels, at.rank), state.inner
+        keys = [key_of(at, x.layout, turn=-1 - k) for k in range(2 * len(here.runs))]  # there, then back
+        sent = x.flat if self.inside is None else torch.cat(self._encoded(x.flat, here, keys))
+        island = yield from self._reduce(sent, here, at, keys)
+        sub = Bucket(here.mine.layout, island.to(x.layout.dtype))
+        out = yield from across(self.between, sub, part_of(inner, here), at, here)
+        mean = yield from self._spread(out.mean, here, keys)
+        lost = owed = None
+        if at.accounts and (out.lost is not None or not self._exact):
+            lost = x.flat.float() - self._decoded(sent, here, keys).float()
+            later = out.mean.float() - mean[here.mine.slice].float()
+            later += 0.0 if out.lost is None else out.lost
+            weight = float(here.totals(at.weights)[at.rank])
+            if at.share > 0:
+                lost[here.mine.slice].add_(later, alpha=weight / at.share)
+            else:
+                owed = torch.zeros_like(lost)
+                owed[here.mine.slice] = later.mul_(weight) if out.owed is None else out.owed.add(later, alpha=weight)
+        return Outcome(mean, lost, ExchangeState(inner=(put_back(inner, here, out.state),)), owed)
+
+    def _reduce(self, sent: Tensor, here: IslandShare, at: ExchangeContext, keys: list[Key]) -> _Turns:
+        """The mean of my island, of the entries I own, in float32."""
+        there, _ = self._inside(here)
+        (arrived,) = yield Message((sent,), Collective.SHUFFLE, "island", there.splits, there.arriving)
+        rows, shares = arrived.view(len(here.island), self._size(here.mine)), here.shares(at.weights)
+        if self.inside is not None and here.mine.numel:
+            return self.inside.mean(rows, here.mine.numel, shares, keys[here.me])
+        total = torch.zeros(here.mine.numel, device=sent.device)
+        for row, share in zip(rows, shares, strict=True):
+            total.add_(row, alpha=share)
+        return total
+
+    def _spread(self, mine: Tensor, here: IslandShare, keys: list[Key]) -> _Turns:
+        """The whole mean, out of what the owners of my island have."""
+        _, back = self._inside(here)
+        agreed = [Key(k.shared, k.shared) for k in keys[len(here.runs) :]]  # all islands must decode the same bits
+        answer = mine
+        if self.inside is not None:
+            answer = self.inside.encode(mine.float(), agreed[here.me]) if mine.numel() else mine.new_empty(0).byte()
+        part = answer.repeat(len(here.island))
+        (arrived,) = yield Message((part,), Collective.SHUFFLE, "island", back.splits, back.arriving)
+        return self._decoded(arrived, here, agreed).to(here.whole.dtype)
+
+    def _encoded(self, flat: Tensor, here: IslandShare, keys: list[Key]) -> list[Tensor]:
+        assert self.inside is not None
+        parts = [flat.new_empty(0, dtype=torch.uint8)]
+        for run, key in zip(here.runs, keys, strict=False):
+            parts += [self.inside.encode(flat[run.slice].float(), key)] if run.numel else []
+        return parts
+
+    def _decoded(self, message: Tensor, here: IslandShare, keys: list[Key]) -> Tensor:
+        """All runs out of one message: the bucket."""
+        if self.inside is None:
+            return message
+        pieces = torch.split(message, [self._size(run) for run in here.runs])
+        found = [torch.empty(0, device=message.device)]
+        for piece, run, key in zip(pieces, here.runs, keys, strict=False):
+            found += [self.inside.decode(piece, run.numel, key)] if run.numel else []
+        return torch.cat(found)
+
+    def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
+        here = IslandShare.of(layout, levels, rank)
+        there, back = self._inside(here)
+        return (there, *traffic_across(self.between, here, rank), back)
+
+    def for_island(self) -> Exchange:
+        """An all-reduce, or through the codec."""
+        return Dense() if self.inside is None else TwoShot(self.inside)
+
+    def check(self, layout: Layout, levels: ProcessGroups) -> None:
+        check_across(self.between, layout, levels)
+
+    def _size(self, run: OwnerRange) -> int:
+        """Elements of the message about a run: numbers, or encoded bytes."""
+        return run.numel if self.inside is None or not run.numel else self.inside.nbytes(run.numel)
+
+    def _inside(self, here: IslandShare) -> tuple[Traffic, Traffic]:
+        """The messages inside the island: to the owners, and from them."""
+        everyone = (self._size(here.mine),) * len(here.island)
+        owners = tuple(map(self._size, here.runs)) + (0,) * (len(here.island) - len(here.runs))
+        size = here.whole.dtype.itemsize if self.inside is None else 1
+        return (
+            Traffic(Collective.SHUFFLE, sum(owners), size, "island", owners, everyone),
+            Traffic(Collective.SHUFFLE, sum(everyone), size, "island", everyone, owners),
+        )

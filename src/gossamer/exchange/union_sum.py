@@ -1,0 +1,81 @@
+"""UnionSum: only blocks that are not zero on some rank are summed; exact.
+
+Equations (blocks of b = `block_numel` numbers, the last one filled up with zeros):
+    U    = union over ranks of the blocks in which x_i is not zero
+    mean = sum_i w_i x_i on U, 0 elsewhere
+Symbols: x_i (numel,) input of rank i; w_i its weight.
+Wire:    OR of numel / (8 b) bytes; SUM of b |U| float32, or of the whole bucket where that is no more.
+State:   none.   Work: one pass over numel, copies of b |U| numbers.
+Paper:   the zero blocks of Fei et al., OmniReduce, SIGCOMM 2021, found by a bitmap before anything is sent.
+Good when: gradients are sparse by themselves: embeddings, experts that saw no token, dead units. Costs a dense gradient
+0.1% more bytes, one latency and one pass.   Not for: what is sparse after compression: use its own exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.message import (
+    Collective,
+    ExchangeContext,
+    ExchangeState,
+    Message,
+    Outcome,
+    ProcessGroups,
+    Rounds,
+    Traffic,
+)
+from gossamer.exchange import Exchange, ExchangeTraits
+from gossamer.exchange._sparse import placed, taken
+from gossamer.ops.topk_indices import count_bits, places_of_bits, to_bits
+from gossamer.spec.errors import bad_input
+
+
+@dataclass(frozen=True, slots=True)
+class UnionSum(Exchange):
+    """One bit for every `block_numel` numbers."""
+
+    block_numel: int = 32
+
+    def __post_init__(self) -> None:
+        if self.block_numel != 1 and (self.block_numel < 8 or self.block_numel % 8):
+            raise bad_input(
+                wanted="1 or a multiple of 8", got=repr(self.block_numel), do="give 32, say", key="block_numel"
+            )
+
+    @property
+    def traits(self) -> ExchangeTraits:
+        return ExchangeTraits(lossless=True, fixed_size=False)
+
+    def init(self, layout: Layout) -> ExchangeState:
+        return ExchangeState()
+
+    def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
+        flat, block = x.flat.float(), self.block_numel
+        mine = to_bits(_used(flat, block))
+        (union,) = yield Message((mine.cpu(),), Collective.OR)
+        if count_bits(union) * block >= flat.numel():
+            (mean,) = yield Message((flat.mul_(at.share),), Collective.SUM)
+        else:
+            blocks = places_of_bits(union).to(flat.device)
+            (total,) = yield Message((taken(flat, blocks, block).mul_(at.share),), Collective.SUM)
+            mean = placed(total, blocks, flat.numel())
+        return Outcome(mean.to(x.layout.dtype), None, state)
+
+    def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
+        blocks = -(-layout.numel // self.block_numel)
+        return Traffic(Collective.OR, -(-blocks // 8), 1), Traffic(Collective.SUM, layout.numel, 4)
+
+
+def _used(flat: Tensor, block: int) -> Tensor:
+    """(blocks,) bool: whether any number of a block is not zero."""
+    missing = -flat.numel() % block
+    used = (pad(flat, (0, missing)) if missing else flat) != 0
+    if block == 1 or not used.numel():
+        return used
+    return used.view(torch.int64).view(-1, block // 8).amax(1) != 0  # bytes of 0 or 1, read eight at a time

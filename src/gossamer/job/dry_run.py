@@ -1,0 +1,73 @@
+"""`gossamer train --dry`: everything up to the first step, and no step. What would run where, on which samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gossamer.data import decode_preview
+from gossamer.job.worker import corpus_of, objective_of, origin_for
+from gossamer.model.model_profile import facts_of
+from gossamer.partition.plan_file import read_plan
+from gossamer.partition.rank_model import OriginSource, PartitionRequest, build_rank_model, state_bytes_of
+from gossamer.run.batches import TextBatches
+from gossamer.run.build import Parts, check_before_start
+from gossamer.spec.config import RunConfig
+from gossamer.spec.units import show_bytes, show_gib
+
+
+def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
+    """The plan, its forecast, the model, and three samples as the model will see them. Raises BadInput."""
+    corpus = corpus_of(config.data)
+    origin = origin_for(config, corpus)
+    hosts = max(1, len(config.machines.hosts))
+    ranks, cpu = config.machines.processes * hosts, torch.device("cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    train, objective = TextBatches(corpus.train), objective_of(config)
+    asked = PartitionRequest(
+        config=config,
+        ranks=ranks,
+        rank=0,
+        batches=train,
+        objective=objective,
+        device=device,
+        local_ranks=ranks // hosts,
+    )
+    held = build_rank_model(
+        OriginSource(origin, config.train.seed), asked, read_plan(plan_file, ranks=ranks) if plan_file else None
+    )
+    plan = held.plan
+    parts = Parts(
+        module=held.module,
+        objective=objective,
+        train=train,
+        validation=None,
+        config=config,
+        plan=plan,
+        device=cpu,
+        cut=held.cut,
+        words=corpus.tokenizer,
+    )
+    check_before_start(parts)
+    facts = facts_of(parts.outline)
+    state_bytes = max(plan.forecast.state_bytes, default=4 * facts.parameter_bytes)
+    stages = {} if held.cut is None else {f"stage {p.stage}": state_bytes_of(held.cut, p) for p in held.cut.parts}
+    return {
+        "model": f"{origin.describe()}, {facts.parameters:,} parameters",
+        "data": {
+            "training": f"{len(corpus.train):,} sequences of {config.data.sequence} tokens",
+            "validation": f"{len(corpus.validation):,} sequences",
+        },
+        "plan": plan.model_dump(mode="json", exclude={"forecast"}),
+        "forecast": {
+            "sent_per_step": {f"rank {r}": show_bytes(n) for r, n in enumerate(plan.forecast.sent_bytes)},
+            "model_state_per_process": {s: show_gib(n) for s, n in stages.items()} or show_gib(state_bytes),
+            "wire_bytes": plan.forecast.wire_bytes,
+        },
+        "samples": [
+            {"text": p.text[:400], "tokens": p.tokens, "labels": p.labels}
+            for p in decode_preview(corpus.train, corpus.tokenizer, seed=config.train.seed)
+        ],
+    }

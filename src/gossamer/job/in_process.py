@@ -1,0 +1,264 @@
+"""`gossamer.train(model, data, config)`: the same job in the caller's own process, or one rank of it under torchrun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from pydantic import BaseModel
+from torch import nn
+from torch.utils.data import Dataset
+
+from gossamer.data import Corpus
+from gossamer.job.rank_job import RankContext, RankJob, run_job
+from gossamer.job.run_files import keep
+from gossamer.job.worker import corpus_of, device_of, objective_of, origin_for, rendezvous
+from gossamer.launch.environment import LauncherRank, launcher_of, read_environment
+from gossamer.launch.worker import StopFlag
+from gossamer.model.source import ModelSource, origin_of
+from gossamer.partition.rank_model import ModelProvider, ModuleSource, OriginSource, PartitionRequest, planned
+from gossamer.run.batches import Batches, DatasetBatches, TextBatches
+from gossamer.run.build import Parts, set_memory, set_threads
+from gossamer.settings import Resolved, check
+from gossamer.settings import load as load_settings
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, RunFailed, bad_input
+from gossamer.store.checkpoint import list_checkpoints
+from gossamer.view.open_display import open_display
+from gossamer.view.run_directory import RunDirectory, newest_like
+from gossamer.view.run_lock import held
+from gossamer.view.summary import summarise
+
+_ALONE = LauncherRank(
+    rank=0,
+    ranks=1,
+    local_rank=0,
+    local_ranks=1,
+    host=0,
+    hosts=1,
+    hostname="",
+    address="127.0.0.1",
+    port=0,
+    launcher="",
+)
+
+
+def train_in_process(
+    model: nn.Module | str | Mapping[str, Any],
+    data: Any,
+    config: RunConfig | Mapping[str, Any] | str | Path | None,
+    resume: str | None = None,
+) -> dict[str, Any]:
+    """See `gossamer.train`. Raises BadInput, RunFailed, Interrupted."""
+    try:
+        return _train(model, data, config, resume)
+    except SystemExit as left:  # the caller's script would end with it, perhaps with exit code 0
+        raise RunFailed(f"the model, the data or a library ended the process (SystemExit: {left.code})") from left
+
+
+def _train(
+    model: nn.Module | str | Mapping[str, Any],
+    data: Any,
+    config: RunConfig | Mapping[str, Any] | str | Path | None,
+    resume: str | None,
+) -> dict[str, Any]:
+    _check_model(model)
+    settings = _as_given(config_from(config), model, data)
+    place = read_environment() if launcher_of(os.environ) else _ALONE
+    _one_rank_per_process(settings, place)
+    set_threads(settings.machines.threads, place.local_ranks)
+    set_memory(settings.plan.states)
+    corpus, train, validation, fingerprint = _data(data, settings)
+    source, described, origin = _source(model, settings, corpus)
+    device, objective = device_of(place), objective_of(settings)
+    known = planned(
+        source,
+        PartitionRequest(
+            config=settings,
+            ranks=place.ranks,
+            rank=place.rank,
+            batches=train,
+            objective=objective,
+            device=device,
+            local_ranks=place.local_ranks,
+        ),
+    )
+    built = known.outline
+    directory, resuming = _directory(settings, place, resume)
+    stop = StopFlag()
+    with held(directory.path) if place.rank == 0 else nullcontext(), stop.listening():
+        if place.rank == 0:
+            directory.keep(settings, Resolved.of(settings).origin)
+        display = open_display(settings.run.display, title=directory.name)
+        try:
+            run_job(
+                RankJob(
+                    parts=Parts(
+                        module=built.module,
+                        objective=objective,
+                        train=train,
+                        validation=validation,
+                        config=settings,
+                        plan=built.plan,
+                        device=device,
+                        cut=built.cut,
+                        words=None if corpus is None else corpus.tokenizer,
+                    ),
+                    planned=known,
+                    where=_where(place, settings),
+                    directory=directory,
+                    described=described,
+                    data=fingerprint,
+                    text=data if isinstance(data, str) else type(data).__name__,
+                    remark="" if corpus is None else corpus.remark,
+                    resume=resuming,
+                    keep=lambda: keep(directory, None if corpus is None else corpus.tokenizer, origin),
+                    vocabulary=0 if corpus is None else corpus.tokenizer.vocabulary,
+                    at=lambda step, phase: None,
+                    asked_to_stop=lambda: stop.is_set,
+                    show=display.show if place.rank == 0 else None,
+                    is_kept=True,
+                )
+            )
+        finally:
+            display.close()
+    return summarise(directory)
+
+
+def config_from(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
+    """A configuration however it was given; raises BadInput."""
+    if isinstance(config, RunConfig):
+        return config
+    if config is None or isinstance(config, Mapping):
+        _check_written(config or {})
+        return load_settings(None, given=config).config
+    if isinstance(config, (str, os.PathLike)):
+        return load_settings(Path(config)).config
+    raise bad_input(
+        wanted="a mapping of sections, a RunConfig, or the path of a file",
+        got=_kind(config),
+        do='write {"train": {"steps": 100}}, say',
+        key="config",
+    )
+
+
+def _check_model(model: object) -> None:
+    """Raises BadInput for what is no model, nor the description of one."""
+    if isinstance(model, (nn.Module, str, Mapping)):
+        return
+    do = "give a module, the name or folder of a Hugging Face model, or the keys of `model` as a mapping"
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        do = f"give one of them: {model.__name__}(...)"
+    elif callable(model):
+        do = f"give what it returns, or {{'factory': 'package.module:{getattr(model, '__name__', 'function')}'}}"
+    raise bad_input(wanted="a model", got=_kind(model), do=do, key="model")
+
+
+def _check_written(values: Mapping[Any, Any], above: str = "") -> None:
+    """Raises BadInput for what no file could hold, such as an optimizer that has been made already."""
+    for name, value in values.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping):
+            _check_written(value, f"{key}.")
+        elif isinstance(value, (list, tuple)):
+            _check_written(dict(enumerate(value)), f"{key}.")
+        elif value is not None and not isinstance(value, (str, int, float, Number, os.PathLike, BaseModel)):
+            raise bad_input(
+                wanted="a number, a text, a list or a mapping, as in a file",
+                got=_kind(value),
+                do=f"write its name and its settings, such as {{'{_name(value).lower()}': {{...}}}}; "
+                "`gossamer methods` lists what there is",
+                key=key,
+            )
+
+
+def _kind(value: object) -> str:
+    """What it is, in a word or two: what it holds may fill pages."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{_article(_name(value))} {_name(value)}"
+
+
+def _name(value: object) -> str:
+    return (value if isinstance(value, type) else type(value)).__name__
+
+
+def _article(word: str) -> str:
+    return "an" if word[:1].lower() in "aeiou" else "a"
+
+
+def _one_rank_per_process(config: RunConfig, place: LauncherRank) -> None:
+    if config.machines.processes > 1 and place.ranks == 1:
+        raise bad_input(
+            wanted=f"{config.machines.processes} processes",
+            got="one: a model that lives in this process cannot be in several",
+            do="start this script with `torchrun --nproc-per-node N`, or use `gossamer train` with model.factory",
+            key="machines.processes",
+        )
+
+
+def _data(data: Any, config: RunConfig) -> tuple[Corpus | None, Batches, Batches | None, str]:
+    """Corpus (for text), training and validation batches, and what identifies the data."""
+    if isinstance(data, str):
+        data = corpus_of(config.data)
+    if isinstance(data, Corpus):
+        held_out = TextBatches(data.validation) if len(data.validation) else None
+        return data, TextBatches(data.train), held_out, data.fingerprint
+    is_numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
+    if is_numbered or isinstance(data, Dataset):
+        return None, DatasetBatches(data), None, f"{type(data).__qualname__}:{len(data)}"
+    raise bad_input(
+        wanted="a source as in data.source, a Corpus, or a map-style dataset of dictionaries",
+        got=_kind(data),
+        do="wrap what you have in a torch Dataset with __len__ and __getitem__",
+        key="data",
+    )
+
+
+def _source(
+    model: nn.Module | str | Mapping[str, Any], config: RunConfig, corpus: Corpus | None
+) -> tuple[ModelProvider, str, ModelSource | None]:
+    if isinstance(model, nn.Module):
+        return ModuleSource(model), type(model).__name__, None
+    origin = origin_for(config, corpus) if corpus is not None else origin_of(config.model)
+    return OriginSource(origin, config.train.seed), origin.describe(), origin
+
+
+def _as_given(config: RunConfig, model: nn.Module | str | Mapping[str, Any], data: Any) -> RunConfig:
+    """The configuration with what was given beside it: what run.yaml says is what is trained."""
+    if isinstance(model, nn.Module):  # which no configuration can make again
+        section = config.model.model_copy(update={"hf": None, "gguf": None, "factory": None, "config": {}})
+    else:
+        section = check({"model": model if isinstance(model, Mapping) else {"hf": model}}).model
+    told: dict[str, Any] = {"model": section}
+    if isinstance(data, str):
+        told["data"] = config.data.model_copy(update={"source": data})
+    return config.model_copy(update=told)
+
+
+def _directory(config: RunConfig, place: LauncherRank, resume: str | None) -> tuple[RunDirectory, bool]:
+    """The run's folder, and whether it is one to go on with: then it holds a checkpoint, which only all ranks make."""
+    if resume not in (None, "auto"):
+        raise bad_input(wanted='resume="auto" or None', got=repr(resume), do="or call gossamer.resume(RUN_DIR)")
+    runs = Path(config.run.directory)
+    if place.ranks == 1:
+        found = newest_like(runs, config, is_fit=_has_checkpoint) if resume else None
+        return (found, True) if found else (RunDirectory.create(runs, config.run.name or "run"), False)
+    if config.run.name is None:
+        raise BadInput("several ranks write to one folder: give it a name", key="run.name")
+    named = RunDirectory(runs / config.run.name)
+    return named, resume is not None and _has_checkpoint(named)
+
+
+def _has_checkpoint(directory: RunDirectory) -> bool:
+    return bool(list_checkpoints(directory.checkpoints))
+
+
+def _where(place: LauncherRank, config: RunConfig) -> RankContext:
+    if place.ranks == 1:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        return RankContext(store=dist.HashStore(), interface=interface, timeout_s=config.machines.timeout_s)
+    return rendezvous(place, config.machines.timeout_s)

@@ -1,0 +1,119 @@
+"""What a run came to, read from its directory alone: its model, its tokenizer, its configuration."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from gossamer.data.kept import read_tokenizer
+from gossamer.data.tokenizer import Tokenizer
+from gossamer.job.run_files import folder_of
+from gossamer.job.worker import corpus_of
+from gossamer.model.source import ModelSource, origin_of
+from gossamer.run.checkpoint import read_model
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput
+from gossamer.view.run_directory import RunDirectory, open_run
+
+_IN_CODE = ("attn_implementation",)  # keys of a model's config that no config.json holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRun:
+    """A run's model in evaluation mode as its newest good checkpoint has it, of step `step`.
+
+    `tokenizer` is None for a run on data that was no text, `origin` for a module that a program made.
+    """
+
+    module: nn.Module
+    tokenizer: Tokenizer | None
+    config: RunConfig
+    origin: ModelSource | None
+    step: int
+
+    def words(self) -> Tokenizer:
+        """The tokenizer; raises BadInput where there is none."""
+        if self.tokenizer is None:
+            raise BadInput("this run was trained on data that is no text: it has no tokenizer")
+        return self.tokenizer
+
+
+def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
+    """See `gossamer.load`. Opens no text where the run keeps its tokenizer. Raises BadInput, CheckpointMismatch."""
+    directory = open_run(run_dir)
+    directory = RunDirectory(directory.path.absolute())
+    config, origin = directory.config(), None
+    with _standing_in(folder_of(directory)) as here:
+        tokenizer = _tokenizer(directory, config) if module is None or directory.tokenizer.is_dir() else None
+        if module is None:
+            assert tokenizer is not None
+            with _importing(config, here):
+                origin = _origin(directory, config, tokenizer)
+                module = origin.bare(config.train.seed)
+    step = read_model(module, directory.checkpoints)
+    return TrainedRun(module=module.eval(), tokenizer=tokenizer, config=config, origin=origin, step=step)
+
+
+def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:
+    """The one the run keeps, or, where an earlier version began it, the one its configuration and its text give."""
+    if directory.tokenizer.is_dir():
+        return read_tokenizer(directory.tokenizer)
+    try:
+        return corpus_of(config.data).tokenizer
+    except BadInput as error:
+        raise BadInput(
+            f"{directory.path} keeps no tokenizer, as an earlier version began it, and its text gives none: "
+            f"{error.message}. Stand in the folder of its text; once resumed there, it keeps its tokenizer",
+            key=error.key,
+        ) from None
+
+
+def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer) -> ModelSource:
+    """How to build the model for the checkpoint to fill: from what the run keeps, or from where it came from."""
+    section = config.model
+    if directory.model.is_dir():
+        in_code = {key: value for key, value in section.config.items() if key in _IN_CODE}
+        section = section.model_copy(update={"hf": str(directory.model), "gguf": None, "config": in_code})
+    elif not any((section.hf, section.gguf, section.factory)):
+        raise BadInput(
+            f"{directory.path} trained a module that a program made, and only that program can make it again: "
+            "there, call gossamer.load(RUN_DIR, module=...) with one built alike",
+            key="model",
+        )
+    return origin_of(section).suited_to(tokenizer.vocabulary, tokenizer.separator)
+
+
+@contextmanager
+def _importing(config: RunConfig, here: Path) -> Iterator[None]:
+    """Says what is missing where the module that makes the model cannot be imported."""
+    try:
+        yield
+    except BadInput as error:
+        if config.model.factory is None or not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
+        missing, places = error.__cause__.name, " and ".join(dict.fromkeys([str(Path.cwd()), str(here)]))
+        raise BadInput(
+            f"the model of this run is made by {config.model.factory}, and there is no module {missing!r} to import "
+            f"(looked for in {places} and on the path): a run keeps weights, not your code. "
+            f"Stand in the folder that holds {missing}, or put that folder into PYTHONPATH",
+            key="model.factory",
+        ) from None
+
+
+@contextmanager
+def _standing_in(folder: Path) -> Iterator[Path]:
+    """With `folder` for the current directory, and modules found in the former one, too, which is handed out."""
+    here = Path.cwd()
+    if str(here) not in sys.path:
+        sys.path.append(str(here))  # stays: a module may import its neighbours later, when it is called
+    os.chdir(folder)
+    try:
+        yield here
+    finally:
+        os.chdir(here)

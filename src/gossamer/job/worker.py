@@ -1,0 +1,182 @@
+"""What every process of a run does: `python -m gossamer.job.worker RUN_DIR`, started by our supervisor or by torchrun,
+srun or mpirun. Everything it needs stands in the run directory and in the launcher's environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from gossamer import loss
+from gossamer.comm.channel.store import join_store
+from gossamer.data import Corpus, open_corpus
+from gossamer.job.rank_job import RankContext, RankJob, run_job
+from gossamer.job.run_files import keep
+from gossamer.launch.environment import LauncherRank
+from gossamer.launch.port import owner
+from gossamer.launch.worker import Ready, run_worker
+from gossamer.loss import Loss
+from gossamer.model.input_checks import check_sequence, check_vocabulary
+from gossamer.model.source import ModelSource, origin_of
+from gossamer.partition.plan_file import read_plan
+from gossamer.partition.rank_model import OriginSource, PartitionRequest, planned
+from gossamer.process import DONE, INTERRUPTED
+from gossamer.run.batches import TextBatches
+from gossamer.run.build import Parts, set_memory, set_threads
+from gossamer.spec.config import DataSection, RunConfig
+from gossamer.spec.errors import BadInput, PeerLost
+from gossamer.spec.records import Record
+from gossamer.view.run_directory import RunDirectory
+
+Show = Callable[[Record], None]
+_LATER_S = 30.0  # than its supervisor, which knows who hangs, a rank that waits gives up
+_CODES = {"done": DONE, "interrupted": INTERRUPTED}
+
+
+def main() -> int:
+    """Exit code as `run_worker` says."""
+    directory = RunDirectory(Path(sys.argv[1]).absolute())
+    if folder := os.environ.get("GOSSAMER_FOLDER"):  # of a run that is resumed from another one
+        os.chdir(folder)
+    resume = os.environ.get("GOSSAMER_RESUME") == "1"
+    return run_worker(lambda ready: run_rank(ready, directory, directory.config(), resume=resume))
+
+
+def run_rank(
+    ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bool, show: Show | None = None
+) -> None:
+    """Build what the configuration describes and train it, as one rank among all."""
+    place = ready.place
+    ready.heartbeat.at(phase="build")
+    set_memory(config.plan.states)
+    set_threads(config.machines.threads, place.local_ranks)
+    corpus = corpus_of(config.data)
+    origin = origin_for(config, corpus)
+    device = device_of(place)
+    given = read_plan(directory.plan_file, ranks=place.ranks) if directory.plan_file.exists() else None
+    train, objective = TextBatches(corpus.train), objective_of(config)
+    asked = PartitionRequest(
+        config=config,
+        ranks=place.ranks,
+        rank=place.rank,
+        batches=train,
+        objective=objective,
+        device=device,
+        local_ranks=place.local_ranks,
+    )
+    model = planned(OriginSource(origin, config.train.seed), asked, given)
+    held = model.outline
+    parts = Parts(
+        module=held.module,
+        objective=objective,
+        train=train,
+        validation=TextBatches(corpus.validation) if config.data.validation else None,
+        config=config,
+        plan=held.plan,
+        device=device,
+        cut=held.cut,
+        words=corpus.tokenizer,
+    )
+    ready.heartbeat.at(phase="connect")
+    run_job(
+        RankJob(
+            parts=parts,
+            planned=model,
+            where=rendezvous(place, config.machines.timeout_s + (_LATER_S if place.heartbeat else 0.0)),
+            directory=directory,
+            described=origin.describe(),
+            data=corpus.fingerprint,
+            text=str(config.data.source),
+            remark=corpus.remark,
+            vocabulary=corpus.tokenizer.vocabulary,
+            show=show if place.rank == 0 else None,
+            resume=resume or place.resume_step >= 0,
+            resume_step=place.resume_step,
+            at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
+            asked_to_stop=lambda: ready.stop.is_set,
+            keep=lambda: keep(directory, corpus.tokenizer, origin),
+            moves=ready.heartbeat.at,
+            sealed=lambda outcome: ready.heartbeat.leave(_CODES[outcome], for_all=place.rank == 0),
+            observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
+        )
+    )
+
+
+def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:
+    """The configured model, fitted to the corpus; raises BadInput where the two do not go together."""
+    words = corpus.tokenizer
+    origin = origin_of(config.model).suited_to(words.vocabulary, words.separator)
+    check_vocabulary(origin.vocabulary(), words.vocabulary, tokenizer=str(config.data.tokenizer))
+    check_sequence(origin.positions(), config.data.sequence)
+    return origin
+
+
+def objective_of(config: RunConfig) -> Loss:
+    """What is minimised."""
+    return loss.build(config.train.objective, key="train.objective")
+
+
+def corpus_of(data: DataSection) -> Corpus:
+    """The corpus of a configuration."""
+    return open_corpus(
+        source=data.source,
+        tokenizer=data.tokenizer,
+        sequence=data.sequence,
+        pack=data.pack,
+        isolate=data.isolate,
+        validation=data.validation,
+        cache=data.cache,
+    )
+
+
+def device_of(place: LauncherRank) -> torch.device:
+    """One GPU per process where there are any, else the CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def rendezvous(place: LauncherRank, timeout_s: float) -> RankContext:
+    """This rank among the others, with the store they all meet in. Raises PeerLost, BadInput."""
+    try:
+        store = join_store(
+            place.address,
+            place.port,
+            place.ranks,
+            is_keeper=place.rank == 0 and not place.has_store,
+            timeout_s=timeout_s,
+            listener=place.listener,
+        )
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()[0]
+        if "address already in use" in said:  # never of our own supervisor's: that listens before it starts anybody
+            raise BadInput(
+                f"port {place.port}, where rank 0 is to listen, is in use{owner(place.port)}: "
+                "end that, or set MASTER_PORT to another port on all ranks"
+            ) from None
+        raise PeerLost(
+            f"rank {place.rank} cannot reach the meeting point {place.address}:{place.port}: {said}. "
+            "Rank 0 listens there: look whether it has started, and whether this host reaches that address"
+        ) from None
+    first = place.local_rank if place.hosts > 1 and not place.shared else place.rank
+    writers = place.local_ranks if place.hosts > 1 and not place.shared else place.ranks
+    return RankContext(
+        rank=place.rank,
+        ranks=place.ranks,
+        hosts=place.hosts,
+        writer=first,
+        writers=writers,
+        store=store,
+        interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        generation=place.generation,
+        timeout_s=timeout_s,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

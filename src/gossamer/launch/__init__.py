@@ -1,0 +1,34 @@
+"""Launching: start workers here, on hosts that meet, or over ssh; see them through; say who failed first and why.
+
+Nothing here imports torch. `launch_local` serves one machine, `launch_met` one of several hosts on which the same
+command was started, `launch_hosts` starts it on all of them over ssh. `read_environment` tells a worker its place,
+whoever launched it; `run_worker` wraps a worker's main.
+"""
+
+from gossamer.launch.environment import LauncherRank, launcher_of, read_environment
+from gossamer.launch.launch_rendezvous import launch_met
+from gossamer.launch.local import LaunchRequest, launch_here, launch_local
+from gossamer.launch.rendezvous_config import HostMeeting, RendezvousConfig
+from gossamer.launch.rendezvous_messages import HostFingerprint
+from gossamer.launch.ssh import launch_hosts
+from gossamer.launch.supervisor import RunEnd
+from gossamer.launch.worker import Ready, run_worker
+from gossamer.launch.worker_group import Limits
+
+__all__ = [
+    "HostFingerprint",
+    "RendezvousConfig",
+    "Limits",
+    "HostMeeting",
+    "RunEnd",
+    "LauncherRank",
+    "Ready",
+    "LaunchRequest",
+    "launch_here",
+    "launch_hosts",
+    "launch_local",
+    "launch_met",
+    "launcher_of",
+    "read_environment",
+    "run_worker",
+]

@@ -1,0 +1,162 @@
+"""What went wrong on one rank, which of several came first, and the page that says so."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gossamer.launch.paths import lacks_checkpoint
+from gossamer.process.exit_codes import BAD_INPUT, PEER_LOST, exit_text
+from gossamer.process.json_lines import Said
+
+What = Literal["exited", "stopped", "silent", "hung", "host lost"]
+_WIDTH = 100
+_COPIED = ("log", "all logs", "next")  # rows that people copy from: never wrapped
+_PEER_LOST_TEXT = re.compile(
+    r"connection (was )?(closed|reset) by (remote )?peer|broken pipe|socket closed|remote process exited", re.IGNORECASE
+)
+
+
+class RankFailure(Said):
+    """One rank's failure, as its own supervisor saw it."""
+
+    rank: int
+    host: int
+    hostname: str
+    pid: int
+    what: What
+    exit_code: int = 0  # meaningful for "exited"; minus the signal's number
+    kind: str = ""  # class of the exception, from the rank's own note
+    message: str = ""  # from the note, else the last line it wrote
+    place: str = ""  # the last line of the user's code that it was in
+    cause: str  # likely cause, in words
+    step: int = -1
+    phase: str = ""
+    op: str = ""
+    sequence: int = -1
+    log: str = ""
+    age_s: float = 0.0  # how long ago when it was said: clocks of hosts are never compared
+    by_us: bool = False  # ended by its supervisor after something else had failed
+
+    @property
+    def gave_up_waiting(self) -> bool:
+        """It lost a peer that may well be alive: nothing came from it in time."""
+        return self.is_collateral and not self.by_us and "timed out" in self.message.lower()
+
+    @property
+    def is_collateral(self) -> bool:
+        """It failed only because another rank was lost, or because it was told to end."""
+        if self.by_us or self.exit_code == PEER_LOST or self.kind == "PeerLost":
+            return True
+        is_exit = self.exit_code > 0 and self.exit_code != BAD_INPUT
+        return is_exit and bool(_PEER_LOST_TEXT.search(self.message))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dated:
+    """A failure on this supervisor's clock."""
+
+    failure: RankFailure
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootCause:
+    """`first`: the cause; `others`: failed by themselves, later; `collateral`: lost a peer, or were ended by us."""
+
+    first: RankFailure
+    others: tuple[RankFailure, ...] = ()
+    collateral: tuple[RankFailure, ...] = ()
+
+
+def find_root_cause(failures: Sequence[Dated]) -> RootCause:
+    """Sort out at least one failure. Collateral ones come first only when there is nothing else."""
+    ordered = [dated.failure for dated in sorted(failures, key=lambda d: (d.at_s, d.failure.rank))]
+    own = [f for f in ordered if not f.is_collateral]
+    first = (own or ordered)[0]
+    return RootCause(
+        first=first,
+        others=tuple(f for f in own if f is not first),
+        collateral=tuple(f for f in ordered if f.is_collateral and f is not first),
+    )
+
+
+def format_report(found: RootCause, *, rundir: Path) -> str:
+    """The bordered block: who, where, when, why, who else, where to read on, what to do."""
+    first = found.first
+    where = f"step {first.step}, {first.phase}" if first.step >= 0 else (first.phase or "before the first step")
+    if first.op:
+        where += f", last operation {first.op}" + (f" (number {first.sequence})" if first.sequence >= 0 else "")
+    alike = [f for f in found.others if f.cause == first.cause]  # all found out together: the cause says who it is
+    lost = [f for f in found.collateral if not f.by_us]
+    ended = [f for f in found.collateral if f.by_us]
+    rows = [
+        ("first failing rank", f"none alone: {_ranks([first, *alike])} failed alike" if alike else _who(first)),
+        ("stood at", where),
+        ("likely cause", f"{first.cause}\nat {first.place}" if first.place else first.cause),
+        ("failed as well", "; ".join(_brief(f) for f in found.others if f not in alike)),
+        ("lost their peer", _ranks(lost)),
+        ("ended by us", _ranks(ended)),
+        ("log", first.log),
+        ("all logs", str(rundir / "logs")),
+        ("next", _next(first, rundir)),
+    ]
+    return _bordered("the run failed", [(name, text) for name, text in rows if text])
+
+
+def _next(first: RankFailure, rundir: Path) -> str:
+    """Nothing where it would end the same way, or begin anew."""
+    return "" if first.kind == "CheckpointMismatch" or lacks_checkpoint(rundir) else f"gossamer resume {rundir}"
+
+
+def _who(first: RankFailure) -> str:
+    if first.what == "host lost":
+        return f"every rank of host {first.hostname}"
+    return f"{first.rank} on host {first.hostname} (process {first.pid})"
+
+
+def _brief(failure: RankFailure) -> str:
+    return f"rank {failure.rank} on {failure.hostname} ({failure.cause.splitlines()[0][:120]})"
+
+
+def _ranks(failures: Sequence[RankFailure]) -> str:
+    """ "ranks 0, 1 on a; rank 5 on b"."""
+    by_host: dict[str, list[int]] = {}
+    for failure in sorted(failures, key=lambda f: f.rank):
+        by_host.setdefault(failure.hostname, []).append(failure.rank)
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(r) for r in ranks)} on {host}"
+        for host, ranks in by_host.items()
+    )
+
+
+def _bordered(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    margin = max(len(name) for name, _ in rows) + 2
+    lines: list[str] = []
+    for name, text in rows:
+        room = len(text) if name in _COPIED else _WIDTH - margin - 4
+        pieces = [piece for line in text.splitlines() for piece in textwrap.wrap(line, room, break_on_hyphens=False)]
+        lines += [f"{name if i == 0 else '':{margin}}{piece}" for i, piece in enumerate(pieces)]
+    width = max(*(len(line) for line in lines), len(title) + 4)
+    top = f"+- {title} {'-' * (width - len(title) - 1)}+"
+    return "\n".join([top, *(f"| {line:{width}} |" for line in lines), f"+{'-' * (width + 2)}+"])
+
+
+def cause_of_exit(code: int, *, said: str, out_of_memory: str, peak: str) -> str:
+    """The likely cause of an exit in words. `said`: the last thing the rank said; `out_of_memory`: what the kernel
+    counted, "" for nothing; `peak`: the rank's largest resident memory."""
+    if code == -9 and out_of_memory:
+        return f"killed by the kernel for lack of memory: {out_of_memory}; the rank held {peak} at most"
+    signals = {
+        -9: f"killed by SIGKILL from outside (kill -9, a scheduler, or the kernel for lack of memory, though its "
+        f"control group counts none); it held {peak} at most",
+        -15: "ended by SIGTERM from outside before it could save",
+        -11: "crashed in native code (SIGSEGV); its stack is at the end of its log",
+        -7: "crashed on memory that is not there (SIGBUS): a full /dev/shm, or a file cut short while mapped",
+        -6: "aborted in native code (SIGABRT); the reason is at the end of its log",
+    }
+    return signals.get(code) or said or f"ended with {exit_text(code)} and said nothing"

@@ -1,0 +1,26 @@
+"""One host's part of a run over several hosts on which the same command was started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from gossamer.launch.local import LaunchRequest, launch_among
+from gossamer.launch.rendezvous import meet
+from gossamer.launch.rendezvous_config import HostMeeting, RendezvousConfig
+from gossamer.launch.supervisor import RunEnd
+
+
+def launch_met(invitation: RendezvousConfig, start: Callable[[HostMeeting], LaunchRequest]) -> RunEnd:
+    """Meet the other hosts, then run this host's workers; failures and stops on any host reach all within a second.
+
+    `start` is asked once the hosts agree: only then the run's directory (host 0's name for it) and the checkpoint to
+    resume from are known. Raises BadInput (the same message on every host) and PeerLost.
+    """
+    meeting = meet(invitation)
+    with ExitStack() as stack:
+        for connection in meeting.others.values():
+            stack.callback(connection.close)
+        if meeting.among.listener is not None:
+            stack.callback(meeting.among.listener.close)
+        return launch_among(start(meeting), meeting.among, meeting.others)

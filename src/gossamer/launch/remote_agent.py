@@ -1,0 +1,104 @@
+"""Runs on every host of an ssh launch: takes an order from standard input, and ends with whoever sent it.
+
+`python -m gossamer.launch.remote_agent`. First line: an `Order`; then a line for every wish to stop. The end of input
+means that the sender is gone: the command is asked to save, and after a while to stop at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from gossamer.launch.remote_command import FILES, STOP, HostOrder
+from gossamer.process import BAD_INPUT, FAILED, EventLoop, tied
+from gossamer.process.json_lines import JsonLineReader, read_line
+from gossamer.spec.errors import WireMismatch
+
+_TURN_S = 0.1
+_GRACE_S = 60.0
+_ORDER: TypeAdapter[HostOrder] = TypeAdapter(HostOrder)
+
+
+class Sender:
+    """Standard input, line by line."""
+
+    def __init__(self) -> None:
+        self._lines = JsonLineReader()
+        self._inbox: list[bytes] = []
+        self.is_gone = False
+
+    def fileno(self) -> int:
+        return 0
+
+    def read(self) -> None:
+        data = os.read(0, 1 << 16)
+        self._inbox += self._lines.feed(data)
+        self.is_gone = not data
+
+    def order(self) -> HostOrder:
+        """Wait for it; raises WireMismatch."""
+        while not self._inbox and not self.is_gone:
+            self.read()
+        if not self._inbox:
+            raise WireMismatch("wanted an order on standard input, got nothing")
+        return read_line(self._inbox.pop(0), _ORDER)
+
+    def wishes(self) -> int:
+        """Wishes to stop that came since the last call."""
+        inbox, self._inbox = self._inbox, []
+        return inbox.count(STOP)
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, _deaf)  # wishes come by standard input, and its end says that ssh has ended
+    sender = Sender()
+    try:
+        order = sender.order()
+    except WireMismatch as error:
+        sys.stderr.write(f"{error}\n")
+        return BAD_INPUT
+    with tempfile.TemporaryDirectory(prefix="gossamer-") as folder:
+        for name, text in order.files.items():
+            (Path(folder) / Path(name).name).write_text(text, "utf-8")
+        command = subprocess.Popen(
+            tied([argument.replace(FILES, folder) for argument in order.argv]),
+            stdin=subprocess.DEVNULL,
+            cwd=order.folder if Path(order.folder).is_dir() else None,
+            start_new_session=True,
+        )
+        return _see_through(command, sender)
+
+
+def _see_through(command: subprocess.Popen[bytes], sender: Sender) -> int:
+    """The command's exit code."""
+    loop = EventLoop()
+    loop.watch(sender, sender.read)
+    asked_s = -1.0
+    while command.poll() is None:
+        loop.turn(_TURN_S)
+        for _ in range(sender.wishes()):
+            command.send_signal(signal.SIGINT)
+        if sender.is_gone:
+            loop.forget(sender)
+            if asked_s < 0 or time.monotonic() - asked_s > _GRACE_S:
+                command.send_signal(signal.SIGTERM)
+                asked_s = time.monotonic()
+            time.sleep(_TURN_S)
+    loop.close()
+    return command.returncode if command.returncode >= 0 else FAILED
+
+
+def _deaf(number: int, frame: object) -> None:
+    """Unlike SIG_IGN this is not inherited by the command."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Signals a supervisor was sent, counted; the handlers that stood before are put back."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+from gossamer.process.event_loop import EventLoop
+
+_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def nothing_to_stop() -> Iterator[None]:
+    """While entered, what asks to stop is not heard, as all is over but the tidying; but a second SIGINT is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = 0
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        heard += number == signal.SIGINT
+        if heard > 1:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, asked) for number in _ASKING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class StopRequests:
+    """While entered, SIGINT, SIGTERM and SIGHUP are counted in `count` instead of ending the process.
+
+    In a thread other than the main one Python delivers no signals: there `count` stays 0.
+    """
+
+    def __init__(self, loop: EventLoop) -> None:
+        self.count = 0
+        self._loop = loop
+        self._before: dict[signal.Signals, signal._HANDLER] = {}
+        self._is_main = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> StopRequests:
+        if self._is_main:
+            self._woken, self._wake = socket.socketpair()
+            self._woken.setblocking(False)
+            self._wake.setblocking(False)
+            self._wakeup_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+            self._loop.watch(self._woken, self._drain)
+            for number in _ASKING:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup and background jobs keep their say
+                    self._before[number] = signal.signal(number, self._asked)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._is_main:
+            signal.set_wakeup_fd(self._wakeup_before)
+            self._loop.forget(self._woken)
+            self._woken.close()
+            self._wake.close()
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+    def _drain(self) -> None:
+        self._woken.recv(4096)

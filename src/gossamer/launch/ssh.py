@@ -1,0 +1,173 @@
+"""Start the same command on several hosts over ssh, and see it through."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO
+
+from gossamer.launch.interface import route_to
+from gossamer.launch.local import to_stderr
+from gossamer.launch.preflight import SSH, HostFindings, HostRequirements, look
+from gossamer.launch.remote_command import STOP, HostOrder
+from gossamer.launch.signals import StopRequests
+from gossamer.process import BAD_INPUT, DONE, FAILED, INTERRUPTED, EventLoop, tied
+from gossamer.process.json_lines import write_line
+from gossamer.spec.errors import BadInput
+
+_TURN_S = 0.1
+_PATIENCE_S = 10.0  # from the end of one host that failed until the others are told to end
+_SSH_FAILED = 255
+_TAIL_BYTES = 2000
+
+
+def launch_hosts(
+    hosts: Sequence[str],
+    arguments: Sequence[str],
+    *,
+    files: Mapping[str, str] | None = None,
+    paths: Sequence[str] = (),
+    python: str = sys.executable,
+    meet: str = "",
+    folder: str = "",
+    say: Callable[[str], None] = to_stderr,
+) -> int:
+    """Run `python -m gossamer ARGUMENTS --host I/N --meet ADDRESS:PORT` on every host; returns exit code 0, 2, 3 or 4.
+
+    hosts: names ssh knows, host 0 first. files: texts by name that are put on every host; "{files}" in `arguments` is
+    their folder there. paths: what must exist on every host. python: the interpreter there. meet: "ADDRESS:PORT" of
+    host 0, "" to use the address by which ssh reached it. folder: where it runs there, "" for the current one's name.
+    Host 0's output is passed on. Raises BadInput, with a table, when a host cannot run this.
+    """
+    twice = sorted({host for host in hosts if hosts.count(host) > 1})
+    if twice or not hosts:
+        raise BadInput(f"wanted different hosts, got {', '.join(hosts) or 'none'}", key="machines.hosts")
+    wanted = HostRequirements(python=python, paths=tuple(paths), folder=folder or str(Path.cwd()))
+    found = look(hosts, wanted)
+    where = meet or _meeting_place(hosts, found)
+    orders = [
+        HostOrder(
+            argv=(python, "-m", "gossamer", *arguments, "--host", f"{number}/{len(hosts)}", "--meet", where),
+            files=dict(files or {}),
+            folder=wanted.folder,
+        )
+        for number in range(len(hosts))
+    ]
+    with ExitStack() as stack:
+        remotes = [
+            _Remote(host, python, order, stack, echo=n == 0)
+            for n, (host, order) in enumerate(zip(hosts, orders, strict=True))
+        ]
+        return _see_through(remotes, say)
+
+
+class _Remote:
+    """One ssh, its order given and its standard input kept open: the host ends when that closes."""
+
+    def __init__(self, host: str, python: str, order: HostOrder, stack: ExitStack, *, echo: bool) -> None:
+        self.host = host
+        self._kept: IO[bytes] | None = None
+        if not echo:
+            self._kept = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack is one)
+        self._process = subprocess.Popen(
+            tied([*SSH, host, shlex.join([python, "-m", "gossamer.launch.remote_agent"])]),
+            stdin=subprocess.PIPE,
+            stdout=self._kept,
+            stderr=self._kept,
+            start_new_session=True,  # Ctrl-C reaches the hosts through us alone
+        )
+        stack.callback(self._end)
+        self._tell(write_line(order))
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def stop(self) -> None:
+        self._tell(STOP + b"\n")
+
+    def hang_up(self) -> None:
+        """The host saves and ends, or ends."""
+        with suppress(BrokenPipeError):
+            self._pipe().close()
+
+    def said(self) -> str:
+        """The end of what a host other than host 0 wrote."""
+        if self._kept is None:
+            return ""
+        self._kept.seek(max(0, self._kept.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return self._kept.read().decode("utf-8", "replace").strip()
+
+    def _tell(self, line: bytes) -> None:
+        with suppress(BrokenPipeError, ValueError):  # it has ended already
+            self._pipe().write(line)
+            self._pipe().flush()
+
+    def _pipe(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    def _end(self) -> None:
+        self.hang_up()
+        self._process.kill()
+        self._process.wait()
+
+
+def _see_through(remotes: Sequence[_Remote], say: Callable[[str], None]) -> int:
+    loop = EventLoop()
+    heard, failed_s, is_hung_up = 0, 0.0, False
+    with StopRequests(loop) as requests:
+        while any(remote.poll() is None for remote in remotes):
+            loop.turn(_TURN_S)
+            for _ in range(requests.count - heard):
+                for remote in remotes:
+                    remote.stop()
+            heard = requests.count
+            if not failed_s and any(remote.poll() not in (None, DONE, INTERRUPTED) for remote in remotes):
+                failed_s = time.monotonic()
+            if failed_s and not is_hung_up and time.monotonic() - failed_s > _PATIENCE_S:
+                is_hung_up = True
+                for remote in remotes:
+                    remote.hang_up()
+    loop.close()
+    codes = [remote.poll() or 0 for remote in remotes]
+    if len(set(codes)) > 1:  # else host 0 has said it all
+        for remote, code in zip(remotes, codes, strict=True):
+            if code not in (DONE, INTERRUPTED):
+                what = "ssh lost it" if code == _SSH_FAILED else f"exit code {code}"
+                say(f"host {remote.host}: {what}\n{remote.said()}".strip())
+    return _exit_code(codes)
+
+
+def _exit_code(codes: Sequence[int]) -> int:
+    if BAD_INPUT in codes:
+        return BAD_INPUT
+    if set(codes) <= {DONE, INTERRUPTED}:
+        return max(codes)
+    return FAILED
+
+
+def _meeting_place(hosts: Sequence[str], found: Mapping[str, HostFindings]) -> str:
+    """Host 0's address as the other hosts can use it, and a port that was free there a moment ago."""
+    first, *others = (_address(host, found[host]) for host in hosts)
+    far = [address for address in others if not address.startswith("127.")]
+    if first.startswith("127.") and far:  # host 0 is this machine, and the others must not look for it in themselves
+        first = route_to(far[0])
+    return f"{first}:{found[hosts[0]].port}"
+
+
+def _address(host: str, found: HostFindings) -> str:
+    if found.address and ":" not in found.address:
+        return found.address
+    name = host.rpartition("@")[2]
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise BadInput(f"the address of host {name} is not known here ({error}): give --meet ADDRESS:PORT") from None

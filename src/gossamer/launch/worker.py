@@ -1,0 +1,121 @@
+"""A worker's own part: know its place, beat, hear the wish to stop, and leave a note when it fails."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from gossamer.launch.environment import LauncherRank, read_environment
+from gossamer.process import BAD_INPUT, DONE, FAILED, INTERRUPTED, PEER_LOST, Heartbeat, write_error
+from gossamer.spec.errors import BadInput, Interrupted, PeerLost
+
+
+class StopFlag:
+    """Set by SIGTERM (a supervisor, a scheduler) or SIGINT; read it at step borders, where all ranks agree."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def install(self) -> None:
+        """Listen. In a thread other than the main one Python delivers no signals."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._asked)
+
+    def ignore(self) -> None:
+        """Nothing is left to stop. Python takes its own handlers away before a process has quite ended."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen for a while, in a process that has its own use for these signals before and after.
+
+        A second SIGINT means now: KeyboardInterrupt.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.install()
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.is_set = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What a worker's body is given."""
+
+    place: LauncherRank
+    heartbeat: Heartbeat
+    stop: StopFlag
+
+
+def run_worker(body: Callable[[Ready], None]) -> int:
+    """Run `body` as the worker this process was started as; returns the exit code its supervisor understands.
+
+    0: `body` returned; 2: BadInput; 4: Interrupted (a checkpoint is saved); 75: PeerLost; 3: anything else. The code
+    is said to the supervisor before this process leaves with it. Failures leave a note in the run's errors folder and
+    their trace on stderr. Raises BadInput when there is no launcher.
+    """
+    place = read_environment()
+    stop = StopFlag()
+    stop.install()
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks a hung rank for its stacks
+    heartbeat = Heartbeat(
+        place.rank,
+        place.heartbeat,
+        place.token,
+        period_s=place.heartbeat_s,
+        generation=place.generation,
+        box=place.box,
+    )
+    try:
+        body(Ready(place=place, heartbeat=heartbeat, stop=stop))
+        heartbeat.leave(DONE)
+    except Interrupted:
+        heartbeat.leave(INTERRUPTED)
+    except BaseException as error:
+        _leave_note(place, error)
+        heartbeat.leave(_code(error), why=f"{type(error).__name__}: {error}")
+    finally:
+        stop.ignore()
+        heartbeat.close()
+    return heartbeat.word.code
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, BadInput):
+        return BAD_INPUT
+    return PEER_LOST if isinstance(error, PeerLost) else FAILED
+
+
+def _leave_note(place: LauncherRank, error: BaseException) -> None:
+    with suppress(OSError):  # a full disk, under the log too: the supervisor hears of it all the same
+        if isinstance(error, PeerLost):
+            sys.stderr.write(f"rank {place.rank} lost a peer: {error}\n")  # whose supervisor has more to say
+        elif not isinstance(error, BadInput):
+            sys.excepthook(type(error), error, error.__traceback__)
+    if place.errors:
+        try:
+            write_error(Path(place.errors), place.rank, error)
+        except OSError as disk:
+            with suppress(OSError):
+                sys.stderr.write(f"no note about this could be left in {place.errors}: {disk}\n")

@@ -1,0 +1,236 @@
+"""The workers of one host: started, heard, judged, ended, reaped. Facts go out as `Failure` values."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gossamer.launch.control_channel import How
+from gossamer.launch.failure_report import RankFailure, What, cause_of_exit
+from gossamer.launch.paths import errors_folder
+from gossamer.process import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    Command,
+    EventLoop,
+    HeartbeatServer,
+    Liveness,
+    OrphanReaper,
+    Worker,
+    exit_text,
+    read_error,
+)
+from gossamer.process.out_of_memory import memory_events
+from gossamer.spec.units import show_gib, show_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long what may take. `heartbeat_s`: a rank silent for so long is named; `progress_timeout_s`: a rank that
+    others wait for has failed; `grace_s`: to save and stop; `settle_s`: for peers of a failed rank to say their own;
+    `kill_s`: from SIGTERM to SIGKILL."""
+
+    heartbeat_s: float = 5.0
+    progress_timeout_s: float = 150.0
+    grace_s: float = 60.0
+    settle_s: float = 1.5
+    kill_s: float = 3.0
+
+
+class WorkerGroup:
+    """All workers of this host, from start to reaping. Use as a context: leaving it kills and reaps what is left."""
+
+    def __init__(
+        self, loop: EventLoop, server: HeartbeatServer, *, host: int, hostname: str, rundir: Path, limits: Limits
+    ) -> None:
+        self._loop, self._server, self._limits = loop, server, limits
+        self._host, self._hostname, self._errors = host, hostname, errors_folder(rundir)
+        self._warden = OrphanReaper()
+        self._workers: dict[int, Worker] = {}
+        self._suspects: dict[int, int] = {}  # rank -> judgements in a row that found it stopped
+        self._named: set[int] = set()  # ranks whose failure is already out
+        self._ended_by_us = False
+
+    def start(self, jobs: Sequence[Command]) -> None:
+        for job in jobs:
+            self._workers[job.rank] = Worker(job, loop=self._loop, warden=self._warden)
+        self._memory = {rank: memory_events(worker.pid) for rank, worker in self._workers.items()}
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+        while not self.is_over:
+            self._loop.turn(0.02)
+            self.reap(stop="now")
+        self._warden.close()
+
+    @property
+    def is_over(self) -> bool:
+        return all(worker.exit_code is not None for worker in self._workers.values())
+
+    @property
+    def exit_codes(self) -> tuple[int, ...]:
+        return tuple(_code(worker) for worker in self._workers.values() if worker.exit_code is not None)
+
+    @property
+    def sealed(self) -> int | None:
+        """How the whole run ended, where a worker here has said so: all is saved and written down. None: not yet."""
+        return next((w.word.code for w in self._workers.values() if w.word.for_all), None)
+
+    @property
+    def pulses(self) -> tuple[Liveness, ...]:
+        return tuple(self._server.pulses.values())
+
+    def owns(self, rank: int) -> bool:
+        return rank in self._workers
+
+    def forgive(self, pause_s: float) -> None:
+        """The supervisor itself was held up: that is nobody's silence."""
+        self._server.forgive(pause_s)
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to all: save and stop."""
+        for worker in self._workers.values():
+            worker.signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Something has failed: SIGTERM to the rest. Stopped ones cannot hear it and are killed."""
+        self._ended_by_us = True
+        for worker in self._workers.values():
+            if worker.state() == "T":
+                worker.kill()
+            worker.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+
+    def accuse(self, rank: int) -> None:
+        """A rank is known to be hung: let it write its stacks into its log, before it is ended."""
+        self._named.add(rank)
+        self._workers[rank].signal(signal.SIGUSR1)
+
+    def reap(self, *, stop: How | None) -> list[RankFailure]:
+        """Failures of the workers that ended since the last call. `stop`: how they were asked to, if they were."""
+        failures: list[RankFailure] = []
+        for rank, worker in self._workers.items():
+            if worker.exit_code is not None or worker.poll() is None:
+                continue
+            self._server.finish(rank)
+            # asked to stop before its handler stood, or killed because it took too long
+            code = _code(worker)
+            excused = stop == "now" or (stop is not None and code in (-signal.SIGTERM, -signal.SIGKILL))
+            if rank not in self._named and code not in (DONE, INTERRUPTED) and not excused:
+                failures.append(self._exited(rank, worker))
+        return failures
+
+    def judge(self) -> tuple[list[RankFailure], list[str]]:
+        """Ranks that stopped or fell silent: those that have failed, and what to say of those that may yet."""
+        failures: list[RankFailure] = []
+        warnings: list[str] = []
+        now_s = time.monotonic()
+        for rank, worker in self._workers.items():
+            pulse = self._server.pulses[rank]
+            silent_s = now_s - pulse.heard_s
+            if worker.exit_code is not None or rank in self._named or silent_s < self._limits.heartbeat_s:
+                self._suspects.pop(rank, None)
+                continue
+            state = worker.state()
+            seen = self._suspects[rank] = self._suspects.get(rank, 0) + 1
+            if state == "T" and seen > 1:
+                cause = f"stopped by a signal (SIGSTOP): no heartbeat for {show_seconds(silent_s)}"
+                failures.append(self._failure(rank, "stopped", cause))
+                worker.kill()
+            elif pulse.pid and not pulse.finished and silent_s > self._limits.progress_timeout_s:
+                failures.append(self._failure(rank, "silent", _silence(silent_s, state)))
+            elif pulse.pid and not pulse.finished and seen == 1 and state != "T":
+                warnings.append(f"rank {rank} on {self._hostname} is silent: {_silence(silent_s, state)}")
+        self._named |= {failure.rank for failure in failures}
+        return failures, warnings
+
+    def _exited(self, rank: int, worker: Worker) -> RankFailure:
+        assert worker.exit_code is not None
+        if worker.is_silent:
+            return self._silent(rank, worker)
+        report = read_error(self._errors, rank, pid=worker.pid)
+        said = f"{report.kind}: {report.message}" if report else worker.word.why or worker.last_line()
+        kind, _, message = worker.word.why.partition(": ")
+        cause = cause_of_exit(
+            _code(worker), said=said, out_of_memory=self._killed(rank), peak=show_gib(worker.peak_bytes)
+        )
+        return self._failure(rank, "exited", cause).model_copy(
+            update={
+                "exit_code": _code(worker),
+                "kind": report.kind if report else kind,
+                "message": report.message if report else message or said,
+                "place": report.place if report else "",
+                "by_us": self._ended_by_us and (worker.exit_code < 0 or (report is None and not kind)),
+            }
+        )
+
+    def _silent(self, rank: int, worker: Worker) -> RankFailure:
+        position = worker.last_position()
+        at = f"step {position.step}, {position.phase}" if position.step >= 0 else f"phase {position.phase}"
+        cause = (
+            f"ended in silence at {at}: {exit_text(worker.exit_code or 0)} before its work was done\n"
+            "something in its process ended it: os._exit in the model, the data or a library"
+        )
+        return self._failure(rank, "exited", cause).model_copy(update={"exit_code": FAILED, "message": cause})
+
+    def _killed(self, rank: int) -> str:
+        events = self._memory[rank]
+        if not events.killed_since():
+            return ""
+        limit = f" with a limit of {show_gib(events.limit_bytes)}" if events.limit_bytes else ""
+        return f"control group {events.file.parent if events.file else ''}{limit}"
+
+    def _failure(self, rank: int, what: What, cause: str) -> RankFailure:
+        worker = self._workers[rank]
+        position = worker.last_position()
+        return RankFailure(
+            rank=rank,
+            host=self._host,
+            hostname=self._hostname,
+            pid=worker.pid,
+            what=what,
+            cause=cause,
+            step=position.step,
+            phase=position.phase,
+            op=position.op[:200],
+            sequence=position.sequence,
+            log=str(worker.log),
+        )
+
+
+def _code(worker: Worker) -> int:
+    """How a worker has ended: as it said, unless it was killed before all that it had to do was done; in silence is a
+    failure.
+    """
+    assert worker.exit_code is not None
+    said = worker.word.code
+    if said in (DONE, INTERRUPTED) or (said >= 0 and worker.exit_code >= 0):
+        return said
+    return FAILED if worker.is_silent else worker.exit_code
+
+
+def _silence(silent_s: float, state: str) -> str:
+    meaning = {
+        "D": "waits for a disk or a device",
+        "R": "computes without letting any other thread run",
+        "S": "sleeps holding the interpreter",
+        "t": "is held by a debugger",
+    }
+    said = f"no heartbeat for {show_seconds(silent_s)}"
+    return (
+        f"{said}, the process {meaning[state]} (state {state})"
+        if state in meaning and sys.platform != "win32"
+        else said
+    )

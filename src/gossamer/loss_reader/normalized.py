@@ -1,0 +1,63 @@
+"""Whether numbers were normalised over the rows that a rank has, outside of the graph."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gossamer.loss_reader import row_dims as lay
+from gossamer.loss_reader.row_dims import RowDims, RowsTogether
+from gossamer.loss_reader.row_flow import RowPath, RowPlace
+
+_LOOKED_THROUGH = 1 << 22  # numbers of one tensor
+
+
+def is_normalised(other: Tensor, layout: RowDims, rows: int) -> bool:
+    """Whether numbers have a mean of 0 or 1 over rows, as their own statistics make it. `rows`: of the batch."""
+    (dim, *_) = lay.where(layout)
+    back = len(layout) - dim
+    if not other.is_floating_point() or back > other.dim() or other.shape[-back] < 2:
+        return False
+    if other.shape[-back] != lay.size_of(layout[dim]):
+        return False
+    wide = other.detach().double()
+    low, high = float(wide.min()), float(wide.max())
+    if low == high or bool((wide == wide.round()).all()) or (low == 0.0 and bool(((wide == 0) | (wide == high)).all())):
+        return False  # constants, signs, masks
+    each = _by_row(wide, other.dim() - back, layout[dim], rows)
+    if each.shape[1] > 1 and _is_centred(each, 1):
+        return False  # every row by itself, by its own statistics
+    return _is_centred(wide, None) or _is_centred(wide, other.dim() - back)
+
+
+def _by_row(wide: Tensor, at: int, dim: lay.Dim, rows: int) -> Tensor:
+    """(rows, numbers of each), where dimension `at` is one with rows."""
+    if dim[0][1].startswith(lay.PART) and rows and dim[0][0] % rows == 0:
+        dim = ((rows, lay.ROWS), (dim[0][0] // rows, ""))
+    place = next(index for index, (_, label) in enumerate(dim) if label not in ("", lay.SPREAD))
+    outer = prod(size for size, _ in dim[:place])
+    return wide.movedim(at, 0).reshape(outer, dim[place][0], -1).movedim(1, 0).flatten(1)
+
+
+def _is_centred(wide: Tensor, dim: int | None) -> bool:
+    mean = wide.mean() if dim is None else wide.mean(dim)
+    size = wide.abs().mean() if dim is None else wide.abs().mean(dim)
+    is_near = torch.minimum(mean.abs(), (mean - 1).abs()) < 1e-6 * size
+    return bool(is_near.all())
+
+
+def refuse_standardised(name: str, given: Tensor | None, place: RowPlace, rows: int) -> None:
+    """What a layer is given was normalised over this rank's rows: as a whole, or each of its features."""
+    if given is None or place.way is not RowPath.ROWS or given.dim() < 2 or given.numel() > _LOOKED_THROUGH:
+        return
+    if is_normalised(given, place.layout, rows) and has_spread_one(given, place.layout):
+        raise RowsTogether(f"{name} of numbers that were normalised over rows")
+
+
+def has_spread_one(target: Tensor, layout: RowDims) -> bool:
+    (dim, *_) = lay.where(layout)
+    wide = target.detach().double()
+    spreads = [wide.std(correction=c) for c in (0, 1)] + [wide.std(dim, correction=c) for c in (0, 1)]
+    return any(bool(((one - 1).abs() < 1e-3).all()) for one in spreads)

@@ -1,0 +1,147 @@
+"""Handing a model back: a directory that transformers loads, or for a model of the user's own, its weights and how to
+load them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from gossamer.data.tokenizer import Tokenizer
+from gossamer.model.model_profile import tied_names
+from gossamer.model.source import Files, ModelSource
+from gossamer.model.source._transformers import quietly
+from gossamer.model.source.factory import Factory
+from gossamer.store.huggingface import export_directory
+
+_KEY = "export"
+_ONE_FILE = 1 << 62  # load_model reads one file, of any size
+
+
+def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenizer | None, target: Path) -> str:
+    """Write `module` to the new directory `target`; returns the Python that loads it.
+
+    A model of transformers becomes what AutoModelForCausalLM.from_pretrained(target) loads, with equal logits: its
+    config, its weights in the type they are held in (names and layout as in published checkpoints, tied ones once),
+    and a tokenizer: the origin's own files, or where `tokenizer` is another one, its. Another module becomes
+    model.safetensors, with a README.md that says how to load it. Raises BadInput where `target` exists.
+    """
+    inner = getattr(module, "_orig_mod", module)  # what torch.compile wrapped
+    files = _beside(origin, tokenizer)
+    if not _is_of_transformers(inner):
+        config, own, build = _own(inner, origin)
+        _export(target, _tensors(inner), config, own, files, max_shard_bytes=_ONE_FILE)
+        return f"module = {build}; safetensors.torch.load_model(module, {str(target / 'model.safetensors')!r})"
+    with quietly(_KEY, wanted=f"a {type(inner).__name__} that transformers can save"):
+        config, tensors = _config_of(inner), _published(inner, _tensors(inner))
+    if (generation := getattr(inner, "generation_config", None)) is not None:
+        files.setdefault("generation_config.json", _generation(generation))
+    _export(target, tensors, config, {}, files)
+    return f"transformers.AutoModelForCausalLM.from_pretrained({str(target)!r})"
+
+
+def _export(
+    target: Path,
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    own: Files,
+    files: Files,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    beside: Files = dict(own)
+    beside.update(files)
+    export_directory(target, tensors, config, beside, max_shard_bytes=max_shard_bytes)
+
+
+def _beside(origin: ModelSource | None, tokenizer: Tokenizer | None) -> Files:
+    """The origin's files, unless the model was trained with another tokenizer."""
+    files = origin.files() if origin is not None else {}
+    if tokenizer is None:
+        return files
+    with tempfile.TemporaryDirectory() as folder:
+        saved: Files = {file.name: file.read_bytes() for file in tokenizer.save(Path(folder))}
+    if _vocabulary(files) == _vocabulary(saved):
+        return files  # the same, with what it knows besides: special tokens, a chat template
+    kept: Files = {name: file for name, file in files.items() if name == "generation_config.json"}
+    kept.update(saved)
+    return kept
+
+
+def _vocabulary(files: Files) -> Any:
+    """What a tokenizer.json says of ids and merges."""
+    found = files.get("tokenizer.json")
+    if found is None:
+        return None
+    read = json.loads(found if isinstance(found, bytes) else found.read_bytes())
+    return read.get("model"), [(token["id"], token["content"]) for token in read.get("added_tokens", ())]
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    """Without importing it for a module that cannot be."""
+    if not any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
+        return False
+    return isinstance(module, importlib.import_module("transformers").PreTrainedModel)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The state of `module` with every tied parameter under one name: the one its tie points at."""
+    state: dict[str, Tensor] = module.state_dict()
+    ties: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
+    for names in tied_names(module):
+        kept = next((n for n in names if n not in ties), names[0])
+        for name in names:
+            if name != kept:
+                state.pop(name, None)
+    return {name: tensor.detach().contiguous() for name, tensor in state.items()}
+
+
+def _published(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names and layout as in published checkpoints: transformers fuses some tensors (experts) in memory."""
+    loader = importlib.import_module("transformers.core_model_loading")
+    found: dict[str, Tensor] = loader.revert_weight_conversion(module, tensors)
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def _config_of(module: Any) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=True))
+    config.pop("_name_or_path", None)
+    config["architectures"] = [type(module).__name__]
+    config["dtype"] = str(module.dtype).removeprefix("torch.")
+    return config
+
+
+def _generation(config: Any) -> bytes:
+    return str(config.to_json_string(use_diff=True)).encode()
+
+
+def _own(module: nn.Module, origin: ModelSource | None) -> tuple[dict[str, Any], Files, str]:
+    """config.json and README.md of a module that transformers does not know, and how it is built."""
+    config: dict[str, Any] = {"class": f"{type(module).__module__}.{type(module).__qualname__}"}
+    build, made = "module = ...  # build it as before training", f"{type(module).__qualname__}(...)"
+    if isinstance(origin, Factory):
+        package, _, function = origin.of.partition(":")
+        config |= {"factory": origin.of, "arguments": dict(origin.config), "dtype": origin.dtype}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in origin.config.items())
+        build = f"from {package} import {function}\nmodule = {function}({arguments})"
+        made = f"{package}.{function}({arguments})"
+    readme = _README.format(name=config["class"], build=build)
+    return config, {"README.md": readme.encode()}, made
+
+
+_README = """\
+# Weights of {name}
+
+model.safetensors holds them by parameter name, tied ones once. To load them:
+
+```python
+from safetensors.torch import load_model
+{build}
+load_model(module, "model.safetensors")
+```
+"""

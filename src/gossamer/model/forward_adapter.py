@@ -1,0 +1,90 @@
+"""Calling a module whose forward nobody has seen before."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from gossamer.spec.errors import bad_input
+
+_FIRST, _LABELS = "input_ids", "labels"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardAdapter:
+    """How one kind of forward takes a batch: found out once, then cheap at every call."""
+
+    takes: frozenset[str]  # batch keys passed by name
+    takes_all: bool  # forward has **kwargs: every key is passed
+    first: str | None  # parameter where `input_ids` goes, without a name, in a batch that has none of this name
+    constant: tuple[tuple[str, Any], ...]  # what is passed always
+
+    def __call__(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        """What the module's forward returns on `batch`; keys it does not take stay behind."""
+        named = {k: v for k, v in batch.items() if self.takes_all or k in self.takes}
+        if self.first is None or self.first in batch or _FIRST not in batch:
+            return module(**named, **dict(self.constant))
+        named.pop(_FIRST, None)
+        return module(batch[_FIRST], **named, **dict(self.constant))
+
+    @property
+    def gives_loss(self) -> bool:
+        """Whether forward takes labels, and so can compute its own loss."""
+        return _LABELS in self.takes
+
+
+def caller_of(module: nn.Module, given: Collection[str] = ()) -> ForwardAdapter:
+    """How to call `module`; raises BadInput where its forward takes no tokens, and none of the keys `given` of its
+    batches, or needs what is neither usual nor given.
+
+    A key goes where forward has a parameter of that name, or takes **kwargs. Where none is called `input_ids`, the
+    tokens go to the first parameter, whatever its name. Models that keep a cache for generation are told not to.
+    """
+    inner = getattr(module, "_orig_mod", module)  # what torch.compile wrapped
+    parameters = inspect.signature(inner.forward).parameters
+    open_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    by_name = [n for n, p in parameters.items() if p.kind in open_kinds]
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    positional = _FIRST not in by_name and any(
+        p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY) for p in parameters.values()
+    )
+    if not (_FIRST in by_name or positional or takes_all or set(by_name).intersection(given) - {_LABELS}):
+        raise bad_input(
+            wanted=f"a forward that takes tokens, as its first parameter or as {_FIRST}",
+            got=f"{type(inner).__name__}.forward{inspect.signature(inner.forward)}",
+            do="give it such a parameter",
+            key="model",
+        )
+    first = next(iter(parameters)) if positional else None
+    _check_required(inner, parameters, {_FIRST, _LABELS, "attention_mask", "position_ids", first, *given})
+    return ForwardAdapter(
+        takes=frozenset(by_name),
+        takes_all=takes_all,
+        first=first,
+        constant=_without_cache(inner, by_name, takes_all),
+    )
+
+
+def _without_cache(module: nn.Module, by_name: list[str], takes_all: bool) -> tuple[tuple[str, Any], ...]:
+    """use_cache=False for models of transformers: a cache costs memory, and keeps packed documents from being told
+    apart."""
+    configured = hasattr(getattr(module, "config", None), "use_cache")
+    return (("use_cache", False),) if configured and (takes_all or "use_cache" in by_name) else ()
+
+
+def _check_required(
+    module: nn.Module, parameters: Mapping[str, inspect.Parameter], known: Collection[str | None]
+) -> None:
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needs = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in variable and n not in known]
+    if needs:
+        raise bad_input(
+            wanted="a forward that needs only input_ids, labels, attention_mask, position_ids",
+            got=f"{type(module).__name__}.forward, which also needs {', '.join(needs)}",
+            do="give these a default, or return a wrapper from a factory",
+            key="model",
+        )

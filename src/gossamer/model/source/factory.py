@@ -1,0 +1,173 @@
+"""A function of the user that returns an nn.Module."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gossamer.model.source import Files, ModelSource
+from gossamer.model.source._digest import digest
+from gossamer.model.source._seeded import seeded
+from gossamer.spec.config import ModelSection
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.suggest import nearest
+
+_KEY = "model.factory"
+_VOCABULARY = ("vocabulary", "vocab_size")  # a parameter of one of these names tells, or is told, the token ids
+_NOT_THEIRS = ("importlib", "site-packages", "dist-packages", str(Path(__file__).parent))
+
+
+@dataclass(frozen=True)
+class Factory(ModelSource):
+    """`of` is "package.module:function", called with the keys of `config`. The module is looked for in the working
+    directory too. A parameter `vocabulary` or `vocab_size` that `config` leaves out gets the tokenizer's size.
+    """
+
+    of: str
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    dtype: str = "float32"
+
+    @classmethod
+    def read(cls, section: ModelSection) -> Factory:
+        assert section.factory is not None
+        return cls(of=section.factory, config=section.config, dtype=section.dtype)
+
+    def suited_to(self, vocabulary: int, separator: int) -> Factory:
+        if self.vocabulary() is not None:
+            return self
+        known = inspect.signature(self._function).parameters
+        return replace(self, config={**{n: vocabulary for n in _VOCABULARY if n in known}, **self.config})
+
+    def describe(self) -> str:
+        return f"{self.of}({', '.join(f'{name}={value!r}' for name, value in self.config.items())})"
+
+    def vocabulary(self) -> int | None:
+        sizes = [self.config[name] for name in _VOCABULARY if isinstance(self.config.get(name), int)]
+        return sizes[0] if sizes else None
+
+    def positions(self) -> int | None:
+        return None
+
+    def build(self, seed: int) -> nn.Module:
+        function = self._function
+        _check_arguments(function, self.of, self.config)
+        with seeded(seed):
+            try:
+                module = function(**self.config)
+            except Exception as error:
+                raise _complaint(f"{self.of} to return a model", error) from error
+        if not isinstance(module, nn.Module):
+            raise bad_input(
+                wanted=f"an nn.Module from {self.of}",
+                got=f"a {type(module).__name__}",
+                do="return the model itself",
+                key=_KEY,
+            )
+        _check_shapes(module)
+        _hold_in(module, getattr(torch, self.dtype))
+        return module.train()
+
+    @property
+    def code(self) -> Callable[..., Any] | None:
+        return self._function
+
+    def bare(self, seed: int) -> nn.Module:
+        return self.build(seed)
+
+    @property
+    def has_weights(self) -> bool:
+        return False
+
+    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+        pass
+
+    def files(self) -> Files:
+        return {}
+
+    def kept(self) -> Files:
+        return {}
+
+    def fingerprint(self) -> str:
+        source = inspect.getsourcefile(self._function)
+        return digest([self.of, dict(self.config), self.dtype], [Path(source)] if source else [])
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        name, colon, attribute = self.of.partition(":")
+        if not (name and colon and attribute):
+            raise bad_input(
+                wanted='"package.module:function"', got=repr(self.of), do="write module and function", key=_KEY
+            )
+        here = str(Path.cwd())
+        if here not in sys.path:  # stays: the user's module may import its neighbours later, when it is called
+            sys.path.insert(0, here)
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:
+            raise _complaint(f"to import {name} (looked for in {here} too)", error) from error
+        found: Callable[..., Any] | None = vars(module).get(attribute)
+        if not callable(found):
+            callables = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+            raise BadInput(f"{name} has no function {attribute!r}: {nearest(attribute, callables)}", key=_KEY)
+        return found
+
+
+def _check_shapes(module: nn.Module) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise bad_input(
+                wanted="a model whose parameters have shapes",
+                got=f"{name} of a lazy module that was never called",
+                do="call the model once in the factory, on an example, before it is returned",
+                key=_KEY,
+            )
+
+
+def _hold_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """As `module.to(dtype)`, tensor by tensor, and nothing at all where they are of that type already: module.to makes
+    objects anew, by which those who build only a part of a model know what is what."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor.data = tensor.data.to(dtype)
+
+
+def _check_arguments(function: Callable[..., Any], name: str, given: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        known = [n for n in signature.parameters if n not in given]
+        unknown = [n for n in given if n not in signature.parameters]
+        hint = nearest(unknown[0], known) if unknown else "give it in model.config"
+        raise bad_input(
+            wanted=f"arguments of {name}{signature}", got=str(error).removeprefix("got "), do=hint, key="model.config"
+        ) from None
+
+
+def _complaint(wanted: str, error: Exception) -> BadInput:
+    """What the user's own code raised, and where in it."""
+    where = ""
+    if isinstance(error, SyntaxError):
+        where = f" at {error.filename}:{error.lineno}"
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [f for f in frames if not any(part in f.filename for part in _NOT_THEIRS)]
+        if theirs:
+            where = f" at {theirs[-1].filename}:{theirs[-1].lineno}"
+    return bad_input(
+        wanted=wanted, got=f"{type(error).__name__}: {error}{where}", do="correct the file, or the name", key=_KEY
+    )

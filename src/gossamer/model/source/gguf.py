@@ -1,0 +1,170 @@
+"""A GGUF file, as llama.cpp writes it: its config, its tokenizer, and its tensors dequantised."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gossamer.model.model_profile import tied_names
+from gossamer.model.source import Files, ModelSource
+from gossamer.model.source import _transformers as kit
+from gossamer.model.source._digest import digest
+from gossamer.model.source._seeded import seeded
+from gossamer.model.source._weights import give
+from gossamer.spec.config import ModelSection
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.store.gguf import GgufSummary, read_summary, without_words
+
+_KEY = "model.gguf"
+_READER = "transformers.modeling_gguf_pytorch_utils"
+_SLAB = 1 << 18  # numbers that are dequantised at a time
+
+Take = Callable[[str, Tensor], None]  # a tensor's name in the model, and the tensor
+
+
+@dataclass(frozen=True)
+class Gguf(ModelSource):
+    """The model in the file `of`. Quantised tensors are dequantised to fp32 and then held in `dtype`: treat the
+    result as a checkpoint of its own. `config` sets keys of the model's config, such as a dropout.
+    """
+
+    of: str
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    dtype: str = "float32"
+
+    @classmethod
+    def read(cls, section: ModelSection) -> Gguf:
+        assert section.gguf is not None
+        return cls(of=section.gguf, config=section.config, dtype=section.dtype)
+
+    def suited_to(self, vocabulary: int, separator: int) -> Gguf:
+        return self
+
+    def describe(self) -> str:
+        return f"{self._file.name} ({self._summary.architecture}, its weights dequantised)"
+
+    def vocabulary(self) -> int | None:
+        return self._summary.vocabulary or None
+
+    def positions(self) -> int | None:
+        return self._summary.context or None
+
+    def build(self, seed: int) -> nn.Module:
+        module = self.bare(seed)
+        self.load(module, frozenset(module.state_dict()) - {n for group in tied_names(module) for n in group[1:]})
+        return module
+
+    @property
+    def has_weights(self) -> bool:
+        return True
+
+    @property
+    def code(self) -> Callable[..., Any] | None:
+        return None
+
+    def bare(self, seed: int) -> nn.Module:
+        with seeded(seed), kit.quietly(_KEY, wanted=f"a model as in {self.of}") as library:
+            return kit.fresh(library, self._config, self.dtype)
+
+    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+        first = {name: group[0] for group in tied_names(module) for name in group}
+        wanted = frozenset(name for name in module.state_dict() if first.get(name, name) in names)
+        missing = {first.get(name, name) for name in wanted}
+
+        def take(name: str, tensor: Tensor) -> None:
+            give(module, first.get(name, name), tensor)
+            missing.discard(first.get(name, name))
+
+        with kit.quietly(_KEY, wanted=f"the weights of a {self._config.model_type} in {self.of}"):
+            _read(self._file, module, wanted, take)
+        if missing:
+            raise bad_input(
+                wanted=f"{len(wanted)} tensors of a {self._config.model_type} in {self.of}",
+                got=f"none for {', '.join(sorted(missing)[:3])} ({len(missing)} in all)",
+                do="give a complete file of a model that transformers knows, or its safetensors by model.hf",
+                key=_KEY,
+            )
+
+    def files(self) -> Files:
+        """The tokenizer in the file, as transformers writes it."""
+        with kit.quietly(_KEY, wanted=f"a tokenizer in {self.of}") as library, tempfile.TemporaryDirectory() as folder:
+            tokenizer = library.AutoTokenizer.from_pretrained(
+                str(self._file.parent), gguf_file=self._file.name, local_files_only=True
+            )
+            tokenizer.save_pretrained(folder)
+            return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
+
+    def kept(self) -> Files:
+        return {**self.files(), "config.json": kit.written(self._config)}
+
+    def fingerprint(self) -> str:
+        return digest([self.dtype, dict(self.config)], [self._file])
+
+    @cached_property
+    def _file(self) -> Path:
+        return self._summary.path
+
+    @cached_property
+    def _summary(self) -> GgufSummary:
+        """What the file says of itself; a file that is cut or no GGUF is refused here."""
+        try:
+            return read_summary(Path(self.of).expanduser())
+        except BadInput as error:
+            raise BadInput(error.message, key=_KEY) from None
+
+    @cached_property
+    def _config(self) -> Any:
+        wanted = f"a model that transformers knows in {self.of}"
+        with kit.quietly(_KEY, wanted=wanted) as library, without_words():
+            config = library.AutoConfig.from_pretrained(
+                str(self._file.parent), gguf_file=self._file.name, local_files_only=True
+            )
+            kit.check_keys(type(config), self.config)
+            config.update(dict(self.config))
+            return config
+
+
+def _read(file: Path, module: nn.Module, wanted: frozenset[str], take: Take) -> None:
+    """Hand over the tensors in `file` that are called one of `wanted` in `module`, fp32, one after the other."""
+    reader, package = importlib.import_module(_READER), importlib.import_module("gguf")
+    # the reader asks for one and the same table once per module: 4 of 10 seconds for a model of 30 blocks
+    with without_words(), kit.replaced(package, "get_tensor_name_map", lru_cache(maxsize=None)):
+        parsed = reader.load_gguf_checkpoint(str(file)) | {"tensors": {}}
+        opened = package.GGUFReader(str(file))
+        kind = bytes(opened.fields["general.architecture"].parts[-1]).decode()
+        processor = reader.TENSOR_PROCESSORS.get(kind, reader.TensorProcessor)(config=parsed["config"])
+        names = reader.get_gguf_hf_weights_map(module, processor)
+    for held in opened.tensors:
+        if names.get(held.name, held.name) not in wanted:
+            continue
+        made = processor.process(
+            weights=_dequantised(held), name=held.name, tensor_key_mapping=names, parsed_parameters=parsed
+        )
+        if made.name in names:
+            take(names[made.name], torch.from_numpy(np.ascontiguousarray(made.weights)))
+    for name, tensor in parsed["tensors"].items():  # put together from several
+        take(name, tensor)
+
+
+def _dequantised(held: Any) -> Any:
+    """In slabs of rows: the package would hold all numbers twice."""
+    package = importlib.import_module("gguf")
+    rows = max(1, len(held.data) * _SLAB // held.n_elements)
+    whole: Any = None
+    for start in range(0, len(held.data), rows):
+        slab = package.dequantize(held.data[start : start + rows], held.tensor_type)
+        if whole is None:
+            whole = np.empty((len(held.data), *slab.shape[1:]), dtype=slab.dtype)
+        whole[start : start + rows] = slab
+        held.data._mmap.madvise(mmap.MADV_DONTNEED)  # what was read of the file need not stay in memory
+    return whole

@@ -1,0 +1,375 @@
+"""Absent tensors: what a stage does not have. They have a shape, a type and a device, and no numbers.
+
+A stage runs the user's whole forward. What other stages compute, and parameters that others hold, are absent in it:
+whatever is computed from them is absent too, and nothing else comes of it. A number of an absent tensor can not be
+read: Python that asks for one, a unit of this stage that computes with one, a loss or a border made of one are refused
+by name, in any forward. Where a stage has no unit left to run, its forward just ends there.
+
+An operator that writes an absent tensor into memory that is there marks that memory: from then on it is absent too,
+as long as it lives, or until all of it is written anew. To see it read, a mode watches while there are such marks.
+Cost: none where nothing is absent; some 50 us for an operator on absent tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gossamer.model.split.dataflow import Produced
+from gossamer.model.split.trace_backends import GROUPED, changed, like_bf16, unlogged
+from gossamer.spec.errors import BadInput, bad_input
+
+_LIKE = (
+    "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
+    "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
+)  # fmt: skip
+_FACTORIES = frozenset(f"aten::{name}" for name in _LIKE)  # they take a shape, and no number, of what they are given
+_WHOLE = frozenset(("aten::copy_", "aten::zero_", "aten::fill_"))  # they write all of their first argument
+_TURNED = frozenset(  # they change the shape and strides of what they are given, and no number
+    getattr(torch.ops.aten, name).default for name in ("transpose_", "t_", "swapaxes_", "swapdims_", "unsqueeze_")
+) | {torch.ops.aten.squeeze_.default, torch.ops.aten.squeeze_.dim, torch.ops.aten.squeeze_.dims}
+_UNKNOWN = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+_HERE = str(Path(__file__).parents[2])
+
+
+class AbsentTensor(Tensor):
+    """A tensor without numbers. `origin`: whose output it is, or is computed from."""
+
+    shadow: Tensor  # its shape, strides, type and device
+    origin: str
+    absence: AbsenceMode
+
+    @staticmethod
+    def __new__(cls, shadow: Tensor, origin: str, absence: AbsenceMode, *, requires_grad: bool = False) -> AbsentTensor:
+        made: AbsentTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            shadow.shape,
+            strides=shadow.stride(),
+            storage_offset=shadow.storage_offset(),
+            dtype=shadow.dtype,
+            device=shadow.device,
+            requires_grad=requires_grad,
+        )
+        made.shadow, made.origin, made.absence = shadow, origin, absence
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        absence = next(x.absence for x in tree_leaves((args, kwargs)) if isinstance(x, AbsentTensor))
+        return absence.run(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{tuple(self.shape)} {self.dtype}, {self.origin}: on another stage>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Numbers that are not there."""
+        return self.absence.look("numpy", self.origin)
+
+    def tolist(self) -> Any:
+        """Numbers that are not there."""
+        return self.absence.look("tolist", self.origin)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.numpy()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.absence.look("dlpack", self.origin)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = AbsentTensor(self.shadow, self.origin, self.absence, requires_grad=self.requires_grad)
+        if isinstance(self, nn.Parameter):
+            copied._is_param = True  # type: ignore[attr-defined]
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.absence.look("pickle", self.origin)
+
+
+@functools.cache
+def _fakes() -> FakeTensorMode:
+    """One for all: what is absent on a stage may be copied with its module."""
+    return FakeTensorMode(allow_fallback_kernels=False)
+
+
+class Over(BaseException):
+    """This stage has no unit left to run, and what follows depends on numbers that it has not.
+
+    Not an Exception: a forward that catches those must not see it.
+    """
+
+
+@dataclass
+class AbsenceMode:
+    """What is absent on one stage, and what it may be used for just now."""
+
+    stage: int
+    unit: str = ""  # of this stage, that is running
+    is_over: bool = False  # no unit of this stage is left to run, and another one computes the loss
+    is_on: bool = False  # whether a forward runs
+    refused: BadInput | None = None  # the first that was, whoever may catch it
+    marks: dict[int, tuple[StorageWeakRef, str]] = field(default_factory=dict)  # memory -> what was written there
+    fakes: FakeTensorMode = field(default_factory=_fakes)
+    watch: _FunctionMode | None = None
+    told: Callable[[str], Any] | None = None  # what the unit itself saw, where it ran
+    is_again: Callable[[], bool] = bool  # whether a backward runs code between units once more
+
+    def tensor(self, made: Produced, origin: str) -> Tensor:
+        """One that looks like `made`."""
+        if made.written:  # in place, perhaps by what was received: so it has memory
+            real = torch.empty(made.shape, dtype=made.dtype, device=made.device)
+            self.mark(real, origin)
+            return real
+        with self.fakes:
+            shadow = torch.empty_strided(*made.layout, dtype=made.dtype, device=made.device)
+        if not made.needs_grad:
+            return AbsentTensor(shadow, origin, self)
+        with torch.enable_grad():  # no leaf: what changes those in place is an error
+            return AbsentTensor(shadow, origin, self, requires_grad=True).clone()
+
+    def like(self, tensor: Tensor, origin: str) -> Tensor:
+        """In the place of a parameter or buffer."""
+        device = torch.device("cpu") if tensor.is_meta else tensor.device
+        with self.fakes:
+            shadow = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        absent = AbsentTensor(shadow, origin, self)
+        if isinstance(tensor, nn.Parameter):
+            absent._is_param = True  # type: ignore[attr-defined]
+        return absent
+
+    def shaped(self, other: AbsentTensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """One of another shape, on the device of `other`."""
+        with self.fakes:
+            shadow = torch.empty(shape, dtype=dtype, device=other.device)
+        return AbsentTensor(shadow, other.origin, self)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A forward of the stage runs in here. Raises what was refused in it."""
+        self.is_on, self.is_over, self.unit, self.refused = True, False, "", None
+        self.marks = {key: mark for key, mark in self.marks.items() if not mark[0].expired()}  # type: ignore[no-untyped-call]
+        try:
+            if self.marks:
+                self._begin_watch()
+            yield
+        finally:
+            self.is_on, self.unit = False, ""
+            if self.watch is not None:
+                self.watch.leave()
+                self.watch = None
+            if self.refused is not None:
+                raise self.refused
+
+    def origin_of(self, held: Any) -> str:
+        """Of the first of these that is absent; "" where all is there."""
+        for x in held:
+            if isinstance(x, AbsentTensor):
+                return x.origin
+            if self.marks and isinstance(x, Tensor) and (mark := self.marks.get(_memory(x))) is not None:
+                return mark[1]
+        return ""
+
+    def mark(self, tensor: Tensor, origin: str) -> None:
+        """Its memory holds nothing any more."""
+        if isinstance(tensor, AbsentTensor):
+            return
+        storage = tensor.untyped_storage()
+        self.marks[int(storage._cdata)] = (StorageWeakRef(storage), origin)  # type: ignore[no-untyped-call]
+        if self.is_on and self.watch is None:
+            self._begin_watch()
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """An operator that may have absent arguments."""
+        origin = self.origin_of(tree_leaves((args, kwargs)))
+        if not origin or _is_view_of_memory(func, args):
+            return func(*args, **kwargs)
+        if self._writes_all(func, args):
+            self.marks.pop(_memory(args[0]), None)
+            return func(*args, **kwargs)
+        name = _name(func).removeprefix("aten::")
+        if _name(func).partition(".")[0] in _FACTORIES:
+            return func(*tree_map_only(Tensor, _hollow, tuple(args)), **kwargs)
+        is_backward = not self.is_on and torch._C._current_graph_task_id() != -1
+        if self.unit or (is_backward and not self.is_again()):
+            self.refuse(origin, f"{self.unit} computes with it" if self.unit else "a backward computes with it")
+        try:
+            return self._absently(func, args, kwargs, origin)
+        except _UNKNOWN as error:
+            return self.look(name, origin, error)
+        except RuntimeError as error:
+            if "meta" in str(error).lower() or (self.is_over and not self.unit):
+                return self.look(name, origin, error)
+            said = str(error).partition("\n")[0]
+            self.refuse(origin, f"{name} does not take it, of the shape it had when the model was cut ({said})", error)
+
+    def look(self, name: str, origin: str, why: BaseException | None = None) -> Any:
+        """Python asks for a number, or for what depends on one."""
+        if self.told is not None and name in ("numpy", "tolist"):
+            return self.told(name)
+        if self.is_on and self.is_over and not self.unit:
+            raise Over
+        self.refuse(origin, f"the model's code reads a number of it ({name})", why)
+
+    def refuse(self, origin: str, how: str, cause: BaseException | None = None) -> NoReturn:
+        """Raise BadInput, now and when the forward ends."""
+        at = user_line()
+        error = bad_input(
+            wanted=f"stage {self.stage} to read what it read when the model was cut",
+            got=f"{origin}, which it does not have: {how}{f', at {at}' if at else ''}",
+            do="let every batch read the same (whatever was counted, drawn or kept before), compute it within a unit, "
+            "or cut so that one stage has both",
+            key="plan.mesh.pipe",
+        )
+        self.refused = self.refused or error
+        raise error from cause
+
+    def _absently(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], origin: str) -> Any:
+        if isinstance(func, OpOverload):
+            self._check_shapes(func, args)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                _draw(func, args, kwargs)
+            for x in changed(func, args, kwargs):
+                self.mark(x, origin)
+        stands: dict[int, Tensor] = {}
+
+        def stand_in(x: Tensor) -> Tensor:
+            if isinstance(x, AbsentTensor):
+                stands[id(x.shadow)] = x
+                return x.shadow
+            with self.fakes:
+                made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            stands[id(made)] = x
+            return made
+
+        given = tree_map_only(Tensor, stand_in, (_with_numbers(func, args), dict(kwargs)))
+        with unlogged(), self.fakes:
+            out = like_bf16(func, *given) if func is GROUPED else func(*given[0], **given[1])
+        if func in _TURNED and isinstance(args[0], AbsentTensor):
+            with no_dispatch():  # it has a shape and strides of its own, and no memory
+                func(*args, **kwargs)
+
+        def wrap(x: Tensor) -> Tensor:
+            return stands[id(x)] if id(x) in stands else AbsentTensor(x, origin, self)
+
+        return tree_map_only(Tensor, wrap, out)
+
+    def _check_shapes(self, func: OpOverload, args: Sequence[Any]) -> None:
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], AbsentTensor) and func not in _TURNED:
+            raise NotImplementedError(f"{_name(func)} changes the shape of an absent tensor")
+
+    def _writes_all(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether memory that held nothing is given numbers, all of it."""
+        if not self.marks or _name(func).partition(".")[0] not in _WHOLE:
+            return False
+        into = args[0]
+        if isinstance(into, AbsentTensor) or into.untyped_storage().nbytes() != into.numel() * into.element_size():
+            return False
+        return not self.origin_of(x for x in args[1:] if isinstance(x, Tensor))
+
+    def _begin_watch(self) -> None:
+        self.watch = _FunctionMode(self)
+        self.watch.__enter__()  # type: ignore[no-untyped-call]
+
+
+class _FunctionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees operators read memory that is marked."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, absence: AbsenceMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.absence = absence
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.absence.run(func, args, kwargs or {})
+
+    def leave(self) -> None:
+        """Whatever modes the model's code may have left entered above it."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Masks that are there as the places where they are true, of which there is a number."""
+    if func not in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):
+        return tuple(args)
+    places: list[Any] = []
+    for x in args[1]:
+        is_mask = isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
+        places += list(x.nonzero().unbind(1)) if is_mask and not isinstance(x, AbsentTensor) else [x]
+    return (args[0], places, *args[2:])
+
+
+def _draw(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Draw what the operator would: what is drawn after it is as in one process."""
+    given = tree_map_only(Tensor, lambda x: torch.ones_like(_hollow(x)), (tuple(args), dict(kwargs)))
+    func(*given[0], **given[1])
+
+
+def _hollow(x: Tensor) -> Tensor:
+    """As large, with any numbers: real, so that what is made like it is."""
+    if not isinstance(x, AbsentTensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _is_view_of_memory(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator only gives marked memory another shape."""
+    if not isinstance(func, OpOverload) or not (func.is_view or torch.Tag.inplace_view in func.tags):
+        return False
+    return not isinstance(args[0], AbsentTensor) and torch._C._current_graph_task_id() == -1
+
+
+def _name(func: Any) -> str:
+    return str(func._name) if isinstance(func, OpOverload) else str(func)
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # a kind of tensor without
+        return 0
+
+
+def user_line() -> str:
+    """file:line of the user's code that is running."""
+    frame = sys._getframe(1)
+    torchs = str(Path(torch.__file__).parent)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_HERE, torchs, "<")):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

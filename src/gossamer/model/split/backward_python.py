@@ -1,0 +1,190 @@
+"""Code of the model's own that runs in a backward (hooks, Functions, what is recomputed), and what it finds in Python.
+
+In one process every backward comes right after its forward. In stages other forwards run in between, so around the
+backward of a micro-batch Python holds what the forward of that micro-batch has left. What such code changes itself is
+kept where nobody but it uses it, and refused by name otherwise. Models without such code pay nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.modules import module as torchs
+from torch.utils import checkpoint
+
+from gossamer.model.snapshot import Difference, Snapshot
+from gossamer.model.split.absent_tensor import AbsentTensor
+from gossamer.model.split.dataflow import DataFlow
+from gossamer.model.split.recompute import BufferNames, buffers_of, in_place_of, python_of
+from gossamer.model.split.split_points import StageSpec
+from gossamer.model.split.stale_attributes import StaleAttributes
+from gossamer.spec.errors import BadInput, bad_input
+
+_SETS = frozenset(
+    (
+        "register_hook", "register_prehook", "register_post_accumulate_grad_hook", "register_multi_grad_hook",
+        "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook",
+        "saved_tensors_hooks", "checkpoint", "checkpoint_sequential", "custom_op", "register_autograd",
+    )
+)  # fmt: skip
+_RECOMPUTES = (checkpoint.checkpoint, checkpoint.checkpoint_sequential)
+BackwardWrapper = Callable[[bool], AbstractContextManager[None]]  # around a backward; whether that is one of two parts
+
+
+def runs_in_backward(module: nn.Module) -> bool:
+    """Whether code of the user's may run in a backward of `module`: it is there, or something names what sets it."""
+    if torchs._global_backward_hooks or torchs._global_backward_pre_hooks:
+        return True
+    if any(inner._backward_hooks or inner._backward_pre_hooks for inner in module.modules()):
+        return True
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    if any(getattr(x, name, None) for x in module.parameters() for name in hooks):
+        return True
+    found = Snapshot.of_python(module, "")
+    if _SETS & found.names() or any(one is held for held in found.found() for one in _RECOMPUTES):
+        return True
+    return any(isinstance(x, type) and issubclass(x, Function) and found.is_own(x) for x in found.found())
+
+
+@dataclass
+class BackwardPython:
+    """Of one stage. `owned`: paths of its units."""
+
+    module: nn.Module
+    stage: int
+    owned: frozenset[str]
+    holds: frozenset[str]  # buffers that it has, by path
+    stale: StaleAttributes
+    carried: dict[tuple[int, str], Any] = field(default_factory=dict)  # what backwards left: (module, attribute)
+
+    def leave(self, flow: DataFlow) -> BackwardWrapper:
+        """A forward is over: what is to be put around its backward."""
+        changed = {name for name, use in flow.buffers.items() if use.changes} & self.holds
+        left = python_of(self.module)
+        versions = {id(x): (x, x._version) for x in left.tensors if not isinstance(x, AbsentTensor)}
+        return partial(self._around, flow, left, buffers_of(self.module, changed), versions)
+
+    @contextmanager
+    def _around(
+        self,
+        flow: DataFlow,
+        left: Snapshot,
+        buffers: BufferNames,
+        versions: Mapping[int, tuple[Tensor, int]],
+        is_split: bool,
+    ) -> Iterator[None]:
+        self._check_written(left, versions)
+        now = python_of(self.module)
+        left.put_back()
+        self._carry()
+        found: list[Difference] = []
+        try:
+            with in_place_of(buffers), self.stale.looking(), self._reading(flow):
+                begun = python_of(self.module)
+                had = self._numbers(begun)
+                yield
+                found = [*begun.differences()]
+                self._check_numbers(flow, begun, had, is_split)
+        finally:
+            now.put_back()
+        for one in found:
+            self._keep(flow, one, is_split)
+        self._carry()
+
+    def _carry(self) -> None:
+        for module in self.module.modules() if self.carried else ():
+            for (owner, name), held in self.carried.items():
+                if owner == id(module):
+                    object.__setattr__(module, name, held)
+
+    def _keep(self, flow: DataFlow, one: Difference, is_split: bool) -> None:
+        root = one.root
+        path = next((p for p, m in self.module.named_modules() if root is not None and id(m) == root[0]), None)
+        is_own = path is not None and any(path == unit or path.startswith(f"{unit}.") for unit in self.owned)
+        if root is None or not is_own or is_split or one.name != f"{path}.{root[1]}" or one.name in flow.touched:
+            raise self._refused(one.name)
+        self.carried[root] = one.now
+
+    def _numbers(self, begun: Snapshot) -> dict[int, tuple[str, Tensor, int]]:
+        named = [(path, x) for path, x in self.module.named_buffers() if path in self.holds]
+        named += [(begun.name_of(x), x) for x in begun.tensors]
+        return {id(x): (name, x, x._version) for name, x in named if not isinstance(x, AbsentTensor)}
+
+    def _check_numbers(
+        self, flow: DataFlow, begun: Snapshot, had: Mapping[int, tuple[str, Tensor, int]], is_split: bool
+    ) -> None:
+        own = {id(x) for x in begun.tensors}
+        for name, x, version in had.values():
+            if x._version != version and (is_split or id(x) in own or name in flow.buffers):
+                raise self._refused(name)
+
+    def _check_written(self, left: Snapshot, versions: Mapping[int, tuple[Tensor, int]]) -> None:
+        for x, version in versions.values():
+            if x._version != version:
+                raise bad_input(
+                    wanted=f"{left.name_of(x)} as a forward has left it until its backward on stage {self.stage}, "
+                    "where code of the model's own runs (a hook, a Function, what is recomputed)",
+                    got="it was written in place by a later forward",
+                    do="assign a new tensor in place of it, or use a schedule with one micro-batch at a time",
+                    key="plan.schedule",
+                )
+
+    def _refused(self, name: str) -> BadInput:
+        return bad_input(
+            wanted="a backward that changes nothing but what its own code in one unit uses",
+            got=f"a hook, a Function's backward or a recomputed forward that changes {name or 'a variable'}, "
+            f"on stage {self.stage} (with {', '.join(sorted(self.owned))}): in stages other forwards come before it",
+            do="let the forward do that, or train it without stages",
+            key="plan.mesh.pipe",
+        )
+
+    @contextmanager
+    def _reading(self, flow: DataFlow) -> Iterator[None]:
+        """What a unit of another stage has left in its attributes is not here."""
+        calls = flow.calls
+        foreign = {key for key, at in flow.kept.items() if any(calls[i].unit not in self.owned for i in at)}
+        paths = {id(m): path for path, m in self.module.named_modules()} if foreign else {}
+        roots = {
+            (i, key.rpartition(".")[2]) for i, p in paths.items() for key in foreign if key.rpartition(".")[0] == p
+        }
+        if not roots:
+            yield
+            return
+        outer = vars(nn.Module).get("__getattribute__")
+
+        def read(module: nn.Module, name: str) -> Any:
+            if (id(module), name) in roots:
+                raise bad_input(
+                    wanted=f"hooks that run on stage {self.stage} to read what this stage computes",
+                    got=f"one that reads {paths[id(module)]}.{name}, which a unit of another stage has set",
+                    do="keep it in what the hook is a closure of, or cut so that one stage has both",
+                    key="plan.mesh.pipe",
+                )
+            return object.__getattribute__(module, name)
+
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            if outer is None:
+                del nn.Module.__getattribute__
+            else:
+                nn.Module.__getattribute__ = outer  # type: ignore[method-assign]
+
+
+def check_left(flow: DataFlow, part: StageSpec) -> None:
+    """Raises BadInput where a backward may read a tensor that units have left outside of all modules: on a class."""
+    for name, at in flow.left.items():
+        if any(part.owns(i) for i in at) and not all(part.owns(i) for i in at):
+            raise bad_input(
+                wanted=f"{name}, which code in a backward may read, to be set by units of one stage",
+                got=f"it set by {', '.join(flow.calls[i].name for i in sorted(at))}",
+                do="keep it in the context of the Function, or cut so that one stage has them all",
+                key="plan.mesh.pipe",
+            )

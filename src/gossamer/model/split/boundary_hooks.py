@@ -1,0 +1,90 @@
+"""Backward hooks of units. torch has them run around `forward` and the forward hooks of a module, where a border of
+stages is right behind `forward`: of a unit that is called in one stage, what it gives would leave without them.
+
+So they run around `forward` alone, where the unit is owned, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import BackwardHook
+
+from gossamer.model.split.pytree import leaves_of
+from gossamer.spec.errors import BadInput, bad_input
+
+_KEY = "plan.mesh.pipe"
+Hooks = Mapping[int, Callable[..., Any]]
+
+
+class BoundaryHooks:
+    """The calls of one unit, on one stage."""
+
+    def __init__(self, name: str, unit: nn.Module) -> None:
+        self.name, self.unit = name, unit
+        self._call: Callable[..., Any] = unit._call_impl
+        self._hooks: tuple[Hooks, Hooks] | None = None  # of the call that is about to reach `forward`
+        self._given: Any = None
+        unit._call_impl = self.call  # type: ignore[method-assign]
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit is called."""
+        unit = self.unit
+        if not unit._backward_hooks and not unit._backward_pre_hooks:
+            return self._call(*args, **kwargs)
+        with self._without() as hooks:
+            self._hooks, self._given = hooks, None
+            output = self._call(*args, **kwargs)
+            given, self._hooks, self._given = self._given, None, None
+        if given is not None and any(a is not b for a, b in zip(leaves_of(given), leaves_of(output), strict=False)):
+            raise self._refused("forward hooks that give another output")
+        return output
+
+    def forward(self, real: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The unit's own, where this stage has it."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is None:
+            return real(*args, **kwargs)
+        if self.unit._is_full_backward_hook is False:
+            raise self._refused("register_backward_hook")
+        around: Any = BackwardHook(self.unit, [*hooks[0].values()], [*hooks[1].values()])
+        output = real(*around.setup_input_hook(tuple(args)), **kwargs)
+        self._given = around.setup_output_hook(output)
+        return self._given
+
+    @contextmanager
+    def _without(self) -> Iterator[tuple[Hooks, Hooks]]:
+        unit = self.unit
+        hooks: tuple[Any, Any] = (unit._backward_hooks, unit._backward_pre_hooks)
+        unit._backward_hooks, unit._backward_pre_hooks = collections.OrderedDict(), collections.OrderedDict()
+        try:
+            yield hooks
+        finally:
+            unit._backward_hooks, unit._backward_pre_hooks = hooks
+
+    def _refused(self, got: str) -> BadInput:
+        return bad_input(
+            wanted=f"full backward hooks alone on {self.name}, or none",
+            got=f"backward hooks and {got}",
+            do="set them on a module within it",
+            key=_KEY,
+        )
+
+
+def check_around(module: nn.Module, called: Mapping[str, set[int]]) -> None:
+    """Raises BadInput where backward hooks are set on a module whose units several stages call: {unit: stages}."""
+    for path, outer in module.named_modules():
+        if not path or not (outer._backward_hooks or outer._backward_pre_hooks):
+            continue
+        stages = [found for name, found in called.items() if name.startswith(f"{path}.")]
+        if len(set().union(*stages)) > 1:
+            raise bad_input(
+                wanted=f"{path}, which has backward hooks, in one stage",
+                got=f"its units in stages {', '.join(map(str, sorted(set().union(*stages))))}",
+                do="set them on its units, or cut so that one stage has them all",
+                key=_KEY,
+            )

@@ -1,0 +1,192 @@
+"""What a constructor leaves behind besides parameters and buffers: tensors in one memory, and tensors computed once.
+
+Both are as in one process where one stage has all of them, and are refused by name where stages would drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from gossamer.ops.fingerprint import digest
+from gossamer.spec.errors import bad_input
+
+_UNREAD = {  # what may be asked of a tensor without reading it
+    *("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda", "grad_fn", "is_meta"),
+    *("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__hash__", "__repr__"),
+}
+_PIECE = 1 << 16  # elements whose hashes are in memory at a time
+TensorPlace = tuple[str, str]  # path of a module, name of an attribute
+
+
+@dataclass(frozen=True, slots=True)
+class ConstructorState:
+    """How a model was made. `reason`: why its constructor had to run for real; "": it is built without memory."""
+
+    reason: str = ""
+    shared: tuple[frozenset[str], ...] = ()  # parameters and buffers that lie in one memory, and are not one
+    computed: tuple[TensorPlace, ...] = ()  # kept tensors, computed from parameters or lying in their memory
+
+    @staticmethod
+    def of(module: nn.Module, reason: str) -> ConstructorState:
+        """Of a module that has its memory."""
+        return ConstructorState(reason, shared_memory(module), tuple(_computed(module)))
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, each once, by its first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def digests_of(module: nn.Module, names: frozenset[str] | None = None) -> dict[str, int]:
+    """48 bits over the numbers of each parameter and buffer, or of those named; equal where all bits are."""
+    found = {}
+    for name, tensor in tensors_of(module).items():
+        if (names is None or name in names) and tensor.layout is torch.strided and not tensor.is_meta:
+            plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+            pieces = plain.detach().reshape(-1).split(_PIECE)  # type: ignore[no-untyped-call]
+            found[name] = (digest(pieces, 0) ^ plain.numel()) % 2**48
+    return found
+
+
+def check_held(module: nn.Module, names: frozenset[str]) -> None:
+    """That all buffers, and the parameters in `names`, have numbers, and these memory of their own. Raises BadInput."""
+    for name, tensor in tensors_of(module).items():
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if isinstance(tensor, FakeTensor) or (is_parameter and name in names and not has_memory(tensor)):
+            raise bad_input(
+                wanted=f"a constructor that gives {name} numbers of its own",
+                got=f"{_kind(tensor)} of shape {tuple(tensor.shape)}",
+                do="give it memory when the model is built (contiguous(), clone())",
+                key="model",
+            )
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether each number of it has a place of its own."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return True
+    repeats = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return not (tensor.is_meta or repeats)
+
+
+def check_twice(before: dict[str, int], again: dict[str, int]) -> None:
+    """That a constructor gave the same numbers twice. Raises BadInput."""
+    for name in before.keys() & again.keys():
+        if before[name] != again[name]:
+            raise bad_input(
+                wanted="a constructor that gives the same numbers every time it runs",
+                got=f"others for {name}" if name else "one that does something else every time",
+                do="draw from the generators of torch, random or numpy.random, which train.seed seeds, and from none "
+                "that the clock or the system seeds",
+                key="model",
+            )
+
+
+def shared_memory(module: nn.Module) -> tuple[frozenset[str], ...]:
+    """Groups of parameters and buffers whose memory overlaps."""
+    by_storage: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors_of(module).items():
+        if tensor.numel() and (key := _memory(tensor)):
+            by_storage.setdefault(key, []).append((*_span(tensor), name))
+    return tuple(group for spans in by_storage.values() for group in _overlapping(sorted(spans)))
+
+
+class Readers(TorchFunctionMode):
+    """Notes which kept tensors a forward reads."""
+
+    def __init__(self, module: nn.Module, places: Sequence[TensorPlace]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+        self._names: dict[int, str] = {}
+        self._held: list[Tensor] = []  # so that no id is given twice
+        for path, attribute in places:
+            inner = module.get_submodule(path)
+            held = inner._buffers[attribute] if attribute in inner._buffers else vars(inner).get(attribute)
+            for tensor in (x for x in tree_leaves(held) if isinstance(x, Tensor)):
+                self._names[id(tensor)] = f"{path}.{attribute}" if path else attribute
+                self._held.append(tensor)
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, and what it reads is noted: the forward alone, for whoever traces it looks at all there is."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        return watched
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asked = getattr(getattr(func, "__self__", None), "__name__", getattr(func, "__name__", ""))
+        if self._names and asked not in _UNREAD:
+            self.found.update(self._names[id(x)] for x in tree_leaves((args, kwargs)) if id(x) in self._names)
+        return func(*args, **kwargs)
+
+    def check(self) -> None:
+        """Raises BadInput where one of them was read: its stage may not hold what it was computed from."""
+        for name in sorted(self.found):
+            raise bad_input(
+                wanted="a forward that computes what it needs of its parameters when it runs",
+                got=f"{name}, which was computed from a parameter, or put into its memory, when the model was built",
+                do="compute it in forward, or train without stages",
+                key="plan.mesh.pipe",
+            )
+
+
+@dataclass
+class _MemoryGroup:
+    end: int
+    names: set[str] = field(default_factory=set)
+
+
+def _overlapping(spans: Sequence[tuple[int, int, str]]) -> Iterator[frozenset[str]]:
+    groups: list[_MemoryGroup] = []
+    for start, end, name in spans:
+        if not groups or start >= groups[-1].end:
+            groups.append(_MemoryGroup(end))
+        groups[-1].names.add(name)
+        groups[-1].end = max(groups[-1].end, end)
+    yield from (frozenset(group.names) for group in groups if len(group.names) > 1)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte in its storage, and the one behind its last."""
+    last: int = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _computed(module: nn.Module) -> Iterator[TensorPlace]:
+    named = tensors_of(module)
+    ids = {id(x) for x in named.values()} | {id(x) for x in module.parameters()}
+    memory = {_memory(x) for x in named.values()} - {0}
+    for path, inner in module.named_modules():
+        for name, held in [*vars(inner).items(), *inner._buffers.items()]:
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            for x in tree_leaves(held):
+                is_buffer = isinstance(x, Tensor) and id(x) in ids
+                if isinstance(x, Tensor) and (x.grad_fn is not None or (not is_buffer and _memory(x) in memory)):
+                    yield path, name
+                    break
+
+
+def _kind(tensor: Tensor) -> str:
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return "a tensor without numbers"
+    return "one number, repeated (an expanded tensor)"
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return 0

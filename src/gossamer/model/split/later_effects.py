@@ -1,0 +1,90 @@
+"""What a unit begins to do in Python after the model was cut. In the trace it did not, so other stages do not follow.
+
+Only units whose own code assigns something, or calls what changes a container, are looked at: after every call on the
+stage that has them. A unit whose code does neither costs nothing.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from gossamer.model.snapshot import Difference, Snapshot
+from gossamer.model.split.dataflow import DataFlow
+from gossamer.model.split.python_effects import OF_TORCH, unseen
+from gossamer.spec.errors import bad_input
+
+_STORES = frozenset(("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF", "DELETE_ATTR", "DELETE_SUBSCR"))
+_CHANGES = frozenset(
+    (
+        "setattr", "append", "extend", "insert", "pop", "popleft", "appendleft", "remove", "clear", "add", "discard",
+        "update", "setdefault", "popitem", "write", "send", "next", "set", "put", "get_nowait", "put_nowait",
+        "random", "randint", "shuffle", "choice", "normal", "integers", "uniform",
+    )
+)  # fmt: skip
+NOT_RUN = frozenset(("__init__", "__new__", "extra_repr", "reset_parameters", "__repr__", "__setstate__"))
+
+
+def changes_python(unit: nn.Module) -> bool:
+    """Whether the user's code that can be found from a unit may change anything."""
+    found = Snapshot.of_python(unit, "")
+    own = (held for held in found.found() if isinstance(held, FunctionType) and found.is_own(held))
+    return any(changes(held.__code__) for held in own if held.__name__ not in NOT_RUN)
+
+
+def changes(code: CodeType) -> bool:
+    """Whether it may change anything."""
+    stores = any(one.opname in _STORES for one in dis.get_instructions(code))
+    return stores or not _CHANGES.isdisjoint(code.co_names) or any(map(changes, inner(code)))
+
+
+def inner(code: CodeType) -> Iterator[CodeType]:
+    """Of functions that it defines."""
+    return (one for one in code.co_consts if isinstance(one, CodeType))
+
+
+@dataclass
+class LaterEffects:
+    """Of the units of one stage."""
+
+    module: nn.Module
+    stage: int
+    units: frozenset[str]  # that are looked at
+    _before: dict[int, Snapshot] = field(default_factory=dict)
+
+    def begin(self, flow: DataFlow, number: int, given: Any) -> None:
+        """A call is about to be made."""
+        call = flow.calls[number]
+        if call.unit in self.units and not call.is_python:
+            with unseen():
+                self._before[number] = Snapshot.of_python(self.module.get_submodule(call.unit), call.unit, given)
+
+    def end(self, flow: DataFlow, number: int) -> None:
+        """It was made. Raises BadInput where it has changed what others may read, and had not when it was traced."""
+        before = self._before.pop(number, None)
+        if before is None:
+            return
+        with unseen():
+            began = next((one for one in before.differences() if self._is_new(flow, number, one)), None)
+        if began is not None:
+            raise bad_input(
+                wanted=f"{flow.calls[number].name} to change the same in Python in every forward, on stage "
+                f"{self.stage}, as when the model was cut",
+                got=f"{began.name or 'a variable'}, which it had not changed",
+                do="let the model's own code change it, or cut so that one stage has the unit and what reads that",
+                key="plan.mesh.pipe",
+            )
+
+    def _is_new(self, flow: DataFlow, number: int, one: Difference) -> bool:
+        if one.root is None:
+            return number not in flow.left.get(one.name, ())
+        if one.root[1] in OF_TORCH:
+            return False
+        path = next((p for p, m in self.module.named_modules() if id(m) == one.root[0]), "") if one.root else ""
+        key = f"{path}.{one.root[1]}" if path else one.root[1]
+        return number not in flow.kept.get(key, ()) and bool(flow.looked_into.get(key, frozenset()) - {number})

@@ -1,0 +1,108 @@
+"""Random numbers that decide which way a forward takes: layers that are dropped, and the like.
+
+A stage must know the way before it runs. Where the code between units looks at a random number, the forward is traced
+at both ends of what may be drawn: with the smallest numbers that generators give, and with the largest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gossamer.model.split.dataflow import DataFlow
+from gossamer.spec.errors import bad_input
+
+_WORDS, _ENDS = 624, 500  # of the state of a Mersenne twister; so many at an end, then others: loops that reject do end
+_HIGHEST = 0x12DD9BB3  # as a word of the state, gives 32 ones
+_BELOW_ONE = 1 - 2**-11  # in half precision, too
+
+
+class RandomExtreme(Enum):
+    """What generators give in a trace."""
+
+    ANY = 0  # the same on every rank
+    LOWEST = 1
+    HIGHEST = 2
+
+    def begin(self) -> None:
+        """Seed all generators."""
+        torch.manual_seed(self.value)
+        random.seed(self.value)
+        np.random.seed(self.value)
+        if self is not RandomExtreme.ANY:
+            others = np.random.randint(1, 2**32, _WORDS - _ENDS, dtype=np.uint32)
+            words = [_HIGHEST if self is RandomExtreme.HIGHEST else 0] * _ENDS + others.tolist()
+            random.setstate((3, (*words, 0), None))
+            np.random.set_state(("MT19937", np.array(words, np.uint32), 0, 0, 0.0))
+
+    def bend(self, func: Any, out: Any) -> None:
+        """`out`, which the operator `func` gave, is at this end too where it is drawn evenly from 0 to 1."""
+        is_even = func.name().partition(".")[0] in ("aten::rand", "aten::rand_like", "aten::uniform_", "aten::uniform")
+        if self is not RandomExtreme.ANY and is_even and not isinstance(out, FakeTensor):
+            out.fill_(_BELOW_ONE if self is RandomExtreme.HIGHEST else 0.0)
+
+
+@dataclass
+class RandomBranchTrace:
+    """What was seen of random numbers outside of units. `decide`: Python may have looked at one."""
+
+    decide: bool = False
+    _of: set[int] = field(default_factory=set)  # memory that depends on one
+    _state: Any = None
+
+    def follow(self, func: Any, read: Collection[int], made: Collection[int]) -> None:
+        if torch.Tag.nondeterministic_seeded in func.tags or not self._of.isdisjoint(read):
+            self._of.update(made)
+
+    def look(self, read: Collection[int]) -> None:
+        self.decide |= not self._of.isdisjoint(read)
+
+    def enter(self) -> None:
+        """The code between units goes on."""
+        self._state = None if self.decide else _others()
+
+    def leave(self) -> None:
+        """It calls a unit, or ends."""
+        if self._state is not None and self._state != _others():
+            self.decide = True
+
+
+def _others() -> tuple[Any, bytes, int]:
+    state: Any = np.random.get_state()
+    return random.getstate(), state[1].tobytes(), state[2]
+
+
+def check_way(module: nn.Module, flow: DataFlow, other: DataFlow) -> None:
+    """That both take the same way through the units; raises BadInput."""
+    ways = [[call.name for call in one.calls] for one in (flow, other)]
+    if ways[0] == ways[1]:
+        return
+    first = next((i for i, pair in enumerate(zip(*ways, strict=False)) if pair[0] != pair[1]), min(map(len, ways)))
+    longer = max(ways, key=len)
+    switches = ", ".join(sorted(set(_switches(module))))
+    raise bad_input(
+        wanted="a forward that calls the same units every time, when it is cut into stages",
+        got=f"one in which a random number decides whether {longer[first]} runs",
+        do=f"set {switches} to 0 (in model.config, or in your module)"
+        if switches
+        else "call it every time, and let the unit itself decide what it does",
+        key="plan.mesh.pipe",
+    )
+
+
+def _switches(module: nn.Module) -> Iterator[str]:
+    """Names of probabilities by which layers may be dropped, of the module and its config."""
+    for inner in module.modules():
+        for holder in (inner, getattr(inner, "config", None)):
+            for name, held in vars(holder).items() if hasattr(holder, "__dict__") else ():
+                plain = name.replace("_", "").lower()
+                if isinstance(held, float) and 0 < held <= 1 and ("layerdrop" in plain or "droppath" in plain):
+                    yield name

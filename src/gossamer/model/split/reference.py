@@ -1,0 +1,58 @@
+"""Lockstep: all stages in one process, one after the other, with real autograd. What a cut means, and its reference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from gossamer.model.split.dataflow import CallOutput, DataFlow
+from gossamer.model.split.in_flight import InFlight
+from gossamer.model.split.split_points import SplitPoints, stage_specs
+from gossamer.model.split.stage import StageModule
+
+Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # of a module on a batch
+
+
+@dataclass(frozen=True, slots=True)
+class LockstepResult:
+    """`losses` of the micro-batches; `gradients` by canonical name, those of several stages added up."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def stages_of(module: nn.Module, flow: DataFlow, cuts: SplitPoints) -> list[StageModule]:
+    """Every stage of a copy of `module`."""
+    return [StageModule(copy.deepcopy(module), flow, part) for part in stage_specs(module, flow, cuts)]
+
+
+def run_lockstep(stages: Sequence[StageModule], loss: Loss, batches: Sequence[Mapping[str, Any]]) -> LockstepResult:
+    """Forward and backward of every batch through all stages; the gradients of the sum of the losses."""
+    losses = []
+    for batch in batches:
+        lives: list[InFlight] = []
+        tensors: dict[CallOutput, Tensor] = {}
+        for stage in stages:
+            lives.append(stage.forward(partial(loss, stage.module, batch), tensors))
+            tensors = lives[-1].sent
+        losses.append(lives[-1].result.detach())
+        gradients: dict[CallOutput, Tensor] = {}
+        for live in reversed(lives):
+            gradients = live.backward(gradients, loss=live.result)
+    return LockstepResult(losses, gradients_of(stages))
+
+
+def gradients_of(stages: Sequence[StageModule]) -> dict[str, Tensor]:
+    """Gradients by canonical name, of parameters that have one; of a shared one the sum, last stage first."""
+    found: dict[str, Tensor] = {}
+    for stage in reversed(stages):
+        for name, parameter in stage.parameters().items():
+            if parameter.grad is not None:
+                name = stage.names[name]
+                found[name] = found[name] + parameter.grad if name in found else parameter.grad
+    return found

@@ -1,0 +1,322 @@
+"""Where a model is cut, and what every stage then owns, receives and sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from torch import nn
+
+from gossamer.model.split.boundary_hooks import check_around
+from gossamer.model.split.buffer_owners import Keepers, check_readers, keepers_of
+from gossamer.model.split.dataflow import FIRST, HIDDEN, TOLD, CallOutput, DataFlow, LateOutput, UnitCall
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.suggest import nearest
+
+_KEY = "plan.mesh.pipe"
+_FLOP_PER_BYTE = (
+    10.0  # multiplied in the time that a byte of memory takes, on machines of all kinds, within a few times
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPoints:
+    """The first unit of every stage, in the order of the forward: `("embed", "blocks.2", "head")` are three stages.
+
+    A unit that is called again is named with @ and how often it was called before: "shared@2". The name of a module
+    that holds units stands for the first of them to be called.
+    """
+
+    first: tuple[str, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """One stage of a cut model, for one kind of batch. Values are in the order in which they go over the wire."""
+
+    stage: int
+    stages: int
+    low: int  # first call
+    high: int  # one past the last
+    receives: tuple[CallOutput, ...]
+    sends: tuple[CallOutput, ...]
+    holds: frozenset[str]  # parameters and buffers, canonical names
+    shared: frozenset[str] = frozenset()  # of these, parameters that other stages hold too
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage + 1 == self.stages
+
+    def owns(self, call: int) -> bool:
+        return self.low <= call < self.high
+
+
+def balanced_split(flow: DataFlow, stages: int, *, costs: Mapping[str, float] | None = None) -> SplitPoints:
+    """`stages` contiguous runs of calls, the dearest as cheap as possible. `costs`: of one call of each unit.
+
+    Default: the flop of the call, and 10 for every byte of parameters that it reads: an embedding, which multiplies
+    nothing, has a price too, and where tokens are few parameters decide, as they do on machines. Raises BadInput where
+    there are fewer units than stages.
+    """
+    _check_count(flow, stages)
+    price = [_work(call) if costs is None else costs.get(call.unit, 0.0) for call in flow.calls]
+    return SplitPoints(tuple(flow.calls[i].name for i in _balanced(price, stages)))
+
+
+def _work(call: UnitCall) -> float:
+    return call.flop + _FLOP_PER_BYTE * call.parameter_bytes
+
+
+def stage_specs(
+    module: nn.Module, flow: DataFlow, cuts: SplitPoints, keepers: Keepers | None = None
+) -> tuple[StageSpec, ...]:
+    """What every stage is; raises BadInput where the model cannot be cut there, and says which tensor is in the way.
+
+    `keepers`: as another flow has them, where this one is of a forward that changes nothing (an evaluation).
+    """
+    starts = _starts(module, flow, cuts)
+    bounds = [*starts, flow.end]
+    if flow.slope and len(starts) > 1:
+        raise bad_input(
+            wanted="gradients that are taken in the forward to be taken within a unit",
+            got=f"one through {flow.slope}, taken between units",
+            do="name what takes it as one unit (plan.units), or train without stages",
+            key="plan.mesh.pipe",
+        )
+    edges = [_edges(flow, low) for low in bounds]
+    keepers = keepers if keepers is not None else keepers_of(flow, bounds, edges)
+    parts = tuple(
+        StageSpec(
+            stage=stage,
+            stages=len(starts),
+            low=low,
+            high=high,
+            receives=edges[stage],
+            sends=edges[stage + 1] if high < flow.end else (),
+            holds=(_holds(module, flow, low, high) - keepers.keys()) | {n for n in keepers if stage in keepers[n]},
+        )
+        for stage, (low, high) in enumerate(pairwise(bounds))
+    )
+    for part in parts:
+        _check(flow, part)
+    check_readers(flow, bounds, keepers)
+    called: dict[str, set[int]] = {}
+    for part in parts:
+        for call in flow.calls[part.low : part.high]:
+            called.setdefault(call.unit, set()).add(part.stage)
+    check_around(module, called)
+    shared = shared_names(parts, module).keys()
+    return tuple(replace(part, shared=part.holds & shared) for part in parts)
+
+
+def shared_names(parts: Sequence[StageSpec], module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Parameters held by several stages, whose gradients are to be added, and these stages."""
+    found = {name: tuple(p.stage for p in parts if name in p.holds) for name, _ in module.named_parameters()}
+    return {name: stages for name, stages in found.items() if len(stages) > 1}
+
+
+def canonical_names(module: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer -> the first name of the same one."""
+    first: dict[int, str] = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _edges(flow: DataFlow, at: int) -> tuple[CallOutput, ...]:
+    """Values made before call `at` that it or later ones depend on."""
+    told = [CallOutput(i, TOLD) for i, call in enumerate(flow.calls[:at]) if call.is_told and at < flow.end]
+    return tuple(sorted([*told, *(v for v in flow.readers if v.call < at <= flow.last_reader(v))]))
+
+
+def _holds(module: nn.Module, flow: DataFlow, low: int, high: int) -> frozenset[str]:
+    canonical = canonical_names(module)
+    used = {call.unit for call in flow.calls}
+    mine = {call.unit for call in flow.calls[low:high]}
+    is_last = high == flow.end
+    if is_last:
+        mine |= set(flow.units) - used  # nobody calls them, somebody must keep them
+    inside = {name for name in canonical if any(_is_in(name, unit) for unit in flow.units)}
+    names = {canonical[name] for name in canonical if any(_is_in(name, unit) for unit in mine)}
+    loose = {name for name, at in flow.loose.items() if is_last or min(at) < high}
+    lent = {name for name, at in flow.lent.items() if any(low <= call < high for call in at)}
+    parameters = {name for name, _ in module.named_parameters()}
+    others = {canonical[n] for n in canonical if n not in inside}
+    kept = {n for n in others if n not in parameters or (is_last and n not in flow.loose and n not in flow.lent)}
+    return frozenset(names | loose | lent | kept)
+
+
+def _is_in(name: str, unit: str) -> bool:
+    return not unit or name.startswith(unit + ".")
+
+
+def _starts(module: nn.Module, flow: DataFlow, cuts: SplitPoints) -> list[int]:
+    _check_count(flow, cuts.stages)
+    starts = [_number(module, flow, name) for name in cuts.first]
+    if starts[:1] != [0]:
+        raise bad_input(
+            wanted=f"the first stage to begin with {flow.calls[0].name}, which runs first",
+            got=", ".join(cuts.first[:1]) or "no stage",
+            do="begin there",
+            key=_KEY,
+        )
+    if sorted(set(starts)) != starts:
+        raise bad_input(
+            wanted="stages in the order of the forward", got=", ".join(cuts.first), do="sort them", key=_KEY
+        )
+    return starts
+
+
+def _number(module: nn.Module, flow: DataFlow, name: str) -> int:
+    if name in flow.names:
+        return flow.names[name]
+    inner = (number for number, call in enumerate(flow.calls) if call.unit.startswith(name + "."))
+    if (first := next(inner, None)) is not None:
+        return first  # a container, by which its first unit is meant
+    outer = next((unit for unit in flow.units if name.startswith(unit + ".")), None)
+    if outer is not None and any(path == name for path, _ in module.named_modules()):
+        times = sum(call.unit == outer for call in flow.calls)
+        why = f", which is one module called {times} times" if times > 1 else ""
+        raise bad_input(
+            wanted="a cut between units", got=f"{name}, inside {outer}{why}", do=f"cut before {outer}", key=_KEY
+        )
+    if name in flow.units:
+        raise bad_input(
+            wanted="a unit that the forward calls", got=f"{name}, which it never does", do="cut elsewhere", key=_KEY
+        )
+    raise BadInput(f"there is no unit {name!r}: {nearest(name, flow.names)}", key=_KEY)
+
+
+def _check_count(flow: DataFlow, stages: int) -> None:
+    if stages <= len(flow.calls) and (stages == 1 or flow.units != ("",)):
+        return
+    if len(flow.calls) <= 1:
+        raise bad_input(
+            wanted=f"a model of units that can be {stages} stages",
+            got="one without repeated blocks, lists of modules or children that own parameters",
+            do="name the modules to cut between (plan.units), or use fewer stages",
+            key=_KEY,
+        )
+    raise bad_input(
+        wanted=f"at least {stages} units for {stages} stages",
+        got=f"{len(flow.calls)}: {', '.join(call.name for call in flow.calls[:6])}" + _never_called(flow),
+        do=f"name what to cut between, smaller modules that are called themselves (plan.units), or use "
+        f"{len(flow.calls)} stages at most",
+        key=_KEY,
+    )
+
+
+def _never_called(flow: DataFlow) -> str:
+    called = {call.unit for call in flow.calls}
+    never = [unit for unit in flow.units if unit not in called]
+    return f"; {', '.join(never[:6])} own parameters and are never called" if never else ""
+
+
+def _check(flow: DataFlow, part: StageSpec) -> None:
+    """Nothing that this stage computes with may be absent."""
+    for call in flow.calls[: part.low]:
+        strange = next((leaf.opaque for leaf in call.leaves if leaf.opaque), "")
+        if strange and any(v.place == HIDDEN for v in part.receives):
+            raise bad_input(
+                wanted=f"{call.name} to return tensors, in tuples, lists, dicts or dataclasses",
+                got=f"a {strange}",
+                do=f"return its tensors, or keep what follows in its stage (no cut before {flow.calls[part.low].name})",
+                key=_KEY,
+            )
+    for value in part.receives:
+        if value.place == HIDDEN:
+            readers = sorted(flow.readers[value])
+            raise bad_input(
+                wanted=f"{flow.calls[value.call].name} to return, or keep as an attribute, all that others read of it",
+                got=f"a tensor made in it and read by {_reader(flow, readers[-1])}",
+                do=f"return it, or keep both in one stage (no cut between them; this one is before "
+                f"{flow.calls[part.low].name})",
+                key=_KEY,
+            )
+    for value in flow.nodes.intersection(part.receives):
+        raise bad_input(
+            wanted=f"nobody to take the grad_fn of what {flow.calls[value.call].name} gives and stage {part.stage} "
+            "receives: its node in the graph is on another stage",
+            got="code between units that does",
+            do="set the hook on the tensor (register_hook) or within the unit, or cut elsewhere",
+            key=_KEY,
+        )
+    for number, call in enumerate(flow.calls[: part.low]):
+        for places in call.overlaps:
+            if sum(CallOutput(number, place) in part.receives for place in places) > 1:
+                raise bad_input(
+                    wanted=f"{call.name} to return tensors with memory of their own each, or nobody to change them",
+                    got=f"outputs {', '.join(map(str, places))} in one memory, one of which is changed in place",
+                    do="return a copy (.clone()), or keep what follows in its stage",
+                    key=_KEY,
+                )
+    for value, positions in flow.branches.items():
+        late = [p for p in positions if p < part.high or part.is_last]
+        if late and value.call < part.low and value not in part.receives:
+            raise bad_input(
+                wanted=f"no branch on what {flow.calls[value.call].name} gives in code that every stage runs",
+                got=f"one before {_reader(flow, late[0])}, which stage {part.stage} cannot take",
+                do="cut before that unit, or move the branch (or .item()) into a unit",
+                key=_KEY,
+            )
+
+    check_late(flow, part, end_of(flow, part), [one for one in flow.late if one.after != FIRST])
+
+
+def end_of(flow: DataFlow, part: StageSpec) -> float:
+    """Where the forward of a stage ends, as it has not what is looked at there: as in `Late`; inf: nowhere."""
+    ends = [p - 0.5 for v, at in flow.branches.items() for p in at if p >= part.high and not _has(part, v)]
+    ends += [float(i) for i in range(part.high, flow.end) if flow.calls[i].is_told]
+    return math.inf if part.is_last else min(ends, default=math.inf)
+
+
+def check_late(flow: DataFlow, part: StageSpec, end: float, lates: Sequence[LateOutput]) -> None:
+    """Raises BadInput where what Python keeps of the rest of a forward that ends there matters to the next one."""
+    late = next((one for one in lates if one.matters(end) and _stays(flow, one, end)), None)
+    if late is not None:
+        raise bad_input(
+            wanted=f"{late.name}, which the forward changes and a later one reads, to depend on no number that stage "
+            f"{part.stage} has not (it ends with {flow.calls[part.high - 1].name})",
+            got=f"a look at one before {_reader(flow, math.ceil(end))}, where its forward has to end",
+            do="move the look behind what changes, return tensors instead of numbers, or cut behind it",
+            key=_KEY,
+        )
+
+
+def _has(part: StageSpec, value: CallOutput) -> bool:
+    return part.owns(value.call) or value in part.receives
+
+
+def _stays(flow: DataFlow, late: LateOutput, end: float) -> bool:
+    """Who reads it right before the end can only change what stays; which is then read before, or is a tensor."""
+    if late.after == FIRST or min(late.readers) < end or end in flow.stirs:
+        return True
+    stirred = (one for one in flow.stirred if one.after == end and one.written >= end)
+    return any(reader < end for one in stirred for reader in one.readers)
+
+
+def _reader(flow: DataFlow, position: int) -> str:
+    return flow.calls[position].name if position < flow.end else "the end of the forward"
+
+
+def _balanced(price: Sequence[float], stages: int) -> list[int]:
+    """Where each of `stages` non-empty runs begins, their largest sum minimal; ties: earlier stages get more."""
+    count = len(price)
+    total = [0.0]
+    for p in price:
+        total.append(total[-1] + p)
+    best = {(1, i): (total[i], 0) for i in range(1, count + 1)}
+    for k in range(2, stages + 1):
+        for i in range(k, count + 1):
+            best[k, i] = min(((max(best[k - 1, j][0], total[i] - total[j])), -j) for j in range(k - 1, i))
+            best[k, i] = (best[k, i][0], -best[k, i][1])
+    starts, at = [], count
+    for k in range(stages, 0, -1):
+        at = best[k, at][1] if k > 1 else 0
+        starts.append(at)
+    return starts[::-1]

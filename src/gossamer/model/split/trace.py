@@ -1,0 +1,98 @@
+"""Tracing: one forward run under watch, on shapes alone where that says all there is to say (see `operators.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gossamer.model.split.dataflow import DataFlow
+from gossamer.model.split.random_branches import RandomExtreme
+from gossamer.model.split.restore import undone
+from gossamer.model.split.trace_backends import EagerOps, FakeTensorOps, unlogged
+from gossamer.model.split.tracer import ForwardTracer
+from gossamer.spec.errors import BadInput, RunFailed
+
+
+def trace(
+    module: nn.Module,
+    run: Callable[[], Any],
+    *,
+    units: Sequence[str],
+    fake: bool = True,
+    lot: RandomExtreme = RandomExtreme.ANY,
+) -> DataFlow:
+    """Run `run`, which calls `module` once and returns all that its caller wants of it (a loss); say what it did.
+
+    Parameters, buffers and generators are left as they were. Under gradients, as training does. First without
+    activations; where the forward needs numbers that are not there (or not `fake`) `run` is called again, on real
+    tensors and without their graph, and where it needs that too (a gradient within the forward), as in training.
+    Generators begin as `lot` says: every rank sees the same.
+    """
+    if fake:
+        unreal = FakeTensorOps(module)
+        try:
+            flow = _traced(ForwardTracer(module, tuple(units), unreal, lot), run, unlogged())
+        except Exception:  # whatever it was, the real run goes on, or says it better
+            unreal.refused = True
+        if not unreal.refused:
+            return flow
+    try:
+        return _traced(ForwardTracer(module, tuple(units), EagerOps(), lot), run, _without_graph())
+    except BadInput:
+        raise
+    except Exception:
+        return _traced(ForwardTracer(module, tuple(units), EagerOps(), lot), run, nullcontext())
+
+
+def _traced(watch: ForwardTracer, run: Callable[[], Any], graph: AbstractContextManager[None]) -> DataFlow:
+    with ExitStack() as stack:
+        stack.enter_context(
+            undone(watch.module, watch.buffers, parameters=not isinstance(watch.operators, FakeTensorOps))
+        )
+        watch.lot.begin()
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(graph)
+        stack.enter_context(_uncached())
+        watch.install(stack)
+        with watch:
+            result = _run(watch, run)
+            ends = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        watch.finish(ends)
+    return watch.flow()
+
+
+def _run(watch: ForwardTracer, run: Callable[[], Any]) -> Any:
+    watch.until = _run.__code__
+    try:
+        return run()
+    except Exception:
+        if watch.refused is not None:  # in a thread of the model's own, whose code went on
+            raise watch.refused from None
+        raise
+
+
+@contextmanager
+def _without_graph() -> Iterator[None]:
+    """What an operator keeps for its backward is let go."""
+
+    def absent(_: None) -> Tensor:
+        raise RunFailed("a gradient within a forward, whose graph was not kept")
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, absent):
+        yield
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Autocast casts a weight wherever it is used: no stage has the copy that another one made."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

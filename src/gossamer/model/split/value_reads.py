@@ -1,0 +1,243 @@
+"""Looks: the moments at which Python takes numbers out of tensors, or shapes that depend on them.
+
+A unit whose Python values depend on numbers is run for real where it lies, and its looks are noted. They go to the
+later stages in the message of the border, and there its shadow, on absent tensors, is told them in the same order: so
+it takes the same branches, and gives and keeps the same values. As JSON in a message of fixed size: nothing else than
+numbers, lists and names of types comes out of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gossamer.model.split.absent_tensor import AbsentTensor
+from gossamer.model.split.dataflow import TOLD_BYTES, OutputLeaf
+from gossamer.spec.errors import WireMismatch, bad_input
+
+_TAKES_ALL = {Tensor.numpy: "numpy", Tensor.__array__: "numpy", Tensor.tolist: "list"}
+_SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
+_HEAD = 4  # bytes of the length in front
+
+
+def takes_number(func: Any) -> bool:
+    """Whether an operator gives Python a number."""
+    return func in _SCALARS or (isinstance(func, OpOverload) and torch.Tag.data_dependent_output in func.tags)
+
+
+def takes_shape(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator gives a tensor whose shape depends on numbers."""
+    if not isinstance(func, OpOverload) or torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func is torch.ops.aten.index.Tensor:
+        return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return True
+
+
+def looked_at(func: Any, args: Sequence[Any]) -> list[Tensor] | None:
+    """The tensors of whose numbers Python sees something in an operator; None where it does not."""
+    if takes_number(func):
+        return [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+    if not takes_shape(func, args):
+        return None
+    if func is torch.ops.aten.index.Tensor:
+        return [x for x in args[1] if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
+    given = [x for x in args if isinstance(x, Tensor)]
+    return given[1:2] if func is torch.ops.aten.masked_select.default else given[:1]
+
+
+_NODE: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
+
+
+class ReadMode(TorchFunctionMode):
+    """Calls `look` with every tensor of which Python takes all numbers, and `hold` with those whose node in the graph
+    code outside of torch takes.
+    """
+
+    def __init__(self, look: Callable[[Tensor], None], hold: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.look, self.hold = look, hold
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TAKES_ALL:
+            self.look(args[0])
+        elif func == _NODE and not _caller(2).startswith("torch."):
+            self.hold(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _caller(depth: int) -> str:
+    return str(sys._getframe(depth).f_globals.get("__name__", ""))
+
+
+@dataclass
+class ValueReads:
+    """What was seen, in order."""
+
+    seen: deque[Any] = field(default_factory=deque)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """All looks in here are noted."""
+        with _Operators(self._note), _Methods(self._note):
+            yield
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """In here Python sees what was noted."""
+        with _Operators(self._tell), _Methods(self._tell):
+            yield
+
+    @staticmethod
+    def of_kinds(leaves: Sequence[Any], traced: Sequence[OutputLeaf]) -> ValueReads:
+        """Of a call that gives tensors or None: which it gave, where that is another than when the model was cut."""
+        kinds: list[Any] = []
+        for place, (leaf, came) in enumerate(zip(traced, leaves, strict=True)):
+            was = leaf.made is not None or leaf.source is not None or leaf.same is not None
+            if isinstance(came, Tensor) and not was:
+                kinds.append([place, [list(came.shape), str(came.dtype).removeprefix("torch.")]])
+            elif not isinstance(came, Tensor) and was:
+                kinds.append([place, None])
+        return ValueReads(deque(kinds))
+
+    def kinds(self) -> dict[int, tuple[tuple[int, ...], torch.dtype] | None]:
+        """As `of_kinds` was given them, by place; raises WireMismatch."""
+        found: dict[int, tuple[tuple[int, ...], torch.dtype] | None] = {}
+        for place, kind in self.seen:
+            _checked(place, (int,))
+            if kind is not None:
+                shape, dtype = _checked(kind, (list,))
+                kind = tuple(_checked(n, (int,)) for n in shape), _dtype(dtype)
+            found[place] = kind
+        return found
+
+    def of_method(self, name: str) -> Any:
+        """What `numpy` or `tolist` of an absent tensor gives."""
+        is_list = name == "tolist"
+        return self._tell("list" if is_list else "numpy", lambda: None, _listed if is_list else _array)
+
+    def to_bytes(self, unit: str, device: torch.device) -> Tensor:
+        """(TOLD_BYTES,) uint8. Raises BadInput where it does not fit."""
+        text = json.dumps(list(self.seen)).encode()
+        if len(text) > TOLD_BYTES - _HEAD:
+            raise bad_input(
+                wanted=f"{unit} to look at few numbers of tensors: what it gives or keeps in Python depends on them",
+                got=f"{len(text)} bytes of them, more than the {TOLD_BYTES - _HEAD} that go with a border",
+                do="return tensors, or keep what reads the rest in its stage",
+                key="plan.mesh.pipe",
+            )
+        framed = len(text).to_bytes(_HEAD, "big") + text
+        return torch.frombuffer(bytearray(framed.ljust(TOLD_BYTES, b"\0")), dtype=torch.uint8).to(device)
+
+    @staticmethod
+    def of_bytes(message: Tensor) -> ValueReads:
+        """As `to_bytes` made it; raises WireMismatch."""
+        given = bytes(message.cpu().numpy())
+        length = int.from_bytes(given[:_HEAD], "big")
+        if len(given) != TOLD_BYTES or length > TOLD_BYTES - _HEAD:
+            raise WireMismatch(f"{length} bytes of looks in a message of {len(given)}")
+        try:
+            seen = json.loads(given[_HEAD : _HEAD + length])
+        except ValueError as error:
+            raise WireMismatch(f"looks that are no JSON: {error}") from None
+        if not isinstance(seen, list) or not all(isinstance(one, list) and len(one) == 2 for one in seen):
+            raise WireMismatch("looks that are no list of kinds and values")
+        return ValueReads(deque(seen))
+
+    def _note(self, kind: str, run: Callable[[], Any], like: Callable[[Any], Any]) -> Any:
+        found = run()
+        self.seen.append([kind, _plain(kind, found)])
+        return found
+
+    def _tell(self, kind: str, run: Callable[[], Any], like: Callable[[Any], Any]) -> Any:
+        if not self.seen or self.seen[0][0] != kind:
+            said = f"{self.seen[0][0]}" if self.seen else "nothing more"
+            raise WireMismatch(f"a shadow looks at a {kind}, where the unit itself looked at {said}")
+        return like(self.seen.popleft()[1])
+
+
+Follow = Callable[[str, Callable[[], Any], Callable[[Any], Any]], Any]
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, follow: Follow) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.follow = follow
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if takes_number(func):
+            return self.follow("number", lambda: func(*args, **kwargs), _number)
+        if takes_shape(func, args):
+            run = partial(func, *args, **kwargs)
+            return self.follow("shape", run, partial(_of_shapes, args, kwargs, run))
+        return func(*args, **kwargs)
+
+
+class _Methods(TorchFunctionMode):
+    def __init__(self, follow: Follow) -> None:
+        super().__init__()
+        self.follow = follow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _TAKES_ALL.get(func)
+        if kind is None:
+            return func(*args, **(kwargs or {}))
+        return self.follow(kind, lambda: func(*args, **(kwargs or {})), _array if kind == "numpy" else _listed)
+
+
+def _plain(kind: str, found: Any) -> Any:
+    if kind == "shape":
+        return [[list(x.shape), str(x.dtype).removeprefix("torch.")] for x in tree_leaves(found)]
+    if kind == "numpy":
+        return [list(found.shape), found.dtype.str, found.ravel().tolist()]
+    return {"real": found.real, "imaginary": found.imag} if isinstance(found, complex) else found
+
+
+def _number(told: Any) -> Any:
+    if isinstance(told, Mapping):
+        return complex(told["real"], told["imaginary"])
+    return _checked(told, (bool, int, float))
+
+
+def _listed(told: Any) -> Any:
+    return [_listed(x) for x in told] if isinstance(told, list) else _number(told)
+
+
+def _array(told: Any) -> Any:
+    shape, kind, values = _checked(told, (list,))
+    return np.array(values, dtype=np.dtype(kind)).reshape(shape)
+
+
+def _of_shapes(args: Any, kwargs: Any, run: Callable[[], Any], told: Any) -> Any:
+    """Absent tensors of these shapes; where all is there, what the operator gives."""
+    first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, AbsentTensor)), None)
+    if first is None:
+        return run()
+    made = [first.absence.shaped(first, tuple(shape), _dtype(kind)) for shape, kind in told]
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, _checked(name, (str,)), None)
+    return _checked(found, (torch.dtype,))  # type: ignore[no-any-return]
+
+
+def _checked(told: Any, kinds: tuple[type, ...]) -> Any:
+    if type(told) not in kinds:
+        raise WireMismatch(f"a look of type {type(told).__name__}")
+    return told

@@ -1,0 +1,129 @@
+"""Processes on the laboratory's hosts: how they get there, what they are told, what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from gossamer.netlab.names import DEVICE, MASTER_PORT, MEET_PORT, address
+from gossamer.spec.errors import BadInput
+
+HostOutput: TypeAlias = Callable[[int, str], None]  # (host, line without its end)
+Exited: TypeAlias = Callable[[int, int], None]  # (host, exit code), in the order in which they end
+
+_LOOK_S = 0.01
+
+# The shell joins the cgroups, then becomes the command inside the host's network: one process id throughout.
+_ENTER = 'net=$1; shift; while [ "$1" != -- ]; do echo $$ >"$1" || exit 125; shift; done; shift; '
+_ENTER += 'exec nsenter --net="$net" -- "$@"'
+
+
+def enter(namespace: str, cgroups: Sequence[Path], argv: Sequence[str]) -> list[str]:
+    """The command line that runs `argv` in a namespace and under cgroups; BadInput where there is no such program."""
+    if not argv:
+        raise BadInput("no command: write what every host runs, e.g. -- python train.py", key="command")
+    if shutil.which(argv[0]) is None:
+        raise BadInput(f"no program is called {argv[0]!r}: check the path and the name", key="command")
+    return ["sh", "-c", _ENTER, "lab", namespace, *(str(c / "cgroup.procs") for c in cgroups), "--", *argv]
+
+
+def rank_environment(host: int, hosts: int, *, threads: int) -> dict[str, str]:
+    """What a rank finds in its environment: the names torchrun uses, and Gossamer's own."""
+    return {
+        "RANK": str(host),
+        "WORLD_SIZE": str(hosts),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": address(0),
+        "MASTER_PORT": str(MASTER_PORT),
+        "GLOO_SOCKET_IFNAME": DEVICE,
+        "NCCL_SOCKET_IFNAME": DEVICE,
+        "GOSSAMER_HOST": f"{host}/{hosts}",
+        "GOSSAMER_MEET": f"{address(0)}:{MEET_PORT}",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+
+
+class Pipe:
+    """One host's output, cut into lines."""
+
+    def __init__(self, host: int, process: subprocess.Popen[bytes], output: HostOutput) -> None:
+        assert process.stdout is not None
+        self.host, self.process, self.stdout, self._output = host, process, process.stdout, output
+        self._rest = b""
+        os.set_blocking(self.stdout.fileno(), False)
+
+    def read(self) -> bool:
+        """Hand on what is there; False when there was nothing (now, or ever again)."""
+        try:
+            data = os.read(self.stdout.fileno(), 65536)
+        except BlockingIOError:
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._output(self.host, line.decode(errors="replace"))
+        return bool(data)
+
+    def finish(self) -> None:
+        """Hand on what is left of a process that has ended (a child of its that lives on is not waited for)."""
+        while self.read():
+            pass
+        if self._rest:
+            self._output(self.host, self._rest.decode(errors="replace"))
+        self.stdout.close()
+
+
+def follow(
+    processes: Sequence[subprocess.Popen[bytes]],
+    *,
+    output: HostOutput | None = None,
+    exited: Exited | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[int]:
+    """Wait for one process per host, handing on their lines and ends as they come; the exit codes in host order.
+
+    `meanwhile` is called a hundred times a second.
+    """
+    pipes = {host: Pipe(host, p, output) for host, p in enumerate(processes) if output is not None}
+    codes: dict[int, int] = {}
+    with selectors.DefaultSelector() as waiting:
+        for pipe in pipes.values():
+            waiting.register(pipe.stdout, selectors.EVENT_READ, pipe)
+        while len(codes) < len(processes):
+            quiet = True
+            meanwhile()
+            for key, _ in waiting.select(_LOOK_S):
+                quiet = not key.data.read() and quiet
+            for host, code in _ended(processes, codes):
+                codes[host] = code
+                if host in pipes:
+                    waiting.unregister(pipes[host].stdout)
+                    pipes[host].finish()
+                if exited is not None:
+                    exited(host, code)
+            if quiet:  # a pipe closed by a process that lives on is always readable
+                time.sleep(_LOOK_S)
+    return [codes[host] for host in range(len(processes))]
+
+
+def _ended(processes: Sequence[subprocess.Popen[bytes]], known: Mapping[int, int]) -> list[tuple[int, int]]:
+    polled = [(host, process.poll()) for host, process in enumerate(processes) if host not in known]
+    return [(host, code) for host, code in polled if code is not None]
+
+
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kill what still runs, and reap everything."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    for process in processes:
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

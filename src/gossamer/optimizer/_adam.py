@@ -1,0 +1,76 @@
+"""What rules in the manner of Adam share: their settings' limits, and their two moments."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gossamer.optimizer._foreach import Lists
+from gossamer.spec.validate import below_one, not_negative, positive
+
+
+class Adaptive(Protocol):
+    """The settings of such a rule."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+
+
+def check(rule: Adaptive) -> None:
+    """Raises BadInput for settings out of their limits."""
+    positive("lr", rule.lr)
+    for beta in rule.betas:
+        below_one("betas", beta)
+    positive("eps", rule.eps)
+    not_negative("weight_decay", rule.weight_decay)
+
+
+def moments(rule: Adaptive, group: Lists, grads: list[Tensor], step: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Move the first two slots (`mean`, `square`) of a group by `grads`; m / (1 - b1^t) and sqrt(v / (1 - b2^t)) + eps
+    of them, t = step + 1, as new tensors.
+    """
+    b1, b2 = rule.betas
+    means, squares = group.slots[:2]
+    torch._foreach_lerp_(means, grads, 1 - b1)
+    torch._foreach_mul_(squares, b2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - b2)
+    below = list(torch._foreach_div(squares, 1 - b2 ** (step + 1)))
+    torch._foreach_sqrt_(below)
+    torch._foreach_add_(below, rule.eps)
+    return list(torch._foreach_div(means, 1 - b1 ** (step + 1))), below
+
+
+def frozen(
+    rule: Adaptive, group: Lists, below: list[Tensor], *, seen: float | list[Tensor], decays: bool, rate: float
+) -> None:
+    """Move a group by its gradients as AdamW does, but with `below` (see `inverse`) for the second moments; `seen`: the
+    sum of the first moments' weights.
+    """
+    b1, _ = rule.betas
+    means = group.slots[0]
+    torch._foreach_lerp_(means, group.grads, 1 - b1)
+    if decays and rule.weight_decay:
+        torch._foreach_mul_(group.params, 1 - rate * rule.weight_decay)
+    moves = list(torch._foreach_div(means, seen))
+    torch._foreach_mul_(moves, below)
+    torch._foreach_add_(group.params, moves, alpha=-rate)
+
+
+def inverse(squares: list[Tensor], *, seen: float | list[Tensor], floor: float, eps: float) -> list[Tensor]:
+    """1 / (h + eps), h = sqrt(v / seen), of second moments that no longer follow the gradients: h at least `floor`
+    times its root mean square over the parameter, and 0 for what has v = 0. `seen`: the sum of their weights.
+    """
+    found = []
+    for square in torch._foreach_div(squares, seen):
+        h = square.sqrt()
+        least = floor * h.square().mean().sqrt() if h.numel() else 0.0
+        found.append(torch.where(h > 0, 1 / (h.clamp(min=least) + eps), torch.zeros_like(h)))
+    return found

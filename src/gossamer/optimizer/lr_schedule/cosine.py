@@ -1,0 +1,34 @@
+"""A rate that falls along half a cosine.
+
+Paper: Loshchilov, Hutter, ICLR 2017, arXiv:1608.03983 (one period, no restart).
+Equation: f = floor + (1 - floor) (1 + cos(pi x)) / 2 with x = (step - w) / (steps - w), after w steps of warm-up.
+The last update (step = steps - 1) is still above the floor: none is wasted on a rate of 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gossamer.optimizer.lr_schedule import LRSchedule
+from gossamer.optimizer.lr_schedule._span import demand_span, rise, span
+from gossamer.spec.validate import below_one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cosine(LRSchedule):
+    """`warmup`: a fraction of the run (below 1) or a number of steps; `floor`: the factor it falls towards."""
+
+    warmup: float = 0.02
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        demand_span("warmup", self.warmup)
+        below_one("floor", self.floor)
+
+    def factor(self, step: int, steps: int) -> float:
+        warmup = span("warmup", self.warmup, steps)
+        if step < warmup:
+            return rise(step, warmup)
+        gone = min(1.0, (step - warmup) / (steps - warmup))
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * gone))

@@ -1,0 +1,49 @@
+"""A rate that rises, stays, and falls at the end: a run can be prolonged from any point before the fall.
+
+Paper: Hu et al. 2024 (MiniCPM), arXiv:2404.06395; shapes of the fall: Haegele et al. 2024, arXiv:2405.18392.
+Equation: over the last d steps, f = floor + (1 - floor) (1 - x) for linear, (1 - sqrt(x)) for sqrt,
+with x = (step - (steps - d) + 1) / (d + 1): the last update is still above the floor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from gossamer.optimizer.lr_schedule import LRSchedule
+from gossamer.optimizer.lr_schedule._span import demand_span, rise, span
+from gossamer.spec.errors import bad_input
+from gossamer.spec.validate import below_one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupStableDecay(LRSchedule):
+    """`warmup` and `decay`: fractions of the run (below 1) or numbers of steps; `floor`: factor it falls towards."""
+
+    warmup: float = 0.02
+    decay: float = 0.2
+    floor: float = 0.0
+    shape: Literal["linear", "sqrt"] = "sqrt"
+
+    def __post_init__(self) -> None:
+        demand_span("warmup", self.warmup)
+        demand_span("decay", self.decay)
+        below_one("floor", self.floor)
+        if self.warmup < 1 and self.decay < 1 and self.warmup + self.decay > 1:
+            raise bad_input(
+                wanted="warmup + decay of at most 1", got=f"{self.warmup + self.decay:g}", do="lower one", key="decay"
+            )
+
+    def factor(self, step: int, steps: int) -> float:
+        warmup, decay = span("warmup", self.warmup, steps), span("decay", self.decay, steps)
+        if max(self.warmup, self.decay) >= 1 and warmup + decay > steps:
+            raise bad_input(
+                wanted=f"warmup and decay within the run of {steps} steps",
+                got=f"{warmup} + {decay} steps",
+                do="lower one of them or raise train.steps",
+                key="decay",
+            )
+        left = min(1.0, max(0.0, (step - (steps - decay) + 1) / (decay + 1)))
+        fall = 1 - (left if self.shape == "linear" else math.sqrt(left))
+        return min(rise(step, warmup), self.floor + (1 - self.floor) * fall)

@@ -1,0 +1,110 @@
+"""Master: parameters in a half type follow a float32 copy of themselves, which the inner rule moves.
+
+Paper: Micikevicius et al., ICLR 2018, arXiv:1710.03740, section 3.1.
+Equations: inner rule on (W, float32 g, float32 slots) ; w <- round(W)
+Symbols: w parameter (bf16, fp16), W its float32 copy `master` (state), both of one shape.
+State:   that of the inner rule in float32, and W: 4 bytes each per element. Nothing more for float32 parameters, which
+the inner rule moves themselves: there this changes no bit.
+Good when: the model is held in bf16, where a step of less than 1/256 of a parameter would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer.adamw import AdamW
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Master(Optimizer):
+    """`inner` is the rule that moves the float32 copies."""
+
+    inner: Optimizer = field(default_factory=AdamW)
+
+    @property
+    def lr(self) -> float:
+        return self.inner.lr
+
+    @property
+    def by_element(self) -> bool:
+        return self.inner.by_element
+
+    @property
+    def begins_apart(self) -> bool:
+        return self.inner.begins_apart
+
+    @property
+    def counts_each(self) -> bool:
+        return self.inner.counts_each
+
+    @property
+    def is_plain(self) -> bool:
+        return self.inner.is_plain
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return (*self.inner.slots, "master")
+
+    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
+        wide = {name: param.detach().float() if param.dtype in HALF else param for name, param in params.items()}
+        state = self.inner.init(wide)
+        for name, param in params.items():
+            if param.dtype in HALF:
+                state[name]["master"] = wide[name].contiguous()
+        return state
+
+    @torch.no_grad()
+    def update(
+        self,
+        params: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        state: OptimizerState,
+        *,
+        lr_scale: float,
+        step: int,
+    ) -> None:
+        wide = _wide(params, grads, state)
+        self.inner.update(wide, grads, state, lr_scale=lr_scale, step=step)
+        _round(params, wide)
+
+    @torch.no_grad()
+    def update_apart(
+        self,
+        params: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        state: OptimizerState,
+        *,
+        lr_scale: float,
+        step: int,
+    ) -> None:
+        wide = _wide(params, grads, state)
+        self.inner.update_apart(wide, grads, state, lr_scale=lr_scale, step=step)
+        _round(params, wide)
+
+    def meet(
+        self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: OptimizerState, *, rates: float
+    ) -> None:
+        self.inner.meet(_wide(params, moved, state), moved, state, rates=rates)
+
+    def second_moments(self, state: OptimizerState, *, step: int) -> Mapping[str, Tensor]:
+        return self.inner.second_moments(state, step=step)
+
+    def learn(self, squares: Mapping[str, Tensor], state: OptimizerState) -> None:
+        self.inner.learn(squares, state)
+
+
+def _wide(params: Mapping[str, Tensor], names: Iterable[str], state: OptimizerState) -> dict[str, Tensor]:
+    return {name: state[name].get("master", params[name]) for name in names}
+
+
+def _round(params: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -> None:
+    for name, param in wide.items():
+        if params[name].dtype in HALF:
+            params[name].copy_(param)

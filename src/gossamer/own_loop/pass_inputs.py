@@ -1,0 +1,221 @@
+"""What a rank has at hand when a backward pass begins: the batch it is of, and what that counts."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossamer.loss_reader.batch_tensors import OfBatch
+from gossamer.loss_reader.count import BatchRows, Kind, LossCount
+from gossamer.own_loop.batches import Share, leaves
+from gossamer.own_loop.status_rows import RowMark
+from gossamer.spec.errors import BadInput
+
+_SHAPES = 200  # ways in which a loss is made that are looked at
+_LOOKS = 2  # at the graph of every loss that is made in another way
+_KEPT = 4  # batches that a loop may have asked for before it used the first of them
+
+
+class _Seen:
+    """A hook of a wrapped model. A copy of the model, or a saved one, has one that sees nothing."""
+
+    def __init__(self, hand: weakref.ref[PassInputs] | None = None) -> None:
+        self._hand = hand
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hand = self._hand() if self._hand is not None else None
+        if hand is not None:
+            tensors = [_bare(leaf) for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            hand.see(tensors) if torch.is_grad_enabled() else hand.see_evaluated(tensors)
+
+    def __deepcopy__(self, _: Any) -> _Seen:
+        return _Seen()
+
+    def __reduce__(self) -> tuple[type[_Seen], tuple[()]]:
+        return _Seen, ()
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    """What torch.func and vmap have wrapped, of which there is no memory to look at."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+class PassInputs(BatchRows):
+    """The batches that were given out last, and which of them the model has seen last.
+
+    A loop may fetch the next batch before it calls backward on the last one: the one that counts is the one whose
+    memory the model's forward was given. Where that cannot be seen (batches that were moved to a device), it is the
+    last that was given out; in a loop that fetches ahead, a difference that would matter is refused. A batch that the
+    model saw without gradients alone was evaluated, and is nobody's.
+    """
+
+    def __init__(self, weigh: Callable[[Any], float] | None, *, divides: bool) -> None:
+        """`divides`: whether batches are dealt out; else every rank has its own."""
+        self.weigh, self._divides = weigh, divides
+        self._looks: dict[int, int] = {}
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._means: set[int] = set()
+        self.is_last = False  # of its loader, as far as that can be known
+        self._given: deque[tuple[int, Share]] = deque(maxlen=_KEPT)
+        self._since = 0  # given out since a pass began
+        self._ahead = False
+        self._seen: tuple[int, Share] | None = None
+        self._evaluated: set[int] = set()
+        self._many = False  # whether it was given rows of another kind, and more than one
+        self._part = False  # whether the model was given some of its rows alone
+        self._number = 0
+
+    def give(self, share: Share, *, is_last: bool) -> None:
+        """A batch goes to the loop."""
+        self._number += 1
+        self._given.append((self._number, share))
+        self._since += 1
+        self._evaluated = {one for one in self._evaluated if one > self._number - _KEPT}
+        self._ahead |= self._since > 1
+        self.is_last = is_last
+
+    def look(self, model: nn.Module) -> Callable[[], None]:
+        """See what its forward is given."""
+        self._models.append(weakref.ref(model))
+        return model.register_forward_pre_hook(_Seen(weakref.ref(self)), with_kwargs=True).remove
+
+    def know(self, optimizer: Optimizer) -> None:
+        """What it moves has no rows."""
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def see(self, tensors: list[Tensor]) -> None:
+        given = [*self._given] if self._seen is None or self._seen in self._given else [self._seen, *self._given]
+        for number, share in reversed(given):
+            held = [tensor for tensor in tensors if share.holds(tensor)]
+            if held:
+                self._seen = (number, share)
+                self._evaluated.discard(number)
+                self._part = next((t for t in held if share.lacks(t)), None) is not None
+                return
+        self._seen, self._many = None, any(t.dim() > 0 and t.shape[0] > 1 for t in tensors)
+
+    def see_evaluated(self, tensors: list[Tensor]) -> None:
+        """What the model's forward is given where no gradients are."""
+        number = self._number
+        if self._given and number not in self._evaluated and any(self._given[-1][1].holds(one) for one in tensors):
+            self._evaluated.add(number)
+
+    @property
+    def share(self) -> Share | None:
+        """The batch of the pass that begins."""
+        at = self._at
+        return None if at is None else at[1]
+
+    @property
+    def _at(self) -> tuple[int, Share] | None:
+        given = [one for one in self._given if one[0] not in self._evaluated]
+        if self._seen is not None and (self._seen in self._given or not given):
+            return self._seen
+        given = given or [*self._given]
+        if not given:
+            return None
+        if self._ahead and len({share.rows == 0 for _, share in given}) > 1:
+            raise BadInput(
+                "a batch with fewer rows than ranks, in a loop that asks for batches before it needs them: which one a "
+                "backward pass is of cannot be told. Drop the last batch (drop_last=True)"
+            )
+        last = given[-1]
+        if last[1].rows == 0 and self._many:
+            raise BadInput(
+                "a batch with fewer rows than ranks, while the model was given rows that are not of it: what they "
+                "count on this rank cannot be told. Drop the last batch (drop_last=True)"
+            )
+        return last
+
+    @property
+    def mark(self) -> RowMark:
+        at = self._at
+        return RowMark() if at is None else RowMark(at[0], at[1].mark)
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        """Of this rank, in the batch of the pass that begins; 0 where that is not known."""
+        share = self.share
+        return 0 if share is None or not self._divides else share.rows
+
+    @property
+    def whole(self) -> int:  # type: ignore[override]
+        """Of all ranks."""
+        share = self.share
+        return 0 if share is None or not self._divides else share.whole
+
+    @property
+    def first(self) -> int:  # type: ignore[override]
+        """The dimension that has rows, where it is the same in all tensors that have two or more."""
+        share = self.share
+        return 0 if share is None else share.first
+
+    def origin(self) -> OfBatch:
+        share = self.share
+        assert share is not None
+        found = [model() for model in self._models]
+        own = [t for model in found if model is not None for t in (*model.parameters(), *model.buffers())]
+        own += [p for one in self._optimizers if (o := one()) is not None for g in o.param_groups for p in g["params"]]
+        owned = frozenset(t.untyped_storage().data_ptr() for t in own if t.layout == torch.strided)
+        return OfBatch(share.rows, tuple(share.having_rows()), self.first, owned, folds=share.dims is not None)
+
+    def counts(self) -> set[float]:
+        share = self.share
+        return set() if share is None else share.counts()
+
+    def is_new(self, shape: int) -> bool:
+        if len(self._looks) > _SHAPES and shape not in self._looks:
+            return False  # a model that is made anew in every pass
+        self._looks[shape] = self._looks.get(shape, 0) + 1
+        return self._looks[shape] <= _LOOKS
+
+    def is_mean(self, kinds: int) -> bool:
+        return kinds in self._means
+
+    def learn(self, counted: LossCount, kind: Kind) -> None:
+        """The ranks have found what a sum was divided by: their own counts."""
+        if counted.is_divided and kind is Kind.MEAN:
+            self._means.add(counted.kinds)
+
+    def counted(self, read: LossCount | None, loss: str) -> LossCount:
+        """What this rank's gradient counts: as the loss was read, or as it was told. Begins the pass."""
+        self._since = 0
+        share = self.share
+        if self._part:
+            self._part = False
+            raise BadInput(
+                "the model was given some of this rank's rows of a batch alone: a loop that cuts batches itself makes "
+                "other parts of a rank's rows than of all. Cut them smaller in the loader, and pass accumulate=, the "
+                "number of backward passes before a step"
+            )
+        is_spare = share is not None and share.rows == 0
+        if loss == "sum":
+            return LossCount(Kind.SUM, (-1.0 if is_spare else 1.0,))
+        if loss == "mean" or self.weigh is not None:
+            return LossCount(Kind.MEAN, (0.0 if is_spare else self._weight(share),))
+        if read is None:
+            return LossCount(Kind.UNKNOWN, said="a backward pass that did not come through torch.autograd.backward")
+        if is_spare:
+            counts = tuple(-1.0 if read.kind is Kind.SUM else 0.0 for _ in read.counts)
+            return replace(read, counts=counts)
+        if read.kind is Kind.SUM:
+            return replace(read, counts=(1.0,))
+        return read
+
+    def _weight(self, share: Share | None) -> float:
+        if share is None:
+            return 1.0
+        weight = float(share.rows) if self.weigh is None else float(self.weigh(share.batch))
+        if not weight >= 0.0:
+            raise BadInput(f"wanted a number that is not negative, got {weight} for a batch", key="weight")
+        return weight

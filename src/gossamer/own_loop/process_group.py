@@ -1,0 +1,125 @@
+"""Where the ranks of somebody's own loop meet, and who is missing when one does not come."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+from gossamer.comm.message import ProcessGroups
+from gossamer.job.rank_job import RankContext
+from gossamer.job.worker import rendezvous
+from gossamer.launch.environment import LauncherRank, launcher_of, read_environment
+from gossamer.spec.errors import BadInput, PeerLost
+
+_LATE_S = 3.0  # how long a rank that waits gives the others to say that they wait, too
+
+
+@dataclass(frozen=True, slots=True)
+class LoopGroup:
+    """This rank among all of one wrapped loop, on so many hosts, and their store. Alone it is rank 0 of 1."""
+
+    rank: int
+    ranks: int
+    store: dist.Store
+    interface: str = ""
+    hosts: int = 1
+    timeout_s: float = 120.0
+
+    def meet(self, name: str, backend: str) -> ProcessGroupChannel:
+        """A channel of their own. All ranks call it in the same order."""
+        meeting = Rendezvous(
+            store=dist.PrefixStore(name, self.store),
+            rank=self.rank,
+            levels=ProcessGroups.flat(self.ranks),
+            interface=self.interface,
+            timeout_s=self.timeout_s,
+            backend=backend,
+        )
+        return ProcessGroupChannel(meeting)
+
+    def says(self, key: str, said: str) -> None:
+        """Leave word for those who will ask. A store that is gone is not waited for."""
+        try:
+            self.store.set(f"{key}/{self.rank}", said)
+        except RuntimeError:
+            return
+
+    def lost(self, error: PeerLost, doing: str) -> PeerLost:
+        """What to raise where others did not come: who they are, as far as the ranks that wait can tell."""
+        self.says("waits", doing)
+        said: list[str] = []
+        deadline = time.monotonic() + _LATE_S
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        try:
+            while others and time.monotonic() < deadline:
+                others = [rank for rank in others if not self.store.check([f"waits/{rank}"])]
+                time.sleep(0.05)
+            for rank in others:
+                left = self.store.get(f"left/{rank}").decode() if self.store.check([f"left/{rank}"]) else ""
+                said.append(f"rank {rank} {left or f'did not come to it within {self.timeout_s:g} s'}")
+        except RuntimeError:
+            said = ["rank 0, which keeps the store, is gone"]
+        who = "; ".join(said) or f"all ranks wait, and nothing passes between them ({error})"
+        return PeerLost(f"rank {self.rank} waits in {doing}: {who}. Every rank must call backward and step as often")
+
+
+def party(timeout_s: float) -> LoopGroup:
+    """Who takes part: the process group that exists, else what a launcher's variables say, else this process alone.
+
+    Every wrap of a process has keys of its own in the store; all ranks wrap in the same order.
+    """
+    if dist.is_available() and dist.is_initialized():
+        store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        interface, hosts = os.environ.get("GLOO_SOCKET_IFNAME", ""), 1
+    elif launcher_of(os.environ):
+        place = read_environment()
+        where = _met(place, timeout_s)
+        store, rank, ranks, interface, hosts = where.store, where.rank, where.ranks, where.interface, where.hosts
+    else:
+        return LoopGroup(0, 1, dist.HashStore())
+    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    wraps = store.add(f"own_loop/{run}/wraps/{rank}", 1)
+    mine = dist.PrefixStore(f"own_loop/{run}/{wraps}", store)
+    mine.set(f"host/{rank}", socket.gethostname())
+    names = {mine.get(f"host/{other}") for other in range(ranks)}
+    return LoopGroup(rank, ranks, mine, interface, max(hosts, len(names)), timeout_s)
+
+
+@functools.cache
+def _met(place: LauncherRank, timeout_s: float) -> RankContext:
+    """The process's one store of a launcher: a second one could not listen at the same port."""
+    return rendezvous(place, timeout_s)
+
+
+def rank() -> int:
+    """This process among all that run the same script: 0 of one that is alone. For what only one of them should do."""
+    return _place()[0]
+
+
+def ranks() -> int:
+    """How many processes run the same script."""
+    return _place()[1]
+
+
+def _place() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if launcher_of(os.environ):
+        place = read_environment()
+        return place.rank, place.ranks
+    return 0, 1
+
+
+def parts_of(share: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
+    """Every rank's part of a batch. Raises BadInput."""
+    parts = tuple(float(one) for one in share) if share is not None else (1.0 / ranks,) * ranks
+    if len(parts) != ranks or not all(one > 0 for one in parts):
+        raise BadInput(f"wanted {ranks} positive parts, one per rank, got {list(parts)}: correct them", key="share")
+    return parts

@@ -1,0 +1,209 @@
+"""What every rank tells the others of a backward pass or a step: one row of numbers each, all of one length.
+
+All ranks send the same kind of row at the same time, or they are at different places of their loops: then each of
+them learns it, by name, before anything has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gossamer.loss_reader.count import Kind, LossCount
+from gossamer.spec.errors import WireMismatch, bad_input
+
+BACKWARD, STEP, LOSS, TAKEN = 1, 2, 3, 4
+_DOING = {
+    BACKWARD: "backward pass",
+    STEP: "optimizer.step() after backward pass",
+    LOSS: "a closure, after backward pass",
+    TAKEN: "unfreezing, after backward pass",
+}
+_KINDS = list(Kind)
+_BESIDE = 7  # other numbers of a row
+TOLD = 5  # of them, what must be the same on all ranks when an optimizer steps
+_COUNTS = 4  # terms of a loss that count differently, at most
+_SAME = 1e-9  # shares that differ by less are one
+
+
+@dataclass(frozen=True, slots=True)
+class RowMark:
+    """Which batch a rank is at. `number`: of those that its loader gave; `print`: 32 bits of it, 0 of its own data."""
+
+    number: int = 0
+    print: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """What a rank would have said at a step: it goes with the first row of the next backward pass.
+
+    `judge` is given that of all ranks, (ranks, TOLD), and raises where it differs.
+    """
+
+    told: tuple[float, ...]
+    judge: Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRow:
+    """One rank's."""
+
+    kind: int
+    serial: int
+    counted: LossCount = field(default_factory=lambda: LossCount(Kind.FREE))
+    mark: RowMark = field(default_factory=RowMark)
+    beside: tuple[float, ...] = ()
+
+    @staticmethod
+    def of(kind: int, serial: int, counted: LossCount, mark: RowMark, *, beside: tuple[float, ...]) -> StatusRow:
+        if len(counted.counts) > _COUNTS:
+            said = f"{len(counted.counts)} means that count differently"
+            counted = LossCount(Kind.UNKNOWN, shape=counted.shape, said=said)
+        return StatusRow(kind, serial, counted, mark, beside)
+
+    def tensor(self) -> Tensor:
+        """(21,) float64."""
+        one = self.counted
+        counts = [*one.counts, *(0.0,) * (_COUNTS - len(one.counts))]
+        head = [self.kind, self.serial, _KINDS.index(one.kind), one.shape, len(one.counts), *counts]
+        beside = [*self.beside, *(0.0,) * (_BESIDE - len(self.beside))]
+        tail = [one.is_least, one.rows, one.strangers]
+        return torch.tensor([*head, self.mark.number, self.mark.print, *beside, *tail], dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRows:
+    """Those of all ranks. `shares` (ranks,): what each one's gradient counts in the mean; `factor`: the mean times this
+    is the gradient of the whole batch (the number of ranks, where losses are sums).
+    """
+
+    table: Tensor  # (ranks, 21)
+    rank: int
+    mine: StatusRow
+    kind: Kind  # of all ranks' losses
+    shares: Tensor
+    factor: float
+
+    @staticmethod
+    def of(table: Tensor, rank: int, mine: StatusRow) -> StatusRows:
+        ranks = len(table)
+        kinds = {_KINDS[int(k)] for k in table[:, 2].tolist()}
+        is_sum = kinds == {Kind.SUM}
+        kind = Kind.MEAN if kinds <= {Kind.MEAN, Kind.DIVIDED} else min(kinds, key=_KINDS.index)
+        counts = table[:, 5]  # (ranks,)
+        if is_sum:
+            counts = (counts >= 0).double()  # a rank without rows of its own says -1
+        total = float(counts.clamp_min(0).sum())
+        even = torch.full((ranks,), 1 / ranks, dtype=torch.float64)
+        shares = counts.clamp_min(0) / total if total and not kinds <= {Kind.FREE} else even
+        return StatusRows(table, rank, mine, kind, shares, total if is_sum else 1.0)
+
+    @property
+    def share(self) -> float:
+        return float(self.shares[self.rank])
+
+    @property
+    def beside(self) -> Tensor:
+        """(ranks, 7): what else they said."""
+        return self.table[:, 11 : 11 + _BESIDE]
+
+    def check(self) -> None:
+        """Raises where the ranks are not at the same place, with the same batch, or count what cannot be one mean."""
+        self._check_place()
+        if self.mine.kind == BACKWARD:
+            self._check_batch()
+            self._check_loss()
+
+    def _check_place(self) -> None:
+        places = [(int(kind), int(serial)) for kind, serial in self.table[:, :2].tolist()]
+        if len(set(places)) > 1:
+            said = ", ".join(f"rank {rank} in {_DOING[kind]} {serial}" for rank, (kind, serial) in enumerate(places))
+            raise WireMismatch(
+                f"the ranks are at different places of their loops: {said}. Every rank must call backward and step as "
+                "often: what decides about a `continue`, `break` or a step must be the same on all ranks"
+            )
+
+    def _check_batch(self) -> None:
+        marks = [(int(number), int(found)) for number, found in self.table[:, 9:11].tolist()]
+        if len({found for _, found in marks}) > 1:
+            said = ", ".join(f"rank {rank} is at batch {n} ({found:08x})" for rank, (n, found) in enumerate(marks))
+            raise bad_input(
+                wanted="the same batches in the same order on all ranks, of which each takes its rows",
+                got=said,
+                do="seed what the loader draws from alike on all ranks, leave DistributedSampler out, or pass "
+                "split=False where every rank's loader gives its own data",
+            )
+
+    def _check_loss(self) -> None:
+        kinds = [_KINDS[int(k)] for k in self.table[:, 2].tolist()]
+        one = self.mine.counted
+        what = f"backward pass {self.mine.serial}"
+        sizes = self.beside[:, 0].tolist()
+        if len(set(sizes)) > 1:
+            raise bad_input(
+                wanted=f"in {what} the same parameters to be trained on all ranks",
+                got=f"{[int(size) for size in sizes]} by rank",
+                do="freeze and unfreeze alike on all ranks",
+            )
+        do = (
+            "pass loss='sum' if one process would add the ranks' losses up, or weight=, a function of a batch that "
+            "gives what a mean of it counts; or call backward on each term by itself"
+        )
+        if Kind.UNKNOWN in kinds:
+            told = one.said if one.kind is Kind.UNKNOWN else "one that another rank cannot tell"
+            raise bad_input(wanted=f"in {what} a loss that is a mean or a sum over rows", got=told, do=do)
+        if len(set(self.table[:, -1].tolist()) - {-1.0}) > 1:
+            raise bad_input(
+                wanted=f"in {what} a loss that is a mean or a sum over rows",
+                got="rows against something that is not the same on all ranks, so that it is made of rows as well",
+                do=do,
+            )
+        self._check_least(what, do)
+        if Kind.DIVIDED in kinds:
+            counted = [(kind, count) for kind, count in zip(kinds, self.table[:, 5].tolist(), strict=True) if count]
+            if Kind.DIVIDED in dict(counted) and len({count for _, count in counted}) == 1:
+                raise bad_input(
+                    wanted=f"in {what} to know whether a sum is divided by what this rank counts, or by a constant",
+                    got=one.said,
+                    do=do,
+                )
+        if (
+            len({Kind.MEAN if one is Kind.DIVIDED else one for one in kinds}) > 1
+            or len(set(self.table[:, 3].tolist())) > 1
+        ):
+            raise bad_input(
+                wanted=f"in {what} the same loss on all ranks",
+                got=f"here {one.said or one.kind.value}, elsewhere another",
+                do="make it alike on all ranks, with the same factors",
+            )
+        self._check_shares(what, do)
+
+    def _check_least(self, what: str, do: str) -> None:
+        """A sum that is divided by 1 has counted one thing, where all ranks count rows; else it may have counted none,
+        and max(1, n) have kept it from being divided by nothing.
+        """
+        counts, least, rows = self.table[:, 5], self.table[:, -3] > 0, self.table[:, -2]
+        if bool(least.any()) and bool(((counts != rows) & (counts > 0)).any()):
+            raise bad_input(
+                wanted=f"in {what} to know what a rank counts whose sum is divided by 1",
+                got=f"{self.mine.counted.said}: 1 on rank {', '.join(str(int(r)) for r in least.nonzero())}, which is "
+                "a count, or keeps a sum in which nothing was counted from being divided by 0 (max(1, n))",
+                do=do,
+            )
+
+    def _check_shares(self, what: str, do: str) -> None:
+        """Terms that count differently have one mean only where their counts are in proportion."""
+        one, terms = self.mine.counted, int(self.table[:, 4].max())
+        for term in range(1, terms):
+            counts = self.table[:, 5 + term]
+            total = float(counts.sum())
+            if total and float((counts / total - self.shares).abs().max()) > _SAME:
+                raise bad_input(
+                    wanted=f"in {what} terms that count in proportion on all ranks, as a rank has one weight",
+                    got=f"{one.said}, which count {self.table[:, 5].tolist()} and {counts.tolist()} by rank",
+                    do=do,
+                )

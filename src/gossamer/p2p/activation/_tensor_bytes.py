@@ -1,0 +1,53 @@
+"""Tensors as bytes: as they are, or through a codec."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.random_key import Key
+from gossamer.exchange.codec import Codec
+from gossamer.spec.errors import bad_input
+
+
+def nbytes_of(codec: Codec | None, numel: int, dtype: torch.dtype) -> int:
+    """Bytes of `numel` numbers of `dtype`."""
+    return numel * dtype.itemsize if codec is None or not numel else codec.nbytes(numel)
+
+
+def to_bytes(codec: Codec | None, rows: Tensor, key: Key) -> Tensor:
+    """(..., numel) to (..., nbytes_of) uint8, row by row; without a codec perhaps a view."""
+    if codec is not None and rows.numel():
+        return codec.encode(rows.float().contiguous(), key)
+    raw = rows.contiguous()
+    if not raw.numel():
+        width = nbytes_of(codec, raw.shape[-1], raw.dtype)
+        return torch.empty((*raw.shape[:-1], width), dtype=torch.uint8, device=raw.device)
+    return raw.view(torch.uint8)
+
+
+def from_bytes(codec: Codec | None, message: Tensor, numel: int, dtype: torch.dtype, key: Key) -> Tensor:
+    """Back to (..., numel) of `dtype`; without a codec perhaps a view."""
+    if not message.numel():
+        return torch.empty((*message.shape[:-1], numel), dtype=dtype, device=message.device)
+    if codec is not None:
+        return codec.decode(message, numel, key).to(dtype)
+    aligned = message.is_contiguous() and message.storage_offset() % dtype.itemsize == 0
+    return (message if aligned else message.clone(memory_format=torch.contiguous_format)).view(dtype)
+
+
+def check_codec(codec: Codec | None, key: str) -> None:
+    """Raises BadInput for a codec whose messages have no size that both sides know."""
+    if codec is not None and not codec.traits.fixed_size:
+        raise bad_input(
+            wanted="a codec of fixed size: the receiver makes room before the message comes",
+            got=type(codec).__name__,
+            do="take another codec, or none to send the numbers as they are",
+            key=key,
+        )
+
+
+def check_floating(dtype: torch.dtype, *, coded: bool) -> None:
+    """Raises BadInput for types that may not lose anything, or that a codec (of float32) would narrow unasked."""
+    if not dtype.is_floating_point or (coded and dtype.itemsize > 4):
+        raise bad_input(wanted="floating-point numbers, float32 or narrower", got=str(dtype), do="send them plain")

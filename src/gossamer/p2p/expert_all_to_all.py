@@ -1,0 +1,124 @@
+"""Rows to the ranks they belong to (tokens to experts) and back, unevenly, with the gradients' way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.message import Collective, ExchangeState, Message, Outcome, ProcessGroups, Rounds, Traffic
+from gossamer.comm.random_key import Key, key_at
+from gossamer.exchange.codec import Codec
+from gossamer.p2p.activation import TensorSpec
+from gossamer.p2p.activation._tensor_bytes import check_codec, check_floating, from_bytes, nbytes_of, to_bytes
+from gossamer.spec.errors import WireMismatch
+
+Carry: TypeAlias = Callable[[Rounds], Outcome]  # runs one job to its end, as `partial(carry, channel)` does
+
+
+@dataclass(frozen=True, slots=True)
+class RowSplits:
+    """How many rows go to every rank of the group, and how many come from each, in rank order."""
+
+    splits: tuple[int, ...]
+    arriving: tuple[int, ...]
+
+    @property
+    def back(self) -> RowSplits:
+        """The way back of the same rows."""
+        return RowSplits(self.arriving, self.splits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowAllToAll:
+    """Rows change ranks within the group of `level`; without a codec they travel as they are, whatever their type.
+
+    Rows are encoded one by one, so a row decodes to the same numbers wherever it goes. All ranks call the same
+    shuffles in the same order, forward and backward: where gradients are wanted they are wanted on all ranks, and a
+    rank that got no row still uses the empty result (an expert of zero rows does).
+    """
+
+    rank: int
+    levels: ProcessGroups
+    codec: Codec | None = None
+    back: Codec | None = None  # of gradients; none given: the same codec
+    level: str = "all"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_codec(self.codec, "codec")
+        check_codec(self.back, "back")
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The ranks that share rows, ascending."""
+        return self.levels.group(self.level, self.rank)
+
+    def agree(self, splits: Sequence[int], carry: Carry) -> RowSplits:
+        """Tell the group how many rows go where, and hear what comes: one small message."""
+        if len(splits) != len(self.group):
+            raise WireMismatch(
+                f"rank {self.rank} splits its rows for {len(splits)} ranks, the group has {len(self.group)}"
+            )
+        counts = carry(self._counts(splits)).mean
+        return RowSplits(tuple(splits), tuple(counts[:, self.group.index(self.rank)].tolist()))
+
+    def __call__(self, x: Tensor, split: RowSplits, *, at: tuple[int, ...], carry: Carry) -> Tensor:
+        """The rows that arrive, in rank order; `x` (rows, ...) holds those that go, in rank order of their targets.
+
+        Differentiable: gradients go the opposite way, by the same `carry`. `at` (seed, step, ...) must differ from
+        call to call and agree between ranks.
+        """
+        self.check(TensorSpec.of(x))
+        if x.shape[0] != sum(split.splits):
+            raise WireMismatch(f"rank {self.rank} has {x.shape[0]} rows and would send {sum(split.splits)}")
+        arrived: Tensor = _Shuffled.apply(x, self, split, at, carry)  # type: ignore[no-untyped-call]
+        return arrived
+
+    def job(self, x: Tensor, split: RowSplits, key: Key, *, back: bool = False) -> Rounds:
+        """One way, without autograd; the Outcome's mean is the rows that arrive."""
+        codec, width = self._codec(back), prod(x.shape[1:])
+        sent = to_bytes(codec, x.detach().reshape(x.shape[0], width), key)  # (rows, nbytes)
+        (arrived,) = yield Message((sent,), Collective.SHUFFLE, self.level, split.splits, split.arriving)
+        rows = from_bytes(codec, arrived, width, x.dtype, key)
+        return Outcome(rows.view(arrived.shape[0], *x.shape[1:]), None, ExchangeState())
+
+    def traffic(self, row: TensorSpec, split: RowSplits, *, back: bool = False) -> Traffic:
+        """What one shuffle sends from this rank; `row` is the form of one row. Pass `split.back` for the way back."""
+        each = nbytes_of(self._codec(back), row.numel, row.dtype)
+        splits, arriving = (tuple(n * each for n in counts) for counts in (split.splits, split.arriving))
+        return Traffic(Collective.SHUFFLE, sum(splits), 1, self.level, splits, arriving)
+
+    def check(self, form: TensorSpec) -> None:
+        """Raises BadInput where such rows cannot travel so."""
+        if self.codec is not None or self.back is not None:
+            check_floating(form.dtype, coded=True)
+
+    def key(self, at: tuple[int, ...], *, back: bool) -> Key:
+        """The key of one way of one shuffle."""
+        return key_at((*at, "rows", self.name, "back" if back else "there"), self.rank)
+
+    def _codec(self, back: bool) -> Codec | None:
+        return (self.back or self.codec) if back else self.codec
+
+    def _counts(self, splits: Sequence[int]) -> Rounds:
+        (counts,) = yield Message((torch.tensor(list(splits), dtype=torch.int32),), Collective.GATHER, self.level)
+        return Outcome(counts, None, ExchangeState())  # (from, to)
+
+
+class _Shuffled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: RowAllToAll, split: RowSplits, at: tuple[int, ...], carry: Carry) -> Tensor:
+        ctx.wire, ctx.split, ctx.at, ctx.carry = wire, split, at, carry
+        return carry(wire.job(x, split, wire.key(at, back=False))).mean
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        wire: RowAllToAll = ctx.wire
+        job = wire.job(gradient, ctx.split.back, wire.key(ctx.at, back=True), back=True)
+        return ctx.carry(job).mean, None, None, None, None

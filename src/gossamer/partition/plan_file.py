@@ -1,0 +1,33 @@
+"""The plan of a run: asked of the planner, or read from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from gossamer import plan as planner
+from gossamer.model.unit_config import units_of
+from gossamer.run.checkpoint import trainable
+from gossamer.sharding import UnshardOrder
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput
+from gossamer.spec.plan import Plan
+from gossamer.view.run_directory import plan_in
+
+
+def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device: torch.device) -> Plan:
+    """Ask the planner; the same answer on every rank. Raises BadInput."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in trainable(module).items())
+    units = units_of(module, config.plan.units)
+    walk = UnshardOrder.of(module, units)
+    request = planner.Request(config=config, ranks=ranks, device=device.type, shapes=shapes, units=units, walk=walk)
+    return planner.build("data_parallel").plan(request)
+
+
+def read_plan(path: Path, *, ranks: int) -> Plan:
+    """A plan.yaml; raises BadInput when it cannot be read or is for another number of ranks."""
+    plan = plan_in(path)
+    if plan.ranks != ranks:
+        raise BadInput(f"{path} is a plan for {plan.ranks} ranks, there are {ranks}: start as many, or plan again")
+    return plan

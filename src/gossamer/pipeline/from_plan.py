@@ -1,0 +1,56 @@
+"""The schedules that a plan asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gossamer.data import share_rows
+from gossamer.pipeline import schedule
+from gossamer.pipeline.passes import spread, with_transfers
+from gossamer.pipeline.schedule import Schedule
+from gossamer.pipeline.schedule._assign import deal
+from gossamer.pipeline.schedule.forward_only import ForwardOnly
+from gossamer.pipeline.validate import check
+from gossamer.spec.plan import Plan
+
+
+def schedule_of(plan: Plan, replica: int) -> Schedule:
+    """What the ranks of a replica do in a step of training. Raises BadInput where the maker cannot."""
+    maker, microbatches = schedule.build(plan.schedule, key="plan.schedule"), plan.microbatches[replica]
+
+    def straight(stages: int) -> Schedule:
+        return maker.make(stages=stages, ranks=stages, microbatches=microbatches)
+
+    if plan.stages:
+        lowered = with_transfers(_spread(plan, straight, microbatches))
+    else:
+        stages = max(1, len(plan.cuts))
+        lowered = with_transfers(maker.make(stages=stages, ranks=plan.mesh.pipe, microbatches=microbatches))
+    check(lowered)
+    return lowered
+
+
+def forward_only_of(plan: Plan, trained: Schedule, microbatches: int) -> Schedule:
+    """The stages of a schedule that trains, where they are, without a backward. There may be fewer micro-batches than
+    ranks of a stage.
+    """
+
+    def straight(stages: int) -> Schedule:
+        return ForwardOnly().make(stages=stages, ranks=stages, microbatches=microbatches)
+
+    if plan.stages:
+        return with_transfers(_spread(plan, straight, microbatches))
+    made = ForwardOnly(trained.placement)
+    return with_transfers(made.make(stages=trained.stages, ranks=len(trained.ranks), microbatches=microbatches))
+
+
+def _spread(plan: Plan, straight: Callable[[int], Schedule], microbatches: int) -> Schedule:
+    dealt = [_deal(plan, group, microbatches) for group in plan.stages]
+    return spread(straight, plan.stages, dealt)
+
+
+def _deal(plan: Plan, group: tuple[int, ...], microbatches: int) -> tuple[int, ...]:
+    """By the ranks' shares, one at least; where there are too few for that, the first ranks have one each."""
+    if microbatches < len(group):
+        return group[:microbatches]
+    return deal(group, share_rows(microbatches, [plan.share[rank] for rank in group]))

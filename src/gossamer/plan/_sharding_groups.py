@@ -1,0 +1,91 @@
+"""Partition: at which level every state of training lies, so that a step waits least for the wire and all of it fits.
+
+Equations (states s, places p_s of each, links of levels j):
+    p* = argmin sum_s T(p_s)   subject to   sum_s M(p_s) <= M
+    T(p) = max(0, sum over gradients of W - hidden) + sum over what is gathered after the update of W
+    W = hops latency_j + b_j / B_j   of a message at level j, b_j of the rank that sends most
+Symbols: M bytes of memory that the states may take on a rank, M(p) those they take on the rank with most; b_j bytes at
+level j, B_j its rate, latency_j of it; `hidden` seconds of the exchange that go on under the backward pass.
+Work:    the product of the numbers of places: a few of a few states.
+Paper:   the choice of Xu et al., arXiv 2501.04266 (weights innermost, gradients in a node, optimizer states over all),
+made by what the links measure instead of by rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from gossamer import sharding as sharding_methods
+from gossamer.comm.message import ProcessGroups
+from gossamer.plan._traffic import Shapes, state_buckets
+from gossamer.plan.exchange import wire_seconds
+from gossamer.spec.errors import NoPlan
+from gossamer.spec.method_config import Exchanges, Written
+from gossamer.spec.network import Network
+from gossamer.spec.units import show_bytes
+
+STATES: tuple[Written, ...] = ("whole", {"zero1": {"level": "island"}}, "zero1")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingPlace:
+    """Where one state could lie: what a step waits for it on a wire that nothing else uses, what it takes on a rank."""
+
+    written: Written
+    seconds: float
+    held_bytes: int
+
+
+def least_wait(places: Mapping[str, Sequence[ShardingPlace]], *, room_bytes: int) -> dict[str, ShardingPlace]:
+    """The place of every state; of equal ones those that take less. Raises NoPlan where nothing fits."""
+    found = [dict(zip(places, chosen, strict=True)) for chosen in product(*places.values())]
+    least = min(_held(one) for one in found)
+    if least > room_bytes:
+        raise NoPlan(
+            f"{' and '.join(places)} take {show_bytes(least)} on a rank at least, {show_bytes(room_bytes)} are there: "
+            "use more ranks, or a rule with less state"
+        )
+    fitting = [one for one in found if _held(one) <= room_bytes]
+    return min(fitting, key=lambda one: (sum(p.seconds for p in one.values()), _held(one)))
+
+
+def places_of_states(
+    shapes: Shapes,
+    levels: ProcessGroups,
+    links: Network,
+    *,
+    number_bytes: int,
+    bucket_bytes: int,
+    hidden_s: float = 0.0,
+    exchange: Exchanges = "dense",
+    among: Sequence[Written] = STATES,
+) -> tuple[ShardingPlace, ...]:
+    """Where the update rule's state could lie, of which a number of a parameter has `number_bytes` (adamw: 8), with the
+    exchange of gradients, of which `hidden_s` are not waited for, and the gather that go with it.
+    """
+    found = []
+    for written in among:
+        sharding = sharding_methods.build(written, key="plan.states")
+        deal = sharding.deal(levels)
+        there = back = 0.0
+        for layout, one in state_buckets(exchange, shapes, sharding, deal, bucket_bytes=bucket_bytes):
+            gather = {
+                r: sharding_methods.gather_traffic(layout, deal, r, sharding.differences) for r in levels.everyone
+            }
+            there += wire_seconds({r: one.traffic(layout, levels, r) for r in levels.everyone}, levels, links)[0]
+            back += wire_seconds(gather, levels, links)[0]
+        seconds = max(0.0, there - hidden_s) + back
+        held = max(sum(_numbers(deal, name, shape, rank) for name, shape in shapes) for rank in levels.everyone)
+        found.append(ShardingPlace(written, seconds, held * number_bytes))
+    return tuple(found)
+
+
+def _numbers(deal: sharding_methods.RowPartition, name: str, shape: tuple[int, ...], rank: int) -> int:
+    return deal.rows(name, shape, rank).count * prod(shape[1:])
+
+
+def _held(chosen: Mapping[str, ShardingPlace]) -> int:
+    return sum(place.held_bytes for place in chosen.values())

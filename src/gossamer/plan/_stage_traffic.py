@@ -1,0 +1,82 @@
+"""The bytes of a step of a model in stages, from the objects that later send them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gossamer import exchange as exchange_methods
+from gossamer.comm.message import ProcessGroups, Traffic
+from gossamer.p2p import TensorSpec
+from gossamer.pipeline.p2p import StageTensor
+from gossamer.pipeline.schedule import Schedule
+from gossamer.pipeline.stage_links import levels_of_stages, links_of, way_of
+from gossamer.pipeline.tied_weights import TiedWeights, holders_of
+from gossamer.plan._traffic import Shapes, agreement, by_link, gradient_buckets
+from gossamer.spec.cost import Cost
+from gossamer.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What micro-batch `batch` of a replica brings over the border behind `stage`."""
+
+    replica: int
+    stage: int
+    batch: int
+    edges: tuple[StageTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Where a model in stages lies. `schedules`: of every replica; `held[rank]`: trained parameters of a rank of one;
+    `shared`: those of several stages, and the ranks of these within a replica.
+    """
+
+    schedules: tuple[Schedule, ...]
+    held: tuple[Shapes, ...]
+    shared: Mapping[str, tuple[tuple[int, ...], ...]]
+
+
+def price_of_stages(plan: Plan, staged: Staged, borders: Sequence[Border]) -> Cost:
+    """Payload bytes of a step: boundary tensors there and gradients back, gradients of replicas, tied parameters."""
+    levels = levels_of_stages(plan)
+    links = by_link(
+        levels,
+        lambda rank: (
+            *agreement(levels.whole),
+            *_crossing(plan, staged, borders, levels, rank),
+            *_gradients(plan, staged, levels, rank),
+        ),
+    )
+    sent = tuple(sum(n for link, n in links.items() if link.startswith(f"{r}>")) for r in levels.everyone)
+    return Cost(wire_bytes=links, sent_bytes=sent)
+
+
+def _crossing(plan: Plan, staged: Staged, borders: Sequence[Border], levels: ProcessGroups, rank: int) -> list[Traffic]:
+    replica, _ = plan.place_of(rank)
+    links = links_of(plan, levels, staged.schedules[replica], replica)
+    found: list[Traffic] = []
+    for border in borders:
+        link = links.get((border.stage, border.batch))
+        if link is None or border.replica != replica or rank not in (link.source, link.target):
+            continue
+        for edge in border.edges:
+            way = way_of(link, edge.form)
+            found.append(way.traffic(edge.form, rank))
+            found += [way.traffic(edge.form, rank, back=True)] if edge.needs_grad else []
+    return found
+
+
+def _gradients(plan: Plan, staged: Staged, levels: ProcessGroups, rank: int) -> list[Traffic]:
+    replica, place = plan.place_of(rank)
+    shapes = staged.held[place]
+    exchange = exchange_methods.rules(plan.exchange).by_name(name for name, _ in shapes)
+    found: list[Traffic] = []
+    for layout, one in gradient_buckets(shapes, exchange, bucket_bytes=plan.bucket_bytes):
+        found += one.traffic(layout, levels, rank)
+    tied = TiedWeights(rank, levels, holders_of(plan, replica, staged.shared))
+    forms = {name: TensorSpec(shape, torch.float32) for name, shape in shapes}
+    return [*found, *tied.traffic(forms)]

@@ -1,0 +1,126 @@
+"""Prices: the bytes of a plan, from the same objects that later run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Layout
+from gossamer.comm.channel.counting import CountingChannel
+from gossamer.comm.message import Collective, ProcessGroups, Traffic
+from gossamer.exchange import Exchange
+from gossamer.exchange.codec import Codec
+from gossamer.sharding import RowPartition, Sharding, UnshardOrder, gather_traffic, longest
+from gossamer.spec.method_config import Exchanges
+from gossamer.sync import OuterLoopConfig, StatusExchange, ZerothOrderConfig, buckets_of, traffic_of_round
+
+
+def agreement(level: str) -> tuple[Traffic, ...]:
+    """What every rank tells those of `level` in a step: its weight before, its vote after."""
+    return (Traffic(Collective.GATHER, 1, 8, level), Traffic(Collective.GATHER, 5, 8, level))
+
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+Buckets = Sequence[tuple[Layout, Exchange]]
+
+
+def gradient_buckets(shapes: Shapes, exchange: Mapping[str, Exchange], *, bucket_bytes: int) -> Buckets:
+    """The buckets a replica will cut its float32 gradients into, each with its exchange, as backward fills them."""
+    params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
+    return buckets_of(params, exchange, bucket_bytes=bucket_bytes)
+
+
+def state_buckets(
+    written: Exchanges, shapes: Shapes, sharding: Sharding, deal: RowPartition, *, bucket_bytes: int
+) -> Buckets:
+    """The same for an exchange as written, each on its way to whoever has the state."""
+    named = exchange_methods.rules(written).by_name(name for name, _ in shapes)
+    met = {name: sharding.exchange(one, deal.path) for name, one in named.items()}
+    return gradient_buckets(shapes, met, bucket_bytes=bucket_bytes)
+
+
+def step_bytes(buckets: Buckets, levels: ProcessGroups, *, meets: str = "all") -> dict[str, int]:
+    """Payload bytes of one training step per link ("0>1"), all ranks; gradients meet at the level `meets`."""
+    seen = levels if meets == "all" else levels.only(meets)
+
+    def sent(rank: int) -> Iterator[Traffic]:
+        yield from agreement(levels.whole if meets == "all" else meets)
+        for layout, exchange in buckets:
+            for one in exchange.traffic(layout, seen, rank):
+                yield one if seen is levels else replace(one, level=meets)
+
+    return by_link(levels, sent)
+
+
+def gather_bytes(buckets: Buckets, deal: RowPartition, differences: Codec | None) -> dict[str, int]:
+    """Payload bytes per link of what every rank has updated, on its way to all others."""
+    return by_link(
+        deal.levels, lambda rank: (t for layout, _ in buckets for t in gather_traffic(layout, deal, rank, differences))
+    )
+
+
+def walk_bytes(walk: UnshardOrder, deal: RowPartition, microbatches: int) -> dict[str, int]:
+    """Payload bytes per link of what is gathered in a step of parameters that are dealt out so."""
+    return by_link(deal.levels, lambda rank: walk.traffic(deal, rank, microbatches))
+
+
+def state_bytes(
+    sharding: Sharding, walk: UnshardOrder, trained: Collection[str], levels: ProcessGroups, *, slots: int
+) -> tuple[int, ...]:
+    """By rank: parameters, gradients, and `slots` tensors of the update rule, but not what an exchange keeps."""
+    deal, ranks = sharding.deal(levels), len(levels.everyone)
+    found = [0] * ranks
+    for layout in (layout for unit in (walk.always, *walk.units) for layout in unit.layouts):
+        size, wide = layout.dtype.itemsize, max(4, layout.dtype.itemsize)
+        kept = slots + (size < wide) + (sharding.differences is not None)  # and a float32 copy
+        for rank in range(ranks):
+            found[rank] += _held(layout, deal.of_parameters, rank) * size
+        for entry in (e for e in layout.entries if e.name in trained):
+            for rank in range(ranks):
+                own = deal.rows(entry.name, entry.shape, rank).count * prod(entry.shape[1:])
+                found[rank] += (own if sharding.gives_back else entry.numel) * size + own * wide * kept
+    return tuple(found)
+
+
+def _held(layout: Layout, deal: RowPartition, rank: int) -> int:
+    """Numbers of parameters: whoever has any rows of them has room for as many as the others."""
+    return longest(layout, deal, rank) if rank in deal.givers(rank) else 0
+
+
+def round_bytes(
+    loop: OuterLoopConfig, shapes: Shapes, levels: ProcessGroups, *, units: Sequence[str], bucket_bytes: int
+) -> dict[str, int]:
+    """Payload bytes of `loop.cycle` steps of islands apart, of what meets in them, per link, all ranks."""
+    params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
+    return by_link(
+        levels, lambda rank: traffic_of_round(loop, params, levels, rank, units=units, bucket_bytes=bucket_bytes)
+    )
+
+
+def word_bytes(loop: OuterLoopConfig, levels: ProcessGroups) -> dict[str, int]:
+    """Payload bytes per link of what ranks tell each other beside the steps, in a mean step, rounded down; without what
+    they are asked while some of them wait.
+    """
+    if len(levels.groups["island"]) == 1:
+        return {}
+    words, steps = (loop.fragments, loop.every) if loop.patience_s else (1, StatusExchange.every)
+    return {link: sent * words // steps for link, sent in by_link(levels, lambda _: (StatusExchange.traffic,)).items()}
+
+
+def probe_bytes(probe: ZerothOrderConfig, levels: ProcessGroups) -> dict[str, int]:
+    """Payload bytes per link of a step that losses alone decide."""
+    return by_link(levels, lambda rank: (*agreement(levels.whole), probe.traffic(levels)))
+
+
+def by_link(levels: ProcessGroups, sent: Callable[[int], Iterable[Traffic]]) -> dict[str, int]:
+    """Payload bytes per link of what every rank sends."""
+    links: dict[str, int] = {}
+    for rank in levels.everyone:
+        channel = CountingChannel(rank, levels)
+        channel.charge(sent(rank))
+        links.update(channel.meter.snapshot())
+    return links

@@ -1,0 +1,45 @@
+"""Settings near a given one: what an adaptive policy may vary where nobody has listed the candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from gossamer import exchange as exchange_methods
+from gossamer.exchange import Exchange
+from gossamer.exchange.codec import Codec
+from gossamer.spec.method_config import MethodConfig, Written
+
+_RANKS = (0.5, 0.75, 1.5, 2.0)  # of the rank that is there
+_CODECS = ("int4", "int8", "bfloat16")  # from fewest to most bits
+
+
+def near(written: Written) -> tuple[Written, ...]:
+    """Ranks from half to twice as many, or codecs of other widths, with all that is around them (feedback, levels) as
+    it is; nothing where neither is there.
+    """
+    choice = exchange_methods.REGISTRY.read(written)
+    cls, given = exchange_methods.REGISTRY.type(choice.name), choice.parameters
+    hints = get_type_hints(cls)
+    found = [{choice.name: {**given, field: value}} for field, value in _varied(cls, hints, given)]
+    return tuple(found)
+
+
+def _varied(cls: type[Exchange], hints: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if hints.get("rank") is int:
+        (own,) = (given.get("rank", f.default) for f in fields(cls) if f.name == "rank")  # type: ignore[arg-type]
+        yield from (("rank", r) for r in sorted({max(1, round(own * part)) for part in _RANKS} - {own}))
+    for field, hint in hints.items():
+        if hint is Codec and field in given:
+            yield from ((field, codec) for codec in _codecs(given[field]))
+        elif hint is Exchange and field in given:
+            yield from ((field, inner) for inner in near(given[field]))
+
+
+def _codecs(written: Written) -> Iterator[Written]:
+    own = MethodConfig.parse(written)
+    seeded = {"stochastic": own.parameters["stochastic"]} if "stochastic" in own.parameters else {}
+    for name in _CODECS:
+        if name != own.name:
+            yield {name: seeded} if seeded and name != "bfloat16" else name

@@ -1,0 +1,38 @@
+"""Processes of one machine: spawn and reap them, hear their hearts beat, read what they left behind.
+
+Nothing here imports torch: a supervisor must start at once, stay small, and outlive whatever its workers do.
+One `Loop` serves every socket and pipe of a supervisor; there is no thread on that side. A worker has one thread,
+its `Heartbeat`.
+"""
+
+from gossamer.process.error_reports import ErrorReport, read_error, write_error
+from gossamer.process.event_loop import EventLoop
+from gossamer.process.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, ORPHANED, PEER_LOST, exit_text
+from gossamer.process.heartbeat import Heartbeat
+from gossamer.process.heartbeat_server import HeartbeatServer
+from gossamer.process.liveness import Liveness, left_standing, stalled
+from gossamer.process.orphan_reaper import OrphanReaper
+from gossamer.process.spawn import Command, Worker, tied
+
+__all__ = [
+    "BAD_INPUT",
+    "DONE",
+    "FAILED",
+    "INTERRUPTED",
+    "ORPHANED",
+    "PEER_LOST",
+    "ErrorReport",
+    "Heartbeat",
+    "HeartbeatServer",
+    "Command",
+    "EventLoop",
+    "Liveness",
+    "OrphanReaper",
+    "Worker",
+    "exit_text",
+    "read_error",
+    "stalled",
+    "left_standing",
+    "tied",
+    "write_error",
+]

@@ -1,0 +1,70 @@
+"""The note a failing worker leaves for its supervisor: errors/rank-00003.json, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+
+from gossamer.process.json_lines import LIMIT_BYTES, Said, read_line, write_line
+from gossamer.process.stack_position import place_of
+from gossamer.spec.errors import BadInput, RunFailed, WireMismatch
+
+_MESSAGE_CHARACTERS = 4000
+_TRACE_CHARACTERS = 60_000
+
+
+class ErrorReport(Said):
+    """What a worker said before it ended."""
+
+    rank: int
+    pid: int
+    kind: Annotated[str, Field(max_length=200)]  # class of the exception
+    message: Annotated[str, Field(max_length=_MESSAGE_CHARACTERS)]
+    place: Annotated[str, Field(max_length=_MESSAGE_CHARACTERS)] = ""  # in the user's code, "" for none
+    trace: Annotated[str, Field(max_length=_TRACE_CHARACTERS)] = ""
+
+
+_REPORT = TypeAdapter(ErrorReport)
+
+
+def error_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.json"
+
+
+def write_error(folder: Path, rank: int, error: BaseException) -> Path:
+    """Leave the note about `error`; raises OSError when the disk does not take it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place = "" if isinstance(error, (BadInput, RunFailed)) else place_of(error)  # ours say where by themselves
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    report = ErrorReport(
+        rank=rank,
+        pid=os.getpid(),
+        kind=type(error).__name__[:200],
+        message=_clean(str(error))[:_MESSAGE_CHARACTERS],
+        place=_clean(place)[-_MESSAGE_CHARACTERS:],
+        trace=_clean(trace)[-_TRACE_CHARACTERS:],
+    )
+    path = error_path(folder, rank)
+    beside = path.with_suffix(f".{os.getpid()}.part")
+    beside.write_bytes(write_line(report))
+    beside.replace(path)
+    return path
+
+
+def read_error(folder: Path, rank: int, *, pid: int) -> ErrorReport | None:
+    """The note of the process `pid`; None when it left none (an older process's note does not count)."""
+    try:
+        with error_path(folder, rank).open("rb") as file:
+            report = read_line(file.read(LIMIT_BYTES), _REPORT)
+    except (OSError, WireMismatch):
+        return None
+    return report if report.pid == pid else None
+
+
+def _clean(text: str) -> str:
+    """Names of files may hold what is no Unicode; JSON may not."""
+    return text.encode("utf-8", "replace").decode()

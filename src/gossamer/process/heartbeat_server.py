@@ -1,0 +1,113 @@
+"""The supervisor's side of the heartbeats: who was heard when, and who moved when."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Annotated, TypeAlias
+
+from pydantic import Field, TypeAdapter
+
+from gossamer.process.event_loop import EventLoop
+from gossamer.process.heartbeat import Beat, Goodbye, HeartbeatHello
+from gossamer.process.json_lines import JsonLineReader, read_line
+from gossamer.process.liveness import Liveness
+from gossamer.spec.errors import WireMismatch
+
+HeartbeatHandler: TypeAlias = Annotated[HeartbeatHello | Beat | Goodbye, Field(discriminator="kind")]
+_HEARD: TypeAdapter[HeartbeatHello | Beat | Goodbye] = TypeAdapter(HeartbeatHandler)
+_LINE_BYTES = 4096
+
+
+class HeartbeatServer:
+    """Hears `ranks`, on `address` alone. A connection that does not know the token, or talks nonsense, is dropped."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        ranks: Iterable[int],
+        *,
+        address: str = "127.0.0.1",
+        generation: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.token = secrets.token_hex(16)
+        self._loop, self._generation, self._clock = loop, generation, clock
+        started_s = clock()
+        self.pulses = {rank: Liveness(rank=rank, heard_s=started_s, progress_s=started_s) for rank in ranks}
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._listener = socket.create_server((address, 0), backlog=len(self.pulses) + 8)
+        self._listener.setblocking(False)
+        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+        loop.watch(self._listener, self._accept)
+
+    def forgive(self, pause_s: float) -> None:
+        """The supervisor itself was held up for `pause_s`: that is nobody's silence."""
+        now_s = self._clock()
+        self.pulses = {rank: pulse.later(pause_s, now_s) for rank, pulse in self.pulses.items()}
+
+    def finish(self, rank: int) -> None:
+        """The rank has ended: its silence means nothing."""
+        self.pulses[rank] = replace(self.pulses[rank], finished=True)
+
+    def close(self) -> None:
+        for connection in list(self._connections):
+            self._drop(connection)
+        self._loop.forget(self._listener)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        self._connections[connection] = _Connection()
+        self._loop.watch(connection, lambda: self._read(connection))
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        try:
+            for line in self._connections[connection].lines.feed(data):
+                self._hear(self._connections[connection], read_line(line, _HEARD))
+        except WireMismatch:
+            data = b""
+        if not data:
+            self._drop(connection)
+
+    def _hear(self, connection: _Connection, said: HeartbeatHello | Beat | Goodbye) -> None:
+        now_s = self._clock()
+        if isinstance(said, HeartbeatHello):
+            known = said.rank in self.pulses and said.generation == self._generation
+            if not known or not hmac.compare_digest(said.token, self.token):
+                raise WireMismatch(f"rank {said.rank} of generation {said.generation} is not ours")
+            connection.rank = said.rank
+            self.pulses[said.rank] = replace(self.pulses[said.rank], pid=said.pid, heard_s=now_s)
+        elif said.rank != connection.rank:
+            raise WireMismatch(f"a beat of rank {said.rank} on the connection of rank {connection.rank}")
+        elif isinstance(said, Goodbye):
+            self.finish(said.rank)
+        else:
+            self.pulses[said.rank] = self.pulses[said.rank].beaten(said.model_dump(), now_s)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._loop.forget(connection)
+        self._connections.pop(connection, None)
+        connection.close()
+
+
+class _Connection:
+    """What came on one socket; `rank` is known once it has greeted."""
+
+    def __init__(self) -> None:
+        self.lines = JsonLineReader(_LINE_BYTES)
+        self.rank = -1

@@ -1,0 +1,49 @@
+"""Messages between our own processes: one JSON object a line, of limited length, checked against a schema."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from gossamer.spec.errors import WireMismatch
+
+LIMIT_BYTES = 1 << 20
+T = TypeVar("T")
+
+
+class Said(BaseModel):
+    """Base of all messages: exactly the declared fields, of exactly the declared types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class JsonLineReader:
+    """Cuts a stream of bytes into lines. Raises WireMismatch for a line longer than `limit_bytes`."""
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The complete lines that `data` finishes."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        longest = max(len(line) for line in (*lines, self._rest))
+        if longest > self._limit_bytes:
+            raise WireMismatch(f"wanted lines of at most {self._limit_bytes} bytes, got {longest}: not one of ours")
+        return lines
+
+
+def write_line(message: Said) -> bytes:
+    """The bytes that `read_line` reads back."""
+    return message.model_dump_json().encode() + b"\n"
+
+
+def read_line(line: bytes, kind: TypeAdapter[T]) -> T:
+    """The message of one line; raises WireMismatch when it is not what `kind` says."""
+    try:
+        return kind.validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "message"
+        raise WireMismatch(f"{where}: {first['msg']}, got {line[:80]!r}") from None

@@ -1,0 +1,147 @@
+"""One worker process: its own session, its life tied to ours, its output logged, reaped with its children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGKILL, Signals
+from typing import BinaryIO
+
+from gossamer.process.event_loop import EventLoop
+from gossamer.process.exit_codes import SPOKEN
+from gossamer.process.last_position import LastWord, Position, PositionPage
+from gossamer.process.orphan_reaper import OrphanReaper
+from gossamer.process.tee import Tee, last_line
+
+_ENTER = Path(__file__).with_name("_enter.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What to start. `env` is the whole environment; `echo` passes its output on to ours as well as to `log`;
+    `descriptors` of ours are its own as well.
+
+    gives_word: its program says how it ends (`Heartbeat.leave`), and an exit code 0 without that is a failure.
+    """
+
+    rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log: Path
+    echo: bool = False
+    descriptors: tuple[int, ...] = ()
+    gives_word: bool = False
+
+
+class Worker:
+    """A started job.
+
+    Start it from a thread that lives as long as the supervisor: on Linux the worker is killed with the thread
+    that started it.
+    """
+
+    def __init__(self, job: Command, *, loop: EventLoop, warden: OrphanReaper) -> None:
+        self.rank, self.log, self._warden = job.rank, job.log, warden
+        self.exit_code: int | None = None
+        self.peak_bytes = 0  # largest resident memory, known once it has exited
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = job.log.open("ab")
+        self._log_start_bytes = self._file.tell()
+        self._box = PositionPage()
+        self._position, self._word, self._gives_word = Position(), LastWord(), job.gives_word
+        self._process = subprocess.Popen(
+            tied(job.argv),
+            env={**job.env, "GOSSAMER_BOX": str(self._box.descriptor)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if job.echo else self._file,
+            stderr=subprocess.PIPE if job.echo else self._file,
+            bufsize=0,
+            start_new_session=True,
+            pass_fds=(self._box.descriptor, *job.descriptors),
+        )
+        self.pid = self._process.pid
+        warden.guard(self.pid)
+        self._tees = [
+            Tee(loop, pipe, log=self._file, onward=onward)  # type: ignore[arg-type]
+            for pipe, onward in ((self._process.stdout, 1), (self._process.stderr, 2))
+            if pipe is not None
+        ]
+
+    def poll(self) -> int | None:
+        """The exit code (minus the signal) once it has ended, with everything that it started; else None."""
+        if self.exit_code is None and self._has_ended():
+            self._signal_group(SIGKILL)  # while the dead leader still holds the group's number
+            _, status, usage = os.wait4(self.pid, 0)
+            self.exit_code = self._process.returncode = os.waitstatus_to_exitcode(status)
+            self.peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            self._warden.forget(self.pid)
+            for tee in self._tees:
+                tee.close()
+            self._file.close()
+            self._position, self._word = self._box.read(), self._box.word()
+            self._box.close()
+        return self.exit_code
+
+    def last_position(self) -> Position:
+        """Where it stands, or stood when it ended."""
+        return self._box.read() if self.exit_code is None else self._position
+
+    @property
+    def word(self) -> LastWord:
+        """How it said that it ends."""
+        return self._box.word() if self.exit_code is None else self._word
+
+    @property
+    def is_silent(self) -> bool:
+        """It has left with an exit code that means something only with its word, and gave none."""
+        return self._gives_word and self.exit_code in SPOKEN and self._word.code != self.exit_code
+
+    def signal(self, number: Signals) -> None:
+        """Send a signal to the worker alone (its children are its own affair until it ends)."""
+        if self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to the worker and all it started; stopped ones die too."""
+        if self.exit_code is None:
+            self._signal_group(SIGKILL)
+
+    def state(self) -> str:
+        """One letter as ps shows it: R, S, D, T (stopped), Z, ...; "" when it cannot be told."""
+        return process_state(self.pid) if self.exit_code is None else ""
+
+    def last_line(self) -> str:
+        """The last line it wrote in this life."""
+        return last_line(self.log, since_bytes=self._log_start_bytes)
+
+    def _has_ended(self) -> bool:
+        if sys.platform == "linux":
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return process_state(self.pid) in ("Z", "")
+
+    def _signal_group(self, number: Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+
+def tied(argv: Sequence[str]) -> list[str]:
+    """The command that runs `argv` as a child that is killed (on Linux) when this process dies."""
+    return [sys.executable, "-I", "-S", str(_ENTER), str(os.getpid()), *argv]
+
+
+def process_state(pid: int) -> str:
+    """One letter as ps shows it; "" when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        pass
+    if sys.platform == "linux":
+        return ""
+    shown = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return shown.stdout.strip()[:1]

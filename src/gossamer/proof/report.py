@@ -1,0 +1,143 @@
+"""A verdict in words: one line, or a refusal that names what differs, by how much and, as far as can be told, why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gossamer.proof.compare import ProofCost
+from gossamer.proof.trials import TrialSet
+from gossamer.proof.verdict import Fault, Parting, ProofVerdict, first_of
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.plan import Plan
+from gossamer.spec.units import show_seconds
+
+_KEY = "train.prove"
+_DO = "train in one process, or cut elsewhere; train.prove: never trains it as it is"
+
+
+def line_of(
+    verdict: ProofVerdict, cost: ProofCost, question: TrialSet, plan: Plan, config: RunConfig, seconds: float
+) -> str:
+    """What is shown of a proof that went well."""
+    mine, one = verdict.losses
+    each = " each" if verdict.apart is not None or verdict.writes else ""
+    said = [
+        f"{question.microbatches} micro-batches: {layout_of(plan)} = 1 process{each}",
+        f"loss {mine:.4f} = {one:.4f}",
+        f"{verdict.proved} of {verdict.tensors} gradients within {_far(verdict.within)} "
+        f"({verdict.tensors - verdict.proved} not proved)",
+    ]
+    if not all(r.precision is question.rounds[0].precision for r in question.rounds):
+        said.append(f"in {question.rounds[-1].precision.name} within {_far(verdict.within_coarse)}")
+    if any(plan.boundary_of(stage) != "plain" for stage in range(plan.mesh.pipe - 1)):
+        said.append("not proved: what is lost between stages")
+    if config.model.compile:
+        said.append("not proved: compiled code")
+    work = f"{cost.microbatches} micro-batches of the whole model and {cost.builds} builds of it"
+    said.append(f"{show_seconds(seconds)} for {work}")
+    return ", ".join(said)
+
+
+def refusal_of(verdict: ProofVerdict, plan: Plan) -> BadInput:
+    """What ends a run whose layout is not one process."""
+    if verdict.unsteady:
+        name, others = verdict.unsteady[0], len(verdict.unsteady) - 1
+        return bad_input(
+            wanted="a constructor that gives the same values every time",
+            got=f"two of {name} in two builds on one rank{_and(others)}",
+            do="draw from the default generators, or seed your own where it is made",
+            key=_KEY,
+        )
+    first = first_of(verdict.faults)
+    if verdict.parting is None and any(f.what == "loss" and f.round == first.round for f in verdict.faults):
+        first = next(f for f in verdict.faults if f.what == "loss")
+    same = {f.name for f in verdict.faults if f.what == first.what} - {first.name}
+    parting = verdict.parting if first.what != "initial value" else None
+    begun = "" if parting is None else f"{_value(parting)}; then "
+    return bad_input(
+        wanted=f"{layout_of(plan)} to be one process",
+        got=f"{begun}{told_of(first)}{_with(verdict, first, len(same))}. {_cause(verdict, first)}",
+        do=_DO,
+        key=_KEY,
+    )
+
+
+def layout_of(plan: Plan) -> str:
+    """In words."""
+    stages, replicas = plan.mesh.pipe, plan.mesh.replica
+    if plan.stages:
+        return f"{stages} stages on {plan.ranks} ranks"
+    if stages == 1:
+        return f"{replicas} replicas"
+    return f"{replicas} replicas of {stages} stages" if replicas > 1 else f"{stages} stages"
+
+
+def warnings_of(verdict: ProofVerdict) -> Iterator[str]:
+    """What is said of replicas that are equal to as many processes, and not to one."""
+    own = "each replica keeps buffers or other state for itself, so that together they are not one process"
+    if verdict.apart is not None:
+        yield f"{own}: {told_of(verdict.apart)}"
+    elif verdict.counted:
+        yield (
+            f"{own}: {verdict.counted} is of its own batches; no loss and no gradient here depends on it, and a "
+            "checkpoint has the first replica's"
+        )
+    if verdict.writes:
+        yield "the forward writes to parameters, which each replica does for itself: they may drift apart"
+
+
+def told_of(fault: Fault) -> str:
+    """What differs, and by how much."""
+    if fault.what == "initial value":
+        norms = f" (norm {fault.got:.6g}, and {fault.wanted:.6g} in one process)" if fault.got != fault.wanted else ""
+        return f"another initial value of {fault.name} on rank {fault.rank}{norms}"
+    if fault.what == "loss":
+        where = f"{fault.name} of round {fault.round + 1}"
+        return f"a loss of {fault.got:.6g} for {where}, and {fault.wanted:.6g} in one process"
+    times = "" if fault.factor is None else f"{fault.factor:.4g} times what it should be, "
+    far = f"{times}{_far(fault.distance)} of its size off on rank {fault.rank} (up to {_far(fault.limit)} is rounding)"
+    kind = "the gradient of" if fault.what == "gradient" else "the buffer"
+    return f"{kind} {fault.name} in round {fault.round + 1}, {far}"
+
+
+def _with(verdict: ProofVerdict, first: Fault, others: int) -> str:
+    """What goes with the first: its entries, or those of the first gradient, and how many more there are."""
+    if verdict.entries is None:
+        return _and(others)
+    fault, said = verdict.entries.fault, verdict.entries.said
+    if fault is first:
+        return f"; {said}" + (f"; and {others} more" if others else "")
+    of = f"of the gradient of {fault.name} in round {fault.round + 1}, on rank {fault.rank}, "
+    return f"{_and(others)}; {of}{said}"
+
+
+def _value(parting: Parting) -> str:
+    spot = parting.spot
+    which = f"what {spot.call} gives{f', in place {spot.place}' if spot.place else ''}"
+    where = f"as stage {spot.into} receives it" if spot.into >= 0 else f"on rank {parting.rank}"
+    values = f"{parting.got}, and {parting.wanted} in one process" if parting.got != parting.wanted else "other numbers"
+    return f"another value of {which}, {where} ({values}; micro-batch {spot.key} of round {spot.round + 1})"
+
+
+def _cause(verdict: ProofVerdict, first: Fault) -> str:
+    kinds = {f.what for f in verdict.faults if f.round == first.round}
+    if first.what == "initial value":
+        return "Its constructor derives it from what a stage does not build, or ranks build different models"
+    if first.what == "loss":
+        return "What the units give is the same: the code after them, or the objective, computes with other values"
+    if "loss" in kinds:
+        return "The losses differ, too: the forward computes with other values"
+    if first.what == "buffer":
+        return "The losses and gradients are the same"
+    if first.what == "gradient":
+        return "The losses are the same: only the backward differs"
+    return "The gradients are the same"
+
+
+def _and(others: int) -> str:
+    return f", and {others} more" if others > 0 else ""
+
+
+def _far(distance: float) -> str:
+    return "0" if distance == 0 else f"{distance:.0e}".replace("e-0", "e-").replace("e+0", "e+")

@@ -1,0 +1,248 @@
+"""Before the first step: are the gradients of this layout those of one process? `train.prove` says when to ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gossamer import sync
+from gossamer.comm.channel import gathered
+from gossamer.comm.comm_thread import CommThread
+from gossamer.model.precision import FP32, precision_of
+from gossamer.model.split.split_points import canonical_names
+from gossamer.partition.rank_model import Planned
+from gossamer.proof.cache import digest_of, is_kept, keep
+from gossamer.proof.compare import compared
+from gossamer.proof.divided import DividedSide
+from gossamer.proof.fingerprints import TensorNames
+from gossamer.proof.keepalive import Keepalive
+from gossamer.proof.memory import activation_bytes
+from gossamer.proof.one_process import OneProcess
+from gossamer.proof.report import layout_of, line_of, refusal_of, warnings_of
+from gossamer.proof.time_limit import NotProved, TimeLimit
+from gossamer.proof.trials import TrialSet, question_of
+from gossamer.run.build import Parts, engine_of
+from gossamer.run.resources import memory
+from gossamer.run.step_runner import ModelRuntime
+from gossamer.spec import records
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.plan import Plan
+from gossamer.spec.units import show_gib
+
+_KEY = "train.prove"
+_LITTLE = 4  # a model of less than one part in so many of what is free needs no look at what it keeps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proving:
+    """One rank's part in a proof; all ranks call it between the same two messages."""
+
+    planned: Planned
+    parts: Parts  # nothing of them is built or run
+    pump: CommThread
+    sink: Callable[[records.Record], None]
+    at: Callable[[int, str], None]
+    asked_to_stop: Callable[[], bool]
+    described: str = ""  # the model, for people
+    data: str = ""  # fingerprint of the training data
+    file: Path | None = None  # where rank 0 keeps what was proved
+
+    def prove(self) -> None:
+        """Raises BadInput where the layout is not one process, Interrupted, PeerLost."""
+        if not is_asked(self.parts):
+            return
+        began = time.perf_counter()
+        self.at(0, "prove")
+        digest = digest_of(self.parts, self.described, self.data)
+        if self._is_known(digest):
+            self.sink(records.Proof(outcome="kept", message="as an earlier start of this run has found"))
+            return
+        try:
+            record = self._proved(began)
+        except NotProved as error:
+            record = records.Proof(outcome="not proved", message=str(error), seconds=time.perf_counter() - began)
+            if self.parts.config.train.prove == "always":
+                self.sink(record)
+                raise bad_input(
+                    wanted=f"a proof that {layout_of(self.parts.plan)} are one process",
+                    got=f"none: {error}",
+                    do=f"write {_KEY}: auto to train without it",
+                    key=_KEY,
+                ) from None
+            said = f"not proved: that {layout_of(self.parts.plan)} are one process, as {error}"
+            self.sink(records.Event(level="warning", message=said, step=0))
+        except BadInput as error:
+            self.sink(records.Proof(outcome="failed", message=error.message, seconds=time.perf_counter() - began))
+            raise
+        self.sink(record)
+        if record.outcome == "equal":
+            self._keep(digest, record.message)
+
+    def _is_known(self, digest: str) -> bool:
+        mine = self.file is not None and is_kept(self.file, digest)
+        return bool(gathered(self.pump.channel, [float(mine)])[0, 0])
+
+    def _keep(self, digest: str, message: str) -> None:
+        if self.file is None or self.pump.channel.rank:
+            return
+        try:
+            keep(self.file, digest, message)
+        except OSError as error:
+            said = f"what was proved is not kept in {self.file} ({error.strerror}): it will be proved again"
+            self.sink(records.Event(level="warning", message=said, step=0))
+
+    def _proved(self, began: float) -> records.Proof:
+        parts, channel = self.parts, self.pump.channel
+        company = Keepalive(channel, 0, self.asked_to_stop)
+        company = replace(company, speaker=self._roomiest(company))
+        question, names = self._question(), names_of(parts)
+        run_s = parts.config.train.seconds
+
+        def pulse_of() -> Callable[[], None]:
+            patience = TimeLimit(run_s=run_s, pieces=2 * question.microbatches * len(question.rounds))
+            return lambda: _beat(company, patience)
+
+        alone = OneProcess(engine=self._whole, names=names, pulse=pulse_of, units=parts.units)
+        layout = DividedSide(parts=self._part, names=names, pump=self.pump, at=self.at)
+        verdict, cost = compared(company, alone, layout, question, parts.objective)
+        seconds = time.perf_counter() - began
+        if verdict.unsteady or verdict.faults:
+            raise refusal_of(verdict, parts.plan)
+        for said in warnings_of(verdict):
+            self.sink(records.Event(level="warning", message=said, step=0))
+        return records.Proof(
+            outcome="equal",
+            message=line_of(verdict, cost, question, parts.plan, parts.config, seconds),
+            losses=verdict.losses,
+            tensors=verdict.tensors,
+            proved=verdict.proved,
+            idle=verdict.idle,
+            within=verdict.within,
+            within_coarse=verdict.within_coarse,
+            microbatches=cost.microbatches,
+            builds=cost.builds,
+            alone_s=cost.alone_s,
+            divided_s=cost.divided_s,
+            seconds=seconds,
+        )
+
+    def _question(self) -> TrialSet:
+        config = self.parts.config
+        return question_of(
+            self.parts.train,
+            self.parts.plan,
+            self.parts.objective,
+            seed=config.train.seed,
+            steps=config.train.steps,
+            precision=precision_of(config.train.precision),
+            exact=FP32,
+        )
+
+    def _roomiest(self, company: Keepalive) -> int:
+        """The rank with the most free memory. Raises NotProved where the whole does not fit there."""
+        rank, free = company.most(float(self._free_bytes()))
+        parameters = list(self.parts.outline.parameters())
+        needed = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in parameters)
+        if needed > free / _LITTLE and self.parts.cut is not None:
+            needed += activation_bytes(self.parts.cut.ways, self._question().rounds[0])
+        if needed > free:
+            raise NotProved(
+                f"one process takes {show_gib(needed)} for parameters, gradients and what a micro-batch keeps, and "
+                f"{show_gib(int(free))} are free on rank {rank}, where there is most"
+            )
+        return rank
+
+    def _free_bytes(self) -> int:
+        if self.parts.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.parts.device)[0]
+        return memory()[1]
+
+    def _whole(self) -> ModelRuntime:
+        parts = self.parts
+        module = self.planned.whole()
+        return engine_of(replace(parts, module=module, config=_plainly(parts.config)))
+
+    def _part(self) -> Parts:
+        held = self.planned.part()
+        plan = of_proof(self.parts.plan)
+        return replace(self.parts, module=held.module, cut=held.cut, plan=plan, config=_plainly(self.parts.config))
+
+
+def is_asked(parts: Parts) -> bool:
+    """Whether there is something to prove."""
+    config, plan = parts.config, parts.plan
+    if config.train.prove == "never":
+        return False
+    together = sync.build("every_step" if plan.sync == "auto" else plan.sync, key="plan.sync")
+    if together.probe is not None:
+        return False
+    if config.train.prove == "always":
+        return True
+    if plan.mesh.pipe > 1:
+        return True
+    is_uneven = len(set(plan.rows)) > 1 or len(set(plan.microbatches)) > 1
+    return plan.mesh.replica > 1 and together.loop is None and (is_uneven or _has_state(parts.outline))
+
+
+def of_proof(plan: Plan) -> Plan:
+    """The same layout with as many micro-batches as a proof has, and nothing lost on the way."""
+    count = max([2, *map(len, plan.stages)])
+    replicas = plan.mesh.replica
+    return plan.model_copy(
+        update={
+            "rows": (count,) * replicas,
+            "microbatches": (count,) * replicas,
+            "boundary": "plain",
+            "exchange": "dense",
+            "sync": "every_step",
+            "states": "whole",
+        }
+    )
+
+
+def names_of(parts: Parts) -> TensorNames:
+    """In the order of the backward."""
+    module = parts.outline
+    named: Mapping[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    order = list(dict.fromkeys(canonical_names(module).values()))
+    assert set(order) == set(named), "canonical names are the first ones"
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    backward = order[::-1]
+    buffers = dict(module.named_buffers())
+    return TensorNames(
+        values=tuple(backward),
+        trained=tuple(n for n in backward if n in trained),
+        buffers=tuple(n for n in backward if n in buffers),
+        eps=tuple(_eps(named[n]) for n in backward if n in trained),
+    )
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether it has buffers that a checkpoint keeps: others are made of what is known (angles, masks)."""
+    return any(
+        buffer is not None and name not in owner._non_persistent_buffers_set
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+    )
+
+
+def _eps(tensor: Tensor) -> float:
+    """Of what a gradient is summed in; rows are of float32."""
+    return max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps)
+
+
+def _plainly(config: RunConfig) -> RunConfig:
+    """In float32, and not compiled: what a round computes in, it says itself."""
+    model = config.model.model_copy(update={"compile": False})
+    return config.model_copy(update={"model": model})
+
+
+def _beat(company: Keepalive, patience: TimeLimit) -> None:
+    patience.pulse()
+    company.pulse()

@@ -1,0 +1,198 @@
+"""Saving and resuming: the trainer says when, the store does the writing, the records tell what became of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gossamer.comm.channel import Channel
+from gossamer.run.checkpoint import CheckpointContents
+from gossamer.run.checkpoint_search import CheckpointSearch
+from gossamer.run.trainer import Progress
+from gossamer.spec import records
+from gossamer.spec.errors import BadInput, CheckpointMismatch, PeerLost, RunFailed
+from gossamer.store.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    SaveStatus,
+    latest_step,
+    list_checkpoints,
+    set_aside,
+)
+
+FORMAT = 2
+_AGAIN_S = 2.0  # before the last save is tried once more: somebody may be making room
+_WORD_S = 1.0  # how often ranks say that they are still writing: no exchange waits longer than that for a disk
+_SAVED, _FAILED, _WRITING = 0.0, 1.0, 2.0
+GatherBytes = Callable[[tuple[float, ...]], Tensor]  # a row of every rank: (ranks, len(row))
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointManager:
+    """One rank's side of the checkpoints of a run. `writer`/`writers` number the ranks that see this directory."""
+
+    directory: Path
+    rank: int
+    ranks: int
+    writer: int
+    writers: int
+    keep: int
+    generation: int
+    sink: Callable[[records.Record], None]
+    residuals: str = "merge"  # of exchanges, when the number of ranks is another: merge | drop
+    identity: dict[str, Any]  # what the meta of a checkpoint says beside the progress
+    progress: Progress = field(default_factory=Progress)
+    contents: CheckpointContents | None = None
+    _store: CheckpointWriter | None = None
+    _unsaved: str = ""  # why the newest save did not become a checkpoint
+
+    def open(self) -> None:
+        """Before any rank can save: the leader sweeps what an earlier run left half-written."""
+        self._store = CheckpointWriter(
+            self.directory, rank=self.writer, ranks=self.writers, keep=self.keep, token=f"g{self.generation}"
+        )
+
+    def save(self, progress: Progress, *, last: bool = False) -> None:
+        """Copy the state aside and go on; the writing happens behind, its errors surface as records.
+
+        While the one before is still being written, this one is skipped, with a notice; `last` waits instead.
+        """
+        assert self.contents is not None and self._store is not None
+        meta = {
+            "format": FORMAT,
+            "step": progress.step,
+            "updates": progress.updates,
+            "skipped": dict(self.contents.states.skipped),
+            "ranks": self.ranks,
+            "islands": self.contents.islands,
+            **self.identity,
+        }
+        pieces = self.contents.pieces(self.writer, self.writers)
+        status = self._store.save(progress.step, pieces, meta, **({"patience_s": None} if last else {}))
+        if status is SaveStatus.SKIPPED:
+            said = "the checkpoint before this one is still being written: this one was skipped"
+            self.sink(records.Event(level="warning", message=said, step=progress.step, rank=self.rank))
+        self.report()
+
+    def report(self) -> None:
+        """Records of what has been written, or could not be, since the last call."""
+        if self._store is None:
+            return
+        for result in self._store.poll():
+            self._unsaved = "" if result.ok else result.error
+            self.sink(
+                records.Saved(
+                    step=result.step,
+                    path=str(self.directory / f"step-{result.step:08d}"),
+                    bytes=result.bytes,
+                    copy_s=result.copy_s,
+                    write_s=result.write_s,
+                    error="" if result.ok else result.error,
+                )
+            )
+
+    def finish(self) -> None:
+        """Wait for what is being written; report it."""
+        if self._store is not None:
+            self._store.finish()
+            self.report()
+            self._store = None
+
+    def confirm(self, gather: GatherBytes, at: Callable[[int, str], None]) -> RunFailed | None:
+        """Wait until the step that was reached is on all disks, and try once more where it is not; what to raise where
+        that failed, too. All ranks call it together, and all are answered alike.
+
+        Only the writer that leads knows for all: another one that gave up waiting says nothing about the checkpoint.
+        """
+        lacking = self._lacking(gather, at)
+        if lacking:
+            said = f"trying once more to save step {self.progress.step}, in {_AGAIN_S:g} s"
+            self._tell("warning", said, step=self.progress.step)
+            time.sleep(_AGAIN_S)
+            self.save(self.progress, last=True)
+            lacking = self._lacking(gather, at)
+        if not lacking:
+            return None
+        if self.rank not in lacking:
+            return PeerLost(f"rank {lacking[0]} could not save step {self.progress.step}, and says why")
+        newest = latest_step(self.directory)
+        left = f"the newest checkpoint is of step {newest}" if newest is not None else "there is no checkpoint"
+        return RunFailed(f"{self._missing()}; {left}")
+
+    def _lacking(self, gather: GatherBytes, at: Callable[[int, str], None]) -> list[int]:
+        """The ranks on whose disks the step that was reached is not, once nobody writes any more."""
+        assert self._store is not None
+        while True:
+            at(self.progress.step, "save")
+            is_writing = not self._store.wait(_WORD_S)
+            self.report()
+            told = gather((_WRITING if is_writing else _FAILED if self._missing() else _SAVED,))[:, 0].tolist()
+            if _WRITING not in told:
+                return [rank for rank, one in enumerate(told) if one == _FAILED]
+
+    def _missing(self) -> str:
+        """Why the step that was reached is not on this disk; "" where it is, and for all but the writer that leads."""
+        if self.writer or self.progress.step in list_checkpoints(self.directory):
+            return ""
+        return self._unsaved or f"the checkpoint of step {self.progress.step} is not in {self.directory} any more"
+
+    def resume(self, channel: Channel, step: int = -1) -> bool:
+        """Fill the trainer from the newest checkpoint that is good on all hosts, of `step` at most where one is given.
+
+        Called on all ranks; False when there is none at all. Damaged ones that are passed over are set aside.
+        Raises BadInput for one that was made with other settings, CheckpointMismatch where none is good.
+        """
+        assert self.contents is not None
+        is_reader = self.writer == 0
+        found = CheckpointSearch(channel, self.directory, is_reader).run(step if step >= 0 else None)
+        if found is None:
+            return False
+        checkpoint, problems = found
+        self._check(checkpoint)
+        for bad, problem in problems.items():
+            self._tell("warning", f"{problem}; fell back to the one before; {self._set_aside(bad)}")
+        self.progress.step = int(checkpoint.meta["step"])
+        self.progress.updates = int(checkpoint.meta["updates"])
+        self.contents.states.skipped.update(checkpoint.meta.get("skipped", {}))
+        told = self.contents.fill(checkpoint, residuals=self.residuals)
+        if told:
+            self._tell("info", told, step=checkpoint.step)
+        return True
+
+    def _tell(self, level: str, message: str, *, step: int = -1) -> None:
+        self.sink(records.Event(level=level, message=message, step=step, rank=self.rank))
+        if self.rank and level == "warning":  # another host's directory: rank 0 alone writes records
+            _log.warning("%s", message)
+
+    def _set_aside(self, step: int) -> str:
+        try:
+            return f"it is now {set_aside(self.directory, step).name}"
+        except OSError as error:
+            return f"it could not be set aside ({error.strerror})"
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.meta.get("format") != FORMAT:
+            raise BadInput(
+                f"{checkpoint.folder}: wanted a checkpoint of format {FORMAT}, got {checkpoint.meta.get('format')}. Go "
+                f"on with version {checkpoint.meta.get('gossamer')}, which wrote it, or export it and start a new run"
+            )
+        for name in ("seed", "batch", "data", "sequence", "pack"):
+            now = self.identity.get(name)
+            saved = checkpoint.meta.get(name, now)
+            if saved != now:
+                raise BadInput(
+                    f"{checkpoint.folder}: the checkpoint was made with {name} {saved!r}, the run has {now!r}: the "
+                    f"order of the samples would change. Resume with {name} {saved!r}, or start a new run"
+                )
+        assert self.contents is not None
+        try:
+            self.contents.check(checkpoint)
+        except CheckpointMismatch as error:  # every byte is as written: it is the user's model that is another
+            raise BadInput(f"{error}, or start a new run") from None

@@ -1,0 +1,97 @@
+"""That all ranks begin with the same numbers: replicas of a stage, and stages that hold the same parameter."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.comm.channel import Channel, gathered
+from gossamer.model.split.constructor_state import digests_of, tensors_of
+from gossamer.ops.fingerprint import projected
+from gossamer.run.staged_model import StagedModel
+from gossamer.spec.errors import bad_input
+from gossamer.spec.odd_one_out import parted, ranked
+
+_UNSEEN = -1.0
+_WIDTH = 4  # projections of a tensor
+_ROUNDING = 1e-5  # of a tensor's norm: what other processors may make of the same draws
+_log = logging.getLogger(__name__)
+
+
+def check_initial(channel: Channel, module: nn.Module, cut: StagedModel | None) -> None:
+    """All ranks call it, each with its module. Raises BadInput where what two of them have seen of the initial values
+    differs.
+
+    What a rank built and gave back counts too, so a constructor that differs per rank shows where its stages have
+    nothing in common. Bit by bit; but ranks on other kinds of processors may differ by rounding, which is told.
+    """
+    digests = digests_of(module) if cut is None else cut.digests
+    names = ["", *tensors_of(module if cut is None else cut.ways.module)]
+    rows = gathered(channel, [_machine(), *(float(digests.get(name, _UNSEEN)) for name in names)])
+    machines = rows[:, 0].tolist()
+    differ: dict[str, dict[int, float]] = {}
+    for column, name in enumerate(names, start=1):
+        seen = {rank: number for rank, number in enumerate(rows[:, column].tolist()) if number != _UNSEEN}
+        if len(set(seen.values())) > 1:
+            differ[name] = seen
+    if not differ:
+        return
+    if len(set(machines)) > 1:
+        held = {n: x for n, x in tensors_of(module).items() if cut is None or n in cut.holds}
+        far = _far(channel, held, list(differ))
+        if not far:
+            _log.warning("ranks begin with values that differ by rounding, as their processors do: %s", _said(differ))
+            return
+        differ = {name: differ[name] for name in far}
+    raise bad_input(
+        wanted="ranks that begin with the same numbers",
+        got=f"others for {_said(differ)}",
+        do="draw initial values from the generators of torch, random or numpy.random, which train.seed seeds, and from "
+        "none that the clock, the system or the rank seeds; set the seed before a module is made that is handed over",
+        key="model",
+    )
+
+
+def _far(channel: Channel, held: Mapping[str, Tensor], names: list[str]) -> list[str]:
+    """Those in which ranks that hold them are further apart than rounding. All ranks call it."""
+    unknown = [math.nan] * (1 + _WIDTH)
+    mine = [number for name in names for number in (_projected(held[name]) if name in held else unknown)]
+    everyone = gathered(channel, mine).view(-1, len(names), 1 + _WIDTH)
+    far = []
+    for i, name in enumerate(names):
+        those = everyone[:, i][~everyone[:, i, 0].isnan()]
+        if len(those) and bool(((those - those[0]).abs() > _ROUNDING * those[0, 0]).any()):
+            far.append(name)
+    return far
+
+
+def _projected(tensor: Tensor) -> list[float]:
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    numbers: list[float] = projected([real.nan_to_num()], 0, width=_WIDTH).tolist()
+    return numbers
+
+
+def _said(differ: Mapping[str, Mapping[int, float]]) -> str:
+    name, seen = next(iter(differ.items()))
+    more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+    return f"{name or 'what the constructor does'}{more}: {_who(seen)}"
+
+
+def _who(seen: Mapping[int, float]) -> str:
+    if len(seen) == max(seen) + 1:
+        return parted([*seen.values()])
+    first = next(iter(seen.values()))
+    odd = [rank for rank, number in seen.items() if number != first]
+    same = [rank for rank, number in seen.items() if number == first]
+    return f"{ranked(same)} and {ranked(odd)} differ"
+
+
+def _machine() -> float:
+    """What the last bits of computed numbers may depend on; exact in float64."""
+    said = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
+    return float(int.from_bytes(hashlib.sha256(said.encode()).digest()[:6], "big"))

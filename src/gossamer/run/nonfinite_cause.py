@@ -1,0 +1,147 @@
+"""Where a number that is not finite comes from: told of a step that nothing was updated before, so that no learning
+rate can be its cause.
+
+The step is run once more and looked at while it runs: parameters, the batch, what every module gives, the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
+
+from gossamer.model.split.absent_tensor import AbsentTensor
+
+_NOTHING = -1
+_COLUMNS = ("stage", "parameter", "column", "given", "outcome", "gradient")  # of what a rank tells
+
+
+@dataclass(slots=True)
+class NonFiniteSite:
+    """What one rank sees of a step: each the number of a name, or -1."""
+
+    module: nn.Module
+    inner: int = _NOTHING  # the first module whose outcome is not finite, of those within others the innermost
+    is_given: bool = False  # and neither is what it was called with
+    _names: dict[int, int] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The step runs in here."""
+        self._names = {id(inner): number for number, inner in enumerate(self.module.modules())}
+        handle = register_module_forward_hook(self._look, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _look(self, inner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.inner == _NOTHING and id(inner) in self._names and not _is_finite(tree_leaves(output)):
+            self.inner = self._names[id(inner)]
+            self.is_given = not _is_finite(tree_leaves((args, kwargs)))
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteCause:
+    """What all ranks together have seen first: the `name` of what is not finite, on which rank."""
+
+    what: str = ""  # "parameter" | "column" of the batch | "given" to a module | "outcome" of one | "gradient"; "": no
+    name: str = ""
+    rank: int = 0
+
+    def told(self, loss: float) -> str:
+        """In words, with what to do about it."""
+        if not self.what or (self.what == "gradient" and not math.isfinite(loss)):
+            return _UNSEEN if math.isfinite(loss) else _OF_THE_LOSS
+        return _SAID[self.what].format(name=self.name, rank=self.rank)
+
+
+_SAID = {
+    "parameter": "{name} on rank {rank} is not finite as the run begins: look at its initial value, or at the weights "
+    "that were loaded",
+    "column": "the batch on rank {rank} has numbers in {name} that are not finite: look at the data",
+    "given": "what {name} is called with on rank {rank} is the first value that is not finite: look at the code before "
+    "that call",
+    "outcome": "what {name} gives on rank {rank} is the first value that is not finite, and what it is given is: look "
+    "at what it computes (a division by 0, a logarithm, numbers too large for train.precision)",
+    "gradient": "the loss is finite, and the gradient of {name} on rank {rank} is the first in the backward that is "
+    "not: look at how it is used (the root or the norm of 0, a division by 0 that a mask hides, numbers too large for "
+    "train.precision)",
+}
+_OF_THE_LOSS = "what all modules give is finite, and the loss is not: look at the objective, and at the labels"
+_UNSEEN = "it was so only once, and not when the step was run again to find out: look at the machine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Those who ask together."""
+
+    gather: Callable[[tuple[float, ...]], Tensor]  # everybody's row
+    numbers: Sequence[int]  # whose it is, row by row
+    bad: Sequence[int]  # whose gradient is not finite, and not only what comes of another's
+
+
+def cause_of(
+    sight: NonFiniteSite,
+    stage: int,
+    rows: Sequence[Mapping[str, Tensor]],
+    gradients: Mapping[str, Tensor],
+    ranks: Ranks,
+) -> NonFiniteCause:
+    """All ranks call it after a step that was watched. `stage`: the first that this rank holds. What is earliest in the
+    forward comes first, of gradients what is earliest in the backward.
+    """
+    held = {**dict(sight.module.named_parameters()), **dict(sight.module.named_buffers())}
+    inners = [name or "the model" for name, _ in sight.module.named_modules()]
+    columns = list(rows[0]) if rows else []
+    finite = {name: bool(gradients[name].isfinite().all()) for name in held if name in gradients}
+    order = list(held)
+    mine = (
+        float(stage),
+        float(next((n for n, one in enumerate(held.values()) if _is_bad(one)), _NOTHING)),
+        float(next((n for n, name in enumerate(columns) if any(_is_bad(one[name]) for one in rows)), _NOTHING)),
+        float(sight.inner if sight.is_given else _NOTHING),
+        float(sight.inner if not sight.is_given else _NOTHING),
+        float(max((n for n, name in enumerate(order) if not finite.get(name, True)), default=_NOTHING)),
+    )
+    seen = [dict(zip(_COLUMNS, map(int, row), strict=True)) for row in ranks.gather(mine).tolist()]
+    names = {"parameter": order, "column": columns, "given": inners, "outcome": inners, "gradient": order}
+    places = [
+        (
+            _COLUMNS.index(what) if what in ("parameter", "column") else len(_COLUMNS),
+            row["stage"],
+            what,
+            row[what],
+            rank,
+        )
+        for row, rank in zip(seen, ranks.numbers, strict=True)
+        for what in ("parameter", "column", "outcome", "given")
+        if 0 <= row[what] < len(names[what])
+    ]
+    if places:
+        *_, what, number, rank = min(places, key=lambda one: (one[0], one[1], one[2] == "given"))
+        return NonFiniteCause(what, names[what][number], rank)
+    turned = [(row["gradient"], rank in ranks.bad, -rank) for row, rank in zip(seen, ranks.numbers, strict=True)]
+    number, _, rank = max(turned)
+    return NonFiniteCause("gradient", order[number], -rank) if 0 <= number < len(order) else NonFiniteCause()
+
+
+def _is_finite(leaves: Sequence[Any]) -> bool:
+    return not any(isinstance(x, Tensor) and _is_bad(x) for x in leaves)
+
+
+def _is_bad(tensor: Tensor) -> bool:
+    """An infinity below zero is what masks are made of."""
+    if isinstance(tensor, AbsentTensor) or tensor.layout is not torch.strided:
+        return False
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return bool((plain.isnan() | plain.isposinf()).any())

@@ -1,0 +1,132 @@
+"""What a model writes while it is trained: its stages where they are, forward only, one token after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.comm_thread import CommThread
+from gossamer.loss import Loss
+from gossamer.model.generate import TextCoder, continue_text, logits_of, sample_token
+from gossamer.run.batches import MicroBatch, RankBatch
+from gossamer.run.forward import Pipeline, run_forward
+from gossamer.run.step_runner import ModelPart, ModelRuntime
+
+TEMPERATURE, TOP_K = 0.8, 50  # as `gossamer sample` has them
+_GRAIN = 32  # lengths of sequences are multiples of it: a stage learns once what a forward of such a shape does
+
+_NONE, _FAILED = -1.0, -2.0  # in the place of a token: this rank has no logits; it could make nothing of them
+
+GatherBytes = Callable[[tuple[float, ...]], Tensor]
+
+
+class NoSample(Exception):
+    """There is no text this time: on all ranks, which are as they would be with one. Training goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Words(TextCoder):
+    """A tokenizer whose failures are `NoSample`: all ranks ask it the same."""
+
+    inner: TextCoder
+
+    def encode(self, text: str, /) -> Any:
+        with _sampling():
+            return self.inner.encode(text)
+
+    def decode(self, ids: Iterable[int], /) -> str:
+        with _sampling():
+            return self.inner.decode(ids)
+
+
+@contextmanager
+def _sampling() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a sample is only for looking at
+        raise NoSample(f"{type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Logits(Loss):
+    """In the place of a loss: (sequence, vocabulary) of the first sequence."""
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        return logits_of(output)[0]
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return torch.zeros((), dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """`pieces` are the stages of this rank, with `Logits` for an objective; `window`: tokens that the model sees.
+
+    Sequences are filled up on their right, which changes nothing for a model whose tokens see only those before them.
+    """
+
+    prompt: str
+    tokens: int
+    window: int
+    seed: int
+    words: TextCoder
+    pieces: Mapping[int, ModelPart]
+    pipeline: Pipeline
+    pump: CommThread
+
+    def text(self, gather: GatherBytes) -> str:
+        """What follows the prompt: the same on all ranks, which all call it. `gather` collects a row from each.
+
+        Raises NoSample on all of them where one can draw no token, as of logits that are not finite.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def choose(ids: Sequence[int]) -> int:
+            logits, drawn, why = self._logits(ids), _NONE, "on another rank"
+            try:
+                if logits is not None:
+                    drawn = float(sample_token(logits, generator, temperature=TEMPERATURE, top_k=TOP_K))
+            except Exception as error:
+                drawn, why = _FAILED, f"{type(error).__name__}: {error}"
+            told = [token for (token,) in gather((drawn,)).tolist()]
+            if _FAILED in told:
+                raise NoSample(f"rank {told.index(_FAILED)} can draw no token from the model's logits: {why}")
+            # Replicas on machines of several kinds may differ in the last bit: the first one's token is everybody's.
+            return int(next(token for token in told if token >= 0))
+
+        with self.evaluating():
+            return continue_text(_Words(self.words), self.prompt, choose, tokens=self.tokens, window=self.window)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model not in training, for as long as this lasts."""
+        module = self._engine.module
+        modes = {inner: inner.training for inner in module.modules()}
+        module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for inner, training in modes.items():
+                inner.training = training
+
+    def rows(self, ids: Sequence[int]) -> RankBatch:
+        """A batch of one sequence, filled up."""
+        length = min(self.window, -(-len(ids) // _GRAIN) * _GRAIN)
+        return {"input_ids": torch.tensor([[*ids, *[ids[-1]] * (length - len(ids))]], device=self._engine.device)}
+
+    def _logits(self, ids: Sequence[int]) -> Tensor | None:
+        """(vocabulary,) of what follows `ids`, on the ranks that hold the last stage and take part."""
+        pipeline, rows = self.pipeline.forward_only(1), self.rows(ids)
+        batches = {number: MicroBatch(0, rows) for number in pipeline.batches}
+        found = run_forward(self.pump, self.pieces, pipeline, batches)
+        return found[0][len(ids) - 1].float().cpu() if found else None
+
+    @property
+    def _engine(self) -> ModelRuntime:
+        return next(iter(self.pieces.values())).engine

@@ -1,0 +1,55 @@
+"""Paths of a configuration, made absolute: what was written in one folder, and is to be read in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gossamer.settings.overrides import COMMAND_LINE
+from gossamer.settings.resolve import Resolved, value_at
+from gossamer.settings.yaml_io import flow
+
+_PLAIN = ("model.hf", "model.gguf", "data.cache", "run.directory")
+_METHODS = ("data.source", "data.tokenizer")
+_OF_FILES = ("text", "jsonl", "parquet", "hf")
+_FIELDS = ("files", "directory")
+
+
+def anchored(resolved: Resolved, folder: Path) -> Resolved:
+    """The same with the paths that the command line wrote relative to `folder` made absolute."""
+    for key in (*_PLAIN, *_METHODS):
+        where, value = resolved.origin.get(key, ""), value_at(resolved.config, key)
+        if COMMAND_LINE not in where or value is None:
+            continue
+        named = key == "model.hf" and not (folder / str(value)).exists()  # a model type, or one in the local cache
+        absolute = _of_method(value, folder) if key in _METHODS else value if named else _absolute(value, folder)
+        if absolute != value:
+            resolved = resolved.replace(key, absolute, origin=where)
+    return resolved
+
+
+def written_overrides(given: Iterable[str] | Mapping[str, Any]) -> list[str]:
+    """Overrides as the command line takes them, of ["train.steps=5"] or {"train.steps": 5}."""
+    if isinstance(given, Mapping):
+        return [f"{key}={flow(value)}" for key, value in given.items()]
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _of_method(written: Any, folder: Path) -> Any:
+    """Of a source or a tokenizer: "text:GLOB", {text: GLOB} or {text: {files: GLOB}}."""
+    if isinstance(written, str):
+        name, colon, path = written.partition(":")
+        return f"{name}:{_absolute(path.strip(), folder)}" if colon and name in _OF_FILES else written
+    name, inner = next(iter(written.items()))
+    if name not in _OF_FILES:
+        return written
+    if isinstance(inner, str):
+        return {name: _absolute(inner, folder)}
+    return {name: {k: _absolute(v, folder) if k in _FIELDS else v for k, v in (inner or {}).items()}}
+
+
+def _absolute(path: Any, folder: Path) -> Any:
+    if not isinstance(path, str) or path.startswith("~"):
+        return path
+    return str(folder / path)

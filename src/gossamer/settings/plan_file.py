@@ -1,0 +1,146 @@
+"""A plan from a file among what else was written: the file's decisions are settings, and none contradicts another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gossamer.settings.read import read
+from gossamer.settings.resolve import Resolved, value_at
+from gossamer.settings.validation_errors import DEFAULT
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import MethodConfig, told
+from gossamer.spec.plan import Plan
+from gossamer.view.run_directory import plan_in
+
+# What a planner reads of a configuration: another value is another plan.
+PLANNED = (
+    "plan",
+    "machines.islands",
+    "machines.processes",
+    "machines.hosts",
+    "train.batch",
+    "train.accumulate",
+    "train.optimizer",
+    "train.verify",
+    "data.sequence",
+)
+# Of a plan that was written by a run, methods that it found by measuring: `auto`, and what stands in for it.
+_MEASURED = {"plan.sync": ("steps", "exchange")}
+
+
+def asks_for_another_plan(before: RunConfig, now: RunConfig) -> bool:
+    """Whether a planner would be asked something else."""
+    return any(value_at(before, key) != value_at(now, key) for key in PLANNED)
+
+
+def with_plan(resolved: Resolved, file: Path, *, ranks: int | None = None) -> Resolved:
+    """The configuration of a run that obeys the plan in `file`, whose decisions are settings from there.
+
+    Raises BadInput for a plan that cannot be read, that is for another number of `ranks` (where it is known), or that
+    contradicts what was written; then with both places.
+    """
+    plan, lines = plan_in(file), read(file).lines
+    if ranks is not None and plan.ranks != ranks:
+        raise BadInput(f"{file} is a plan for {plan.ranks} ranks, there are {ranks}: start as many, or plan again")
+    given = {key for key, where in resolved.origin.items() if where != DEFAULT}
+    for error in contradictions(resolved.config, plan, given, name=str(file), lines=lines):
+        raise error
+    asked, plain = resolved.config.plan, plan.mesh.pipe == 1 and MethodConfig.parse(plan.sync).name == "every_step"
+    chose = asked.exchange == "auto" != plan.exchange and (plain or asked.sync == "auto")
+    for key, value, field in _decisions(plan):
+        if key not in given or value_at(resolved.config, key) == "auto":
+            resolved = resolved.replace(key, value, origin=lines.get(field, str(file)))
+    if chose and resolved.config.plan.lossy:  # the permission was for a choice that the plan has made
+        resolved = resolved.replace("plan.lossy", False, origin=lines.get("exchange", str(file)))
+    return resolved
+
+
+def contradictions(
+    config: RunConfig, plan: Plan, given: set[str], *, name: str, lines: Mapping[str, str]
+) -> Iterator[BadInput]:
+    """An error for every key of `given` whose value a plan called `name` does not obey; `auto` leaves it to the plan.
+
+    What a model is needed for, units and cuts, is compared where it is cut.
+    """
+    for key, field, asked, has in _compared(config, plan):
+        if key in given and asked != "auto" and not _alike(key, asked, has):
+            where = lines.get(field.partition(".")[0], name)
+            yield bad_input(
+                wanted=f"what the plan says, {_told(has)} ({field} in {where})",
+                got=_told(asked),
+                do="leave the key out, change the plan, or train without it",
+                key=key,
+            )
+
+
+def _compared(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
+    """(key, field of the plan, what is asked, what the plan has) of all that both speak of."""
+    asked, replicas = config.plan, set(plan.microbatches)
+    yield "plan.mesh.replica", "mesh.replica", asked.mesh.replica, plan.mesh.replica
+    yield "plan.mesh.pipe", "mesh.pipe", asked.mesh.pipe, plan.mesh.pipe
+    yield "plan.stages", "stages", _tuples(asked.stages), plan.stages
+    share = asked.share if asked.share == "auto" else [one / sum(asked.share) for one in asked.share]
+    if not plan.stages:
+        yield "plan.share", "share", share, list(plan.share)
+    counts = next(iter(replicas)) if len(replicas) == 1 else list(plan.microbatches)
+    yield "plan.microbatches", "microbatches", asked.microbatches, counts
+    yield "train.accumulate", "microbatches", config.train.accumulate, counts
+    yield "plan.schedule", "schedule", asked.schedule, plan.schedule
+    boundary = tuple(asked.boundary) if isinstance(asked.boundary, list) else asked.boundary
+    if asked.adapt == "none":  # else a policy chooses them anew
+        yield "plan.boundary", "boundary", boundary, plan.boundary
+    exchange = plan.adapted_from or plan.exchange
+    yield "plan.exchange", "exchange", asked.exchange, exchange
+    yield "plan.sync", "sync", asked.sync, plan.sync
+    yield "plan.states", "states", asked.states, plan.states
+    yield "machines.islands", "islands", _tuples(config.machines.islands), plan.islands
+    yield "train.batch", "rows", config.train.batch, plan.batch
+
+
+def _tuples(groups: Any) -> Any:
+    return groups if groups == "auto" else tuple(tuple(sorted(group)) for group in groups)
+
+
+def _alike(key: str, asked: Any, has: Any) -> bool:
+    if key == "plan.share":
+        return len(asked) == len(has) and all(abs(a - b) < 1e-9 for a, b in zip(asked, has, strict=True))
+    if not isinstance(asked, (str, dict)) or not isinstance(has, (str, dict)):
+        return bool(_plain(asked) == _plain(has))
+    one, other = MethodConfig.parse(asked), MethodConfig.parse(has)
+    found = [name for name in _MEASURED.get(key, ()) if one.parameters.get(name, "auto") == "auto"]
+    names = {*one.parameters, *other.parameters} - {*found}
+    return one.name == other.name and all(one.parameters.get(n) == other.parameters.get(n) for n in names)
+
+
+def _plain(value: Any) -> Any:
+    """Lists and tuples alike."""
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _told(value: Any) -> str:
+    is_lines = isinstance(value, list) and value and isinstance(value[0], (list, tuple)) and len(value[0]) == 3
+    return told(value) if isinstance(value, (str, dict)) or is_lines else str(_plain(value))
+
+
+def _decisions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, field of the plan) of what a plan would be made anew from, on a resume with other settings."""
+    yield "train.batch", plan.batch, "rows"
+    if plan.stages:
+        yield "plan.stages", [list(group) for group in plan.stages], "stages"
+    else:
+        yield "plan.mesh.pipe", plan.mesh.pipe, "mesh"
+    if not plan.stages and len(set(plan.share)) > 1:
+        yield "plan.share", list(plan.share), "share"
+    yield "plan.states", plan.states, "states"
+    yield "plan.sync", plan.sync, "sync"
+    if plan.exchange != "auto":
+        yield "plan.exchange", plan.adapted_from or plan.exchange, "exchange"
+    if plan.mesh.pipe > 1:
+        yield "plan.schedule", plan.schedule, "schedule"
+        boundary = plan.boundary
+        yield "plan.boundary", list(boundary) if isinstance(boundary, tuple) else boundary, "boundary"
+    elif plan.islands and plan.sync not in ("auto", "every_step"):
+        yield "machines.islands", [list(island) for island in plan.islands], "islands"

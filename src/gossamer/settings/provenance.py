@@ -1,0 +1,48 @@
+"""The resolved configuration as text, each value with where it came from; and that of an earlier run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from gossamer.settings.overrides import COMMAND_LINE
+from gossamer.settings.read import read
+from gossamer.settings.resolve import Resolved, resolve
+from gossamer.settings.validation_errors import DEFAULT
+from gossamer.settings.yaml_io import flow
+from gossamer.spec.errors import bad_input
+from gossamer.view.run_directory import open_run
+
+_COLUMN = 44
+
+
+def show(resolved: Resolved) -> str:
+    """The configuration as YAML, with its origin behind each value. What it prints, `load` reads back equal."""
+    return "\n".join(_section(resolved, resolved.config, "", 0)) + "\n"
+
+
+def _section(resolved: Resolved, model: BaseModel, prefix: str, depth: int) -> Iterator[str]:
+    for name, value in model:
+        key, indent = f"{prefix}{name}", "  " * depth
+        if isinstance(value, BaseModel):
+            yield f"{indent}{name}:"
+            yield from _section(resolved, value, f"{key}.", depth + 1)
+        else:
+            yield f"{f'{indent}{name}: {flow(value)}':<{_COLUMN}}  # {resolved.origin.get(key, DEFAULT)}"
+
+
+def reload(run_dir: Path, overrides: Iterable[str] = ()) -> Resolved:
+    """The configuration of an earlier run under new key=value `overrides`; other origins are those it began with."""
+    directory = open_run(run_dir)
+    if not directory.config_file.exists():
+        raise bad_input(
+            wanted=f"the configuration that {run_dir} began with, run.yaml in it",
+            got="none",
+            do="put it back: `gossamer config show` of what it was started with writes the same",
+        )
+    resolved = resolve(read(directory.config_file), overrides)
+    earlier = directory.provenance()
+    origin = {k: v if COMMAND_LINE in v else earlier.get(k, v) for k, v in resolved.origin.items()}
+    return Resolved(resolved.config, origin)

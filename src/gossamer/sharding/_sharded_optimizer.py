@@ -1,0 +1,236 @@
+"""The update rule's state on one rank, the update itself, and how everybody comes to know what others have updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.bucket import Layout, as_float
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ExchangeState as Stateless
+from gossamer.comm.message import Outcome, Rounds, Traffic
+from gossamer.comm.random_key import key_at
+from gossamer.exchange.codec import Codec
+from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.sharding._gather_updates import collected, collecting, longest
+from gossamer.sharding._reduce_scatter import most, packed, unpacked
+from gossamer.sharding._row_partition import RowPartition, RowRange
+from gossamer.sharding._sharded_parameters import ShardedParameters
+
+_MAIN = "main"
+
+
+@dataclass(slots=True)
+class ShardedOptimizer:
+    """`rows`: this rank's, by name; where it holds all of every parameter, there is nothing to gather. What is dealt
+    out level by level is gathered so as well, the other way round: rows between islands once, and then inside.
+    `differences`: a code for what the rows have moved by. Then the rule moves float32 copies of its own, `main` among
+    its state, and the parameters are what all ranks make of the code, this one's own rows too: so they are the same
+    everywhere, and what was lost on the way is part of the next difference. `shards`: where the parameters themselves
+    are sharded, the rows lie in what is there of them. Only that comes back after an update; the rest when a unit runs.
+    """
+
+    rule: Optimizer
+    params: Mapping[str, Tensor]
+    rows: Mapping[str, RowRange]
+    deal: RowPartition
+    rank: int
+    differences: Codec | None
+    held: OptimizerState
+    shards: ShardedParameters | None = None
+    skipped: dict[str, int] = field(default_factory=dict)  # parameter -> updates of the run that it had no part in
+
+    @staticmethod
+    def of(
+        rule: Optimizer,
+        params: Mapping[str, Tensor],
+        deal: RowPartition,
+        *,
+        rank: int,
+        differences: Codec | None,
+        shards: ShardedParameters | None = None,
+    ) -> ShardedOptimizer:
+        """What `rank` holds where rows are dealt out so."""
+        mine = {name: deal.rows(name, p.shape, rank) for name, p in params.items()}
+        own = _own_of(mine, _held(params, shards))
+        if differences is not None:
+            own = {n: view.float().clone() for n, view in own.items()}
+        held = rule.init(own)
+        for name in own if differences is not None else ():
+            held[name][_MAIN] = own[name]
+        return ShardedOptimizer(rule, params, mine, deal, rank, differences, held, shards)
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.deal.path)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether a rank before this one holds the state of the same rows, and counts and writes them where all islands
+        meet.
+        """
+        return self.is_sharded and not self.deal.is_first(self.rank)
+
+    @property
+    def has_spare_parameters(self) -> bool:
+        """Whether a rank before this one holds the same rows of sharded parameters, and writes them."""
+        return self.shards is not None and not self.deal.of_parameters.is_first(self.rank)
+
+    def own(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's rows of something shaped like a parameter; nothing of it where it has none."""
+        rows = self.rows[name]
+        return rows.of(tensor) if _any(rows) else tensor.new_empty(0)
+
+    def update(self, grads: Mapping[str, Tensor], *, lr_scale: float, step: int, apart: bool = False) -> None:
+        """Move this rank's rows, given its rows of the mean gradients. `apart`: they are those of one island among
+        several.
+        """
+        own = {name: grad for name, grad in grads.items() if _any(self.rows[name])}
+        update = self.rule.update_apart if apart else self.rule.update
+        each = self.skipped if self.rule.counts_each else {}
+        for skipped in sorted({each.get(name, 0) for name in own}):
+            part = {name: grad for name, grad in own.items() if each.get(name, 0) == skipped}
+            update(self._moved_by_rule(part), part, self.held, lr_scale=lr_scale, step=step - skipped)
+        self.release()
+
+    def missed(self, names: Iterable[str]) -> None:
+        """These had no gradient in an update."""
+        for name in names:
+            self.skipped[name] = self.skipped.get(name, 0) + 1
+
+    def meet(self, moved: Mapping[str, Tensor], *, rates: float) -> None:
+        """Tell the rule that islands have met (see Rule.meet)."""
+        own = {name: self.own(name, gone) for name, gone in moved.items() if _any(self.rows[name])}
+        self.rule.meet(self._moved_by_rule(own), own, self.held, rates=rates)
+
+    def second_moments(self, step: int, names: Iterable[str]) -> Mapping[str, Tensor]:
+        """What islands can tell each other of the parameters named (see Rule.second_moments); `step`: updates made."""
+        return self.rule.second_moments({name: self.held[name] for name in names}, step=step)
+
+    def learn(self, squares: Mapping[str, Tensor]) -> None:
+        """Tell the rule what islands have brought together of them."""
+        self.rule.learn(squares, self.held)
+
+    def _moved_by_rule(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """This rank's rows of the parameters named, or the float32 copies that move in their place."""
+        there = dict(self.parameters())
+        return {name: self.held[name].get(_MAIN, there[name]) for name in names}
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The rows of the parameters whose state this rank holds."""
+        return iter(_own_of(self.rows, _held(self.params, self.shards)).items())
+
+    @property
+    def sharded(self) -> dict[str, tuple[Tensor, RowRange, Tensor]]:
+        """The parameters that are sharded themselves, trained or not, by name: the parameter (its shape is all there is
+        of it), which rows are this rank's, and these.
+        """
+        if self.shards is None:
+            return {}
+        own, params = dict(self.shards.own()), dict(self.shards.module.named_parameters())
+        return {n: (params[n], rows, own.get(n, params[n].new_empty(0))) for n, rows in self.shards.rows.items()}
+
+    def release(self) -> None:
+        """Let go what was gathered of sharded parameters."""
+        if self.shards is not None:
+            self.shards.release()
+
+    def leave(self) -> None:
+        """Make sharded parameters whole again, for good; all ranks call it."""
+        if self.shards is not None:
+            self.shards.leave()
+
+    def waited_s(self) -> float:
+        """For what was gathered, since it was last asked."""
+        if self.shards is None:
+            return 0.0
+        waited, self.shards.exposed_s = self.shards.exposed_s, 0.0
+        return waited
+
+    def gather(self, layouts: Sequence[Layout], pump: CommThread, *, key: tuple[int, int]) -> None:
+        """After an update: take over what the others have updated of what this rank holds. `key`: (seed, step)."""
+        if not self.deal.back:
+            return
+        step = pump.begin([len(self.deal.back)] * len(layouts))
+        for job, layout in enumerate(layouts):
+            place = (*key, layout.entries[0].name, "gather")
+            rows = self._gathered if self.differences is None else partial(self._moved, self.differences, place)
+            step.submit(job, rows(layout))
+        for job in range(len(layouts)):
+            step.result(job)
+
+    def _gathered(self, layout: Layout) -> Rounds:
+        parts = [self.deal.part(layout, giver) for giver in self.deal.givers(self.rank)]
+        bucket, held = layout.allocate(), _held(self.params, self.shards)
+        views = {name: held[name].rows.of(view) for name, view in bucket.slices() if name in held}
+        for name, view in views.items():
+            view.copy_(held[name].tensor)
+        mine = packed(bucket.flat, self.deal.part(layout, self.rank), most(parts))
+        rows = yield from collected(self.deal, self.rank, mine, most(parts))
+        for row, part in zip(rows, parts, strict=True):
+            unpacked(row, part, bucket.flat)
+        for name, view in views.items():
+            held[name].tensor.copy_(view)
+        return Outcome(bucket.flat[:0].clone(), None, Stateless())  # the buffer need not outlive it
+
+    @torch.no_grad()
+    def _moved(self, codec: Codec, place: tuple[int | str, ...], layout: Layout) -> Rounds:
+        givers = self.deal.givers(self.rank)
+        parts = [self.deal.part(layout, giver) for giver in givers]
+        key = key_at(place, givers.index(self.rank) if self.rank in givers else -1)  # who has the same rows draws alike
+        bucket = as_float(layout).allocate()
+        for name, view in bucket.slices():
+            if name in self.held:
+                rows = self.rows[name]
+                rows.of(view).copy_(self.held[name][_MAIN] - rows.of(self.params[name]).float())
+        mine = packed(bucket.flat, self.deal.part(layout, self.rank), most(parts))
+        message = codec.encode(mine, key)
+        messages = yield from collected(self.deal, self.rank, message, message.numel())
+        moved = codec.decode(messages, most(parts), key)  # (givers, most)
+        for row, part in zip(moved, parts, strict=True):
+            unpacked(row, part, bucket.flat)
+        for name, view in bucket.slices():
+            self.params[name].copy_(self.params[name].float() + view)
+        return Outcome(bucket.flat[:0].clone(), None, Stateless())  # the buffer need not outlive it
+
+    def slots(self) -> Iterator[tuple[str, str, RowRange, Tensor]]:
+        """(slot, parameter, this rank's rows, tensor) of all state."""
+        for name, slots in self.held.items():
+            for slot, tensor in slots.items():
+                yield slot, name, self.rows[name], tensor
+
+
+def gather_traffic(layout: Layout, deal: RowPartition, rank: int, differences: Codec | None) -> tuple[Traffic, ...]:
+    """What a gather after an update sends of a bucket."""
+    length = longest(layout, deal, rank)
+    if differences is None:
+        return collecting(deal, rank, length, layout.dtype.itemsize)
+    return collecting(deal, rank, differences.nbytes(length), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What is there of a parameter for good: these rows."""
+
+    rows: RowRange
+    tensor: Tensor
+
+
+def _held(params: Mapping[str, Tensor], shards: ShardedParameters | None) -> dict[str, _Held]:
+    """By name, of those of which anything is there."""
+    if shards is None:
+        return {n: _Held(RowRange(0, p.shape[0] if p.dim() else 1), p.detach()) for n, p in params.items()}
+    return {n: _Held(shards.rows[n], tensor) for n, tensor in shards.own() if n in params}
+
+
+def _own_of(mine: Mapping[str, RowRange], held: Mapping[str, _Held]) -> dict[str, Tensor]:
+    """Of what is there, the rows that are `mine`."""
+    return {n: rows.within(held[n].rows).of(held[n].tensor) for n, rows in mine.items() if _any(rows)}
+
+
+def _any(rows: RowRange) -> bool:
+    return rows.count > 0

@@ -1,0 +1,67 @@
+"""A method by name, with its parameters: how plans and configuration files speak of code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from gossamer.spec.errors import bad_input
+
+Written: TypeAlias = str | dict[str, Any]  # as people write it: "dense" or {"topk": {"fraction": 0.01}}
+Exchanges: TypeAlias = Written | list[tuple[str, str, Written]]  # or lines of [parameter pattern, link level, method]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodConfig:
+    """`name` is the file stem of a method in some room; `parameters` are the fields of its dataclass."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(written: Written | MethodConfig, *, key: str = "") -> MethodConfig:
+        """Read "name", {"name": {...}} or {"name": null}; raises BadInput for anything else."""
+        if isinstance(written, MethodConfig):
+            return written
+        if isinstance(written, str):
+            return MethodConfig(written)
+        if isinstance(written, Mapping) and len(written) == 1:
+            name, parameters = next(iter(written.items()))
+            if parameters is None:
+                parameters = {}
+            if isinstance(parameters, str):  # {error_feedback: dense}: the inner method, written short
+                parameters = {parameters: {}}
+            if isinstance(name, str) and isinstance(parameters, Mapping):
+                return MethodConfig(name, dict(parameters))
+        raise bad_input(
+            wanted="a method: a name, or one name with its parameters such as {adamw: {lr: 3e-4}}",
+            got=repr(written),
+            do="write one of the two forms",
+            key=key,
+        )
+
+    def written(self) -> Written:
+        """The shortest form `parse` reads back."""
+        return {self.name: dict(self.parameters)} if self.parameters else self.name
+
+
+def told(written: Exchanges) -> str:
+    """On one line, for people: error_feedback(topk(fraction=0.01)), or "embed: dense; .* between: topk"."""
+    if not isinstance(written, list):
+        return _told(written)
+    levels = {"all": ""}
+    return "; ".join(f"{pattern}{levels.get(level, f' {level}')}: {_told(each)}" for pattern, level, each in written)
+
+
+def _told(written: Any) -> str:
+    if not isinstance(written, Mapping):
+        return str(written)
+    parts = (
+        f"{k}={v}" if v is not None and not isinstance(v, Mapping) else _told_one(k, v) for k, v in written.items()
+    )
+    return ", ".join(parts)
+
+
+def _told_one(name: str, inside: Mapping[str, Any] | None) -> str:
+    return f"{name}({_told(inside)})" if inside else name

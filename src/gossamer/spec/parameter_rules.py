@@ -1,0 +1,78 @@
+"""Which method serves which parameters: one for all, or a list of lines, of which the first that matches holds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import Exchanges, Written
+from gossamer.spec.suggest import nearest
+
+LEVELS = ("all", "island", "between")
+PARTNER = {"island": "between", "between": "island"}
+LAST_RESORT = ".*"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterRule:
+    """One [parameter pattern, link level, method]; `key` is the dotted place of it in the configuration."""
+
+    pattern: str
+    level: str
+    written: Written
+    key: str
+
+    def matches(self, name: str) -> bool:
+        """The pattern is a regular expression, to be found anywhere in the name."""
+        return re.search(self.pattern, name) is not None
+
+    @property
+    def method_key(self) -> str:
+        """The place of the method alone."""
+        return f"{self.key}.2" if self.pattern else self.key
+
+
+def lines(written: Exchanges, *, key: str) -> tuple[ParameterRule, ...]:
+    """What is written at `key`, line by line; raises BadInput for a line of another form, a pattern that is no regular
+    expression, an unknown level, and a level whose partner is missing.
+    """
+    if isinstance(written, (list, tuple)):
+        if not written:
+            raise bad_input(wanted="a method, or lines of them", got="[]", do="write dense, say", key=key)
+        found = tuple(_line(item, key=f"{key}.{i}") for i, item in enumerate(written))
+        _check_partners(found)
+        return found
+    return (ParameterRule("", "all", written, key),)
+
+
+def _line(item: Any, *, key: str) -> ParameterRule:
+    form = "[parameter pattern, link level, method]"
+    if not isinstance(item, (list, tuple)) or len(item) != 3 or not all(isinstance(word, str) for word in item[:2]):
+        raise bad_input(wanted=form, got=repr(item), do="write ['.*', all, dense], say", key=key)
+    pattern, level, written = item
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        do = "put a backslash before what is meant as it stands"
+        raise bad_input(wanted="a regular expression", got=f"{pattern!r} ({error})", do=do, key=f"{key}.0") from None
+    if level not in LEVELS:
+        raise BadInput(f"there is no link level {level!r}: {nearest(level, LEVELS)}", key=f"{key}.1")
+    if not pattern:
+        raise bad_input(wanted="a pattern", got="''", do=f"write '{LAST_RESORT}' for all parameters", key=f"{key}.0")
+    return ParameterRule(pattern, level, written, key)
+
+
+def _check_partners(found: tuple[ParameterRule, ...]) -> None:
+    levels = {line.level for line in found}
+    for line in found:
+        other = PARTNER.get(line.level)
+        if other is not None and other not in levels:
+            example = "dense" if other == "island" else "{two_shot: {codec: int8}}"
+            raise bad_input(
+                wanted="lines for both island and between",
+                got=f"{line.level} alone",
+                do=f"add ['{line.pattern}', {other}, {example}], say",
+                key=f"{line.key}.1",
+            )

@@ -1,0 +1,167 @@
+"""Rooms of methods: one method, one file, one public class, found by its file name. No list to edit."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
+
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import MethodConfig, Written
+from gossamer.spec.short_form import ShortForm
+from gossamer.spec.suggest import nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Registry(Generic[T]):
+    """The methods of one package. `package` is its `__name__`; every member is a subclass of `base`.
+
+    A module whose name does not start with an underscore is a method, and holds one public class named like the
+    file in CamelCase. `presets.toml` beside them holds methods that are another one with fields set:
+    `[nesterov]` / `is = {sgd = {momentum = 0.9, nesterov = true}}` / `paper = "..."`.
+    """
+
+    package: str
+    base: type[T]
+
+    def names(self) -> tuple[str, ...]:
+        """All methods and presets, sorted, without importing any of them."""
+        return tuple(sorted({*self._modules(), *_presets(self._folder())}))
+
+    def type(self, name: str, *, key: str = "") -> type[T]:
+        """The class of method `name`; raises BadInput with the nearest names."""
+        preset = _presets(self._folder()).get(name)
+        if preset is not None:
+            return self.type(MethodConfig.parse(preset["is"]).name, key=key)
+        if name not in self._modules():
+            kind = self.base.__name__.lower()
+            raise BadInput(f"no {kind} is called {name!r}: {nearest(name, self.names())}", key=key)
+        module = importlib.import_module(f"{self.package}.{name}")
+        wanted = name.replace("_", "").lower()
+        for value in vars(module).values():
+            if isinstance(value, type) and value.__module__ == module.__name__ and value.__name__.lower() == wanted:
+                assert issubclass(value, self.base), f"{value} is no {self.base.__name__}"
+                return value
+        raise AssertionError(f"{module.__name__} holds no class named like its file")
+
+    def build(self, written: Written | MethodConfig, *, key: str = "") -> T:
+        """Construct the method that `written` names; every wrong parameter is a BadInput that names the known ones."""
+        choice = self.read(written, key=key)
+        return _construct(self.type(choice.name), choice.parameters, key=_below(key, choice.name))
+
+    def read(self, written: Written | MethodConfig, *, key: str = "") -> MethodConfig:
+        """What is written, with every parameter by its name: no short form, no preset. Raises BadInput for a name that
+        no method, or no parameter of it, has.
+        """
+        choice = MethodConfig.parse(written, key=key)
+        preset = _presets(self._folder()).get(choice.name)
+        base = MethodConfig(choice.name) if preset is None else MethodConfig.parse(preset["is"])
+        cls = self.type(base.name if preset is not None else choice.name, key=key)
+        given = _spelled_out(cls, choice.parameters, base.parameters, key=_below(key, base.name))
+        return MethodConfig(base.name, {**base.parameters, **given})
+
+    def _modules(self) -> tuple[str, ...]:
+        return _methods(self._folder())
+
+    def _folder(self) -> Path:
+        where = sys.modules[self.package].__file__
+        assert where is not None
+        return Path(where).parent
+
+
+def registry_of(base: type[Any]) -> Registry[Any] | None:
+    """The room whose abstract class `base` is: it stands beside it as REGISTRY."""
+    found = getattr(sys.modules[base.__module__], "REGISTRY", None)
+    return found if isinstance(found, Registry) and found.base is base else None
+
+
+def _registry_in(hint: Any) -> Registry[Any] | None:
+    """The room of an annotation such as `Codec` or `Codec | None`."""
+    kinds = [h for h in (hint, *get_args(hint)) if isinstance(h, type) and h is not type(None)]
+    return next((room for kind in kinds if (room := registry_of(kind))), None)
+
+
+def _below(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _inner(cls: type[Any]) -> dict[str, Registry[Any]]:
+    """The parameters of a method that are methods, each with their room."""
+    assert is_dataclass(cls), f"{cls} is no dataclass: a method's fields are its whole configuration"
+    hints = get_type_hints(cls)
+    return {f.name: room for f in fields(cls) if f.init and (room := _registry_in(hints[f.name]))}
+
+
+def _spelled_out(
+    cls: type[Any], parameters: Mapping[str, Any], preset: Mapping[str, Any], *, key: str
+) -> Mapping[str, Any]:
+    inner = _inner(cls)
+    known = {f.name: f for f in fields(cls) if f.init}
+    needed = [n for n in inner if known[n].default is MISSING and known[n].default_factory is MISSING]
+    form = ShortForm(
+        known=known,
+        inner={name: room.names() for name, room in inner.items()},
+        needed=[name for name in needed if name not in preset],
+    )
+    given = form.spelled_out(parameters)
+    if (unknown := form.unknown(given)) is not None:
+        name, near = unknown
+        raise BadInput(f"{cls.__name__} has no parameter {name!r}: {near}", key=key)
+    return given
+
+
+def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
+    inner, hints = _inner(cls), get_type_hints(cls)
+    values = {
+        name: inner[name].build(value, key=f"{key}.{name}")
+        if name in inner and value is not None
+        else _coerce(value, hints[name], key=f"{key}.{name}")
+        for name, value in parameters.items()
+    }
+    try:
+        return cls(**values)
+    except BadInput as error:
+        raise BadInput(error.message, key=f"{key}.{error.key}" if error.key else key) from None
+    except TypeError as error:
+        raise BadInput(str(error), key=key) from None
+
+
+def _coerce(value: Any, hint: Any, *, key: str) -> Any:
+    from pydantic import TypeAdapter, ValidationError
+
+    if value is None and type(None) in get_args(hint):  # also where the other kind is a method
+        return None
+    try:
+        return TypeAdapter(hint).validate_python(value)  # lax: YAML reads 1e-4 as a string
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise bad_input(wanted=_name(hint), got=repr(value), do=said, key=key) from None
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
+@cache
+def _methods(folder: Path) -> tuple[str, ...]:
+    """The names of the files of methods in it."""
+    found = pkgutil.iter_modules([str(folder)])
+    return tuple(m.name for m in found if not m.name.startswith("_") and not m.ispkg)
+
+
+@cache
+def _presets(folder: Path) -> dict[str, dict[str, Any]]:
+    file = folder / "presets.toml"
+    return tomllib.loads(file.read_text("utf-8")) if file.exists() else {}

@@ -1,0 +1,137 @@
+"""Keys of a configuration that nothing would read beside the others: each is told, and with which other it cannot be.
+
+A key counts as written where its value is not the default: what `gossamer config show` prints is a configuration too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from gossamer.spec.config import PlanSection, RunConfig, TrainSection, VerifySection
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import told
+
+_PLAN, _TRAIN, _VERIFY = PlanSection(), TrainSection(), VerifySection()
+
+
+def in_stages(config: RunConfig) -> bool:
+    """Whether the model is to be cut into stages."""
+    return config.plan.stages != "auto" or config.plan.mesh.pipe not in (1, "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unread:
+    """A key that nothing reads: where `holds` is false, though it was written."""
+
+    key: str
+    is_written: Callable[[RunConfig], bool]
+    is_read: Callable[[RunConfig], bool]
+    wanted: str
+    got: Callable[[RunConfig], str]
+    do: str
+
+    def told_of(self, config: RunConfig) -> BadInput | None:
+        """The error, where the key was written and nothing would read it."""
+        if not self.is_written(config) or self.is_read(config):
+            return None
+        return bad_input(wanted=self.wanted, got=self.got(config), do=self.do, key=self.key)
+
+
+_STAGES = "a model in stages, whose borders it is about"
+_NO_STAGES = "plan.mesh.pipe 1"
+
+
+def without_stages(key: str) -> BadInput:
+    """The error about a key that is for the borders between stages, where there are none."""
+    do = f"set plan.mesh.pipe to the number of stages, or leave {key} out"
+    return bad_input(wanted=_STAGES, got=_NO_STAGES, do=do, key=key)
+
+
+UNREAD = (
+    Unread(
+        key="plan.cuts",
+        is_written=lambda c: c.plan.cuts != _PLAN.cuts,
+        is_read=in_stages,
+        wanted=_STAGES,
+        got=lambda c: _NO_STAGES,
+        do="set plan.mesh.pipe to the number of stages, or leave plan.cuts out",
+    ),
+    Unread(
+        key="plan.boundary",
+        is_written=lambda c: c.plan.boundary != _PLAN.boundary,
+        is_read=in_stages,
+        wanted=_STAGES,
+        got=lambda c: _NO_STAGES,
+        do="set plan.mesh.pipe to the number of stages, or leave plan.boundary out",
+    ),
+    Unread(
+        key="train.accumulate",
+        is_written=lambda c: c.train.accumulate != _TRAIN.accumulate,
+        is_read=lambda c: c.plan.microbatches in ("auto", c.train.accumulate),
+        wanted="one number of micro-batches",
+        got=lambda c: f"{c.train.accumulate}, and plan.microbatches {c.plan.microbatches}",
+        do="leave one of the two at auto",
+    ),
+    Unread(
+        key="plan.adapt_every",
+        is_written=lambda c: c.plan.adapt_every != _PLAN.adapt_every,
+        is_read=lambda c: c.plan.adapt != "none",
+        wanted="a policy that is asked so often",
+        got=lambda c: "plan.adapt none",
+        do="name one of `gossamer methods plan/adapt` as plan.adapt, or leave plan.adapt_every out",
+    ),
+    Unread(
+        key="plan.adapt_window",
+        is_written=lambda c: c.plan.adapt_window != _PLAN.adapt_window,
+        is_read=lambda c: c.plan.adapt != "none",
+        wanted="a policy whose choices rest on so many steps",
+        got=lambda c: "plan.adapt none",
+        do="name one of `gossamer methods plan/adapt` as plan.adapt, or leave plan.adapt_window out",
+    ),
+    Unread(
+        key="plan.lossy",
+        is_written=lambda c: c.plan.lossy != _PLAN.lossy,
+        is_read=lambda c: c.plan.exchange == "auto",
+        wanted="an exchange that is left to be chosen",
+        got=lambda c: f"plan.exchange {told(c.plan.exchange)}",
+        do="leave plan.exchange at auto, or leave plan.lossy out: what is named is taken as it is",
+    ),
+    Unread(
+        key="train.verify.margin",
+        is_written=lambda c: c.train.verify.margin != _VERIFY.margin,
+        is_read=lambda c: c.train.verify.every > 0,
+        wanted="verification, whose margin it is",
+        got=lambda c: "train.verify.every 0",
+        do="set train.verify.every, or leave train.verify.margin out",
+    ),
+    Unread(
+        key="train.verify.on_failure",
+        is_written=lambda c: c.train.verify.on_failure != _VERIFY.on_failure,
+        is_read=lambda c: c.train.verify.every > 0,
+        wanted="verification, which could fail",
+        got=lambda c: "train.verify.every 0",
+        do="set train.verify.every, or leave train.verify.on_failure out",
+    ),
+    Unread(
+        key="train.sample_tokens",
+        is_written=lambda c: c.train.sample_tokens != _TRAIN.sample_tokens,
+        is_read=lambda c: bool(c.train.sample),
+        wanted="a text to go on with",
+        got=lambda c: "no train.sample",
+        do="set train.sample, or leave train.sample_tokens out",
+    ),
+)
+
+
+def unread(config: RunConfig) -> Iterator[BadInput]:
+    """An error for every key that was written and that nothing would read."""
+    for one in UNREAD:
+        if (error := one.told_of(config)) is not None:
+            yield error
+
+
+def check_given(config: RunConfig) -> None:
+    """Raises BadInput for the first key that nothing would read. It needs no model, no plan and no torch."""
+    for error in unread(config):
+        raise error

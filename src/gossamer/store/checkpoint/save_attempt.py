@@ -1,0 +1,220 @@
+"""One attempt to save one step: what each rank does in the `.partial` folder, and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gossamer.spec.errors import CheckpointMismatch, RunFailed
+from gossamer.spec.units import show_bytes
+from gossamer.store.checkpoint.commit import (
+    commit,
+    discard,
+    partial_folder,
+    prune,
+    step_folder,
+    sweep,
+    sync_folder,
+    wait_until,
+)
+from gossamer.store.checkpoint.manifest import (
+    MANIFEST,
+    RankManifest,
+    decode_part,
+    encode_manifest,
+    encode_part,
+    merge,
+    read_manifest,
+    seal,
+    unseal,
+)
+from gossamer.store.checkpoint.shard import ShardReader, write_shard
+from gossamer.store.slices import NamedSlice
+
+_SETTLE_S = 2.0  # a shared file system may show the end of the old name before the new one
+
+
+@dataclass(frozen=True, slots=True)
+class SaveGroup:
+    """Who saves together: rank `rank` of `ranks`, all of one run (`token`), rank 0 leading."""
+
+    directory: Path
+    rank: int
+    ranks: int
+    keep: int
+    token: str
+    deadline_s: float
+    abort: Callable[[], bool]
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAttempt:
+    """A save of `step` by `crew`."""
+
+    crew: SaveGroup
+    step: int
+
+    def run(self, pieces: Sequence[NamedSlice], meta: Mapping[str, Any]) -> None:
+        """Write, read back, publish, and see it committed. Raises what went wrong.
+
+        A failed attempt leaves nothing on disk, except that a follower never takes back what it has published: the
+        leader may be committing it at that moment. If nobody does, it is swept with the folder.
+        """
+        if self.crew.is_leader:
+            self._lead(pieces, meta)
+        else:
+            self._follow(pieces, meta)
+
+    def refuse(self, reason: str) -> None:
+        """Tell the others that this rank takes no part. Best effort: at worst they wait until the deadline."""
+        try:
+            self._partial.mkdir(exist_ok=True)
+            note = self._own("writing")
+            with suppress(OSError):  # on a full disk the bare fact must do
+                note.write_text(reason)
+            note.rename(self._own("failed"))
+        except OSError:
+            return
+
+    def explain(self, error: BaseException, pieces: Sequence[NamedSlice]) -> str:
+        """What the user should read."""
+        return f"the checkpoint of step {self.step} was not saved: {self._say(error, pieces)}"
+
+    @property
+    def _partial(self) -> Path:
+        return partial_folder(self.crew.directory, self.step, self.crew.token)
+
+    @property
+    def _target(self) -> Path:
+        return step_folder(self.crew.directory, self.step)
+
+    def _own(self, suffix: str) -> Path:
+        return self._partial / f"rank-{self.crew.rank:05d}.{suffix}"
+
+    def _write(self, pieces: Sequence[NamedSlice], meta: Mapping[str, Any]) -> RankManifest:
+        self._partial.mkdir(exist_ok=True)
+        self._forget_earlier()
+        info = {"format": "pt", "step": str(self.step), "rank": str(self.crew.rank)}
+        shard = write_shard(self._own("safetensors"), pieces, info)
+        ShardReader(self._partial, shard).check_all()  # every rank reads back its own: in parallel, from the disk
+        part = RankManifest(self.step, self.crew.rank, self.crew.ranks, shard, meta)
+        self._publish(seal(encode_part(part)), self._own("json"))
+        return part
+
+    def _forget_earlier(self) -> None:
+        """Files of this rank from an attempt that failed or died; the leader swept at start, but it may be late."""
+        for suffix in ("json", "writing", "safetensors", "failed"):
+            self._own(suffix).unlink(missing_ok=True)
+
+    def _publish(self, data: bytes, path: Path) -> None:
+        """The reader sees all of it or nothing."""
+        written = path.with_suffix(".writing")
+        with written.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        written.rename(path)
+        sync_folder(path.parent)
+
+    def _lead(self, pieces: Sequence[NamedSlice], meta: Mapping[str, Any]) -> None:
+        crew = self.crew
+        try:
+            self._write(pieces, meta)
+            wait_until(self._all_there, deadline_s=crew.deadline_s, abort=crew.abort, what=self._missing)
+            parts = [self._read_part(rank) for rank in range(crew.ranks)]
+            manifest = merge(parts)
+            _check_shards(self._partial, parts)
+            self._publish(seal(encode_manifest(manifest)), self._partial / MANIFEST)
+            for rank in range(crew.ranks):
+                (self._partial / f"rank-{rank:05d}.json").unlink()
+            commit(self._partial, self._target)
+        except Exception:
+            discard(self._partial)
+            raise
+        _check_shards(self._target, parts)  # the older ones go only when this one stands
+        prune(crew.directory, self.step, crew.keep)
+        sweep(crew.directory, crew.token, below=self.step)
+
+    def _all_there(self) -> bool:
+        names = {path.name for path in self._partial.iterdir()}
+        failed = sorted(name for name in names if name.endswith(".failed"))
+        if failed:
+            rank = int(failed[0].removeprefix("rank-").removesuffix(".failed"))
+            raise RunFailed(f"rank {rank}: {(self._partial / failed[0]).read_text()}")
+        return all(f"rank-{rank:05d}.json" in names for rank in range(self.crew.ranks))
+
+    def _missing(self) -> str:
+        late = [rank for rank in range(self.crew.ranks) if not (self._partial / f"rank-{rank:05d}.json").exists()]
+        return f"the shards of rank(s) {', '.join(map(str, late))} of {self.crew.ranks}"
+
+    def _read_part(self, rank: int) -> RankManifest:
+        path = self._partial / f"rank-{rank:05d}.json"
+        part = decode_part(unseal(path), path)
+        if (part.step, part.rank, part.ranks) != (self.step, rank, self.crew.ranks):
+            raise CheckpointMismatch(f"{path}: is of step {part.step}, rank {part.rank} of {part.ranks}")
+        return part
+
+    def _follow(self, pieces: Sequence[NamedSlice], meta: Mapping[str, Any]) -> None:
+        """Wait for the leader's verdict: the partial folder goes, and the shard stands under the final name or not."""
+        crew = self.crew
+        try:
+            part = self._write(pieces, meta)
+        except Exception as error:
+            with suppress(OSError):
+                self._forget_earlier()
+            if self._partial.is_dir():
+                self.refuse(self._say(error, pieces))  # the leader need not wait
+            raise
+        wait_until(self._is_over, deadline_s=crew.deadline_s, abort=crew.abort, what=lambda: "rank 0 to commit")
+        wait_until(
+            lambda: self._is_committed(part),
+            deadline_s=_SETTLE_S,
+            abort=crew.abort,
+            what=lambda: "the committed checkpoint to appear: rank 0 gave up, and says why",
+        )
+
+    def _is_over(self) -> bool:
+        if self._leader_refused():
+            raise RunFailed("rank 0 took no part")
+        return not self._partial.exists()
+
+    def _leader_refused(self) -> bool:
+        return (self._partial / "rank-00000.failed").exists()
+
+    def _is_committed(self, part: RankManifest) -> bool:
+        try:
+            return part.shard in (each.shard for each in read_manifest(self._target, self.step).parts)
+        except CheckpointMismatch:
+            return False
+
+    def _say(self, error: BaseException, pieces: Sequence[NamedSlice]) -> str:
+        if isinstance(error, FileNotFoundError) and not self.crew.is_leader:
+            return "rank 0 gave up, and says why"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            needed = sum(tensor.nbytes for _, tensor in pieces)
+            return (
+                f"the disk is full: rank {self.crew.rank} needs {show_bytes(needed)} under {self.crew.directory}, "
+                f"{show_bytes(_free_bytes(self.crew.directory))} are free. "
+                f"Checkpoints already there stay: free space, or keep fewer than {self.crew.keep}"
+            )
+        return str(error)
+
+
+def _check_shards(folder: Path, parts: Sequence[RankManifest]) -> None:
+    """Lengths and headers, as the leader sees them; the data have been read back by the rank that wrote them."""
+    for part in parts:
+        ShardReader(folder, part.shard)
+
+
+def _free_bytes(directory: Path) -> int:
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize

@@ -1,0 +1,99 @@
+"""What gossip does with displacements: an exchange that agrees on nothing, in which all keep their neighbours' mean.
+
+Equations (rank i, displacement D_i = a - x_i from the anchor a, mixing matrix W of the round):
+    h_i  <- C(D_i), or h_i + C(D_i - h_i) where neighbours stay and C loses something
+    D_i' =  D_i + gamma (sum_j W_ij h_j - h_i)
+    mean = 0,   lost_i = D_i'
+so that a loop that keeps what is lost goes on at x_i = a - D_i' from an anchor that has not moved. What an outcome
+promises holds, mean = sum_i w_i (D_i - D_i'), as the mean of all D is what W leaves alone, whatever C loses. Without
+loss and with gamma = 1 this is D_i' = sum_j W_ij D_j, summed in rank order.
+Symbols: h what the wire knows of D, the same bits at both ends; C, decoded; w_i weights, sum_i w_i = 1.
+Wire:    1 uneven SHUFFLE, the code of D to every neighbour.   State: numel float32 for itself and for each neighbour,
+where those stay and C loses something; else none.
+Paper:   Koloskova et al., CHOCO-SGD, ICML 2019, arXiv 1902.00340 (gamma, and the difference to what is known).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.message import (
+    Collective,
+    ExchangeContext,
+    ExchangeState,
+    Message,
+    Outcome,
+    ProcessGroups,
+    Rounds,
+    Traffic,
+)
+from gossamer.comm.random_key import key_of
+from gossamer.exchange import Exchange, ExchangeTraits
+from gossamer.exchange.codec import Codec
+from gossamer.sync.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class GossipExchange(Exchange):
+    """For loops that keep alone: as an exchange of gradients it would stop all training."""
+
+    graph: Topology
+    codec: Codec
+    gamma: float = 1.0
+
+    @property
+    def traits(self) -> ExchangeTraits:
+        return ExchangeTraits(
+            fixed_size=bool(self.graph.stays)
+        )  # of changing neighbours the price is the mean over rounds
+
+    @property
+    def _known(self) -> tuple[str, ...]:
+        """What is remembered: of the rank itself, and of its neighbours in their order."""
+        count = 0 if self.codec.traits.lossless or not self.graph.stays else 1 + self.graph.stays
+        return tuple(f"h{i}" for i in range(count))
+
+    def init(self, layout: Layout) -> ExchangeState:
+        return ExchangeState({name: torch.zeros(layout.numel, device=layout.device) for name in self._known})
+
+    def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
+        numel, key = x.layout.numel, key_of(at, x.layout)
+        near = self.graph.near(at.place, len(at.members), at.key)
+        known = [state.tensors[name] for name in self._known]
+        sent = self.codec.encode(x.flat - known[0] if known else x.flat, key) if numel else x.flat.new_empty(0).byte()
+        splits = tuple(len(sent) if i in near else 0 for i in range(len(at.members)))
+        (arrived,) = yield Message((sent.repeat(len(near)),), Collective.SHUFFLE, splits=splits, arriving=splits)
+        lost = x.flat.clone()
+        if numel and near:
+            held = {}
+            messages = zip((at.place, *near), (sent, *arrived.view(len(near), -1)), strict=True)
+            for index, (place, message) in enumerate(messages):
+                told = self.codec.decode(message, numel, key)
+                held[place] = told.add_(known[index]) if known else told
+            mine = held[at.place]
+            mixed = torch.zeros_like(mine)
+            for place, part in self.graph.row(at.place, at.shares, at.key).items():
+                mixed.add_(held[place], alpha=part)
+            lost.sub_(mine, alpha=self.gamma).add_(mixed, alpha=self.gamma)
+            fresh = dict(zip(self._known, held.values(), strict=False))
+            state = ExchangeState({**state.tensors, **fresh})
+        return Outcome(torch.zeros_like(x.flat), lost, state)
+
+    def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
+        group = levels.group("all", rank)
+        size = self.codec.nbytes(layout.numel) if layout.numel else 0
+        splits = _whole([size * n for n in self.graph.copies(group.index(rank), len(group))])
+        return (Traffic(Collective.SHUFFLE, sum(splits), 1, splits=splits, arriving=splits),)
+
+
+def _whole(parts: list[float]) -> tuple[int, ...]:
+    """Whole numbers near `parts` with their sum."""
+    found: list[int] = []
+    carried = 0.0
+    for part in parts:
+        carried += part
+        found.append(round(carried) - sum(found))
+    return tuple(found)

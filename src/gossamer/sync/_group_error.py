@@ -1,0 +1,76 @@
+"""Displacements of islands: one exchange among all ranks, for which the ranks of an island speak together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.message import (
+    Collective,
+    ExchangeContext,
+    ExchangeState,
+    Message,
+    Outcome,
+    ProcessGroups,
+    Rounds,
+    Traffic,
+)
+from gossamer.exchange import Exchange, ExchangeTraits
+from gossamer.exchange.hierarchical import Hierarchical
+
+
+def among_all(exchange: Exchange, levels: ProcessGroups, *, keeps: bool) -> Exchange:
+    """`exchange` as all ranks run it: those of one island hold the same. `keeps`: whether what an island lost will stay
+    with it, and so must be the same on all its ranks.
+    """
+    if all(len(island) == 1 for island in levels.groups["island"]):
+        return exchange
+    wide = exchange if isinstance(exchange, Hierarchical) else Hierarchical(exchange)
+    return GroupError(wide) if keeps else wide
+
+
+def stays_of(outcome: Outcome, islands: int) -> Tensor | None:
+    """What of a displacement stays with the island it came from: what was lost of it; and what an island without weight
+    has lost of the others', times their number: it comes back to the mean where islands then weigh alike.
+    """
+    if outcome.lost is None or outcome.owed is None:
+        return outcome.lost
+    return outcome.lost.add(outcome.owed, alpha=islands)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupError(Exchange):
+    """Around an exchange over islands: what is lost is the island's, and not that of the rank that spoke for it.
+
+    lost <- sum_{i in I} (w_i lost_i + owed_i) / W_I, W_I = sum of w_i over I: a SUM of float32 more inside the island.
+    An island without weight: the mean of its lost_i, and what its ranks owe as `stays_of` has it.
+    """
+
+    inner: Exchange
+
+    @property
+    def traits(self) -> ExchangeTraits:
+        return self.inner.traits
+
+    def init(self, layout: Layout) -> ExchangeState:
+        return self.inner.init(layout)
+
+    def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
+        out = yield from self.inner.run(x, state, at)
+        lost = torch.zeros_like(out.mean, dtype=torch.float32) if out.lost is None else out.lost
+        mine = at.weights[list(at.levels.group("island", at.rank))]
+        weight = float(mine.sum())
+        lost.mul_(at.share / weight if weight > 0 else 1 / len(mine))
+        if out.owed is not None:
+            lost.add_(out.owed, alpha=1 / weight if weight > 0 else len(at.levels.groups["island"]))
+        (total,) = yield Message((lost,), Collective.SUM, "island")
+        return replace(out, lost=total, owed=None)
+
+    def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
+        return (*self.inner.traffic(layout, levels, rank), Traffic(Collective.SUM, layout.numel, 4, "island"))
+
+    def check(self, layout: Layout, levels: ProcessGroups) -> None:
+        self.inner.check(layout, levels)

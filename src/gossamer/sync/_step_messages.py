@@ -1,0 +1,97 @@
+"""What the ranks have told each other, step by step: the values that bytes.log holds a line each of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gossamer.spec.errors import CheckpointMismatch
+from gossamer.sync._float8 import NOT_FINITE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMessage:
+    """A step, as all ranks know it: with it, whoever stands where they stood goes where they went.
+
+    `codes` are those of rank 0's directions, then rank 1's, ...; none where the step was rejected. `rate` and `clip`
+    are what was in force, `labels` every rank's. `buffers`: whether the forwards also changed buffers of the model,
+    which the bytes say nothing of.
+    """
+
+    step: int
+    rate: float
+    clip: float
+    labels: tuple[float, ...]
+    codes: bytes
+    buffers: bool = False
+
+    def line(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "kind": "step",
+            "step": self.step,
+            "rate": self.rate,
+            "clip": self.clip,
+            "labels": list(self.labels),
+            "codes": self.codes.hex(),
+            "buffers": self.buffers,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterChecksum:
+    """Where the parameters were after so many steps, by a checksum. `begins`: a process started from there, and lines
+    of later steps that stand before this one are of another past.
+    """
+
+    step: int
+    parameters: str  # their names, shapes and types
+    checksum: int
+    begins: bool = False
+
+    def line(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "kind": "mark",
+            "step": self.step,
+            "parameters": self.parameters,
+            "checksum": self.checksum,
+            "begins": self.begins,
+        }
+
+
+_KINDS = {
+    "step": {"step": int, "rate": float, "clip": float, "labels": list, "codes": str, "buffers": bool},
+    "mark": {"step": int, "parameters": str, "checksum": int, "begins": bool},
+}
+
+
+def parsed(line: Mapping[str, Any]) -> StepMessage | ParameterChecksum:
+    """The value of a line; raises CheckpointMismatch where it is none of ours."""
+    wanted = _KINDS.get(str(line.get("kind")))
+    if wanted is None or line.keys() != {"kind", *wanted}:
+        raise CheckpointMismatch(f"wanted a line of {' or '.join(_KINDS)}, got the keys {sorted(line)}")
+    values = {name: _checked(name, line[name], kind) for name, kind in wanted.items()}
+    if line["kind"] == "mark":
+        return ParameterChecksum(**values)
+    labels = tuple(_checked("labels", each, float) for each in values.pop("labels"))
+    try:
+        codes = bytes.fromhex(values.pop("codes"))
+    except ValueError as error:
+        raise CheckpointMismatch(f"codes: {error}") from None
+    if not labels or len(codes) % len(labels):
+        raise CheckpointMismatch(f"wanted as many codes of each of {len(labels)} ranks, got {len(codes)}")
+    if NOT_FINITE in codes:
+        raise CheckpointMismatch("codes: a step that is not finite was never taken")
+    return StepMessage(**values, labels=labels, codes=codes)
+
+
+def _checked(name: str, value: Any, kind: type) -> Any:
+    is_number = kind in (int, float)
+    is_kind = type(value) is kind
+    if not is_kind or (is_number and not 0 <= value < math.inf):
+        least = " from 0 on" if is_number else ""
+        raise CheckpointMismatch(f"{name}: wanted {kind.__name__}{least}, got {value!r:.60}")
+    return value

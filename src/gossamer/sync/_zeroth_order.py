@@ -1,0 +1,131 @@
+"""Steps that losses alone decide: parameters shifted and put back, one byte per direction, the same move on all ranks.
+
+A rank shifts its parameters along a direction and back along it, and tells the others the slope in one byte. Everybody
+makes all directions again from their keys and moves by the same sums: parameters that were equal stay equal, bit for
+bit, as no sum depends on who makes it. Nothing moves before `take`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.random_key import key_at
+from gossamer.ops.random_signs import signed_sums
+from gossamer.spec.errors import WireMismatch
+from gossamer.spec.odd_one_out import outvoted, parted
+from gossamer.sync._float8 import decode, encode
+from gossamer.sync._gradient_reducer import GradientReducer, StepVote
+from gossamer.sync._step_messages import ParameterChecksum, StepMessage
+from gossamer.sync._zeroth_order_config import ZerothOrderConfig
+
+
+@dataclass(slots=True)
+class ZerothOrderRank:
+    """One rank's probes. `params`: what is trained, by name; `truth`: the same names, with the float32 copies that move
+    in place of parameters in half types. `replica` has begun the step when it is looked at.
+    """
+
+    probe: ZerothOrderConfig
+    params: Mapping[str, Tensor]
+    truth: Mapping[str, Tensor]
+    replica: GradientReducer
+    seed: int
+
+    @torch.no_grad()
+    def look(self, step: int, loss: Callable[[], float]) -> StepVote:
+        """The slopes in this rank's directions of a step, and the mean of its losses. `loss`: mean over its rows, where
+        the parameters are now; 0 where there are none. As its part of the gradient's squared norm a rank gives the mean
+        square of its slopes, whose expectation that is.
+        """
+        count, losses, mine = self.probe.samples, [], []
+        first = count * self.replica.rank
+        with self._put_back() as kept:
+            for number in range(first, first + count):
+                ahead, behind = (self._shifted(step, number, way, kept, loss) for way in (1, -1))
+                slope = (ahead - behind) / (2 * self.probe.epsilon)
+                losses += [ahead, behind] if math.isfinite(slope) else [math.nan]
+                mine.append(encode(slope, key_at((self.seed, step, "byte"), number).own / 2**63))
+        share = float(self.replica.shares()[self.replica.rank])
+        squared = share / count * sum(decode(code) ** 2 for code in mine)
+        return StepVote(sum(losses) / len(losses), squared=squared, beside=torch.tensor(mine, dtype=torch.uint8))
+
+    def take(self, heard: StepMessage) -> None:
+        """Go where a step's codes lead."""
+        each, total = len(heard.codes) // len(heard.labels), math.fsum(heard.labels)
+        by: list[float] = []
+        for number, code in enumerate(heard.codes):
+            slope, share = decode(code), heard.labels[number // each] / total if total else 1 / len(heard.labels)
+            if heard.clip:
+                slope = max(-heard.clip, min(heard.clip, slope))
+            by.append(-heard.rate * share / each * slope)
+        self.go(heard.step, by)
+
+    @torch.no_grad()
+    def go(self, step: int, by: Sequence[float]) -> None:
+        """Move along the directions of a step: by[k] along number k, one after the other."""
+        moving = [(number, c) for number, c in enumerate(by) if c]
+        for name, value in self.truth.items() if moving else ():
+            terms = [(self._key(step, name, number), c) for number, c in moving]
+            flat = value.reshape(-1)
+            for where, moved in signed_sums(flat.numel(), terms, flat.device):
+                flat[where] += moved
+            _set(value, flat)
+            _set(self.params[name], value)  # one in a half type follows
+
+    def mark(self, step: int, *, begins: bool = False) -> ParameterChecksum:
+        """Where the parameters are after so many steps."""
+        kinds = repr([(n, tuple(p.shape), str(p.dtype)) for n, p in self.params.items()])
+        checksum = 0
+        for value in self.truth.values():
+            there = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            checksum = zlib.crc32(there.numpy().data, checksum)
+        digest = hashlib.blake2b(kinds.encode(), digest_size=8).hexdigest()
+        return ParameterChecksum(step=step, parameters=digest, checksum=checksum, begins=begins)
+
+    def agreed(self, mark: ParameterChecksum) -> ParameterChecksum:
+        """All ranks call it with theirs. Raises WireMismatch where one is elsewhere, as it would stay."""
+        sums = self.replica.gather((float(mark.checksum),))[:, 0].tolist()
+        if outvoted(sums) != []:
+            raise WireMismatch(f"after step {mark.step} the parameters are not the same everywhere: {parted(sums)}")
+        return mark
+
+    @contextmanager
+    def _put_back(self) -> Iterator[Mapping[str, Tensor]]:
+        """Copies of where the parameters are, and afterwards they are there again."""
+        alike = {n for n, p in self.params.items() if p.data_ptr() == self.truth[n].data_ptr()}
+        kept = {n: value.clone() if n in alike else value for n, value in self.truth.items()}
+        try:
+            yield kept
+        finally:
+            for name, value in kept.items():
+                self.params[name].copy_(value)
+
+    def _shifted(
+        self, step: int, number: int, way: int, kept: Mapping[str, Tensor], loss: Callable[[], float]
+    ) -> float:
+        """The loss to one side."""
+        for name, value in kept.items():
+            param, flat = self.params[name], value.reshape(-1)
+            there = param.reshape(-1)
+            term = (self._key(step, name, number), way * self.probe.epsilon)
+            for where, moved in signed_sums(flat.numel(), [term], flat.device):
+                there[where] = flat[where] + moved
+            _set(param, there)
+        return loss()
+
+    def _key(self, step: int, name: str, number: int) -> int:
+        return key_at((self.seed, step, name, "direction"), number).own
+
+
+def _set(there: Tensor, value: Tensor) -> None:
+    """Nothing to do where it is the same memory."""
+    if there.data_ptr() != value.data_ptr():
+        there.copy_(value.view_as(there))

@@ -1,0 +1,36 @@
+"""The settings of steps that losses alone decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gossamer.comm.message import Collective, ProcessGroups, Traffic
+from gossamer.spec.errors import bad_input
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZerothOrderConfig:
+    """How a rank finds out where to go: the loss at `epsilon` to both sides of where it is, in `samples` directions.
+
+    Raises BadInput where that cannot be.
+    """
+
+    samples: int
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise bad_input(
+                wanted="at least 1 direction", got=str(self.samples), do="each takes two forwards", key="samples"
+            )
+        if not 0 < self.epsilon < 1:
+            raise bad_input(
+                wanted="a distance above 0 and below 1",
+                got=f"{self.epsilon:g}",
+                do="1e-3 is what its papers use: much less drowns in rounding",
+                key="epsilon",
+            )
+
+    def traffic(self, levels: ProcessGroups) -> Traffic:
+        """What a rank sends in a step beside its weight and its vote."""
+        return Traffic(Collective.GATHER, self.samples, 1, levels.whole)

@@ -1,0 +1,36 @@
+"""What feedback owes: which exchanges keep it, and how a change of exchange goes on with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from gossamer import exchange as exchange_methods
+
+TOPK = {"topk": {"fraction": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("written", "owing"),
+    [
+        ("dense", False),
+        (TOPK, False),
+        ({"ef21": TOPK}, False),  # it sends differences: nothing is owed
+        ({"error_feedback": "dense"}, True),
+        ({"econtrol": TOPK}, True),
+        ({"hierarchical": {"between": {"error_feedback": TOPK}}}, True),
+    ],
+)
+def test_who_owes(written, owing: bool) -> None:
+    assert exchange_methods.has_residual(exchange_methods.build(written)) is owing
+
+
+def test_feedback_is_put_around_the_lines_that_serve_these_parameters() -> None:
+    assert exchange_methods.with_error_feedback("dense", []) == "dense"
+    assert exchange_methods.with_error_feedback(TOPK, ["a"]) == {"error_feedback": {"inner": TOPK}}
+    lines = [("^a", "between", "dense"), (".*", "island", "dense"), ("^b", "all", TOPK), (".*", "between", TOPK)]
+    (first, island, middle, last) = exchange_methods.with_error_feedback(lines, ["a", "c"])
+    assert first == ("^a", "between", {"error_feedback": {"inner": "dense"}}) and island == lines[1]
+    assert middle == lines[2] and last == (".*", "between", {"error_feedback": {"inner": TOPK}})
+    assert all(
+        exchange_methods.has_residual(one) for one in exchange_methods.rules([first, island]).by_name(["a"]).values()
+    )

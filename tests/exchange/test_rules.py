@@ -1,0 +1,133 @@
+"""Exchanges by parameter: which line holds, what two levels become, and every way of writing it wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gossamer import exchange as exchange_methods
+from gossamer.exchange.dense import Dense
+from gossamer.exchange.error_feedback import ErrorFeedback
+from gossamer.exchange.hierarchical import Hierarchical
+from gossamer.exchange.topk import TopK
+from gossamer.exchange.two_shot import TwoShot
+from gossamer.spec.errors import BadInput
+from gossamer.spec.method_config import told
+from gossamer.spec.plan import Plan
+
+NAMES = ("embed.weight", "blocks.0.norm.bias", "blocks.0.attention.weight", "blocks.10.norm.bias", "head.weight")
+INT8 = {"two_shot": {"codec": "int8"}}
+TOPK = {"error_feedback": {"topk": {"fraction": 0.1}}}
+
+
+def test_one_method_is_for_all() -> None:
+    found = exchange_methods.rules(TOPK).by_name(NAMES)
+    assert set(found.values()) == {ErrorFeedback(TopK(fraction=0.1))} and list(found) == list(NAMES)
+    assert exchange_methods.rules("dense").of("anything") == Dense()
+
+
+def test_the_first_line_that_matches_holds_and_dense_is_the_last_resort() -> None:
+    rules = exchange_methods.rules(
+        [("bias$", "all", "dense"), (r"^blocks\.0\.", "all", INT8), ("blocks|head", "all", TOPK)]
+    )
+    kinds = {name: type(one) for name, one in rules.by_name(NAMES).items()}
+    assert kinds == {
+        "embed.weight": Dense,
+        "blocks.0.norm.bias": Dense,
+        "blocks.0.attention.weight": TwoShot,
+        "blocks.10.norm.bias": Dense,
+        "head.weight": ErrorFeedback,
+    }
+    assert all(rules.of(name) == one for name, one in rules.by_name(NAMES).items())
+
+
+def test_parameters_of_one_line_may_share_a_bucket() -> None:
+    found = exchange_methods.rules([("bias", "all", INT8), (".*", "all", TOPK)]).by_name(NAMES)
+    assert len(set(found.values())) == 2, "equal values: buckets are cut by exchange"
+
+
+def test_island_and_between_become_one_hierarchical() -> None:
+    rules = exchange_methods.rules([(".*", "island", "dense"), ("bias", "between", "dense"), (".*", "between", TOPK)])
+    found = rules.by_name(NAMES)
+    assert found["embed.weight"] == Hierarchical(between=ErrorFeedback(TopK(fraction=0.1)))
+    assert found["blocks.0.norm.bias"] == Hierarchical(between=Dense())
+    coded = exchange_methods.rules(
+        [("a", "between", INT8), ("a", "island", {"int8": {"block_numel": 64}}), ("b", "all", INT8)]
+    )
+    one = coded.of("a")
+    assert isinstance(one, Hierarchical) and isinstance(one.between, TwoShot)
+    assert one.inside is not None and "block_numel=64" in repr(one.inside)
+    assert isinstance(coded.of("b"), TwoShot) and coded.of("c") == Dense()
+
+
+def test_lines_survive_the_plan_file() -> None:
+    lines: Any = [["bias", "all", "dense"], [".*", "all", TOPK]]
+    plan = Plan(rows=(1,), microbatches=(1,), exchange=lines)
+    again = Plan.model_validate(plan.model_dump(mode="json"))
+    assert again == plan
+    assert exchange_methods.rules(again.exchange).by_name(NAMES) == exchange_methods.rules(lines).by_name(NAMES)
+
+
+WRONG = {
+    "no lines": ([], "plan.exchange: wanted a method, or lines"),
+    "a pair": ([("a", "dense")], "plan.exchange.0: wanted [parameter pattern, link level, method], got ('a', 'dense')"),
+    "a method among lines": (["dense"], "plan.exchange.0: wanted [parameter pattern"),
+    "no pattern": ([("", "all", "dense")], "plan.exchange.0.0: wanted a pattern"),
+    "no expression": (
+        [("a", "all", "dense"), ("(b", "all", "dense")],
+        "plan.exchange.1.0: wanted a regular expression",
+    ),
+    "unknown level": ([("a", "ilsand", "dense")], "plan.exchange.0.1: there is no link level 'ilsand': did you mean"),
+    "island alone": ([("a", "island", "dense")], "plan.exchange.0.1: wanted lines for both island and between"),
+    "between alone": ([("a", "between", INT8)], "add ['a', island, dense], say"),
+    "unknown method": ([("a", "all", "dens")], "plan.exchange.0.2: no exchange is called 'dens': did you mean 'dense'"),
+    "unknown inner": (
+        [("a", "all", {"error_feedback": "topq"})],
+        "plan.exchange.0.2.error_feedback.inner: no exchange",
+    ),
+    "wrong value": ([("a", "all", {"topk": {"fraction": 2}})], "plan.exchange.0.2.topk.fraction: wanted 0 < fraction"),
+    "exchange inside": (
+        [("a", "island", "topk"), ("a", "between", INT8)],
+        "plan.exchange.0.2: inside an island numbers go dense or through a codec, not as 'topk'",
+    ),
+    "codec misspelt": ([("a", "island", "int9"), ("a", "between", INT8)], "did you mean 'int8'"),
+    "codec's value": (
+        [("a", "island", {"int8": {"block_numel": 3}}), ("a", "between", INT8)],
+        "plan.exchange.0.2.int8.block_numel: wanted a multiple of 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_line_is_told_with_its_place(what: str) -> None:
+    written, said = WRONG[what]
+    with pytest.raises(BadInput) as error:
+        exchange_methods.rules(written)
+    assert said in str(error.value)
+
+
+def test_a_line_that_serves_no_parameter_is_told() -> None:
+    with pytest.raises(BadInput, match=r"plan\.exchange\.0\.0: .* got 'embedding': their names are embed\.weight, bl"):
+        exchange_methods.rules([("embedding", "all", "dense"), (".*", "all", INT8)]).by_name(NAMES)
+    with pytest.raises(
+        BadInput, match=r"plan\.exchange\.1: every parameter that 'bias' matches is served by a line be"
+    ):
+        exchange_methods.rules([("norm", "all", INT8), ("bias", "all", "dense")]).by_name(NAMES)
+    exchange_methods.rules([("weight|bias", "all", INT8), (".*", "all", "dense")]).by_name(
+        NAMES
+    )  # a last resort may idle
+
+
+def test_a_parameter_with_one_level_only_is_told() -> None:
+    rules = exchange_methods.rules([("bias", "island", "dense"), (".*", "between", INT8)])
+    assert isinstance(rules.of("blocks.0.norm.bias"), Hierarchical)
+    with pytest.raises(BadInput, match=r"a line of level island for parameter embed\.weight, as it has one of level b"):
+        rules.by_name(NAMES)
+
+
+def test_a_choice_is_told_in_one_line() -> None:
+    assert told("dense") == "dense"
+    assert told(TOPK) == "error_feedback(topk(fraction=0.1))"
+    assert told(INT8) == "two_shot(codec=int8)"
+    assert told([("bias", "all", "dense"), (".*", "between", INT8)]) == "bias: dense; .* between: two_shot(codec=int8)"
