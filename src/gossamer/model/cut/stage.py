@@ -358,7 +358,7 @@ class Stage:
         return {place: len(self._kept_at(*place) or ()) for place in places}
 
     def _kept_at(self, path: str, attribute: str) -> Any:
-        found = getattr(self.module.get_submodule(path), attribute, None)
+        found = vars(self.module.get_submodule(path)).get(attribute)  # not by getattr: nobody asks what is stale
         return found if isinstance(found, list | dict) else None
 
     def _put_there(self, call: Call, lengths: dict[tuple[str, str], int]) -> Iterator[tuple[Inside, Any, Any]]:
