@@ -19,7 +19,7 @@ from torch import Tensor
 from loops.crew import alone, crew
 from loops.rank import Outcome
 from proof.habit import Habit
-from proof.rank import knows_proof, left_behind, run_ours, run_plain, settings, warned
+from proof.rank import knows_proof, left_behind, lengthen, run_ours, run_plain, settings, warned
 from proof.scene import write_texts
 
 ORDER = ("equal", "refused", "wrong", "crash", "hang")  # worst last
@@ -83,6 +83,7 @@ def trial(habit: Habit, known: Outcome, data: Mapping[str, Any], limit_s: float,
         if habit.stopped:
             cut_off = {**told, "train": {**told["train"], "steps": habit.stopped}}
             outcomes = crew(partial(run_ours, habit, cut_off, resume=False), ranks, "by_hand", limit_s)
+            lengthen(folder)
         if all(one.ending == "returned" for one in outcomes):
             outcomes = crew(partial(run_ours, habit, told, resume=habit.stopped > 0), ranks, "by_hand", limit_s)
         found = verdict(habit, known, outcomes, left_behind(folder))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from loops.rank import Outcome
@@ -89,13 +90,22 @@ def warned(folder: str) -> str:
     return "; ".join(event["message"] for event in events if event["level"] == "warning")
 
 
+def lengthen(folder: str) -> None:
+    """A run that ended early becomes one that was stopped: on one rank resume="auto" looks for the same steps."""
+    for path in Path(folder).glob("*/run.yaml"):
+        said = yaml.safe_load(path.read_text())
+        said["train"]["steps"] = STEPS
+        path.write_text(yaml.safe_dump(said))
+
+
 def left_behind(folder: str) -> dict[str, Tensor]:
     """As plain.train has it: the losses of the steps that were made, and the model of the last checkpoint."""
     from gossamer.store.checkpoint import latest_good, list_checkpoints
 
-    path = next((found.parent for found in Path(folder).glob("*/records.jsonl")), None)
-    if path is None:
+    paths = [found.parent for found in Path(folder).glob("*/records.jsonl")]
+    if len(paths) != 1:  # a run that was to be resumed and began anew shows here
         return {}
+    (path,) = paths
     records = [json.loads(line) for line in (path / "records.jsonl").read_text().splitlines()]
     found = dict(_told(records))
     if list_checkpoints(path / "checkpoints"):

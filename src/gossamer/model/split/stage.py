@@ -377,7 +377,7 @@ class StageModule:
         return {place: len(self._kept_at(*place) or ()) for place in places}
 
     def _kept_at(self, path: str, attribute: str) -> Any:
-        found = getattr(self.module.get_submodule(path), attribute, None)
+        found = vars(self.module.get_submodule(path)).get(attribute)  # not by getattr: nobody asks what is stale
         return found if isinstance(found, list | dict) else None
 
     def _put_there(self, call: UnitCall, lengths: dict[tuple[str, str], int]) -> Iterator[tuple[SideOutput, Any, Any]]:

@@ -75,13 +75,17 @@ class ReadMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TAKES_ALL:
             self.look(args[0])
-        elif func == _NODE and not _caller(2).startswith("torch."):
+        elif func == _NODE and not _caller().startswith("torch."):
             self.hold(args[0])
         return func(*args, **(kwargs or {}))
 
 
-def _caller(depth: int) -> str:
-    return str(sys._getframe(depth).f_globals.get("__name__", ""))
+def _caller() -> str:
+    """The module of the code that called, behind the modes of ours that stand between."""
+    frame = sys._getframe(2)
+    while (name := str(frame.f_globals.get("__name__", ""))).startswith("gossamer.") and frame.f_back is not None:
+        frame = frame.f_back
+    return name
 
 
 @dataclass
