@@ -174,7 +174,7 @@ def _collectives(module: Module) -> Iterator[tuple[int, str]]:
             names = [node.attr]
         for name in names:
             if name in COLLECTIVES:
-                yield node.lineno, f"torch.distributed.{name} outside wire: collectives are called in wire alone"
+                yield node.lineno, f"torch.distributed.{name} outside of comm: collectives are called in comm alone"
 
 
 def _cycles(known: dict[str, Module], edges: dict[str, set[str]], root: Path) -> Iterator[Violation]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from compress.quadratics import Descent, Quadratics
 
+from exchange.quadratics import Descent, Quadratics
 from gossamer import exchange as exchange_methods
 from gossamer.comm.bucket import Layout
 

@@ -48,11 +48,11 @@ def test_methods_lists_explains_and_answers_programs(capsys: pytest.CaptureFixtu
     assert main(["methods"]) == 0
     out = capsys.readouterr().out
     assert all(f"{name}: " in out for name in ROOMS)
-    assert main(["methods", "optim.rate"]) == 0
+    assert main(["methods", "optimizer.lr_schedule"]) == 0
     assert "cosine" in capsys.readouterr().out
-    assert main(["methods", "compress", "dense"]) == 0
+    assert main(["methods", "exchange", "dense"]) == 0
     assert "mean = sum_i w_i x_i" in capsys.readouterr().out
-    assert main(["methods", "optim", "adamw", "--json"]) == 0
+    assert main(["methods", "optimizer", "adamw", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["name"] == "adamw" and "lr" in [p["name"] for p in data["parameters"]] and "Equations" in data["doc"]
 

@@ -121,7 +121,7 @@ USAGE = {
     ("export", "runs/none", "out"): "--to",
     ("demo", "--seconds", "-1"): "wanted seconds > 0, got -1",
     ("methods", "optm"): "there is no room 'optm': did you mean 'optim'",
-    ("methods", "optim", "adamv"): "did you mean 'adamw'?",
+    ("methods", "optimizer", "adamv"): "did you mean 'adamw'?",
     ("config", "check", "nowhere.yaml"): "nowhere.yaml",
 }
 

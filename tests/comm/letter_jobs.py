@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from wire.jobs import group
 
+from comm.jobs import group
 from gossamer.comm.channel import Channel
 from gossamer.comm.message import Collective, Message
 from pool import Seat

@@ -102,7 +102,7 @@ def test_a_link_says_how_long_bytes_take() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_measure_the_same_links(pool, ranks: int) -> None:
-    answers = pool.run("wire.jobs:probe_links", ranks)
+    answers = pool.run("comm.jobs:probe_links", ranks)
     assert all(a == answers[0] for a in answers)
     links = Network.model_validate(answers[0])
     assert links.ranks == ranks and links.levels["all"].bytes_per_s > 1e6

@@ -34,15 +34,15 @@ def test_look_ahead_keeps_that_many_jobs_in_flight() -> None:
 
 @pytest.mark.parametrize("look_ahead", [1, 4])
 def test_jobs_that_arrive_in_any_order_give_the_right_results(pool, look_ahead: int) -> None:
-    assert pool.run("wire.jobs:random_arrival", 2, jobs=40, look_ahead=look_ahead) == [[], []]
+    assert pool.run("comm.jobs:random_arrival", 2, jobs=40, look_ahead=look_ahead) == [[], []]
 
 
 def test_many_jobs_in_flight_do_not_lock_up(pool) -> None:
-    assert pool.run("wire.jobs:random_arrival", 4, jobs=64, look_ahead=64) == [[]] * 4
+    assert pool.run("comm.jobs:random_arrival", 4, jobs=64, look_ahead=64) == [[]] * 4
 
 
 def test_a_lost_peer_fails_every_job_and_poisons_the_channel(pool) -> None:
-    said = pool.run("wire.jobs:lost_peer", 2)[0]
+    said = pool.run("comm.jobs:lost_peer", 2)[0]
     assert "rank 0 lost a peer among ranks [0, 1]" in said["0"]
     assert said["1"] == said["0"], "a job that waited behind must fail with the same cause"
     assert "given up" in said["after"]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from compress import crew
-from compress.test_structure import levels_of
 from torch import Tensor
 
+from exchange import crew
+from exchange.test_structure import levels_of
 from gossamer import exchange as exchange_methods
 from gossamer.comm.bucket import Bucket
 from gossamer.comm.channel.local import LocalChannel, run_lockstep

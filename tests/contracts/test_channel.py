@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from wire.letter_jobs import write
 
+from comm.letter_jobs import write
 from gossamer.comm.channel import carry
 from gossamer.comm.channel.counting import CountingChannel
 from gossamer.comm.channel.local import LocalChannel
@@ -35,7 +35,7 @@ def lockstep_replies(ranks: int) -> list[dict]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_group_and_lockstep_agree_bit_for_bit(pool, ranks: int) -> None:
     """Sums here are of whole numbers, so the backend's order of summing cannot show."""
-    assert pool.run("wire.jobs:combine_all", ranks) == lockstep_replies(ranks)
+    assert pool.run("comm.jobs:combine_all", ranks) == lockstep_replies(ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -91,7 +91,7 @@ def test_two_ranks_write_to_each_other_without_the_third(pool) -> None:
     threads.shutdown()
     assert wanted[0]["got"] == [[[21.0] * 3] * 2, [[20.0] * 3] * 2]
     assert wanted[0]["bytes"] == {"0>2": 48} and wanted[1]["bytes"] == {}
-    found = pool.run("wire.letter_jobs:letters", 3)
+    found = pool.run("comm.letter_jobs:letters", 3)
     assert [one.pop("sum") for one in found] == [3.0] * 3
     assert [one["got"] for one in found] == [one["got"] for one in wanted]
 

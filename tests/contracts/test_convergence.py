@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compress import crew
-from compress.quadratics import Descent, Quadratics
 
+from exchange import crew
+from exchange.quadratics import Descent, Quadratics
 from gossamer import exchange as exchange_methods
 from gossamer.comm.bucket import Layout
 from gossamer.exchange import Exchange

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compress import crew
 
+from exchange import crew
 from gossamer import exchange as exchange_methods
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.channel.counting import CountingChannel
@@ -157,7 +157,7 @@ def test_gloo_gives_what_lockstep_gives(pool, name: str, ranks: int) -> None:
     """Bit for bit, with buckets arriving in random order; where the backend sums three ranks, to 1e-6."""
     steps, buckets = 2, 3
     one, where = crew.example(name), crew.layout()
-    answers = pool.run("compress.crew:over_gloo", ranks, name=name, steps=steps, buckets=buckets)
+    answers = pool.run("exchange.crew:over_gloo", ranks, name=name, steps=steps, buckets=buckets)
     states = [[one.init(where) for _ in range(ranks)] for _ in range(buckets)]
     means, sent = [], [dict[str, int]() for _ in range(ranks)]
     for step in range(steps):

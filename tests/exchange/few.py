@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from compress import crew
 from torch import Tensor
 
+from exchange import crew
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.message import Outcome
 from gossamer.exchange import Exchange

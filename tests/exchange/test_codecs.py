@@ -6,9 +6,9 @@ from math import ceil
 
 import pytest
 import torch
-from compress import crew
 from torch import Tensor
 
+from exchange import crew
 from gossamer import exchange as exchange_methods
 from gossamer.comm.random_key import Key
 from gossamer.exchange import codec

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compress import crew
 from torch import Tensor
 
+from exchange import crew
 from gossamer import exchange as exchange_methods
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.channel.local import LocalChannel, run_lockstep

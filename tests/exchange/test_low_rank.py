@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compress import crew
 
+from exchange import crew
 from gossamer.comm.bucket import Bucket
 from gossamer.comm.channel.counting import CountingChannel
 from gossamer.comm.message import ExchangeState, ProcessGroups
@@ -331,7 +331,7 @@ def over_gloo(seat) -> dict[str, list]:
 
 def test_warm_up_over_gloo(pool) -> None:
     one, where = WarmUp(PowerSgd(rank=2), steps=1), crew.layout()
-    answers = pool.run("compress.test_low_rank:over_gloo", 2)
+    answers = pool.run("exchange.test_low_rank:over_gloo", 2)
     found = crew.steps_in_lockstep(one, 2, 3, where)
     for answer in answers:
         for mine, outcomes in zip(answer["means"], found, strict=True):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from compress.crew import bucket, layout, steps_in_lockstep, weights, world
 
+from exchange.crew import bucket, layout, steps_in_lockstep, weights, world
 from gossamer import exchange as exchange_methods
 from gossamer.optimizer.adamw import AdamW
 from gossamer.optimizer.lamb import Lamb

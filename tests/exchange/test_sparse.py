@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from compress.crew import kept
-from compress.few import NUMEL, exchanged, gaussian, layout, sparse, weighted
 from torch import Tensor
 
+from exchange.crew import kept
+from exchange.few import NUMEL, exchanged, gaussian, layout, sparse, weighted
 from gossamer import exchange as exchange_methods
 from gossamer.comm.message import Collective, ProcessGroups
 from gossamer.comm.random_key import Key

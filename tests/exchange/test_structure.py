@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from compress import crew
 
+from exchange import crew
 from gossamer import exchange as exchange_methods
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.channel.counting import CountingChannel
@@ -115,7 +115,7 @@ def test_a_tree_takes_log_n_rounds_and_every_rank_sums_in_one_order(ranks: int, 
 @pytest.mark.parametrize("name", ["star", "tree", "hierarchical"])
 def test_the_sum_does_not_depend_on_who_arrives_first(pool, name: str) -> None:
     """Four processes, each bringing its buckets in an order of its own; twice, and in lockstep: the same bits."""
-    answers = [pool.run("compress.crew:over_gloo", 4, name=name, steps=1, buckets=4) for _ in range(2)]
+    answers = [pool.run("exchange.crew:over_gloo", 4, name=name, steps=1, buckets=4) for _ in range(2)]
     assert answers[0] == answers[1]
     assert all(a["means"] == answers[0][0]["means"] for a in answers[0])
 

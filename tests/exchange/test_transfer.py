@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from compress.transfer_jobs import play, rows_of, shuffle, uncut, weigh
 from torch import Tensor
 
+from exchange.transfer_jobs import play, rows_of, shuffle, uncut, weigh
 from gossamer.comm.channel import carry
 from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.message import ProcessGroups
@@ -71,7 +71,7 @@ def agree(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_plain_pipeline_equals_the_uncut_model_bit_for_bit(pool, ranks: int, dtype: str) -> None:
-    found = pool.run("compress.transfer_jobs:pipeline", ranks, crossing="plain", dtype=dtype)
+    found = pool.run("exchange.transfer_jobs:pipeline", ranks, crossing="plain", dtype=dtype)
     agree(found, uncut(ranks, crossing="plain", dtype=dtype))
     assert found[0]["loss"] == 0 != found[-1]["loss"]
 
@@ -85,7 +85,7 @@ def test_the_loss_free_setting_is_the_plain_pipeline() -> None:
 def test_a_lossy_pipeline_equals_its_meaning_in_one_process(pool, crossing: Any) -> None:
     """Over gloo, and in threads over lockstep; every byte as priced before the step."""
     wanted = uncut(3, crossing=crossing)
-    agree(pool.run("compress.transfer_jobs:pipeline", 3, crossing=crossing), wanted)
+    agree(pool.run("exchange.transfer_jobs:pipeline", 3, crossing=crossing), wanted)
     agree(in_threads(partial(play, crossing=crossing), 3), wanted)
     assert wanted != uncut(3, crossing="plain"), "nothing was lost: the test compares nothing"
 
@@ -322,7 +322,7 @@ def test_uneven_rows_move_like_a_permutation_of_all(pool, ranks: int, case: str,
     one = None if codec is None else codecs.build(codec)
     wanted = dense(ranks, case, one, getattr(torch, dtype))
     arguments = {"case": case, "codec": codec, "dtype": dtype}
-    over_gloo = pool.run("compress.transfer_jobs:rows", ranks, **arguments)
+    over_gloo = pool.run("exchange.transfer_jobs:rows", ranks, **arguments)
     for found in (over_gloo, in_threads(partial(shuffle, **arguments), ranks)):
         for rank, (mine, meant) in enumerate(zip(found, wanted, strict=True)):
             for what in ("there", "home", "gradient"):
@@ -342,12 +342,12 @@ def test_rows_that_do_not_fit_their_split_are_refused() -> None:
 
 
 def test_64_transfers_each_way_in_any_order_of_arrival(pool) -> None:
-    assert pool.run("compress.transfer_jobs:crowd", 2, jobs=64) == [[], []]
+    assert pool.run("exchange.transfer_jobs:crowd", 2, jobs=64) == [[], []]
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_lost_peer_fails_what_waits_for_it_and_nothing_hangs(pool, dies: bool) -> None:
-    said = pool.attempt("compress.transfer_jobs:lost_peer", 2, dies=dies)[0]["result"]
+    said = pool.attempt("exchange.transfer_jobs:lost_peer", 2, dies=dies)[0]["result"]
     assert set(said) == {"0", "1", "2", "finish"}
     assert "rank 0 lost a peer among ranks [0, 1] during shuffle" in said["0"]
     assert "given up" in said["2"], "nothing may be started on a wire that lost a peer"

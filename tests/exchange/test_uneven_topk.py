@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from compress import crew
 from torch import Tensor
 
+from exchange import crew
 from gossamer import exchange as exchange_methods
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.channel.counting import CountingChannel
@@ -150,7 +150,7 @@ def test_not_a_number_reaches_everybody() -> None:
 def test_over_gloo_as_in_lockstep(pool, gamma: float) -> None:
     one = UnevenTopK(UNEVEN[:3], gamma=gamma)
     wanted = exchanged(one, inputs(3))
-    answers = pool.run("compress.test_uneven_topk:over_gloo", 3, gamma=gamma)
+    answers = pool.run("exchange.test_uneven_topk:over_gloo", 3, gamma=gamma)
     for rank, answer in enumerate(answers):
         assert torch.equal(torch.tensor(answer["mean"]), wanted[0].mean)
         nbytes = one.traffic(WHERE, ProcessGroups.flat(3), rank)[0].nbytes // 2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compress.few import NUMEL, exchanged, gaussian, layout, sparse, weighted
 from torch import Tensor
 
+from exchange.few import NUMEL, exchanged, gaussian, layout, sparse, weighted
 from gossamer import exchange as exchange_methods
 from gossamer.ops.sketch import Hashes, median
 

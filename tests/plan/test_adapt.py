@@ -9,8 +9,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from compress import crew
 
+from exchange import crew
 from gossamer import exchange as exchange_methods
 from gossamer.comm.bucket import Layout
 from gossamer.comm.message import ProcessGroups

@@ -112,7 +112,7 @@ def test_both_readers_agree_on_whatever_is_nested() -> None:
     chance, known, right = random.Random(3), categories(), 0
     room = importlib.import_module("gossamer.exchange").REGISTRY
     for _ in range(600):
-        written = nestings(known, "compress", chance)
+        written = nestings(known, "exchange", chance)
         by_source = said(check_names, resolved("plan.exchange", written))
         built = ""
         try:

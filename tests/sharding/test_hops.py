@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from compress import crew
-from compress.test_structure import kept_mean, levels_of
-from compress.test_structure import world as exchanged
 
+from exchange import crew
+from exchange.test_structure import kept_mean, levels_of
+from exchange.test_structure import world as exchanged
 from gossamer import exchange as exchange_methods
 from gossamer import optimizer as optimizer_methods
 from gossamer import sharding as sharding_methods

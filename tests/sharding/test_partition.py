@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from compress import crew
-from compress.test_structure import levels_of
-from compress.test_structure import world as exchanged
-from memory.test_hops import EVEN, by_level, each_islands
 from torch import nn
 
+from exchange import crew
+from exchange.test_structure import levels_of
+from exchange.test_structure import world as exchanged
 from gossamer import exchange as exchange_methods
 from gossamer import optimizer as optimizer_methods
 from gossamer import sharding as sharding_methods
@@ -25,6 +24,7 @@ from gossamer.sharding import ShardedOptimizer, ShardedParameters, UnshardOrder
 from gossamer.sharding._hierarchical_reduce_scatter import HierarchicalReduceScatter
 from gossamer.sharding._reduce_scatter import ReduceScatter
 from gossamer.spec.errors import BadInput
+from sharding.test_hops import EVEN, by_level, each_islands
 
 WAYS: dict[str, Any] = {
     "all": "zero3",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from compress import crew
 
+from exchange import crew
 from gossamer import optimizer as optimizer_methods
 from gossamer import sharding as sharding_methods
 from gossamer.comm.bucket import Bucket

@@ -17,10 +17,10 @@ from gossamer.spec.registry import Registry, registry_of
 FILES = {
     "__init__.py": """
         from abc import ABC
-        from gossamer.spec.registry import Room
+        from gossamer.spec.registry import Registry
         class Wing(ABC):
             pass
-        REGISTRY = Room(__name__, Wing)
+        REGISTRY = Registry(__name__, Wing)
     """,
     "plain.py": """
         from dataclasses import dataclass

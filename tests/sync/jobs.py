@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 from torch import nn
-from wire.jobs import group
 
+from comm.jobs import group
 from gossamer import exchange as exchange_methods
 from gossamer import sharding as sharding_methods
 from gossamer.comm.comm_thread import CommThread
