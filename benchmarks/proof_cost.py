@@ -9,9 +9,9 @@ proof     in seconds: all of it, one process's part and the layout's; its micro-
           and in median steps. `process_start_s`, from the start of the processes to the call of gossamer.train, and
           `cut_s`, from there to the proof (outline, trace, cuts, meeting), are told apart.
 watched   the median step of stages as they are, beside that of the same plan where units are not compared with what
-          they did in the trace (model/cut/beginnings.py) and backwards with what forwards left (hindsight.py); runs
-          take turns, `--repeats` of each. There is no switch for them: this file puts functions that find nothing in
-          place of the two that decide.
+          they did in the trace (model/split/later_effects.py) and backwards with what forwards left (hindsight.py);
+          runs take turns, `--repeats` of each. There is no switch for them: this file puts functions that find nothing
+          in place of the two that decide.
 absent_s  of a median step: in operators on tensors that are absent, timed in runs of their own, of the rank that has
           most of them.
 """

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from gossamer.netlab import Lab, Topology
+from gossamer.netlab import Lab, LabTopology
 from gossamer.spec.units import read_rate
 from links import venvs
 from links.keep import Kept
@@ -129,7 +129,7 @@ def run(place: Place, way: Way, asked: argparse.Namespace) -> dict[str, Any]:
     file.write_text(json.dumps(config))
     limit = {"rate_bytes_per_s": read_rate(asked.rate)} if way.limited else {}
     said: list[str] = []
-    with Lab(Topology(2, **limit)) as lab:
+    with Lab(LabTopology(2, **limit)) as lab:
         argv = ["env", "-C", str(place.folder), sys.executable, "-m", "gossamer", "train", str(file)]
         codes = lab.run(argv, env=lambda host: {"OMP_NUM_THREADS": "1"}, output=lambda host, line: said.append(line))
     assert not any(codes), "\n".join(said[-20:])

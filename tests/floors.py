@@ -27,7 +27,7 @@ FLOORS = (
     ("job",),
     ("own_loop",),
 )
-TOP = len(FLOORS)  # api.py, cli/, settings/, __init__.py, ...: the only places that see every room
+TOP = len(FLOORS)  # api/verbs.py, cli/, settings/, __init__.py, ...: the only places that see every room
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 THIRD_PARTY = {"spec": {"pydantic", "tomli"}, "ops": {"torch"}}  # beside the standard library
 COLLECTIVES = {

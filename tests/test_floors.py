@@ -80,7 +80,7 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
             "comm/a.py": "import torch.distributed as dist\nfrom gossamer.spec import x\ndist.all_reduce(1)",
             "run/a.py": "import json, torch, numpy\nfrom gossamer.comm import a\nfrom . import b",
             "run/b.py": "import torch.distributed as dist\ndist.is_available()",
-            "api.py": "from gossamer.run import a\nfrom gossamer.view import b",
+            "api/verbs.py": "from gossamer.run import a\nfrom gossamer.view import b",
             "cli/x.py": "from gossamer import api, __version__",
             "spec/a.py": "import json\nfrom pydantic import BaseModel",
         },

@@ -27,7 +27,7 @@ from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ExchangeContext, ProcessGroups
 from gossamer.exchange import Exchange
-from gossamer.netlab import Lab, Topology
+from gossamer.netlab import Lab, LabTopology
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -54,7 +54,7 @@ class Timed:
         return median(self.steps_s)
 
 
-def on_lab(topology: Topology, trial: Trial) -> dict[str, Timed]:
+def on_lab(topology: LabTopology, trial: Trial) -> dict[str, Timed]:
     """What host 0 measured, by method."""
     with tempfile.TemporaryDirectory() as folder, Lab(topology) as lab:
         said = Path(folder, "said.json")

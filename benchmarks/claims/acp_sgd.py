@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from claims import Row
 from claims._exchanges import Timed, Trial, on_lab
-from gossamer.netlab import Topology
+from gossamer.netlab import LabTopology
 
 MBIT = 1e6 / 8
 WIDTH, LAYERS, VOCABULARY = 384, 6, 257
-LAB = Topology(4, rate_bytes_per_s=100 * MBIT, delay_s=0.005)
+LAB = LabTopology(4, rate_bytes_per_s=100 * MBIT, delay_s=0.005)
 SETTING = "GPT of 10.7M parameters, 4 hosts, 100 Mbit/s, 5 ms one way"
 PUBLISHED = {"power": 1.43, "dense": 4.06}
 SAID = {"power": "Power-SGD", "dense": "S-SGD"}

@@ -26,7 +26,7 @@ from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.message import ExchangeContext, ProcessGroups
 from gossamer.exchange.star import star_pays
-from gossamer.netlab import Lab, Topology
+from gossamer.netlab import Lab, LabTopology
 
 RATE_BYTES_PER_S, DELAY_S, CALLS = 300e6 / 8, 0.01, 4
 METHODS = ("all_reduce", "reduce_broadcast", "star", "tree")  # two of gloo, two of ours
@@ -42,7 +42,7 @@ def on_hosts(hosts: int, sizes_kib: list[int], blocks: int) -> list[Row]:
     said: list[str] = []
     path = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "claims.star", json.dumps([sizes_kib, blocks])]
-    with Lab(Topology(hosts, rate_bytes_per_s=RATE_BYTES_PER_S, delay_s=DELAY_S)) as lab:
+    with Lab(LabTopology(hosts, rate_bytes_per_s=RATE_BYTES_PER_S, delay_s=DELAY_S)) as lab:
         codes = lab.run(command, env=lambda host: path, output=lambda host, line: said.append(line))
     assert not any(codes), "\n".join(said[-20:])
     found = [json.loads(line) for line in said if line.startswith("{")]

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from gossamer.netlab import Lab, Topology
+from gossamer.netlab import Lab, LabTopology
 from gossamer.spec.units import read_rate
 from links import setting, venvs
 from links.method import Method
@@ -38,10 +38,10 @@ class Link:
     islands: tuple[int, ...] = ()
     between: str = ""
 
-    def topology(self) -> Topology:
+    def topology(self) -> LabTopology:
         rates = {"rate_bytes_per_s": self.rate, "between_bytes_per_s": self.between}
         given = {name: read_rate(rate) for name, rate in rates.items() if rate not in ("", UNSHAPED)}
-        return Topology(self.hosts, delay_s=self.delay_ms / 1000, islands=self.islands, **given)
+        return LabTopology(self.hosts, delay_s=self.delay_ms / 1000, islands=self.islands, **given)
 
     def named(self) -> dict[str, Any]:
         """As it stands in a row."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gossamer.netlab import Lab, Topology
+from gossamer.netlab import Lab, LabTopology
 from gossamer.spec.units import read_rate
 from pipeline import setting
 
@@ -102,7 +102,7 @@ def _run(argv: list[str], rate: str, length: Length) -> tuple[list[list[str]], t
     path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     shape = {} if rate == UNSHAPED else {"rate_bytes_per_s": read_rate(rate)}
-    with Lab(Topology(setting.STAGES, **shape)) as lab:
+    with Lab(LabTopology(setting.STAGES, **shape)) as lab:
         timer = threading.Timer(length.limit_s, lab.signal, (signal.SIGKILL,))
         timer.start()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.netlab import Lab, Topology, lab_unavailable
+from gossamer.netlab import Lab, LabTopology, lab_unavailable
 
 pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None,
 def test_half_the_gradient_bytes_of_fully_shard_and_its_losses() -> None:
     host = Path(__file__).with_name("fully_shard_host.py")
     said: dict[int, list[str]] = {0: [], 1: []}
-    with Lab(Topology(2)) as lab:
+    with Lab(LabTopology(2)) as lab:
         codes = lab.run([sys.executable, str(host)], output=lambda rank, line: said[rank].append(line))
     assert codes == (0, 0), said
     for rank in said:

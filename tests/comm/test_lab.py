@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.netlab import Lab, LinkEvent, PairRate, Topology, lab_unavailable, standing
+from gossamer.netlab import Lab, LabTopology, LinkEvent, PairRate, lab_unavailable, standing
 from gossamer.spec.errors import BadInput, RunFailed
 
 pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]
@@ -46,7 +46,7 @@ def seconds(lab, source, target, count):
 
 
 def test_pair_and_link_rates_hold_in_proportion():
-    topology = Topology(3, rate_bytes_per_s=40 * MBIT, exceptions=(PairRate(0, 2, 10 * MBIT),))
+    topology = LabTopology(3, rate_bytes_per_s=40 * MBIT, exceptions=(PairRate(0, 2, 10 * MBIT),))
     with Lab(topology) as lab:
         fast, back, slow = seconds(lab, 0, 1, 2_560_000), seconds(lab, 2, 0, 2_560_000), seconds(lab, 0, 2, 1_280_000)
     assert slow * 2 / fast == pytest.approx(4, rel=0.15)
@@ -54,7 +54,7 @@ def test_pair_and_link_rates_hold_in_proportion():
 
 
 def test_islands_share_their_uplink():
-    topology = Topology(4, rate_bytes_per_s=80 * MBIT, islands=(2, 2), between_bytes_per_s=20 * MBIT)
+    topology = LabTopology(4, rate_bytes_per_s=80 * MBIT, islands=(2, 2), between_bytes_per_s=20 * MBIT)
     with Lab(topology) as lab:
         inside, across = seconds(lab, 0, 1, 5_120_000), seconds(lab, 0, 2, 2_560_000)
         before = lab.counters()["island0"][0]
@@ -68,7 +68,7 @@ def test_islands_share_their_uplink():
 
 def test_counters_exceed_the_payload_by_headers_only():
     count = 2_560_000
-    with Lab(Topology(2, rate_bytes_per_s=100 * MBIT)) as lab:
+    with Lab(LabTopology(2, rate_bytes_per_s=100 * MBIT)) as lab:
         assert lab.counters() == {"h0": (0, 0), "h1": (0, 0)}, "a silent laboratory sends nothing"
         seconds(lab, 0, 1, count)
         counters, pairs = lab.counters(), lab.pairs()
@@ -79,7 +79,7 @@ def test_counters_exceed_the_payload_by_headers_only():
 
 
 def test_slow_and_heal_while_it_stands():
-    with Lab(Topology(2, rate_bytes_per_s=40 * MBIT)) as lab:
+    with Lab(LabTopology(2, rate_bytes_per_s=40 * MBIT)) as lab:
         before = seconds(lab, 0, 1, 1_280_000)
         lab.slow(1, 10 * MBIT)
         slowed = seconds(lab, 0, 1, 640_000)
@@ -94,7 +94,7 @@ def test_slow_and_heal_while_it_stands():
 
 
 def test_cut_loses_everything_and_heal_lets_it_go_on():
-    with Lab(Topology(3, rate_bytes_per_s=20 * MBIT)) as lab:
+    with Lab(LabTopology(3, rate_bytes_per_s=20 * MBIT)) as lab:
         pair = start_transfer(lab, 0, 1, 1_280_000)
         while lab.counters()["h1"][1] < 100_000:
             assert pair[1].poll() is None
@@ -110,7 +110,7 @@ def test_cut_loses_everything_and_heal_lets_it_go_on():
 
 
 def test_changes_happen_during_a_run():
-    with Lab(Topology(2)) as lab:
+    with Lab(LabTopology(2)) as lab:
         script = [*HOST, "send", lab.address(1), "7000", "25600"]
         server = lab.spawn(1, [*HOST, "serve", "7000", "2"])
         changes = (LinkEvent(0.0, "cut", 0, 1), LinkEvent(0.3, "heal", 0, 1))
@@ -125,7 +125,7 @@ def test_changes_happen_during_a_run():
 def test_delay_adds_to_the_round_trip_and_keeps_the_bytes():
     trips = []
     for delay_s in (0.0, 0.02):
-        with Lab(Topology(2, rate_bytes_per_s=100 * MBIT, delay_s=delay_s)) as lab:
+        with Lab(LabTopology(2, rate_bytes_per_s=100 * MBIT, delay_s=delay_s)) as lab:
             server = lab.spawn(1, [*HOST, "echo", "7001"])
             client = lab.spawn(0, [*HOST, "ping", lab.address(1), "7001"], stdout=subprocess.PIPE)
             trips.append(float(client.communicate(timeout=60)[0]))
@@ -137,13 +137,13 @@ def test_delay_adds_to_the_round_trip_and_keeps_the_bytes():
 
 def test_the_memory_limit_kills_and_says_so():
     code = "import os; x = b'x' * (200 * 2**20 if os.environ['RANK'] == '1' else 1)"
-    with Lab(Topology(2, memory_bytes=(64 * 2**20,))) as lab:
+    with Lab(LabTopology(2, memory_bytes=(64 * 2**20,))) as lab:
         assert lab.run([sys.executable, "-I", "-c", code]) == (0, -9)
         assert list(lab.killed_for_memory()) == [1]
 
 
 def test_shares_of_the_processor_are_as_asked():
-    with Lab(Topology(2, cpu=(0.5, 0.25))) as lab:
+    with Lab(LabTopology(2, cpu=(0.5, 0.25))) as lab:
         measured = max((lab.calibrate() for _ in range(2)), key=sum)  # the machine may have been busy
         assert lab.cores == (0.5, 0.25)
     assert measured[0] / measured[1] == pytest.approx(2, rel=0.25)
@@ -156,7 +156,7 @@ def test_every_rank_finds_its_environment():
     code += (
         "('RANK','WORLD_SIZE','LOCAL_RANK','MASTER_ADDR','GLOO_SOCKET_IFNAME','GOSSAMER_HOST','GOSSAMER_MEET','MINE')))"
     )
-    with Lab(Topology(2)) as lab:
+    with Lab(LabTopology(2)) as lab:
         lab.run([sys.executable, "-I", "-c", code], env=lambda host: {"MINE": f"m{host}"}, output=said.__setitem__)
     assert said == {
         0: "0 2 0 10.77.0.1 eth0 0/2 10.77.0.1:29400 m0",
@@ -167,7 +167,7 @@ def test_every_rank_finds_its_environment():
 def test_run_hands_on_output_and_ends_in_order():
     lines, ended = [], []
     script = 'printf "a\\nno end"; if [ $RANK = 0 ]; then sleep 0.3; fi; exit $((RANK + 3))'
-    with Lab(Topology(2)) as lab:
+    with Lab(LabTopology(2)) as lab:
         codes = lab.run(
             ["sh", "-c", script],
             output=lambda host, line: lines.append((host, line)),
@@ -178,7 +178,7 @@ def test_run_hands_on_output_and_ends_in_order():
 
 
 def test_wrong_use_is_said():
-    with Lab(Topology(2)) as lab:
+    with Lab(LabTopology(2)) as lab:
         for wrong in (lambda: lab.cut(2), lambda: lab.slow(0, 5.0), lambda: lab.heal(1, to=1), lambda: lab.address(-1)):
             with pytest.raises(BadInput, match=r"wanted .*, got"):
                 wrong()

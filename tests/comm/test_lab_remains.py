@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.netlab import Lab, Topology, cleanup, lab_unavailable, standing, sweep
+from gossamer.netlab import Lab, LabTopology, cleanup, lab_unavailable, standing, sweep
 
 pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]
 
@@ -97,7 +97,7 @@ def test_the_next_laboratory_removes_what_owner_and_warden_left(owner):
     process.kill()
     process.wait()
     assert prefix in standing() and traces(prefix)["namespaces"], "nobody was there to clean up"
-    with Lab(Topology(1)):
+    with Lab(LabTopology(1)):
         assert prefix not in standing()
     assert_gone(prefix, pids)
 
@@ -109,7 +109,7 @@ def test_a_laboratory_in_use_is_not_swept(owner):
 
 
 def test_an_error_inside_the_block_leaves_nothing():
-    with pytest.raises(ZeroDivisionError), Lab(Topology(2, delay_s=0.001)) as lab:
+    with pytest.raises(ZeroDivisionError), Lab(LabTopology(2, delay_s=0.001)) as lab:
         prefix, sleeper = lab.prefix, lab.spawn(1, ["sleep", "1000"])
         pids = traces(prefix)["pids"]
         assert 1 // 0
@@ -120,7 +120,7 @@ def test_an_error_inside_the_block_leaves_nothing():
 def test_a_failure_while_building_leaves_nothing(monkeypatch):
     before = set(standing())
     monkeypatch.setattr("gossamer.netlab.network.lead_through_line", lambda *_: 1 // 0)
-    with pytest.raises(ZeroDivisionError), Lab(Topology(2, delay_s=0.001)):
+    with pytest.raises(ZeroDivisionError), Lab(LabTopology(2, delay_s=0.001)):
         raise AssertionError("it must not stand")
     assert set(standing()) == before and not list(Path("/run/netns").glob(f"gsm{os.getpid()}x*"))
 

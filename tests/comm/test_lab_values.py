@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gossamer.netlab import LinkEvent, PairRate, Topology, cgroup, delay, hosts, lab_unavailable, requirements
+from gossamer.netlab import LabTopology, LinkEvent, PairRate, cgroup, delay, hosts, lab_unavailable, requirements
 from gossamer.netlab.traffic_shaping import LinkRates, peer_of
 from gossamer.spec.errors import BadInput
 
@@ -35,18 +35,18 @@ WRONG = [
 @pytest.mark.parametrize(("fields", "said"), WRONG)
 def test_an_impossible_topology_is_refused_with_the_numbers(fields, said):
     with pytest.raises(BadInput, match=said):
-        Topology(**{"hosts": 4, **fields})
+        LabTopology(**{"hosts": 4, **fields})
 
 
 def test_islands_are_in_host_order():
-    topology = Topology(4, islands=(1, 3), memory_bytes=(2**30,))
+    topology = LabTopology(4, islands=(1, 3), memory_bytes=(2**30,))
     assert [topology.island(host) for host in range(4)] == [0, 1, 1, 1]
-    assert topology.memory() == (2**30,) * 4 and Topology(3).sizes() == (3,)
+    assert topology.memory() == (2**30,) * 4 and LabTopology(3).sizes() == (3,)
 
 
 def test_the_slowest_of_link_pair_and_uplink_counts():
     shape = LinkRates(
-        Topology(4, rate_bytes_per_s=8e6, islands=(2, 2), between_bytes_per_s=4e6, exceptions=(PairRate(0, 1, 6e6),))
+        LabTopology(4, rate_bytes_per_s=8e6, islands=(2, 2), between_bytes_per_s=4e6, exceptions=(PairRate(0, 1, 6e6),))
     )
     assert [shape.pair_bytes_per_s(0, to) for to in (1, 2)] == [6e6, 4e6] and shape.pair_bytes_per_s(1, 0) == 8e6
     slowed = shape.slowed(1, 1e6, None)
@@ -55,7 +55,7 @@ def test_the_slowest_of_link_pair_and_uplink_counts():
 
 
 @pytest.mark.parametrize(
-    "shape", [LinkRates(Topology(5, rate_bytes_per_s=1e6)), LinkRates(Topology(2)), LinkRates(Topology(200))]
+    "shape", [LinkRates(LabTopology(5, rate_bytes_per_s=1e6)), LinkRates(LabTopology(2)), LinkRates(LabTopology(200))]
 )
 def test_no_class_may_exceed_its_link_nor_the_promises_together(shape):
     for lines in (shape.egress_lines("eth0", 0), shape.ingress_lines(0)):
@@ -68,7 +68,7 @@ def test_no_class_may_exceed_its_link_nor_the_promises_together(shape):
 
 
 def test_a_cut_changes_one_queue_per_direction_and_nothing_else():
-    shape = LinkRates(Topology(3, rate_bytes_per_s=1e6))
+    shape = LinkRates(LabTopology(3, rate_bytes_per_s=1e6))
     cut = shape.severed(0, 1)
     for host, other in ((0, 1), (1, 0)):
         before, after = shape.ingress_lines(host, verb="change"), cut.ingress_lines(host, verb="change")

@@ -13,7 +13,7 @@ import pytest
 from gossamer.comm import link_probe as wire_probe
 from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.link_probe import islands_of, probe, turns, ways_of
-from gossamer.netlab import Lab, Topology, lab_unavailable
+from gossamer.netlab import Lab, LabTopology, lab_unavailable
 from gossamer.spec.network import Link, Network
 
 MBIT = 1e6 / 8
@@ -112,7 +112,7 @@ def test_all_ranks_measure_the_same_links(pool, ranks: int) -> None:
 @pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))
 def test_in_the_laboratory_the_shaped_links_are_found() -> None:
     """Four hosts on two islands: 160 Mbit/s inside; 20 Mbit/s between, shared by the two ranks of an island."""
-    topology = Topology(4, rate_bytes_per_s=160 * MBIT, islands=(2, 2), between_bytes_per_s=20 * MBIT)
+    topology = LabTopology(4, rate_bytes_per_s=160 * MBIT, islands=(2, 2), between_bytes_per_s=20 * MBIT)
     with Lab(topology) as lab:
         program = [sys.executable, str(Path(__file__).with_name("lab_probe.py"))]
         hosts = [

@@ -1,4 +1,4 @@
-"""What every channel must do: combine as `Combine` says, count what it sends, and agree with the others."""
+"""What every channel must do: combine as `Collective` says, count what it sends, and agree with the others."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gossamer.model.split.absent_tensor import AbsenceMode, AbsentTensor, Over
 from gossamer.model.split.dataflow import Produced
-from gossamer.model.split.reference import Loss, run_lockstep, stages_of
+from gossamer.model.split.reference import LossFunction, run_lockstep, stages_of
 from gossamer.model.split.split_points import SplitPoints
 from gossamer.model.split.trace import trace
 from gossamer.model.unit_seeds import UnitSeeds, unit_seeds
@@ -53,7 +53,7 @@ def compare(module: nn.Module, cuts: SplitPoints = THIRDS, *, is_keyed: bool = F
         torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def keyed(loss: Loss) -> Loss:
+def keyed(loss: LossFunction) -> LossFunction:
     """With randomness by batch and unit."""
     seeds: dict[int, UnitSeeds] = {}
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gossamer.model.split.dataflow import CallOutput
 from gossamer.model.split.in_flight import InFlight
-from gossamer.model.split.reference import LockstepResult, Loss, gradients_of, run_lockstep, stages_of
+from gossamer.model.split.reference import LockstepResult, LossFunction, gradients_of, run_lockstep, stages_of
 from gossamer.model.split.split_backward import backward_input
 from gossamer.model.split.split_points import SplitPoints, balanced_split, stage_specs
 from gossamer.model.split.stage import StageModule
@@ -49,12 +49,14 @@ def in_bf16(module: nn.Module, batch: Batch, *, cache: bool = True) -> Tensor:
     return (output.float() - 0.3).square().mean()
 
 
-def staged(module: nn.Module, loss: Loss, batch: Batch, cuts: int | SplitPoints) -> list[StageModule]:
+def staged(module: nn.Module, loss: LossFunction, batch: Batch, cuts: int | SplitPoints) -> list[StageModule]:
     flow = trace(module, lambda: loss(module, batch), units=unit_names(module))
     return stages_of(module, flow, balanced_split(flow, cuts) if isinstance(cuts, int) else cuts)
 
 
-def forward(stages: Sequence[StageModule], loss: Loss, batch: Batch, *, keep_graph: bool = True) -> list[InFlight]:
+def forward(
+    stages: Sequence[StageModule], loss: LossFunction, batch: Batch, *, keep_graph: bool = True
+) -> list[InFlight]:
     lives: list[InFlight] = []
     tensors: dict[CallOutput, Tensor] = {}
     for stage in stages:
@@ -64,7 +66,7 @@ def forward(stages: Sequence[StageModule], loss: Loss, batch: Batch, *, keep_gra
 
 
 def run_in_parts(
-    stages: Sequence[StageModule], loss: Loss, batches: Sequence[Batch], *, keep_graph: bool = True
+    stages: Sequence[StageModule], loss: LossFunction, batches: Sequence[Batch], *, keep_graph: bool = True
 ) -> LockstepResult:
     """The weights of a micro-batch after the forward and the inputs of the next one."""
     losses, waiting = [], list[InFlight]()
@@ -84,7 +86,7 @@ def run_in_parts(
     return LockstepResult(losses, gradients_of(stages))
 
 
-def run_again(stages: Sequence[StageModule], loss: Loss, batches: Sequence[Batch]) -> LockstepResult:
+def run_again(stages: Sequence[StageModule], loss: LossFunction, batches: Sequence[Batch]) -> LockstepResult:
     """All forwards, and then all backwards, each of a graph that is made only then."""
     lives = [forward(stages, loss, batch, keep_graph=False) for batch in batches]
     for one in lives:

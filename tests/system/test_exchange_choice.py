@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gossamer.netlab import Lab, Topology, lab_unavailable
+from gossamer.netlab import Lab, LabTopology, lab_unavailable
 from system.command import GOSSAMER, SIZES, Place, eventually, records
 
 pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]
@@ -39,7 +39,7 @@ def test_a_slow_line_is_compressed_and_a_slower_one_is_found_out(place: Place) -
         run={"name": "slow"},
     )
     run = place.folder / "runs" / "slow"
-    with Lab(Topology(2, rate_bytes_per_s=20 * MBIT)) as lab:
+    with Lab(LabTopology(2, rate_bytes_per_s=20 * MBIT)) as lab:
         hosts = started(lab, config, place.folder)
         try:
             eventually(lambda: len(seen(run, "step")) >= 45, "45 steps", within_s=120)

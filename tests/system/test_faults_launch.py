@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gossamer.launch import LaunchRequest, Limits, RunEnd, launch_here
-from gossamer.netlab import Lab, Topology, lab_unavailable
+from gossamer.netlab import Lab, LabTopology, lab_unavailable
 from gossamer.netlab.names import DEVICE
 from gossamer.process.error_reports import error_path
 from gossamer.process.spawn import process_state
@@ -475,7 +475,7 @@ def test_a_lack_of_memory_is_told_from_a_kill(tmp_path: Path, little_memory: Pat
 @pytest.mark.lab
 @pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))
 def test_hosts_in_the_laboratory_find_the_device_between_them(tmp_path: Path) -> None:
-    with Lab(Topology(2, rate_bytes_per_s=12.5e6)) as lab:
+    with Lab(LabTopology(2, rate_bytes_per_s=12.5e6)) as lab:
         processes = []
         for host in (0, 1):
             given = {"host": host, "address": lab.address(0), "port": 29400, "runs": str(tmp_path / str(host))}
@@ -491,7 +491,7 @@ def test_hosts_in_the_laboratory_find_the_device_between_them(tmp_path: Path) ->
 @pytest.mark.lab
 @pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))
 def test_a_cut_link_ends_both_sides(tmp_path: Path) -> None:
-    with Lab(Topology(2, rate_bytes_per_s=12.5e6)) as lab:
+    with Lab(LabTopology(2, rate_bytes_per_s=12.5e6)) as lab:
         processes = []
         for host in (0, 1):
             given = {"host": host, "address": lab.address(0), "port": 29400, "runs": str(tmp_path / str(host))}

@@ -21,8 +21,16 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Go on with a run from its newest good checkpoint.",
         "resume runs/NAME train.steps=2000",
     ),
-    "sample": ("use:sample", "Let the model of a run go on with a text.", 'sample runs/NAME "def " --tokens 100'),
-    "export": ("use:export", "Hand the model of a run over to another library.", "export runs/NAME --to hf DIR"),
+    "sample": (
+        "sample_export:sample",
+        "Let the model of a run go on with a text.",
+        'sample runs/NAME "def " --tokens 100',
+    ),
+    "export": (
+        "sample_export:export",
+        "Hand the model of a run over to another library.",
+        "export runs/NAME --to hf DIR",
+    ),
     "methods": ("methods:methods", "List the rooms of methods, or explain one method.", "methods compress dense"),
     "config": ("config:app", "Show, check or describe configuration files.", ""),
     "doctor": ("doctor:doctor", "Look at this machine: what works, what is missing, how to get it.", ""),

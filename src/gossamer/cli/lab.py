@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from gossamer.netlab import Lab, LinkEvent, Topology, end, lab_unavailable, standing, sweep
+from gossamer.netlab import Lab, LabTopology, LinkEvent, end, lab_unavailable, standing, sweep
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.units import read_rate, show_bytes, show_gib, show_rate
 
@@ -45,9 +45,9 @@ class LabRequest:
     memory: str | None = None
     "Memory limit: 2gib for every host, or one per host: 1gib,2gib."
 
-    def topology(self) -> Topology:
+    def topology(self) -> LabTopology:
         """The value the laboratory is built from; raises BadInput."""
-        return Topology(
+        return LabTopology(
             self.hosts,
             rate_bytes_per_s=_read_rate(self.rate, key="rate"),
             between_bytes_per_s=_read_rate(self.between, key="between"),

@@ -157,7 +157,7 @@ _LATE = "late "
 
 
 def late(level: str) -> str:
-    """The name of the same groups for messages that go beside those of the steps (see `Levels.twice`)."""
+    """The name of the same groups for messages that go beside those of the steps (see `ProcessGroups.twice`)."""
     return f"{_LATE}{level}"
 
 

@@ -87,8 +87,8 @@ def launch_local(
     """Start `processes` workers of `argv` on this machine and wait for them; returns exit code 0, 2, 3 or 4.
 
     `argv` may be any program: its exit codes are taken as they are. Says on stderr why it ended. Logs go to
-    rundir/logs, notes of failing ranks to rundir/errors. `Start` and `launch_here` have all the settings. Call it from
-    the main thread: elsewhere no signal is heard.
+    rundir/logs, notes of failing ranks to rundir/errors. `LaunchRequest` and `launch_here` have all the settings. Call
+    it from the main thread: elsewhere no signal is heard.
     """
     limits = Limits(heartbeat_s=heartbeat_s)
     start = LaunchRequest(

@@ -9,6 +9,6 @@ from gossamer.netlab.counters import ByteCounts
 from gossamer.netlab.link_events import LinkEvent
 from gossamer.netlab.network import Lab
 from gossamer.netlab.requirements import lab_unavailable
-from gossamer.netlab.topology import PairRate, Topology
+from gossamer.netlab.topology import LabTopology, PairRate
 
-__all__ = ["LinkEvent", "ByteCounts", "Lab", "PairRate", "Topology", "end", "lab_unavailable", "standing", "sweep"]
+__all__ = ["LinkEvent", "ByteCounts", "Lab", "PairRate", "LabTopology", "end", "lab_unavailable", "standing", "sweep"]

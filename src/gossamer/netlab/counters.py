@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from gossamer.netlab.names import port, uplink
 from gossamer.netlab.tools import read_json, tool
-from gossamer.netlab.topology import Topology
+from gossamer.netlab.topology import LabTopology
 from gossamer.netlab.traffic_shaping import peer_of
 
 # tc cannot say classes in JSON: "class htb 1:10 parent 1:1 ...\n Sent 12 bytes 1 pkt ..."
@@ -16,7 +16,7 @@ _CLASS = re.compile(r"^class htb (\S+) .*\n Sent (\d+) bytes", re.MULTILINE)
 ByteCounts: TypeAlias = tuple[int, int]  # (tx_bytes, rx_bytes)
 
 
-def read_links(switch: str, topology: Topology) -> dict[str, ByteCounts]:
+def read_links(switch: str, topology: LabTopology) -> dict[str, ByteCounts]:
     """Bytes per link since it was made: "h0" as host 0 sees them, "island0" as island 0 sees its uplink."""
     found = {entry["ifname"]: entry["stats64"] for entry in read_json("ip", "-n", switch, "-s", "-j", "link", "show")}
     count = {name: (int(stats["tx"]["bytes"]), int(stats["rx"]["bytes"])) for name, stats in found.items()}
@@ -25,7 +25,7 @@ def read_links(switch: str, topology: Topology) -> dict[str, ByteCounts]:
     return {**hosts, **islands} if len(islands) > 1 else hosts
 
 
-def read_pairs(switch: str, topology: Topology) -> dict[tuple[int, int], int]:
+def read_pairs(switch: str, topology: LabTopology) -> dict[tuple[int, int], int]:
     """Bytes delivered per (source, target)."""
     pairs: dict[tuple[int, int], int] = {}
     for target in range(topology.hosts):

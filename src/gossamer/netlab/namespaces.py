@@ -20,7 +20,7 @@ from gossamer.netlab.names import (
     uplink,
 )
 from gossamer.netlab.tools import batch, tool
-from gossamer.netlab.topology import Topology
+from gossamer.netlab.topology import LabTopology
 
 _QUIET = "cd /proc/sys/net; for f in ipv6/conf/*/disable_ipv6; do [ ! -e $f ] || echo 1 >$f; done"
 # No memory of earlier connections (a run must not depend on the one before), one congestion control everywhere: reno
@@ -32,7 +32,7 @@ _QUIET_HOST = (
 )
 
 
-def wire(names: LabNames, topology: Topology) -> None:
+def wire(names: LabNames, topology: LabTopology) -> None:
     """Build namespaces, bridges, links and addresses; no rates yet."""
     everyone = range(topology.hosts)
     for namespace in [names.switch, *(names.host(h) for h in everyone)]:
@@ -45,7 +45,7 @@ def wire(names: LabNames, topology: Topology) -> None:
         batch("ip", names.host(host), _host_lines(topology, host))
 
 
-def lead_through_line(names: LabNames, topology: Topology, host: int) -> None:
+def lead_through_line(names: LabNames, topology: LabTopology, host: int) -> None:
     """Send everything that `host` sends into its delay line (whose process has made the device)."""
     gso_bytes = lump_bytes(topology.rate_bytes_per_s)
     batch(
@@ -63,7 +63,7 @@ def lump_bytes(rate_bytes_per_s: float) -> int:
     return int(min(65536.0, max(16384.0, rate_bytes_per_s * 0.01)))
 
 
-def _switch_lines(names: LabNames, topology: Topology) -> list[str]:
+def _switch_lines(names: LabNames, topology: LabTopology) -> list[str]:
     lines = ["link set lo up", f"link add name {CORE} type bridge mcast_snooping 0", f"link set dev {CORE} up"]
     for island in range(len(topology.sizes())):
         lines += [
@@ -81,7 +81,7 @@ def _switch_lines(names: LabNames, topology: Topology) -> list[str]:
     return lines
 
 
-def _forwarding_lines(topology: Topology) -> list[str]:
+def _forwarding_lines(topology: LabTopology) -> list[str]:
     lines = []
     islands = range(len(topology.sizes()))
     ports = [port(h) for h in range(topology.hosts)] + [p(k) for k in islands for p in (uplink, downlink)]
@@ -93,7 +93,7 @@ def _forwarding_lines(topology: Topology) -> list[str]:
     return lines
 
 
-def _host_lines(topology: Topology, host: int) -> list[str]:
+def _host_lines(topology: LabTopology, host: int) -> list[str]:
     lump = lump_bytes(topology.rate_bytes_per_s)
     return [
         "link set lo up",

@@ -20,7 +20,7 @@ from gossamer.netlab.names import DEVICE, LINE, LabNames, address
 from gossamer.netlab.namespaces import lead_through_line, wire
 from gossamer.netlab.requirements import lab_unavailable
 from gossamer.netlab.tools import batch
-from gossamer.netlab.topology import Topology
+from gossamer.netlab.topology import LabTopology
 from gossamer.netlab.traffic_shaping import LinkRates
 from gossamer.spec.errors import BadInput, RunFailed
 
@@ -34,7 +34,7 @@ class Lab:
     process when this process is killed, and by the next laboratory when the warden was killed too.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: LabTopology) -> None:
         self.topology = topology
         self.cores: tuple[float, ...] = ()  # granted per host
         self._shape = LinkRates(topology)

@@ -23,7 +23,7 @@ class PairRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
+class LabTopology:
     """A laboratory as a value; raises BadInput where it cannot be built.
 
     `rate_bytes_per_s`: every host's link, each direction (inf: not shaped).

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gossamer.netlab.names import address, downlink, port, uplink
-from gossamer.netlab.topology import Topology, check_rate
+from gossamer.netlab.topology import LabTopology, check_rate
 from gossamer.spec.errors import bad_input
 
 _FIRST = 0x10  # class numbers of the leaves: host h is 1:(0x10 + h)
@@ -22,7 +22,7 @@ _MOST_BYTES_PER_S = 12.5e9  # "not shaped": 100 Gbit/s, beyond what veth carries
 class LinkRates:
     """The rates in force: the topology's, and what was changed since."""
 
-    topology: Topology
+    topology: LabTopology
     links: Mapping[int, float] = field(default_factory=dict)
     pairs: Mapping[tuple[int, int], float] = field(default_factory=dict)
     cut: frozenset[tuple[int, int]] = frozenset()

@@ -90,7 +90,7 @@ class ModelProvider(ABC):
 class OriginSource(ModelProvider):
     """A model nobody has built yet.
 
-    Where its constructor is simple (`Skeleton`), parts of it are built without memory for the rest. Else it runs for
+    Where its constructor is simple (`MetaModel`), parts of it are built without memory for the rest. Else it runs for
     real on every rank, in files beyond the rank's share of the memory, and what the rank does not hold is given back.
     """
 

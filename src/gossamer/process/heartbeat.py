@@ -60,7 +60,7 @@ class Heartbeat:
     """Beats from a thread of its own until `close`; with no `address` it only keeps what `at` says.
 
     address: "host:port" of the supervisor; period_s: a rank silent for so long is named, five beats go out in it;
-    box: descriptor of the supervisor's `BlackBox`, -1 for none.
+    box: descriptor of the supervisor's `PositionPage`, -1 for none.
     When the supervisor closes the connection the process ends at once with all it started (exit code ORPHANED):
     nobody is left to end it. Raises RunFailed when the supervisor cannot be reached.
     """

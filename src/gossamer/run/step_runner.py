@@ -72,7 +72,7 @@ class ModelPart(ABC):
         self, piece: MicroBatch, step: int, received: Mapping[CallOutput, Tensor], *, keep_graph: bool = True
     ) -> InFlight:
         """Run it; the result of the last stage is the mean loss of the micro-batch. Without `keep_graph` a
-        `Live.recompute` comes before its backward.
+        `InFlight.recompute` comes before its backward.
         """
 
 

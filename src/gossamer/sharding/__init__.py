@@ -1,8 +1,9 @@
 """Where the update rule's state lies: on every rank, or a part on each of the ranks that train the same parameters; and
 gradients and the parameters themselves likewise.
 
-A method says how gradients meet and what of them stays; the mechanics are `States`' (the update of one's own rows, the
-gather of everybody's) and those of `Shards` (parameters that are there while a unit of the model runs).
+A method says how gradients meet and what of them stays; the mechanics are those of `ShardedOptimizer` (the update of
+one's own rows, the gather of everybody's) and those of `ShardedParameters` (parameters that are there while a unit of
+the model runs).
 """
 
 from __future__ import annotations

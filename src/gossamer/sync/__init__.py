@@ -2,10 +2,10 @@
 parameters in many steps: rarely, late and small. Or losses alone.
 
 A method says at which level the gradients of a step meet, and gives the settings of the one outer loop, or those of
-steps without gradients. The mechanics are a `Replica`'s (buckets that fill while backward runs, the pump, the agreement
-before the update), those of `Apart` (anchor, displacement, fragments, delay, what is taken over of the result) with the
-`Word` that passes between islands, or the `RollCall` that waits for none of them for long, and those of `Probing`
-(directions, slopes in a byte, the move).
+steps without gradients. The mechanics are a `GradientReducer`'s (buckets that fill while backward runs, the pump, the
+agreement before the update), those of `OuterLoop` (anchor, displacement, fragments, delay, what is taken over of the
+result) with the `StatusExchange` that passes between islands, or the `QuorumThread` that waits for none of them for
+long, and those of `ZerothOrderRank` (directions, slopes in a byte, the move).
 """
 
 from __future__ import annotations

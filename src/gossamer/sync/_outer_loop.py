@@ -9,8 +9,8 @@ One step of the driver, after the update of training step t:
     land     fragments whose exchange has had its time: the rule moves their anchor, the island takes it over
     leave    fragments whose turn it is: displacement = anchor - own; who takes part, and with what weight, is gathered
     launch   their exchange; with a delay of 0 they land at once
-Where nobody is waited for any longer than so, a thread of every rank does the last two (`RollCall`): of an island that
-is late it sends nothing, with no weight, and what comes of the round lands there as everywhere.
+Where nobody is waited for any longer than so, a thread of every rank does the last two (`QuorumThread`): of an island
+that is late it sends nothing, with no weight, and what comes of the round lands there as everywhere.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class OuterLoop:
     """One rank's end of the outer loop. Where there is no loop it holds nothing, and every call does nothing.
 
     `params`: what is trained, by name; `truth`: the same names, with the float32 copies that the update rule moves in
-    place of parameters in half types. `pump` runs over the levels of `Levels.twice`, for nothing else.
+    place of parameters in half types. `pump` runs over the levels of `ProcessGroups.twice`, for nothing else.
     """
 
     loop: OuterLoopConfig | None

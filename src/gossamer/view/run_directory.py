@@ -3,7 +3,7 @@
 records.jsonl     what happened, a line each (spec/records.py); append-only, one writer: the source of truth
 run.yaml          the resolved configuration      provenance.json   where each value of it came from
 plan.yaml         who does what                   checkpoints/      saved states
-began.json        the folder it began in          tokenizer/ model/ what sampling and exporting need (keeping.py)
+began.json        the folder it began in          tokenizer/ model/ what sampling and exporting need (job/run_files.py)
 proved.json       which layout was found to be one process
 logs/             what each rank wrote
 """

@@ -1,7 +1,7 @@
 """Channels: what carries a message. The same method runs over each of them.
 
-`Group` is a process group (truth), `Lockstep` is several ranks in one process without threads (meaning), `Priced`
-carries nothing and only counts (planning). Each one meters the bytes it sends, per link.
+`ProcessGroupChannel` is a process group (truth), `LocalChannel` is several ranks in one process without threads
+(meaning), `CountingChannel` carries nothing and only counts (planning). Each one meters the bytes it sends, per link.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self) -> tuple[Tensor, ...]:
-        """Block until it has been combined; the parts, as `Combine` says. Raises PeerLost or WireMismatch."""
+        """Block until it has been combined; the parts, as `Collective` says. Raises PeerLost or WireMismatch."""
 
 
 class Channel(ABC):

@@ -90,7 +90,7 @@ class _Awaited(Pending):
 
 
 class LocalChannel(Channel):
-    """The channel of one rank; `Lockstep.world` makes all of them."""
+    """The channel of one rank; `LocalChannel.world` makes all of them."""
 
     def __init__(self, rank: int, levels: ProcessGroups, office: _Office) -> None:
         self.rank, self.levels, self.meter = rank, levels, Meter(rank)

@@ -5,9 +5,9 @@ At most one unwanted parameter exists at a time. Random numbers do not depend on
 of the constructor is keyed by its parameter (see `origin/_seeded.py`), and the same ones happen on a fake tensor. Not
 so on the meta device, which some initialisers ask about and then draw nothing.
 
-Which parameter has which name is known only when the constructor is over, so there are two passes: `Skeleton.of`
-without any parameter, and `Skeleton.build` with those of one stage. Both are watched (`constructor.py`): where a number
-of a parameter goes anywhere but into itself, the constructor is not simple, and has to run for real.
+Which parameter has which name is known only when the constructor is over, so there are two passes: `MetaModel.of`
+without any parameter, and `MetaModel.build` with those of one stage. Both are watched (`constructor.py`): where a
+number of a parameter goes anywhere but into itself, the constructor is not simple, and has to run for real.
 """
 
 from __future__ import annotations

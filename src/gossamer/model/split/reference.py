@@ -15,7 +15,7 @@ from gossamer.model.split.in_flight import InFlight
 from gossamer.model.split.split_points import SplitPoints, stage_specs
 from gossamer.model.split.stage import StageModule
 
-Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # of a module on a batch
+LossFunction = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # of a module on a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,9 @@ def stages_of(module: nn.Module, flow: DataFlow, cuts: SplitPoints) -> list[Stag
     return [StageModule(copy.deepcopy(module), flow, part) for part in stage_specs(module, flow, cuts)]
 
 
-def run_lockstep(stages: Sequence[StageModule], loss: Loss, batches: Sequence[Mapping[str, Any]]) -> LockstepResult:
+def run_lockstep(
+    stages: Sequence[StageModule], loss: LossFunction, batches: Sequence[Mapping[str, Any]]
+) -> LockstepResult:
     """Forward and backward of every batch through all stages; the gradients of the sum of the losses."""
     losses = []
     for batch in batches:

@@ -269,7 +269,7 @@ def _check(flow: DataFlow, part: StageSpec) -> None:
 
 
 def end_of(flow: DataFlow, part: StageSpec) -> float:
-    """Where the forward of a stage ends, as it has not what is looked at there: as in `Late`; inf: nowhere."""
+    """Where the forward of a stage ends, as it has not what is looked at there: as in `LateOutput`; inf: nowhere."""
     ends = [p - 0.5 for v, at in flow.branches.items() for p in at if p >= part.high and not _has(part, v)]
     ends += [float(i) for i in range(part.high, flow.end) if flow.calls[i].is_told]
     return math.inf if part.is_last else min(ends, default=math.inf)

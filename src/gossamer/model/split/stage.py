@@ -136,7 +136,7 @@ class StageModule:
     ) -> InFlight:
         """Run this stage's part of `run`, which calls `self.module`, on what stage - 1 sent.
 
-        Without `keep_graph` only what was received is kept, and `Live.recompute` comes before the backward.
+        Without `keep_graph` only what was received is kept, and `InFlight.recompute` comes before the backward.
         """
         if keep_graph:
             return self._forward(run, tensors)

@@ -174,5 +174,5 @@ def changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
 
 
 def _is_one_element(tensor: Any) -> bool:
-    """As the parameters of a `Skeleton` are, in all of their dims."""
+    """As the parameters of a `MetaModel` are, in all of their dims."""
     return isinstance(tensor, Tensor) and tensor.numel() > 1 and not any(tensor.stride())

@@ -1,7 +1,7 @@
 """How often islands come together: what `plan.sync: auto` means, with `plan.lossy: true`.
 
 Gradients that meet at every step (the best exchange `choose` knows) against islands that train apart and meet every
-`Period.every` steps, fragment by fragment in four bits, with a delay that hides what is under way. The seconds of a
+`SyncPeriod.every` steps, fragment by fragment in four bits, with a delay that hides what is under way. The seconds of a
 step, made dearer by the steps more that it takes to the same loss, decide. Pure, as `choose` is.
 """
 
