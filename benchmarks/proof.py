@@ -1,6 +1,6 @@
 """Modules as people write them, trained in stages: is what comes out equal to a loop of plain torch, or refused?
 
-    python benchmarks/proof.py [--habits a,b] [--pages values,edges] [--jobs 2] [--limit 60] [--json]
+    python benchmarks/proof.py [--habits a,b] [--pages values,edges] [--jobs 2] [--limit 60] [--again] [--json]
 
 Each habit of benchmarks/proof/pages is a factory of a module that nobody adapted. It is trained for 4 steps of 4
 micro-batches with gossamer.train on 1 rank, and in stages on 3 (or as the habit says), in real processes, fp32; the
@@ -35,7 +35,7 @@ from pool import judged
 from proof import pages
 from proof.habit import HABITS, Habit
 from proof.judge import ORDER, judge
-from result import publish
+from result import RESULTS, publish
 
 
 def main() -> None:
@@ -44,6 +44,7 @@ def main() -> None:
     read.add_argument("--pages", default="", help=f"those of these pages alone, of {', '.join(pages.PAGES)}")
     read.add_argument("--jobs", type=int, default=2)
     read.add_argument("--limit", type=float, default=60.0, help="seconds for one trial")
+    read.add_argument("--again", action="store_true", help="those of the record that were not as wanted, and new ones")
     read.add_argument("--json", action="store_true", help="nothing but the last line")
     asked = read.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # and with it all that was started
@@ -52,20 +53,31 @@ def main() -> None:
     if unknown := [n for n in names if n not in HABITS] + [p for p in some if p not in pages.PAGES]:
         sys.exit(f"there is no {', no '.join(unknown)}")
     chosen = [h for h in HABITS.values() if (not names or h.name in names) and (not some or h.page in some)]
-    began, rows = time.monotonic(), []
+    kept = record() if asked.again else {"rows": []}
+    rows = [row for row in kept["rows"] if row["good"]]
+    chosen = [h for h in chosen if h.name not in {row["habit"] for row in rows}]
+    before, began = len(rows), time.monotonic()
     warm()
     for row in judged(chosen, partial(judge, limit_s=asked.limit), otherwise=row_of, jobs=asked.jobs):
         rows.append(row)
         if not asked.json:
             mark = "    " if row["good"] else "BAD "
             told = f"{row['result']}, not proved {row['without_proof']}: {row['where']}"
-            print(f"{len(rows)}/{len(chosen)} {mark}{row['habit']}: {told}", file=sys.stderr, flush=True)
+            print(f"{len(rows) - before}/{len(chosen)} {mark}{row['habit']}: {told}", file=sys.stderr, flush=True)
     rows.sort(key=lambda row: list(HABITS).index(row["habit"]))
     figures = summed(rows) | {"rows": rows, "seconds": round(time.monotonic() - began)}
+    if before:
+        figures |= {"rows_of": {"earlier": before, "commit": kept["commit"], "seconds": kept["seconds"]}}
     if names or some:
         print(json.dumps(figures))
     else:
         publish("proof", figures)
+
+
+def record() -> dict[str, Any]:
+    """docs/results/proof.json, without rows of habits that are no more."""
+    found = json.loads((RESULTS / "proof.json").read_text())
+    return {**found, "rows": [row for row in found["rows"] if row["habit"] in HABITS]}
 
 
 def warm() -> None:

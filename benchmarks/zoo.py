@@ -3,7 +3,7 @@ process?
 
     python benchmarks/zoo.py [--classes causal,masked] [--types llama,vision/vit] [--stages 2,3] [--jobs 2] [--json]
                              [--through gloo|lockstep] [--schedules gpipe,one_f_one_b]
-                             [--proofs fp32,bf16]
+                             [--proofs fp32,bf16] [--found FILE]
 
 Classes: causal (language models), masked (encoders), seq2seq, vision (image classification), ctc, audio
 (classification), speech (to text). A type of a class other than causal is called class/type.
@@ -22,7 +22,8 @@ passed, which used only a part of their parameters, and how much (a model of tex
 it runs so). `thin`: which have fewer than two blocks in some stage, and how many in each. `whole`: of which each rank
 builds the whole model before it gives back what it does not hold, and why. `proofs`: in how many trials, by what the
 proof said (equal | not proved); `not_proved`: why, of each. --limit: seconds for each number of stages, and for the
-reference. The record: zoo.json where causal is among the classes, zoo_others.json of all others.
+reference. --found: a file of results, a line each, of types that are not run again; what is found is added to it.
+The record: zoo.json where causal is among the classes, zoo_others.json of all others.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,13 +64,14 @@ def main() -> None:
     read.add_argument("--proofs", default="fp32,bf16", help="precisions, through gloo; '' for none")
     read.add_argument("--jobs", type=int, default=1)
     read.add_argument("--limit", type=float, default=120.0, help="seconds")
+    read.add_argument("--found", type=Path, help="results of types that are not run again; those that are, are added")
     read.add_argument("--json", action="store_true", help="nothing but the last line")
     asked = read.parse_args()
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # and with it all that was started
     kinds = asked.types.split(",") if asked.types else [k for c in asked.classes.split(",") for k in kinds_of(c)]
     stages = [int(n) for n in asked.stages.split(",")]
-    found: dict[str, dict[str, Any]] = {}
+    found = {} if asked.found is None else known(asked.found, kinds)
     began = time.monotonic()
     checked = partial(check, stages=stages)
     if asked.through == "gloo":
@@ -80,8 +83,11 @@ def main() -> None:
             limit_s=asked.limit,
         )
     patience_s = asked.limit * (len(stages) + 2 if asked.through == "gloo" else 1)
-    for kind, result in run(kinds, checked, asked.jobs, patience_s):
+    for kind, result in run([kind for kind in kinds if kind not in found], checked, asked.jobs, patience_s):
         found[kind] = result
+        if asked.found is not None:
+            with asked.found.open("a") as lines:
+                lines.write(json.dumps([kind, result]) + "\n")
         if not asked.json:
             print(f"{len(found)}/{len(kinds)} {kind}: {result}", file=sys.stderr, flush=True)
     figures = {
@@ -104,6 +110,12 @@ def main() -> None:
         print(json.dumps(figures))
     else:
         publish("zoo" if "causal" in classes else "zoo_others", figures, script="zoo")
+
+
+def known(file: Path, kinds: list[str]) -> dict[str, dict[str, Any]]:
+    """What the lines of the file say of these types; of one that is there twice, the last."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {kind: result for kind, result in map(json.loads, lines) if kind in kinds}
 
 
 def is_thin(result: Mapping[str, Any]) -> bool:

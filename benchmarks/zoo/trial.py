@@ -35,7 +35,7 @@ from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.trainer import Trainer
 from gossamer.spec import records
 from gossamer.spec.config import RunConfig
-from zoo.case import Case, Different, Own, loss_of
+from zoo.case import Case, Different, Own, loss_of, module_of, short
 from zoo.check import BESIDE, NOISE, TOLERANCE
 from zoo.inputs import batch_of
 
@@ -160,7 +160,9 @@ def seated(trial: Trial, source: OriginSource, rank: int) -> Iterator[Seat]:
     try:
         check_agreement(pump, {"plan": parts.plan.model_dump_json(), "model": fingerprint(parts.outline)})
         asked = trial.proofs if trial.cuts else ()
-        proved = {one: _proved(*_planned(trial, source, rank, one), pump) for one in asked}
+        proved = {
+            one: _impossible(trial.case, one) or _proved(*_planned(trial, source, rank, one), pump) for one in asked
+        }
         held = model.hold()
         parts = replace(parts, module=held.module, cut=held.cut)
         yield Seat(parts, engine_of(parts), pump, trial.folder, proved)
@@ -187,6 +189,18 @@ def _planned(trial: Trial, source: OriginSource, rank: int, precision: str = "fp
         cut=outline.cut,
     )
     return parts, model
+
+
+def _impossible(case: Case, precision: str) -> str:
+    """Why plain torch cannot compute the model in that precision either; empty where it can."""
+    if precision == "fp32":
+        return ""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss_of(module_of(case), batch_of(case.form, seed=0, padded=True)).backward()
+    except RuntimeError as error:
+        return f"impossible: plain torch: {short(error)}"
+    return ""
 
 
 def _proved(parts: Parts, model: Planned, pump: CommThread) -> str:
