@@ -54,7 +54,7 @@ def test_help_and_the_library_itself_import_no_torch() -> None:
         "from gossamer.cli import COMMANDS, main\n"
         "with contextlib.redirect_stdout(io.StringIO()) as out:\n"
         "    codes = [main(['--help']), *(main([name, '--help']) for name in COMMANDS if name != 'lab')]\n"
-        "    codes += [main(['methods', 'optim']), main(['config', 'show', '--json']), main(['--version'])]\n"
+        "    codes += [main(['methods', 'optimizer']), main(['config', 'show', '--json']), main(['--version'])]\n"
         "assert not any(codes), codes\n"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -120,7 +120,7 @@ USAGE = {
     ("export", "runs/none", "out", "--to", "gguf"): "hf",
     ("export", "runs/none", "out"): "--to",
     ("demo", "--seconds", "-1"): "wanted seconds > 0, got -1",
-    ("methods", "optm"): "there is no room 'optm': did you mean 'optim'",
+    ("methods", "optimzer"): "there is no room 'optimzer': did you mean 'optimizer'",
     ("methods", "optimizer", "adamv"): "did you mean 'adamw'?",
     ("config", "check", "nowhere.yaml"): "nowhere.yaml",
 }
@@ -316,7 +316,7 @@ def test_letters_of_the_command_line_are_utf_8_under_any_locale(encoding: str, t
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_an_answer_that_nobody_can_read_undoes_nothing(tmp_path: Path) -> None:
     program = (
-        "import sys; from gossamer import api; from gossamer.cli import main\n"
+        "import sys; from gossamer.api import verbs as api; from gossamer.cli import main\n"
         f"api.train_command = lambda *args, **rest: {DONE!r}\n"
         "sys.exit(main())"
     )

@@ -306,7 +306,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "plan.sync.gossip.gamma: wanted a step towards the neighbours in (0, 1], got 2",
     ),
     (sections({"gossip": {"codec": "lossless"}}), "plan.sync.gossip.codec: wanted a codec whose messages have a fixed"),
-    (sections({"gossip": {"graph": "rings"}}), "plan.sync.gossip.graph: no graph is called 'rings'"),
+    (sections({"gossip": {"graph": "rings"}}), "plan.sync.gossip.graph: no topology is called 'rings'"),
     (sections({"dilocco": {}}), "no sync is called 'dilocco'"),
     ({"plan": {"sync": "diloco", "adapt": "l_greco"}}, "plan.adapt: wanted bcrs, or gradients that all ranks exchange"),
     (

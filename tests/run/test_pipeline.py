@@ -143,7 +143,7 @@ def test_evaluation_and_gradients_of_frozen_parts(pool, tmp_path: Path) -> None:
         (2, {"mesh": {"pipe": 2}, "microbatches": 9}, "9 micro-batches on every replica"),
         (2, {"mesh": {"pipe": 2}, "schedule": "one_stage"}, "1 stage on 1 rank"),
         (2, {"mesh": {"pipe": 2}, "boundary": ["plain", "plain"]}, "one way for each of the 1 borders"),
-        (2, {"mesh": {"pipe": 2}, "boundary": "int8"}, "no crossing is called 'int8'"),
+        (2, {"mesh": {"pipe": 2}, "boundary": "int8"}, "no activation codec is called 'int8'"),
         (2, {"mesh": {"pipe": 2}, "adapt": "l_greco"}, "a policy for the links between stages"),
     ],
 )

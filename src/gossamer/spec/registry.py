@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -22,6 +23,7 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
+_WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between the words of a class's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Registry(Generic[T]):
         if preset is not None:
             return self.type(MethodConfig.parse(preset["is"]).name, key=key)
         if name not in self._modules():
-            kind = self.base.__name__.lower()
+            kind = _WORDS.sub(" ", self.base.__name__).lower()
             raise BadInput(f"no {kind} is called {name!r}: {nearest(name, self.names())}", key=key)
         module = importlib.import_module(f"{self.package}.{name}")
         wanted = name.replace("_", "").lower()
