@@ -22,7 +22,7 @@ def rate_of(at: ExchangeContext, track_lr: bool) -> float:
     return at.lr if abs(at.lr) > _NO_RATE else 0.0
 
 
-def denominator_or_one(owed: Tensor, exact: Tensor, mean: Tensor, unit: float) -> None:
+def add_rounding_error(owed: Tensor, exact: Tensor, mean: Tensor, unit: float) -> None:
     """Add to `owed`, in place, what was lost when `exact` became `mean`, the same on all ranks."""
     if mean.dtype != exact.dtype and unit:
         owed.add_(exact - mean, alpha=unit)

@@ -31,7 +31,7 @@ from torch import Tensor
 from gossamer.comm.bucket import Bucket, Layout, as_float
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, ProcessGroups, Rounds, Traffic
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._error_feedback import denominator_or_one, rate_of, require_stateless, tiles
+from gossamer.exchange._error_feedback import add_rounding_error, rate_of, require_stateless, tiles
 from gossamer.spec.errors import bad_input
 
 _HIGHEST = 0.5
@@ -76,7 +76,7 @@ class EControl(Exchange):
         owed = torch.empty_like(e)
         for one, old, new, heard in tiles(owed, e, flat, known):
             torch.add(old, new, alpha=rate * share, out=one).sub_(heard, alpha=rate)
-        denominator_or_one(owed, agg, mean, rate * share)
+        add_rounding_error(owed, agg, mean, rate * share)
         return Outcome(mean, None, ExchangeState({"e": owed, "h": known, "agg": agg}, (out.state,)))
 
     def eta_of(self, layout: Layout) -> float:

@@ -27,7 +27,7 @@ from torch import Tensor
 from gossamer.comm.bucket import Bucket, Layout, as_float
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, ProcessGroups, Rounds, Traffic
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._error_feedback import denominator_or_one, rate_of
+from gossamer.exchange._error_feedback import add_rounding_error, rate_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ErrorFeedback(Exchange):
         if out.owed is not None:
             owed.add_(out.owed, alpha=rate_of(at, self.track_lr))
         mean = out.mean.to(x.layout.dtype)
-        denominator_or_one(owed, out.mean, mean, rate_of(at, self.track_lr) * self.inner.part_of_mean(at))
+        add_rounding_error(owed, out.mean, mean, rate_of(at, self.track_lr) * self.inner.part_of_mean(at))
         return Outcome(mean, None, ExchangeState({"e": owed}, (out.state,)))
 
     @staticmethod

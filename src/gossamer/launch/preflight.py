@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from gossamer.process.json_lines import Said, read_line
 from gossamer.spec.errors import BadInput, WireMismatch
 
-_PROGRAM = Path(__file__).with_name("_look.py")
+_PROGRAM = Path(__file__).with_name("_preflight_host.py")
 _LOOK_S = 60.0
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=10", "-T")
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_PROGRAM = Path(__file__).with_name("_warden.py")
+_PROGRAM = Path(__file__).with_name("_orphan_reaper.py")
 
 
 class OrphanReaper:

@@ -18,7 +18,7 @@ from gossamer.process.last_position import LastWord, Position, PositionPage
 from gossamer.process.orphan_reaper import OrphanReaper
 from gossamer.process.tee import Tee, last_line
 
-_ENTER = Path(__file__).with_name("_enter.py")
+_ENTER = Path(__file__).with_name("_child_init.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

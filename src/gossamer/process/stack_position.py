@@ -13,9 +13,8 @@ from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
-_WIRE = str(Path(__file__).parents[1]) + os.sep
-_OURS = str(Path(__file__).parents[2]) + os.sep
-_BESIDE = str(Path(__file__).parent) + os.sep  # this room: heartbeats and processes, nothing that waits for a rank
+_COMM = str(Path(__file__).parents[1] / "comm") + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
 _TORCH = ("torch", "functorch", "torchgen")
 _PUMP, _OWN_THREADS = "gossamer-pump", "gossamer-"
@@ -73,7 +72,7 @@ def _is_on_the_wire(frame: FrameType) -> bool:
     while line is not None and _is_pythons(line.f_code.co_filename):
         line = line.f_back
     file = line.f_code.co_filename if line is not None else ""
-    return file.startswith(_WIRE) and not file.startswith(_BESIDE)
+    return file.startswith(_COMM)
 
 
 def _lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
