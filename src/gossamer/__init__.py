@@ -1,14 +1,14 @@
 """Gossamer trains one model on the machines and links you have.
 
     gossamer.train(model, data, config)          # train, from Python
-    gossamer.wrap(model, optimizer, loader)      # the same inside one's own loop; rank(), ranks()
+    gossamer.wrap(model, optimizer, loader)      # the same inside your own training loop; rank(), ranks()
     gossamer.plan(model, config, ranks=4)        # how the work would be split
     gossamer.resume(run_dir, {"train.steps": 2000})
     gossamer.sample(run_dir, "The ")             # text of a trained model
     gossamer.export(run_dir, "my-model")         # a folder that transformers loads
     gossamer.load(run_dir)                       # its module, tokenizer and configuration
 
-Nothing is imported before it is used: `import gossamer` alone does not even import torch.
+Every import is lazy: `import gossamer` alone does not even import torch.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def __dir__() -> list[str]:
 
 
 class _PlanVerb(ModuleType):
-    """`gossamer.plan` is a room of the house and a verb of the public API: the module, which can also be called."""
+    """The module `gossamer.plan`, which can also be called: a subpackage and a verb under one name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return importlib.import_module("gossamer.api.verbs").plan(*args, **kwargs)
 
 
 class _Package(ModuleType):
-    """This package. Whoever imports the plan room makes Python set it here as an attribute: that is where it learns."""
+    """This package: makes `gossamer.plan` callable when Python sets the imported subpackage as an attribute here."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "plan" and type(value) is ModuleType:

@@ -1,4 +1,4 @@
-"""`python -m gossamer` is the command `gossamer`."""
+"""Entry point of `python -m gossamer`, which is the command `gossamer`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The public verbs: what `gossamer.train` and the commands call. The only package that sees all others."""
+"""The public verbs: the functions behind `gossamer.train` and the commands. Only this package imports all others."""

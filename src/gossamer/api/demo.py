@@ -1,4 +1,4 @@
-"""The demo: the main job end to end on text that every Python carries with it, in minutes on any machine."""
+"""The demo: a complete training run on the source of Python's own library, in minutes on any machine."""
 
 from __future__ import annotations
 
@@ -44,20 +44,21 @@ BESIDE_S = 40.0  # about: to start, to evaluate at the end, to write a sample an
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """The configuration of the demo, and what its end is made of."""
+    """The configuration of the demo, and its time limit: `seconds` of training."""
 
     seconds: float = USUAL_S
 
     def config(self) -> RunConfig:
-        """As many steps as usual, or as `seconds` of training are enough for, which is seen as it goes; in more seconds
-        than usual, more.
+        """Return the configuration: 800 steps, or fewer where `seconds` of training allow fewer (found while training).
+
+        With more than the usual 120 seconds, steps grow in proportion.
         """
         steps = round(CONFIG["train"]["steps"] * max(1.0, self.seconds / USUAL_S))
         train = {**CONFIG["train"], "steps": steps, "seconds": self.seconds}
         return RunConfig.model_validate({**CONFIG, "train": train})
 
     def promise(self) -> str:
-        """What is said before it begins."""
+        """Return the message about the expected duration, shown before the start."""
         whole, training = show_seconds(round(self.seconds + BESIDE_S)), show_seconds(round(self.seconds))
         return (
             f"This takes about {whole} at most: up to {training} to train, the rest to begin and to look at what came."
@@ -70,7 +71,9 @@ LONGER: dict[int, float] = {}
 
 
 def closing(summary: Mapping[str, Any], *, text: str, train: bytes, validation: bytes) -> DemoResult:
-    """The last panel: the validation figure beside what simple statistics of the same text reach."""
+    """Return the contents of the last panel: validation bits per byte beside those of simple statistics of the same
+    text.
+    """
     from gossamer.data import statistics
 
     found = statistics(train, validation)
@@ -101,7 +104,10 @@ def closing(summary: Mapping[str, Any], *, text: str, train: bytes, validation: 
 
 
 def outlook(summary: Mapping[str, Any], marks: Mapping[str, float]) -> str:
-    """How long runs of this configuration take, at this run's pace, until they pass each mark."""
+    """Return a sentence about longer runs; "" if none is known.
+
+    It names, for each mark in bits per byte, the steps to pass it and their time at this run's pace.
+    """
     pace_s = summary["seconds"] / max(1, summary["steps"])
     said = []
     for name, bits in marks.items():

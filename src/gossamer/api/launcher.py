@@ -1,4 +1,4 @@
-"""Start the processes of a run, here or on several hosts, and show what they record while they work."""
+"""The launcher: start the processes of a run, here or on several hosts, and display their records while they work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """What to start, and whether it goes on from a checkpoint. Every way to start raises what the run ended with."""
+    """The launcher of a run's worker processes; `resume`: from a checkpoint.
+
+    Every method that starts processes raises the error that ended the run.
+    """
 
     directory: RunDirectory
     config: RunConfig
@@ -49,15 +52,17 @@ class Launcher:
     folder: Path | None = None  # that paths of the configuration are relative to; None: the current one
 
     def here(self) -> None:
-        """All processes on this machine."""
+        """Start all processes on this machine, and wait for their end."""
         with _RecordFollower(self) as watch:
             outcome = launch_here(self._start(self.directory.path, watch.tick))
         _raise_for(outcome, self.directory)
 
     def met(self, host: str, meet: str, prepare: Callable[[RunDirectory], None]) -> RunDirectory:
-        """This host's processes of a run over several, each started by hand; returns the run's directory here.
+        """Start this host's processes of a run that the user starts by hand on each host; return the run's directory
+        here.
 
-        `prepare` fills the directory, whose name is host 0's.
+        `host` is "i/n", this host of all; `meet` is ADDRESS:PORT of host 0. `prepare` fills the directory, which has
+        the name that host 0 gave it.
         """
         number, hosts = RendezvousConfig.parse_host(host)
         address, port = RendezvousConfig.parse_meet(meet)
@@ -95,7 +100,7 @@ class Launcher:
         return found[0]
 
     def over_ssh(self, hosts: list[str], plan: Path | None = None) -> None:
-        """Start the same command on every host, under the plan of a file where one is given."""
+        """Start the same command on every host over ssh, with the plan of a file where one is given."""
         config = self.config.model_dump(mode="json")
         config["machines"]["hosts"] = []
         config["run"]["name"] = self.directory.name
@@ -140,7 +145,7 @@ class Launcher:
 
 
 class _RecordFollower:
-    """The display and the trackers of a run, fed with what its first rank writes down."""
+    """The display and the trackers of a run, fed with the records that its first rank writes."""
 
     def __init__(self, launch: Launcher) -> None:
         config, self._directory = launch.config, launch.directory
@@ -167,7 +172,7 @@ class _RecordFollower:
             self._display.close()
 
     def tick(self) -> None:
-        """Show what is new."""
+        """Show and log the new records."""
         for record in self._tail.read():
             self._display.show(record)
             self._trackers.log(record)

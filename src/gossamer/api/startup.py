@@ -1,4 +1,4 @@
-"""A run begins whole or not at all."""
+"""The rollback of a failed start: a run directory is complete, or as it was before."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gossamer.view.run_directory import RunDirectory
 
 @contextmanager
 def rollback_failed_start(directory: RunDirectory) -> Iterator[None]:
-    """Around preparing and starting: where the ranks never began, the run's files are as they were before.
+    """Restore the run's files where the ranks never began, inside the `with` block around preparing and starting.
 
-    A run that could not begin for what the user gave leaves no folder; one that could not go on (other settings, a
-    damaged checkpoint) keeps its configuration and plan. After another failure the folder with its logs stays.
+    A run that could not begin because of the user's input leaves no folder. One that could not resume (other settings,
+    a damaged checkpoint) keeps its configuration and plan. After another failure the folder with its logs stays.
     """
     files = (directory.config_file, directory.provenance_file, directory.plan_file)
     before = {file: file.read_bytes() for file in files if file.exists()}

@@ -1,4 +1,4 @@
-"""The public verbs: what the command line and Python users call. The only room that sees all others."""
+"""The public verbs, which the command line and Python users call. Only this package imports all others."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def train_command(
     resume: str | None = None,
     dry: bool = False,
 ) -> dict[str, Any]:
-    """`gossamer train`: make the run's folder, start its processes, show what they record, sum up.
+    """Run `gossamer train`: make the run's folder, start its processes, display their records, return the summary.
 
-    `resume="auto"` goes on with the newest run of the same configuration, if there is one. Raises BadInput,
-    RunFailed, Interrupted.
+    `resume="auto"` resumes the newest run of the same configuration, if there is one. Raises BadInput, RunFailed,
+    Interrupted.
     """
     resolved = _planned(resolved, plan, hosts, host)
     if dry:
@@ -89,7 +89,7 @@ def train_command(
 
 
 def _planned(resolved: Resolved, plan: Path | None, hosts: list[str] | None, host: str | None) -> Resolved:
-    """The configuration with what a plan decides; raises BadInput for what needs no torch to be refused at once."""
+    """Return the configuration with the plan's decisions; raises BadInput for errors that are found without torch."""
     config, launched = resolved.config, launcher_of(os.environ) in ("torchrun", "srun", "mpirun")
     machines = int(host.rpartition("/")[2]) if host is not None else max(1, len(hosts or config.machines.hosts))
     ranks = read_environment().ranks if launched else config.machines.processes * machines
@@ -119,10 +119,10 @@ def _check_ranks(config: RunConfig, ranks: int) -> None:
 
 
 def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[str, Any]:
-    """`gossamer resume`: go on from the newest good checkpoint, perhaps with other settings.
+    """Run `gossamer resume`: continue from the newest good checkpoint, perhaps with other settings; return the summary.
 
-    The plan is made anew where the settings ask for another one. A run that has made its steps is left as it is.
-    Paths in what the run began with are relative to the folder it began in, those in `overrides` to the current one.
+    The plan is made anew where the settings ask for another one. A run that has made its steps stays unchanged. Paths
+    in the run's own configuration are relative to the folder it began in, those in `overrides` to the current one.
     """
     from gossamer.job.run_files import folder_of
     from gossamer.settings import anchored, reload
@@ -157,20 +157,21 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
 
 
 def _prepare_again(directory: RunDirectory, resolved: Resolved) -> None:
-    """Write down with what a run goes on: its plan only where the settings ask for the same one."""
+    """Write the configuration that a run resumes with; keep its plan only where the settings ask for the same one."""
     config, before, plan = resolved.config, directory.config(), directory.plan()
     directory.keep(config, resolved.origin)
     if plan is not None and asks_for_another_plan(before, config):
         directory.plan_file.unlink()
-    elif plan is not None:  # somebody may have written in it
+    elif plan is not None:  # the user may have edited it
         given = {key for key, where in resolved.origin.items() if where != DEFAULT}
         for error in contradictions(config, plan, given, name=str(directory.plan_file), lines={}):
             raise error
 
 
 def _is_done(directory: RunDirectory, config: RunConfig) -> bool:
-    """Whether a run has made all steps that are wanted of it, and has them in a checkpoint that is good. Raises
-    BadInput where it has made more.
+    """Return whether a run has made all wanted steps, and has them in a good checkpoint.
+
+    Raises BadInput where it made more.
     """
     wanted, made, ended = config.train.steps, 0, False
     for record in directory.records():
@@ -197,7 +198,7 @@ def _is_done(directory: RunDirectory, config: RunConfig) -> bool:
 
 
 def _directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bool]:
-    """The run's folder, and whether it is one to go on with."""
+    """Return the run's folder, and whether the run in it is resumed."""
     config = resolved.config
     runs = Path(config.run.directory)
     if resume not in (None, "auto"):
@@ -215,7 +216,7 @@ def _directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bo
 
 
 def model_name(config: RunConfig) -> str:
-    """A short name for the model of a configuration, for folders."""
+    """Return a short name for the model of a configuration, for folders."""
     model = config.model
     written = model.factory or model.gguf or model.hf or "model"
     return Path(written.rpartition(":")[2] or written).stem
@@ -234,7 +235,7 @@ def _is_first() -> bool:
 
 
 def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> dict[str, Any]:
-    """This process was started by torchrun, srun or mpirun: it is a worker itself."""
+    """Run this process as a worker: torchrun, srun or mpirun started it."""
     from gossamer.job.worker import run_rank
     from gossamer.launch.worker import Ready, run_worker
 
@@ -261,10 +262,10 @@ def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> d
 
 
 def resume(run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> dict[str, Any]:
-    """Go on with a run from its newest good checkpoint, in processes of its own; returns its summary.
+    """Resume a run from its newest good checkpoint, in processes of its own; return its summary.
 
-    overrides: what is to be otherwise from now on, ["train.steps=2000"] or {"train.steps": 2000}. Call it from the
-    main thread. Raises BadInput, RunFailed, Interrupted.
+    overrides: settings to change from now on, ["train.steps=2000"] or {"train.steps": 2000}. Call it from the main
+    thread. Raises BadInput, RunFailed, Interrupted.
     """
     from gossamer.settings import written_overrides
 
@@ -278,13 +279,13 @@ def train(
     *,
     resume: str | None = None,
 ) -> dict[str, Any]:
-    """Train `model` on `data` in this process, or as one rank under torchrun; returns the run's summary.
+    """Train `model` on `data` in this process, or as one rank under torchrun; return the run's summary.
 
-    model: an nn.Module nobody rewrote (or what the `model` section of a configuration says).
-    data: a source as in `data.source`, a Corpus, or a map-style dataset of dictionaries of tensors.
+    model:  an unmodified nn.Module (or what the `model` section of a configuration holds).
+    data:   a source as in `data.source`, a Corpus, or a map-style dataset of dictionaries of tensors.
     config: a RunConfig, a dictionary of its sections, or the path of a run.yaml.
-    resume: "auto" goes on with the newest run of the same configuration that has a checkpoint, where there is one;
-        on several ranks, with the run of the name that is given.
+    resume: "auto" resumes the newest run of the same configuration that has a checkpoint, where there is one;
+            on several ranks, the run of the name that is given.
     """
     from gossamer.job.in_process import train_in_process
 
@@ -292,7 +293,7 @@ def train(
 
 
 def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | None = None, *, ranks: int = 1) -> Plan:
-    """The plan for training `model` on `ranks` processes: a value to read, change, save, and pass to `--plan`."""
+    """Return the plan to train `model` on `ranks` processes: a value to read, change, save, or pass to `--plan`."""
     import torch
 
     from gossamer.job.in_process import config_from
@@ -303,10 +304,10 @@ def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | 
 
 
 def load(run_dir: str | Path, module: nn.Module | None = None) -> TrainedRun:
-    """What a run trained, from its directory alone: its model, tokenizer and configuration.
-    See `gossamer.job.trained_run`.
+    """Load the trained model, tokenizer and configuration of a run from its directory alone.
 
-    module: for a run of a module that a program made, one built alike, which is filled.
+    module: for a run whose module was built in a program, one built alike, to load the weights into. Returns a
+    `gossamer.job.trained_run.TrainedRun`. Raises BadInput, CheckpointMismatch.
     """
     from gossamer.job.trained_run import read_trained
 
@@ -316,7 +317,7 @@ def load(run_dir: str | Path, module: nn.Module | None = None) -> TrainedRun:
 def sample(
     run_dir: str | Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
 ) -> str:
-    """`gossamer sample`: text the model of a run goes on with after `prompt`."""
+    """Generate text with the model of a run (`gossamer sample`); return the text after `prompt`, without it."""
     from gossamer.model.generate import generate
 
     found = load(run_dir)
@@ -324,8 +325,10 @@ def sample(
 
 
 def export(run_dir: str | Path, target: str | Path) -> dict[str, Any]:
-    """`gossamer export RUN_DIR --to hf DIR`: a folder that transformers loads, or for a model of your own its weights.
-    `load` in what it returns is the Python that loads it. Refuses a folder that exists.
+    """Write the model of a run as a folder that transformers loads, or the weights alone of a model of your own.
+
+    `gossamer export RUN_DIR --to hf DIR` calls it. `load` in the result is the Python code that loads the folder.
+    Raises BadInput for a folder that exists.
     """
     from gossamer.model.export import export_hf
 
@@ -337,7 +340,7 @@ def export(run_dir: str | Path, target: str | Path) -> dict[str, Any]:
 
 
 def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
-    """`gossamer demo`: the main job on text every Python carries with it: train, reload, sample, compare."""
+    """Run `gossamer demo`: train on the source of Python's own library, reload, sample, compare; return the summary."""
     from rich.console import Console
 
     from gossamer.api.demo import PROMPT, USUAL_S, Demo, closing

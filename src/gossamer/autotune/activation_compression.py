@@ -1,5 +1,6 @@
-"""What `plan.adapt` does for a model in stages: the links between them are measured, and each border gets its own way
-for tensors to cross, before the first step.
+"""Choose the activation compression of every stage boundary, before step 1, from the measured links between stages.
+
+This is `plan.adapt` for a model in pipeline stages.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ Tell = Callable[[str, int], None]
 
 
 def with_activation_compression(parts: Parts, channel: Channel, tell: Tell) -> Parts:
-    """The same parts under a plan whose borders the policy has chosen; all ranks call it, and come to the same plan.
+    """Return the parts with a plan whose activation compression the policy has chosen.
 
-    A border of several links is treated as the slowest of them asks for.
+    All ranks must call it and get the same plan. A boundary of several links is treated as its slowest link requires.
     """
     written = parts.config.plan.adapt
     if parts.cut is None or written == "none":
@@ -50,7 +51,7 @@ def with_activation_compression(parts: Parts, channel: Channel, tell: Tell) -> P
 
 
 def _pairs(plan: Plan, stage: int) -> list[tuple[int, int]]:
-    """The ranks before and behind a border, of all replicas."""
+    """Return the pairs of ranks before and after a stage boundary, of all replicas."""
     if plan.stages:
         return list(product(plan.stages[stage], plan.stages[stage + 1]))
     return [(rank, rank + 1) for rank in range(stage, plan.mesh.size, plan.mesh.pipe)]
@@ -61,7 +62,7 @@ def _rate(link: Link) -> float:
 
 
 def _crossing(parts: Parts) -> dict[int, int]:
-    """Bytes that leave every stage but the last with the first micro-batch, of what can be sent in fewer."""
+    """Return the bytes of compressible activations that each stage but the last sends with the first micro-batch."""
     assert parts.cut is not None
     rows = Feed(parts.train, parts.plan, 0, parts.config.train.seed).fetch(0)[0].rows
     flow, stages = parts.cut.ways.of(rows)

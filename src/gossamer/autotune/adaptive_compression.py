@@ -1,11 +1,12 @@
-"""What `plan.adapt` does while a run goes on: average gradients, measure settings on them, let the policy choose.
+"""Adaptive compression (`plan.adapt`): sum mean gradients, measure settings on them, let the policy choose.
 
-Before every choice the mean gradients of the last steps are summed, as the update rule saw them: after clipping, so
-that no single step outweighs the others. They are what came out of the exchange in force: one step alone would say
-that this very exchange loses nothing. Over a window, feedback brings what single steps have left out. Every rank
-measures some of the parameters, the table is gathered, and the policy is a pure function of it: so all ranks come to
-the same choice. It is kept in plan.yaml, and a run that is resumed goes on with it. The sums are not kept: a choice
-whose window was cut by a stop rests on what is left of it, and says so.
+Before every choice the mean gradients of the last steps are summed as the optimizer received them: after clipping, so
+that no single step dominates. They are the output of the current exchange: from one step alone, that exchange would
+seem to lose nothing. Over a window, error feedback adds what single steps dropped.
+
+Every rank measures some of the parameters, an all-gather combines the table, and the policy is a pure function of it.
+So all ranks make the same choice. plan.yaml keeps it, and a resumed run continues with it. The sums are not saved: a
+choice whose window was cut by a stop uses the remaining steps, and its reason says so.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from gossamer.sync import GradientReducer
 
 _KEY = "plan.adapt"
 _WARM = 2  # exchanges before the one that is measured, of methods that refine what they send from step to step
-_HIDDEN = 0.05  # a byte that nobody waits for still counts, a little
+_HIDDEN = 0.05  # weight of a byte whose time on the wire is fully hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class _Group:
 
 @dataclass(slots=True, kw_only=True)
 class AdaptiveCompression:
-    """One rank's part in it; all ranks call `replan` at the same steps."""
+    """The adaptive compression of one rank's gradient exchanges; all ranks must call `replan` at the same steps."""
 
     policy: Policy
     every: int
@@ -64,8 +65,9 @@ class AdaptiveCompression:
 
     @staticmethod
     def of(section: PlanSection, exchanger: ExchangeSelector) -> AdaptiveCompression | None:
-        """None where nothing is to be adapted as the run goes on: borders between stages, and what goes between islands
-        that train apart, are before it.
+        """Return the adaptive compression of a run; None if nothing is adapted between steps.
+
+        Stage boundaries, and the exchange between islands in local-update training, are chosen before step 1.
         """
         if section.adapt == "none" or exchanger.plan.mesh.pipe > 1 or outer_loop_of(exchanger.plan) is not None:
             return None
@@ -79,7 +81,11 @@ class AdaptiveCompression:
         )
 
     def begin(self, replica: GradientReducer) -> None:
-        """Before the first step. Raises BadInput for settings that cannot be built, or where there are none."""
+        """Prepare before the first step.
+
+        Raises BadInput for settings that cannot be built, or if an exchange that the user named has no settings to
+        choose from.
+        """
         self.replica = replica
         settings = {told(w): w for group in self._groups() for w in group.settings}
         for written in settings.values():
@@ -97,7 +103,7 @@ class AdaptiveCompression:
         self.exchanger.tell(f"nothing is adapted: {named} has no settings to choose from", 0)
 
     def replan(self, step: int) -> Replan | None:
-        """At the border behind `step`, after an update: None, or what has been chosen."""
+        """Return the newly chosen exchange after `step`, once its update is made; None for no change."""
         groups = self._groups()
         measured = any(group.settings for group in groups)
         if measured:
@@ -111,7 +117,7 @@ class AdaptiveCompression:
         return self.exchanger.change(written, step, f"adapted: {said}", adapted_from=self._base)
 
     def forget(self) -> None:
-        """What has been summed is of no use: the exchange has changed."""
+        """Discard the summed gradients, e.g. because the exchange has changed."""
         self._sums, self._count, self._last = {}, 0, -1
 
     @property
@@ -167,7 +173,7 @@ class AdaptiveCompression:
         return self._with(chosen), "; ".join(said)
 
     def _with(self, chosen: Mapping[str, tuple[str, Written]]) -> Exchanges:
-        """The lines of the base, those of what was chosen before them, and none that serves nobody any more."""
+        """Return the chosen rules followed by those rules of the base that still serve a parameter."""
         assert self.replica is not None
         before = lines(self._base, key="plan.exchange")
         left = {exchange_methods.matching_rule(before, name) for name in self.replica.names if name not in chosen}
@@ -181,7 +187,7 @@ class AdaptiveCompression:
         return _shortest(found)
 
     def _measure(self, groups: list[_Group]) -> list[Statistics]:
-        """The same on every rank: each parameter is measured by one of them, the others add zeros."""
+        """Return the same statistics on every rank: one rank measures each parameter, the others add zeros."""
         assert self.replica is not None
         rank, ranks, tables = self.replica.rank, self.replica.ranks, []
         for group in groups:
@@ -215,7 +221,7 @@ class AdaptiveCompression:
 
 
 def inter_island_policy(section: PlanSection, plan: Plan) -> Policy | None:
-    """The policy for what goes between islands that train apart; None where there is none."""
+    """Return the policy for the exchange between islands in local-update training; None if there is none."""
     if section.adapt == "none" or outer_loop_of(plan) is None:
         return None
     return adapt.build(section.adapt, key=_KEY)
@@ -224,7 +230,10 @@ def inter_island_policy(section: PlanSection, plan: Plan) -> Policy | None:
 def replan_callback(
     exchanger: ExchangeSelector, adapting: AdaptiveCompression | None
 ) -> Callable[[int], Replan | None]:
-    """What a trainer asks at a step's border. Links that have drifted come first: then what was adapted is outdated."""
+    """Return the function that the trainer calls between steps to change the exchange.
+
+    Drifted links come first: their new choice makes the adapted settings obsolete.
+    """
     if adapting is None:
         return exchanger.replan
 
@@ -239,7 +248,7 @@ def replan_callback(
 
 
 def _measured(name: str, gradient: Tensor, settings: tuple[Written, ...], levels: ProcessGroups) -> Tensor:
-    """(2, settings): what each loses, without feedback, of this gradient, and the bytes it sends."""
+    """Return (2, settings): each setting's error on this gradient, without error feedback, and the bytes it sends."""
     where, rows = Layout.of({name: gradient}), []
     for written in settings:
         whole = exchange_methods.build(written)
@@ -255,7 +264,10 @@ def _measured(name: str, gradient: Tensor, settings: tuple[Written, ...], levels
 
 
 def _bare(exchange: Exchange) -> Exchange:
-    """What is inside all feedback: feedback would pay in the second exchange what it owes from the first."""
+    """Return the exchange inside all error feedback.
+
+    In a second exchange, feedback would add the residual of the first.
+    """
     if not exchange.traits.remembers:
         return exchange
     inner = [v for f in fields(exchange) if isinstance(v := getattr(exchange, f.name), Exchange)]  # type: ignore[arg-type]
@@ -267,7 +279,7 @@ def _first(rules: tuple[AdaptRule, ...], name: str) -> Written:
 
 
 def _shortest(rules: list[AdaptRule]) -> Exchanges:
-    """One method alone where it serves everybody."""
+    """Return a single method if it serves all parameters, else the rules."""
     if len(rules) == 1 and rules[0][:2] == (LAST_RESORT, "all"):
         return rules[0][2]
     return rules

@@ -1,4 +1,4 @@
-"""What a choice of exchanges rests on besides the links: when buckets fill, what candidates cost and what they lose."""
+"""Profile what the choice of exchanges needs besides links: when buckets fill, and each candidate's cost and error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES
 from gossamer.sync import OuterLoopConfig, buckets_of, exchange_of_second_moments, exchanges_of_round
 
-_SAMPLED_RANKS = 16  # beyond, prices are asked of the first and the last ranks only
+_SAMPLED_RANKS = 16  # beyond, traffic is computed for the first and the last ranks only
 
 _Groups: TypeAlias = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
@@ -49,7 +49,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A candidate for a bucket, on any link: what it takes to encode and decode, and what it loses."""
+    """A candidate for a bucket, on any link: seconds of encoding and decoding, and compression error."""
 
     exchange: Exchange
     cpu_s: float
@@ -58,16 +58,17 @@ class _Cell:
 
 @dataclass(slots=True)
 class ExchangeProfile:
-    """What does not change with the links. Ranks measure at once, as they will compute at once, and the largest number
-    of all ranks counts. What nobody has asked for yet is measured when it is: candidates for buckets of another size,
-    or among ranks that have turned out to be islands.
+    """The measurements of exchanges that do not depend on the links.
+
+    Ranks measure at the same time, as they will compute at the same time, and the largest number over all ranks counts.
+    More is measured on demand: candidates for buckets of another size, or between islands that were detected later.
     """
 
     params: Mapping[str, Tensor]
     pump: CommThread
     ready_s: Mapping[str, float]  # this rank's, by parameter
     times: tuple[float, float, float]  # compute, backward, stolen share
-    squares: Mapping[str, float]  # |gradient|^2, this rank's; of nothing where gradients were not finite
+    squares: Mapping[str, float]  # |gradient|^2, this rank's; empty if gradients were not finite
     lost: Mapping[str, Mapping[str, float]]  # |x - kept|^2 by exchange and parameter, this rank's
     _cuts: dict[int, _Cut] = field(default_factory=dict)  # by bucket_bytes
     _columns: dict[tuple[str, _Groups, int], tuple[_Cell | None, ...]] = field(default_factory=dict)
@@ -81,8 +82,10 @@ class ExchangeProfile:
         *,
         knows: bool,
     ) -> ExchangeProfile:
-        """What candidates lose is measured once, on gradients that are not kept. `knows`: whether these are finite on
-        all ranks; else what is lossy has no price.
+        """Return the profile: the step's times, and the compression error of each candidate, measured once.
+
+        `rehearsal`: a profiled step with its gradients. `knows`: whether these are finite on all ranks; if not, the
+        errors of lossy candidates stay unknown. All ranks must call it.
         """
         times = [rehearsal.compute_s, rehearsal.backward_s, encode_slowdown()]
         agreed = _largest(pump, ("compute_s", "backward_s", "stolen"), times)
@@ -93,11 +96,11 @@ class ExchangeProfile:
 
     @property
     def knows(self) -> bool:
-        """Whether it is known what a lossy exchange loses."""
+        """Return whether the compression errors of lossy exchanges are known."""
         return bool(self.lost)
 
     def facts(self, links: Network, candidates: Sequence[Candidate], bucket_bytes: int) -> StepMeasurements:
-        """All of it, with what the wire takes on these links. All ranks call it together."""
+        """Return the measurements of a step, with the time on these links. All ranks must call it together."""
         cut = self._cut(bucket_bytes)
         columns = [self._column(c, bucket_bytes) for c in candidates]
         total = sum(cut.squares) or 1.0
@@ -120,7 +123,7 @@ class ExchangeProfile:
         return self._cuts[bucket_bytes]
 
     def _column(self, candidate: Candidate, bucket_bytes: int) -> tuple[_Cell | None, ...]:
-        """The candidate for every bucket; None where it cannot serve, or where what it loses is not known."""
+        """Return the candidate for every bucket; None if it cannot serve, or if its compression error is unknown."""
         levels, cut = self.pump.channel.levels, self._cut(bucket_bytes)
         key = (told(candidate.written), tuple(sorted(levels.groups.items())), bucket_bytes)
         if key not in self._columns:
@@ -140,7 +143,7 @@ class ExchangeProfile:
         return self._columns[key]
 
     def _loss(self, candidate: Candidate, cut: _Cut) -> list[float]:
-        """|x - kept|^2 / |x|^2 over this rank's gradients, by bucket; nan where they are not known and it matters."""
+        """Return |x - kept|^2 / |x|^2 of this rank's gradients by bucket; nan if unknown and the candidate is lossy."""
         if not self.knows:
             return [math.nan if candidate.lossy else 0.0] * len(cut.layouts)
         by_name, found = self.lost[told(candidate.loses_as)], []
@@ -153,8 +156,9 @@ class ExchangeProfile:
     def round_facts(
         self, loop: OuterLoopConfig, links: Network, levels: ProcessGroups, units: Sequence[str], bucket_bytes: int
     ) -> RoundMeasurements:
-        """A step of an island by itself, and a round of `loop` between the islands of `levels`. All ranks measure what
-        encoding takes at once; the slowest counts.
+        """Return the measurements of an island's own step, and of a round of `loop` between the islands of `levels`.
+
+        All ranks must call it: they measure the encoding at the same time, and the slowest counts.
         """
         inside, cut, rank = levels.only("island"), self._cut(bucket_bytes), self.pump.channel.rank
         near = links.model_copy(update={"levels": {"all": links.levels.get("island", links.levels["all"])}})
@@ -175,7 +179,7 @@ class ExchangeProfile:
 
 
 def _largest(pump: CommThread, names: Sequence[str], mine: Sequence[float]) -> tuple[float, ...]:
-    """Of each number the largest of all ranks. Raises BadInput for one that is not finite, by its name and rank."""
+    """Return the largest of each number over all ranks. Raises BadInput for non-finite ones, with name and rank."""
     rows = gathered(pump.channel, mine).tolist()
     for rank, row in zip(pump.channel.levels.everyone, rows, strict=True):
         for name, value in zip(names, row, strict=True):
@@ -206,7 +210,7 @@ def _on_wire(exchange: Exchange, where: Layout, levels: ProcessGroups, links: Ne
 
 
 def _lost(candidate: Candidate, gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """|x - kept|^2 of every gradient by itself; nan of one that it cannot serve."""
+    """Return |x - kept|^2 of every gradient by itself; nan for one that the candidate cannot serve."""
     one, found = exchange_methods.build(candidate.loses_as), dict.fromkeys(gradients, 0.0)
     if one.traits.lossless:
         return found

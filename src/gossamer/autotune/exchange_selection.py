@@ -1,8 +1,7 @@
-"""What `plan.exchange: auto` does when all ranks are there: measure, let the policy in `plan` choose, keep the choice,
-and look at it again when the links have drifted.
+"""Choose the exchange of `plan.exchange: auto` with all ranks present, and choose again when the links have drifted.
 
-Everything the choice rests on is exchanged between the ranks first (the slowest counts), and the policy is a pure
-function of it: so all ranks come to the same plan without anybody deciding for them.
+All measurements are first combined over the ranks (the slowest counts), and the solver in `plan` is a pure function of
+them. So all ranks make the same plan without a coordinator.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from gossamer.sync import OuterLoopConfig
 
 _LEAST_BUCKET_BYTES = 1 << 20
 _LATENCIES_PER_BUCKET = 40  # of wire time: small enough to overlap, large enough that latency is little of it
-_WATCH_STEPS = 20  # how often the rate of the wire is looked at
-_DRIFT = 2.0  # by what factor it must have changed
-_REHEARSALS = 3  # batches that are tried for one whose gradients are finite
+_WATCH_STEPS = 20  # interval of bandwidth checks
+_DRIFT = 2.0  # factor of change that triggers a new choice
+_REHEARSALS = 3  # batches to try for one with finite gradients
 
 
 def levels_of(plan: Plan, ranks: int) -> ProcessGroups:
-    """The levels of a plan's links."""
+    """Return the process groups of a plan's links."""
     if plan.mesh.pipe > 1:
         return levels_of_stages(plan)
     if not plan.islands:
@@ -58,17 +57,17 @@ def levels_of(plan: Plan, ranks: int) -> ProcessGroups:
 
 
 def outer_loop_of(plan: Plan) -> OuterLoopConfig | None:
-    """The outer loop of islands that train apart; None where gradients meet at every step, or that is open."""
+    """Return the outer loop of local-update training; None for synchronous training, or if that is not chosen yet."""
     return None if plan.sync == "auto" else sync.build(plan.sync, key="plan.sync").loop
 
 
 def is_synchronous(plan: Plan) -> bool:
-    """Whether it is gradients that meet, of all ranks and at every step; or that is open."""
+    """Return whether all ranks average gradients at every step; also True if that is not chosen yet."""
     return plan.sync == "auto" or sync.build(plan.sync, key="plan.sync").is_plain
 
 
 def uplinks_downlinks_of(links: Network) -> Paths:
-    """Every rank's way out and in; the level's own link where nothing else was found."""
+    """Return every rank's uplink and downlink; the link of level `all` if no other was measured."""
     usual = links.levels["all"]
     ranks = sorted(r for island in links.islands for r in island)
     up, down = (tuple(ways.get(r, usual) for r in ranks) for ways in (links.uplinks, links.downlinks))
@@ -77,7 +76,7 @@ def uplinks_downlinks_of(links: Network) -> Paths:
 
 @dataclass(slots=True, kw_only=True)
 class ExchangeSelector:
-    """One rank's part in choosing; all ranks call the same methods between the same steps."""
+    """The selection of exchanges on one rank; all ranks must call the same methods between the same steps."""
 
     engine: ModelRuntime
     feed: Feed
@@ -87,23 +86,25 @@ class ExchangeSelector:
     plan: Plan
     tell: Callable[[str, int], None]  # an event: message, step
     keep: Callable[[Plan], None]  # a plan that has changed
-    policy: Policy | None = None  # for what goes between islands that train apart, by every rank's own way out and in
+    policy: Policy | None = None  # for the exchange between islands in local-update training
     waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
     walk: UnshardOrder | None = None  # where parameters are sharded
-    tells: bool = False  # whether the update rule has second moments that islands can bring together
+    tells: bool = False  # whether the optimizer has second moments that islands can average
     _measured: ExchangeProfile | None = None
-    _sick: tuple[int, ...] = ()  # ranks whose gradients were not finite in any rehearsal; then the choice is of bytes
-    _most_bucket_bytes: int = 0  # where links have no say
+    _sick: tuple[int, ...] = ()  # ranks with non-finite gradients in the last profiled step; then no lossy choice
+    _most_bucket_bytes: int = 0  # if links do not limit it
     _watch: _BandwidthMonitor = field(default_factory=lambda: _BandwidthMonitor())
 
     def __post_init__(self) -> None:
         self._most_bucket_bytes = self.plan.bucket_bytes
-        if self.plan.exchange != "auto" and not self._states_are_sharded():  # what was cut for the links of another day
+        if self.plan.exchange != "auto" and not self._states_are_sharded():  # undo the bucket size of earlier links
             self._most_bucket_bytes = max(BUCKET_BYTES, self.plan.bucket_bytes)
 
     def settle(self, *, automatic: bool, hosts: int) -> Plan:
-        """Before step 1: the plan with an exchange in place of `auto`, its reason and forecast, and with the islands
-        that its exchange asks for.
+        """Return the plan for step 1, with exchange and sync chosen if they are `auto`, their reasons and the estimate.
+
+        The plan also gets the islands that its exchange, sharding or sync method needs. `automatic`: choose again when
+        links drift; `hosts`: the number of hosts. All ranks must call it.
         """
         loop = outer_loop_of(self.plan)
         if loop is not None:
@@ -126,14 +127,14 @@ class ExchangeSelector:
         if self.walk is not None:
             self._reprice()
         self._watch.active = automatic and hosts > 1 and is_synchronous(self.plan)
-        self._watch.rate(self.pump)  # what has passed so far was no training
+        self._watch.rate(self.pump)  # exclude messages before training
         return self.plan
 
     def _adopt(self, field: str, written: Written, reason: str) -> None:
         self.plan = self.plan.model_copy(update={field: written, "reasons": {**self.plan.reasons, field: reason}})
 
     def _choose_period(self, decision: Decision, links: Network) -> None:
-        """Whether gradients meet at every step, or islands part."""
+        """Choose between synchronous and local-update training."""
         assert self._measured is not None
         links = _of(links, self.plan.islands) if self.plan.islands else links
         islands = self.plan.islands or tuple((rank,) for rank in self.pump.channel.levels.everyone)
@@ -150,7 +151,7 @@ class ExchangeSelector:
             self._price_apart(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
 
     def _shards(self, hosts: int) -> bool:
-        """Whether sharded states go by islands, if there are any; sharded parameters do where that was asked for."""
+        """Return whether sharded states follow the islands, if any; sharded parameters do only if asked to."""
         sharding = sharding_methods.build(self.plan.states, key="plan.states")
         return hosts > 1 and sharding.is_sharded and (sharding.needs_islands or not sharding.takes_parameters)
 
@@ -158,7 +159,7 @@ class ExchangeSelector:
         return sharding_methods.build(self.plan.states, key="plan.states").is_sharded
 
     def _part(self, loop: OuterLoopConfig, hosts: int) -> None:
-        """Who trains together: what is given, else what the links say, else everybody alone."""
+        """Set up local-update training: islands as given, else as the links suggest, else one per rank."""
         self._part_into(self.plan.islands or self._islands(hosts))
         when = f"every {loop.every} steps" + (f", from step {loop.steady} on" if loop.doubles else "")
         said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet {when}"
@@ -190,7 +191,8 @@ class ExchangeSelector:
         self.plan = self.plan.model_copy(update={"forecast": forecast.model_copy(update=known)})
 
     def _paced(self, loop: OuterLoopConfig) -> tuple[OuterLoopConfig, float, str]:
-        """How many steps of a round each island makes, as given or as there is time for; what a round takes; in words.
+        """Return the loop with each island's steps per round, the seconds of a round, and a description.
+
         An island is as fast as its slowest rank.
         """
         mine = profile_step(self.engine, self.feed, trainable(self.engine.module)).compute_s
@@ -206,7 +208,7 @@ class ExchangeSelector:
         return loop, max(n * s for n, s in pairs), said
 
     def _by_ways(self, loop: OuterLoopConfig, policy: Policy) -> OuterLoopConfig:
-        """What goes between islands as the policy says, of the ways out and in as they are now."""
+        """Return the loop with the exchange that the policy chooses from the current uplinks and downlinks."""
         islands = self.plan.islands
         if any(len(island) > 1 for island in islands):
             raise bad_input(
@@ -223,7 +225,7 @@ class ExchangeSelector:
         return self._with(exchange=choices.rules[0][2])
 
     def _with(self, **parameters: Any) -> OuterLoopConfig:
-        """The outer loop with other settings, which the plan keeps."""
+        """Return the outer loop with other settings, and write them to the plan."""
         choice = MethodConfig.parse(self.plan.sync)
         written = MethodConfig(choice.name, {**choice.parameters, **parameters}).written()
         self.plan = self.plan.model_copy(update={"sync": written})
@@ -242,7 +244,10 @@ class ExchangeSelector:
         return tuple((rank,) for rank in everyone)
 
     def replan(self, step: int) -> Replan | None:
-        """At a step's border: None, or what the drifted links make better."""
+        """Return a better exchange between two steps if the links have drifted; None for no change.
+
+        All ranks must call it after the same step.
+        """
         if not self._watch.due(step):
             return None
         rate = float(gathered(self.pump.channel, [self._watch.rate(self.pump)]).min())
@@ -259,7 +264,7 @@ class ExchangeSelector:
             changed = self.change(chosen, step, said, adapted_from="", bucket_bytes=cut)
             if changed is not None:
                 return changed
-        self._reprice()  # what is in force goes on, and what was made of it since it was chosen
+        self._reprice()  # the current exchange stays, with its adaptations
         self.keep(self.plan)
         self.tell(said, step)
         return None
@@ -267,8 +272,11 @@ class ExchangeSelector:
     def change(
         self, written: Exchanges, step: int, said: str, *, adapted_from: Exchanges, bucket_bytes: int = 0
     ) -> Replan | None:
-        """At a step's border: go on with another exchange, in which feedback goes on wherever something may be owed; in
-        buckets of the size in force, where no other is given. None where it is the one in force.
+        """Change to the exchange `written` between two steps; return the change, or None if it is already in use.
+
+        Parameters whose current exchange keeps a residual get error feedback, so that no residual is lost.
+        `bucket_bytes`: the new bucket size; 0: as now. `said`: the event for the user; `adapted_from`: the exchange
+        that was adapted, "" for none.
         """
         params = trainable(self.engine.module)
         before, after = (exchange_methods.rules(w).by_name(params) for w in (self.plan.exchange, written))
@@ -289,7 +297,7 @@ class ExchangeSelector:
         return Replan(exchange_methods.rules(written).by_name(params), self.plan.bucket_bytes)
 
     def _reprice(self) -> None:
-        """Forecast the bytes of a step anew, on the links as they are known now."""
+        """Update the estimated bytes of a step, for the links as known now."""
         cost = self._price(self.plan.exchange)
         said = {"wire_bytes": cost.wire_bytes, "sent_bytes": cost.sent_bytes}
         self.plan = self.plan.model_copy(update={"forecast": self.plan.forecast.model_copy(update=said)})
@@ -308,9 +316,9 @@ class ExchangeSelector:
         )
 
     def links(self) -> Network:
-        """The links as they are now: some seconds, between two steps."""
+        """Return the links as they are now. The probe takes some seconds, between two steps."""
         links = probe(self.pump.channel, ways=True)
-        self._watch.rate(self.pump)  # what has passed was no training
+        self._watch.rate(self.pump)  # exclude the probe's messages
         return links
 
     def _learn(self, links: Network) -> None:
@@ -319,7 +327,7 @@ class ExchangeSelector:
             self.pump.channel.widen(ProcessGroups.islands(links.islands))
 
     def _choose(self, links: Network, step: int = 0) -> Decision:
-        """With gradients of `step`, where those of an earlier one are not known; the plan becomes what is chosen."""
+        """Choose the exchange and update the plan. `step`: the batch to profile, if no gradients are known yet."""
         self._learn(links)
         links = _of(links, self.plan.islands)
         bucket_bytes = bucket_bytes_for(links, self._most_bucket_bytes)
@@ -336,7 +344,7 @@ class ExchangeSelector:
 
     @property
     def _unknown(self) -> str:
-        """What a choice could not rest on, in words."""
+        """Return a note on measurements that the choice lacks."""
         if not self._sick:
             return ""
         return (
@@ -345,7 +353,7 @@ class ExchangeSelector:
         )
 
     def _measure(self, step: int) -> ExchangeProfile:
-        """What does not change with the links; once, but that losses are looked for again where they are not known."""
+        """Return the profile, measured once; compression errors are measured again while they are unknown."""
         if self._measured is None or not self._measured.knows:
             params = trainable(self.engine.module)
             rehearsal, self._sick = self._rehearsed(step)
@@ -353,8 +361,10 @@ class ExchangeSelector:
         return self._measured
 
     def _rehearsed(self, step: int) -> tuple[StepProfile, tuple[int, ...]]:
-        """Of the first batch from `step` on whose gradients are finite on all ranks; of some, the last one, and who had
-        none then. One bad batch is no bad run: its step will be rejected and tried again.
+        """Profile the first batch from `step` on whose gradients are finite on all ranks; return also the ranks that
+        had none.
+
+        After a few batches the last one is returned. One bad batch is harmless: its step will be rejected and retried.
         """
         params, channel = trainable(self.engine.module), self.pump.channel
         for batch in range(step, step + _REHEARSALS):
@@ -369,7 +379,7 @@ class ExchangeSelector:
 
 @dataclass(slots=True)
 class _BandwidthMonitor:
-    """The rate at which messages pass, against the rate right after the choice."""
+    """A monitor of the bandwidth of messages, against the bandwidth right after the choice."""
 
     active: bool = False
     every: int = _WATCH_STEPS
@@ -381,7 +391,7 @@ class _BandwidthMonitor:
         return self.active and step % self.every == 0
 
     def rate(self, pump: CommThread) -> float:
-        """Bytes per second of waiting for messages under way, since the last call."""
+        """Return bytes per second of waiting for messages in flight, since the last call."""
         sent, busy = pump.channel.meter.total_bytes - self.sent_bytes, pump.busy_s - self.busy_s
         self.sent_bytes, self.busy_s = pump.channel.meter.total_bytes, pump.busy_s
         return sent / max(busy, 1e-6)
@@ -393,20 +403,25 @@ class _BandwidthMonitor:
         return not 1 / _DRIFT < rate / self.first < _DRIFT
 
     def begin_anew(self, pump: CommThread) -> None:
-        """After a look at the links: the next window is the measure. Looks get rarer, as each costs seconds."""
+        """Restart after a link probe. The interval doubles, because each probe takes seconds."""
         self.first, self.every = 0.0, 2 * self.every
         self.rate(pump)
 
 
 def bucket_bytes_for(links: Network, largest: int) -> int:
-    """Slow links have time for small buckets, which overlap better and can be treated one by one."""
+    """Return the bucket size for these links, at most `largest` bytes.
+
+    Slow links allow small buckets, which overlap better and can have an exchange each.
+    """
     link = links.levels.get("between", links.levels["all"])
     wanted = int(_LATENCIES_PER_BUCKET * link.latency_s * link.bytes_per_s)
     return min(largest, max(_LEAST_BUCKET_BYTES, wanted))
 
 
 def _of(links: Network, islands: tuple[tuple[int, ...], ...]) -> Network:
-    """What `links` say of these islands; where others are seen now, or none, all ranks are as near as the farthest."""
+    """Return the links for these islands; if other islands were detected, or none, all ranks get the link of level
+    `all`.
+    """
     if not links.has_islands or {frozenset(i) for i in links.islands} == {frozenset(i) for i in islands}:
         return links
     return links.model_copy(update={"levels": {"all": links.levels["all"]}})

@@ -1,6 +1,7 @@
 """The command line. Every command is loaded when it is called: `gossamer --help` imports no torch.
 
-A command is a function that returns an `Answer` or raises; `main` alone writes, and turns exceptions into exit codes.
+A command is a function that returns a `CommandResult` or raises; `main` alone writes, and turns exceptions into exit
+codes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # imported in `main`, where a Ctrl-C meanwhile has somebody to hear it
+if TYPE_CHECKING:  # imported in `main`, which handles a Ctrl-C during the import
     from cyclopts import App
 
 COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
@@ -49,7 +50,7 @@ def _version() -> str:
 
 
 def make_app() -> App:
-    """The command line as a value; nothing behind a command is imported yet."""
+    """Return the command-line application; no command is imported yet."""
     from cyclopts import App
 
     app = App(
@@ -67,18 +68,18 @@ def make_app() -> App:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. Never raises, and writes at most one block about an error."""
+    """Run one command; return its exit code. Never raises, and writes at most one block about an error."""
     given = [_as_utf8(one) for one in sys.argv[1:]] if argv is None else list(argv)
     _open_streams()
     own = given[: given.index("--")] if "--" in given else given
     try:
         return _run(given, is_json="--json" in own)
-    except KeyboardInterrupt:  # before or after what can tell it better
+    except KeyboardInterrupt:  # outside of `_run`, which reports it better
         return _stopped(is_json="--json" in own)
 
 
 def _stopped(*, is_json: bool) -> int:
-    """Ctrl-C while the program itself is being loaded: as later ones, with what is there."""
+    """Report a Ctrl-C while the program itself is being loaded, in the words of later ones, without imports."""
     sys.stderr.write("Stopped at once: nothing after the last checkpoint was saved\n")
     if is_json:
         sys.stdout.write('{"error": "nothing after the last checkpoint was saved", "exit": 3}\n')
@@ -107,7 +108,7 @@ def _run(given: list[str], *, is_json: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as left:
-        if not left.code:  # no command of ours leaves so: whoever did, its work was not done
+        if not left.code:  # no command of ours exits so: a library did, before the work was done
             said = f"the model, the data or a library ended the process (SystemExit: {left.code})"
             return output.failure(failure_of(RunFailed(said)))
         return left.code if isinstance(left.code, int) else 1
@@ -116,8 +117,7 @@ def _run(given: list[str], *, is_json: bool) -> int:
 
 
 def _as_utf8(argument: str) -> str:
-    """An argument of which the locale (C, in cron jobs) could not read every letter, read as UTF-8; a path stays what
-    the system calls it."""
+    """Return an argument decoded as UTF-8 where the locale (C, in cron jobs) could not; keep one that names a path."""
     if argument.isprintable() or os.path.lexists(argument):
         return argument
     try:
@@ -127,7 +127,7 @@ def _as_utf8(argument: str) -> str:
 
 
 def _open_streams() -> None:
-    """Whoever closed standard output or error wants to read nothing."""
+    """Replace closed standard output or error by the null device."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (for as long as we live)

@@ -1,4 +1,4 @@
-"""`gossamer config show | check | schema`: configuration files."""
+"""The commands `gossamer config show`, `check` and `schema`, for configuration files."""
 
 from __future__ import annotations
 

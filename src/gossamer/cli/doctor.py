@@ -1,4 +1,4 @@
-"""`gossamer doctor`: what works on this machine, what is missing, and how to get it."""
+"""The command `gossamer doctor`: working and missing parts of this machine, and the commands that install them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIGN = {OK: "green ", NOTE: "yellow", BAD: "RED   "}
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One thing looked at. `level`: ok; note (works without, or cannot be told); bad (training will not work)."""
+    """One check of this machine. `level`: ok; note (not needed to train, or unknown); bad (training will not work)."""
 
     name: str
     level: str
@@ -44,14 +44,14 @@ def doctor(*, json: Json = False) -> CommandResult:
 
 
 def _ready() -> str:
-    """What can be tried with what is installed."""
+    """Return the command to try next with the installed packages."""
     if all(version_of(name) for name in extras().get("hf", ())):
         return "Ready. Try: gossamer demo"
     return f"Ready for models of your own (model.factory). For the demo, model.hf and model.gguf: {install('hf')}"
 
 
 def look() -> Iterator[Diagnosis]:
-    """Everything there is to look at, one after the other."""
+    """Run all checks of this machine, one after the other."""
     yield from _versions()
     count, why = cores()
     yield Diagnosis("cores", OK, f"{count:g}{why}")
@@ -86,7 +86,7 @@ def _threads() -> Diagnosis:
 
 
 def _wire() -> Diagnosis:
-    """Two processes that meet and exchange one message over gloo."""
+    """Check that two processes can exchange one message over gloo."""
     with tempfile.TemporaryDirectory(prefix="gossamer-doctor-") as folder:
         command = [sys.executable, "-m", "gossamer.cli.gloo_check"]
         pair = [

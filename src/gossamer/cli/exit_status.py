@@ -1,4 +1,4 @@
-"""Exceptions as people and programs should see them: a headline, what was said, an exit code.
+"""The exit status of commands: exceptions become a headline, a message and an exit code.
 
 0 done, 2 the user's input, 3 the run failed, 4 interrupted with a checkpoint.
 """
@@ -23,7 +23,7 @@ _TAKE_KEYS = ("train", "resume", "config")  # commands
 
 
 def failure_of(error: BaseException) -> CommandFailure:
-    """What to tell about an exception that ended a command."""
+    """Return the failure to report for an exception that ended a command."""
     if isinstance(error, BadInput):
         return CommandFailure(BAD_INPUT, "This cannot work:", str(error))
     if isinstance(error, CycloptsError):
@@ -47,7 +47,7 @@ def failure_of(error: BaseException) -> CommandFailure:
 
 
 def _missing(error: BaseException | None) -> str | None:
-    """The module whose absence is behind an error (loading a command wraps it)."""
+    """Return the missing module that caused an error (loading a command wraps it); None for other errors."""
     while error is not None and not isinstance(error, ModuleNotFoundError):
         error = error.__cause__
     return error.name if error is not None else None
@@ -62,7 +62,7 @@ def _usage(error: CycloptsError) -> str:
 
 
 def _as_keys(error: UnknownOptionError) -> list[str]:
-    """What of the configuration an unknown option of a command that takes key=value may have meant."""
+    """Return the key=value overrides that an unknown option may have meant, for a command that takes them."""
     if (error.command_chain or ("",))[0] not in _TAKE_KEYS:
         return []
     option, _, value = (error.token.keyword or error.token.value).partition("=")
@@ -78,7 +78,7 @@ def _as_keys(error: UnknownOptionError) -> list[str]:
 
 
 def _unknown_command(error: UnknownCommandError) -> str:
-    """In our words: theirs import every command to see which are there."""
+    """Return our own message: that of the library imports every command to list them."""
     known = [name for name in error.app or () if not name.startswith("-")]
     given = (error.unused_tokens or ["(nothing)"])[0]
     return f"there is no command {given!r}: {nearest(given, known)}"

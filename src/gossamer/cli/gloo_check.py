@@ -1,4 +1,4 @@
-"""One of the two processes of the doctor's wire check: `python -m gossamer.cli.gloo_check RANK FOLDER`."""
+"""The worker process of the doctor's gloo check: `python -m gossamer.cli.gloo_check RANK FOLDER`, started twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gossamer.comm.message import Collective, Message, ProcessGroups
 
 
 def smoke(rank: int, folder: Path) -> bool:
-    """Whether the two ranks, meeting in `folder`, got the right sum out of one exchange."""
+    """Return whether the two ranks, with a rendezvous in `folder`, got the right sum from one all-reduce."""
     store = dist.FileStore(str(folder / "meeting"), RANKS)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=TIMEOUT_S))
     group = ProcessGroupChannel(
@@ -23,7 +23,7 @@ def smoke(rank: int, folder: Path) -> bool:
     )
     (total,) = group.start(Message((torch.full((4,), float(rank + 1)),), Collective.SUM)).wait()
     right = bool((total == 3.0).all())
-    store.set(f"done{rank}", "1")  # whoever leaves first takes its sockets along
+    store.set(f"done{rank}", "1")  # a process that exits first closes its sockets under the other
     store.wait([f"done{other}" for other in range(RANKS)])
     group.close()
     return right

@@ -1,4 +1,4 @@
-"""`gossamer lab`: real hosts and shaped links on one machine."""
+"""The commands `gossamer lab`: an emulated network of real hosts and shaped links on one machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LabRequest:
     "Memory limit: 2gib for every host, or one per host: 1gib,2gib."
 
     def topology(self) -> LabTopology:
-        """The value the laboratory is built from; raises BadInput."""
+        """Return the topology that the emulated network is built from; raises BadInput."""
         return LabTopology(
             self.hosts,
             rate_bytes_per_s=_read_rate(self.rate, key="rate"),
@@ -236,7 +236,7 @@ def _write_json(about: dict[str, Any]) -> None:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[None]:
-    """SIGTERM ends a `with` block as Ctrl-C does."""
+    """End the `with` block on SIGTERM as on Ctrl-C."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -250,7 +250,7 @@ def _asked_to_stop() -> Iterator[None]:
 
 @contextmanager
 def _passed_on(lab: Lab) -> Iterator[None]:
-    """The first SIGINT or SIGTERM goes to the hosts, which may save and stop; the second ends the laboratory."""
+    """Pass the first SIGINT or SIGTERM on to the hosts, which may save and stop; stop everything at the second."""
     came: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`gossamer methods`: what can be chosen, room by room. Read from the source, so that it answers at once."""
+"""The command `gossamer methods`: the method categories and methods. It reads their source, to answer at once."""
 
 from __future__ import annotations
 

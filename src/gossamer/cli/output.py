@@ -1,4 +1,4 @@
-"""What commands write: answers on stdout, errors as one block on stderr, and with --json one object as the last line.
+"""The output of commands: answers on stdout, errors as one block on stderr, with --json one object as the last line.
 
 The only place in the package that prints; commands return values.
 """
@@ -23,9 +23,9 @@ Json = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a command came to: `data` for --json, `text` for people, and the exit code.
+    """The result of a command: `data` for --json, `text` for people, and the exit code.
 
-    `is_report`: it tells of something that is done and kept, also where nobody can read of it.
+    `is_report`: the text reports work that is done and saved, so that the exit code holds even if it cannot be written.
     """
 
     data: Mapping[str, Any]
@@ -36,7 +36,7 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class CommandFailure:
-    """How a command failed: its exit code, a headline, and what was said (one or more lines)."""
+    """The failure of a command: its exit code, a headline, and the message (one or more lines)."""
 
     exit_code: int
     title: str
@@ -46,12 +46,12 @@ class CommandFailure:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Standard output and error; `json`: for machines."""
+    """The writer to standard output and error; with `json` it ends with one JSON object."""
 
     json: bool
 
     def answer(self, answer: CommandResult) -> int:
-        """Write an answer; its exit code."""
+        """Write the result of a command; return its exit code."""
         if self.json:
             self._line(dict(answer.data))
         elif answer.text:
@@ -59,7 +59,7 @@ class Output:
         return answer.exit_code
 
     def unheard(self, answer: CommandResult, error: OSError) -> int:
-        """Say that an answer could not be written (a full disk behind standard output); the exit code."""
+        """Report that a result could not be written (a full disk behind standard output); return the exit code."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it has nowhere to go, either
         why = f"standard output takes nothing more: {error.strerror or error}"
         if answer.is_report:
@@ -68,7 +68,7 @@ class Output:
         return Output(json=False).failure(CommandFailure(3, "The answer could not be written:", why))
 
     def failure(self, failure: CommandFailure) -> int:
-        """Write an error; its exit code."""
+        """Write a failure; return its exit code."""
         from rich.console import Console
         from rich.text import Text
 
@@ -93,14 +93,14 @@ def _write(text: str, out: TextIO | None = None) -> None:
 
 
 def _printable(text: str, encoding: str | None) -> str:
-    """Text a terminal of that encoding can take: a model may write anything, control sequences included."""
+    """Return text that a terminal of that encoding can show: a model may write anything, control sequences included."""
     encoding = encoding or "utf-8"
     text = "".join(c if c in "\n\t" or (ord(c) >= 32 and ord(c) != 127) else f"\\x{ord(c):02x}" for c in text)
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity, which JSON does not have, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def table(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> str:
-    """Rows as aligned columns; the last one is not padded."""
+    """Return rows as aligned columns; the last one is not padded."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)] if rows else []
     lines = []
     for row in rows:

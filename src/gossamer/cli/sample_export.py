@@ -1,4 +1,4 @@
-"""`gossamer sample`, `export`: what a trained model is for."""
+"""The commands `gossamer sample` and `gossamer export`: generate text with a trained model, or write its weights."""
 
 from __future__ import annotations
 

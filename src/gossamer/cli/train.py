@@ -1,4 +1,4 @@
-"""`gossamer demo`, `train`, `resume`: the commands that start processes."""
+"""The commands `gossamer demo`, `train` and `resume`, which start processes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def train(
 
 
 def _in_file(error: BadInput, run: Path, resolved: Resolved) -> BadInput:
-    """An error about what a file lacks: a whole section, or everything."""
+    """Return an error about a missing section or an empty file with the file's name in front."""
     key = re.match(r"([a-z_]+)(\.[a-z_0-9]+)*: ", str(error))
     if key is None or key.group(1) not in RunConfig.model_fields:  # it has its place, or is about something else
         return error
@@ -104,7 +104,7 @@ def resume(run_dir: Path, /, *override: str, json: Json = False) -> CommandResul
 
 
 def ending(data: Mapping[str, Any]) -> str:
-    """The last lines of a run for people: what it came to, and what can be done with it."""
+    """Return the last lines of a run for people: its result, and the next command to try."""
     directory = data.get("directory")
     if directory is None:
         return ""

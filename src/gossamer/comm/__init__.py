@@ -1,4 +1,4 @@
-"""The wire: messages, channels, buckets, the pump, byte meters, processes, and the network laboratory.
+"""The communication layer: messages, channels, buckets, the communication thread, byte meters and link probes.
 
-Everything that crosses from one rank to another goes through here: no other room calls a collective.
+All traffic between ranks goes through this package: no other package calls a collective.
 """

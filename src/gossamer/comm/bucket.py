@@ -1,4 +1,4 @@
-"""Buckets: many tensors in one flat buffer, so that one message carries them."""
+"""Gradient buckets: many tensors in one flat buffer, so that one message carries them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One named tensor inside a flat buffer, at [start, start + numel)."""
+    """A named tensor inside a flat buffer, at elements [start, start + numel)."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything in a bucket lies. Known before any data is."""
+    """The layout of a bucket: name, shape and offset of every tensor. It is known before there is any data."""
 
     entries: tuple[Entry, ...]
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Layout:
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> Layout:
-        """Lay out `tensors` (all of one type and device) one behind the other."""
+        """Lay out `tensors` (all of one dtype and device) one after another."""
         entries, start = [], 0
         for name, tensor in tensors.items():
             entries.append(Entry(name, tuple(tensor.shape), start))
@@ -50,7 +50,7 @@ class Layout:
         return Layout(tuple(entries), first.dtype, first.device)
 
     def allocate(self) -> Bucket:
-        """A bucket of zeros."""
+        """Return a bucket of zeros."""
         return Bucket(self, torch.zeros(self.numel, dtype=self.dtype, device=self.device))
 
 
@@ -62,21 +62,21 @@ class Bucket:
     flat: Tensor  # (numel,)
 
     def slices(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, view) of every tensor, in its own shape."""
+        """Yield (name, view) of every tensor, in its own shape."""
         for e in self.layout.entries:
             yield e.name, self.flat[e.start : e.start + e.numel].view(e.shape)
 
 
 def as_float(layout: Layout) -> Layout:
-    """The same places, in float32: what methods that lose something compute in."""
+    """Return the same layout in float32, the dtype in which lossy methods compute."""
     return replace(layout, dtype=torch.float32)
 
 
 def partition(tensors: Mapping[str, Tensor], *, bucket_bytes: int, at_least: int = 4) -> tuple[Layout, ...]:
-    """Cut `tensors` into layouts of at most `bucket_bytes`, the last tensors first (backward produces them first).
+    """Partition `tensors` into bucket layouts of at most `bucket_bytes`, in the order of backward (last tensors first).
 
-    Small models are still cut into about `at_least` buckets of 1 MiB or more, so that the wire starts before
-    backward ends. Tensors of different type or device never share a bucket; one larger than a bucket has its own.
+    Small models still get about `at_least` buckets of 1 MiB or more, so that communication starts before backward ends.
+    Tensors of different dtype or device never share a bucket; a tensor larger than a bucket has its own.
     """
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     cap = min(bucket_bytes, max(2**20, -(-total // at_least)))

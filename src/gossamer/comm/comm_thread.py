@@ -1,11 +1,11 @@
-"""The pump: one communication thread, one order of messages, known before the step.
+"""Run all collectives of a rank on one communication thread, in an order fixed before the step.
 
-Messages go out in the order of the key (job + L x round, round) with L the look-ahead; the end of a job counts as
-its last round. The order depends on the declared rounds alone, so it is the same on all ranks however jobs arrive.
-"Resume whatever is oldest" is not: with jobs arriving from hooks it paired wrong messages without any error.
+The thread sends messages in the order of the key (job + L x round, round) with L the look-ahead; the end of a job
+counts as its last round. The order depends on the declared rounds alone, so it is equal on all ranks, in whatever order
+jobs arrive. "Resume the oldest job" is not: with jobs arriving from hooks it paired wrong messages without any error.
 
-Transfers are the other kind of step: jobs that do wait for each other's results, as in a pipeline. Their messages only
-start in a fixed order; nobody waits in that order, so what the action lists allow cannot lock up on the wire.
+Point-to-point steps (`P2PStep`) are different: their jobs may wait for each other's results, as in a pipeline. Their
+messages only start in a fixed order and no job waits in that order, so a schedule without deadlock has none here.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from gossamer.spec.errors import WireMismatch
 
 
 def order(rounds: Sequence[int], look_ahead: int) -> list[tuple[int, int]]:
-    """(job, round) in the order in which they go out; round == rounds[job] receives the last reply."""
+    """Return (job, round) pairs in sending order; round == rounds[job] receives the last reply."""
     keys = [(job + look_ahead * r, r, job) for job, n in enumerate(rounds) for r in range(n + 1)]
     return [(job, r) for _, r, job in sorted(keys)]
 
 
 def needed(rounds: Sequence[int], look_ahead: int) -> tuple[int, ...]:
-    """By job: how many of the first jobs have had a turn before its end, and must be there for it to end."""
+    """Return for each job how many of the first jobs must have arrived for it to end.
+
+    These are the jobs up to the highest one that has a turn before the end of that job.
+    """
     found, there = [0] * len(rounds), 0
     for job, r in order(rounds, look_ahead):
         there = max(there, job + 1)
@@ -51,57 +54,67 @@ class _Dropped(Exception):
 
 
 class CommStep:
-    """Some jobs whose messages share one order. Job i sends rounds[i] messages; jobs must not wait for each other:
-    what depends on a job's result belongs in a later step. Steps are worked off in the order they were begun.
+    """A step of jobs whose messages share one order. Job i sends rounds[i] messages.
+
+    Jobs must not wait for each other: work that depends on a job's result belongs in a later step. The communication
+    thread runs steps in the order in which they were begun.
     """
 
     def __init__(self, rounds: Sequence[int]) -> None:
         self.rounds = tuple(rounds)
-        self.needed: tuple[int, ...] = ()  # by job: how many of the first must be there for it to end
+        self.needed: tuple[int, ...] = ()  # by job: how many of the first must have arrived for it to end
         self.arrivals: queue.SimpleQueue[tuple[int, Rounds] | None] = queue.SimpleQueue()
         self.futures: list[Future[Outcome]] = [Future() for _ in rounds]
 
     def submit(self, job: int, method: Rounds) -> None:
-        """Give job `job` its method, from any thread; its first message goes out when its turn comes."""
+        """Give job `job` its method, from any thread; its first message is sent at the job's turn."""
         self.arrivals.put((job, method))
 
     def result(self, job: int) -> Outcome:
-        """Wait for the end of a job. Raises what ended the step (PeerLost, WireMismatch, an error of a method)."""
+        """Wait for the end of a job and return its outcome.
+
+        Raises the error that ended the step (PeerLost, WireMismatch, an error of a method).
+        """
         return self.futures[job].result()
 
     def drop(self) -> None:
-        """Give the step up: methods that run are closed, no state has moved. Peers will find this rank missing."""
+        """Abandon the step: running methods are closed, no state has changed. Peers find this rank missing."""
         self.arrivals.put(None)
 
     def order(self, look_ahead: int) -> list[tuple[int, int]]:
-        """The turns of the pump in this step."""
+        """Return the (job, round) turns of this step."""
         return order(self.rounds, look_ahead)
 
     def filler(self, job: int) -> Message:
-        """What goes out for a job that has nothing more to send."""
+        """Return the message to send for a job that has nothing more to send."""
         return _EMPTY
 
     def takes_over(self, job: int, one: _Job) -> bool:
-        """Told of a job whose message has just gone out: whether its reply is no affair of the pump."""
+        """Take note that the message of job `job` has just been started.
+
+        Returns whether the step, instead of the communication thread, waits for the reply.
+        """
         return False
 
     @property
     def is_done(self) -> bool:
-        """Whether the pump has no more to do with it."""
+        """Whether the communication thread has finished this step."""
         return all(f.done() for f in self.futures)
 
     def fail(self, error: BaseException) -> None:
-        """Tell everybody who waits, or will."""
+        """Raise `error` in every thread that waits for a result of this step, or will."""
         for future in self.futures:
             if not future.done():
                 future.set_exception(error)
 
 
 class P2PStep(CommStep):
-    """A step of jobs of one message each, which may wait for each other's results. They go out in the order of the
-    jobs; this order is the rank's own: only between two ranks, one direction, must both have the same. Whoever asks
-    for a result waits for the message and has it decoded; messages that bring nothing are waited for on the side,
-    so that what was sent is freed. Ask for every result, of what was sent too: it says whether it got away.
+    """A step of point-to-point jobs of one message each, which may wait for each other's results.
+
+    Messages start in the order of the jobs. This order is the rank's own; only for two ranks and one direction must it
+    be the same on both. The thread that asks for a result waits for its message and decodes it. A second thread waits
+    for messages that bring no data, so that their buffers are freed. Ask for every result, of sends too: it raises if
+    the send failed.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -112,7 +125,7 @@ class P2PStep(CommStep):
         return self.started[job].result().finish()
 
     def finish(self) -> None:
-        """Wait for all of them; raises what went wrong with the first that did not arrive."""
+        """Wait for all jobs; raises the error of the first job that failed."""
         for job in range(len(self.rounds)):
             self.result(job)
 
@@ -174,14 +187,17 @@ class _Job:
 
 
 class CommThread:
-    """Runs the exchanges of one rank over one channel. After a lost peer it is of no more use: make a new one."""
+    """A thread that runs the exchanges of one rank over one channel. After a lost peer, make a new one."""
 
     def __init__(self, channel: Channel, *, look_ahead: int = 4, observe: Observer | None = None) -> None:
-        """`observe` is told of every message as it goes out: what it is, and its number in the order of all ranks."""
+        """Start the thread. `observe` is called for every message as it is sent.
+
+        Its arguments are a text (collective, bytes, job, round) and the number of the message, counted from 1.
+        """
         self.channel = channel
         self._observe = observe
         self._sent = 0
-        self.busy_s = 0.0  # time spent waiting for messages under way, of all steps
+        self.busy_s = 0.0  # time spent waiting for messages in flight, of all steps
         self._look_ahead = look_ahead
         self._steps: queue.SimpleQueue[CommStep | None] = queue.SimpleQueue()
         self._unfinished: list[CommStep] = []
@@ -190,13 +206,16 @@ class CommThread:
         self._thread.start()
 
     def begin(self, rounds: Sequence[int]) -> CommStep:
-        """Open a step with one job per entry, each sending that many messages. The same on all ranks."""
+        """Open a step with one job per entry of `rounds`, the number of messages of the job.
+
+        All ranks must call it with the same `rounds`.
+        """
         step = CommStep(rounds)
         step.needed = needed(step.rounds, self._look_ahead)
         return self._begin(step)
 
     def transfers(self, jobs: int) -> P2PStep:
-        """Open a step of so many transfers, in this rank's order."""
+        """Open a step of `jobs` point-to-point messages, in this rank's order."""
         return self._begin(P2PStep(jobs))
 
     def _begin(self, step: S) -> S:
@@ -205,7 +224,7 @@ class CommThread:
         return step
 
     def close(self) -> None:
-        """End the thread. What is under way is waited for as long as the channel's timeout."""
+        """End the thread. It waits for messages in flight as long as the channel's timeout."""
         for step in self._unfinished:
             step.drop()
         self._steps.put(None)
@@ -235,7 +254,7 @@ class CommThread:
         reply = one.under_way.wait() if one.under_way else None
         if one.under_way:
             self.busy_s += time.perf_counter() - began
-            one.under_way = None  # its buffers go as soon as the method has read them
+            one.under_way = None  # its buffers are freed as soon as the method has read them
         if one.outcome is None:
             one.advance(reply)
         if r == step.rounds[job]:

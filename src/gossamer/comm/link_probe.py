@@ -1,9 +1,9 @@
-"""Probe: what the links between the ranks can do, measured over the channel the run itself will use.
+"""Measure the bandwidth and latency of the links between ranks, over the channel that the run itself uses.
 
-All ranks call it together, before the first step. What all have together is measured while all of them send, because
-that is how a step uses the links; pairs while as many send as have nothing to receive. Sizes grow until a message takes
-long enough for shaping and start-up to average out; every decision is taken from times that all ranks have exchanged,
-so that all of them measure the same things.
+All ranks call it together, before the first step. The bandwidth of all ranks together is measured while all of them
+send, because a step uses the links like that. Pairs are measured while as many ranks send as have nothing to receive.
+Sizes grow until a message takes long enough to average out traffic shaping and start-up. Every decision is taken from
+times that all ranks have exchanged, so that all of them measure the same things.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ _SMALL_REPEATS = 9
 _PAIR_REPEATS = 2
 PAIRS_RANKS = 16  # beyond, pairs are not measured one by one
 _GAP = 2.5  # links that differ by less are one kind of link
-_WIDE = 1.5  # by how much a single rank's way out or in must be faster to be told
+_WIDE = 1.5  # factor by which a rank's uplink or downlink must be faster to be listed
 
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """Who sends to whom at once: `splits[i]` shares go to rank i of all."""
+    """The senders and receivers of one measurement: this rank sends `splits[i]` shares to rank i."""
 
     splits: tuple[int, ...]
     arriving: tuple[int, ...]
 
 
 def probe(channel: Channel, *, ways: bool = False) -> Network:
-    """Measure; a few seconds on slow links, less on fast ones. Raises PeerLost. The same answer on every rank.
+    """Measure the links and return the network, the same on every rank. Raises PeerLost.
 
-    `ways`: two ranks, which are never islands, measure their pairs as well, to tell the one's way out from the other's.
+    It takes a few seconds on slow links, less on fast ones. `ways`: measure pairs also between two ranks, which are
+    never islands, to find unequal uplinks.
     """
     everyone = channel.levels.everyone
     if len(everyone) == 1:
@@ -67,8 +68,10 @@ def probe(channel: Channel, *, ways: bool = False) -> Network:
 
 
 def neighbours(channel: Channel, shifts: Sequence[int] = (1,)) -> dict[str, Link]:
-    """The link from every rank to the one so many further ("0>1"; past the last one rank 0 follows), measured while as
-    many send as have nothing to receive. The same answer on every rank. Raises PeerLost.
+    """Return the link from every rank to the rank `shift` further, for each of `shifts`, by name ("0>1").
+
+    Rank 0 follows the last rank. As many ranks send at once as have nothing to receive. The result is the same on every
+    rank. Raises PeerLost.
     """
     ranks, found = channel.levels.everyone, dict[str, Link]()
     latency = _latency(channel)
@@ -79,10 +82,11 @@ def neighbours(channel: Channel, shifts: Sequence[int] = (1,)) -> dict[str, Link
 
 
 def islands_of(rates: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], ...]:
-    """Groups of ranks that reach each other fast, from rates[i][j] (bytes/s from i to j).
+    """Group ranks that reach each other fast into islands, from rates[i][j] (bytes/s from i to j).
 
-    The rates are cut at their widest gap, if that is wide enough; islands are what hangs together above it. Where some
-    pair inside such a group is slow all the same, the ranks are no islands, and one group is returned.
+    The rates are split at their widest gap, if that is a factor of 2.5 or more; islands are the groups of ranks
+    connected by links above it. Where a pair inside such a group is slow all the same, the ranks form no islands, and
+    one group is returned.
     """
     ranks = range(len(rates))
     everyone = (tuple(ranks),)
@@ -101,11 +105,12 @@ def islands_of(rates: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], ...]:
 def ways_of(
     rates: Sequence[Sequence[float]], islands: Sequence[Sequence[int]], *, slowest: float
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """(out, into): bytes/s of the ways of single ranks, where they are much faster than the slowest way of all.
+    """Return (uplinks, downlinks): bandwidth in bytes/s of ranks whose link is much faster than the slowest of all.
 
-    A rank's way out is as fast as the fastest transfer from it, its way in as the fastest to it (so one that is wider
-    than every way out is taken for as wide as the widest of those); inside islands neither is to be seen. Pairs have a
-    link for themselves, a step has not: all are scaled so that the slowest way is the one that all ranks had together.
+    A rank's uplink is as fast as the fastest transfer from it, its downlink as the fastest to it. (So a downlink that
+    is faster than every uplink counts as fast as the fastest of those.) Transfers inside islands count for neither. A
+    pair is measured alone on its link, unlike in a step: all results are scaled so that the slowest equals `slowest`,
+    the bandwidth of all ranks together.
     """
     home = {rank: number for number, island in enumerate(islands) for rank in island}
     pairs = [(i, j) for i in home for j in home if i != j and (len(islands) == 1 or home[i] != home[j])]
@@ -152,11 +157,11 @@ def _pair_rates(channel: Channel) -> list[list[float]]:
 
 
 def _shifted_rates(channel: Channel, shift: int) -> list[float]:
-    """Bytes per second from every member i to member i + shift, as many at once as have nothing to receive meanwhile: a
-    rank that waits for its own message to leave would count that as the time of the one that arrives.
+    """Return the bytes per second from every rank i to rank i + shift, as many at once as have nothing to receive.
 
-    Pairs whose message took long enough have been measured and send no more; the others send twice as much. The best
-    of some repeats counts: other work on a machine can only slow a link down.
+    (A rank that also waits for its own message to be sent would count that time for the one that arrives.) Pairs whose
+    message took long enough have been measured and send no more; the others send twice as much. The best of some
+    repeats counts: other work on a machine can only slow a link down.
     """
     group = channel.levels.everyone
     ranks, me = len(group), group.index(channel.rank)
@@ -180,8 +185,9 @@ def _shifted_rates(channel: Channel, shift: int) -> list[float]:
 
 
 def turns(ranks: int, shift: int) -> list[tuple[int, ...]]:
-    """Who sends at once, where every one of `ranks` sends to the one `shift` further: in no turn does a rank send and
-    receive. Two turns, three where ranks stand in circles of odd length.
+    """Return the ranks that send at once, turn by turn, when each of `ranks` sends to the rank `shift` further.
+
+    In no turn does a rank send and receive. There are two turns, three where ranks form circles of odd length.
     """
     turn: dict[int, int] = {}
     for first in range(ranks):
@@ -210,5 +216,5 @@ def _to_all(channel: Channel) -> _Pattern:
 
 
 def _agreed(channel: Channel, value: float) -> float:
-    """One number for all ranks: the slowest's."""
+    """Return the largest value of all ranks, on every rank."""
     return float(gathered(channel, [value]).max())

@@ -1,4 +1,4 @@
-"""What a method yields to have sent, and what it ends with."""
+"""The messages that a method yields to the communication thread, and the outcome it returns."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from gossamer.spec.errors import BadInput, bad_input
 
 
 class Collective(Enum):
-    """What the wire does with the messages of the ranks of one group.
+    """The collective operation that combines the messages of the ranks of one group.
 
     SUM, MAX: every rank gets the elementwise result, each part shaped as sent (summed in the part's own storage).
     OR:       the same, bit by bit, of integer parts on the CPU (NCCL has no such reduction; gloo is always there).
-    GATHER:   every rank gets each part stacked over ranks, (ranks, *shape).
-    SHUFFLE:  part[i] goes to rank i; every rank gets (ranks, *shape[1:]), row i from rank i. With `splits`, uneven:
-              splits[i] rows go to rank i and arriving[i] rows come from it, one behind the other, in rank order.
+    GATHER:   all-gather: every rank gets each part stacked over ranks, (ranks, *shape).
+    SHUFFLE:  all-to-all: part[i] goes to rank i; every rank gets (ranks, *shape[1:]), row i from rank i. With `splits`,
+              uneven (all-to-all-v): splits[i] rows go to rank i and arriving[i] rows come from it, concatenated in rank
+              order.
     """
 
     SUM = "sum"
@@ -32,12 +33,12 @@ class Collective(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Parts to be combined over the group of this rank at `level`. All ranks of the group send the same shapes.
+    """A message: parts to be combined over the group of this rank at `level`. All ranks of the group send equal shapes.
 
-    Only an uneven shuffle may differ from rank to rank: what one rank's `splits` say to a peer, the peer's `arriving`
-    says of it. Nothing travels between two ranks that have nothing for each other, and a rank that has nothing for
-    anybody and awaits nothing need not take part: what one rank sends to one other is a shuffle of those two alone.
-    Between two ranks, one direction, what is sent first arrives first.
+    Only an uneven all-to-all may differ between ranks: one rank's `splits` for a peer equal the peer's `arriving` for
+    that rank. Two ranks that have no rows for each other exchange nothing, and a rank without any rows to send or
+    receive need not take part: a point-to-point message is an all-to-all of two ranks. Between two ranks, in one
+    direction, messages arrive in the order of sending.
     """
 
     parts: tuple[Tensor, ...]
@@ -53,24 +54,25 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
-    """Named partitions of the ranks. `groups[level]` lists disjoint groups of ranks, ascending.
+    """The process groups of all ranks, by level. `groups[level]` lists disjoint groups of ranks, ascending.
 
-    `all` holds the ranks whose gradients are one sum; where these are several groups, `world` holds every rank.
+    `all` holds the ranks whose gradients are averaged together; where these are several groups, `world` holds every
+    rank.
     """
 
     groups: Mapping[str, tuple[tuple[int, ...], ...]]
 
     @staticmethod
     def flat(ranks: int) -> ProcessGroups:
-        """One level, `all`, with every rank in one group."""
+        """Return one level, `all`, with every rank in one group."""
         return ProcessGroups({"all": (tuple(range(ranks)),)})
 
     @staticmethod
     def islands(islands: Sequence[Sequence[int]]) -> ProcessGroups:
-        """Three levels: `all`; `island`, the ranks behind one fast link; `between`, one rank of every island.
+        """Return three levels: `all`; `island`, the ranks behind one fast link; `between`, one rank of every island.
 
-        The k-th ranks of all islands are a group between them. Where islands are unequal, the ranks that have no
-        counterpart everywhere are alone there: they own nothing that is exchanged between islands.
+        The k-th ranks of all islands form a group of `between`. Where islands are unequal, ranks without a counterpart
+        in every island are alone there: they own nothing that is exchanged between islands.
         """
         inside = tuple(tuple(sorted(i)) for i in islands)
         owners = min(len(i) for i in inside)
@@ -81,8 +83,10 @@ class ProcessGroups:
 
     @staticmethod
     def mesh(replicas: int, stages: int) -> ProcessGroups:
-        """Replicas of a model in stages, rank = replica * stages + stage. Three levels: `all`, the ranks that hold the
-        same stage; `pipe`, the stages of one replica; `world`.
+        """Return the groups of a model in pipeline stages, rank = replica * stages + stage.
+
+        Three levels: `all`, the ranks that hold the same stage; `pipe`, the stages of one replica; `world`. One stage
+        has `all` alone.
         """
         if stages == 1:
             return ProcessGroups.flat(replicas)
@@ -93,22 +97,26 @@ class ProcessGroups:
 
     @staticmethod
     def staged(stages: Sequence[Sequence[int]]) -> ProcessGroups:
-        """Stages on any number of ranks each: `all`, the ranks of one stage; `pipe` and `world`, every rank."""
+        """Return the groups of pipeline stages on any number of ranks each.
+
+        Three levels: `all`, the ranks of one stage; `pipe` and `world`, every rank.
+        """
         everyone = (tuple(sorted(rank for group in stages for rank in group)),)
         return ProcessGroups(
             {"all": tuple(tuple(sorted(group)) for group in stages), "pipe": everyone, "world": everyone}
         )
 
     def owners(self, rank: int) -> tuple[int, ...]:
-        """Those in the island of `rank` that have a counterpart in all islands: the first ones, as many as the smallest
-        has ranks.
+        """Return the ranks in the island of `rank` that have a counterpart in every island.
+
+        These are the island's first ranks, as many as the smallest island has.
         """
         everyone = self.group("all", rank)
         return self.group("island", rank)[: min(len(g) for g in self.groups["island"] if g[0] in everyone)]
 
     @property
     def whole(self) -> str:
-        """The level at which every rank meets every other."""
+        """The level whose one group holds every rank."""
         return "world" if "world" in self.groups else "all"
 
     @property
@@ -117,23 +125,26 @@ class ProcessGroups:
         return tuple(sorted(r for group in self.groups[self.whole] for r in group))
 
     def only(self, level: str) -> ProcessGroups:
-        """What a method sees that runs at `level` alone: that level's groups, called `all`."""
+        """Return the groups of `level` alone, named `all`, for a method that runs at this level."""
         return ProcessGroups({"all": self._groups_of(level)})
 
     def and_more(self, levels: ProcessGroups) -> ProcessGroups:
-        """These, and the others."""
+        """Return these levels and those of `levels`, which count where a name is in both."""
         return ProcessGroups({**self.groups, **levels.groups})
 
     def twice(self) -> ProcessGroups:
-        """Every level a second time, under `late(level)`: for messages that are under way beside those of the steps,
-        in an order of their own. And `WORD`, every rank, for the small ones that pass those too.
+        """Return every level twice: again under `late(level)`, for messages beside those of the steps.
+
+        The second copy has a message order of its own. Also adds `WORD`, a level of every rank, for small status
+        messages that may overtake those too.
         """
         own = {level: groups for level, groups in self.groups.items() if not is_late(level)}
         return ProcessGroups({**own, **{late(level): groups for level, groups in own.items()}, WORD: (self.everyone,)})
 
     def group(self, level: str, rank: int) -> tuple[int, ...]:
-        """The ranks that `rank` exchanges with at `level`, itself included. Raises BadInput where there is no such
-        level, or no group of it has the rank.
+        """Return the ranks that `rank` communicates with at `level`, itself included.
+
+        Raises BadInput where there is no such level, or no group of it holds the rank.
         """
         group = next((group for group in self._groups_of(level) if rank in group), None)
         if group is None:
@@ -157,25 +168,26 @@ _LATE = "late "
 
 
 def late(level: str) -> str:
-    """The name of the same groups for messages that go beside those of the steps (see `ProcessGroups.twice`)."""
+    """Return the name of the second copy of `level`, for messages beside those of the steps (`ProcessGroups.twice`)."""
     return f"{_LATE}{level}"
 
 
 def is_late(level: str) -> bool:
-    """Whether a level is one of those."""
+    """Return whether `level` is the second copy of a level, made by `late`."""
     return level.startswith(_LATE)
 
 
 WORD = late("word")
-AHEAD = 4  # steps by which ranks that keep in touch by word alone can be apart, and may have to wait for each other
+AHEAD = 4  # steps by which ranks that exchange status messages alone can drift apart, and may wait for each other
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
-    """The circumstances of one exchange: who I am, with whom, whose share counts how much.
+    """The context of one exchange: this rank, the process groups, the weights in the mean, the random key.
 
-    `weights` (ranks,) float64, sums to 1 over each group of level `all`: the share of every rank's input in the mean.
-    `key` is (seed, step). `accounts`: whether anybody will look at what the exchange lost.
+    `weights` (ranks,) float64, sums to 1 over each group of level `all`: the weight of every rank's input in the mean.
+    `key` is (seed, step). `lr`: learning rate of the step. `accounts`: whether the caller reads the compression error
+    (`Outcome.lost`).
     """
 
     rank: int
@@ -187,59 +199,62 @@ class ExchangeContext:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks whose mean this is, ascending."""
+        """The ranks whose inputs are averaged together, ascending."""
         return self.levels.group("all", self.rank)
 
     @property
     def place(self) -> int:
-        """My index among the members."""
+        """The index of this rank among the members."""
         return self.members.index(self.rank)
 
     @property
     def shares(self) -> list[float]:
-        """The members' weights, in their order."""
+        """The weights of the members, in their order."""
         return [float(self.weights[r]) for r in self.members]
 
     @property
     def share(self) -> float:
-        """My own weight."""
+        """The weight of this rank."""
         return float(self.weights[self.rank])
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeState:
-    """What a method carries from step to step: named tensors, and the states of the methods nested in it.
+    """The state that a method carries from step to step: named tensors, and the states of the methods nested in it.
 
-    A tensor of the bucket's own size is kept by parameter name in checkpoints; others under their own name. One called
-    "e" is what this rank still owes the parameters: it may go from one method to another, but never be dropped.
-    Never mutated: a method hands back a new one.
+    Checkpoints keep a tensor of the bucket's own size by parameter name, others under their own name. The tensor "e" is
+    this rank's error-feedback residual: it may move from one method to another, but must never be dropped. A state is
+    immutable: a method returns a new one.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     inner: tuple[ExchangeState, ...] = ()
 
     def flatten(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-        """(path, tensor) of this state and the nested ones, in a fixed order."""
+        """Yield (path, tensor) of this state and the nested ones, in a fixed order."""
         for name in sorted(self.tensors):
             yield f"{prefix}{name}", self.tensors[name]
         for index, state in enumerate(self.inner):
             yield from state.flatten(f"{prefix}{index}/")
 
     def replace(self, tensors: Mapping[str, Tensor], prefix: str = "") -> ExchangeState:
-        """The same structure with the tensors of `tensors`, keyed as `flatten` names them."""
+        """Return a state of the same structure with the tensors of `tensors`, keyed as `flatten` names them."""
         own = {name: tensors[f"{prefix}{name}"] for name in self.tensors}
         return ExchangeState(own, tuple(s.replace(tensors, f"{prefix}{i}/") for i, s in enumerate(self.inner)))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of an exchange.
+    """The result of an exchange.
 
-    `mean`: weighted mean over ranks, flat like the bucket. `lost`: the part of MY input that the mean does not account
-    for, float32; None: nothing is lost, now (a loss-free exchange) or in time (feedback, which remembers it itself), or
-    nobody asked (`Round.accounts`). `state`: the new one. `owed`: what I have lost of the mean itself, by a second
-    encoding, where my input has no weight that it could be laid on; float32, in the unit of the mean. So
-    mean = sum_i (w_i kept_i - owed_i) with kept_i = x_i - lost_i, and `owed` is None on every rank that has weight.
+    `mean`: weighted mean over ranks, flat like the bucket. `lost`: compression error of this rank, float32: the part of
+    its input that the mean does not contain. None: nothing is lost now (a lossless exchange) or in the long run (error
+    feedback keeps it), or the caller does not read it (`ExchangeContext.accounts`). `state`: the new state.
+
+    `owed`: error of the mean itself, by a second encoding on this rank, where its input has no weight to which the
+    error could be charged; float32, in the unit of the mean, and None on every rank that has weight. So
+
+        mean = sum_i (w_i kept_i - owed_i),   kept_i = x_i - lost_i
     """
 
     mean: Tensor
@@ -252,7 +267,7 @@ Rounds: TypeAlias = Generator[Message, tuple[Tensor, ...], Outcome]
 
 
 def sent_at(method: Rounds, level_of: Callable[[str], str]) -> Rounds:
-    """`method`, whose messages go out at `level_of` the level that it names."""
+    """Run `method` with each message sent at `level_of(level)` instead of the level that it names."""
     reply = None
     try:
         while True:
@@ -267,8 +282,9 @@ def sent_at(method: Rounds, level_of: Callable[[str], str]) -> Rounds:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One message before it exists: `elements` of `itemsize` bytes, combined at `level`. `splits` and `arriving` are
-    those of an uneven shuffle, in elements.
+    """The size of one message before it exists: `elements` of `itemsize` bytes, combined at `level`.
+
+    `splits` and `arriving` are those of an uneven all-to-all, in elements.
     """
 
     combine: Collective
@@ -283,14 +299,14 @@ class Traffic:
         return self.elements * self.itemsize
 
     def message(self) -> Message:
-        """A message of that size without storage."""
+        """Return a message of this size without storage (device meta)."""
         dtype = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}[self.itemsize]
         part = torch.empty(self.elements, dtype=dtype, device="meta")
         return Message((part,), self.combine, self.level, self.splits, self.arriving)
 
     @staticmethod
     def of(message: Message) -> Traffic:
-        """The traffic of a message of one part."""
+        """Return the traffic of a message of one part."""
         (part,) = message.parts
         rows = max(1, part.shape[0] if part.dim() else 1)
         row = part.numel() // rows

@@ -1,6 +1,6 @@
-"""How many bytes a message puts on which link: one model for prices and for meters.
+"""Count the bytes that a message puts on each link: one model for cost estimates and for meters.
 
-The model is what the backends do, checked against the interface counters of the laboratory (docs/results):
+The model is what the backends do, checked against the interface counters of the emulated network (docs/results):
 SUM, MAX, OR ring all-reduce (reduce-scatter, then all-gather), everything to the next rank; 2 (n-1)/n of the bytes.
 GATHER       ring all-gather, everything to the next rank; (n-1) times the bytes.
 SHUFFLE      direct, 1/n of the bytes to every other rank, or as its `splits` say.
@@ -22,7 +22,7 @@ _SEGMENT_BYTES = 1 << 20  # gloo cuts a ring's chunks into segments of at most t
 def sent_bytes(
     combine: Collective, part_bytes: int, itemsize: int, group: tuple[int, ...], rank: int
 ) -> dict[int, int]:
-    """Bytes that `rank` sends to each peer for one part of `part_bytes`; payload only, no headers."""
+    """Return the bytes that `rank` sends to each peer for one part of `part_bytes`; payload only, no headers."""
     ranks, me = len(group), group.index(rank)
     if ranks == 1 or part_bytes == 0:
         return {}
@@ -37,7 +37,7 @@ def sent_bytes(
 
 
 def ring_chunks(part_bytes: int, itemsize: int, ranks: int) -> tuple[int, ...]:
-    """How a ring all-reduce cuts `part_bytes` into one chunk per rank; the sizes sum to `part_bytes`."""
+    """Return the bytes of each rank's chunk in a ring all-reduce of `part_bytes`; they sum to `part_bytes`."""
     per_rank = max(math.ceil(part_bytes / (_SEGMENT_BYTES * ranks)), 2)
     segment = math.ceil(math.ceil(part_bytes / (per_rank * ranks)) / itemsize) * itemsize
     chunk = per_rank * segment
@@ -45,17 +45,17 @@ def ring_chunks(part_bytes: int, itemsize: int, ranks: int) -> tuple[int, ...]:
 
 
 class Meter:
-    """Counts what one rank sends: payload bytes per link ("0>1") and messages."""
+    """A counter of the messages that one rank sends, and of their payload bytes per link ("0>1")."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.links: Counter[str] = Counter()
-        self.late: Counter[str] = Counter()  # the part of it that went beside the steps
+        self.late: Counter[str] = Counter()  # the part of it sent beside the steps
         self.messages = 0
-        self._lock = threading.Lock()  # several pumps may send over one channel
+        self._lock = threading.Lock()  # several communication threads may send over one channel
 
     def count(self, message: Message, group: tuple[int, ...]) -> None:
-        """Add one message that goes to `group`."""
+        """Count one message that goes to `group`."""
         with self._lock:
             self.messages += 1
             for part in message.parts:
@@ -76,10 +76,11 @@ class Meter:
         return sum(self.snapshot().values())
 
     def snapshot(self) -> dict[str, int]:
+        """Return a copy of the bytes sent per link."""
         with self._lock:
             return dict(self.links)
 
     def apart(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Of it, what went with the steps, and what beside them."""
+        """Return the bytes per link sent with the steps, and those sent beside them (late levels)."""
         with self._lock:
             return {link: sent - self.late[link] for link, sent in self.links.items()}, dict(self.late)

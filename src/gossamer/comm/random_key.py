@@ -1,4 +1,4 @@
-"""Random keys: the same on every run, different for every step, bucket or link, rank and turn."""
+"""Random keys: the same on every run, different for every step, bucket or link, rank and encoding."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from gossamer.comm.message import ExchangeContext
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Seeds of one encoding: `shared` is the same on all ranks of the exchange, `own` differs from rank to rank."""
+    """The seeds of one encoding: `shared` is the same on all ranks of the exchange, `own` differs from rank to rank."""
 
     shared: int
     own: int
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """This rank's random numbers for one encoding."""
+        """Return this rank's random generator for one encoding."""
         return torch.Generator(device).manual_seed(self.own)
 
     def agreed(self, device: torch.device) -> torch.Generator:
-        """Random numbers that all ranks draw alike (one kind of device assumed)."""
+        """Return a random generator with the same draws on all ranks (one kind of device assumed)."""
         return torch.Generator(device).manual_seed(self.shared)
 
 
 def key_of(at: ExchangeContext, layout: Layout, turn: int = 0) -> Key:
-    """The key of encoding number `turn` in this exchange of the bucket laid out so."""
+    """Return the key of encoding number `turn` in this exchange of the bucket with `layout`."""
     return key_at((*at.key, layout.entries[0].name if layout.entries else "", turn), at.rank)
 
 
 def key_at(place: tuple[int | str, ...], rank: int) -> Key:
-    """The key of what `rank` encodes at `place`, a tuple that the ranks agree on and that names one encoding."""
+    """Return the key of what `rank` encodes at `place`: a tuple that names one encoding and is equal on all ranks."""
     return Key(shared=_seed(place), own=_seed((*place, rank)))
 
 

@@ -1,7 +1,7 @@
-"""Text on its way to the model: sources, tokenizers, packing into sequences, and the order of samples.
+"""Text data for training: sources, tokenizers, packing into sequences, and the order of samples.
 
-Everything here is a pure function of its arguments and of files that do not change; there is no thread and no
-state, so a run resumes at any sample, on any number of ranks, by asking for that sample.
+Everything here is a pure function of its arguments and of files that do not change; there is no thread and no state. A
+run resumes at any sample, on any number of ranks, by asking for that sample.
 """
 
 from gossamer.data.corpus import Corpus, open_corpus

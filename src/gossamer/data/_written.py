@@ -1,4 +1,4 @@
-"""The short form of a method that takes one thing: "text:corpus/*.txt" is {text: {files: corpus/*.txt}}."""
+"""The short form of a method that takes one value: "text:corpus/*.txt" is {text: {files: corpus/*.txt}}."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def parse_written(room: Registry[T], written: Written, *, key: str) -> T:
-    """Build what "name", "name:value" or {name: {...}} means; `value` is the first field of the method.
+    """Build the method that "name", "name:value" or {name: {...}} configures; `value` is the first field of the method.
 
-    Raises BadInput for an unknown name, a value that is missing, or one that the method has no use for.
+    Raises BadInput for an unknown name, a value that is missing, or one that the method has no field for.
     """
     if not isinstance(written, str):
         return room.build(written, key=key)

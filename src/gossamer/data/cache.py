@@ -1,4 +1,4 @@
-"""A folder of things that can be made again: written beside, renamed into place, made by one process at a time."""
+"""A cache folder for files that can be made again: written beside, renamed into place, by one process at a time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ except ImportError:  # not POSIX: two processes may then do the same work; the r
 
 
 def default_cache() -> Path:
-    """$XDG_CACHE_HOME/gossamer, else ~/.cache/gossamer."""
+    """Return the default cache folder: $XDG_CACHE_HOME/gossamer, else ~/.cache/gossamer."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "gossamer"
 
 
 def open_cache(folder: str | Path | None) -> Path:
-    """The cache folder, made when it is not there; BadInput when it cannot be written."""
+    """Return the cache folder (None: the default one), made if missing; raises BadInput where it cannot be written."""
     cache = default_cache() if folder is None else Path(folder).expanduser()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,10 @@ def open_cache(folder: str | Path | None) -> Path:
 
 @contextmanager
 def held(lock: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with its holder, however that ends. Waits without limit."""
+    """Hold the file lock `lock` inside the `with` block; wait for it without limit.
+
+    The system frees it when its holder ends, in any way.
+    """
     with lock.open("w") as stream:
         if fcntl is not None:
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -51,7 +54,7 @@ def held(lock: Path) -> Iterator[None]:
 
 
 def write_file(target: Path, data: bytes) -> None:
-    """Put `data` at `target` whole or not at all; raises BadInput where that cannot be written."""
+    """Write `data` to `target` atomically: all of it or nothing; raises BadInput where that cannot be written."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as stream:
@@ -69,7 +72,7 @@ def write_file(target: Path, data: bytes) -> None:
 
 
 def make_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Put the folder that `fill` writes at `target` whole or not at all; a folder already there wins."""
+    """Create the folder `target` atomically with the files that `fill` writes; a folder already there is kept."""
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
@@ -86,7 +89,7 @@ def make_folder(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in `file`; None where there is no such file or no object in it."""
+    """Return the JSON object in `file`; None where there is no such file or no object in it."""
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -95,5 +98,5 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """The object as readable JSON, whole or not at all."""
+    """Write a JSON object, readable and atomically: all of it or nothing."""
     write_file(file, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())

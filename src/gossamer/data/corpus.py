@@ -1,4 +1,4 @@
-"""A corpus ready to train on: tokenised once into the cache, held out by file, cut into sequences."""
+"""A corpus ready to train on: tokenized once into the cache, split into training and validation, cut into sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ _FORMAT = 1  # raise it when the same input would be stored otherwise
 
 @dataclass(frozen=True)
 class Corpus:
-    """`manifest` tells all that determines the tokens; `fingerprint` is its hash, equal on machines that agree."""
+    """A tokenized corpus with its two splits. `manifest` holds all that determines the tokens.
+
+    `fingerprint` is a hash of the text, the holdout and the tokenizer: machines with the same corpus compute the same
+    one.
+    """
 
     train: Split
     validation: Split
@@ -35,7 +39,9 @@ class Corpus:
     remark: str = ""  # on what was read, for the user
 
     def text(self, side: SplitSide, *, limit_bytes: int = 1 << 24) -> bytes:
-        """The first `limit_bytes` of text of one side, decoded from its tokens, documents joined without separators."""
+        """Return the first `limit_bytes` of text of one side, decoded from its tokens, documents joined without
+        separator.
+        """
         stream = {"train": self.train, "validation": self.validation}[side].stream
         some = stream.lengths[: 2 * limit_bytes]  # separators stand for no byte, hence the factor
         kept = int(np.searchsorted(np.cumsum(some, dtype=np.int64), limit_bytes, side="right"))
@@ -52,7 +58,7 @@ def open_corpus(
     validation: float = 0.05,
     cache: str | Path | None = None,
 ) -> Corpus:
-    """Read, tokenise (or find tokenised in the cache) and cut. Every process that calls it gets the same sequences.
+    """Read the source, tokenize it (or find its tokens in the cache), and cut sequences, the same in every process.
 
     `sequence` counts tokens; `validation` is the fraction held out; `cache` defaults to the user's cache folder.
     Raises BadInput for what is wrong with any of them, and when a side is shorter than one sequence.
@@ -90,7 +96,7 @@ def _hash(*parts: object) -> str:
 
 
 def _kept(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a corpus in the cache, when all its files are there in full."""
+    """Return the manifest of a corpus in the cache, where all its files are complete."""
     known = read_json(folder / "manifest.json")
     if known is None or not all(is_intact(folder, side, known[side]) for side in SIDES):
         return None
@@ -100,7 +106,7 @@ def _kept(folder: Path) -> dict[str, Any] | None:
 def _tokenised(
     source: Source, found: CorpusManifest, holdout: Holdout, tokenizer: Tokenizer, folder: Path
 ) -> dict[str, Any]:
-    """Fill the cache; several processes may ask at once, one does the work and the others find it done."""
+    """Fill the cache; of several processes that ask at once, one does the work and the others find it done."""
 
     def fill(beside: Path) -> None:
         known: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What simple statistics of a text reach: the bits per byte a model has to get below to have learned anything."""
+"""Entropy of a text under simple statistics: the bits per byte a model has to beat to have learned anything."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from gossamer.spec.errors import BadInput
 
 @dataclass(frozen=True)
 class TextStatistics:
-    """All in bits per byte of the validation text. `order0`, `order2`: models of bytes estimated on the training text;
-    `zlib`, `xz`: what the compressors make of the validation text alone (level 9, preset 6).
+    """The entropy of a validation text under four simple codes, each in bits per byte of that text.
+
+    `order0`, `order2`: models of bytes estimated on the training text; `zlib`, `xz`: compression of the validation text
+    alone (level 9, preset 6).
     """
 
     order0: float
@@ -26,7 +28,7 @@ class TextStatistics:
 
 
 def statistics(train: bytes, validation: bytes) -> TextStatistics:
-    """Measure both texts. Raises BadInput when the validation text is empty.
+    """Measure the entropy of the validation text. Raises BadInput when it is empty.
 
     With n counts in the training text and t(s) the number of different bytes seen after s (Witten-Bell):
         p(c)      = (n(c) + 1) / (bytes + 256)
@@ -46,7 +48,7 @@ def statistics(train: bytes, validation: bytes) -> TextStatistics:
 
 
 def context_bits(train: bytes, validation: bytes) -> tuple[float, float]:
-    """(order 0, order 2) bits per byte of a validation text of at least one byte."""
+    """Return (order 0, order 2) bits per byte of a validation text of at least one byte."""
     seen, told = np.frombuffer(train, np.uint8), np.frombuffer(validation, np.uint8)
     zero = (np.bincount(seen, minlength=256) + 1) / (seen.size + 256)
     one = _refined(_codes(seen, 2), _codes(told, 2), zero[told[1:]])

@@ -1,4 +1,4 @@
-"""A tokenizer as files, and read back: what was trained can be used where its text is not."""
+"""The files of a tokenizer, written and read back: a trained tokenizer works without its training text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEY = "data.tokenizer"
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Name -> content: the files by which transformers knows `tokenizer`, and one that says what it must be again."""
+    """Return name -> content: the files from which transformers loads `tokenizer`, and one that identifies it."""
     with tempfile.TemporaryDirectory() as folder:
         files = {file.name: file.read_bytes() for file in tokenizer.save(Path(folder))}
     identity = {
@@ -31,8 +31,9 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer whose `tokenizer_files` are in `folder`: the same ids for every text. Raises BadInput for files
-    that are missing, or not as they were written.
+    """Read the tokenizer whose `tokenizer_files` are in `folder`: it gives the same ids for every text.
+
+    Raises BadInput for files that are missing, or changed since they were written.
     """
     try:
         identity: dict[str, Any] = json.loads((folder / _IDENTITY).read_bytes())

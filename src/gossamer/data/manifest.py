@@ -1,4 +1,4 @@
-"""What a corpus is made of, in one hash; and which part of it is held out."""
+"""The manifest of a corpus: one hash over all its documents, and the rule that splits off the validation text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _SETTLED_S = 2.0  # a file younger than this may change again without changing i
 
 @dataclass(frozen=True)
 class CorpusManifest:
-    """`sha256` covers the path and text of every document in order. `lowest`, `highest`: extremes of `place`."""
+    """The size and hash of a corpus. `sha256` covers the path and text of every document in order.
+
+    `lowest`, `highest`: extremes of `place` over its documents.
+    """
 
     documents: int
     bytes: int
@@ -33,12 +36,12 @@ class CorpusManifest:
 
 
 def place(path: str) -> float:
-    """Where a document falls in [0, 1): a hash of its path, so the same on every machine and for ever."""
+    """Return the position of a document in [0, 1): a hash of its path, so equal on every machine and at any time."""
     return int.from_bytes(hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest()[:7], "big") / 2**56
 
 
 def manifest(source: Source) -> CorpusManifest:
-    """Read the whole source once. Raises BadInput when there is no text in it."""
+    """Read the complete source once and return its manifest. Raises BadInput when there is no text in it."""
     whole, documents, bytes_, lowest, highest = hashlib.sha256(), 0, 0, 1.0, 0.0
     for document in source.documents():
         path, data = document.path.encode("utf-8", "surrogateescape"), document.data
@@ -53,7 +56,7 @@ def manifest(source: Source) -> CorpusManifest:
 
 
 def cached_manifest(source: Source, *, cache: Path) -> CorpusManifest:
-    """`manifest`, read back from the cache while no file of the source has changed its size or time."""
+    """Return `manifest(source)`, read back from the cache while no file of the source has changed its size or time."""
     stamp = source.stamp()
     name = hashlib.sha256(json.dumps([repr(source), stamp]).encode()).hexdigest()
     file = cache / "manifests" / f"{name[:32]}.json"
@@ -69,10 +72,11 @@ def cached_manifest(source: Source, *, cache: Path) -> CorpusManifest:
 
 @dataclass(frozen=True)
 class Holdout:
-    """Which text is for validation: `fraction` of the documents, by hash of their path (`by` = "hash").
+    """The rule that splits off the validation text: `fraction` of the documents, by hash of their path (`by` = "hash").
 
-    Where the hash puts no document on one of the sides (one document, or few), the last `fraction` of every
-    document is held out instead (`by` = "tail"): contiguous text that training never sees.
+    Where the hash puts no document on one of the sides (one document, or few), the last `fraction` of every document is
+    held out instead (`by` = "tail"). That is contiguous text that training never sees. `by` = "none": nothing is held
+    out.
     """
 
     fraction: float
@@ -80,7 +84,7 @@ class Holdout:
 
     @staticmethod
     def of(found: CorpusManifest, fraction: float) -> Holdout:
-        """The rule for a corpus; raises BadInput unless 0 <= fraction < 1."""
+        """Return the holdout rule for a corpus; raises BadInput unless 0 <= fraction < 1."""
         if not 0 <= fraction < 1:
             raise BadInput(f"wanted a fraction from 0 up to, not including, 1; got {fraction}", key="data.validation")
         if fraction == 0:
@@ -88,7 +92,7 @@ class Holdout:
         return Holdout(fraction, "hash" if found.lowest < fraction <= found.highest else "tail")
 
     def texts(self, source: Source, side: SplitSide) -> Iterator[str]:
-        """The texts of one side, in order; none is empty."""
+        """Yield the texts of one side, in order; none is empty."""
         for document in source.documents():
             if text := self._part(document, side):
                 yield text

@@ -1,4 +1,4 @@
-"""The order of samples: a permutation per epoch that can be asked at any place, so resuming needs no state."""
+"""The order of samples: a permutation per epoch, computed for any index alone, so resuming needs no state."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ UInt64 = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Global index -> sequence index: index // size is the epoch, and each epoch visits every sequence once.
+    """The order of samples: global index -> sequence index.
 
-    A balanced Feistel network of 6 rounds over the next power of four, keyed by (seed, epoch), walked until it lands
-    below `size` (4 steps at most on average). O(1) time and memory per index. Raises BadInput when `size` is below 1.
+    index // size is the epoch, and each epoch visits every sequence once.
+
+    The permutation is a balanced Feistel network of 6 rounds over the next power of four, keyed by (seed, epoch). It is
+    applied until the result is below `size` (4 times at most on average). O(1) time and memory per index. Raises
+    BadInput when `size` is below 1.
     """
 
     seed: int
@@ -31,7 +34,7 @@ class SampleOrder:
             raise BadInput(f"there is nothing to put in order: {self.size} sequences", key="data.source")
 
     def __call__(self, indices: int | Iterable[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sequence indices of global indices, in their shape (an int gives shape ()); int64."""
+        """Return the sequence indices of global indices, in their shape (an int gives shape ()); int64."""
         given = indices if isinstance(indices, (int, np.ndarray)) else list(indices)
         index = np.asarray(given, np.int64)
         epoch, place = np.divmod(index.reshape(-1), self.size)
@@ -52,7 +55,7 @@ class SampleOrder:
 
 
 def order(seed: int, size: int) -> SampleOrder:
-    """The order of `size` sequences under `seed`."""
+    """Return the order of `size` sequences under `seed`."""
     return SampleOrder(seed, size)
 
 

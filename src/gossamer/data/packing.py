@@ -1,10 +1,10 @@
-"""Sequences out of a stream of documents: which tokens go in, and which of them are to be predicted.
+"""Packing of documents into sequences: the tokens of each sequence, and those of them that are labels.
 
-Windows overlap by one token: the last token of a window, predicted there, is the first of the next, where it only
-gives context. So every token of a split but the first of each document is a label exactly once per epoch (the end
-of a packed stream that does not fill a window is left out), and with it every byte those tokens stand for:
+Windows overlap by one token: the last token of a window, a label there, is the first of the next, where it is only
+context. So every token of a split but the first of each document is a label exactly once per epoch, and with it every
+byte those tokens stand for. (The end of a packed stream that does not fill a window is left out.) Hence
     bits per byte = sum over labels of -ln p(label) / ln 2 / bytes_of(indices)
-holds for any tokenizer. Separators are predicted and stand for no byte: knowing where a text ends is charged for.
+holds for any tokenizer. Separators are labels that stand for no byte: the model pays for predicting the end of a text.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Indices: TypeAlias = Iterable[int] | NDArray[np.int64]
 
 
 class Packing(ABC):
-    """How sequences lie in a stream."""
+    """The layout of sequences in a token stream."""
 
     count: int  # sequences
     pads: bool  # whether a sequence may hold fewer tokens than its length
 
     @abstractmethod
     def windows(self, indices: Int64) -> tuple[Int64, Int64]:
-        """(first token, number of tokens) of each sequence; both (n,)."""
+        """Return (first token, number of tokens) of each sequence; both (n,)."""
 
 
 @dataclass(frozen=True)
 class Packed(Packing):
-    """Full windows over the whole stream, across documents."""
+    """The packing of full windows over the complete token stream, across documents."""
 
     tokens: int
     sequence: int
@@ -55,7 +55,7 @@ class Packed(Packing):
 
 @dataclass(frozen=True)
 class PerDocument(Packing):
-    """Windows within one document each, the last one of a document as short as it comes (two tokens at least)."""
+    """The packing of windows within one document each; its last window may be shorter (two tokens at least)."""
 
     starts: Int64  # (documents,)
     ends: Int64  # (documents,)
@@ -89,17 +89,17 @@ class Split:
     fingerprint: str
 
     def __len__(self) -> int:
-        """The number of sequences."""
+        """Return the number of sequences."""
         return self.layout.count
 
     def batch(self, indices: Indices) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, both int64 (n, sequence), as Hugging Face models take them.
+        """Return `input_ids` and `labels`, both int64 (n, sequence), as Hugging Face models take them.
 
-        Labels are not shifted: the model predicts labels[:, 1:] from what precedes. IGNORED marks the first token
-        of a sequence and of a document (nothing of its own precedes it) and padding. Where sequences can be
-        padded, `attention_mask` (n, sequence) is 0 on the padding, which is on the right. With `isolate`,
-        `position_ids` (n, sequence) restart at every document, from which transformers makes a mask of blocks,
-        provided that the model runs without a cache (use_cache=False).
+        Labels are not shifted: the model predicts labels[:, 1:] from the tokens before. IGNORED marks padding and the
+        first token of a sequence and of a document (nothing of its own precedes it). Where sequences can be padded,
+        `attention_mask` (n, sequence) is 0 on the padding, which is on the right. With `isolate`, `position_ids` (n,
+        sequence) restart at every document. transformers makes a block-diagonal mask from them, provided that the model
+        runs without a cache (use_cache=False).
         """
         at, real, begins = self._positions(indices)
         ids = self.stream.tokens[at].astype(np.int64)
@@ -113,17 +113,17 @@ class Split:
         return {name: torch.from_numpy(values) for name, values in found.items()}
 
     def bytes_of(self, indices: Indices) -> int:
-        """UTF-8 bytes that the valid labels of these sequences stand for."""
+        """Return the UTF-8 bytes that the valid labels of these sequences stand for."""
         at, real, begins = self._positions(indices)
         return int(self.stream.lengths[at[self._predicted(real, begins)]].sum(dtype=np.int64))
 
     def labels_of(self, indices: Indices) -> Int64:
-        """(n,): valid labels of each sequence, as `valid_labels` counts them in the batch."""
+        """Return the number of valid labels of each sequence (n,), as `valid_labels` counts them in the batch."""
         _, real, begins = self._positions(indices)
         return np.asarray(self._predicted(real, begins).sum(1), np.int64)
 
     def _positions(self, indices: Indices) -> tuple[Int64, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Place in the stream, whether there is a token, whether it begins a document; all (n, sequence)."""
+        """Return index in the stream, whether there is a token, whether it begins a document; all (n, sequence)."""
         index = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices), np.int64)
         assert index.ndim == 1 and ((index >= 0) & (index < len(self))).all(), f"no such sequences: {index}"
         first, size = self.layout.windows(index)
@@ -141,13 +141,13 @@ class Split:
 
 
 def split_of(stream: Stream, *, sequence: int, pack: bool, isolate: bool, fingerprint: str) -> Split:
-    """The split a stream gives under these settings."""
+    """Return the split of a token stream under these settings."""
     layout = Packed(stream.tokens.size, sequence) if pack else PerDocument(stream.starts, stream.ends(), sequence)
     return Split(stream, layout, sequence, isolate, fingerprint)
 
 
 def valid_labels(labels: Tensor) -> Tensor:
-    """How many tokens of (n, sequence) labels are predicted: the weight of a micro-batch. Scalar, int64."""
+    """Return the number of valid labels in (n, sequence) labels: the weight of a micro-batch. Scalar, int64."""
     return (labels[:, 1:] != IGNORED).sum()
 
 

@@ -1,4 +1,4 @@
-"""A look at what will be trained on, before it is."""
+"""A preview of the training sequences as text, before training starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from gossamer.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Preview:
-    """One sequence as text. `tokens` without padding; `labels` of them are predicted, standing for `bytes` of text."""
+    """One training sequence as text.
+
+    `tokens` counts without padding; `labels` of them are valid labels, standing for `bytes` of text.
+    """
 
     index: int
     text: str
@@ -21,7 +24,7 @@ class Preview:
 
 
 def decode_preview(split: Split, tokenizer: Tokenizer, *, seed: int, count: int = 3) -> tuple[Preview, ...]:
-    """The first `count` sequences of a run with this seed (fewer where the split has fewer)."""
+    """Return the first `count` sequences of a run with this seed as text (fewer where the split has fewer)."""
     if not len(split):
         return ()
     order = SampleOrder(seed, len(split))

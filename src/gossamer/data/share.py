@@ -1,4 +1,4 @@
-"""Which sequences of a step go to which rank."""
+"""The partition of a step's batch over ranks: which sequences each rank computes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from gossamer.spec.errors import BadInput, bad_input
 
 
 def global_indices(step: int, batch: int) -> range:
-    """Global indices of the `batch` sequences of step `step` (from 0), however many ranks share them."""
+    """Return the global indices of the `batch` sequences of step `step` (from 0), equal for any number of ranks."""
     return range(step * batch, (step + 1) * batch)
 
 
 def share_rows(batch: int, share: Sequence[float]) -> tuple[int, ...]:
-    """`batch` sequences dealt out in proportion to `share` (any positive scale), by largest remainder, one at least.
+    """Return the sequences per rank: `batch` divided in proportion to `share`, by largest remainder, at least one each.
 
-    Equal remainders go to the lower rank. Raises BadInput when there are more ranks than sequences.
+    `share` has any positive scale. Equal remainders go to the lower rank. Raises BadInput when there are more ranks
+    than sequences, or a share is not positive.
     """
     for part in share:
         if not (math.isfinite(part) and part > 0):
@@ -39,7 +40,7 @@ def share_rows(batch: int, share: Sequence[float]) -> tuple[int, ...]:
 
 
 def rows_for(rank: int, share: Sequence[float], batch: int) -> range:
-    """The places within a step's batch that are rank `rank`'s: contiguous, in rank order."""
+    """Return the indices within a step's batch that rank `rank` computes: contiguous, in rank order."""
     rows = share_rows(batch, share)
     first = sum(rows[:rank])
     return range(first, first + rows[rank])

@@ -20,9 +20,10 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents one after the other, each ended by the separator, so that `starts[d + 1]` follows a separator.
+    """The token stream of a split: documents one after the other, each ended by the separator.
 
-    `tokens` (n,): ids. `lengths` (n,): UTF-8 bytes each token stands for, 0 for separators. `starts` (documents,).
+    `tokens` (n,): ids. `lengths` (n,): UTF-8 bytes each token stands for, 0 for separators (but see `Spans.rest`).
+    `starts` (documents,): index of each document's first token, so that `starts[d + 1]` follows a separator.
     """
 
     tokens: Ids
@@ -32,21 +33,21 @@ class Stream:
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of all text in it."""
+        """The UTF-8 bytes of all text in the stream."""
         return int(self.lengths.sum(dtype=np.int64))
 
     def ends(self) -> Int64:
-        """(documents,): where each document ends, its separator included."""
+        """Return the index (documents,) at which each document ends, its separator included."""
         return np.append(self.starts[1:], self.tokens.size).astype(np.int64)
 
 
 def token_type(tokenizer: Tokenizer) -> str:
-    """The smallest numpy type that holds every id."""
+    """Return the name of the smallest numpy type that holds every token id: uint16 or uint32."""
     return "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
 
 
 def write_stream(texts: Iterable[str], tokenizer: Tokenizer, *, folder: Path, side: str) -> dict[str, Any]:
-    """Tokenise `texts` into three flat files of `folder`; returns what `read_stream` needs to know of them."""
+    """Tokenize `texts` into three flat files of `folder`; return the counts and types that `read_stream` needs."""
     types = {"tokens": token_type(tokenizer), "lengths": tokenizer.length_type, "starts": "int64"}
     documents = tokens = bytes_ = 0
     with ExitStack() as open_files:
@@ -65,7 +66,7 @@ def write_stream(texts: Iterable[str], tokenizer: Tokenizer, *, folder: Path, si
 
 
 def read_stream(folder: Path, side: str, known: dict[str, Any], *, separator: int) -> Stream:
-    """The stream `write_stream` wrote. Only `starts` is read into memory."""
+    """Return the stream that `write_stream` wrote. Only `starts` is read into memory."""
     tokens = _mapped(folder / f"{side}.tokens", known["types"]["tokens"])
     lengths = _mapped(folder / f"{side}.lengths", known["types"]["lengths"])
     starts = np.fromfile(folder / f"{side}.starts", np.int64)
@@ -73,7 +74,7 @@ def read_stream(folder: Path, side: str, known: dict[str, Any], *, separator: in
 
 
 def is_intact(folder: Path, side: str, known: dict[str, Any]) -> bool:
-    """Whether the three files have the sizes they were written with."""
+    """Return whether the three files have the sizes they were written with."""
     counts = {"tokens": known["tokens"], "lengths": known["tokens"], "starts": known["documents"]}
     files = {
         folder / f"{side}.{part}": count * np.dtype(known["types"][part]).itemsize for part, count in counts.items()

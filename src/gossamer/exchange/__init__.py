@@ -1,8 +1,9 @@
-"""Exchanges: how the ranks come to one mean of their gradients (or of any flat buffer), one method per file.
+"""Exchanges: methods that average a gradient bucket (or any flat buffer) over ranks, as a DDP communication hook does.
 
-A method is a coroutine: it yields the messages it wants on the wire and is sent back what arrived. Several rounds,
-error feedback and wrappers are then ordinary Python, and the same method runs in lockstep, priced, and for real.
-Methods nest: feedback around a compressor, a codec inside an exchange, one exchange inside islands and one between.
+A method is a coroutine: it yields the messages it sends and is sent back the messages that arrived. Several rounds,
+error feedback and wrappers are then ordinary Python, and the same method runs in lockstep in one process, in cost
+estimates, and on real links. Methods nest: error feedback around a compressor, a codec inside an exchange, one exchange
+inside islands and one between.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTraits:
-    """What whoever uses an exchange may rely on; contract tests check every field.
+    """The properties of an exchange that callers may rely on; contract tests check every field.
 
     lossless:   the mean is the weighted mean, up to the order of summing.
-    fixed_size: `traffic` is what will be sent, to the byte; otherwise it is a cap.
-    remembers:  what was not sent is kept and sent later (feedback); a lossy exchange without it loses it.
+    fixed_size: `traffic` is the size of the messages, to the byte; otherwise it is an upper limit.
+    remembers:  the compression error is kept and sent later (error feedback); a lossy exchange without it loses it.
     """
 
     lossless: bool = False
@@ -57,60 +58,62 @@ class ExchangeTraits:
 
 
 class Exchange(ABC):
-    """A frozen dataclass: its fields are its whole configuration; state is passed in and handed back, never mutated.
+    """An exchange: a frozen dataclass of settings that averages a bucket over ranks, with state passed in and out.
 
-    The bucket belongs to the exchange while it runs: afterwards its storage may hold the mean, or what was lost.
-    Everything is computed in float32; the mean has the bucket's type.
+    The bucket belongs to the exchange while it runs: afterwards its storage may hold the mean, or the compression
+    error. State is never mutated. All arithmetic is in float32; the mean has the bucket's type.
     """
 
     @property
     @abstractmethod
     def traits(self) -> ExchangeTraits:
-        """What may be relied on."""
+        """Return the properties callers may rely on."""
 
     @abstractmethod
     def init(self, layout: Layout) -> ExchangeState:
-        """The state before the first exchange of a bucket laid out so; the same on every rank."""
+        """Return the state before the first exchange of a bucket with this layout; the same on every rank."""
 
     @abstractmethod
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
-        """One exchange: yields messages, is sent replies, returns the Outcome."""
+        """Run one exchange: yield messages, receive the replies, return the Outcome."""
 
     @abstractmethod
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
-        """The messages `run` will send on `rank`, one after the other, before anything is encoded. Pure.
+        """Return the messages `run` sends on `rank`, in order, without encoding anything. Pure.
 
-        As many on every rank; where `traits.fixed_size` does not hold, none of them is larger than said here.
+        Every rank has the same number of them. Without `traits.fixed_size` they are upper limits.
         """
 
     def contraction(self, layout: Layout) -> float | None:
-        """delta, where E|lost|^2 <= (1 - delta)|x|^2 holds for every x; None where no delta > 0 does."""
+        """Return delta, where E|lost|^2 <= (1 - delta)|x|^2 holds for every x; None where no delta > 0 does."""
         return 1.0 if self.traits.lossless else None
 
     def part_of_mean(self, at: ExchangeContext) -> float:
-        """This rank's part of what is lost where the mean is rounded to the bucket's type. All ranks hold the same one,
-        and each bears as much as its input has counted, unless a method says otherwise.
+        """Return this rank's part of the rounding error, where the mean is rounded to the bucket's type.
+
+        All ranks hold the same error. Each takes its weight's share of it, unless a method overrides this.
         """
         return at.share
 
     def for_island(self) -> Exchange:
-        """What is left of it where only the ranks of an island meet, as while islands train apart: all of it, unless it
-        speaks of islands itself. Then that is a method without state.
+        """Return the exchange to use inside one island, in local steps.
+
+        By default it is this one. A method that needs islands returns another one, without state.
         """
         return self
 
     @property
     def has_true_norm(self) -> bool:
-        """Whether the mean is about as long as the mean gradient: clipping goes by it."""
+        """Return whether the mean's norm is close to the mean gradient's, so that gradient clipping may use it."""
         return True
 
     @property
     def needs_islands(self) -> bool:
-        """Whether it speaks of islands itself, and means nothing where all links are alike."""
+        """Return whether the exchange requires islands."""
         return False
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
-        """Raises BadInput where this method cannot serve such a bucket or such a wire: asked when a plan is built."""
+        """Raise BadInput where this method cannot serve such a bucket or groups; called when a plan is built."""
         return None
 
 
@@ -120,12 +123,12 @@ build = REGISTRY.build
 
 
 def rules(written: Exchanges, *, key: str = "plan.exchange") -> ParameterRules[Exchange]:
-    """The exchange of every parameter, as `plan.exchange` says: one for all, or [pattern, level, exchange] by line."""
+    """Return the exchange of every parameter by `plan.exchange`: one for all, or lines [pattern, level, exchange]."""
     return ParameterRules.read(REGISTRY, written, key=key)
 
 
 def nested(exchange: Exchange) -> Iterator[Exchange]:
-    """An exchange, and all exchanges in it at any depth."""
+    """Yield an exchange and all exchanges in it, at any depth."""
     yield exchange
     for one in fields(exchange):  # type: ignore[arg-type]
         inner = getattr(exchange, one.name)
@@ -134,7 +137,7 @@ def nested(exchange: Exchange) -> Iterator[Exchange]:
 
 
 def asks_for_islands(written: Exchanges) -> bool:
-    """Whether an exchange speaks of islands: by the level of a line, or a method that does."""
+    """Return whether an exchange requires islands, by the level of a line or by a method in it."""
     found = rules(written)
     inside = (one for outer in found.written for one in nested(outer))
     return found.has_levels or any(one.needs_islands for one in inside)

@@ -1,4 +1,4 @@
-"""What an exchange loses and sends, measured on a gradient: the numbers adaptive policies decide by."""
+"""Compression error and bytes of an exchange, measured on a gradient, for adaptive compression."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ _ALONE = ProcessGroups.islands([[0]])  # every level an exchange may ask for, wi
 
 
 class Measurable(Protocol):
-    """The part of an exchange that is needed here."""
+    """The part of the exchange interface that a measurement needs."""
 
-    def init(self, layout: Layout) -> ExchangeState: ...
-    def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds: ...
-    def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]: ...
+    def init(self, layout: Layout) -> ExchangeState:
+        """Return the state before the first exchange."""
+
+    def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
+        """Run one exchange of a bucket."""
+
+    def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
+        """Return the messages that `rank` sends."""
 
 
 def error_of(
     exchange: Measurable, x: Tensor, *, name: str = "x", key: tuple[int, int] = (0, 0), warm: int = 0
 ) -> float:
-    """|x - mean| of a group of one: what the exchange loses of `x`, all its encodings together. `x` is not changed.
+    """Return |x - mean| of an exchange with a single rank: the error of all its encodings together. `x` is not changed.
 
-    A method with memory is measured at its first step. `warm` exchanges of the same `x` go before, for methods that
-    refine what they send from their state (PowerSGD's power iteration); not for feedback, which would pay its debts.
+    A method with state is measured at its first step. `warm` exchanges of the same `x` run before, for methods that
+    refine their messages from their state (PowerSGD's power iteration). Do not use them with error feedback, which
+    would send its residual.
     """
     flat = x.detach().reshape(-1).float()
     layout = as_float(Layout.of({name: x}))
@@ -47,7 +53,7 @@ def error_of(
 
 
 def bytes_of(exchange: Measurable, layout: Layout, levels: ProcessGroups, rank: int = 0) -> int:
-    """What `rank` sends, to all others together."""
+    """Return the bytes that `rank` sends to all others together in one exchange."""
     channel = CountingChannel(rank, levels)
     channel.charge(exchange.traffic(layout, levels, rank))
     return channel.meter.total_bytes
@@ -61,7 +67,7 @@ def measure(
     key: tuple[int, int] = (0, 0),
     warm: int = 0,
 ) -> Statistics:
-    """Every candidate tried on every gradient, each by itself. `gradients` are means: the same on all ranks."""
+    """Measure every candidate on every gradient, each by itself. `gradients` are means: the same on all ranks."""
     layouts = {name: Layout.of({name: g}) for name, g in gradients.items()}
     return Statistics(
         names=tuple(gradients),

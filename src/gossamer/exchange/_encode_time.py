@@ -1,4 +1,4 @@
-"""How long an exchange computes on this machine: encoding, decoding, selecting; everything but the wire."""
+"""Compute time of an exchange on this machine: encoding, decoding and selection, without communication."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _REPEATS = 2
 
 
 def seconds_of(exchange: Measurable, layout: Layout, levels: ProcessGroups, rank: int) -> float:
-    """Seconds of one exchange of a bucket laid out so, with the threads of this process, as `rank` among `levels`.
+    """Return the compute seconds of one exchange of such a bucket, as `rank`, with the threads of this process.
 
-    Run on numbers of a gradient's kind through a wire that answers at once; the median of some repeats, after one that
-    warms up.
+    Runs on normally distributed numbers over a loopback channel, which answers at once. Returns the median of two
+    repeats, after a warm-up.
     """
     flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).to(layout.dtype).to(layout.device)
     state, times = exchange.init(layout), []

@@ -1,4 +1,6 @@
-"""What feedback methods share: units that a zero does not break, and one memory at a time."""
+"""Arithmetic shared by the error-feedback exchanges: residuals in units that tolerate a zero, in tiles that fit the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +18,30 @@ _IN_CACHE = 1 << 18  # numbers: several operations on so many read main memory o
 
 
 def rate_of(at: ExchangeContext, track_lr: bool) -> float:
-    """What residuals are scaled by besides the weight: the learning rate, or one."""
+    """Return the factor of residuals besides the weight: the learning rate (0 if tiny), or 1 without `track_lr`."""
     if not track_lr:
         return 1.0
     return at.lr if abs(at.lr) > _NO_RATE else 0.0
 
 
 def add_rounding_error(owed: Tensor, exact: Tensor, mean: Tensor, unit: float) -> None:
-    """Add to `owed`, in place, what was lost when `exact` became `mean`, the same on all ranks."""
+    """Add to `owed`, in place, the rounding error of `exact` to `mean`, times `unit`; it is equal on all ranks."""
     if mean.dtype != exact.dtype and unit:
         owed.add_(exact - mean, alpha=unit)
 
 
 def tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same pieces of all tensors, small enough to stay in the cache between two operations."""
+    """Yield the same slices of all tensors, small enough to stay in the cache between two operations."""
     return zip(*(torch.split(t, _IN_CACHE) for t in tensors), strict=True)
 
 
 def difference(target: Tensor, known: Tensor, share: float) -> Tensor:
-    """A new target - known / share; where the share is zero nothing can be said: zeros."""
+    """Return target - known / share as a new tensor; zeros where the share is zero."""
     return torch.sub(target, known, alpha=1 / share) if share else torch.zeros_like(target)
 
 
 def require_stateless(inner: Exchange) -> None:
-    """Refuse an inner exchange that remembers: this one and that one would both send what is missing."""
+    """Raise BadInput for an inner exchange with error feedback: both would send the same compression error."""
     if inner.traits.remembers:
         raise bad_input(
             wanted="an exchange that does not remember what it did not send",

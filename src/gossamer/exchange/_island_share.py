@@ -1,6 +1,4 @@
-"""A rank's place in its island: who owns what of a bucket, the part of a state that goes with it, and an exchange
-between islands among the owners of the same.
-"""
+"""Each rank's share of a bucket inside its island, and an exchange between islands among ranks with the same share."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class OwnerRange:
-    """Whole entries one behind the other: [start, stop) of a bucket, and their layout as a bucket of its own."""
+    """A range of a bucket with one owner: whole entries in [start, stop), and their layout as a bucket of its own."""
 
     start: int
     stop: int
@@ -45,8 +43,10 @@ class OwnerRange:
 
 @dataclass(frozen=True, slots=True)
 class IslandShare:
-    """`island`: my fellow ranks, ascending; `me`: my index among them; `runs`: what the first ones own, one each, one
-    behind the other.
+    """A rank's share of a bucket inside its island.
+
+    `island`: the ranks of the island, ascending; `me`: this rank's index among them; `runs`: the ranges that the first
+    ranks own, one each, in order.
     """
 
     whole: Layout
@@ -57,8 +57,10 @@ class IslandShare:
 
     @staticmethod
     def of(layout: Layout, levels: ProcessGroups, rank: int, divided: DividedTraffic | None = None) -> IslandShare:
-        """Of every island as many ranks own something as the smallest has: those with a counterpart everywhere.
-        `divided`: what each of so many owns; whole entries, as they lie, where nothing is given.
+        """Divide a bucket: on every island as many ranks own a range as the smallest island has ranks.
+
+        So every owner has a counterpart on all islands. `divided`: returns the ranges of so many owners; by default
+        whole entries in order (`cut`).
         """
         island, owners = levels.group("island", rank), len(levels.owners(rank))
         return IslandShare(layout, levels, island, island.index(rank), (divided or cut)(layout, owners))
@@ -69,24 +71,24 @@ class IslandShare:
 
     @property
     def nobody(self) -> OwnerRange:
-        """What ranks without a counterpart own."""
+        """Return the empty range of a rank without a counterpart."""
         return OwnerRange(self.whole.numel, self.whole.numel, replace(self.whole, entries=()))
 
     def shares(self, weights: Tensor) -> list[float]:
-        """The weights of my fellows in the mean of the island; alike where the island has none."""
+        """Return the weights of the island's ranks in its mean; equal ones where the island has no weight."""
         mine = weights[list(self.island)]
         total = float(mine.sum())
         return [float(w) / total for w in mine] if total > 0 else [1 / len(mine)] * len(mine)
 
     def totals(self, weights: Tensor) -> Tensor:
-        """The weights between islands: an owner speaks for its whole island, a rank without counterpart for itself."""
+        """Return the weights between islands: an owner has its island's total, a rank without counterpart one."""
         found = torch.ones_like(weights)
         for island in self.levels.groups["island"]:
             found[list(island[: len(self.runs)])] = weights[list(island)].sum()
         return found
 
     def runs_between(self) -> list[tuple[int, Layout]]:
-        """(rank, what it owns) of one rank of every kind: all that can be asked of the exchange between islands."""
+        """Return (rank, its layout) for one rank of every kind: all cases of the exchange between islands."""
         group = self.levels.group("all", self.island[0])
         islands = [g for g in self.levels.groups["island"] if g[0] in group]
         alone = [(g[-1], self.nobody.layout) for g in islands if len(g) > len(self.runs)]
@@ -97,9 +99,7 @@ DividedTraffic = Callable[[Layout, int], tuple[OwnerRange, ...]]
 
 
 def across(between: Exchange, x: Bucket, state: ExchangeState, at: ExchangeContext, here: IslandShare) -> Rounds:
-    """Run `between` at its level on what this rank owns, then send nothing as often as owners of something else still
-    send something.
-    """
+    """Run `between` at its level on this rank's range, then send empty messages until all owners have sent as many."""
     weights = here.totals(at.weights)
     method = between.run(x, state, replace(at, levels=at.levels.only("between"), weights=weights))
     left, reply = rounds_across(between, here), None
@@ -118,14 +118,14 @@ def across(between: Exchange, x: Bucket, state: ExchangeState, at: ExchangeConte
 
 
 def traffic_across(between: Exchange, here: IslandShare, rank: int) -> tuple[Traffic, ...]:
-    """The messages of `across`."""
+    """Return the messages of `across`."""
     inner = between.traffic(here.mine.layout, here.levels.only("between"), rank)
     nothing = (Traffic(Collective.SUM, 0, 1),) * (rounds_across(between, here) - len(inner))
     return tuple(replace(t, level="between") for t in (*inner, *nothing))
 
 
 def rounds_across(between: Exchange, here: IslandShare) -> int:
-    """Messages that `between` sends for the run that needs most of them."""
+    """Return the number of messages that `between` sends for the range that needs most."""
     only = here.levels.only("between")
     return max(len(between.traffic(owned, only, rank)) for rank, owned in here.runs_between())
 
@@ -133,7 +133,7 @@ def rounds_across(between: Exchange, here: IslandShare) -> int:
 def check_across(
     between: Exchange, layout: Layout, levels: ProcessGroups, divided: DividedTraffic | None = None
 ) -> None:
-    """Raises BadInput where there are no islands, or where `between` cannot serve what is owned."""
+    """Raise BadInput where there are no islands, or where `between` cannot serve an owner's range."""
     if not {"island", "between"} <= set(levels.groups):
         do = "say which ranks share a fast link, or name the exchange for `between` alone"
         raise bad_input(wanted="islands of ranks", got=f"the levels {', '.join(levels.groups)}", do=do)
@@ -142,7 +142,7 @@ def check_across(
 
 
 def cut(layout: Layout, owners: int) -> tuple[OwnerRange, ...]:
-    """`owners` runs that cover the layout, cut at those entry borders that come closest to equal parts."""
+    """Return `owners` ranges that cover the layout, cut at the entry boundaries closest to equal sizes."""
     borders = [0, *(e.start + e.numel for e in layout.entries)]
     wanted = [layout.numel * k / owners for k in range(1, owners)]
     inner = (min(range(len(borders)), key=lambda i: abs(borders[i] - w)) for w in wanted)
@@ -156,8 +156,10 @@ def _run(layout: Layout, first: int, last: int, borders: list[int]) -> OwnerRang
 
 
 def part_of(state: ExchangeState, place: IslandShare) -> ExchangeState:
-    """What of a bucket's state belongs to my run: slices of tensors shaped like the bucket, "field@parameter" of its
-    own parameters, everything else as it is.
+    """Return the state of this rank's range, out of the state of a bucket.
+
+    It has slices of tensors shaped like the bucket, the "field@parameter" tensors of its own parameters, and all else
+    as it is.
     """
     names = {e.name for e in place.mine.layout.entries}
     tensors = {
@@ -169,7 +171,7 @@ def part_of(state: ExchangeState, place: IslandShare) -> ExchangeState:
 
 
 def put_back(state: ExchangeState, place: IslandShare, part: ExchangeState) -> ExchangeState:
-    """`state` with the part of my run replaced: a new one."""
+    """Return `state` with the state of this rank's range replaced, as a new one."""
     tensors = dict(state.tensors)
     for name, tensor in part.tensors.items():
         old = state.tensors[name]

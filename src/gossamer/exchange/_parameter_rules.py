@@ -1,4 +1,4 @@
-"""Which exchange serves which parameter: the lines of a plan, built."""
+"""Rules that assign an exchange to each parameter: the lines of `plan.exchange`, built."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _EXACT = "dense"  # inside an island: as the numbers are; and what serves a para
 
 @dataclass(frozen=True, slots=True)
 class ParameterRules(Generic[T]):
-    """For a parameter the first line that matches holds. A line of level `island` or `between` goes with the first
-    that matches of the other level: together they are a Hierarchical. No line at all: dense.
+    """A list of rules that assign a method to each parameter by name; the first line that matches holds.
+
+    A line of level `island` or `between` pairs with the first matching line of the other level: together they are one
+    Hierarchical exchange. A parameter that no line matches gets dense.
     """
 
     room: Registry[T]
@@ -28,7 +30,7 @@ class ParameterRules(Generic[T]):
 
     @staticmethod
     def read(room: Registry[T], written: Exchanges, *, key: str) -> ParameterRules[T]:
-        """Build every line once, so that a mistake in one that matches nothing is told too; raises BadInput."""
+        """Build every line once, so that errors in a line that matches nothing are found too; raise BadInput."""
         found = ParameterRules(room, lines(written, key=key))
         for line in found.lines:
             if line.level == "island":
@@ -39,28 +41,28 @@ class ParameterRules(Generic[T]):
 
     @property
     def written(self) -> tuple[T, ...]:
-        """The method of every line, alone; inside an island that is a codec, and no method."""
+        """Return the exchange of every line, without lines of level `island`, whose method is a codec."""
         found = (line for line in self.lines if line.level != "island")
         return tuple(self.room.build(line.written, key=line.method_key) for line in found)
 
     @property
     def has_levels(self) -> bool:
-        """Whether any line is for one level of the links alone."""
+        """Return whether any line is for one level of the links only."""
         return any(line.level != "all" for line in self.lines)
 
     def of(self, name: str) -> T:
-        """The exchange of the parameter called `name`. Equal for parameters that may share a bucket."""
+        """Return the exchange of the parameter `name`. Parameters with equal exchanges may share a bucket."""
         return self._build(self._serving(name))
 
     def by_name(self, names: Iterable[str]) -> dict[str, T]:
-        """The exchange of every parameter; raises BadInput for a line that serves none of them."""
+        """Return the exchange of every parameter; raise BadInput for a line that serves none of them."""
         serving = {name: self._serving(name) for name in names}
         self._check_used(list(serving), {line for those in serving.values() for line in those})
         built = {those: self._build(those) for those in dict.fromkeys(serving.values())}
         return {name: built[those] for name, those in serving.items()}
 
     def _serving(self, name: str) -> tuple[ParameterRule, ...]:
-        """Nothing, one line of level `all`, or (between, island)."""
+        """Return the lines of a parameter: none, one line of level `all`, or (between, island)."""
         matching = [line for line in self.lines if line.matches(name)]
         if not matching or matching[0].level == "all":
             return tuple(matching[:1])

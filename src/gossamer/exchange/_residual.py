@@ -1,4 +1,4 @@
-"""What feedback still owes the parameters, and exchanges that go on with it when others take their place."""
+"""Residuals of error feedback: which exchanges keep one, and exchanges that carry it over when the plan changes."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ _OWED, _SUM = "e", "agg"
 
 
 class ResidualExchange(Protocol):
-    """The part of an exchange that is needed here."""
+    """The part of the exchange interface that shows its state."""
 
-    def init(self, layout: Layout) -> ExchangeState: ...
+    def init(self, layout: Layout) -> ExchangeState:
+        """Return the state before the first exchange."""
 
 
 def is_residual(path: str) -> bool:
-    """Whether a state of this path ("0/e", "e@name") is owed to the parameters."""
+    """Return whether the state at a path ("0/e", "e@name") is an error-feedback residual."""
     return path.partition("@")[0].rpartition("/")[2] == _OWED
 
 
 def has_residual(exchange: ResidualExchange) -> bool:
-    """Whether it keeps what it did not send, to send it later."""
+    """Return whether an exchange keeps an error-feedback residual."""
     return any(is_residual(path) for path in _kept(exchange))
 
 
 def is_cumulative(exchange: ResidualExchange) -> bool:
-    """Whether its mean is of what all ranks have sent so far, also of those that send nothing now, as in EF21."""
+    """Return whether an exchange averages all that ranks have sent so far, also ranks that send nothing now (EF21)."""
     return any(path.rpartition("/")[2] == _SUM for path in _kept(exchange))
 
 
 def _kept(exchange: ResidualExchange) -> list[str]:
-    """The paths of its state."""
+    """Return the paths of an exchange's state."""
     return [path for path, _ in exchange.init(Layout.of({"x": torch.empty(1)})).flatten()]
 
 
 def with_error_feedback(written: Exchanges, names: Iterable[str]) -> Exchanges:
-    """`written` with error feedback around the methods that serve these parameters: around dense, it pays what is owed
-    at once.
+    """Return `written` with error feedback around the methods of the parameters `names`.
+
+    Around dense it sends the whole residual at once.
     """
     wanted, found = set(names), lines(written, key="plan.exchange")
     serving = {matching_rule(found, name) for name in wanted}
@@ -53,7 +55,7 @@ def with_error_feedback(written: Exchanges, names: Iterable[str]) -> Exchanges:
 
 
 def matching_rule(found: Sequence[ParameterRule], name: str) -> ParameterRule | None:
-    """The line whose method a parameter's gradient is sent by: the first that matches, or its partner `between`."""
+    """Return the line whose method sends a parameter's gradient: the first that matches, or its partner `between`."""
     matching = [line for line in found if line.matches(name)]
     if matching and matching[0].level == "island":
         return next((line for line in matching if line.level == "between"), None)

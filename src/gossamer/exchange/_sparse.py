@@ -1,4 +1,4 @@
-"""What exchanges that gather values and their places share."""
+"""Sparse messages of (value, index) pairs, as used by the exchanges that gather them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from gossamer.spec.errors import bad_input
 
 
 def check_fraction(fraction: float) -> None:
-    """Raises BadInput where it is no part of a bucket."""
+    """Raise BadInput where `fraction` is not in (0, 1]."""
     if not 0 < fraction <= 1:
         raise bad_input(wanted="0 < fraction <= 1", got=repr(fraction), do="give 0.01", key="fraction")
 
 
 def count_of(fraction: float, numel: int) -> int:
-    """Entries that are sent of `numel`: at least one, where there is one."""
+    """Return the number of entries to send of `numel`: at least one, where there is one."""
     return min(numel, max(1, round(fraction * numel)))
 
 
 def packed(flat: Tensor, places: Tensor, capacity: int) -> Tensor:
-    """`capacity` (value, place) pairs in 8 bytes each; where `places` are fewer, zeros at place 0 fill the message."""
+    """Return a message of `capacity` (value, index) pairs of 8 bytes each, padded with zeros at index 0."""
     values, missing = flat[places], capacity - places.numel()
     where = places.int()
     return pack(values, values.new_zeros(missing), where, where.new_zeros(missing))
 
 
 def mean_of(messages: Tensor, capacity: int, shares: Sequence[float], layout: Layout) -> Tensor:
-    """sum_i shares[i] message_i, summed in rank order, in the type of the bucket."""
+    """Return sum_i shares[i] message_i, summed in rank order, in the type of the bucket."""
     mean = torch.zeros(layout.numel, dtype=torch.float32, device=messages.device)
     for message, share in zip(messages, shares, strict=True):
         values, where = unpack(message, ((capacity, torch.float32), (capacity, torch.int32)))
@@ -40,12 +40,12 @@ def mean_of(messages: Tensor, capacity: int, shares: Sequence[float], layout: La
 
 
 def without(flat: Tensor, places: Tensor) -> Tensor:
-    """A new `flat` with zeros at `places`."""
+    """Return a new `flat` with zeros at `places`."""
     return flat.index_fill(0, places, 0.0)
 
 
 def taken(flat: Tensor, chosen: Tensor, block: int) -> Tensor:
-    """(m, block): the rows `chosen`, ascending, of `flat` in rows of `block`; zeros behind its end."""
+    """Return the rows `chosen`, ascending, of `flat` in rows of `block`, as (m, block), zero-padded at the end."""
     whole = flat.numel() // block
     rows = flat[: whole * block].view(whole, block)
     if flat.numel() % block == 0 or not chosen.numel() or int(chosen[-1]) < whole:
@@ -57,7 +57,7 @@ def taken(flat: Tensor, chosen: Tensor, block: int) -> Tensor:
 
 
 def placed(rows: Tensor, chosen: Tensor, numel: int) -> Tensor:
-    """(numel,): `rows` (m, block) at the places they were taken from, zeros elsewhere."""
+    """Return (numel,) with `rows` (m, block) at the places they were taken from, zeros elsewhere."""
     block = rows.shape[1]
     padded = rows.new_zeros(-(-numel // block), block)
     return padded.index_copy_(0, chosen, rows).view(-1)[:numel]

@@ -46,7 +46,7 @@ from gossamer.ops.orthogonalize import orthonormal, unit_rows
 
 @dataclass(frozen=True, slots=True)
 class AcpSgd(Exchange):
-    """`rank` columns of one of a matrix' two factors are sent."""
+    """An exchange that sends `rank` columns of one of each matrix's two factors, in turn."""
 
     rank: int = 4
 

@@ -31,7 +31,10 @@ from gossamer.exchange._error_feedback import require_stateless
 
 @dataclass(frozen=True, slots=True)
 class DeltaReference(Exchange):
-    """Around any exchange that says what it lost."""
+    """An exchange, through `inner`, of the difference to a reference that all ranks hold.
+
+    `inner` must return its compression error.
+    """
 
     inner: Exchange
 
@@ -50,7 +53,7 @@ class DeltaReference(Exchange):
         (inner,), r = state.inner, state.tensors["r"]
         out = yield from self.inner.run(Bucket(as_float(x.layout), x.flat.float() - r), inner, at)
         moved = r + out.mean
-        mean = moved.to(x.layout.dtype, copy=True)  # whoever gets it may change it
+        mean = moved.to(x.layout.dtype, copy=True)  # the caller may change it
         return Outcome(mean, out.lost, ExchangeState({"r": moved}, (out.state,)), out.owed)
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:

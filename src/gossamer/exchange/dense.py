@@ -27,7 +27,7 @@ from gossamer.exchange import Exchange, ExchangeTraits
 
 @dataclass(frozen=True, slots=True)
 class Dense(Exchange):
-    """All-reduce in place: the mean takes the bucket's own storage."""
+    """An all-reduce in place: the mean is stored in the bucket."""
 
     @property
     def traits(self) -> ExchangeTraits:

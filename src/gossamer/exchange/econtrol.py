@@ -40,7 +40,10 @@ _UNKNOWN = 0.01  # right for one number in 50, and slow for more
 
 @dataclass(frozen=True, slots=True)
 class EControl(Exchange):
-    """Around any exchange that says what it lost; `eta` is the part of the error that goes out with a step."""
+    """An error-feedback exchange (EControl) around any exchange that returns its compression error.
+
+    `eta`: the part of the accumulated error that is sent with each step.
+    """
 
     inner: Exchange
     eta: float | None = None
@@ -72,7 +75,7 @@ class EControl(Exchange):
         known = torch.add(h, kept, alpha=share, out=sent)
         if out.owed is not None:
             known -= out.owed
-        mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
+        mean = agg.to(x.layout.dtype, copy=True)  # the caller may change it
         owed = torch.empty_like(e)
         for one, old, new, heard in tiles(owed, e, flat, known):
             torch.add(old, new, alpha=rate * share, out=one).sub_(heard, alpha=rate)
@@ -80,7 +83,7 @@ class EControl(Exchange):
         return Outcome(mean, None, ExchangeState({"e": owed, "h": known, "agg": agg}, (out.state,)))
 
     def eta_of(self, layout: Layout) -> float:
-        """The eta in force for such a bucket."""
+        """Return the eta in force for a bucket of this layout."""
         if self.eta is not None:
             return self.eta
         delta = self.inner.contraction(as_float(layout))

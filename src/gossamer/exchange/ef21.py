@@ -32,7 +32,7 @@ from gossamer.exchange._error_feedback import difference, require_stateless
 
 @dataclass(frozen=True, slots=True)
 class EF21(Exchange):
-    """Around any exchange that says what it lost."""
+    """An error-feedback exchange (EF21) around any exchange that returns its compression error."""
 
     inner: Exchange
 
@@ -58,7 +58,7 @@ class EF21(Exchange):
             kept -= out.lost
         h = torch.add(h, kept, alpha=share, out=sent)
         known = {"h": h if out.owed is None else h.sub_(out.owed), "agg": agg}
-        mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
+        mean = agg.to(x.layout.dtype, copy=True)  # the caller may change it
         return Outcome(mean, None, ExchangeState(known, (out.state,)))
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:

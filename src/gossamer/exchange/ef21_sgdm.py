@@ -32,7 +32,10 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class EF21SGDM(Exchange):
-    """Around any exchange that says what it lost; `a` is the part of a new gradient in the momentum."""
+    """An error-feedback exchange (EF21-SGDM) around any exchange that returns its compression error.
+
+    `a`: weight of a new gradient in the momentum.
+    """
 
     inner: Exchange
     a: float = 0.1
@@ -61,7 +64,7 @@ class EF21SGDM(Exchange):
             kept -= out.lost
         h = torch.add(h, kept, alpha=share, out=sent)
         known = {"m": m, "h": h if out.owed is None else h.sub_(out.owed), "agg": agg}
-        mean = agg.to(x.layout.dtype, copy=True)  # whoever gets it may change it
+        mean = agg.to(x.layout.dtype, copy=True)  # the caller may change it
         return Outcome(mean, None, ExchangeState(known, (out.state,)))
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:

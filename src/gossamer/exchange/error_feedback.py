@@ -1,4 +1,4 @@
-"""ErrorFeedback: what was not sent is added to the next input (EF-SGD; "1-bit SGD" before it had a theory).
+"""ErrorFeedback: adds the compression error of a step to the next input (EF-SGD; "1-bit SGD" before it had a theory).
 
 Equations (rank i, step t; u_t = w_i g_t):
     s_t     = x_t + e_t / u_t
@@ -32,7 +32,7 @@ from gossamer.exchange._error_feedback import add_rounding_error, rate_of
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback(Exchange):
-    """Feedback around any exchange that says what it lost."""
+    """An error-feedback exchange around any exchange that returns its compression error, added to the next input."""
 
     inner: Exchange
     track_lr: bool = True

@@ -37,7 +37,7 @@ from gossamer.exchange.codec import Codec
 
 @dataclass(frozen=True, slots=True)
 class Gather(Exchange):
-    """One encoding by `codec` for everybody."""
+    """An all-gather of buckets encoded once by `codec`, which every rank decodes and sums."""
 
     codec: Codec
 

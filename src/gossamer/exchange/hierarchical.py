@@ -56,7 +56,7 @@ _Turns = Generator[Message, tuple[Tensor, ...], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Hierarchical(Exchange):
-    """`between` islands; inside one, numbers travel in the bucket's own type unless a codec is given."""
+    """An exchange with `between` across islands, and exact inside an island unless the codec `inside` is given."""
 
     between: Exchange
     inside: Codec | None = None
@@ -107,7 +107,7 @@ class Hierarchical(Exchange):
         return Outcome(mean, lost, ExchangeState(inner=(put_back(inner, here, out.state),)), owed)
 
     def _reduce(self, sent: Tensor, here: IslandShare, at: ExchangeContext, keys: list[Key]) -> _Turns:
-        """The mean of my island, of the entries I own, in float32."""
+        """Return the island's mean of this rank's entries, in float32."""
         there, _ = self._inside(here)
         (arrived,) = yield Message((sent,), Collective.SHUFFLE, "island", there.splits, there.arriving)
         rows, shares = arrived.view(len(here.island), self._size(here.mine)), here.shares(at.weights)
@@ -119,7 +119,7 @@ class Hierarchical(Exchange):
         return total
 
     def _spread(self, mine: Tensor, here: IslandShare, keys: list[Key]) -> _Turns:
-        """The whole mean, out of what the owners of my island have."""
+        """Gather the mean of all entries from the owners in the island."""
         _, back = self._inside(here)
         agreed = [Key(k.shared, k.shared) for k in keys[len(here.runs) :]]  # all islands must decode the same bits
         answer = mine
@@ -137,7 +137,7 @@ class Hierarchical(Exchange):
         return parts
 
     def _decoded(self, message: Tensor, here: IslandShare, keys: list[Key]) -> Tensor:
-        """All runs out of one message: the bucket."""
+        """Return the bucket that a message of all ranges holds."""
         if self.inside is None:
             return message
         pieces = torch.split(message, [self._size(run) for run in here.runs])
@@ -152,18 +152,18 @@ class Hierarchical(Exchange):
         return (there, *traffic_across(self.between, here, rank), back)
 
     def for_island(self) -> Exchange:
-        """An all-reduce, or through the codec."""
+        """Return an all-reduce, or two_shot with the codec `inside`."""
         return Dense() if self.inside is None else TwoShot(self.inside)
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
         check_across(self.between, layout, levels)
 
     def _size(self, run: OwnerRange) -> int:
-        """Elements of the message about a run: numbers, or encoded bytes."""
+        """Return the elements of the message about a range: numbers, or encoded bytes."""
         return run.numel if self.inside is None or not run.numel else self.inside.nbytes(run.numel)
 
     def _inside(self, here: IslandShare) -> tuple[Traffic, Traffic]:
-        """The messages inside the island: to the owners, and from them."""
+        """Return the messages inside the island: to the owners, and from them."""
         everyone = (self._size(here.mine),) * len(here.island)
         owners = tuple(map(self._size, here.runs)) + (0,) * (len(here.island) - len(here.runs))
         size = here.whole.dtype.itemsize if self.inside is None else 1

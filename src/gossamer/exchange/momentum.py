@@ -1,4 +1,4 @@
-"""Momentum: what crosses the wire is the momentum of the gradient, which changes slowly, and not the gradient.
+"""Momentum: sends the momentum of the gradient, which changes slowly, and not the gradient.
 
 Equations (rank i, step t):
     m_i = beta m_{t-1} + (1 - beta) x_i ;   m_t = exchange(m_i)
@@ -25,7 +25,10 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class Momentum(Exchange):
-    """Around any exchange; feedback belongs inside, without `track_lr`: what it owes is momentum, not movement."""
+    """An exchange of the gradient's momentum around any exchange.
+
+    Put error feedback inside, without `track_lr`: its residual is momentum, not an update of parameters.
+    """
 
     inner: Exchange
     beta: float = 0.9

@@ -45,7 +45,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class PowerSgd(Exchange):
-    """`rank` columns of a matrix' two factors are sent, the left ones by `left`."""
+    """An exchange that sends `rank` columns of each matrix's two factors, the left ones by the exchange `left`."""
 
     rank: int = 4
     left: Exchange = field(default_factory=Dense)

@@ -35,7 +35,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class RandomBlocks(Exchange):
-    """`fraction` (1 / R in the paper) of a bucket's blocks is sent."""
+    """An exchange that sends `fraction` (1 / R in the paper) of a bucket's blocks, drawn from a shared key."""
 
     fraction: float = 1 / 32
     block_numel: int = 1024
@@ -69,7 +69,7 @@ class RandomBlocks(Exchange):
         return self._count(layout) / max(1, self._blocks(layout))
 
     def _block(self, layout: Layout) -> int:
-        """At most what is to be sent, so that a small bucket is not sent whole."""
+        """Return the block length: at most the elements to send, so that a small bucket is not sent completely."""
         return max(1, min(self.block_numel, round(self.fraction * layout.numel)))
 
     def _blocks(self, layout: Layout) -> int:

@@ -36,7 +36,7 @@ from gossamer.exchange._sparse import check_fraction, count_of
 
 @dataclass(frozen=True, slots=True)
 class RandomK(Exchange):
-    """`fraction` of a bucket's entries is sent; scaled so that the mean is right on average with `unbiased`."""
+    """An exchange that sends `fraction` of a bucket's entries, scaled for an unbiased mean with `unbiased`."""
 
     fraction: float = 0.01
     unbiased: bool = False
@@ -72,7 +72,7 @@ class RandomK(Exchange):
 
 
 def drawn(numel: int, k: int, key: Key, device: torch.device) -> Tensor:
-    """k distinct places of `numel`, the same on every rank, each as likely as any other."""
+    """Return k distinct indices of `numel`, the same on every rank, each with equal probability."""
     if k == numel:
         return torch.arange(numel, device=device)
     rng = key.agreed(device)

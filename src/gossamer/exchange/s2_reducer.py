@@ -48,7 +48,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class S2Reducer(Exchange):
-    """`cells` of a sketch in `rows` rows for every entry that is not zero on some rank."""
+    """An exchange of count-sketches: `cells` cells in `rows` rows for every entry that is not zero on some rank."""
 
     cells: float = 2.0
     rows: int = 1

@@ -1,4 +1,4 @@
-"""SampledTopK: what exceeds a threshold estimated from a sample is sent, as far as the message has room.
+"""SampledTopK: sends the entries above a threshold estimated from a sample, at most as many as fit the message.
 
 Equations:
     tau_i  = magnitude that about k of a sample's numbers, scaled up, reach   k = max(1, round(fraction numel))
@@ -39,7 +39,7 @@ from gossamer.ops.topk_indices import at_least, is_small, sampled_threshold
 
 @dataclass(frozen=True, slots=True)
 class SampledTopK(Exchange):
-    """At most `fraction` of a bucket's entries is sent."""
+    """An exchange that sends at most `fraction` of a bucket's entries, those above a sampled threshold."""
 
     fraction: float = 0.01
 

@@ -33,7 +33,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class Star(Exchange):
-    """`hub` is the place of the rank that sums, among the ranks of its group; auto: the middle."""
+    """An all-reduce through one rank. `hub`: index of that rank in its group; auto: the middle one."""
 
     hub: int | Literal["auto"] = 0
 
@@ -84,7 +84,7 @@ class Star(Exchange):
 
 
 def _splits(numel: int, ranks: int, hub: int, me: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """(splits, arriving) of both rounds: what goes to whom, and what comes from whom."""
+    """Return (splits, arriving) of both rounds: elements sent to each rank, and received from each."""
     nothing = (0,) * ranks
     others = tuple(0 if place == hub else numel for place in range(ranks))
     hub_alone = tuple(numel if place == hub else 0 for place in range(ranks))
@@ -94,5 +94,5 @@ def _splits(numel: int, ranks: int, hub: int, me: int) -> tuple[tuple[tuple[int,
 
 
 def star_pays(nbytes: int, ranks: int, *, latency_s: float, bytes_per_s: float) -> bool:
-    """Whether a star beats a ring: with latency a, bandwidth B, 2a + 2(n-1) S/B < 2(n-1) a + 2(n-1)/n S/B."""
+    """Return whether a star beats a ring: with latency a, bandwidth B, 2a + 2(n-1) S/B < 2(n-1) a + 2(n-1)/n S/B."""
     return nbytes * (ranks - 1) ** 2 < latency_s * bytes_per_s * ranks * (ranks - 2)

@@ -33,7 +33,7 @@ from gossamer.ops.topk_indices import largest
 
 @dataclass(frozen=True, slots=True)
 class TopK(Exchange):
-    """`fraction` of a bucket's entries is sent."""
+    """An exchange that sends the `fraction` of a bucket's entries with the largest magnitudes."""
 
     fraction: float = 0.01
 

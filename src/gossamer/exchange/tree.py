@@ -36,7 +36,7 @@ from gossamer.exchange import Exchange, ExchangeTraits
 
 @dataclass(frozen=True, slots=True)
 class Tree(Exchange):
-    """It has no fields."""
+    """An all-reduce by recursive doubling. It has no fields."""
 
     @property
     def traits(self) -> ExchangeTraits:
@@ -68,7 +68,7 @@ class Tree(Exchange):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One round of one place: to whom it sends, from whom it hears, and whether what it hears is the whole sum."""
+    """One round of one rank: the ranks it sends to and receives from, and whether it receives the complete sum."""
 
     sends: int | None = None
     hears: int | None = None
@@ -84,7 +84,7 @@ class _Step:
 
 
 def _steps(ranks: int, me: int) -> Iterator[_Step]:
-    """As many on every place; at least one, so that a place alone has a round too."""
+    """Yield the rounds of one rank, as many on every rank; at least one, so that a single rank has a round too."""
     power = 1 << (ranks.bit_length() - 1)
     extra = ranks - power
     outside = me >= power

@@ -41,7 +41,7 @@ from gossamer.exchange.codec import Codec
 
 @dataclass(frozen=True, slots=True)
 class TwoShot(Exchange):
-    """`codec` on the way to the owner of a chunk, `back` on the way back to everybody."""
+    """An exchange through codecs: `codec` to the owner of a chunk, `back` from there to all ranks."""
 
     codec: Codec
     back: Codec | None = None
@@ -95,7 +95,7 @@ class TwoShot(Exchange):
         return sent
 
     def _summed(self, own: Tensor, arrived: Tensor, at: ExchangeContext, key: Key) -> Tensor:
-        """The weighted sum of my chunk, in its place: my own numbers as they are, then what the others sent."""
+        """Return the weighted sum of this rank's chunk, in place: its own numbers, plus the decoded ones of others."""
         total = own.mul_(at.share)
         for rank, (message, share) in enumerate(zip(arrived, at.shares, strict=True)):
             if rank != at.place:
@@ -114,7 +114,7 @@ class TwoShot(Exchange):
         return self.back or self.codec
 
     def _chunk(self, numel: int, ranks: int) -> int:
-        """Numbers per owner: in whole blocks where these are small beside it."""
+        """Return the numbers per owner, rounded up to blocks where blocks are small beside it."""
         each = max(1, -(-numel // ranks))
         block = self.codec.block
         return -(-each // block) * block if each > 64 * block else each

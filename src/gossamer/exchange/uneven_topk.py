@@ -48,7 +48,7 @@ _Piece: TypeAlias = tuple[Tensor, Tensor | None]  # values and their places; no 
 
 @dataclass(frozen=True, slots=True)
 class UnevenTopK(Exchange):
-    """`fractions`, by rank."""
+    """A top-k exchange with unequal `fractions`, one per rank or one for all."""
 
     fractions: tuple[float, ...] = (0.01,)
     gamma: float = 1.0

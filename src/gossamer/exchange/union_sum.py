@@ -38,7 +38,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class UnionSum(Exchange):
-    """One bit for every `block_numel` numbers."""
+    """An all-reduce of the blocks that are not zero on some rank, with one bit of bitmap per `block_numel` numbers."""
 
     block_numel: int = 32
 

@@ -2,7 +2,7 @@
 
 Equations:
     step < steps: first(x);   from then on: inner(x)
-The step is that of `Round.key`, on which all ranks agree.
+The step is that of `ExchangeContext.key`, on which all ranks agree.
 Wire:    as many rounds as the longer of both; one that is not needed is a message of nothing. `traffic` is a cap: of
          both messages of a round the larger, or, where each is the larger on some link, to every peer the larger.
 State:   that of both.   Work: that of the one.
@@ -37,7 +37,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class WarmUp(Exchange):
-    """`first` for `steps` steps, then `inner`."""
+    """A warm-up of the exchange: `first` for `steps` steps, then `inner`."""
 
     inner: Exchange
     first: Exchange = field(default_factory=Dense)
@@ -86,7 +86,7 @@ class WarmUp(Exchange):
 
 
 def _cap(a: Traffic | None, b: Traffic | None, levels: ProcessGroups, rank: int) -> Traffic:
-    """What neither is larger than, on any link."""
+    """Return a message that is at least as large as both on every link."""
     if a is None or b is None:
         found = a or b
         assert found is not None

@@ -1,1 +1,1 @@
-"""One process of a run, from start to end: a worker of the command line, or the caller of gossamer.train."""
+"""One rank of a run, from start to end: a worker process of the command line, or the caller of gossamer.train."""

@@ -1,4 +1,4 @@
-"""`gossamer train --dry`: everything up to the first step, and no step. What would run where, on which samples."""
+"""`gossamer train --dry`: everything up to the first step: the plan, its estimated communication, and some samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gossamer.spec.units import show_bytes, show_gib
 
 
 def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
-    """The plan, its forecast, the model, and three samples as the model will see them. Raises BadInput."""
+    """Return the plan, its cost estimate, the model, and three samples as the model will see them. Raises BadInput."""
     corpus = corpus_of(config.data)
     origin = origin_for(config, corpus)
     hosts = max(1, len(config.machines.hosts))

@@ -1,4 +1,4 @@
-"""`gossamer.train(model, data, config)`: the same job in the caller's own process, or one rank of it under torchrun."""
+"""`gossamer.train(model, data, config)`: train in the caller's own process, or as one rank under torchrun."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def train_in_process(
     config: RunConfig | Mapping[str, Any] | str | Path | None,
     resume: str | None = None,
 ) -> dict[str, Any]:
-    """See `gossamer.train`. Raises BadInput, RunFailed, Interrupted."""
+    """Train as `gossamer.train` describes, and return the summary of the run.
+
+    Raises BadInput, RunFailed, Interrupted. A SystemExit from the model, the data or a library becomes RunFailed.
+    """
     try:
         return _train(model, data, config, resume)
     except SystemExit as left:  # the caller's script would end with it, perhaps with exit code 0
@@ -131,7 +134,7 @@ def _train(
 
 
 def config_from(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
-    """A configuration however it was given; raises BadInput."""
+    """Return the configuration, given as an object, a mapping or a file. Raises BadInput."""
     if isinstance(config, RunConfig):
         return config
     if config is None or isinstance(config, Mapping):
@@ -148,7 +151,7 @@ def config_from(config: RunConfig | Mapping[str, Any] | str | Path | None) -> Ru
 
 
 def _check_model(model: object) -> None:
-    """Raises BadInput for what is no model, nor the description of one."""
+    """Raise BadInput unless `model` is a model or the description of one."""
     if isinstance(model, (nn.Module, str, Mapping)):
         return
     do = "give a module, the name or folder of a Hugging Face model, or the keys of `model` as a mapping"
@@ -160,7 +163,7 @@ def _check_model(model: object) -> None:
 
 
 def _check_written(values: Mapping[Any, Any], above: str = "") -> None:
-    """Raises BadInput for what no file could hold, such as an optimizer that has been made already."""
+    """Raise BadInput for values that no file can hold, such as an optimizer object."""
     for name, value in values.items():
         key = f"{above}{name}"
         if isinstance(value, Mapping):
@@ -178,7 +181,7 @@ def _check_written(values: Mapping[Any, Any], above: str = "") -> None:
 
 
 def _kind(value: object) -> str:
-    """What it is, in a word or two: what it holds may fill pages."""
+    """Return the kind of a value in a word or two: its contents could fill pages."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"{_article(_name(value))} {_name(value)}"
 
 
@@ -201,7 +204,7 @@ def _one_rank_per_process(config: RunConfig, place: LauncherRank) -> None:
 
 
 def _data(data: Any, config: RunConfig) -> tuple[Corpus | None, Batches, Batches | None, str]:
-    """Corpus (for text), training and validation batches, and what identifies the data."""
+    """Return the corpus (for text), the training and validation batches, and a fingerprint of the data."""
     if isinstance(data, str):
         data = corpus_of(config.data)
     if isinstance(data, Corpus):
@@ -228,7 +231,7 @@ def _source(
 
 
 def _as_given(config: RunConfig, model: nn.Module | str | Mapping[str, Any], data: Any) -> RunConfig:
-    """The configuration with what was given beside it: what run.yaml says is what is trained."""
+    """Return the configuration updated by the model and data arguments, so that run.yaml describes what is trained."""
     if isinstance(model, nn.Module):  # which no configuration can make again
         section = config.model.model_copy(update={"hf": None, "gguf": None, "factory": None, "config": {}})
     else:
@@ -240,7 +243,10 @@ def _as_given(config: RunConfig, model: nn.Module | str | Mapping[str, Any], dat
 
 
 def _directory(config: RunConfig, place: LauncherRank, resume: str | None) -> tuple[RunDirectory, bool]:
-    """The run's folder, and whether it is one to go on with: then it holds a checkpoint, which only all ranks make."""
+    """Return the run directory, and whether to resume from it.
+
+    A run is resumed only if it holds a checkpoint, which all ranks write together.
+    """
     if resume not in (None, "auto"):
         raise bad_input(wanted='resume="auto" or None', got=repr(resume), do="or call gossamer.resume(RUN_DIR)")
     runs = Path(config.run.directory)

@@ -1,4 +1,4 @@
-"""A job: one rank's run from its parts to its end. The command line's workers and `gossamer.train` both end here."""
+"""The job of one rank, from its parts to the end of the run, for the command line's workers and `gossamer.train`."""
 
 from __future__ import annotations
 
@@ -53,14 +53,17 @@ from gossamer.spec.plan import Plan
 from gossamer.view.progress import Doubtful
 from gossamer.view.run_directory import RunDirectory
 
-_AGAIN_S = 1.0  # before the end of a run is tried once more to be written down
+_AGAIN_S = 1.0  # before the end record of a run is written again
 _UNWRITTEN = 20_000  # records kept for a disk that has no room: the newest
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """This rank among all, and how they meet. `writer`/`writers`: among the ranks that see the same run directory."""
+    """The rank, the world size, and the store for the rendezvous.
+
+    `writer`/`writers`: this rank's index among the ranks that see the same run directory, and their number.
+    """
 
     rank: int = 0
     ranks: int = 1
@@ -79,36 +82,41 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """Everything one rank needs to run. `parts.plan` is agreed."""
+    """The inputs of one rank's job: model, data, rendezvous, directory, callbacks. All ranks hold the same
+    `parts.plan`.
+    """
 
     parts: Parts
     where: RankContext
     directory: RunDirectory
     described: str  # the model, for people
     data: str  # fingerprint of the training data
-    text: str  # what the data is, for people
-    remark: str = ""  # what they should know of it
+    text: str  # description of the data, for the user
+    remark: str = ""  # a warning about the data, for the user
     resume: bool
     resume_step: int = -1  # the one all hosts hold; -1: the newest good one here
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
-    moves: Callable[[], None] = _nothing  # told of every message that goes out or has come
-    observe: Observer | None = None  # told of every message that goes out
-    sealed: Callable[[str], None] | None = None  # told "done" or "interrupted", once all is saved and written down
-    show: Callable[[records.Record], None] | None = None  # besides writing them down
-    keep: Callable[[], None] | None = None  # what is written beside the checkpoints once all ranks agree
+    moves: Callable[[], None] = _nothing  # called for every message that starts or completes
+    observe: Observer | None = None  # called for every message that starts
+    sealed: Callable[[str], None] | None = None  # called with "done" or "interrupted", once all is written
+    show: Callable[[records.Record], None] | None = None  # displays a record
+    keep: Callable[[], None] | None = None  # writes the files beside the checkpoints, once all ranks agree
     vocabulary: int = 0  # ids of the tokenizer, where the data is text
-    planned: Planned | None = None  # where this rank's part is not built yet, or is to be proved: what builds it
-    is_kept: bool = False  # whether the caller's module is to be whole afterwards, where its parameters are sharded
+    planned: Planned | None = None  # builds this rank's part, if that is not built yet or is to be proved
+    is_kept: bool = False  # whether to restore the caller's full module from sharded parameters at the end
 
     @property
     def automatic(self) -> bool:
-        """Whether the exchange is ours to choose, before the run and as it goes on."""
+        """Return whether Gossamer chooses the gradient exchange, before the run and during it."""
         return self.parts.config.plan.exchange == "auto" and self.parts.cut is None
 
 
 def run_job(job: RankJob) -> dict[str, Any]:
-    """Train to the end of the configuration. Raises Interrupted, RunFailed and its children, BadInput."""
+    """Train until the configuration's last step, and return the outcome, step, seconds and peak memory.
+
+    Raises Interrupted, RunFailed and its subclasses, BadInput.
+    """
     config, where = job.parts.config, job.where
     check_before_start(job.parts)
     plan = job.parts.plan
@@ -132,7 +140,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         check_agreement(pump, _facts(job))
         job = _settled(job, pump, sink)
         config, plan = job.parts.config, job.parts.plan
-        flop_per_token = _flop_per_token(job)  # before anything of ours is in the way of its forward
+        flop_per_token = _flop_per_token(job)  # before hooks of Gossamer change its forward
         job = _built(job, pump, sink)
         engine = engine_of(job.parts)
         ending.callback(engine.randomness.remove)
@@ -141,7 +149,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         exchanger = _exchanger(job, engine, pump, sink, walk)
         parts = replace(job.parts, plan=exchanger.settle(automatic=job.automatic, hosts=where.hosts), walk=walk)
         parts = with_activation_compression(parts, pump.channel, exchanger.tell)
-        law.check(config, parts.plan)  # what was chosen is a plan like any other
+        law.check(config, parts.plan)  # a chosen plan obeys the laws too
         check_agreement(pump, {"exchange": parts.plan.model_dump_json()})
         exchanger.keep(parts.plan)
         adapting = AdaptiveCompression.of(config.plan, exchanger)
@@ -175,7 +183,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
 
 
 def _built(job: RankJob, pump: CommThread, sink: Callable[[records.Record], None]) -> RankJob:
-    """With what this rank trains; proved before, as far as that is asked for."""
+    """Return the job with the module that this rank trains; prove it before, if the configuration asks for that."""
     planned, parts = job.planned, job.parts
     if planned is None:
         return job
@@ -201,7 +209,7 @@ def _built(job: RankJob, pump: CommThread, sink: Callable[[records.Record], None
 
 
 def _keep(job: RankJob, sink: Callable[[records.Record], None]) -> None:
-    """On one rank of those that see the same directory. A disk that does not take it is told of; the run goes on."""
+    """Write the files beside the checkpoints, on one rank per directory. A failed write does not stop the run."""
     if job.keep is None or job.where.writer:
         return
     try:
@@ -213,7 +221,7 @@ def _keep(job: RankJob, sink: Callable[[records.Record], None]) -> None:
 
 
 def _settled(job: RankJob, pump: CommThread, sink: Callable[[records.Record], None]) -> RankJob:
-    """With what `auto` computes in, on this machine and when it goes on."""
+    """Return the job with a precision in place of `auto`: measured on this machine, or the one the run began with."""
     parts, kept = job.parts, ""
     if parts.config.train.precision != "auto":
         return job
@@ -230,7 +238,7 @@ def _settled(job: RankJob, pump: CommThread, sink: Callable[[records.Record], No
 
 
 def _walk(parts: Parts, engine: ModelRuntime, pump: CommThread) -> UnshardOrder | None:
-    """Where parameters are sharded, how all ranks walk through the model."""
+    """Return the order in which all ranks unshard the model's units; None if parameters are not sharded."""
     if not sharding_methods.build(parts.plan.states, key="plan.states").takes_parameters:
         return None
     walk = walk_of(engine, parts.train, parts.units)
@@ -264,7 +272,7 @@ def _exchanger(
 def _train(
     job: RankJob, trainer: Trainer, saver: CheckpointManager, sink: Callable[[records.Record], None]
 ) -> dict[str, Any]:
-    began = time.perf_counter()  # with the record of the start: one length of a run, whoever tells it
+    began = time.perf_counter()  # at the start record, so that all reports agree on the run's length
 
     def end(outcome: str, message: str = "") -> dict[str, Any]:
         saver.finish()
@@ -286,7 +294,7 @@ def _train(
 
 
 def _why(error: BaseException) -> str:
-    """What the run's last record says of it. Whose fault a lost peer is, supervisors know better than its victim."""
+    """Return the message of the run's last record. Supervisors know better than the victim why a peer was lost."""
     if isinstance(error, PeerLost):
         return "another rank was lost"
     place = "" if isinstance(error, (BadInput, RunFailed)) else place_of(error)
@@ -294,7 +302,7 @@ def _why(error: BaseException) -> str:
 
 
 def _run(job: RankJob, trainer: Trainer, saver: CheckpointManager) -> None:
-    """Both ways out end with the last checkpoint confirmed, and the caller's module whole."""
+    """Train; on both exits confirm the last checkpoint, and restore the caller's full module."""
     interrupted: Interrupted | None = None
     try:
         trainer.run()
@@ -346,7 +354,10 @@ def _facts(job: RankJob) -> dict[str, str]:
 
 
 def _flop_per_token(job: RankJob) -> float:
-    """Of a forward; 0 where the data has no tokens. Where it is text, all of its tokenizer's ids must fit."""
+    """Return the FLOP per token of a forward; 0 for data without tokens.
+
+    Raises BadInput if the tokenizer has ids that the model's vocabulary lacks.
+    """
     parts = job.parts
     one = moved(parts.train.batch(np.zeros(1, np.int64)), parts.device)
     if "input_ids" not in one:
@@ -356,7 +367,7 @@ def _flop_per_token(job: RankJob) -> float:
 
 
 def _start(job: RankJob, trainer: Trainer, flop_per_token: float) -> records.Start:
-    """All ranks call it: they measure their peak rates at the same time, as they will share what they share."""
+    """Return the record of the start. All ranks must call it: they measure their peak FLOP/s at the same time."""
     config, plan = job.parts.config, trainer.feed.plan
     job.at(trainer.progress.step, "measure")
     one = job.parts.train.batch(np.zeros(1, np.int64))
@@ -379,7 +390,7 @@ def _start(job: RankJob, trainer: Trainer, flop_per_token: float) -> records.Sta
 
 
 def _in_words(plan: Plan) -> str:
-    """The exchanges of a plan, without the parameters they are for."""
+    """Return the exchanges of a plan as text, without their parameters' names."""
     written = plan.exchange if isinstance(plan.exchange, list) else [("", "", plan.exchange)]
     said = " and ".join(dict.fromkeys(told(one) for _, _, one in written))
     if is_synchronous(plan):
@@ -388,13 +399,14 @@ def _in_words(plan: Plan) -> str:
 
 
 def _forget(record: records.Record) -> None:
-    """Only rank 0 writes the run's records."""
+    """Drop a record: only rank 0 writes the run's records."""
 
 
 class _RecordWriter:
-    """Appends records to the run directory. A disk that does not take them does not stop the run: it is told once, and
-    they are written, in order, with the first that it does take. Raises RunFailed for the end of a run that went well,
-    where that cannot be written: nobody who reads the records would know of it.
+    """A writer that appends records to the run directory.
+
+    A failed write does not stop the run: it is reported once, and the records follow, in order, with the next write
+    that succeeds. Raises RunFailed if the end of a successful run cannot be written, since readers would miss it.
     """
 
     def __init__(self, directory: RunDirectory, show: Callable[[records.Record], None] | None) -> None:

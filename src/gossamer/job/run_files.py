@@ -1,7 +1,7 @@
-"""What a run keeps in its directory beside its checkpoints, so that it can be used and gone on with anywhere.
+"""The files that a run keeps beside its checkpoints, so that it can be used and resumed anywhere.
 
 tokenizer/   the tokenizer
-model/       config.json of a transformers model, and the files beside it: with the checkpoint, all there is to export
+model/       config.json of a transformers model, and the files beside it: with the checkpoint, all for an export
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gossamer.view.run_directory import RunDirectory
 
 
 def keep(directory: RunDirectory, tokenizer: Tokenizer | None, origin: ModelSource | None) -> None:
-    """Write what is not there yet, each folder whole or not at all. Raises OSError, e.g. on a full disk."""
+    """Write the folders that are missing, each completely or not at all. Raises OSError, e.g. on a full disk."""
     if tokenizer is not None and not directory.tokenizer.is_dir():
         _write(directory.tokenizer, tokenizer_files(tokenizer))
     if origin is not None and not directory.model.is_dir() and (files := origin.kept()):
@@ -40,10 +40,10 @@ def _write(folder: Path, files: Mapping[str, bytes | Path]) -> None:
 
 
 def folder_of(directory: RunDirectory) -> Path:
-    """The folder that relative paths of a run's configuration are relative to.
+    """Return the folder that relative paths in a run's configuration refer to.
 
-    It is the current one where the run began in it, or lies in it as it lay where it began (all was moved or copied
-    together); else the one it began in, where there is such a folder; else the current one.
+    The current folder, if the run began there. Also if the run directory lies in it as it lay in its first folder: then
+    all was moved or copied together. Otherwise the folder where the run began, if that exists, else the current one.
     """
     here = Path.cwd()
     began, inside = directory.began_in()

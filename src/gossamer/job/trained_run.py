@@ -1,4 +1,4 @@
-"""What a run came to, read from its directory alone: its model, its tokenizer, its configuration."""
+"""The result of a run, read from its directory alone: model, tokenizer and configuration."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _IN_CODE = ("attn_implementation",)  # keys of a model's config that no config.j
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedRun:
-    """A run's model in evaluation mode as its newest good checkpoint has it, of step `step`.
+    """The result of a run: its model in evaluation mode, from the newest good checkpoint, of step `step`.
 
-    `tokenizer` is None for a run on data that was no text, `origin` for a module that a program made.
+    `tokenizer` is None for a run on data other than text, `origin` for a module that a program made.
     """
 
     module: nn.Module
@@ -38,14 +38,17 @@ class TrainedRun:
     step: int
 
     def words(self) -> Tokenizer:
-        """The tokenizer; raises BadInput where there is none."""
+        """Return the tokenizer. Raises BadInput if there is none."""
         if self.tokenizer is None:
             raise BadInput("this run was trained on data that is no text: it has no tokenizer")
         return self.tokenizer
 
 
 def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
-    """See `gossamer.load`. Opens no text where the run keeps its tokenizer. Raises BadInput, CheckpointMismatch."""
+    """Load the result of a run as `gossamer.load` describes.
+
+    Reads no training text if the run directory holds the tokenizer. Raises BadInput, CheckpointMismatch.
+    """
     directory = open_run(run_dir)
     directory = RunDirectory(directory.path.absolute())
     config, origin = directory.config(), None
@@ -61,7 +64,9 @@ def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
 
 
 def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:
-    """The one the run keeps, or, where an earlier version began it, the one its configuration and its text give."""
+    """Return the tokenizer in the run directory, or, for runs of earlier versions, the one of its configuration and
+    text.
+    """
     if directory.tokenizer.is_dir():
         return read_tokenizer(directory.tokenizer)
     try:
@@ -75,7 +80,7 @@ def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:
 
 
 def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer) -> ModelSource:
-    """How to build the model for the checkpoint to fill: from what the run keeps, or from where it came from."""
+    """Return the model source for the checkpoint to fill: from the run directory, or from the configured source."""
     section = config.model
     if directory.model.is_dir():
         in_code = {key: value for key, value in section.config.items() if key in _IN_CODE}
@@ -91,7 +96,7 @@ def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer) ->
 
 @contextmanager
 def _importing(config: RunConfig, here: Path) -> Iterator[None]:
-    """Says what is missing where the module that makes the model cannot be imported."""
+    """Explain which module is missing if the code that makes the model cannot be imported."""
     try:
         yield
     except BadInput as error:
@@ -108,7 +113,7 @@ def _importing(config: RunConfig, here: Path) -> Iterator[None]:
 
 @contextmanager
 def _standing_in(folder: Path) -> Iterator[Path]:
-    """With `folder` for the current directory, and modules found in the former one, too, which is handed out."""
+    """Change to `folder` inside this context; yield the former folder, where modules can still be imported from."""
     here = Path.cwd()
     if str(here) not in sys.path:
         sys.path.append(str(here))  # stays: a module may import its neighbours later, when it is called

@@ -1,5 +1,7 @@
-"""What every process of a run does: `python -m gossamer.job.worker RUN_DIR`, started by our supervisor or by torchrun,
-srun or mpirun. Everything it needs stands in the run directory and in the launcher's environment variables.
+"""The worker process of a run: `python -m gossamer.job.worker RUN_DIR`, one per rank.
+
+Gossamer's supervisor, torchrun, srun or mpirun starts it. It reads all it needs from the run directory and from the
+launcher's environment variables.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from gossamer.spec.records import Record
 from gossamer.view.run_directory import RunDirectory
 
 Show = Callable[[Record], None]
-_LATER_S = 30.0  # than its supervisor, which knows who hangs, a rank that waits gives up
+_LATER_S = 30.0  # a waiting rank times out this much later than its supervisor, which knows which rank hangs
 _CODES = {"done": DONE, "interrupted": INTERRUPTED}
 
 
 def main() -> int:
-    """Exit code as `run_worker` says."""
+    """Run the worker of the run directory in the first argument; return the exit code of `run_worker`."""
     directory = RunDirectory(Path(sys.argv[1]).absolute())
     if folder := os.environ.get("GOSSAMER_FOLDER"):  # of a run that is resumed from another one
         os.chdir(folder)
@@ -49,7 +51,7 @@ def main() -> int:
 def run_rank(
     ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bool, show: Show | None = None
 ) -> None:
-    """Build what the configuration describes and train it, as one rank among all."""
+    """Build the model and the data of the configuration and train, as one rank."""
     place = ready.place
     ready.heartbeat.at(phase="build")
     set_memory(config.plan.states)
@@ -107,7 +109,7 @@ def run_rank(
 
 
 def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:
-    """The configured model, fitted to the corpus; raises BadInput where the two do not go together."""
+    """Return the configured model source, fitted to the corpus. Raises BadInput if the two do not match."""
     words = corpus.tokenizer
     origin = origin_of(config.model).suited_to(words.vocabulary, words.separator)
     check_vocabulary(origin.vocabulary(), words.vocabulary, tokenizer=str(config.data.tokenizer))
@@ -116,12 +118,12 @@ def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:
 
 
 def objective_of(config: RunConfig) -> Loss:
-    """What is minimised."""
+    """Return the loss of a configuration."""
     return loss.build(config.train.objective, key="train.objective")
 
 
 def corpus_of(data: DataSection) -> Corpus:
-    """The corpus of a configuration."""
+    """Return the corpus of a configuration."""
     return open_corpus(
         source=data.source,
         tokenizer=data.tokenizer,
@@ -134,7 +136,7 @@ def corpus_of(data: DataSection) -> Corpus:
 
 
 def device_of(place: LauncherRank) -> torch.device:
-    """One GPU per process where there are any, else the CPU."""
+    """Return the device of this process: one GPU per process if there are any, else the CPU."""
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
         return torch.device("cuda", torch.cuda.current_device())
@@ -142,7 +144,7 @@ def device_of(place: LauncherRank) -> torch.device:
 
 
 def rendezvous(place: LauncherRank, timeout_s: float) -> RankContext:
-    """This rank among the others, with the store they all meet in. Raises PeerLost, BadInput."""
+    """Connect to the TCPStore of rank 0 and return this rank's context. Raises PeerLost, BadInput."""
     try:
         store = join_store(
             place.address,

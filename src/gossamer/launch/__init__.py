@@ -1,8 +1,8 @@
-"""Launching: start workers here, on hosts that meet, or over ssh; see them through; say who failed first and why.
+"""Launch workers on this host, on hosts that rendezvous, or over ssh; supervise them and report the root cause.
 
-Nothing here imports torch. `launch_local` serves one machine, `launch_met` one of several hosts on which the same
-command was started, `launch_hosts` starts it on all of them over ssh. `read_environment` tells a worker its place,
-whoever launched it; `run_worker` wraps a worker's main.
+Nothing here imports torch. `launch_local` serves one machine. `launch_met` is for several hosts on which the same
+command was started; `launch_hosts` starts it on all of them over ssh. `read_environment` returns a worker's rank and
+addresses whatever launched it; `run_worker` wraps a worker's main function.
 """
 
 from gossamer.launch.environment import LauncherRank, launcher_of, read_environment

@@ -1,4 +1,4 @@
-"""Looks at one host and prints what it found as one line of JSON. Sent to `python -` over ssh, hence stdlib only.
+"""Inspect one host and print the findings as one line of JSON. ssh sends this file to `python -`, hence stdlib only.
 
 Its argument: {"folder": "...", "paths": [...], "packages": [...]} as JSON.
 """
@@ -13,6 +13,7 @@ import sys
 
 
 def version(package: str) -> str:
+    """Return the installed version of `package`, "" when it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -20,7 +21,10 @@ def version(package: str) -> str:
 
 
 def free_port() -> int:
-    """One that the system hands to nobody by itself: it will be listened to only some seconds from now."""
+    """Return a free port of 20000 to 29999, 0 when 50 tries find none.
+
+    The system assigns no port of that range by itself: the run listens on the port only seconds later.
+    """
     for port in random.SystemRandom().sample(range(20_000, 30_000), 50):
         with socket.socket() as probe:
             try:

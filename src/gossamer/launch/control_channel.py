@@ -1,6 +1,7 @@
-"""The line between the supervisors of all hosts, open as long as the run: who stands where, who failed, who stops.
+"""The control connections between the supervisors of all hosts: rank positions, failures, stop requests, the end.
 
-Host 0 is the hub; every other host has one connection, to it. A run on one host is a hub without connections.
+They are open as long as the run. Host 0 is the hub; every other host has one connection, to host 0. A run on one host
+is a hub without connections.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ How = Literal["save", "now"]
 
 
 class RankPosition(Said):
-    """Where a rank stands, seen from another host."""
+    """The last known position of a rank, as its supervisor sends it to other hosts: ages instead of times."""
 
     rank: int
     pid: int
@@ -31,7 +32,7 @@ class RankPosition(Said):
     op: str
     sequence: int
     first_step: int
-    still_s: float  # for how long it has not moved
+    still_s: float  # seconds without progress
     longest_s: float
     finished: bool
     waits: bool
@@ -39,29 +40,35 @@ class RankPosition(Said):
 
 
 class HostAlive(Said):
+    """A supervisor's heartbeat to the other hosts, with the last position of each of its ranks."""
+
     kind: Literal["alive"] = "alive"
     standings: tuple[RankPosition, ...]
 
 
 class HostFailed(Said):
+    """A message that reports the failure of one rank."""
+
     kind: Literal["failed"] = "failed"
     failure: RankFailure
 
 
 class Stop(Said):
+    """A request to stop the run: `save` lets the workers save a checkpoint first, `now` kills them."""
+
     kind: Literal["stop"] = "stop"
     how: How
 
 
 class Done(Said):
-    """All workers of a host have ended."""
+    """A message that all workers of a host have ended, with their exit codes."""
 
     kind: Literal["done"] = "done"
     exit_codes: tuple[int, ...]
 
 
 class RunEnded(Said):
-    """Host 0's last word, the same for all."""
+    """Host 0's last message, the same for all hosts: exit code of the run and text for the user."""
 
     kind: Literal["ended"] = "ended"
     exit_code: int
@@ -73,7 +80,10 @@ _CONTROL: TypeAdapter[HostAlive | HostFailed | Stop | Done | RunEnded] = TypeAda
 
 
 class HostLine:
-    """This host's connections to other hosts' supervisors. `others` maps a host's number to its open socket."""
+    """The connections of this host's supervisor to those of other hosts.
+
+    `others` maps a host's number to its open socket.
+    """
 
     def __init__(self, loop: EventLoop, *, host: int = 0, others: Mapping[int, socket.socket] | None = None) -> None:
         self.host = host
@@ -89,11 +99,14 @@ class HostLine:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Hosts whose line is still open."""
+        """The hosts whose connection is still open."""
         return tuple(self._sockets)
 
     def send(self, message: HostAlive | HostFailed | Stop | Done | RunEnded, *, besides: int = -1) -> None:
-        """To every other host (host 0) or to host 0 (the others), but not to `besides`."""
+        """Send `message` to all other hosts (from host 0) or to host 0 (from the others), but not to `besides`.
+
+        A connection that fails is closed.
+        """
         for other in list(self._sockets):
             if other != besides:
                 try:
@@ -102,15 +115,16 @@ class HostLine:
                     self._drop(other)
 
     def received(self) -> list[tuple[int, HostAlive | HostFailed | Stop | Done | RunEnded]]:
-        """What has come since the last call, in order, with the host it came from."""
+        """Return the messages received since the last call, in order, each with the host that sent it."""
         inbox, self._inbox = self._inbox, []
         return inbox
 
     def forgive(self, pause_s: float) -> None:
-        """This supervisor itself was held up: that is nobody's silence."""
+        """Do not count a pause of this supervisor of `pause_s` seconds as silence of the other hosts."""
         self.heard_s = {other: min(heard_s + pause_s, time.monotonic()) for other, heard_s in self.heard_s.items()}
 
     def close(self) -> None:
+        """Close all connections."""
         for other in list(self._sockets):
             self._drop(other)
 

@@ -1,4 +1,4 @@
-"""Where this process stands among all: the one place that reads a launcher's environment variables."""
+"""Read rank, world size and addresses from a launcher's environment variables: the one module that does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _FIRST_PORT, _PORTS = 20_000, 10_000  # below what systems hand out by themselve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherRank:
-    """One worker among all. `host` counts the hosts from 0; `address`:`port` is where rank 0 listens."""
+    """The rank of one worker and its place among the hosts.
+
+    `host` counts the hosts from 0; rank 0 listens on `address`:`port`.
+    """
 
     rank: int
     ranks: int
@@ -29,22 +32,23 @@ class LauncherRank:
     address: str
     port: int
     launcher: str  # "gossamer" | "torchrun" | "srun" | "mpirun"
-    generation: int = 0  # one more at every restart: nothing of an older one may be listened to
-    heartbeat: str = ""  # "host:port" of the supervisor; "": there is none of ours
+    generation: int = 0  # one more at every restart: messages of older ones are ignored
+    heartbeat: str = ""  # "host:port" of our supervisor; "": there is none
     token: str = ""
     heartbeat_s: float = 5.0
-    box: int = -1  # descriptor of the supervisor's black box; -1: there is none
+    box: int = -1  # descriptor of the supervisor's position page; -1: there is none
     has_store: bool = False  # whether the launcher keeps the store itself, as torchrun's agent does
     listener: int = -1  # descriptor of the socket on which rank 0 listens, from the supervisor; -1: it opens one
-    errors: str = ""  # folder for the note of a failing rank
+    errors: str = ""  # folder for the error report of a failing rank
     resume_step: int = -1  # newest checkpoint that every host holds; -1: not known here
     shared: bool = True  # whether all hosts see the same run directory
 
 
 def launcher_of(environ: Mapping[str, str]) -> str:
-    """Who started this process as one of several: "gossamer", "torchrun", "srun", "mpirun", or "" for nobody.
+    """Return the launcher of this process: "gossamer", "torchrun", "srun" or "mpirun"; "" if it is not one of several.
 
-    A SLURM batch script carries SLURM_PROCID as well, but no step: what it starts without srun is not one of several.
+    A SLURM batch script also has SLURM_PROCID, but no step: a process that it starts without srun is not one of
+    several.
     """
     if "GOSSAMER_GENERATION" in environ and "RANK" in environ:
         return "gossamer"
@@ -58,7 +62,10 @@ def launcher_of(environ: Mapping[str, str]) -> str:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> LauncherRank:
-    """This process's place; raises BadInput naming the variable that is missing or no number."""
+    """Return the rank and addresses of this process from `environ` (None: os.environ).
+
+    Raises BadInput naming the variable that is missing or not a number.
+    """
     env = _Variables(os.environ if environ is None else environ)
     launcher = launcher_of(env.all)
     if not launcher:
@@ -198,7 +205,7 @@ def _mpirun(env: _Variables) -> LauncherRank:
 
 
 def expand_counts(written: str) -> list[int]:
-    """SLURM's tasks per node: "2(x3),1" -> [2, 2, 2, 1]."""
+    """Parse SLURM's tasks per node: "2(x3),1" gives [2, 2, 2, 1]."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", written):
         counts += [int(count)] * int(times or 1)
@@ -206,9 +213,9 @@ def expand_counts(written: str) -> list[int]:
 
 
 def expand_hosts(written: str) -> list[str]:
-    """SLURM's host list: "gpu[01-03,7],login1" -> ["gpu01", "gpu02", "gpu03", "gpu7", "login1"].
+    """Parse SLURM's host list: "gpu[01-03,7],login1" gives ["gpu01", "gpu02", "gpu03", "gpu7", "login1"].
 
-    What the brackets cannot explain is asked of `scontrol`; raises BadInput when that does not know either.
+    `scontrol` expands names that this parser cannot; raises BadInput when it fails too.
     """
     hosts = [host for part in _split(written) for host in _expand(part)]
     if hosts and not any("[" in host or "]" in host for host in hosts):

@@ -1,4 +1,4 @@
-"""What went wrong on one rank, which of several came first, and the page that says so."""
+"""Failure reports: the failure of one rank, the root cause among several, and the text block for the user."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PEER_LOST_TEXT = re.compile(
 
 
 class RankFailure(Said):
-    """One rank's failure, as its own supervisor saw it."""
+    """The failure of one rank, as its own supervisor observed it."""
 
     rank: int
     host: int
@@ -30,8 +30,8 @@ class RankFailure(Said):
     pid: int
     what: What
     exit_code: int = 0  # meaningful for "exited"; minus the signal's number
-    kind: str = ""  # class of the exception, from the rank's own note
-    message: str = ""  # from the note, else the last line it wrote
+    kind: str = ""  # class of the exception, from the rank's error report
+    message: str = ""  # from the error report, else the last line of its log
     place: str = ""  # the last line of the user's code that it was in
     cause: str  # likely cause, in words
     step: int = -1
@@ -39,17 +39,17 @@ class RankFailure(Said):
     op: str = ""
     sequence: int = -1
     log: str = ""
-    age_s: float = 0.0  # how long ago when it was said: clocks of hosts are never compared
+    age_s: float = 0.0  # age when it was sent: clocks of hosts are never compared
     by_us: bool = False  # ended by its supervisor after something else had failed
 
     @property
     def gave_up_waiting(self) -> bool:
-        """It lost a peer that may well be alive: nothing came from it in time."""
+        """Whether the rank timed out waiting for a peer, which may still be alive."""
         return self.is_collateral and not self.by_us and "timed out" in self.message.lower()
 
     @property
     def is_collateral(self) -> bool:
-        """It failed only because another rank was lost, or because it was told to end."""
+        """Whether the rank failed only because another rank was lost or its supervisor terminated it."""
         if self.by_us or self.exit_code == PEER_LOST or self.kind == "PeerLost":
             return True
         is_exit = self.exit_code > 0 and self.exit_code != BAD_INPUT
@@ -58,7 +58,7 @@ class RankFailure(Said):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dated:
-    """A failure on this supervisor's clock."""
+    """A failure with its time in seconds on this supervisor's clock."""
 
     failure: RankFailure
     at_s: float
@@ -66,7 +66,11 @@ class Dated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootCause:
-    """`first`: the cause; `others`: failed by themselves, later; `collateral`: lost a peer, or were ended by us."""
+    """The root cause and the failures that came after it.
+
+    `first`: the root cause; `others`: failed by themselves, later; `collateral`: lost a peer, or were terminated by the
+    supervisor.
+    """
 
     first: RankFailure
     others: tuple[RankFailure, ...] = ()
@@ -74,7 +78,10 @@ class RootCause:
 
 
 def find_root_cause(failures: Sequence[Dated]) -> RootCause:
-    """Sort out at least one failure. Collateral ones come first only when there is nothing else."""
+    """Return the root cause of at least one failure: the earliest one that is not collateral.
+
+    A collateral failure is the root cause only when there are no others.
+    """
     ordered = [dated.failure for dated in sorted(failures, key=lambda d: (d.at_s, d.failure.rank))]
     own = [f for f in ordered if not f.is_collateral]
     first = (own or ordered)[0]
@@ -86,12 +93,12 @@ def find_root_cause(failures: Sequence[Dated]) -> RootCause:
 
 
 def format_report(found: RootCause, *, rundir: Path) -> str:
-    """The bordered block: who, where, when, why, who else, where to read on, what to do."""
+    """Format the bordered report: failing rank, last position, likely cause, other failures, logs, next command."""
     first = found.first
     where = f"step {first.step}, {first.phase}" if first.step >= 0 else (first.phase or "before the first step")
     if first.op:
         where += f", last operation {first.op}" + (f" (number {first.sequence})" if first.sequence >= 0 else "")
-    alike = [f for f in found.others if f.cause == first.cause]  # all found out together: the cause says who it is
+    alike = [f for f in found.others if f.cause == first.cause]  # several ranks share the cause
     lost = [f for f in found.collateral if not f.by_us]
     ended = [f for f in found.collateral if f.by_us]
     rows = [
@@ -109,7 +116,7 @@ def format_report(found: RootCause, *, rundir: Path) -> str:
 
 
 def _next(first: RankFailure, rundir: Path) -> str:
-    """Nothing where it would end the same way, or begin anew."""
+    """Return the command to continue, "" where it would fail the same way or restart from nothing."""
     return "" if first.kind == "CheckpointMismatch" or lacks_checkpoint(rundir) else f"gossamer resume {rundir}"
 
 
@@ -147,8 +154,11 @@ def _bordered(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def cause_of_exit(code: int, *, said: str, out_of_memory: str, peak: str) -> str:
-    """The likely cause of an exit in words. `said`: the last thing the rank said; `out_of_memory`: what the kernel
-    counted, "" for nothing; `peak`: the rank's largest resident memory."""
+    """Return the likely cause of exit code `code` in words.
+
+    said: the rank's last message; out_of_memory: the control group in which the kernel killed a process for lack of
+    memory, "" for none; peak: the rank's largest resident memory.
+    """
     if code == -9 and out_of_memory:
         return f"killed by the kernel for lack of memory: {out_of_memory}; the rank held {peak} at most"
     signals = {

@@ -1,4 +1,4 @@
-"""Host 0's view over the ranks of all hosts: who holds the others up, and which host is gone."""
+"""Detect hung and slow ranks among the ranks of all hosts; runs on host 0."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ _PATIENCE = 4.0  # a rank is named when it stands still for so many times its lo
 
 
 class HangDetector:
-    """Remembers where the ranks of other hosts stand. `hostnames` in the order of the hosts."""
+    """A detector of hung and slow ranks that keeps the last position of remote ranks. `hostnames` is in host order."""
 
     def __init__(self, rundir: Path, hostnames: Sequence[str], limits: Limits) -> None:
         self._rundir, self._hostnames, self._limits = rundir, tuple(hostnames), limits
         self._remote: dict[int, Liveness] = {}
         self._host_of: dict[int, int] = {}
-        self._warned: set[tuple[int, int, str, int]] = set()  # rank and where it stood when it was warned about
+        self._warned: set[tuple[int, int, str, int]] = set()  # rank and position of each warning
 
     def hear(self, host: int, alive: HostAlive) -> None:
+        """Store the rank positions that host `host` has sent."""
         now_s = time.monotonic()
         for standing in alive.standings:
             self._remote[standing.rank] = _pulse(standing, now_s)
             self._host_of[standing.rank] = host
 
     def judge(self, own: Sequence[Liveness]) -> tuple[list[RankFailure], list[str]]:
-        """The ranks that have held the others up for too long, the first one first, and what to say of slow ones."""
+        """Return the failures of hung ranks, the first one first, and warnings about slow ranks.
+
+        own: liveness of the ranks of this host.
+        """
         now_s, limit_s = time.monotonic(), self._limits.progress_timeout_s
         everyone = [*own, *self._remote.values()]
         hung = stalled(everyone, now_s, after_s=limit_s, patience=_PATIENCE)
@@ -41,14 +45,17 @@ class HangDetector:
             hung += [pulse for pulse in later if pulse not in hung]
         slow = stalled(everyone, now_s, after_s=self._limits.heartbeat_s, patience=_PATIENCE)
         if not all(p.is_stepping for p in everyone if not p.finished):
-            slow = []  # processes do not start alike
+            slow = []  # start-up takes unequal times
         failures = [self._failure(pulse, everyone, now_s) for pulse in hung]
         new = [p for p in slow if _spot(p) not in self._warned and not failures]
         self._warned = {_spot(p) for p in slow}
         return failures, [self._slow(pulse, everyone, now_s) for pulse in new]
 
     def left_standing(self, own: Sequence[Liveness]) -> list[RankFailure]:
-        """Others have given up waiting: the ranks that stand still, and wait for nobody."""
+        """Return the failures of ranks that make no progress and wait for nobody.
+
+        Call it when other ranks have timed out waiting. own: liveness of the ranks of this host.
+        """
         now_s, everyone = time.monotonic(), [*own, *self._remote.values()]
         still = left_standing(everyone, now_s, after_s=self._limits.heartbeat_s)
         return [self._failure(pulse, everyone, now_s) for pulse in still]
@@ -88,7 +95,7 @@ class HangDetector:
 
 
 def standing_of(pulse: Liveness) -> RankPosition:
-    """A pulse as another host may read it: ages instead of times."""
+    """Return the position of a rank for other hosts: ages in seconds instead of times."""
     return RankPosition(
         rank=pulse.rank,
         pid=pulse.pid,

@@ -1,4 +1,4 @@
-"""Which network device the exchange goes through: the one with the route to the peers, or the fastest of several."""
+"""Choose the network device for the exchange: the one on the route to the peers, or the fastest of several."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Interface:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """The devices of this machine that have an IPv4 address, the loopback device included."""
+    """Return the devices of this machine that have an IPv4 address, the loopback device included."""
     found = ((name, _address_of(name)) for _, name in socket.if_nameindex())
     return tuple(sorted(Interface(name, address) for name, address in found if address))
 
 
 def _address_of(name: str) -> str:
-    """ "" for a device without an IPv4 address, and where the system is not asked this way."""
+    """Return the IPv4 address of a device, "" where it has none or the system is not Linux."""
     if sys.platform != "linux":
         return ""
     import fcntl
@@ -48,7 +48,10 @@ def _address_of(name: str) -> str:
 
 
 def route_to(address: str) -> str:
-    """This machine's own address on the route to `address` (nothing is sent); raises BadInput when there is none."""
+    """Return this machine's own address on the route to `address`, without sending anything.
+
+    Raises BadInput when there is no route.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -59,12 +62,12 @@ def route_to(address: str) -> str:
 
 
 def name_of(address: str) -> str:
-    """The device that has `address`; "" when none has."""
+    """Return the name of the device that has `address`, "" when none has it."""
     return next((device.name for device in interfaces() if device.address == address), "")
 
 
 def candidates(wanted: str, peer: str) -> tuple[Interface, ...]:
-    """The devices to choose from on this host, the one on the route to `peer` first.
+    """Return the devices to choose from on this host, the one on the route to `peer` first.
 
     wanted: `machines.interface`: a device's name, or "auto" for all of them. Raises BadInput for an unknown name.
     """
@@ -86,7 +89,7 @@ def candidates(wanted: str, peer: str) -> tuple[Interface, ...]:
 
 
 class RateServer:
-    """Swallows what measuring hosts send to each of the given addresses of this host, until closed."""
+    """A server on the given addresses of this host that discards what other hosts send to measure bandwidth."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._stack = ExitStack()
@@ -102,6 +105,7 @@ class RateServer:
             thread.start()
 
     def close(self) -> None:
+        """Stop the threads and close the sockets."""
         self._is_closed = True
         for thread in self._threads:
             thread.join()
@@ -125,7 +129,10 @@ class RateServer:
 
 
 def measure(own: str, peer: str, port: int) -> float:
-    """Bytes per second from this host's address `own` to a `RateServer` at `peer`; 0.0 when it cannot be reached."""
+    """Return the bandwidth in bytes/s from this host's address `own` to a `RateServer` at `peer`:`port`.
+
+    Returns 0.0 when the server cannot be reached.
+    """
     try:
         with socket.create_connection((peer, port), timeout=_CONNECT_S, source_address=(own, 0)) as connection:
             began_s, sent = time.monotonic(), 0
@@ -147,7 +154,10 @@ def measure(own: str, peer: str, port: int) -> float:
 
 
 def measure_all(own: Sequence[Interface], ports: Mapping[str, int]) -> dict[str, tuple[str, float]]:
-    """For each address of host 0 in `ports`: the device of this host that reaches it fastest, and its rate."""
+    """Return for each address of host 0 in `ports` the fastest device of this host and its bandwidth in bytes/s.
+
+    Addresses that no device reaches are left out.
+    """
     best: dict[str, tuple[str, float]] = {}
     for peer, port in ports.items():
         rates = [(measure(device.address, peer, port), device.name) for device in own]
@@ -158,9 +168,10 @@ def measure_all(own: Sequence[Interface], ports: Mapping[str, int]) -> dict[str,
 
 
 def choose(first: Sequence[Interface], measured: Sequence[Mapping[str, tuple[str, float]]]) -> Interface:
-    """Host 0's device over which the slowest of the other hosts is fastest; among those that reach all.
+    """Return the device of host 0 that the slowest other host reaches fastest, of those that all hosts reach.
 
-    first: host 0's candidates; measured: for every other host what `measure_all` found. Raises BadInput.
+    first: host 0's candidates; measured: the result of `measure_all` on every other host. Raises BadInput when no
+    device is reached by all hosts.
     """
     worst = {
         device: min(rates[device.address][1] for rates in measured)

@@ -1,4 +1,4 @@
-"""One host's part of a run over several hosts on which the same command was started."""
+"""Run one host's workers of a run over several hosts on which the same command was started."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from gossamer.launch.supervisor import RunEnd
 
 
 def launch_met(invitation: RendezvousConfig, start: Callable[[HostMeeting], LaunchRequest]) -> RunEnd:
-    """Meet the other hosts, then run this host's workers; failures and stops on any host reach all within a second.
+    """Rendezvous with the other hosts, then run this host's workers and return how the run ended.
 
-    `start` is asked once the hosts agree: only then the run's directory (host 0's name for it) and the checkpoint to
-    resume from are known. Raises BadInput (the same message on every host) and PeerLost.
+    Failures and stop requests on any host reach all hosts within a second. `start` is called once the hosts agree: only
+    then the run directory (host 0 names it) and the checkpoint to resume from are known. Raises BadInput (the same
+    message on every host) and PeerLost.
     """
     meeting = meet(invitation)
     with ExitStack() as stack:

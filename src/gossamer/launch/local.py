@@ -1,4 +1,4 @@
-"""Start workers on this machine and see them through."""
+"""Start workers on this machine and supervise them to their end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BACKLOG = 4096  # all ranks may knock before rank 0 answers
 
 
 def to_stderr(text: str) -> None:
-    """Say something to whoever started us."""
+    """Write `text` to stderr as a line."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -31,12 +31,13 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """What to start on this host. `env` is added to this process's environment, and wins over it.
+    """The command and settings of the workers of this host.
 
-    echo: rank 0's output goes to the terminal as well as to its log. threads: compute threads per worker; 0: the
-    processors this process may use, divided by `processes`. gives_word: the program ends by way of `run_worker`, and an
-    exit code 0 without its word is a failure. say: told what the user should know; tick: called some
-    twenty times a second (a live display draws there).
+    env: added to this process's environment, which it overrides. echo: whether rank 0's output goes to the terminal as
+    well as to its log. threads: compute threads per worker; 0: the processors this process may use, divided by
+    `processes`. gives_word: the program ends through `run_worker`, so exit code 0 without a recorded exit (`LastWord`)
+    is a failure. say: called with messages for the user. tick: called about twenty times a second (a live display draws
+    there).
     """
 
     argv: tuple[str, ...]
@@ -58,9 +59,12 @@ class LaunchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Among:
-    """This host among all. `offset`: its first rank; `address`:`port`: where rank 0's process listens, on host 0 by the
-    `listener` that it is handed, open already so that nobody else has the port; whoever launches closes it.
-    `interface`: the network device for the exchange, "" to leave the choice to the backend."""
+    """The place of this host in a run over several hosts. `offset`: its first rank.
+
+    Rank 0 listens on `address`:`port`. Host 0 hands it `listener`, a socket that already listens there, so that no
+    other process takes the port; the launching function closes it. `interface`: the network device for the exchange, ""
+    to let the backend choose.
+    """
 
     host: int
     hostnames: tuple[str, ...]
@@ -84,11 +88,11 @@ def launch_local(
     echo: bool = True,
     tick: Callable[[], None] = _nothing,
 ) -> int:
-    """Start `processes` workers of `argv` on this machine and wait for them; returns exit code 0, 2, 3 or 4.
+    """Start `processes` workers of `argv` on this machine and wait for them; return exit code 0, 2, 3 or 4.
 
-    `argv` may be any program: its exit codes are taken as they are. Says on stderr why it ended. Logs go to
-    rundir/logs, notes of failing ranks to rundir/errors. `LaunchRequest` and `launch_here` have all the settings. Call
-    it from the main thread: elsewhere no signal is heard.
+    `argv` may be any program: its exit codes are used as they are. The reason of a failure goes to stderr, logs to
+    rundir/logs, error reports of failing ranks to rundir/errors. `LaunchRequest` and `launch_here` have all settings.
+    Call it from the main thread: Python delivers signals to no other thread.
     """
     limits = Limits(heartbeat_s=heartbeat_s)
     start = LaunchRequest(
@@ -108,7 +112,7 @@ def launch_local(
 
 
 def launch_here(start: LaunchRequest) -> RunEnd:
-    """The same, on this machine alone, with all settings, and handing back who failed and why."""
+    """Run the workers of `start` on this machine alone; return the exit code, text for the user and root cause."""
     listener = listen("127.0.0.1")
     among = Among(
         host=0,
@@ -124,7 +128,10 @@ def launch_here(start: LaunchRequest) -> RunEnd:
 
 
 def launch_among(start: LaunchRequest, among: Among, others: Mapping[int, socket.socket] | None = None) -> RunEnd:
-    """This host's part of a run over several. `others`: open connections to the other hosts' supervisors."""
+    """Run this host's workers of a run over several hosts and return how the run ended.
+
+    others: open connections to the other hosts' supervisors, by host.
+    """
     for stale in errors_folder(start.rundir).glob("rank-*.json"):
         stale.unlink(missing_ok=True)
     loop = EventLoop()
@@ -148,12 +155,12 @@ def launch_among(start: LaunchRequest, among: Among, others: Mapping[int, socket
 
 
 def listen(address: str) -> socket.socket:
-    """A socket on `address` that listens already, at a port that nobody else can have from now on."""
+    """Return a listening socket on `address`, at a free port that no other process can take while it is open."""
     return socket.create_server((address, 0), backlog=_BACKLOG)
 
 
 def loopback() -> str:
-    """The name of this machine's loopback device."""
+    """Return the name of this machine's loopback device, "" when there is none."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "")
 

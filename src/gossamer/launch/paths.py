@@ -1,4 +1,4 @@
-"""Where launching keeps its files in a run directory."""
+"""Paths of log files, error reports and checkpoints in a run directory."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ _CHECKPOINT = re.compile(r"step-\d{8,}")
 
 
 def log_file(rundir: Path, rank: int) -> Path:
-    """What a rank wrote."""
+    """Return the path of a rank's log file."""
     return rundir / "logs" / f"rank-{rank:05d}.log"
 
 
 def errors_folder(rundir: Path) -> Path:
-    """Notes of failing ranks, one JSON file each."""
+    """Return the folder of the error reports, one JSON file per failing rank."""
     return rundir / "errors"
 
 
 def lacks_checkpoint(rundir: Path) -> bool:
-    """Whether a run of the command's has none to go on from, as far as names tell; what else is launched has its own
-    ways.
+    """Return whether a run of `gossamer train` has no checkpoint to resume from, judged by file names.
+
+    False for a folder without run.yaml: other programs resume in their own way.
     """
     if not (rundir / "run.yaml").exists():
         return False

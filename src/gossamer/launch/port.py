@@ -1,4 +1,4 @@
-"""Listening on an address the user named: one clear message when that cannot be."""
+"""Listen on an address that the user named; one clear message when that fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gossamer.spec.errors import BadInput
 
 
 def parse_address(text: str, *, key: str = "--meet") -> tuple[str, int]:
-    """ "10.0.0.1:29400" -> ("10.0.0.1", 29400); raises BadInput."""
+    """Parse "10.0.0.1:29400" into ("10.0.0.1", 29400); raises BadInput."""
     match = re.fullmatch(r"([^:\s]+):(\d{1,5})", text)
     if match is None or not 1 <= int(match.group(2)) <= 65535:
         raise BadInput(f"wanted ADDRESS:PORT such as 10.0.0.1:29400, got {text!r}", key=key)
@@ -22,7 +22,10 @@ def parse_address(text: str, *, key: str = "--meet") -> tuple[str, int]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket on exactly this address; raises BadInput, naming who has the port already where it can."""
+    """Return a listening socket on exactly `address`:`port`.
+
+    Raises BadInput, naming the process that already has the port where it can be found.
+    """
     try:
         return socket.create_server((address, port), backlog=128)
     except socket.gaierror as error:
@@ -39,7 +42,10 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def owner(port: int) -> str:
-    """ " by process 1234 (python train.py)" for who listens on `port`; "" where that cannot be told."""
+    """Return " by process 1234 (python train.py)" for the process that listens on `port`.
+
+    Another user's process has no name here; "" where no listening process can be found.
+    """
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listening(Path("/proc/net") / table, port)}
     if not inodes:
         return ""

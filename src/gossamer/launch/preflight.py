@@ -1,4 +1,4 @@
-"""Before an ssh launch: can every host run it, and do their versions agree? What is missing where, as a table."""
+"""Check before an ssh launch that every host can run it and that versions agree; list problems in a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAli
 
 
 class HostFindings(Said):
-    """One host as it was found. address: where ssh reached it, "" when unknown; port: a free one."""
+    """The findings on one host. address: where ssh reached it, "" when unknown; port: a free port."""
 
     hostname: str
     versions: dict[str, str]
@@ -35,8 +35,10 @@ _FOUND: TypeAdapter[HostFindings] = TypeAdapter(HostFindings)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRequirements:
-    """What every host must have: `python` the interpreter's path there, `packages` of equal versions, and `paths`
-    (file names, folders or patterns, relative to `folder`)."""
+    """The requirements on every host. `python`: path of the interpreter there; `packages`: must have equal versions.
+
+    `paths`: file names, folders or patterns that must exist, relative to `folder`.
+    """
 
     python: str
     packages: tuple[str, ...] = ("gossamer", "torch")
@@ -45,7 +47,10 @@ class HostRequirements:
 
 
 def look(hosts: Sequence[str], wanted: HostRequirements) -> dict[str, HostFindings]:
-    """Every host as found; raises BadInput with the table when one cannot be reached, lacks something or differs."""
+    """Inspect every host over ssh and return the findings by host.
+
+    Raises BadInput with a table when a host cannot be reached, lacks something or has other versions.
+    """
     with ThreadPoolExecutor(max_workers=min(32, len(hosts)), thread_name_prefix="gossamer-look") as pool:
         seen = dict(zip(hosts, pool.map(lambda host: _look_at(host, wanted), hosts), strict=True))
     found = {host: result for host, result in seen.items() if isinstance(result, HostFindings)}

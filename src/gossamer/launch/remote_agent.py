@@ -1,7 +1,7 @@
-"""Runs on every host of an ssh launch: takes an order from standard input, and ends with whoever sent it.
+"""Run the command of an ssh launch on one host: read the order from standard input, and end with its sender.
 
-`python -m gossamer.launch.remote_agent`. First line: an `Order`; then a line for every wish to stop. The end of input
-means that the sender is gone: the command is asked to save, and after a while to stop at once.
+`python -m gossamer.launch.remote_agent`. First line: a `HostOrder`; then one line per stop request. The end of input
+means that the sender is gone: the command gets SIGTERM to save and stop, and again after 60 s to stop at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ORDER: TypeAdapter[HostOrder] = TypeAdapter(HostOrder)
 
 
 class Sender:
-    """Standard input, line by line."""
+    """A reader of the order and the stop requests that the launching host sends to standard input."""
 
     def __init__(self) -> None:
         self._lines = JsonLineReader()
@@ -35,15 +35,17 @@ class Sender:
         self.is_gone = False
 
     def fileno(self) -> int:
+        """Return the file descriptor of standard input."""
         return 0
 
     def read(self) -> None:
+        """Read available bytes and queue the complete lines; the end of input sets `is_gone`."""
         data = os.read(0, 1 << 16)
         self._inbox += self._lines.feed(data)
         self.is_gone = not data
 
     def order(self) -> HostOrder:
-        """Wait for it; raises WireMismatch."""
+        """Wait for the order and return it. Raises WireMismatch when the input ends or the line is invalid."""
         while not self._inbox and not self.is_gone:
             self.read()
         if not self._inbox:
@@ -51,7 +53,7 @@ class Sender:
         return read_line(self._inbox.pop(0), _ORDER)
 
     def wishes(self) -> int:
-        """Wishes to stop that came since the last call."""
+        """Return the number of stop requests received since the last call."""
         inbox, self._inbox = self._inbox, []
         return inbox.count(STOP)
 

@@ -1,4 +1,4 @@
-"""What an ssh launch tells each host to do."""
+"""The order that an ssh launch sends to each host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ STOP = b"stop"  # a line that may follow: the first asks to save and stop, the s
 
 
 class HostOrder(Said):
-    """`files`: texts by name, kept while the command runs; `folder`: where it runs, if that is there."""
+    """The command for one host. `files`: texts by file name, kept while the command runs.
+
+    `folder`: working directory of the command, if it exists there.
+    """
 
     argv: tuple[str, ...]
     files: dict[str, str]

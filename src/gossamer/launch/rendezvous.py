@@ -1,4 +1,4 @@
-"""Hosts on which the same command was started find each other, check that they agree, and share out the ranks."""
+"""Rendezvous of hosts on which the same command was started: connect, compare settings, assign ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gossamer.launch.rendezvous_server import gather
 
 
 def meet(invitation: RendezvousConfig) -> HostMeeting:
-    """Wait until all hosts are there and agree.
+    """Wait until all hosts have joined and agree; return the assigned ranks and addresses.
 
-    Raises BadInput, with the same message on every host, when they differ, and PeerLost when one does not come.
+    Raises BadInput, with the same message on every host, when they differ, and PeerLost when one does not join.
     """
     with ExitStack() as stack:
         meeting = gather(invitation, stack) if invitation.host == 0 else join(invitation, stack)

@@ -1,4 +1,4 @@
-"""Every other host's part of a meeting: reach host 0, answer it, take what it says."""
+"""The rendezvous on hosts 1 and up: connect to host 0, answer its query, receive ranks and addresses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _REMIND_S = 10.0
 
 
 def join(call: RendezvousConfig, stack: ExitStack) -> HostMeeting:
-    """The connection to host 0 is entered into `stack`. Raises as `meet` does."""
+    """Join the rendezvous at host 0 and return the assigned ranks and addresses.
+
+    The connection to host 0 is entered into `stack`. Raises as `meet` does.
+    """
     peer = Peer(stack.enter_context(_connect(call)))
     peer.send(hello_of(call.facts, host=call.host, hosts=call.hosts))
     ask = peer.receive(within_s=call.within_s + _CONNECT_S)

@@ -1,4 +1,4 @@
-"""What one host brings to a meeting of hosts, and what comes out of it."""
+"""The settings of one host for a rendezvous of hosts, and its result."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from gossamer.spec.errors import BadInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousConfig:
-    """One host's call: `host` of `hosts`, meeting at `address`:`port`, which belong to host 0.
+    """The settings of one host for the rendezvous: host number `host` of `hosts`, at `address`:`port` of host 0.
 
-    runs: folder of run directories on this host; run: name of this run's folder, host 0's counts for all.
+    facts: versions and fingerprints to compare; runs: folder of run directories on this host; run: name of this run's
+    folder, host 0's counts for all; within_s: seconds to wait for the other hosts.
     """
 
     host: int
@@ -33,7 +34,7 @@ class RendezvousConfig:
 
     @staticmethod
     def parse_host(text: str) -> tuple[int, int]:
-        """ "0/2" -> (0, 2); raises BadInput."""
+        """Parse "0/2" into (0, 2), the host's number and the number of hosts; raises BadInput."""
         host, slash, hosts = text.partition("/")
         if not slash or not host.isdecimal() or not hosts.isdecimal() or int(host) >= int(hosts):
             raise BadInput(f"wanted NUMBER/HOSTS counted from 0, such as 0/2, got {text!r}", key="--host")
@@ -41,13 +42,16 @@ class RendezvousConfig:
 
     @staticmethod
     def parse_meet(text: str) -> tuple[str, int]:
-        """ "10.0.0.1:29400" -> ("10.0.0.1", 29400); raises BadInput."""
+        """Parse "10.0.0.1:29400" into ("10.0.0.1", 29400); raises BadInput."""
         return parse_address(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMeeting:
-    """What was agreed. `others`: open connections to the other hosts' supervisors, for the receiver to close."""
+    """The result of a rendezvous: this host's ranks and addresses, and the run directory.
+
+    `others`: open connections to the other hosts' supervisors, by host; the receiver closes them.
+    """
 
     among: Among
     rundir: Path

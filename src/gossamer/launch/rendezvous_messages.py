@@ -1,4 +1,4 @@
-"""What hosts say when they meet, and whether they agree."""
+"""The messages of a rendezvous of hosts, and the comparison of their versions, configuration and data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PROTOCOL = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFingerprint:
-    """What hosts must agree on before they run together.
+    """The facts about one host that the rendezvous compares. Only `processes` and `checkpoints` may differ.
 
-    versions: of whatever matters, by name; config, data: fingerprints; checkpoints: steps of the good ones this host
-    holds; secret: known to all who belong to the run ("" for none).
+    processes: number of ranks on the host; versions: of packages and others by name; config, data: fingerprints;
+    checkpoints: steps of the valid checkpoints on this host; secret: known to all hosts of the run ("" for none).
     """
 
     processes: int
@@ -34,7 +34,7 @@ class HostFingerprint:
 
 
 class JoinRequest(Said):
-    """From a host to host 0."""
+    """A host's request to join, sent to host 0."""
 
     kind: Literal["hello"] = "hello"
     protocol: int
@@ -50,7 +50,7 @@ class JoinRequest(Said):
 
 
 class HostQuery(Said):
-    """From host 0: is this file yours too, and how fast do you reach these addresses?"""
+    """A query of host 0: whether the host sees `token_file` (a shared run directory), and its bandwidth to `ports`."""
 
     kind: Literal["ask"] = "ask"
     run: str  # name of the run's folder
@@ -60,6 +60,11 @@ class HostQuery(Said):
 
 
 class HostReply(Said):
+    """A host's reply to `HostQuery`.
+
+    rates: (device, bandwidth in bytes/s) by address of host 0; problem: why the host cannot run, "" for none.
+    """
+
     kind: Literal["answer"] = "answer"
     sees_file: bool
     rates: dict[str, tuple[str, float]]
@@ -67,7 +72,7 @@ class HostReply(Said):
 
 
 class JoinAccepted(Said):
-    """From host 0: go."""
+    """Host 0's message that all hosts agree: ranks, addresses and the checkpoint to resume from."""
 
     kind: Literal["welcome"] = "welcome"
     offset: int
@@ -77,10 +82,12 @@ class JoinAccepted(Said):
     port: int
     resume_step: int
     shared: bool
-    interface: str  # host 0's device has this address's peer on yours; "" when it was not measured
+    interface: str  # your device that reaches `address` fastest; "" when it was not measured
 
 
 class JoinRefused(Said):
+    """Host 0's message that the run cannot start, with the reason."""
+
     kind: Literal["refusal"] = "refusal"
     message: str
 
@@ -94,7 +101,7 @@ _GREETING: TypeAdapter[JoinRequest | HostQuery | HostReply | JoinAccepted | Join
 
 
 class Peer:
-    """One connection during the meeting."""
+    """The connection to one other host during the rendezvous."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -102,10 +109,15 @@ class Peer:
         self._inbox: list[bytes] = []
 
     def send(self, message: JoinRequest | HostQuery | HostReply | JoinAccepted | JoinRefused) -> None:
+        """Send one message."""
         self.socket.sendall(write_line(message))
 
     def receive(self, *, within_s: float) -> JoinRequest | HostQuery | HostReply | JoinAccepted | JoinRefused:
-        """The next message; raises PeerLost after `within_s` or when the other end closes, WireMismatch for junk."""
+        """Return the next message.
+
+        Raises PeerLost after `within_s` seconds or when the peer closes the connection, WireMismatch for an invalid
+        line.
+        """
         deadline_s = time.monotonic() + within_s
         while not self._inbox:
             self.socket.settimeout(max(0.001, deadline_s - time.monotonic()))
@@ -120,6 +132,7 @@ class Peer:
 
 
 def hello_of(facts: HostFingerprint, *, host: int, hosts: int) -> JoinRequest:
+    """Build the join request of host `host` of `hosts`, with at most its 1000 newest checkpoints."""
     return JoinRequest(
         protocol=PROTOCOL,
         host=host,
@@ -135,17 +148,17 @@ def hello_of(facts: HostFingerprint, *, host: int, hosts: int) -> JoinRequest:
 
 
 def belongs(hello: JoinRequest, ours: JoinRequest) -> bool:
-    """Whether it is one of the run's hosts at all."""
+    """Return whether the host that sent `hello` belongs to this run: it knows the secret."""
     return hmac.compare_digest(hello.secret.encode(), ours.secret.encode())
 
 
 def disagreements(ours: JoinRequest, others: Sequence[JoinRequest]) -> list[str]:
-    """Every way in which another host differs from host 0, one line each, naming the host."""
+    """Return every difference between another host and host 0, one line each, naming the host."""
     return [line for other in others for line in _differences(ours, other)]
 
 
 def newest_common(hellos: Sequence[JoinRequest]) -> int:
-    """The newest checkpoint that all hosts hold; -1: there is none."""
+    """Return the step of the newest checkpoint that all hosts hold, -1 when there is none."""
     common = set.intersection(*(set(hello.checkpoints) for hello in hellos))
     return max(common, default=-1)
 

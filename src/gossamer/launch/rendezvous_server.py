@@ -1,4 +1,4 @@
-"""Host 0's part of a meeting: wait for all, compare, measure, share out the ranks."""
+"""The rendezvous on host 0: wait for all hosts, compare them, measure bandwidth, assign ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ _REMIND_S = 10.0
 
 
 def gather(call: RendezvousConfig, stack: ExitStack) -> HostMeeting:
-    """Connections to the other hosts are entered into `stack`. Raises as `meet` does."""
+    """Wait for all hosts to join, compare them and assign ranks; return host 0's own ranks and addresses.
+
+    The connections to the other hosts are entered into `stack`. Raises as `meet` does.
+    """
     ours = hello_of(call.facts, host=0, hosts=call.hosts)
     listener = listen(call.address, call.port)
     try:

@@ -1,4 +1,4 @@
-"""Signals a supervisor was sent, counted; the handlers that stood before are put back."""
+"""Count the stop signals that a supervisor receives; the previous handlers are restored afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def nothing_to_stop() -> Iterator[None]:
-    """While entered, what asks to stop is not heard, as all is over but the tidying; but a second SIGINT is."""
+    """Ignore stop signals while entered, as only cleanup is left; a second SIGINT raises KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -37,9 +37,10 @@ def nothing_to_stop() -> Iterator[None]:
 
 
 class StopRequests:
-    """While entered, SIGINT, SIGTERM and SIGHUP are counted in `count` instead of ending the process.
+    """A counter of stop signals: while entered, SIGINT, SIGTERM and SIGHUP add to `count` and do not end the process.
 
-    In a thread other than the main one Python delivers no signals: there `count` stays 0.
+    Signals that were ignored before (nohup) stay ignored. In a thread other than the main one Python delivers no
+    signals: there `count` stays 0.
     """
 
     def __init__(self, loop: EventLoop) -> None:

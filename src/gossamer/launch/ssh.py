@@ -1,4 +1,4 @@
-"""Start the same command on several hosts over ssh, and see it through."""
+"""Start the same command on several hosts over ssh, and supervise it to its end."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def launch_hosts(
     folder: str = "",
     say: Callable[[str], None] = to_stderr,
 ) -> int:
-    """Run `python -m gossamer ARGUMENTS --host I/N --meet ADDRESS:PORT` on every host; returns exit code 0, 2, 3 or 4.
+    """Run `python -m gossamer ARGUMENTS --host I/N --meet ADDRESS:PORT` on every host; return exit code 0, 2, 3 or 4.
 
-    hosts: names ssh knows, host 0 first. files: texts by name that are put on every host; "{files}" in `arguments` is
-    their folder there. paths: what must exist on every host. python: the interpreter there. meet: "ADDRESS:PORT" of
-    host 0, "" to use the address by which ssh reached it. folder: where it runs there, "" for the current one's name.
-    Host 0's output is passed on. Raises BadInput, with a table, when a host cannot run this.
+    hosts: names known to ssh, host 0 first. files: texts by file name, written on every host; "{files}" in `arguments`
+    is their folder there. paths: files and folders that must exist on every host. python: the interpreter there. meet:
+    "ADDRESS:PORT" of host 0, "" to use the address by which ssh reached it. folder: working directory there, "" for the
+    path of the current one. say: called with messages for the user. Host 0's output is passed on. Raises BadInput, with
+    a table, when a host cannot run the command.
     """
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if twice or not hosts:

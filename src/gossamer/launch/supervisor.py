@@ -1,4 +1,4 @@
-"""See a run through on one host: hear, judge, forward what was asked, end what must end, say why."""
+"""Supervise a run on one host: detect failures, forward stop requests, terminate workers, report the cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _LOST_PERIODS = 3  # a host unheard for so many heartbeat periods is lost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How a run ended. `exit_code`: 0, 2, 3 or 4; `text`: what to tell the user; `blame`: None unless it failed."""
+    """The end of a run. `exit_code`: 0, 2, 3 or 4; `text`: message for the user.
+
+    `blame`: the root cause, None unless the run failed.
+    """
 
     exit_code: int
     text: str = ""
@@ -33,7 +36,10 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Which host this is, what all are called, and whom to tell. `tick` is called some twenty times a second."""
+    """The host of a supervisor, the names of all hosts, and callbacks.
+
+    `say` is called with messages for the user, `tick` about twenty times a second.
+    """
 
     rundir: Path
     host: int
@@ -43,7 +49,7 @@ class Site:
 
 
 class Supervisor:
-    """One run on one host. Construct, then `run` once."""
+    """The supervisor of one run on one host. Construct it, then call `run` once."""
 
     def __init__(self, site: Site, crew: WorkerGroup, line: HostLine, *, loop: EventLoop, limits: Limits) -> None:
         self._site, self._crew, self._line, self._loop, self._limits = site, crew, line, loop, limits
@@ -57,6 +63,7 @@ class Supervisor:
         self._is_ending = self._is_reported = False
 
     def run(self, jobs: Sequence[Command]) -> RunEnd:
+        """Start the workers, supervise them until the run is over on all hosts, and return how it ended."""
         with StopRequests(self._loop) as requests:
             self._crew.start(jobs)
             while not self._is_over():
@@ -86,7 +93,7 @@ class Supervisor:
             self._asked("save" if requests == 1 else "now")
 
     def _asked(self, how: How, *, by: int = -1) -> None:
-        """Take up a wish to stop, and pass it on, unless it is nothing new."""
+        """Apply a stop request and forward it, unless it is nothing new."""
         if self._stop in (how, "now"):
             return
         self._stop, self._stop_s = how, time.monotonic()
@@ -97,7 +104,7 @@ class Supervisor:
             self._crew.ask_to_stop()
 
     def _note(self, failures: Sequence[RankFailure], *, by: int = -1) -> None:
-        """Remember failures, and tell the other hosts."""
+        """Store failures, and send them to the other hosts."""
         for failure in failures:
             if not self._failures:
                 self._failed_s = time.monotonic()
@@ -133,12 +140,12 @@ class Supervisor:
         self._note([*failures, *self._lost_hosts()])
 
     def _gave_up_waiting(self) -> bool:
-        """Whether all that failed are ranks which waited too long for another one: it is still there."""
+        """Return whether all failures are ranks that timed out waiting for a rank that is still there."""
         failures = [dated.failure for dated in self._failures]
         return any(f.gave_up_waiting for f in failures) and all(f.is_collateral for f in failures)
 
     def _lost_hosts(self) -> list[RankFailure]:
-        """Hosts whose supervisor is gone or unheard, each named once."""
+        """Return the failures of hosts whose supervisor is lost or silent, each host once."""
         others = range(1, len(self._site.hostnames)) if self._site.host == 0 else range(1)
         limit_s = _LOST_PERIODS * self._limits.heartbeat_s
         failures: list[RankFailure] = []
@@ -153,7 +160,7 @@ class Supervisor:
         return failures
 
     def _act(self) -> None:
-        """End what must end: step by step, harder with time."""
+        """Terminate workers where needed: step by step, harder with time."""
         now_s = time.monotonic()
         if self._stop == "now":
             self._crew.kill()
@@ -170,16 +177,16 @@ class Supervisor:
             self._asked("now")
 
     def _settle_s(self) -> float:
-        """How long other ranks may take to say their own."""
+        """Return for how many seconds other ranks may still report their own errors."""
         causes = [dated.failure for dated in self._failures if not dated.failure.is_collateral]
         if not causes:
-            return 2 * self._limits.settle_s  # the one to blame may take longer to die
+            return 2 * self._limits.settle_s  # the root cause may take longer to be seen
         if causes[0].what in ("hung", "silent"):
             return min(_STACKS_S, self._limits.settle_s)  # the others wait for it, and have nothing to say
         return self._limits.settle_s
 
     def _is_over(self) -> bool:
-        """All workers of this host have ended, and the other hosts have said what they had to say."""
+        """Return whether all workers of this host have ended and the other hosts have reported their end."""
         if not self._crew.is_over:
             return False
         if self._site.host > 0:
@@ -194,10 +201,10 @@ class Supervisor:
         return is_complete or is_late
 
     def _outcome(self) -> RunEnd:
-        if self._ended is not None:  # host 0 has heard all hosts: its word stands
+        if self._ended is not None:  # host 0 has the messages of all hosts: its result counts
             return RunEnd(exit_code=self._ended.exit_code, text=self._ended.text)
         resume = f"go on with: gossamer resume {self._site.rundir}"
-        if self._crew.sealed is not None:  # who was lost, or told to end, after that has taken nothing with it
+        if self._crew.sealed is not None:  # all is saved: a rank lost after that changes nothing
             return _ended(self._crew.sealed, resume)
         is_own_fault = any(not dated.failure.is_collateral for dated in self._failures)
         if self._failures and self._stop != "now" and (is_own_fault or self._stop is None):
@@ -213,5 +220,5 @@ class Supervisor:
 
 
 def _ended(code: int, resume: str) -> RunEnd:
-    """Done, or interrupted with a checkpoint."""
+    """Return the end of a run that is done, or interrupted with a checkpoint."""
     return RunEnd(exit_code=code, text=f"stopped, with a checkpoint; {resume}" if code == INTERRUPTED else "")

@@ -1,4 +1,4 @@
-"""A worker's own part: know its place, beat, hear the wish to stop, and leave a note when it fails."""
+"""The worker's side of a launch: read the rank, send heartbeats, obey stop signals, report errors."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from gossamer.spec.errors import BadInput, Interrupted, PeerLost
 
 
 class StopFlag:
-    """Set by SIGTERM (a supervisor, a scheduler) or SIGINT; read it at step borders, where all ranks agree."""
+    """A flag set by SIGTERM (supervisor, scheduler) or SIGINT; read it at step boundaries, where all ranks agree."""
 
     def __init__(self) -> None:
         self.is_set = False
 
     def install(self) -> None:
-        """Listen. In a thread other than the main one Python delivers no signals."""
+        """Install the signal handlers, in the main thread only: Python delivers signals to no other thread."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._asked)
 
     def ignore(self) -> None:
-        """Nothing is left to stop. Python takes its own handlers away before a process has quite ended."""
+        """Ignore both signals, when nothing is left to stop.
+
+        Python removes its own handlers before a process has quite ended.
+        """
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen for a while, in a process that has its own use for these signals before and after.
+        """Handle the signals while entered, in a process that uses them itself before and after.
 
-        A second SIGINT means now: KeyboardInterrupt.
+        A second SIGINT raises KeyboardInterrupt at once.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -60,7 +63,7 @@ class StopFlag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """What a worker's body is given."""
+    """The context of a worker's main function: rank, heartbeat and stop flag."""
 
     place: LauncherRank
     heartbeat: Heartbeat
@@ -68,11 +71,12 @@ class Ready:
 
 
 def run_worker(body: Callable[[Ready], None]) -> int:
-    """Run `body` as the worker this process was started as; returns the exit code its supervisor understands.
+    """Run `body` as the worker this process was started as; return the exit code that its supervisor understands.
 
-    0: `body` returned; 2: BadInput; 4: Interrupted (a checkpoint is saved); 75: PeerLost; 3: anything else. The code
-    is said to the supervisor before this process leaves with it. Failures leave a note in the run's errors folder and
-    their trace on stderr. Raises BadInput when there is no launcher.
+    0: `body` returned; 2: BadInput; 4: Interrupted (a checkpoint is saved); 75: PeerLost; 3: any other error. The
+    worker records the code for the supervisor before its process exits. A failure writes an error report into the run's
+    errors folder and, unless it is BadInput or PeerLost, its traceback to stderr. Raises BadInput when there is no
+    launcher.
     """
     place = read_environment()
     stop = StopFlag()

@@ -1,4 +1,4 @@
-"""The workers of one host: started, heard, judged, ended, reaped. Facts go out as `Failure` values."""
+"""The workers of one host: start, monitor, terminate and reap them. Failures are `RankFailure` values."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ from gossamer.spec.units import show_gib, show_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long what may take. `heartbeat_s`: a rank silent for so long is named; `progress_timeout_s`: a rank that
-    others wait for has failed; `grace_s`: to save and stop; `settle_s`: for peers of a failed rank to say their own;
-    `kill_s`: from SIGTERM to SIGKILL."""
+    """The time limits of a supervisor, in seconds.
+
+    `heartbeat_s`: a rank without a heartbeat for so long is reported; `progress_timeout_s`: a rank without progress
+    that others wait for has failed; `grace_s`: to save a checkpoint and stop; `settle_s`: for peers of a failed rank to
+    report their own errors; `kill_s`: from SIGTERM to SIGKILL.
+    """
 
     heartbeat_s: float = 5.0
     progress_timeout_s: float = 150.0
@@ -43,7 +46,7 @@ class Limits:
 
 
 class WorkerGroup:
-    """All workers of this host, from start to reaping. Use as a context: leaving it kills and reaps what is left."""
+    """The workers of one host, from start to reaping. A context manager: its exit kills and reaps those that remain."""
 
     def __init__(
         self, loop: EventLoop, server: HeartbeatServer, *, host: int, hostname: str, rundir: Path, limits: Limits
@@ -57,6 +60,7 @@ class WorkerGroup:
         self._ended_by_us = False
 
     def start(self, jobs: Sequence[Command]) -> None:
+        """Start one worker per command."""
         for job in jobs:
             self._workers[job.rank] = Worker(job, loop=self._loop, warden=self._warden)
         self._memory = {rank: memory_events(worker.pid) for rank, worker in self._workers.items()}
@@ -82,7 +86,7 @@ class WorkerGroup:
 
     @property
     def sealed(self) -> int | None:
-        """How the whole run ended, where a worker here has said so: all is saved and written down. None: not yet."""
+        """Exit code of the whole run, where a worker here has recorded that everything is saved; None: not yet."""
         return next((w.word.code for w in self._workers.values() if w.word.for_all), None)
 
     @property
@@ -90,19 +94,20 @@ class WorkerGroup:
         return tuple(self._server.pulses.values())
 
     def owns(self, rank: int) -> bool:
+        """Return whether `rank` runs on this host."""
         return rank in self._workers
 
     def forgive(self, pause_s: float) -> None:
-        """The supervisor itself was held up: that is nobody's silence."""
+        """Do not count a pause of this supervisor of `pause_s` seconds as silence of its ranks."""
         self._server.forgive(pause_s)
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to all: save and stop."""
+        """Send SIGTERM to all workers: save a checkpoint and stop."""
         for worker in self._workers.values():
             worker.signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Something has failed: SIGTERM to the rest. Stopped ones cannot hear it and are killed."""
+        """Terminate all workers after a failure: SIGTERM, or SIGKILL for stopped processes, which cannot handle it."""
         self._ended_by_us = True
         for worker in self._workers.values():
             if worker.state() == "T":
@@ -110,16 +115,23 @@ class WorkerGroup:
             worker.signal(signal.SIGTERM)
 
     def kill(self) -> None:
+        """Send SIGKILL to all workers and their process groups."""
         for worker in self._workers.values():
             worker.kill()
 
     def accuse(self, rank: int) -> None:
-        """A rank is known to be hung: let it write its stacks into its log, before it is ended."""
+        """Mark the failure of `rank` (hung or silent) as reported.
+
+        SIGUSR1 makes the rank write its stacks into its log before it is terminated.
+        """
         self._named.add(rank)
         self._workers[rank].signal(signal.SIGUSR1)
 
     def reap(self, *, stop: How | None) -> list[RankFailure]:
-        """Failures of the workers that ended since the last call. `stop`: how they were asked to, if they were."""
+        """Return the failures of the workers that ended since the last call.
+
+        stop: the stop request in force ("save" or "now"), None for none.
+        """
         failures: list[RankFailure] = []
         for rank, worker in self._workers.items():
             if worker.exit_code is not None or worker.poll() is None:
@@ -133,7 +145,7 @@ class WorkerGroup:
         return failures
 
     def judge(self) -> tuple[list[RankFailure], list[str]]:
-        """Ranks that stopped or fell silent: those that have failed, and what to say of those that may yet."""
+        """Return the failures of stopped and silent ranks, and warnings about ranks that may still recover."""
         failures: list[RankFailure] = []
         warnings: list[str] = []
         now_s = time.monotonic()
@@ -211,8 +223,9 @@ class WorkerGroup:
 
 
 def _code(worker: Worker) -> int:
-    """How a worker has ended: as it said, unless it was killed before all that it had to do was done; in silence is a
-    failure.
+    """Return the exit code of a worker: the recorded one, unless a signal killed it before its work was done.
+
+    A worker that exits without a required record has failed.
     """
     assert worker.exit_code is not None
     said = worker.word.code

@@ -1,4 +1,4 @@
-"""Training objectives: what a model's output is worth on a batch. One objective per file.
+"""Loss functions of a model's output on a batch. One per file.
 
 The loss is the mean over the valid labels, so `weight` (how many there are) is what makes the means of unequal
 micro-batches and unequal ranks add up exactly: the mean over all = sum(weight * loss) / sum(weight).
@@ -18,18 +18,18 @@ IGNORE = -100  # the label that counts for nothing, as in torch and transformers
 
 
 class Loss(ABC):
-    """A frozen dataclass."""
+    """A loss function: a frozen dataclass of settings."""
 
     @abstractmethod
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean loss over the valid labels of `batch`, () float32, with a graph. `output` is what forward returned.
+        """Return the mean loss over the valid labels of `batch`, () float32, with a graph. `output`: of the forward.
 
-        Without a valid label it is 0 where the objective computes it, and nan where the model did.
+        Without a valid label it is 0 where this function computes the loss, and nan where the model did.
         """
 
     @abstractmethod
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Number of valid labels of `batch`, () int64; needs no output, so it is known before the forward."""
+        """Return the number of valid labels of `batch`, () int64; needs no output, so it is known before forward."""
 
 
 REGISTRY: Registry[Loss] = Registry(__name__, Loss)  # type: ignore[type-abstract]

@@ -1,4 +1,4 @@
-"""What a forward may return, read in one place."""
+"""Model outputs: find the loss or the logits in what a forward returned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossamer.spec.errors import BadInput, bad_input
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss that the model itself computed, () float32, if it did."""
+    """Return the loss that the model itself computed, () float32; None where it computed none."""
     found = _named(output, "loss")
     if found is None:
         first = _first(output)
@@ -22,7 +22,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def logits_of(output: Any, *, dims: int, shape: str) -> Tensor:
-    """The logits, which must have `dims` dimensions; raises BadInput that says what came instead of `shape`."""
+    """Return the logits, which must have `dims` dimensions. Raise BadInput that names what came instead of `shape`."""
     found = _named(output, "logits")
     if found is None:
         found = _first(output)
@@ -38,20 +38,20 @@ def logits_of(output: Any, *, dims: int, shape: str) -> Tensor:
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over labels other than -100, () float32, of logits (N, C) and labels (N,); 0 when there are none."""
+    """Return the mean over labels other than -100, () float32, of logits (N, C) and labels (N,); 0 without any."""
     total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
     return total / (labels != IGNORE).sum().clamp(min=1)
 
 
 def labels_of(batch: Mapping[str, Tensor], key: str) -> Tensor:
-    """The labels of a batch; raises BadInput that lists what the batch has."""
+    """Return the labels of a batch. Raise BadInput that lists the keys the batch has."""
     if key in batch:
         return batch[key]
     raise BadInput(f"wanted labels under {key!r} in a batch, got {', '.join(sorted(batch)) or 'nothing'}", key="data")
 
 
 def describe(output: Any) -> str:
-    """What came, in the words of whoever wrote the forward: types, names and shapes."""
+    """Return a description of a forward's output for an error message: types, names and shapes."""
     if isinstance(output, Tensor):
         return f"a tensor of shape {tuple(output.shape)}"
     if isinstance(output, Mapping):

@@ -20,7 +20,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classification(Loss):
-    """`labels`: the batch's key of the labels, shape (B,), int64, -100 where none counts."""
+    """A loss function for classification. `labels`: key of the labels in a batch, (B,) int64, -100 to ignore a row."""
 
     labels: str = "labels"
 

@@ -22,7 +22,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextToken(Loss):
-    """`labels`: the batch's key of the labels, shape (B, T), int64, -100 where none counts."""
+    """A loss function for language models. `labels`: key of the labels in a batch, (B, T) int64, -100 to ignore one."""
 
     labels: str = "labels"
 

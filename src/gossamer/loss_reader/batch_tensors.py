@@ -1,4 +1,4 @@
-"""Where the tensors that a loop made of a batch have rows: as the batch has them, else as their sizes tell."""
+"""The row dimensions of tensors that a loop made from a batch: found by memory and values, else by sizes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch import Tensor
 from gossamer.loss_reader.row_dims import PART, ROWS, RowDims, RowsLost, RowsTogether, plain, refolded, with_rows
 from gossamer.loss_reader.row_flow import RowOrigin
 
-_COUNTED = 1 << 20  # numbers that are looked at
-_SHOWN = 64  # of each row, as they are looked up among those of the batch
+_COUNTED = 1 << 20  # elements inspected of a tensor, at most
+_SHOWN = 64  # elements of each row looked up in the batch, about
 
 
 @dataclass(frozen=True, slots=True)
 class OfBatch(RowOrigin):
-    """`leaves`: the tensors of a batch, and the dimension of each that has rows. `first`: of a tensor like none of
-    them. `owned`: where the memory of the models' own tensors begins. `folds`: whether a first dimension that is a
-    multiple of the rows is of rows.
+    """The batch of one backward pass, which tells where tensors without an autograd graph have rows.
+
+    `leaves`: the tensors of the batch, each with its row dimension. `first`: the row dimension of a tensor unlike any
+    of them. `owned`: start addresses of the models' own tensors, which have no rows. `folds`: whether a first dimension
+    whose size is a multiple of the rows has rows.
     """
 
     rows: int
@@ -29,6 +31,10 @@ class OfBatch(RowOrigin):
     folds: bool = True
 
     def layout(self, tensor: Tensor, *, is_input: bool) -> RowDims | None:
+        """Return the row dimensions of a tensor without a graph; None if it has no rows.
+
+        `is_input`: whether it is a layer's input, which is taken to have rows, however many.
+        """
         if not tensor.dim() or not tensor.numel() or tensor.layout != torch.strided:
             return None
         if tensor.untyped_storage().data_ptr() in self.owned:
@@ -49,10 +55,11 @@ class OfBatch(RowOrigin):
         return self._of_sizes(tensor.shape, order, is_input=is_input)
 
     def layout_of_size(self, sizes: Sequence[int]) -> RowDims | None:
+        """Return the row dimensions of a tensor of which only the sizes are known; None if it has no rows."""
         return self._of_sizes(sizes, list(range(len(sizes))), is_input=self.folds) if sizes else None
 
     def _of_leaf(self, tensor: Tensor) -> RowDims | None:
-        """That of a view of a tensor of the batch."""
+        """Return the layout of a view of a tensor of the batch; None if it is no such view."""
         start = tensor.untyped_storage().data_ptr()
         for leaf, dim in self.leaves:
             if leaf.untyped_storage().data_ptr() != start:
@@ -71,7 +78,9 @@ class OfBatch(RowOrigin):
         return None
 
     def _of_copy(self, tensor: Tensor) -> RowDims | None:
-        """That of a copy of a tensor of the batch, as it is or with its first two dimensions turned, and folded."""
+        """Return the layout of a copy of a tensor of the batch, as it is or with its first two dimensions transposed,
+        and folded.
+        """
         for leaf, dim in self.leaves:
             if leaf.numel() != tensor.numel() or dim > 1 or leaf.dim() < (2 if _is_square(leaf) else 3):
                 continue
@@ -84,8 +93,10 @@ class OfBatch(RowOrigin):
         return None
 
     def _of_numbers(self, tensor: Tensor) -> RowDims | None:
-        """That of a tensor that was put together of the rows' own numbers (rows after rows, steps before rows, windows
-        of images): where each row's are found among its own in the batch. None where several places fit, or none.
+        """Return the layout of a tensor assembled from the batch's own values (rows after rows, steps before rows,
+        image windows).
+
+        Each row's values are looked up among that row's values in the batch. None if no place fits, or several do.
         """
         if self.rows < 2 or tensor.numel() > _COUNTED:
             return None
@@ -98,7 +109,7 @@ class OfBatch(RowOrigin):
         return (*plain(tensor.shape[:at]), dim, *plain(tensor.shape[at + 1 :]))
 
     def _numbers(self, tensor: Tensor) -> list[Tensor]:
-        """Those that the batch has of each row, of the tensor's kind."""
+        """Return the values that each row has in the batch, of the tensor's kind (floating-point or not)."""
         wide = [
             leaf.detach().movedim(dim, 0).reshape(self.rows, -1).to("cpu", tensor.dtype)
             for leaf, dim in self.leaves
@@ -107,7 +118,7 @@ class OfBatch(RowOrigin):
         return list(torch.cat(wide, 1)) if wide else []
 
     def _folds(self, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(dimension, how many times all rows, how many of each one) of what may have rows."""
+        """Yield (dimension, repeats of all rows, repeats of each row) for every dimension that may have rows."""
         for at, size in enumerate(sizes):
             whole = size // self.rows if size % self.rows == 0 else 0
             yield from ((at, whole // each, each) for each in range(1, whole + 1) if whole % each == 0)
@@ -117,15 +128,15 @@ class OfBatch(RowOrigin):
         rows = tensor.detach().movedim(at, 0).reshape(many, self.rows, each, -1).movedim(1, 0).reshape(self.rows, -1)
         shown = rows[:, :: max(1, rows.shape[1] // _SHOWN)].cpu()
         if len(set(shown.flatten().tolist())) < 3:
-            return False  # a mask is like any other
+            return False  # masks have too few values to tell
         return all(bool(torch.isin(one, known).all()) for one, known in zip(shown, own, strict=True))
 
     def _like(self, sizes: Sequence[int]) -> int | None:
-        """The dimension that has rows in a tensor of the batch of these sizes."""
+        """Return the row dimension of a batch tensor of these sizes; None if there is none."""
         return next((dim for leaf, dim in self.leaves if leaf.shape == tuple(sizes)), None)
 
     def _of_sizes(self, sizes: Sequence[int], order: Sequence[int], *, is_input: bool) -> RowDims | None:
-        """`order`: the dimensions, from the one that varies slowest."""
+        """Return the layout that the sizes suggest. `order`: the dimensions, the slowest-varying first."""
         at = order[self.first] if self.first < len(order) else order[0]
         if sizes[at] == self.rows:
             return with_rows(sizes, at)
@@ -142,7 +153,7 @@ class OfBatch(RowOrigin):
 
 
 def _is_square(tensor: Tensor) -> bool:
-    """Whether it has as many rows as steps."""
+    """Return whether the first two dimensions are equal."""
     return tensor.dim() > 1 and tensor.shape[0] == tensor.shape[1]
 
 
@@ -150,23 +161,23 @@ def _refolded(layout: RowDims, sizes: Sequence[int], rows: int) -> RowDims | Non
     try:
         return refolded(layout, sizes, rows, "a view")
     except (RowsTogether, RowsLost):
-        return None  # it was made of the batch in a way that is not seen
+        return None  # it was made from the batch by unknown operations
 
 
 def _outer_first(tensor: Tensor) -> list[int]:
-    """Dimensions as they lie in memory; those that are spread out last."""
+    """Return the dimensions in memory order, expanded ones last."""
     strides: tuple[int, ...] = tuple(tensor.stride())
     return sorted(range(tensor.dim()), key=lambda at: (strides[at] == 0, -strides[at]))
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Whether it is one number everywhere, as a first hidden state."""
+    """Return whether all elements are equal, as in an initial hidden state."""
     first = tensor[(0,) * tensor.dim()]
     return tensor.numel() > 1 and tensor.numel() <= _COUNTED and bool((tensor == first).all())
 
 
 def _is_count(tensor: Tensor) -> bool:
-    """Whether it is 0, 1, 2 and so on, as positions are, once or for every row."""
+    """Return whether the tensor is 0, 1, 2 and so on along its last dimension, as positions are."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or tensor.numel() > _COUNTED:
         return False
     wide = tensor.reshape(-1, tensor.shape[-1])

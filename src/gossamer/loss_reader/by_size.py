@@ -1,4 +1,6 @@
-"""Steps that take rows together as their sizes alone tell, where the way of rows through a graph was lost."""
+"""Fallback detection of operations that mix rows, by tensor sizes alone, where the rows could not be tracked through
+the graph.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ _SEARCHED_NODES = 20_000
 
 
 def across_rows(roots: Sequence[Tensor], rows: int) -> str:
-    """The first step below the reductions of a loss that takes rows together: then it is no mean or sum of rows."""
+    """Return the name of the first node below a loss's reductions that mixes rows; "" if there is none.
+
+    A loss with such a node is no mean or sum over rows. `rows`: of this rank's batch.
+    """
     if rows < 2:
         return ""
     todo = [root.grad_fn for root in roots]
@@ -30,7 +35,7 @@ def across_rows(roots: Sequence[Tensor], rows: int) -> str:
         is_linear = name in PASSING or name in ("Add", "Sub", "Mul", "Div", "Stack", "Cat", "Mean", "Sum", "Dot")
         if node in top and (is_linear or hasattr(node, "_saved_reduction")):
             if is_linear and not (name in ("Mean", "Sum") and _reduces(node, below, rows)):
-                top |= {one for one in below if one is not None}  # still above what is reduced
+                top |= {one for one in below if one is not None}  # still above the reductions
         elif _takes_rows_together(node, name, below, rows):
             return name
         todo += below
@@ -38,7 +43,7 @@ def across_rows(roots: Sequence[Tensor], rows: int) -> str:
 
 
 def _reduces(node: Any, below: list[Any], rows: int) -> bool:
-    """Whether a mean or sum is that over rows, and not over features or losses."""
+    """Return whether a mean or sum is over rows, and not over features or losses."""
     sizes = tuple(node._saved_self_sym_sizes)
     if _is_of_losses(below[0]):
         return False
@@ -46,7 +51,7 @@ def _reduces(node: Any, below: list[Any], rows: int) -> bool:
 
 
 def _is_of_losses(node: Any) -> bool:
-    """Whether it stacks single numbers."""
+    """Return whether the node stacks scalars."""
     while node is not None and name_of(node) in PASSING:
         node = node.next_functions[0][0]
     return node is not None and name_of(node) == "Stack" and all(_shape(one) == () for one, _ in node.next_functions)
@@ -61,7 +66,7 @@ def _takes_rows_together(node: Any, name: str, below: list[Any], rows: int) -> b
         if len(left) != 2 or len(right) != 2 or any(one is None or is_parameter(one) for one in below[:2]):
             return False
         return bool(_holds(left[0], rows) and left[0] == right[1]) or left[1] == rows == right[0]
-    if name == "Bmm":  # einsum's way to a product of two matrices
+    if name == "Bmm":  # einsum computes matrix products by bmm
         left, right = _sizes(node, "self"), _sizes(node, "mat2")
         if len(left) != 3 or len(right) != 3 or left[0] != 1 or any(one is None or is_parameter(one) for one in below):
             return False
@@ -77,19 +82,19 @@ def _takes_rows_together(node: Any, name: str, below: list[Any], rows: int) -> b
 
 
 def _holds(size: int, rows: int) -> bool:
-    """Whether a dimension is of the rows, or of several views of them."""
+    """Return whether a dimension may have the rows, or several views of them."""
     return size >= rows and size % rows == 0
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    """Of what a node makes, before it was spread out; () where that is several things."""
+    """Return the sizes of a node's output before expansion; () if it has several outputs."""
     while node is not None and name_of(node) in ("Expand", "Clone"):
         node = node.next_functions[0][0]
     return tuple(node._input_metadata[0].shape) if node is not None and len(node._input_metadata) == 1 else ()
 
 
 def _pairs(below: list[Any], rows: int) -> bool:
-    """Whether rows in a column meet rows in a line: every pair of them."""
+    """Return whether rows in a column are combined with rows in a line: every pair of rows."""
     if len(below) < 2 or any(one is None or is_parameter(one) for one in below[:2]):
         return False
     for first, second in (below[:2], below[1::-1]):
@@ -103,7 +108,7 @@ def _pairs(below: list[Any], rows: int) -> bool:
 
 
 def _is_centred(node: Any, below: list[Any], rows: int) -> bool:
-    """Whether it is a product with numbers of the rows that were normalised over them."""
+    """Return whether the node multiplies by values of the rows that were normalized over the rows."""
     other = kept(node, "other" if below[0] is not None else "self") if None in below[:2] else None
     if other is None or other.numel() != rows or rows not in other.shape:
         return False

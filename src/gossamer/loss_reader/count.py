@@ -1,14 +1,16 @@
-"""What a loss counts, read from its autograd graph before a backward pass frees it.
+"""The denominator of a loss (valid labels, rows, elements), read from its autograd graph before a backward pass frees
+it.
 
-A rank sees some rows of a batch. One process with all of them computes, term by term,
+A rank has some rows of a batch. One process with all of them computes, term by term,
 
     a mean over n things:   L = sum_r n_r L_r / sum_r n_r      (rank r counts n_r)
     a sum:                  L = sum_r L_r
     of parameters alone:    L = L_r on every rank               (a penalty on weights)
 
-so the gradient of the whole batch is known from the ranks' own, if it is known what their losses count: valid labels,
-class weights, rows, pixels. The graph tells: the node of a loss keeps its reduction and what it divided by. What it
-cannot tell (the root of a mean, a product of two losses, a function without a graph) is said to be unknown, by name.
+So the gradient of the global batch follows from the ranks' own gradients and their losses' denominators: valid labels,
+class weights, rows, pixels. The graph holds them: the node of a loss keeps its reduction and its divisor. Some losses
+cannot be read: the root of a mean, a product of two losses, a function without a graph. They are reported as unknown,
+by name.
 """
 
 from __future__ import annotations
@@ -27,32 +29,33 @@ from gossamer.loss_reader.terms import Kind, Term, TermRows, of_root
 
 __all__ = ["BatchRows", "LossCount", "Kind", "read"]
 
-_LEAST = 1.0  # that a sum is divided by where max(1, n) keeps it from being divided by nothing
+_LEAST = 1.0  # divisor of an empty sum under max(1, n)
 _NEAR_NODES = 48
-_NEAR = 1e-6  # counts that differ by less, as a part of them, are one
-_NEAR_SEEN = 1e-4  # of what a graph shows, as something small may have been added to it
+_NEAR = 1e-6  # relative tolerance of equal counts
+_NEAR_SEEN = 1e-4  # of counts seen in a graph: an epsilon may be added
 
 
 @dataclass(frozen=True, slots=True)
 class LossCount:
-    """What one backward pass counts on this rank. `counts`: of its terms that are means, without repetition.
+    """The loss denominators of one backward pass on this rank. `counts`: those of its terms that are means, without
+    repetition.
 
-    `shape` is the same on ranks whose losses are made alike: kinds and factors of all terms.
+    `shape`: hash of the kinds and factors of all terms, equal on ranks whose losses are computed alike.
     """
 
     kind: Kind
     counts: tuple[float, ...] = ()
     shape: int = 0
-    kinds: int = 0  # the same, whatever the factors
+    kinds: int = 0  # hash of the kinds alone
     said: str = ""
-    is_divided: bool = False  # whether a sum was divided in the loop, by what was found to be a count
-    is_least: bool = False  # whether it was divided by 1, and the graph shows nothing of which there is one
+    is_divided: bool = False  # whether the loop divided a sum by what may be a count
+    is_least: bool = False  # whether it was divided by 1, and the graph shows no count of 1
     rows: int = 0  # of this rank
-    strangers: int = -1  # 32 bits of what met every row, and must be the same on all ranks; 0: nothing did, -1: unknown
+    strangers: int = -1  # hash of data combined with every row, equal on all ranks; 0: none, -1: unknown
 
 
 class BatchRows(ABC):
-    """What a reader may ask of the batch that a loss is of."""
+    """The interface through which the reader asks about the batch that a loss belongs to."""
 
     rows: int  # of this rank; 0 where that is not known
     whole: int  # of all ranks
@@ -60,23 +63,27 @@ class BatchRows(ABC):
 
     @abstractmethod
     def counts(self) -> set[float]:
-        """What may be counted in this rank's rows: rows, valid labels, elements."""
+        """Return the values that a loss may divide by in this rank's rows: rows, valid labels, elements."""
 
     @abstractmethod
     def is_new(self, shape: int) -> bool:
-        """Whether a loss made like this has not been seen before: then its graph is looked through."""
+        """Return whether a loss of this hash is new, so that its graph must be looked through."""
 
     @abstractmethod
     def is_mean(self, kinds: int) -> bool:
-        """Whether the ranks have found before that what such a sum is divided by is their own count."""
+        """Return whether ranks found before that the divisor of such a sum is their own count."""
 
     @abstractmethod
     def origin(self) -> RowOrigin:
-        """Where tensors without a graph have rows. Only where there are rows."""
+        """Return a reader of where tensors without a graph have rows. Call it only if `rows` is not 0."""
 
 
 def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], batch: BatchRows) -> LossCount:
-    """What the loss (or losses) of a backward pass count."""
+    """Return the denominators of the losses of a backward pass.
+
+    `roots`: the losses; `gradients`: those passed to backward with them, None for a scalar's 1; `batch`: the batch that
+    they belong to.
+    """
     rows = TermRows(batch.rows, batch.first)
     every = [term for root, given in zip(roots, gradients, strict=True) for term in of_root(root, given, rows)]
     terms = [term for term in every if term.kind is not Kind.FREE]
@@ -105,13 +112,13 @@ def read(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], batch: Bat
         return LossCount(Kind.UNKNOWN, shape=shape, said=said)
     counts = _distinct([term.count for term in terms])
     if kind in (Kind.MEAN, Kind.DIVIDED) and len(terms) == 1 and "/" in said and _is_zero(roots):
-        kind, counts = Kind.MEAN, (0.0,)  # nothing was let through: what it was divided by only keeps it from being nan
+        kind, counts = Kind.MEAN, (0.0,)  # the mask kept nothing: the divisor only avoids nan
     is_divided = any(term.kind is Kind.DIVIDED for term in every)
     return LossCount(kind, counts, shape, alike, said, is_divided, is_least and counts != (0.0,), rows.rows, strangers)
 
 
 def _followed(path: LossPath, terms: Sequence[Term]) -> list[Term]:
-    """What stands against it that terms are added up over ranks; nothing where rows stay apart."""
+    """Return an unknown term if rows are mixed or misread on the way to the loss; nothing if they stay apart."""
     if path.together:
         return [Term(Kind.UNKNOWN, f"{path.together}, which takes the rows of a batch together")]
     if path.is_one_by_one and any(term.kind is Kind.MEAN for term in terms):
@@ -122,12 +129,14 @@ def _followed(path: LossPath, terms: Sequence[Term]) -> list[Term]:
 
 
 def _is_misread(term: Term, path: LossPath) -> bool:
-    """Whether the step that is taken to have reduced the rows has not."""
+    """Return whether the node that is taken to have reduced the rows has not."""
     return term.by in path.after or (term.kind in (Kind.SUM, Kind.DIVIDED) and term.by in path.before)
 
 
 def _made_alike(terms: Sequence[Term]) -> list[tuple[str, float, int]]:
-    """What must be the same on all ranks. Sums that are alike are one: a loop over rows has one of each."""
+    """Return the properties of the terms that must be equal on all ranks. Equal sums count once, as of a loop over
+    rows.
+    """
     found: list[tuple[str, float, int]] = []
     for term in terms:
         one = (_alike(term.kind), round(term.factor, 12), term.fixed)
@@ -153,11 +162,11 @@ def _is_zero(roots: Sequence[Tensor]) -> bool:
 
 
 def _settled(term: Term, known: set[float], batch: BatchRows, alike: int) -> Term:
-    """A sum divided by a count that is known is a mean; divided by the rows of the whole batch, it is a part of a sum.
-    Multiplied with one over a count, nobody can tell.
+    """Return the term with its final kind: a sum divided by a known count is a mean; divided by the rows of the whole
+    batch, it is part of a sum. A factor that may be one over a count makes it unknown.
     """
     if term.kind is Kind.DIVIDED:
-        if len(term.divisors) > 1 and (own := _own(term, known, batch)):  # by rows, and by passes before a step
+        if len(term.divisors) > 1 and (own := _own(term, known, batch)):  # by rows, and by accumulation steps
             return Term(Kind.MEAN, term.what, own, term.factor)
         is_seen = (
             batch.is_mean(alike)
@@ -176,12 +185,12 @@ def _settled(term: Term, known: set[float], batch: BatchRows, alike: int) -> Ter
 
 
 def _is_least(term: Term) -> bool:
-    """Whether a sum was divided by 1, which may be no count: where nothing is counted, that is the least it can be."""
+    """Return whether a sum was divided by 1, which may be the lower bound of max(1, n) and no count."""
     return term.count == _LEAST and not _is_among(_LEAST, term.seen())
 
 
 def _own(term: Term, known: set[float], batch: BatchRows) -> float:
-    """Which of several numbers that a sum was divided by is this rank's count; 0 where it is none of them alone."""
+    """Return the divisor, of several, that is this rank's count; 0 if none alone is."""
     values = [one.value for one in term.divisors]
     if batch.rows > 1 and batch.rows in values:
         return float(batch.rows)
@@ -196,8 +205,8 @@ def _is_among(count: float, known: set[float], near: float = _NEAR) -> bool:
 
 
 def _made(roots: Sequence[Tensor], shape: int) -> int:
-    """The same where losses are made by the same steps, as far as those next to them go: what has been looked through
-    is not looked through again, and a large model costs no more than a small one.
+    """Return a hash of the nodes next to the losses, equal for losses computed by the same operations: such a graph is
+    not looked through again, so a large model costs no more than a small one.
     """
     todo: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = set()

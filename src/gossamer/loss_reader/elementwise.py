@@ -1,4 +1,4 @@
-"""Steps that make a tensor number by number: the rows of all that comes in must be in one dimension."""
+"""Elementwise operations: the rows of all inputs must be in the same dimension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossamer.loss_reader.row_flow import FREE, GraphStep, RowFlow, RowPath, Row
 
 
 def _by_element(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """Rows of all that comes in must be in the same dimension."""
+    """Return the row dimension of an elementwise result; raise RowsTogether if the inputs' rows differ in dimension."""
     if None not in inputs and not known_of(inputs):
         return FREE
     is_linear = name in ("Add", "Sub", "Neg", "Where", "MaskedFill") or (
@@ -44,7 +44,7 @@ def _is_multiple(name: str, inputs: Sequence[RowPlace | None]) -> bool:
 
 
 def _met_first(flow: RowFlow, node: Any, name: str, sizes: tuple[int, ...]) -> RowPlace:
-    """Parameters alone, and something without a graph."""
+    """Return the place of the result of parameters and a tensor without a graph."""
     if name in ("Mul", "Div"):
         other = kept(node, "other" if below(node)[0] is not None else "self")
         if other is None or not other.dim():
@@ -57,7 +57,7 @@ def _met_first(flow: RowFlow, node: Any, name: str, sizes: tuple[int, ...]) -> R
 
 
 def _sizes_below(node: Any) -> list[tuple[int, ...]]:
-    """Of what came in, before it was spread out."""
+    """Return the sizes of the inputs before expansion."""
     found = []
     for one, output in node.next_functions:
         if one is None:
@@ -69,14 +69,14 @@ def _sizes_below(node: Any) -> list[tuple[int, ...]]:
 
 
 def _spreads(layout: RowDims, sizes: Sequence[int], ndim: int) -> bool:
-    """Whether a tensor of `sizes` makes a dimension larger than it is."""
+    """Return whether broadcasting a tensor of `sizes` against the layout enlarges a dimension."""
     ours = (*(1 for _ in range(ndim - len(layout))), *lay.sizes_of(layout))
     theirs = (*(1 for _ in range(ndim - len(sizes))), *sizes)
     return any(a == 1 < b for a, b in zip(ours, theirs, strict=True))
 
 
 def _refuse_spread(name: str, layouts: Sequence[RowDims], sizes: Sequence[int], known: Sequence[Sequence[int]]) -> None:
-    """Something that is out of sight makes a dimension as large as there are rows: it may have rows there."""
+    """Raise RowsTogether if an unseen tensor broadcasts a dimension to the number of rows: it may have rows there."""
     counts = {lay.size_of(layout[at]) for layout in layouts for at in lay.where(layout)} - {1}
     for back in range(1, len(sizes) + 1):
         seen = {one[-back] if back <= len(one) else 1 for one in known}

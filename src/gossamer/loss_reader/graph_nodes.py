@@ -1,7 +1,7 @@
-"""What a node of an autograd graph says of the step that made it: its name, sizes, dimensions, and what it keeps.
+"""Access to autograd graph nodes: the name of the operation, sizes, reduced dimensions, and saved tensors.
 
-A tensor that is kept behind hooks (a checkpoint's, one on another device) is never asked for: to unpack it would run
-somebody's forward again.
+`kept` and `several_kept` never unpack a tensor saved behind hooks (activation checkpointing, offloading), as that would
+run the user's forward again. `saved` unpacks any attribute.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PASSING = {
 
 @dataclass(frozen=True, slots=True)
 class NodeInputs:
-    """A number in a loss. `is_computed`: it is a tensor's, and not one that was written in the loop."""
+    """A scalar in a loss's graph. `is_computed`: whether it is a tensor's value, not a Python number of the loop."""
 
     value: float
     is_computed: bool
 
 
 def name_of(node: Any) -> str:
-    """ "Mul" of MulBackward0."""
+    """Return the operation's name: "Mul" of MulBackward0."""
     return _short(node.name())
 
 
@@ -38,28 +38,29 @@ def _short(name: str) -> str:
 
 
 def below(node: Any) -> list[Any]:
-    """The nodes that it was made of; None in place of what has no gradient."""
+    """Return the nodes of the inputs; None in place of an input without a gradient."""
     return [one for one, _ in node.next_functions]
 
 
 def made(node: Any, output: int = 0) -> tuple[int, ...]:
-    """The sizes of what it makes."""
+    """Return the sizes of an output tensor; () if there is no such output."""
     metadata = node._input_metadata
     return tuple(metadata[output].shape) if output < len(metadata) else ()
 
 
 def saved(node: Any, name: str) -> Any:
+    """Return an attribute that the node has saved, unpacked; None if it has none of this name."""
     return getattr(node, f"_saved_{name}", None)
 
 
 def kept(node: Any, name: str) -> Tensor | None:
-    """A tensor that it keeps as it is; None where it keeps none, or behind hooks."""
+    """Return a tensor that the node has saved without hooks; None if there is none."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     return _plain(raw, lambda: saved(node, name))
 
 
 def several_kept(node: Any, name: str) -> list[Tensor | None]:
-    """Those of a list that it keeps."""
+    """Return the tensors of a saved list; None in place of each if any is behind hooks."""
     raw = getattr(node, f"_raw_saved_{name}", None) or ()
     whole = saved(node, name) if all(one is None or _is_plain(one) for one in raw) else [None] * len(raw)
     return [one if isinstance(one, Tensor) else None for one in whole or ()]
@@ -77,7 +78,7 @@ def _is_plain(raw: Any) -> bool:
 
 
 def dims_of(node: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions, of `sizes`, that a step reduced; of one over all, every one."""
+    """Return the dimensions, of `sizes`, that the node reduced; all of them for a full reduction."""
     given = saved(node, "dim")
     if given is None:
         given = saved(node, "dims")
@@ -87,12 +88,12 @@ def dims_of(node: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def signed(number: int) -> int:
-    """Nodes keep negative numbers as if they had no sign."""
+    """Return the signed value of an integer, as nodes save negative numbers as unsigned 64-bit ones."""
     return number if number < 2**63 else number - 2**64
 
 
 def sizes_before(node: Any) -> tuple[int, ...]:
-    """Of what a reduction was given."""
+    """Return the sizes of a reduction's input; () if they are not saved."""
     found = saved(node, "self_sym_sizes")
     if found is None:
         one = kept(node, "self")
@@ -101,18 +102,20 @@ def sizes_before(node: Any) -> tuple[int, ...]:
 
 
 def constant(node: Any, name: str) -> NodeInputs | None:
+    """Return the scalar that the node has saved under `name`; None if it is no scalar."""
     return number(saved(node, name))
 
 
 def number(value: Any) -> NodeInputs | None:
+    """Return a Python number or one-element tensor as a scalar; None for anything else."""
     if isinstance(value, Tensor):
         return NodeInputs(float(value), _is_tensors_own(value)) if value.numel() == 1 else None
     return NodeInputs(float(value), is_computed=False) if isinstance(value, (int, float)) else None
 
 
 def _is_tensors_own(value: Tensor) -> bool:
-    """Whether a node keeps a tensor of the loop, and not a Python number that torch made one of: such a one gives way
-    to the type of any tensor.
+    """Return whether a node saved a tensor of the loop, and not a Python number that torch converted: a converted one
+    does not take part in type promotion.
     """
     if value.dim():
         return True
@@ -121,7 +124,7 @@ def _is_tensors_own(value: Tensor) -> bool:
 
 
 def is_parameter(node: Any) -> bool:
-    """A parameter, as it is or turned."""
+    """Return whether the node is a parameter, directly or through views and transposes."""
     while name_of(node) in PASSING:
         node = node.next_functions[0][0]
         if node is None:

@@ -1,4 +1,4 @@
-"""Steps that pick rows, and steps that put back what was made of them."""
+"""Indexing operations: selection of rows, and scattering of values back to the rows' places."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def _index(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -
 
 
 def _numbers(index: Tensor | None) -> list[Tensor | None]:
-    """A mask as what it lets through, one tensor for each of its dimensions."""
+    """Return a mask as index tensors, one per dimension; other indices as they are."""
     if index is None or index.dtype not in (torch.bool, torch.uint8):
         return [index]
     return list(index.nonzero(as_tuple=True))
 
 
 def broadcast(several: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The sizes that all are spread to."""
+    """Return the sizes to which tensors of these sizes broadcast."""
     ndim = max(map(len, several))
     return tuple(max(one[-back] for one in several if back <= len(one)) for back in range(ndim, 0, -1))
 
 
 def _picked(flow: RowFlow, dim: lay.Dim, index: Tensor, shape: tuple[int, ...]) -> RowDims:
-    """The dimensions that an index makes of one with rows."""
+    """Return the dimensions that an index makes from a dimension with rows."""
     whole = lay.size_of(dim)
     if index.numel() == whole and _is_count(index):  # all of them, one after the other
         own = [at for at, size in enumerate(index.shape) if size == whole]
@@ -90,7 +90,7 @@ def _picked(flow: RowFlow, dim: lay.Dim, index: Tensor, shape: tuple[int, ...]) 
 
 
 def _varying(index: Tensor, ndim: int) -> int:
-    """The outermost dimension along which an index is not one number."""
+    """Return the outermost dimension of size over 1 of an index, counted in the result."""
     own = next((at for at, size in enumerate(index.shape) if size > 1), 0)
     return max(0, own + ndim - index.dim())
 
@@ -101,7 +101,7 @@ def _is_count(index: Tensor) -> bool:
 
 
 def _put_back(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """What was made of picked rows, added in the rows' own places; or something put into other dimensions."""
+    """Return the place of values of selected rows added at the rows' own places, or put into other dimensions."""
     if (found := without_layout(name, inputs, is_linear=True)) is not None:
         return found
     into = inputs[0]
@@ -133,7 +133,9 @@ def _put_back(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]
 
 
 def _where_put(flow: RowFlow, dim: lay.Dim, index: Tensor | None, whole: int, into: lay.Dim, name: str) -> lay.Dim:
-    """The dimension of `whole` into which rows of `dim` were put. Raises Together where two rows have one place."""
+    """Return the dimension of size `whole` that rows of `dim` were put into. Raises RowsTogether if two rows share a
+    place.
+    """
     numbers = flow.numbers.of(dim)
     if numbers is None or index is None or index.dim() != 1 or index.numel() != numbers.numel():
         raise RowsLost(name)
@@ -158,7 +160,7 @@ def _where_put(flow: RowFlow, dim: lay.Dim, index: Tensor | None, whole: int, in
 
 
 def _of_one_column(index: Tensor, dim: int) -> Tensor | None:
-    """An index that is the same all over its other dimensions, once."""
+    """Return one column of an index that is constant over its other dimensions; None if it is not."""
     columns = index.movedim(dim, 0).reshape(index.shape[dim], -1)
     if not index.numel():
         return None
@@ -198,7 +200,7 @@ def _masked(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) 
 
 
 def _packed(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """The steps of all rows, one after the other."""
+    """Return the place of a packed sequence: all rows of one time step, then those of the next."""
     one = known_of(inputs)[0]
     if one.way is not RowPath.ROWS:
         return one

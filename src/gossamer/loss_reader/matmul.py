@@ -1,4 +1,4 @@
-"""Products of matrices, and layers."""
+"""Matrix products, attention, and layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gossamer.loss_reader.row_flow import (
 
 
 def _product(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """mm, bmm, mv, addmm, baddbmm."""
+    """Return the place of mm, bmm, mv, addmm and baddbmm."""
     first = {"Addmm": 1, "Baddbmm": 1, "Addmv": 1}.get(name, 0)
     names = ("mat1", "mat2") if name == "Addmm" else ("batch1", "batch2") if name == "Baddbmm" else ("self", "mat2")
     names = ("self", "vec") if name == "Mv" else ("mat", "vec") if name == "Addmv" else names
@@ -51,7 +51,7 @@ def _sizes_of(node: Any, named: str) -> tuple[int, ...]:
 def _of_product(
     flow: RowFlow, left: RowDims | None, right: RowDims | None, sizes: tuple[int, ...], name: str
 ) -> RowDims:
-    """(..., i, k) times (..., k, j). Raises Together where rows are summed over, or meet."""
+    """Return the layout of (..., i, k) times (..., k, j). Raises RowsTogether if rows are summed over or paired."""
     is_vector = "v" in name.lower()[-1:]
     left = None if left is None else _without_inner(left, len(left) - 1, name)
     right = None if right is None else _without_inner(right, len(right) - (1 if is_vector else 2), name)
@@ -69,7 +69,7 @@ def _of_product(
 
 
 def _without_inner(layout: RowDims, at: int, name: str) -> RowDims:
-    """What is left of a factor whose dimension `at` is summed over."""
+    """Return a factor's layout with its summed dimension `at` reduced to 1."""
     if lay.labels(layout[at]) and not lay.is_loose(layout[at]):
         raise RowsTogether(name)
     left = lay.without(layout, (at,))
@@ -77,7 +77,7 @@ def _without_inner(layout: RowDims, at: int, name: str) -> RowDims:
 
 
 def _attention(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """scaled_dot_product_attention: (..., steps, features)."""
+    """Return the place of scaled_dot_product_attention: (..., steps, features)."""
     if (found := without_layout(name, inputs, is_linear=False)) is not None:
         return found
     known = known_of(inputs[:3])
@@ -93,7 +93,7 @@ def _attention(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None
 
 
 def _layer(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """Layers whose first dimension is of rows, or that work along the last ones alone."""
+    """Return the place of a layer whose first dimension has rows, or that works along its last dimensions alone."""
     known, sizes = known_of(inputs), made(node)
     if inputs and inputs[0] is None:
         named = "indices" if name.startswith("Embedding") else "input"
@@ -117,7 +117,7 @@ def _embedded(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]
 
 
 def _pairs(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """Distances of every row of one matrix to every row of another."""
+    """Return the place of the distances between every row of one matrix and every row of another."""
     if (found := without_layout(name, inputs, is_linear=False)) is not None:
         return found
     sizes = made(node)

@@ -1,4 +1,4 @@
-"""Whether numbers were normalised over the rows that a rank has, outside of the graph."""
+"""Detection of tensors that were normalized over a rank's rows outside of the autograd graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _LOOKED_THROUGH = 1 << 22  # numbers of one tensor
 
 
 def is_normalised(other: Tensor, layout: RowDims, rows: int) -> bool:
-    """Whether numbers have a mean of 0 or 1 over rows, as their own statistics make it. `rows`: of the batch."""
+    """Return whether a tensor has a mean of 0 or 1 over rows, as normalizing by its own statistics gives it.
+
+    `layout`: where the tensor's rows are; `rows`: of this rank's batch.
+    """
     (dim, *_) = lay.where(layout)
     back = len(layout) - dim
     if not other.is_floating_point() or back > other.dim() or other.shape[-back] < 2:
@@ -33,7 +36,7 @@ def is_normalised(other: Tensor, layout: RowDims, rows: int) -> bool:
 
 
 def _by_row(wide: Tensor, at: int, dim: lay.Dim, rows: int) -> Tensor:
-    """(rows, numbers of each), where dimension `at` is one with rows."""
+    """Return the tensor as (rows, elements of each), where dimension `at` has rows."""
     if dim[0][1].startswith(lay.PART) and rows and dim[0][0] % rows == 0:
         dim = ((rows, lay.ROWS), (dim[0][0] // rows, ""))
     place = next(index for index, (_, label) in enumerate(dim) if label not in ("", lay.SPREAD))
@@ -49,7 +52,7 @@ def _is_centred(wide: Tensor, dim: int | None) -> bool:
 
 
 def refuse_standardised(name: str, given: Tensor | None, place: RowPlace, rows: int) -> None:
-    """What a layer is given was normalised over this rank's rows: as a whole, or each of its features."""
+    """Raise RowsTogether if a layer's input was normalized over this rank's rows, in total or per feature."""
     if given is None or place.way is not RowPath.ROWS or given.dim() < 2 or given.numel() > _LOOKED_THROUGH:
         return
     if is_normalised(given, place.layout, rows) and has_spread_one(given, place.layout):
@@ -57,6 +60,7 @@ def refuse_standardised(name: str, given: Tensor | None, place: RowPlace, rows: 
 
 
 def has_spread_one(target: Tensor, layout: RowDims) -> bool:
+    """Return whether a tensor has a standard deviation of 1, in total or along its row dimension."""
     (dim, *_) = lay.where(layout)
     wide = target.detach().double()
     spreads = [wide.std(correction=c) for c in (0, 1)] + [wide.std(dim, correction=c) for c in (0, 1)]

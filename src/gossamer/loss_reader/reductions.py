@@ -1,4 +1,4 @@
-"""Steps that make one number, or an order, of several."""
+"""Reductions, sorts and losses: operations that make one element, or an order, of several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _sum(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> 
 
 
 def _stays(layout: RowDims, at: int, dims: Sequence[int]) -> bool:
-    """Whether one row beside other numbers has a dimension to go to."""
+    """Return whether a single row beside other elements keeps a dimension."""
     return lay.is_loose(layout[at]) and len(dims) < len(layout)
 
 
@@ -36,7 +36,7 @@ def _reduced(layout: RowDims, dims: Sequence[int], sizes: Sequence[int]) -> RowD
 
 
 def _along(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """Norms, largest numbers, softmax, orders: along any dimension but that of rows."""
+    """Return the place of norms, maxima, softmax and sorts, which must not run along the row dimension."""
     if (found := without_layout(name, inputs, is_linear=False)) is not None:
         return found
     one = known_of(inputs)[0]
@@ -56,7 +56,7 @@ def _along(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -
 
 
 def _loss(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """A loss of torch's own: classes in the second dimension, or number by number."""
+    """Return the place of a torch loss: classes in the second dimension, or elementwise."""
     if (found := without_layout(name, inputs, is_linear=False)) is not None:
         return found
     layouts = [one.layout for one in known_of(inputs)]
@@ -79,7 +79,7 @@ def _loss(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) ->
 
 
 def _dot(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """A sum over rows of what is multiplied with numbers that have no graph, or with parameters."""
+    """Return the place of a dot product with parameters or a tensor without a graph: a sum over rows."""
     known = known_of(inputs)
     if len(known) > 1 and len(inputs) > 1:
         if (found := without_layout(name, inputs, is_linear=False)) is not None:

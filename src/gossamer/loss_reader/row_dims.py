@@ -1,7 +1,7 @@
-"""Which dimensions of a tensor have rows of a batch, through everything that turns, folds and unfolds it.
+"""The row dimensions of a tensor: which dimensions have rows of a batch, tracked through transposes, folds and unfolds.
 
 A dimension is a product of factors, from the outer one to the inner one: (rows * heads) of an attention with time first
-is two. A factor has a label where it has rows: two tensors with one label have the same rows in the same order.
+has two. A factor with rows has a label: two tensors with one label have the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from math import gcd, prod
 from typing import TypeAlias
 
 ROWS = "rows"  # of the batch, or several views of them one after the other
-PART = "part"  # of other data: rows that were selected before the graph began, or something constant
+PART = "part"  # of unknown origin: rows selected outside of the graph, or constants
 ORDERED = "ordered"  # selected rows, each once, in the order of the batch, or all of them in another
-PICKED = "picked"  # rows in an order of their own
-SPREAD = "*"  # no rows: one number, or one of each row, that was repeated
+PICKED = "picked"  # selected rows in another order
+SPREAD = "*"  # no rows: an element, or one of each row, that was repeated
 
 Factor: TypeAlias = tuple[int, str]
 Dim: TypeAlias = tuple[Factor, ...]
@@ -22,56 +22,62 @@ RowDims: TypeAlias = tuple[Dim, ...]
 
 
 class RowsTogether(Exception):
-    """A step that takes the rows of a batch together."""
+    """The error of a graph node that mixes the rows of a batch."""
 
 
 class RowsLost(Exception):
-    """A step after which nobody can tell where rows are."""
+    """The error of a graph node whose output has rows in unknown dimensions."""
 
 
 def plain(sizes: Sequence[int]) -> RowDims:
+    """Return the layout of a tensor without rows."""
     return tuple(((size, ""),) for size in sizes)
 
 
 def with_rows(sizes: Sequence[int], dim: int, label: str = ROWS) -> RowDims:
+    """Return the layout of a tensor with rows of one label in dimension `dim`."""
     return tuple(((size, label if at == dim else ""),) for at, size in enumerate(sizes))
 
 
 def labels(dim: Dim) -> tuple[str, ...]:
+    """Return the row labels of a dimension, the outer first."""
     return tuple(label for _, label in dim if label and label != SPREAD)
 
 
 def is_narrow(dim: Dim) -> bool:
-    """Whether it is of one number, repeated or not."""
+    """Return whether a dimension has one element, repeated or not."""
     return all(size == 1 or label == SPREAD for size, label in dim)
 
 
 def size_of(dim: Dim) -> int:
+    """Return the size of a dimension: the product of its factors."""
     return prod(size for size, _ in dim)
 
 
 def sizes_of(layout: RowDims) -> tuple[int, ...]:
+    """Return the sizes of a layout."""
     return tuple(size_of(dim) for dim in layout)
 
 
 def where(layout: RowDims) -> tuple[int, ...]:
-    """The dimensions that have rows."""
+    """Return the dimensions that have rows."""
     return tuple(at for at, dim in enumerate(layout) if labels(dim))
 
 
 def is_loose(dim: Dim) -> bool:
-    """Whether its rows are one row beside something else: then nothing is done to rows by what is done to it."""
+    """Return whether a dimension has one row beside other elements: operations along it do not mix rows."""
     return bool(labels(dim)) and prod(size for size, label in dim if label not in ("", SPREAD)) == 1 < size_of(dim)
 
 
 def stripped(layout: RowDims, at: int) -> RowDims:
-    """A layout whose dimension `at` has no rows."""
+    """Return the layout without rows in dimension `at`."""
     return (*layout[:at], ((size_of(layout[at]), ""),), *layout[at + 1 :])
 
 
 def without(layout: RowDims, dims: Sequence[int], *, keeps: bool = False) -> RowDims:
-    """A layout without some dimensions, or with one number in each. One row that was beside something else in one of
-    them goes to its neighbour.
+    """Return the layout without the dimensions `dims`, or with size 1 in each if `keeps`.
+
+    A single row beside other elements in a removed dimension moves to the neighboring dimension.
     """
     found: list[Dim] = []
     waiting: Dim = ()
@@ -91,7 +97,9 @@ def without(layout: RowDims, dims: Sequence[int], *, keeps: bool = False) -> Row
 
 
 def refolded(layout: RowDims, sizes: Sequence[int], rows: int, name: str) -> RowDims:
-    """Its layout when it is viewed as a tensor of `sizes`. Raises Together where rows are torn apart."""
+    """Return the layout of a view as a tensor of `sizes`. Raises RowsTogether or RowsLost if the view splits rows
+    apart.
+    """
     left = [one for dim in layout for one in dim if one[0] != 1 or labels((one,))]
     own = _place_of_one(left, sizes, sum(size_of(dim) == 1 and not labels(dim) for dim in layout))
     one = (left.pop(own[0]),) if own is not None else ()
@@ -102,8 +110,10 @@ def refolded(layout: RowDims, sizes: Sequence[int], rows: int, name: str) -> Row
 
 
 def _place_of_one(left: Sequence[Factor], sizes: Sequence[int], narrow: int) -> tuple[int, int] | None:
-    """(factor, dimension) of one row that gets a dimension of its own: the one in its place, else the first. `narrow`:
-    dimensions of one number that there were beside it, which may be those there are now.
+    """Return (factor, dimension) of a single row that gets a dimension of its own: the one in its place, else the
+    first.
+
+    `narrow`: number of earlier dimensions of size 1 without rows, which may be the ones that exist now.
     """
     places = [at for at, size in enumerate(sizes) if size == 1]
     at = next((at for at, (size, _) in enumerate(left) if size == 1), None)
@@ -117,7 +127,7 @@ def _place_of_one(left: Sequence[Factor], sizes: Sequence[int], narrow: int) -> 
 
 
 def _taken(left: list[Factor], need: int, rows: int, name: str, *, is_last: bool) -> Dim:
-    """What of `left` makes one dimension of `need`."""
+    """Remove the factors of one dimension of size `need` from `left`, and return them."""
     mine: list[Factor] = []
     while left and (need > 1 or is_last):
         size, label = left.pop(0)
@@ -136,7 +146,7 @@ def _taken(left: list[Factor], need: int, rows: int, name: str, *, is_last: bool
 
 
 def _as_one(one: Factor, left: list[Factor], rows: int, name: str) -> Factor:
-    """A factor and the next one, where neither has rows: one of both."""
+    """Return the product of a factor and the next one, if neither has rows."""
     if one[1] in ("", SPREAD) and left and left[0][1] in ("", SPREAD):
         size, label = left.pop(0)
         return one[0] * size, one[1] if one[1] == label else ""
@@ -146,7 +156,7 @@ def _as_one(one: Factor, left: list[Factor], rows: int, name: str) -> Factor:
 
 
 def _cut(one: Factor, outer: int, rows: int, name: str) -> tuple[Factor, Factor]:
-    """A factor as two, of which one has the rows."""
+    """Split a factor in two, of which one has the rows."""
     label, inner = one[1], one[0] // outer
     if label in ("", SPREAD):
         return (outer, label), (inner, label)
@@ -162,13 +172,14 @@ def _cut(one: Factor, outer: int, rows: int, name: str) -> tuple[Factor, Factor]
 
 
 def _unfolded(label: str) -> str:
-    """Rows that come out of a fold in their own number are those of the batch."""
+    """Return the label of rows unfolded to the batch's number of rows: they are those of the batch."""
     return ROWS if label.startswith(PART) else label
 
 
 def joined(layouts: Sequence[RowDims], sizes: Sequence[int], name: str) -> RowDims:
-    """Of what is made number by number of tensors that are spread to `sizes`. Raises Together where the rows of one
-    meet those of another in another dimension, or in another order.
+    """Return the layout of an elementwise result of tensors broadcast to `sizes`.
+
+    Raises RowsTogether if the rows of two tensors are in different dimensions, or in another order.
     """
     spread = sorted((_spread(layout, len(sizes)) for layout in layouts), key=is_part)
     if any(_crosses(one, other) for at, one in enumerate(spread) for other in spread[:at]):
@@ -180,7 +191,7 @@ def joined(layouts: Sequence[RowDims], sizes: Sequence[int], name: str) -> RowDi
 
 
 def is_part(layout: RowDims) -> bool:
-    """Whether all that it has may be something constant: then the rows of others are where they are."""
+    """Return whether all labels may be of constant data, so that other tensors decide where rows are."""
     return all(label.startswith(PART) for dim in layout for label in labels(dim))
 
 
@@ -190,7 +201,7 @@ def _spread(layout: RowDims, ndim: int) -> RowDims:
 
 def _met(first: RowDims, second: RowDims, name: str) -> RowDims:
     ours, theirs = set(where(first)), set(where(second))
-    is_kept = bool(ours) and not ours & theirs  # a dimension of as many numbers as there are rows is not of rows
+    is_kept = bool(ours) and not ours & theirs  # equal size alone does not make it a row dimension
     return tuple(_dim_met(a, b, name, is_kept=is_kept) for a, b in zip(first, second, strict=True))
 
 
@@ -205,12 +216,12 @@ def _dim_met(first: Dim, second: Dim, name: str, *, is_kept: bool) -> Dim:
 
 
 def _crosses(first: RowDims, second: RowDims) -> bool:
-    """Whether rows in a column meet rows in a line: every pair of them."""
+    """Return whether rows in a column are combined with rows in a line: every pair of rows."""
     return is_alike(first, second) and _is_across(first, second)
 
 
 def _is_across(first: RowDims, second: RowDims) -> bool:
-    """Whether what has a label in a column meets what has one in a line."""
+    """Return whether labels of one layout in a column are combined with labels of the other in a line."""
     ours, theirs = set(where(first)), set(where(second))
     if not ours or not theirs or ours & theirs:
         return False
@@ -220,7 +231,7 @@ def _is_across(first: RowDims, second: RowDims) -> bool:
 
 
 def _same(first: Dim, second: Dim, name: str) -> Dim:
-    """One dimension in which both have rows."""
+    """Return the common form of one dimension in which both tensors have rows."""
     if first == second:
         return first
     if labels(first)[0].startswith(PART) or labels(second)[0].startswith(PART):
@@ -231,19 +242,22 @@ def _same(first: Dim, second: Dim, name: str) -> Dim:
 
 
 def strangers(layouts: Sequence[RowDims], ndim: int) -> set[str]:
-    """Labels of parts that meet other rows, each of them every one of these, where they are spread over each other."""
+    """Return the labels of data of unknown origin that broadcasting combines with every row.
+
+    `ndim`: number of dimensions of the result. Such data must be equal on all ranks.
+    """
     spread = [_spread(layout, ndim) for layout in layouts]
     across = ((one, two) for at, one in enumerate(spread) for two in spread[:at] if _is_across(one, two))
     return {label for one, two in across if not is_alike(one, two) for label in parts_of((*one, *two))}
 
 
 def parts_of(dims: Sequence[Dim]) -> set[str]:
-    """The parts that something was entered as, whatever was cut of them since."""
+    """Return the labels of data of unknown origin, without later slices."""
     return {label.split("/")[0] for dim in dims for label in labels(dim) if label.startswith(PART)}
 
 
 def is_alike(first: RowDims, second: RowDims) -> bool:
-    """Whether both have rows of the batch, or the same part."""
+    """Return whether both layouts have rows of the batch, or the same data of unknown origin."""
     ours = {label for dim in first for label in labels(dim)}
     theirs = {label for dim in second for label in labels(dim)}
     is_part = any(label.startswith(PART) for label in ours | theirs)

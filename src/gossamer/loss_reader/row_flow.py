@@ -1,12 +1,12 @@
-"""Where the rows of a batch are in a tensor of a loss's graph, found from what it was made of, the first ones first.
+"""Forward pass over a loss's autograd graph that finds where each tensor has the rows of the batch, inputs first.
 
-    FREE     of parameters alone, or of what is the same for all rows
-    ROWS     a known dimension has rows, each number is of its own row alone
-    ROW      of one row alone, which was taken out of the others
-    SUMMED   a sum or mean over rows: only its multiples and sums are allowed from there on
-    LOST     rows went into it, and where they are cannot be told
+    FREE     of parameters alone, or equal for all rows
+    ROWS     a known dimension has rows; each element depends on its own row alone
+    ROW      of one row alone, selected from the others
+    SUMMED   a sum or mean over rows; only multiples and sums of it are allowed afterwards
+    LOST     depends on rows in an unknown dimension
 
-Rows enter with tensors that have no graph: what a layer was given, by their place in the batch; else by their size.
+Rows enter with tensors that have no graph: a layer's input, by its place in the batch, else by its size.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from gossamer.ops.fingerprint import digest
 
 
 class RowPath(Enum):
+    """The relation of a graph tensor to the rows of the batch; the module's docstring defines each value."""
+
     FREE = "free"
     ROWS = "rows"
     ROW = "row"
@@ -38,7 +40,7 @@ class RowPath(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Where the rows of one tensor are. `row`: which one it is of, and of which tensor."""
+    """The place of the rows in one tensor: layout, or, for a single row, `row` = (source tensor, row number)."""
 
     way: RowPath
     layout: RowDims = ()
@@ -46,23 +48,24 @@ class RowPlace:
 
 
 FREE, SUMMED, LOST = RowPlace(RowPath.FREE), RowPlace(RowPath.SUMMED), RowPlace(RowPath.LOST)
-EACH = RowPlace(RowPath.SUMMED, row=(1, 0))  # rows that were taken out one by one, and added up
+EACH = RowPlace(RowPath.SUMMED, row=(1, 0))  # rows selected one by one, and added
 
 
 class RowOrigin(ABC):
-    """What is known of tensors that have no graph."""
+    """The interface that tells where tensors without an autograd graph have rows."""
 
     rows: int  # of this rank
 
     @abstractmethod
     def layout(self, tensor: Tensor, *, is_input: bool) -> RowDims | None:
-        """Where a tensor of the loop has rows; None where it has none. `is_input`: what a layer was given has rows,
-        however many.
+        """Return where a tensor of the loop has rows; None if it has none.
+
+        `is_input`: whether it is a layer's input, which is taken to have rows, however many.
         """
 
     @abstractmethod
     def layout_of_size(self, sizes: Sequence[int]) -> RowDims | None:
-        """The same of a tensor that is not there any more."""
+        """Return where a tensor, of which only the sizes are known, has rows; None if it has none."""
 
 
 REDUCING = ("Sum", "Mean", "Nansum", "Dot")
@@ -70,24 +73,25 @@ GraphStep: TypeAlias = Callable[["RowFlow", Any, str, list["RowPlace | None"]], 
 
 
 class RowFlow:
-    """Goes through a graph once, from what has no gradient to the losses."""
+    """The tracker of rows: visits each node of an autograd graph once, from its inputs to the losses."""
 
     def __init__(self, origin: RowOrigin, steps: Mapping[str, GraphStep], entering: frozenset[str]) -> None:
-        """`entering`: the steps that see to what has no graph themselves."""
+        """Start without nodes. `entering`: names of the operations that handle inputs without a graph themselves."""
         self.origin, self._steps, self._entering = origin, steps, entering
         self.numbers = RowLabels(origin.rows)
         self.places: dict[Any, RowPlace] = {}
-        self._outputs: dict[tuple[Any, int], RowPlace] = {}  # of steps that make several tensors
+        self._outputs: dict[tuple[Any, int], RowPlace] = {}  # of nodes with several outputs
         self.after: set[Any] = set()  # reductions of what was reduced over rows
-        self.before: set[Any] = set()  # reductions after which there are rows
-        self.is_unfolded = False  # whether one row, beside something else, was given a dimension of its own
-        self.is_guessed = False  # whether it could have been any of several
-        self.strangers: set[str] = set()  # parts that met other rows, each of them every one of these
-        self.parts: dict[str, int] = {}  # 32 bits of what was entered as a part, by its label
-        self._taken: dict[int, set[int]] = {}  # rows that were taken out, by what of
-        self._rows: dict[int, int] = {}  # that there were
+        self.before: set[Any] = set()  # reductions that keep the rows
+        self.is_unfolded = False  # whether a single row beside other elements got its own dimension
+        self.is_guessed = False  # whether several dimensions were possible
+        self.strangers: set[str] = set()  # labels of data of unknown origin combined with every row
+        self.parts: dict[str, int] = {}  # 32-bit hash of data of unknown origin, by label
+        self._taken: dict[int, set[int]] = {}  # selected row numbers, by source
+        self._rows: dict[int, int] = {}  # number of rows, by source
 
     def run(self, roots: Iterable[Any]) -> None:
+        """Visit all nodes below `roots`. Raises RowsTogether if a node mixes rows, or only some rows were selected."""
         todo = list(roots)
         while todo:
             node = todo[-1]
@@ -126,18 +130,19 @@ class RowFlow:
         return found
 
     def _of_leaf(self, leaf: Tensor) -> RowPlace:
-        """A parameter, or rows of the batch of which somebody wants the gradient."""
+        """Return the place of a leaf: a parameter, or rows of the batch that require a gradient."""
         is_one = isinstance(leaf, nn.Parameter) or leaf.numel() == 1
         return FREE if is_one else self.entered(leaf.detach(), leaf.shape, is_input=True)
 
     def made(self, node: Any, output: int) -> RowPlace:
+        """Return the place of the rows in one output of a node."""
         found = self._outputs.get((node, output)) or self.places.get(node, LOST)
         if found.way is RowPath.ROW and name_of(node) == "Unbind":
             self._taken[found.row[0]].add(found.row[1])
         return found
 
     def _is_guess(self, found: RowsTogether) -> bool:
-        """Whether all that tells of rows is that a size is one: that may as well be of heads or of experts."""
+        """Return whether only a size of one suggests rows, which may as well be of heads or of experts."""
         if self.origin.rows != 1:
             return False
         return (
@@ -148,26 +153,27 @@ class RowFlow:
 
     @property
     def is_lost(self) -> bool:
-        """Whether there is a step after which nobody can tell where rows are."""
+        """Return whether some node's output has rows in an unknown dimension."""
         return any(place.way is RowPath.LOST for place in (*self.places.values(), *self._outputs.values()))
 
     def put(self, node: Any, output: int, place: RowPlace) -> None:
-        """One of several tensors that a step makes."""
+        """Record the place of one of several outputs of a node."""
         self._outputs[node, output] = _checked(place)
 
     def row(self, source: Any, index: int, rows: int, *, is_taken: bool = True) -> RowPlace:
-        """One of the rows of a source."""
+        """Return the place of row `index` of a source with `rows` rows, and record it as selected if `is_taken`."""
         key = hash(source)
         self._taken.setdefault(key, set()).update([index] if is_taken else [])
         self._rows[key] = rows
         return RowPlace(RowPath.ROW, row=(key, index))
 
     def entered_by_size(self, sizes: Sequence[int]) -> RowPlace:
+        """Return the place of a tensor without a graph, of which only the sizes are known."""
         found = self.origin.layout_of_size(sizes)
         return FREE if found is None else RowPlace(RowPath.ROWS, found)
 
     def entered(self, tensor: Tensor | None, sizes: Sequence[int], *, is_input: bool = False) -> RowPlace:
-        """A tensor without a graph, or what has its sizes where it is kept out of reach."""
+        """Return the place of a tensor without a graph; if `tensor` is None (not saved), its sizes decide."""
         if tensor is None:
             return self.entered_by_size(sizes)
         found = self.origin.layout(tensor, is_input=is_input)
@@ -177,26 +183,31 @@ class RowFlow:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Numbers whose bits can be looked at."""
+    """Return a real-valued or byte view of a tensor, which can be hashed."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _checked(place: RowPlace) -> RowPlace:
-    """A single row may be left without a dimension to be in."""
+    """Return LOST for a layout without any row dimension, as a single row may leave."""
     return LOST if place.way is RowPath.ROWS and not lay.where(place.layout) else place
 
 
-# What most steps do.
+# Shared by most operations.
 
 
 def known_of(inputs: Sequence[RowPlace | None]) -> list[RowPlace]:
+    """Return the inputs that depend on rows."""
     return [one for one in inputs if one is not None and one.way is not RowPath.FREE]
 
 
 def without_layout(name: str, inputs: Sequence[RowPlace | None], *, is_linear: bool) -> RowPlace | None:
-    """What is made of sums over rows, single rows, and what cannot be told; None where all that came in is rows."""
+    """Return the place of a result of row sums, single rows or lost rows; None if all inputs that depend on rows have a
+    layout.
+
+    Raises RowsTogether if the operation mixes rows; `is_linear`: whether it is a sum or a multiple of its inputs.
+    """
     known = known_of(inputs)
     ways = {one.way for one in known}
     if RowPath.SUMMED in ways:
@@ -215,28 +226,30 @@ def without_layout(name: str, inputs: Sequence[RowPlace | None], *, is_linear: b
 
 
 def entered(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """A step of parameters and something that has no graph."""
+    """Return the place of an operation on parameters and tensors without a graph, by its output's size."""
     for output in range(1, len(node._input_metadata)):
         flow.put(node, output, flow.entered_by_size(made(node, output)))
     return flow.entered_by_size(made(node))
 
 
 def other(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """A step that is not known: rows stay apart where they can be seen to be in the same place, or in one place."""
+    """Return the place of an unknown operation's result: rows stay where the output has the same size in their
+    dimension.
+    """
     if (found := without_layout(name, inputs, is_linear=False)) is not None:
         return found
     return all_kept(flow, node, name, known_of(inputs)[0].layout)
 
 
 def all_kept(flow: RowFlow, node: Any, name: str, layout: RowDims) -> RowPlace:
-    """Of all that a step makes: the first in any case, others (statistics, last states) where it can be seen."""
+    """Record the place of every output: of the first, and of others (statistics, last states) if sizes show it."""
     for output in range(1, len(node._input_metadata)):
         flow.put(node, output, kept_in(layout, made(node, output)) or LOST)
     return kept_in(layout, made(node)) or LOST
 
 
 def kept_in(layout: RowDims, sizes: tuple[int, ...]) -> RowPlace | None:
-    """Rows in a dimension of the same size, where there is one."""
+    """Return rows in the dimension of the same size; None if there is no such dimension, or several others."""
     (at, *_) = lay.where(layout)
     dims = [dim for dim, found in enumerate(sizes) if found == lay.size_of(layout[at])]
     if at not in dims and len(dims) != 1:
@@ -245,4 +258,5 @@ def kept_in(layout: RowDims, sizes: tuple[int, ...]) -> RowPlace | None:
 
 
 def with_dim(layout: RowDims, at: int, dim: lay.Dim) -> RowDims:
+    """Return the layout with dimension `at` replaced by `dim`."""
     return (*layout[:at], dim, *layout[at + 1 :])

@@ -1,4 +1,4 @@
-"""Which rows picked rows are: two dimensions of the same rows in the same order have the same label."""
+"""Labels of selected rows: two dimensions with the same rows in the same order have the same label."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from gossamer.loss_reader import row_dims as lay
 
 
 class RowLabels:
-    """The numbers of the rows that were picked, by the label that they were given."""
+    """The row numbers of dimensions with selected rows, by label."""
 
     def __init__(self, rows: int) -> None:
-        """`rows`: of this rank's batch."""
+        """Start without selections. `rows`: of this rank's batch."""
         self._rows = rows
         self._picked: dict[str, Tensor] = {}
 
     def of(self, dim: lay.Dim) -> Tensor | None:
-        """The row of each number along a dimension; None where that is not known."""
+        """Return the row number of each element along a dimension; None if unknown."""
         found = torch.zeros(1, dtype=torch.long)
         for size, label in dim:
             if label in ("", lay.SPREAD):
@@ -32,7 +32,7 @@ class RowLabels:
         return found
 
     def dim(self, numbers: Tensor) -> lay.Dim:
-        """A dimension of these rows."""
+        """Return a dimension with these row numbers: all rows of the batch in sequence, else one with its own label."""
         for one in self.folds(numbers.numel()):
             if (known := self.of(one)) is not None and torch.equal(known, numbers):
                 return one
@@ -41,7 +41,7 @@ class RowLabels:
         return ((numbers.numel(), label),)
 
     def folds(self, size: int) -> list[lay.Dim]:
-        """Dimensions of `size` with all rows: each several times one after the other, or all of them several times."""
+        """Return the dimensions of `size` that have all rows: each repeated in place, or all repeated in sequence."""
         many, rest = divmod(size, max(1, self._rows))
         if rest or not many:
             return []
@@ -50,10 +50,11 @@ class RowLabels:
         return [((self._rows, lay.ROWS), (many, "")), ((size, lay.ROWS),)]
 
     def code(self, numbers: Tensor) -> int:
+        """Return a 32-bit hash of row numbers."""
         return zlib.crc32(numbers.detach().cpu().contiguous().numpy().tobytes())
 
     def _is_ordered(self, numbers: Tensor) -> bool:
-        """Whether rows are in the order of the batch, or each as often as any other."""
+        """Return whether rows are in the order of the batch, or each occurs equally often."""
         if bool((numbers.diff() >= 0).all()):
             return True
         return len(set(numbers.bincount(minlength=self._rows).tolist())) == 1

@@ -1,8 +1,8 @@
-"""Whether the rows of a batch stay apart on the way to a loss: then it is a mean or a sum of what each row makes alone.
+"""Check that the rows of a batch stay independent up to the loss: then the loss is a mean or sum of per-row values.
 
-A step that is known says where rows are in what it makes (`by_element`, `views`, `picks`, `reductions`, `products`);
-one that is not keeps them apart where they can be seen to be in the dimension of before. Where the way is lost, what
-the sizes of all steps tell is asked instead: nothing is refused because it cannot be followed.
+A known operation returns the row dimensions of its output (`elementwise`, `views`, `indexing`, `reductions`, `matmul`);
+an unknown one keeps the rows if its output has a dimension of the same size. Where the rows are lost, the sizes of all
+nodes are checked instead (`by_size`): nothing is refused because it cannot be tracked.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LossPath:
-    """What rows meet with on the way to the losses. `together`: the first step that takes them together, "" where there
-    is none; `is_one_by_one`: whether rows were taken out one by one, and what they make was added up. `after`: steps
-    that reduce what was reduced over rows before; `before`: those that reduce something else than rows.
+    """The result of tracking rows through the graph of a loss. `together`: the first node that mixes rows, "" if there
+    is none; `is_one_by_one`: whether rows were selected one by one and their values added. `after`: nodes that reduce
+    what was reduced over rows before; `before`: nodes that reduce other dimensions than rows.
     """
 
     together: str
     is_one_by_one: bool = False
     after: frozenset[Any] = frozenset()
     before: frozenset[Any] = frozenset()
-    strangers: int = -1  # 32 bits of what met every row, and must be the same on all ranks; 0: nothing did, -1: unknown
+    strangers: int = -1  # hash of data combined with every row, equal on all ranks; 0: none, -1: unknown
 
 
 def followed(roots: Sequence[Tensor], origin: RowOrigin) -> LossPath:
-    """The way of all rows to the losses."""
+    """Track all rows from the batch to the losses and return the result."""
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
     flow = RowFlow(origin, _STEPS, _ENTERING)
     try:
         flow.run(nodes)
     except RowsTogether as found:
         return LossPath(str(found))
-    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:  # a graph nobody thought of
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:  # an unexpected graph
         _log.debug("the rows of a loss cannot be followed: %s: %s", type(error).__name__, error)
         return LossPath(across_rows(roots, origin.rows))
     if flow.is_lost and (name := across_rows(roots, origin.rows)):

@@ -1,7 +1,7 @@
-"""The algebra of a loss: its summands, what each counts, and what it was multiplied with or divided by.
+"""The algebra of a loss: its summands, the denominator of each, and the factors and divisors applied to it.
 
-A summand is a mean, a sum, or of parameters alone. Between a number and the rows that it is of, a loss may have been
-reduced several times (features, then rows; rows, then tasks): what counts is the step that reduced the rows.
+A summand is a mean, a sum, or of parameters alone. Between a number and its rows, a loss may have been reduced several
+times (features, then rows; rows, then tasks): the denominator is that of the node that reduced the rows.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ from gossamer.loss_reader.graph_nodes import (
 )
 
 _OWN_WEIGHTS = "a sum with weights that add up to 1, over this rank's rows alone"
-_FREE_NODES = 64  # a penalty on a parameter is a short way from it
+_FREE_NODES = 64  # a penalty is few nodes above its parameter
 _REDUCING = ("Mean", "Sum", "Nansum")
 
 
 class Kind(Enum):
-    """How the ranks' values of a term make that of the whole batch."""
+    """The rule by which the ranks' values of a loss term combine to that of the global batch."""
 
     MEAN = "mean"
     SUM = "sum"
     FREE = "free"  # the same on every rank: parameters alone
-    DIVIDED = "divided"  # a sum divided by what may be a count of this rank's, or a constant
+    DIVIDED = "divided"  # a sum divided by this rank's count or by a constant
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One summand of a loss. `count`: what it was divided by (means; of a divided sum what may be a count)."""
+    """One summand of a loss. `count`: its denominator if it is a mean; of a divided sum, its possible denominator."""
 
     kind: Kind
     what: str  # the nodes, in words
     count: float = 1.0
-    factor: float = 1.0  # what it was multiplied with outside of its reduction
-    divisors: tuple[NodeInputs, ...] = ()  # one by one, of a divided sum
-    fixed: int = 0  # 32 bits of what it has of its own that must be the same on all ranks: class weights
+    factor: float = 1.0  # product of factors outside of its reduction
+    divisors: tuple[NodeInputs, ...] = ()  # each divisor of a divided sum
+    fixed: int = 0  # 32-bit hash of class weights, which must be equal on all ranks
     nodes: tuple[Any, ...] = ()  # of its sum
     by: Any = None  # the node that is taken to have reduced the rows
 
     @property
     def is_part_of_a_sum(self) -> bool:
-        """Whether it was multiplied with what may be one over a count."""
+        """Return whether a sum has a factor that may be one over a count."""
         return self.kind is Kind.SUM and 0 < abs(self.factor) < 1
 
     @property
     def is_computed(self) -> bool:
-        """Whether it was divided by a tensor, and not by a number that was written in the loop."""
+        """Return whether the divisor is a tensor, and not a number written in the loop."""
         return any(one.is_computed for one in self.divisors)
 
     def seen(self) -> set[float]:
-        """What its graph shows that may have been counted: numbers summed, let through by a mask, or their weights."""
+        """Return the counts that its graph shows: elements summed, elements that a mask keeps, or their weights."""
         found: set[float] = set()
         for node in self.nodes:
             found |= _counts_of(node)
@@ -79,12 +79,13 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class TermRows:
-    """Which dimension of what is reduced has rows, as its sizes tell. `rows`: of this rank, 0 where that is unknown."""
+    """The row dimension of a reduced tensor, guessed from its sizes. `rows`: of this rank, 0 if unknown."""
 
     rows: int
     first: int = 0  # the dimension that has them in a batch
 
     def dim(self, sizes: Sequence[int]) -> int:
+        """Return the dimension of `sizes` that has rows: the batch's own, else one of that size, else 0."""
         if self.first < len(sizes) and sizes[self.first] == self.rows:
             return self.first
         if self.rows > 1 and sizes[0] != self.rows and self.rows in sizes:
@@ -93,10 +94,10 @@ class TermRows:
 
 
 def of_root(root: Tensor, given: Tensor | None, rows: TermRows) -> Iterable[Term]:
-    """The terms of a loss, or of a tensor that is given gradients."""
+    """Return the terms of a loss, or of a tensor that backward is given gradients for."""
     if root.grad_fn is None:
         return [Term(Kind.FREE, "a parameter")]
-    if root.numel() > 1 and given is not None:  # a vector-Jacobian product is a sum of what its rows are given
+    if root.numel() > 1 and given is not None:  # a vector-Jacobian product is a weighted sum
         top: _Step = ("Sum", tuple(root.shape), tuple(range(root.dim())), 0.0, None)
         what = "backward of a tensor with gradients"
         return [_weighted(_reduced([top], [], root.grad_fn, what, 1.0, rows), given)]
@@ -104,7 +105,7 @@ def of_root(root: Tensor, given: Tensor | None, rows: TermRows) -> Iterable[Term
 
 
 def _weighted(term: Term, given: Tensor) -> Term:
-    """A sum whose rows count what they are given: all the same, or each its own."""
+    """Return the term of a sum whose elements are weighted by the given gradients."""
     first = float(given.flatten()[0])
     if term.kind is not Kind.SUM or not first:
         return term
@@ -115,12 +116,12 @@ def _weighted(term: Term, given: Tensor) -> Term:
 
 @dataclass(frozen=True, slots=True)
 class _TermReader:
-    """Reads the graph above what is reduced."""
+    """The reader of the graph above the reduced tensors."""
 
     rows: TermRows
 
     def terms(self, node: Any, factor: float) -> list[Term]:
-        """The summands of a scalar."""
+        """Return the summands of a scalar."""
         name, under = name_of(node), below(node)
         if name == "AccumulateGrad":
             return [Term(Kind.FREE, "a parameter")]
@@ -144,7 +145,7 @@ class _TermReader:
         return [Term(Kind.UNKNOWN, f"{name}, a function of a mean or sum that is not its multiple")]
 
     def _losses(self, node: Any, name: str, under: list[Any]) -> list[list[Term]] | None:
-        """The terms of each of the losses that a mean, sum or product with weights is of; None where it is of rows."""
+        """Return the terms of each loss in a mean, sum or weighted sum of losses; None if it is over rows."""
         if name != "Dot":
             return self._elements(under[0])
         left = under[0] is not None
@@ -153,7 +154,9 @@ class _TermReader:
         return None if found is None or not isinstance(weights, Tensor) else _each_times(found, "Mul", weights)
 
     def _elements(self, node: Any) -> list[list[Term]] | None:
-        """The terms of each number of a vector of losses, as torch.stack makes it; None where it is not one."""
+        """Return the terms of each element of a vector of losses, as torch.stack makes it; None if it is no such
+        vector.
+        """
         if node is None:
             return None
         if _is_scalar(node):
@@ -183,14 +186,14 @@ class _TermReader:
         return None
 
     def _scaled(self, node: Any, name: str, under: list[Any], factor: float) -> list[Term]:
-        """A term times, or divided by, a number; or by what depends on parameters alone."""
+        """Return the terms times, or divided by, a number or a function of parameters alone."""
         left, right = (*under, None)[:2]
         if left is not None and right is not None:
             return _product(name, self.terms(left, factor), self.terms(right, 1.0))
         other = constant(node, "other" if left is not None else "self")
         terms = self.terms(left if left is not None else right, factor)
         if other is not None and other.value == 0.0 and name == "Mul":
-            return []  # a term that is switched off: its gradient is nothing
+            return []  # a term with weight 0 has no gradient
         if other is None or (other.value == 0.0 and not other.is_computed) or (name == "Div" and left is None):
             return [
                 Term(Kind.UNKNOWN, f"{name} with something that is no number") if t.kind is not Kind.FREE else t
@@ -199,7 +202,7 @@ class _TermReader:
         return [times(term, name, other) for term in terms]
 
     def _dot(self, node: Any, under: list[Any], factor: float) -> Term:
-        """A sum of losses times what each counts."""
+        """Return the term of a sum of losses times their weights."""
         left = under[0] is not None
         weights = saved(node, "tensor" if left else "self")
         if None not in under[:2] or not isinstance(weights, Tensor):
@@ -223,7 +226,7 @@ def _each_times(losses: list[list[Term]], name: str, weights: Tensor) -> list[li
 
 
 def _is_scalar(node: Any) -> bool:
-    """Whether it makes one number without a dimension: a loss, and not a row."""
+    """Return whether the node makes tensors without dimensions: a loss, and not a row."""
     return all(not tuple(meta.shape) for meta in node._input_metadata)
 
 
@@ -236,9 +239,9 @@ def _product(name: str, first: list[Term], second: list[Term]) -> list[Term]:
 
 
 def times(term: Term, name: str, other: NodeInputs) -> Term:
-    """A sum that is divided may be a mean of what this rank counts; anything else keeps its kind."""
+    """Return the term times, or divided by, a scalar. A divided sum may be a mean; other terms keep their kind."""
     is_sum, value = term.kind in (Kind.SUM, Kind.DIVIDED), other.value
-    if is_sum and name == "Mul" and other.is_computed and abs(value) < 1:  # with one over what was computed
+    if is_sum and name == "Mul" and other.is_computed and abs(value) < 1:  # times the inverse of a tensor
         name, value = "Div", 1 / value
     if is_sum and name == "Div":
         what, divisors = f"{term.what} / {value:g}", (*term.divisors, NodeInputs(abs(value), other.is_computed))
@@ -249,13 +252,13 @@ def times(term: Term, name: str, other: NodeInputs) -> Term:
     return replace(term, factor=factor)
 
 
-# What is reduced.
+# Reductions.
 
 _Step: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], float, Any]  # name, sizes, dims, count, with what
 
 
 def _reduced(top: list[_Step], nodes: list[Any], node: Any, what: str, factor: float, rows: TermRows) -> Term:
-    """The term that one or several reductions make, one after the other, and what is multiplied in between."""
+    """Return the term of one or several successive reductions, with the factors between them."""
     steps, first = list(top), node
     while node is not None and (found := _step(node)) is not None:
         step, under = found
@@ -278,7 +281,7 @@ def _reduced(top: list[_Step], nodes: list[Any], node: Any, what: str, factor: f
 
 
 def _rescaled(term: Term, steps: Sequence[_Step], at: int, rows: TermRows) -> Term:
-    """A term times what stands between the reductions."""
+    """Return the term with the factors between its reductions applied."""
     for place, (name, sizes, _, _, other) in enumerate(steps):
         if name not in ("Mul", "Div") or term.kind is Kind.UNKNOWN:
             continue
@@ -290,7 +293,7 @@ def _rescaled(term: Term, steps: Sequence[_Step], at: int, rows: TermRows) -> Te
 
 
 def _of_columns(term: Term, name: str, weights: Tensor) -> Term:
-    """A number for each of several losses, that were reduced over rows before."""
+    """Return the term after a weight for each of several losses, which were reduced over rows before."""
     flat = weights.detach().flatten()
     if term.kind is Kind.MEAN:
         return replace(term, fixed=zlib.crc32(_bits(flat).to_bytes(4, "big"), term.fixed))
@@ -302,14 +305,14 @@ def _of_columns(term: Term, name: str, weights: Tensor) -> Term:
 
 
 def _of_rows(term: Term, weights: Tensor, sizes: tuple[int, ...], rows: TermRows) -> Term:
-    """A number for each of what is reduced later."""
+    """Return the term after a weight for each element that is reduced later."""
     back = len(sizes) - rows.dim(sizes) if sizes else 1
     has_rows = back <= weights.dim() and (weights.shape[-back] > 1 or rows.rows == 1)
     return Term(Kind.UNKNOWN, _OWN_WEIGHTS) if has_rows and weights.numel() > 1 and _adds_up(weights) else term
 
 
 def _step(node: Any) -> tuple[_Step, Any] | None:
-    """A reduction, a factor, or a view; and what it is of. None where it is none of them."""
+    """Return a reduction, factor or view and its input node; None if the node is none of them."""
     name, under = name_of(node), below(node)
     if name in _REDUCING:
         sizes = sizes_before(node)
@@ -326,7 +329,7 @@ def _step(node: Any) -> tuple[_Step, Any] | None:
 
 
 def _loss(node: Any, name: str, factor: float) -> Term:
-    """A loss of torch's own, that reduces itself."""
+    """Return the term of a torch loss that reduces itself."""
     if node._saved_reduction == 2:
         fixed = _bits(saved(node, "weight")) if name.startswith("NllLoss") else 0
         return Term(Kind.SUM, f"{name} (reduction='sum')", 1.0, factor, fixed=fixed, nodes=(node,))
@@ -340,7 +343,7 @@ def _loss(node: Any, name: str, factor: float) -> Term:
 
 
 def _bits(weights: Any) -> int:
-    """32 of class weights: made of a rank's own rows, they are another's."""
+    """Return a 32-bit hash of class weights, which differ between ranks if made from a rank's own rows."""
     return zlib.crc32(repr(weights.detach().tolist()).encode()) if isinstance(weights, Tensor) else 0
 
 
@@ -376,14 +379,14 @@ def _counts_of(node: Any) -> set[float]:
 
 
 def _adds_up(weights: Tensor) -> bool:
-    """Whether they are parts of one; numbers of both signs may come to 1 by chance, in one of many steps."""
+    """Return whether positive weights sum to 1; with both signs a sum of 1 may be chance, in one of many steps."""
     if not weights.is_floating_point() or bool((weights == 1).any()) or bool((weights < 0).any()):
         return False
     return abs(float(weights.sum()) - 1.0) < 1e-3
 
 
 def is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
-    """Whether all that it depends on are parameters, each as large as what is reduced: no rows came in on the way."""
+    """Return whether a node depends on parameters alone, each of the reduced sizes, so that no rows entered."""
     todo: list[tuple[Any, tuple[int, ...] | None]] = [(node, sizes)]
     seen = 0
     while todo:
@@ -422,7 +425,7 @@ def is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
     return seen > 0
 
 
-# What a penalty on parameters is made of. Any other function may bring rows in: a layer, one of somebody's own.
+# Operations of penalties on parameters. Any other may bring rows in: a layer, or a function of the user's.
 _BY_ELEMENT = {
     *("Add", "Sub", "Mul", "Div", "Pow", "Exp", "Log", "Log1P", "Expm1", "Abs", "Sqrt", "Rsqrt", "Reciprocal", "Sign"),
     *(

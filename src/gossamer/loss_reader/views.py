@@ -1,4 +1,4 @@
-"""Steps that turn, fold, cut and join tensors."""
+"""Views, transposes, slices and concatenations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _view(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) ->
 
 
 def _strided(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """A view of all numbers in their order, as what was written into is looked at."""
+    """Return the place of a contiguous view of all elements, such as the view of a tensor written in place."""
     sizes, strides = made(node), [1]
     for size in sizes[:0:-1]:
         strides.insert(0, strides[0] * size)
@@ -84,7 +84,7 @@ def _squeeze(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None])
 
 
 def _fitted(layout: RowDims, sizes: Sequence[int]) -> RowDims:
-    """Dimensions of one number are gone; those with rows last, where they may stay."""
+    """Return the layout without dimensions of size 1; one with rows is removed last."""
     dims = list(layout)
     gone = len(dims) - len(sizes)
     for is_rows in (False, True):
@@ -129,7 +129,7 @@ def _select(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) 
 
 
 def _slice(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """Rows are cut where whole views of them come out."""
+    """Return the place of slices; rows may be sliced between whole views of the batch."""
     (one,) = known_of(inputs)
     if one.way is not RowPath.ROWS:
         return one
@@ -147,7 +147,7 @@ def _slice(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -
 
 
 def _cut_to(flow: RowFlow, node: Any, name: str, one: RowPlace, dim: int, output: int, before: int) -> lay.Dim:
-    """`before`: how many of the dimension were cut off before this one."""
+    """Return one slice of a dimension with rows. `before`: elements of the dimension in earlier outputs of the node."""
     old, size = one.layout[dim], made(node, output)[dim]
     whole = lay.size_of(old)
     if size == whole:
@@ -166,7 +166,7 @@ def _cut_to(flow: RowFlow, node: Any, name: str, one: RowPlace, dim: int, output
         is_view = is_views and step == 1 and start % rows == 0 and size == rows
         return ((size, f"{lay.PART} views" if is_view else f"{lay.labels(old)[0]}/{start}/{step}"),)
     if is_views and size == rows and step * rows == whole:
-        return ((rows, lay.ROWS),)  # every second one, of rows in pairs
+        return ((rows, lay.ROWS),)  # one view of each row, from interleaved views
     if len(old) > 1 and lay.labels(old[-1:]) and step == 1 and size % old[-1][0] == 0 == start % old[-1][0]:
         return ((size // old[-1][0], ""), old[-1])
     if len(old) == 1 and old[0][1] == lay.ROWS:
@@ -178,7 +178,7 @@ def _cut_to(flow: RowFlow, node: Any, name: str, one: RowPlace, dim: int, output
 
 
 def _join(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """torch.cat and torch.stack."""
+    """Return the place of torch.cat and torch.stack."""
     known, sizes = known_of(inputs), made(node)
     if all(one.way is RowPath.ROW for one in known) and len({one.row for one in known}) == len(inputs) > 1:
         return (
@@ -216,7 +216,7 @@ def _join(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) ->
 
 
 def _numbers_of(flow: RowFlow, dims: Sequence[lay.Dim]) -> Tensor | None:
-    """Of rows that were picked, one after the other; None of those that were not."""
+    """Return the row numbers of concatenated selections; None if the rows were not selected."""
     if all(label == lay.ROWS for dim in dims for label in lay.labels(dim)):
         return None
     return _all_numbers(flow, dims)

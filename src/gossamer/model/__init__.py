@@ -1,14 +1,14 @@
-"""The user's model, never rewritten: where it comes from, how it is called, what it is made of, and handing it back.
+"""The user's model, never rewritten: its source, its forward, its units and costs, its stages, and its export.
 
-origin      where a model comes from: a Hugging Face directory or type, a GGUF file, a function of the user
-vocabulary  whether it can take what the data gives
-call        calling a module whose forward nobody has seen before
-precision   which type is computed in, and what is kept in fp32
-cut         stages of a model, by ghosts
-randomness  dropout that depends on (seed, step, micro-batch, unit) alone
-units       the repeated blocks and the other children that own parameters
-compiled    torch.compile, one unit at a time
-profile     parameters, flop, and the matmul rate of this machine
-sample      text out of a model
-hand_over   a directory that transformers loads
+source           build a model from a Hugging Face directory or type, a GGUF file, a function of the user
+input_checks     check that the model takes the data's token ids and sequence length
+forward_adapter  call a module whose forward signature is unknown
+precision        which dtype is computed in, and what is kept in fp32
+split            pipeline stages of a model, with placeholders for other stages
+unit_seeds       dropout that depends on (seed, step, micro-batch, unit) alone
+units            the repeated blocks and the other children that own parameters
+compiled         torch.compile, one unit at a time
+model_profile    parameters, flop, and the matmul rate of this machine
+generate         generate text from a prompt
+export           write a directory that transformers loads
 """

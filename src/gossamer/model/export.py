@@ -1,5 +1,4 @@
-"""Handing a model back: a directory that transformers loads, or for a model of the user's own, its weights and how to
-load them."""
+"""Export of a model: a directory that transformers loads, or the user's own weights and how to load them."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ _ONE_FILE = 1 << 62  # load_model reads one file, of any size
 
 
 def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenizer | None, target: Path) -> str:
-    """Write `module` to the new directory `target`; returns the Python that loads it.
+    """Write `module` to the new directory `target`; return the Python code that loads it.
 
     A model of transformers becomes what AutoModelForCausalLM.from_pretrained(target) loads, with equal logits: its
-    config, its weights in the type they are held in (names and layout as in published checkpoints, tied ones once),
-    and a tokenizer: the origin's own files, or where `tokenizer` is another one, its. Another module becomes
-    model.safetensors, with a README.md that says how to load it. Raises BadInput where `target` exists.
+    config, its weights in the type they are held in (names and layout as in published checkpoints, tied ones once), and
+    a tokenizer: the files of `origin`, or `tokenizer` if it is another one. Another module becomes model.safetensors,
+    with a README.md that says how to load it. Raises BadInput if `target` exists.
     """
-    inner = getattr(module, "_orig_mod", module)  # what torch.compile wrapped
+    inner = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
     files = _beside(origin, tokenizer)
     if not _is_of_transformers(inner):
         config, own, build = _own(inner, origin)
@@ -60,21 +59,21 @@ def _export(
 
 
 def _beside(origin: ModelSource | None, tokenizer: Tokenizer | None) -> Files:
-    """The origin's files, unless the model was trained with another tokenizer."""
+    """Return the files of `origin`, unless the model was trained with another tokenizer."""
     files = origin.files() if origin is not None else {}
     if tokenizer is None:
         return files
     with tempfile.TemporaryDirectory() as folder:
         saved: Files = {file.name: file.read_bytes() for file in tokenizer.save(Path(folder))}
     if _vocabulary(files) == _vocabulary(saved):
-        return files  # the same, with what it knows besides: special tokens, a chat template
+        return files  # the same vocabulary, with special tokens and a chat template
     kept: Files = {name: file for name, file in files.items() if name == "generation_config.json"}
     kept.update(saved)
     return kept
 
 
 def _vocabulary(files: Files) -> Any:
-    """What a tokenizer.json says of ids and merges."""
+    """Return the ids and merges of a tokenizer.json."""
     found = files.get("tokenizer.json")
     if found is None:
         return None
@@ -83,14 +82,14 @@ def _vocabulary(files: Files) -> Any:
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
-    """Without importing it for a module that cannot be."""
+    """Return whether a module is a transformers model; imports transformers only if it may be."""
     if not any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
         return False
     return isinstance(module, importlib.import_module("transformers").PreTrainedModel)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The state of `module` with every tied parameter under one name: the one its tie points at."""
+    """Return the state of `module` with every tied parameter under one name: the one that its tie points at."""
     state: dict[str, Tensor] = module.state_dict()
     ties: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
     for names in tied_names(module):
@@ -102,7 +101,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _published(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names and layout as in published checkpoints: transformers fuses some tensors (experts) in memory."""
+    """Return tensors with the names and layout of published checkpoints; transformers fuses some in memory."""
     loader = importlib.import_module("transformers.core_model_loading")
     found: dict[str, Tensor] = loader.revert_weight_conversion(module, tensors)
     return {name: tensor.contiguous() for name, tensor in found.items()}
@@ -121,7 +120,7 @@ def _generation(config: Any) -> bytes:
 
 
 def _own(module: nn.Module, origin: ModelSource | None) -> tuple[dict[str, Any], Files, str]:
-    """config.json and README.md of a module that transformers does not know, and how it is built."""
+    """Return config.json and README.md of a module that transformers does not know, and the code that builds it."""
     config: dict[str, Any] = {"class": f"{type(module).__module__}.{type(module).__qualname__}"}
     build, made = "module = ...  # build it as before training", f"{type(module).__qualname__}(...)"
     if isinstance(origin, Factory):

@@ -1,4 +1,4 @@
-"""How many multiplications and additions one operator takes."""
+"""Multiplications and additions (flop) of one operator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 
 def flop_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-    """Flop of one call of an operator that gave `out`; 0 where it is elementwise. Real and fake tensors alike."""
+    """Return the flop of one operator call with output `out`; 0 if it is elementwise. Tensors may be fake."""
     packet = getattr(func, "overloadpacket", None)
     if packet in UNCOUNTED:
         return float(UNCOUNTED[packet](*(getattr(x, "shape", x) for x in args)))
@@ -23,7 +23,10 @@ def _cpu_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 
 def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """Shapes: both (groups, ., .), or the groups are along a dim that one or both have in two dims."""
+    """Return the flop of a grouped matmul.
+
+    Shapes: both (groups, ., .), or one or both 2-dim, with the groups along one dim.
+    """
     groups = left[0] if len(left) == len(right) == 3 else 1
     return int(2 * groups * left[-2] * left[-1] * right[-1])
 

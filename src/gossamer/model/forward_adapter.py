@@ -1,4 +1,4 @@
-"""Calling a module whose forward nobody has seen before."""
+"""Adapter that calls a module whose forward signature is unknown."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _FIRST, _LABELS = "input_ids", "labels"
 
 @dataclass(frozen=True, slots=True)
 class ForwardAdapter:
-    """How one kind of forward takes a batch: found out once, then cheap at every call."""
+    """An adapter that passes a batch to one kind of forward: made once, then cheap at every call."""
 
     takes: frozenset[str]  # batch keys passed by name
     takes_all: bool  # forward has **kwargs: every key is passed
-    first: str | None  # parameter where `input_ids` goes, without a name, in a batch that has none of this name
-    constant: tuple[tuple[str, Any], ...]  # what is passed always
+    first: str | None  # parameter that gets `input_ids` by position, unless the batch has a key of its name
+    constant: tuple[tuple[str, Any], ...]  # arguments that are always passed
 
     def __call__(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-        """What the module's forward returns on `batch`; keys it does not take stay behind."""
+        """Return the output of the module's forward on `batch`; keys that forward does not take are dropped."""
         named = {k: v for k, v in batch.items() if self.takes_all or k in self.takes}
         if self.first is None or self.first in batch or _FIRST not in batch:
             return module(**named, **dict(self.constant))
@@ -33,18 +33,19 @@ class ForwardAdapter:
 
     @property
     def gives_loss(self) -> bool:
-        """Whether forward takes labels, and so can compute its own loss."""
+        """Return whether forward takes labels, and so can compute its own loss."""
         return _LABELS in self.takes
 
 
 def caller_of(module: nn.Module, given: Collection[str] = ()) -> ForwardAdapter:
-    """How to call `module`; raises BadInput where its forward takes no tokens, and none of the keys `given` of its
-    batches, or needs what is neither usual nor given.
+    """Return the adapter that calls `module`. `given`: keys of its batches.
 
-    A key goes where forward has a parameter of that name, or takes **kwargs. Where none is called `input_ids`, the
-    tokens go to the first parameter, whatever its name. Models that keep a cache for generation are told not to.
+    A key is passed if forward has a parameter of that name, or takes **kwargs. If none is called `input_ids`, the
+    tokens are the first argument, whatever its name. Models that keep a cache for generation get use_cache=False.
+    Raises BadInput if forward takes neither tokens nor any key in `given`, or needs an argument that is neither usual
+    nor in `given`.
     """
-    inner = getattr(module, "_orig_mod", module)  # what torch.compile wrapped
+    inner = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
     parameters = inspect.signature(inner.forward).parameters
     open_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     by_name = [n for n, p in parameters.items() if p.kind in open_kinds]
@@ -70,8 +71,10 @@ def caller_of(module: nn.Module, given: Collection[str] = ()) -> ForwardAdapter:
 
 
 def _without_cache(module: nn.Module, by_name: list[str], takes_all: bool) -> tuple[tuple[str, Any], ...]:
-    """use_cache=False for models of transformers: a cache costs memory, and keeps packed documents from being told
-    apart."""
+    """Return use_cache=False for models of transformers.
+
+    A cache costs memory, and with one packed documents are not kept apart.
+    """
     configured = hasattr(getattr(module, "config", None), "use_cache")
     return (("use_cache", False),) if configured and (takes_all or "use_cache" in by_name) else ()
 

@@ -1,4 +1,4 @@
-"""Text out of any model that gives logits: one window, one forward per token, no cache."""
+"""Text generation with any model that returns logits: one window, one forward per token, no cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from gossamer.spec.errors import bad_input
 
 
 class TextCoder(Protocol):
-    """What of a tokenizer is needed here."""
+    """The part of a tokenizer that text generation needs: `encode` and `decode`."""
 
     def encode(self, text: str, /) -> Any:
-        """Token ids of `text`: a sequence of integers."""
+        """Return the token ids of `text`: a sequence of integers."""
         ...
 
-    def decode(self, ids: Iterable[int], /) -> str: ...
+    def decode(self, ids: Iterable[int], /) -> str:
+        """Return the text of token ids."""
+        ...
 
 
 def generate(
@@ -35,11 +37,11 @@ def generate(
     window: int = 256,
     stop: int | None = None,
 ) -> str:
-    """What the model goes on with after `prompt`: up to `tokens` tokens, as text, without the prompt.
+    """Generate up to `tokens` tokens after `prompt`; return them as text, without the prompt.
 
-    Every token is drawn from softmax(logits / temperature) over the `top_k` likeliest (0: all); temperature 0 takes
-    the likeliest. The model sees the last `window` tokens. Ends early after the token `stop`, which is left out.
-    Equal arguments give equal text. An empty prompt begins after `stop`, else after token 0. Raises BadInput.
+    Every token is drawn from softmax(logits / temperature) over the `top_k` likeliest (0: all); temperature 0 takes the
+    likeliest. The model sees the last `window` tokens. Ends early after the token `stop`, which is left out. Equal
+    arguments give equal text. An empty prompt begins after `stop`, else after token 0. Raises BadInput.
     """
     _check(tokens=tokens, temperature=temperature, top_k=top_k, window=window)
     check_prompt(prompt, key="prompt")
@@ -65,7 +67,10 @@ def continue_text(
     window: int,
     stop: int | None = None,
 ) -> str:
-    """The text of what `choose` makes follow, token by token, of the last `window` tokens; without the prompt."""
+    """Return the text that `choose` appends to the prompt, token by token, without the prompt.
+
+    `choose` gets the last `window` token ids and returns the next.
+    """
     given = [int(i) for i in tokenizer.encode(prompt)]
     ids = list(given) or [stop if stop is not None else 0]
     for _ in range(tokens):
@@ -78,14 +83,17 @@ def continue_text(
 
 
 def _next_logits(module: nn.Module, caller: ForwardAdapter, ids: Sequence[int]) -> Tensor:
-    """(vocabulary,) float32 on the CPU: what the model says follows `ids`."""
+    """Return the logits of the token after `ids`: (vocabulary,) float32 on the CPU."""
     first = next(module.parameters(), None)
     batch = {"input_ids": torch.tensor([ids], device=first.device if first is not None else None)}
     return gradless(lambda: logits_of(caller(module, batch))[0, -1].float().cpu())
 
 
 def logits_of(output: Any) -> Tensor:
-    """(batch, sequence, vocabulary): what a forward without labels returned. Raises BadInput where it has none."""
+    """Return the logits (batch, sequence, vocabulary) in the output of a forward without labels.
+
+    Raises BadInput if there are none.
+    """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if logits is None and isinstance(output, dict):
         logits = output.get("logits")
@@ -102,7 +110,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def sample_token(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int) -> int:
-    """One token out of `logits` (vocabulary,)."""
+    """Draw one token from `logits` (vocabulary,), as `generate` describes."""
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < logits.numel():

@@ -1,4 +1,4 @@
-"""Whether a model can take what the data gives, found before anything is built."""
+"""Checks that a model takes the token ids and the sequence length of the data, before anything is built."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gossamer.spec.errors import BadInput
 
 
 def check_vocabulary(model: int | None, given: int, *, tokenizer: str = "", has_weights: bool = False) -> None:
-    """Raise BadInput where a model of `model` token ids cannot take the `given` ids of a tokenizer (as written).
+    """Raise BadInput if a model of `model` token ids cannot take the `given` ids of a tokenizer (as written).
 
-    None: the model's vocabulary is not known, nothing is checked. A model may have ids to spare: vocabularies are
-    padded to round numbers. One with trained weights (`has_weights`) and twice the ids was trained with another
-    tokenizer.
+    With `model` None the model's vocabulary is unknown, and nothing is checked. A model may have more ids: vocabularies
+    are padded to round numbers. One with trained weights (`has_weights`) and more than twice the ids was trained with
+    another tokenizer.
     """
     if model is None or (given <= model and not (has_weights and model > 2 * given)):
         return
@@ -31,8 +31,11 @@ def check_vocabulary(model: int | None, given: int, *, tokenizer: str = "", has_
 
 @contextmanager
 def within_vocabulary(module: nn.Module, tokens: Tensor, given: int) -> Iterator[None]:
-    """Around a forward over `tokens`: raises BadInput where an embedding that is given them has fewer rows than a
-    tokenizer has ids (0: there is none), though these few may all be among its rows; and as `explain` does.
+    """Check token ids around a forward over `tokens`: raise BadInput if an embedding is smaller than the tokenizer.
+
+    Its rows are compared with `given`, the number of the tokenizer's ids (0: there is none), even if all of `tokens`
+    are among its rows. Only embeddings whose input is `tokens` count. An index error in the forward is handled by
+    `explain`.
     """
 
     def look(one: nn.Embedding, args: tuple[object, ...]) -> None:
@@ -53,9 +56,7 @@ def within_vocabulary(module: nn.Module, tokens: Tensor, given: int) -> Iterator
 
 
 def explain(error: IndexError, tokens: Tensor | None) -> None:
-    """Raise BadInput instead of `error`, where it is an embedding's that has no row for one of `tokens`, or for the
-    place of one in its sequence.
-    """
+    """Raise BadInput instead of `error` if an embedding has no row for one of `tokens`, or for its position."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "embedding"]
     held = frames[-1].f_locals if frames else {}
     ids, weight = held.get("input"), held.get("weight")
@@ -78,7 +79,7 @@ def _too_small(rows: int, given: str, wanted: int) -> BadInput:
 
 
 def check_sequence(positions: int | None, sequence: int) -> None:
-    """Raise BadInput where sequences are longer than the model takes (None: no limit is known)."""
+    """Raise BadInput if sequences are longer than the model takes (`positions` None: no limit is known)."""
     if positions is not None and sequence > positions:
         raise BadInput(
             f"sequences have {sequence} tokens, the model takes {positions}: "

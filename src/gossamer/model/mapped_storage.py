@@ -1,7 +1,7 @@
-"""Memory in files: while a model is built whole that is too large for its share of the machine's memory.
+"""Tensor memory in files, for a model that is built as a whole and is too large for its share of the machine's memory.
 
-The files have no name (they are unlinked as soon as they are mapped), so nothing is left where a process dies. Nothing
-but numbers is in them.
+The files have no name (they are unlinked as soon as they are mapped), so nothing is left if a process dies. They hold
+tensor data alone.
 """
 
 from __future__ import annotations
@@ -27,21 +27,29 @@ _SMALL = 1 << 20  # bytes; such tensors stay in memory
 
 @contextmanager
 def mapped(beyond_bytes: int) -> Iterator[set[int]]:
-    """Large tensors of the CPU that are made in here lie in files once those that live hold `beyond_bytes`. What is
-    given tells where: addresses of such memory."""
+    """Put large CPU tensors made in this context into files, once live tensors hold `beyond_bytes`.
+
+    Yields the addresses of such memory.
+    """
     with _Mapping(beyond_bytes) as mapping:
         yield mapping.places
 
 
 def into_memory(tensors: Iterable[Tensor], places: Collection[int]) -> None:
-    """What is to be trained must not be written to a disk all the time; they stay the same objects."""
+    """Move tensors from files into memory, in place, as trained tensors must not be written to a disk all the time.
+
+    `places`: the addresses that `mapped` yields.
+    """
     for tensor in tensors:
         if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in places:
             tensor.data = tensor.data.clone()
 
 
 def file_memory(size_bytes: int) -> torch.UntypedStorage:
-    """Zeros in a file without a name, in the folder for temporary files. Raises BadInput where the disk is full."""
+    """Return storage of zeros in a file without a name, in the folder for temporary files.
+
+    Raises BadInput if the disk is full.
+    """
     handle, path = tempfile.mkstemp(prefix="gossamer-model-")
     try:
         os.posix_fallocate(handle, 0, size_bytes)  # a sparse file would end the process where the disk is full

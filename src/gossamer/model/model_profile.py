@@ -1,4 +1,4 @@
-"""What a model is made of, what it costs, and how fast this machine multiplies."""
+"""Profile of a model: its parameters and units, its flop, and the matmul rate of this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BACKWARD = 2  # backward takes two matmuls for every one of forward
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """One model, as built."""
+    """The parameters, memory and units of one model, as built."""
 
     parameters: int  # tied ones once
     trainable: int
@@ -42,7 +42,7 @@ class ModelProfile:
 
 
 def facts_of(module: nn.Module) -> ModelProfile:
-    """Count `module`; runs nothing."""
+    """Count the parameters, bytes and units of `module`, without running it."""
     parameters = list(module.parameters())
     sizes: dict[torch.dtype, int] = {}
     for p in parameters:
@@ -59,7 +59,7 @@ def facts_of(module: nn.Module) -> ModelProfile:
 
 
 def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of two or more names that are one and the same parameter; the canonical name comes first."""
+    """Return groups of two or more names of one and the same parameter; the canonical name comes first."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -67,19 +67,19 @@ def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def forward_flop_per_token(module: nn.Module, caller: ForwardAdapter, batch: Mapping[str, Tensor]) -> float:
-    """Multiplications and additions (flop) of a forward over `batch`, per token of its `input_ids`.
+    """Return the multiplications and additions (flop) of a forward over `batch`, per token of its `input_ids`.
 
-    Counted by running a copy of the module once, in evaluation mode, without numbers where a parameter is in them: one
-    sequence of the run's own length is enough, and needed, as attention grows with it. The module itself is not run.
-    Convolutions, matmuls and attention count; what is elementwise does not. Where the model cannot be copied or
-    counted (operators of its own, decisions by what it computes), 2 flop per parameter.
+    They are counted by running a copy of the module once, in evaluation mode and on fake tensors where a parameter is
+    involved. One sequence of the run's own length is enough, and needed, as attention grows with it. The module itself
+    is not run. Convolutions, matmuls and attention count; elementwise operators do not. If the model cannot be copied
+    or counted (operators of its own, branches on what it computes), the result is 2 flop per parameter.
     """
     tokens = batch["input_ids"].numel()
     try:
         counted = _counted(module, caller, batch)
-    except BadInput:  # of who watches the forward
+    except BadInput:  # a refusal of a mode around the forward
         raise
-    except Exception:  # whatever a forward does with tensors that have no numbers
+    except Exception:  # whatever a forward does with tensors without data
         counted = 0.0
     return counted / tokens if counted else 2.0 * sum(p.numel() for p in module.parameters())
 
@@ -89,7 +89,7 @@ def _counted(module: nn.Module, caller: ForwardAdapter, batch: Mapping[str, Tens
     with untouched(module):  # globals and generators are those of the copy too
         outline = without_storage(module)
         outline.eval()
-        with torch.enable_grad(), _Counting(outline) as counting:  # it may take a gradient on its way
+        with torch.enable_grad(), _Counting(outline) as counting:  # the forward may compute a gradient itself
             caller(outline, batch)
             counted = float(counting.flop)
         torch.clear_autocast_cache()
@@ -97,7 +97,7 @@ def _counted(module: nn.Module, caller: ForwardAdapter, batch: Mapping[str, Tens
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operators run on shapes alone, and are counted."""
+    """A mode that runs operators on shapes alone, and sums their flop."""
 
     def __init__(self, outline: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,22 +111,24 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def training_flop_per_token(forward_flop: float) -> float:
-    """Forward and backward, without what recomputing adds: the numerator of MFU."""
+    """Return the flop of forward and backward, without what recomputation adds: the numerator of MFU."""
     return forward_flop * (1 + _BACKWARD)
 
 
 def measure_peak_flop_per_s(dtype: torch.dtype, device: torch.device | None = None) -> float:
-    """Best rate of a matmul on this device with the threads of this process: the denominator of MFU.
+    """Measure the best rate of a matmul on this device with the threads of this process: the denominator of MFU.
 
-    Of those in `dtype` and in fp32, as a processor without arithmetic in `dtype` is slower in it; and of square and
-    oblong ones. Takes about 0.3 s for each type.
+    It is the best of `dtype` and fp32, as a processor without arithmetic in `dtype` is slower in it, and of square and
+    oblong matrices. Takes about 0.3 s for each type.
     """
     device = device or torch.device("cpu")
     return max(_best_rate(one, device) for one in dict.fromkeys((dtype, torch.float32)))
 
 
 def _best_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """The size doubles until one matmul takes a twentieth of the time; the best of all counts, as other work on the
+    """Return the best matmul rate in `dtype`.
+
+    The size doubles until one matmul takes a twentieth of the time. The best of all counts, as other work on the
     machine can only slow one down.
     """
     size, best = 128, 0.0
@@ -146,7 +148,7 @@ def _best_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _shapes(size: int) -> tuple[tuple[int, int, int], ...]:
-    """(rows, inner, columns) of matmuls with as much arithmetic: square, as into a wide layer, and out of one."""
+    """Return (rows, inner, columns) of matmuls of equal flop: square, as into a wide layer, and out of one."""
     return (size, size, size), (size // 4, size, 4 * size), (size, 4 * size, size // 4)
 
 
@@ -159,10 +161,10 @@ def _matmul(rows: int, inner: int, columns: int, dtype: torch.dtype, device: tor
 def matmul_seconds(
     shapes: Sequence[tuple[int, int]], tokens: int, precisions: Sequence[Precision], device: torch.device
 ) -> tuple[float, ...]:
-    """By precision: seconds of the matmuls that matrices of these shapes take part in, forward and backward, as in
-    training (float32 weights, cast in every forward). The best of a few, taken in turn.
+    """Return, for each precision, the seconds of the matmuls of matrices with these shapes, forward and backward.
 
-    Takes about a second: of the three kinds of matrices that cost most, in parts of at most 1024 by 1024, 256 tokens.
+    They run as in training (float32 weights, cast in every forward); the best of a few runs, taken in turn. Takes about
+    a second: measures the three kinds of matrices that cost most, in parts of at most 1024 by 1024, with 256 tokens.
     """
     counts = Counter(shapes)
     most = sorted(counts, key=lambda shape: -counts[shape] * shape[0] * shape[1])[:_KINDS]

@@ -1,4 +1,4 @@
-"""A copy of a module that somebody else goes on using."""
+"""Copy of a module that other code keeps using."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from gossamer.model.split.dataflow import hollow
 
 
 def copied(module: nn.Module, holds: frozenset[str] | None = None) -> nn.Module:
-    """Of all that it holds; what it keeps of a graph is kept without it. With `holds`, parameters that are not named
-    there are zeros without memory. Raises what `copy.deepcopy` raises.
+    """Return a copy of the module and all that it holds; tensors of a graph are copied without the graph.
+
+    With `holds`, parameters that are not named there are zeros without memory. Raises what `copy.deepcopy` raises.
     """
     instead: dict[int, object] = {}
     for name, p in module.named_parameters():

@@ -1,4 +1,4 @@
-"""The generators that a forward may draw from: torch's, Python's and numpy's, saved, seeded and put back alike."""
+"""Random generators of torch, Python and numpy that a forward may draw from, saved, seeded and restored alike."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from numpy.random import mtrand
 
 
 class Generator(ABC):
-    """One of those that code draws from without naming it."""
+    """A default random generator, from which code draws without naming it."""
 
     @abstractmethod
     def save(self) -> Any:
-        """What `restore` takes."""
+        """Return the state for `restore`."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Go on as at `save`."""
+        """Continue from the state at `save`."""
 
     @abstractmethod
     def seed(self, key: int) -> None:
-        """Draw from here on what 64 bits say."""
+        """Seed the generator with 64 bits."""
 
 
 class TorchGenerator(Generator):
-    """torch's of one device. On the CPU it takes 32 bits of a seed (torch drops the rest), on a GPU all 64."""
+    """The default generator of torch for one device.
+
+    On the CPU it takes 32 bits of a seed (torch drops the rest), on a GPU all 64.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._of = torch.default_generator
@@ -48,7 +51,7 @@ class TorchGenerator(Generator):
 
 
 class PythonGenerator(Generator):
-    """That of the module `random`."""
+    """The default generator of the module `random`."""
 
     def save(self) -> Any:
         return random.getstate()
@@ -62,9 +65,10 @@ class PythonGenerator(Generator):
 
 @dataclass
 class NumpyGenerator(Generator):
-    """That of `numpy.random`. To copy its state takes 200 us, so another one stands in for it meanwhile.
+    """The default generator of `numpy.random`. Another one replaces it from `save` to `restore`.
 
-    Unlike the others: the second of a pair of Gaussians, drawn before `save` and not yet given out, is lost.
+    A copy of its state would take 200 us. Unlike the others, it loses the second of a pair of Gaussians that was drawn
+    before `save` and not yet returned.
     """
 
     _spare: list[np.random.BitGenerator] = field(default_factory=list)

@@ -1,9 +1,9 @@
-"""Which random numbers, beside torch's, the code of a module may draw: found by reading it, without running it.
+"""Random generators besides torch's that the code of a module may draw from, found by reading it, without running it.
 
-Keying Python's generator costs more than torch's, so it is done where a forward may need it. What a forward can reach
-is followed by name: functions it calls, methods of its module and of what the module holds. A name that stands for
-something else as well is followed too, so code may be said to draw that never does, and pays for it in time alone.
-Not seen: what is reached through containers or `getattr`, and generators of one's own (`numpy.random.default_rng()`).
+Keying Python's generator costs more than torch's, so it is done only if a forward may need it. Code that a forward can
+reach is followed by name: functions it calls, methods of its module and of the objects that the module holds. A name
+with several meanings is followed in all of them. So code may be reported that never draws, which costs time alone.
+Not found: code behind containers or `getattr`, and generators of one's own (`numpy.random.default_rng()`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OWN = sys.stdlib_module_names | {"torch", "numpy", "scipy"}  # they draw from t
 
 
 def draws(module: nn.Module, *names: str) -> tuple[frozenset[str], ...]:
-    """PYTHON and NUMPY, as far as the forwards of each named module, and of all modules in it, may draw from them."""
+    """Return, for each named module with all modules in it, which of PYTHON and NUMPY their forwards may draw from."""
     read: dict[frozenset[Any], frozenset[str]] = {}  # blocks of one kind are read once
     found = []
     for name in names:
@@ -40,7 +40,7 @@ def draws(module: nn.Module, *names: str) -> tuple[frozenset[str], ...]:
 def _read(modules: Sequence[nn.Module]) -> frozenset[str]:
     reader = _CodeReader()
     for module in modules:
-        reader.follow(getattr(type(module), "forward", None), module)  # what torch.jit made has none to read
+        reader.follow(getattr(type(module), "forward", None), module)  # torch.jit modules have no code to read
         for held in _held(module):
             reader.follow(held, module)
     reader.read()
@@ -48,7 +48,7 @@ def _read(modules: Sequence[nn.Module]) -> frozenset[str]:
 
 
 def _held(module: nn.Module) -> list[Any]:
-    """Functions that a module keeps: its own forward, an activation, what it was given to call."""
+    """Return the functions that a module keeps: its own forward, an activation, a function that it was given."""
     return [held for held in vars(module).values() if isinstance(held, FunctionType | MethodType | functools.partial)]
 
 
@@ -59,7 +59,7 @@ class _CodeReader:
     _waiting: list[tuple[FunctionType, Any]] = field(default_factory=list)
 
     def follow(self, called: Any, owner: Any) -> None:
-        """Read the code of `called` later, where it has some; `owner` is what its methods are looked up in."""
+        """Queue the code of `called`, if it has some; `owner` is the object in which its methods are found."""
         if isinstance(called, staticmethod | classmethod):
             called = called.__func__
         elif isinstance(called, property):
@@ -123,7 +123,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _imported(code: CodeType) -> Iterator[str]:
-    """By the function itself."""
+    """Yield the generators that the function itself imports."""
     for step in dis.get_instructions(code):
         if step.opname == "IMPORT_NAME":
             yield from (name for name in (PYTHON, NUMPY) if str(step.argval).partition(".")[0] == name)
@@ -141,7 +141,7 @@ def _closed_over(function: FunctionType) -> Iterator[Callable[..., Any]]:
 
 
 def _kinds(owner: Any) -> Iterator[type]:
-    """Classes in which a name on `owner`, or on what it holds, may be a method."""
+    """Yield the classes in which a name on `owner`, or on an object that it holds, may be a method."""
     if owner is None:
         return
     yield from (owner if isinstance(owner, type) else type(owner)).__mro__

@@ -1,4 +1,4 @@
-"""A look at what a model computes, of which nothing stays: counting, rehearsing, judging, evaluating, sampling."""
+"""Run a model without lasting effects: to count, profile, verify, evaluate or generate."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ T = TypeVar("T")
 
 @contextmanager
 def untouched(module: nn.Module, *, is_timed: bool = False, parameters: bool = True) -> Iterator[None]:
-    """Parameters, buffers, gradients, Python state, generators and modes are afterwards as they were.
+    """Restore parameters, buffers, gradients, Python state, generators and modes on exit.
 
-    Of a tensor that a forward writes to, a copy is made right before. `is_timed`: of all tensors before the first
-    forward, so that nothing but the model's own work is done in between; so it is where code is compiled, whose writes
-    nobody sees. Without `parameters` these are not the module's to write to: they come and go while it runs.
+    A tensor that a forward writes to is copied right before. `is_timed`: all tensors are copied before the first
+    forward, so that nothing but the model's own work is timed. The same holds for compiled code, whose writes cannot be
+    observed. Without `parameters`, parameters are not saved: the module must not write to them, and they may come and
+    go (sharding).
     """
     snapshot = Snapshot.of(module, without=() if parameters else list(module.parameters()))
     copies = Copies(snapshot.tensors if is_timed or snapshot.is_compiled else snapshot.tensors + snapshot.gradients)
@@ -36,7 +37,10 @@ def untouched(module: nn.Module, *, is_timed: bool = False, parameters: bool = T
 
 
 def gradless(run: Callable[[], Tensor]) -> Tensor:
-    """What `run` gives, without a graph; where it takes a gradient on its way (a penalty), cut off afterwards."""
+    """Return the output of `run` without a graph.
+
+    If `run` computes a gradient itself (a penalty), it runs with a graph, and the output is detached.
+    """
     with torch.no_grad():
         try:
             return run()

@@ -1,11 +1,10 @@
-"""What a forward may change beside what it returns, kept before and put back after: Python state, tensors, generators.
+"""Snapshot of what a forward may change besides its output: Python state, tensors, generators.
 
-Found from a module by what it holds: attributes of its submodules, what lies in their lists, dicts and objects, tensors
-(parameters, buffers, and others), generators of its own; and what the code of its classes names outside of them:
-globals, variables of enclosing functions, attributes of classes. Installed libraries are not read, but for objects of
-the package that a submodule is of.
-
-Not seen: memory behind extension types, files, generators of Python (`yield`) that a module goes on drawing from.
+It is taken before the forward and restored after it. The state is found from a module by what that holds: attributes of
+its submodules, contents of their lists, dicts and objects, tensors (parameters, buffers, and others), generators of its
+own. It is also found by what the code of its classes names: globals, variables of enclosing functions, attributes of
+classes. Installed libraries are not read, except objects of the package that a submodule is of.
+Not found: memory behind extension types, files, Python generators (`yield`) that a module goes on drawing from.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _ITERATORS = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, itertools.repeat)
 _OF_CONTAINERS: tuple[type, ...] = (*map(type, (iter([]), iter(()), iter(range(0)), iter(""))), enumerate, zip)
 _SINGLE: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()), io.IOBase, ModuleType)
-_READ = (collections.UserDict, collections.UserList, collections.ChainMap, queue.Queue)  # as if they were the user's
+_READ = (collections.UserDict, collections.UserList, collections.ChainMap, queue.Queue)  # read like user code
 _WRITTEN_DOWN = frozenset(("decimal", "hashlib", "_hashlib"))
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
 
@@ -60,18 +59,21 @@ GONE: Any = type("Gone", (), {"__repr__": lambda _: "nothing"})()
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that Python holds is another than before. `root`: the attribute of a module that it lies in, if any."""
+    """A change of Python state: an attribute, element or generator differs.
+
+    `root`: the module attribute that holds it, if any.
+    """
 
     name: str
     root: Root | None
     before: Any
-    now: Any  # what is there instead; `before` and `now` are one object where it counts what it has given
-    holder: Any = None  # the object in which it lies; None: the module itself, a class, a global or a closure
+    now: Any  # the present value; the same object as `before` if its inner state changed
+    holder: Any = None  # the object that holds it; None: the module itself, a class, a global or a closure
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """The default generators of torch, numpy and `random` are afterwards as they were."""
+    """Restore the default generators of torch, numpy and `random` on exit."""
     torchs, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
@@ -86,7 +88,7 @@ def generators_kept() -> Iterator[None]:
 
 @contextmanager
 def context_kept() -> Iterator[None]:
-    """Context variables are afterwards as they were, also those that had no value, which Python cannot unset."""
+    """Restore context variables on exit, also those that had no value, which Python cannot unset."""
     inner = ctypes.py_object(contextvars.copy_context())
     ctypes.pythonapi.PyContext_Enter(inner)
     try:
@@ -97,24 +99,24 @@ def context_kept() -> Iterator[None]:
 
 @dataclass
 class Snapshot:
-    """Python state as it was. The tensors that were found are kept apart: what to do with them is the caller's."""
+    """A record of Python state, to compare or restore. The caller decides what to do with the `tensors` found."""
 
     tensors: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)  # of these
-    caches: list[Any] = field(default_factory=list)  # functions that keep what they gave
-    is_compiled: bool = False  # whether some of the code that was found is
+    caches: list[Any] = field(default_factory=list)  # functions with a cache (lru_cache)
+    is_compiled: bool = False  # whether some of the code found is compiled
     _put_back: list[PutBack] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)  # by id; held, so that no id is given twice
     _copied: dict[int, Any] = field(default_factory=dict)  # iterators
     _packages: frozenset[str] = frozenset()
     _compare: list[Callable[[], Iterator[Difference]]] = field(default_factory=list)
-    _names: dict[int, tuple[str, Root | None]] = field(default_factory=dict)  # of what was found
-    _at: tuple[str, Root | None] = ("", None)  # what is being looked at
+    _names: dict[int, tuple[str, Root | None]] = field(default_factory=dict)  # path and attribute of each object found
+    _at: tuple[str, Root | None] = ("", None)  # path and module attribute of the present object
 
     @staticmethod
     def of(module: nn.Module, *, without: Sequence[Tensor] = ()) -> Snapshot:
-        """All that is found from `module`, but for some tensors, and the generators that code draws from without naming
-        them.
+        """Take a snapshot of all that is found from `module` except the tensors `without`, and of the default
+        generators.
         """
         packages = frozenset(_package(type(m)) for m in module.modules()) - _OWN
         found = Snapshot(_packages=packages, _seen={id(x): x for x in without})
@@ -124,8 +126,9 @@ class Snapshot:
 
     @staticmethod
     def of_python(module: nn.Module, path: str, given: Any = ()) -> Snapshot:
-        """What Python holds, from `module`, which lies at `path`, and from arguments: to ask for `differences` later.
-        Nothing is done with tensors.
+        """Take a snapshot of Python state, for `differences`, found from `module` and from the arguments `given`.
+
+        `path`: the path of `module`. Nothing is done with tensors.
         """
         packages = frozenset(_package(type(m)) for m in module.modules()) - _OWN
         found = Snapshot(_packages=packages)
@@ -137,7 +140,7 @@ class Snapshot:
         return found
 
     def differences(self) -> Iterator[Difference]:
-        """What is another now. Of an iterator that cannot be asked it is said that it went on."""
+        """Yield the differences to the present. An iterator that does not show its state counts as advanced."""
         for one in self._compare:
             yield from one()
 
@@ -160,29 +163,29 @@ class Snapshot:
                     waiting.append(x)
 
     def uncopied(self) -> list[Any]:
-        """Of the objects that were found, those that no copy can be made of: locks, files and the like."""
+        """Return the objects found that cannot be copied: locks, files and the like."""
         return [held for held in self._seen.values() if isinstance(held, _SINGLE)]
 
     def found(self) -> list[Any]:
-        """All objects that were found."""
+        """Return all objects that were found."""
         return [*self._seen.values()]
 
     def names(self) -> frozenset[str]:
-        """What the code that was found names: globals, attributes."""
+        """Return the names in the user's code that was found: globals, attributes."""
         own = (held.__code__ for held in self._seen.values() if isinstance(held, FunctionType) and self.is_own(held))
         return frozenset(name for code in own for name in _names(code))
 
     def is_own(self, held: Any) -> bool:
-        """Whether a function or class is the user's code, and not a library's."""
+        """Return whether a function or class is the user's code, and not a library's."""
         name = getattr(held, "__module__", None) or ""
         return self._is_code(sys.modules.get(name), name)
 
     def name_of(self, held: Any) -> str:
-        """Where it was found."""
+        """Return the name under which an object was found."""
         return self._names.get(id(held), ("a tensor", None))[0]
 
     def put_back(self) -> None:
-        """As it was: the same objects in the same places."""
+        """Restore the state: the same objects in the same places."""
         for one in self._put_back:
             one()
 
@@ -195,7 +198,7 @@ class Snapshot:
             self._put_back.append(lambda: torch.cuda.set_rng_state_all(states))
 
     def _keep(self, held: Any) -> Iterator[Any]:
-        """Note how to put `held` back; what it refers to."""
+        """Note how to restore `held`, and yield the objects that it refers to."""
         if (compiled := getattr(held, "_torchdynamo_orig_callable", None)) is not None or isinstance(
             held, OptimizedModule
         ):
@@ -259,7 +262,7 @@ class Snapshot:
             yield from self._object(held)
 
     def _tensor(self, held: Tensor) -> Iterator[Any]:
-        if isinstance(held, AbsentTensor):  # it has nothing to lose
+        if isinstance(held, AbsentTensor):  # it has no data
             return
         try:
             alias, grad, needs = held.detach(), held.grad if held.is_leaf else None, held.requires_grad
@@ -350,7 +353,7 @@ class Snapshot:
         yield from items
 
     def _weak(self, held: Any) -> Iterator[Any]:
-        """A weak dictionary."""
+        """Note how to restore a weak dictionary, and yield its values."""
         items = [*held.items()]
 
         def put_back() -> None:
@@ -385,7 +388,7 @@ class Snapshot:
             yield was
 
     def _text(self, held: Any) -> None:
-        """A file in memory."""
+        """Note how to restore a file in memory."""
         if held.closed:
             return
         file: Any = held
@@ -412,7 +415,7 @@ class Snapshot:
         self._put_back.append(put_back)
 
     def _opaque(self, held: Any) -> None:
-        """An object of a standard library's type that nothing else is known of, but perhaps how to write it down."""
+        """Compare an object of a standard library's type by its file position, digest or pickled form, if any."""
         said = _written_down(held)
         if said is not None:
             self._differs(held, lambda: _written_down(held) != said)
@@ -437,7 +440,7 @@ class Snapshot:
         self._compare.append(compare)
 
     def _generator(self, held: Any) -> bool:
-        """Whether it is a generator of random numbers, which is then noted."""
+        """Note a generator of random numbers; return whether `held` is one."""
         if isinstance(held, torch.Generator):
             state = held.get_state()
             self._put_back.append(lambda: _set_torch(held, state))
@@ -461,7 +464,7 @@ class Snapshot:
         return True
 
     def _object(self, held: Any) -> Iterator[Any]:
-        """Attributes of an object."""
+        """Yield the attributes of an object."""
         if isinstance(own := getattr(held, "__dict__", None), dict) and not isinstance(held, Tensor):
             yield own
         slots = [n for kind in type(held).__mro__ for n in _listed(vars(kind).get("__slots__", ())) if n != "__dict__"]
@@ -522,7 +525,7 @@ class Snapshot:
                 yield from self._named(names, vars(module))
 
     def _named(self, names: frozenset[str], space: dict[str, Any]) -> Iterator[Any]:
-        """Globals that code may change."""
+        """Yield the globals that code may change."""
         missing = object()
         for name in sorted(names):
             if isinstance(value := space.get(name, missing), ModuleType):
@@ -536,7 +539,7 @@ class Snapshot:
                 yield was
 
     def _value(self, value: Any) -> Any:
-        """What is to stand in its place: itself, but of an iterator, which only goes forward, a copy."""
+        """Return the value to restore: itself, or a copy of an iterator, which only advances."""
         if not isinstance(value, (*_ITERATORS, *_OF_CONTAINERS)):
             return value
         if id(value) not in self._copied:
@@ -546,7 +549,7 @@ class Snapshot:
         return self._copied[id(value)]
 
     def _went_on(self, value: Any) -> None:
-        """Whether an iterator will have given something by then."""
+        """Compare an iterator by whether it has advanced."""
         outer, self._at = self._at, self._names.get(id(value), self._at)
         if isinstance(value, itertools.count):
             said = repr(value)
@@ -557,14 +560,14 @@ class Snapshot:
         self._at = outer
 
     def _is_read(self, kind: type) -> bool:
-        """Whether attributes of objects of a class are looked at."""
+        """Return whether attributes of objects of a class are read."""
         package = _package(kind)
         if kind is SimpleNamespace or issubclass(kind, _READ) or package in self._packages:
             return True
         return self._is_code(sys.modules.get(kind.__module__), kind.__module__)
 
     def _is_code(self, module: ModuleType | None, name: str) -> bool:
-        """Whether it is the user's code, and not a library's."""
+        """Return whether a module is the user's code, and not a library's."""
         if name.partition(".")[0] in _OWN:
             return False
         file = getattr(module, "__file__", None) or ""
@@ -573,13 +576,13 @@ class Snapshot:
 
 @dataclass
 class Copies:
-    """Copies of tensors, made at once, or each right before its memory is first written to (`watching`)."""
+    """The copies of tensors, made at once (`make`) or each right before its memory is first written (`watching`)."""
 
     tensors: Sequence[Tensor]
     _copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def make(self) -> None:
-        """Of all of them, now."""
+        """Copy all of the tensors now."""
         for tensor in self.tensors:
             self._copy(tensor)
 
@@ -591,21 +594,21 @@ class Copies:
             return
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """As it was; None where there is no copy of it."""
+        """Return the copy of a tensor; None if there is none."""
         found = self._copies.get(id(tensor))
         return None if found is None else found[1]
 
     def differ(self) -> bool:
-        """Whether a tensor has other numbers than its copy."""
+        """Return whether a tensor has other values than its copy."""
         copied = ((x, self._copies[id(x)][1]) for x in self.tensors if id(x) in self._copies)
         return any(x.shape != was.shape or not torch.equal(x, was) for x, was in copied)
 
     def watching(self) -> TorchDispatchMode:
-        """While it is entered, a copy is made of what is about to be written to."""
+        """Return a mode that copies a tensor right before an operator writes to it."""
         return _BeforeWrites(self.tensors, self._copy)
 
     def put_back(self) -> None:
-        """The numbers as they were, where they are others."""
+        """Restore the values of the tensors that differ from their copies."""
         with torch.no_grad():
             for alias, was in self._copies.values():
                 if not torch.equal(alias, was):
@@ -631,14 +634,17 @@ class _BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _changed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """What an operator may write to. Those of others, and normalisations, need not say so."""
+    """Return the tensors that an operator may write to.
+
+    For custom operators and batch norms these are all arguments, as their schema need not name them.
+    """
     if not hasattr(func, "_schema") or func.namespace != "aten" or "batch_norm" in func.name():
         return (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     return written(func, args, kwargs) if func._schema.is_mutable else iter(())
 
 
 def _twin(iterator: Any) -> Any:
-    """An iterator that gives what this one will give. What goes around another one would share it, if only copied."""
+    """Return an iterator that will yield what this one will. A plain copy would share an inner iterator."""
     if not isinstance(iterator, (*_ITERATORS, enumerate, zip)):
         return copy.copy(iterator)
     reduced: Any = iterator.__reduce__()
@@ -656,20 +662,20 @@ def _inner_twin(held: Any) -> Any:
 
 
 def _is_strange(held: Any) -> bool:
-    """An iterator that nothing is known of."""
+    """Return whether `held` is an iterator of an unknown kind."""
     kind = type(held)
     known = (*_ITERATORS, *_OF_CONTAINERS, GeneratorType)
     return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools") and not isinstance(held, known)
 
 
 def _are_same(before: Sequence[tuple[Any, Any]], now: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether two dictionaries hold the same."""
+    """Return whether two dictionaries hold the same."""
     pairs = zip(before, now, strict=False)
     return len(before) == len(now) and all(a is c and _is_same(b, d) for (a, b), (c, d) in pairs)
 
 
 def _written_down(held: Any) -> Any:
-    """What tells its state; None where nothing does."""
+    """Return a value that shows the state of an object; None if there is none."""
     if isinstance(held, io.IOBase):
         try:
             return held.tell()
@@ -679,12 +685,12 @@ def _written_down(held: Any) -> Any:
         return digest()
     try:
         return pickle.dumps(held)
-    except Exception:  # of whatever kind: it says nothing
+    except Exception:  # of whatever kind: its state cannot be compared
         return None
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Whether Python holds the same thing: one object, or equal numbers. Iterators stand for themselves."""
+    """Return whether two values are the same: one object, or equal plain values. Iterators are compared elsewhere."""
     if before is now or (isinstance(before, (*_ITERATORS, *_OF_CONTAINERS)) and type(before) is type(now)):
         return True
     return isinstance(before, _PLAIN) and type(before) is type(now) and (before == now or before != before)

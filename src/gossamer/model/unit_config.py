@@ -1,4 +1,4 @@
-"""The units of a run: found, or named by the user, where a model has no repeated blocks, or other ones are wanted."""
+"""Units of a run: found, or named by the user if a model has no repeated blocks, or other units are wanted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _KEY = "plan.units"
 
 
 def units_of(module: nn.Module, asked: Sequence[str] | Literal["auto"]) -> tuple[str, ...]:
-    """The units of a model, as `plan.units` asks for them: found once, and used wherever units are spoken of.
+    """Return the units of a model, as `plan.units` asks for them: found once, and used wherever units matter.
 
-    What torch.compile or torch.jit made as a whole is one unit. Raises BadInput.
+    A module made as a whole by torch.compile or torch.jit is one unit. Raises BadInput.
     """
     if isinstance(module, OptimizedModule | ScriptModule):
         if asked == "auto":
@@ -29,7 +29,7 @@ def units_of(module: nn.Module, asked: Sequence[str] | Literal["auto"]) -> tuple
 
 
 def check_open(module: nn.Module, key: str) -> None:
-    """That its units can be reached, and its forward be watched; raises BadInput."""
+    """Raise BadInput unless the units of a module can be reached, and its forward traced."""
     if isinstance(module, OptimizedModule):
         raise bad_input(
             wanted="a module whose units can be reached",
@@ -47,7 +47,7 @@ def check_open(module: nn.Module, key: str) -> None:
 
 
 def check_units(module: nn.Module, names: Sequence[str]) -> None:
-    """That a plan's units are modules of this model; raises BadInput."""
+    """Raise BadInput unless the units of a plan are modules of this model."""
     known = {name for name, _ in module.named_modules(remove_duplicate=False)}
     strange = next((name for name in names if name not in known), None)
     if strange is not None:
@@ -60,9 +60,9 @@ def check_units(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def given_units(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """The named modules, and all else that owns parameters: the largest children that hold none of them.
+    """Return the named modules, and for all other parameters the largest children that hold none of them.
 
-    In order of registration, each module once. Raises BadInput where a name is of no module, of one that cannot be
+    They are in order of registration, each module once. Raises BadInput for a name of no module, of one that cannot be
     called (a list of modules), or of one inside another.
     """
     known = dict(module.named_modules(remove_duplicate=False))

@@ -1,17 +1,17 @@
-"""Randomness keyed by (seed, step, micro-batch, unit): dropout does not depend on ranks, cuts, or what ran before.
+"""Random seeds keyed by (seed, step, micro-batch, unit): dropout does not depend on ranks, stages, or what ran before.
 
-Every unit seeds the generators before its forward, and again after it, so that what the model's own code between
-units draws is keyed too, and a unit's draws never move the ones that follow. Units called several times in one
-forward (shared layers) draw the same numbers each time. `forward` is wrapped, not hooked: some models call it directly.
+Every unit seeds the generators before its forward, and again after it. So the draws of the model's own code between
+units are keyed too, and a unit's draws never shift the ones that follow. Units called several times in one forward
+(shared layers) draw the same numbers each time. `forward` is wrapped, not hooked: some models call it directly.
 
-Python's `random` and numpy's generator are keyed likewise, where the code of the model, or of the unit, may draw from
-them (`draws.py`): those of the whole once per micro-batch, and in units that use them, per unit.
+Python's `random` and numpy's generator are keyed likewise, if the code of the model, or of the unit, may draw from them
+(`rng_usage.py`): those of the model once per micro-batch, and in units that use them, per unit.
 
 Cost on one core of an EPYC:
-    per unit         3.4 us;  where it may draw from Python's 7 us more, from numpy's 3 us more
-    per micro-batch  5 us;    where the model may,           14 us more,              2 us more
-Order: units are compiled (`compiled.py`) and staged (`cut/stage.py`) first, and keyed last, so that the seeding stays
-outside of compiled code, and ghosts seed as the real units do.
+    per unit         3.4 us;  if it may draw from Python's  7 us more, from numpy's 3 us more
+    per micro-batch  5 us;    if the model may,            14 us more,              2 us more
+Order: units are compiled (`compiled.py`) and made into stages (`split/stage.py`) first, and keyed last. So the seeding
+stays outside of compiled code, and placeholders seed as the real units do.
 Recompute: non-reentrant checkpointing runs a unit's forward again and gets the same numbers, provided that backward
 runs under the same `at` as its forward; elsewhere it raises, as the numbers would be silently wrong.
 A module that torch.compile wrapped as a whole keeps one seeding, at its top.
@@ -37,7 +37,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix(*keys: int) -> int:
-    """64 well-mixed bits of a sequence of integers (splitmix64 over each, order matters)."""
+    """Return 64 well-mixed bits of a sequence of integers (splitmix64 over each, order matters)."""
     state = 0
     for key in keys:
         state = _mixed(state, key)
@@ -52,7 +52,7 @@ def _mixed(state: int, key: int) -> int:
 
 
 class UnitSeeds:
-    """The seeding of one module's units. Made by `unit_seeds`; `remove` takes it off again."""
+    """The random seeding of one module's units. Made by `unit_seeds`; `remove` takes it off again."""
 
     def __init__(self, module: nn.Module, units: tuple[str, ...], seed: int) -> None:
         self.units, self.seed = units, seed
@@ -69,10 +69,10 @@ class UnitSeeds:
 
     @contextmanager
     def at(self, step: int, microbatch: int) -> Iterator[None]:
-        """Run the forward of a micro-batch, or its backward, or both.
+        """Run the forward of a micro-batch, or its backward, or both, in this context.
 
-        `microbatch` must name the samples and not the rank: the global index of the first sample does. Outside,
-        the generators are as if nothing had been drawn.
+        `microbatch` must name the samples and not the rank: the global index of the first sample does. Outside, the
+        generators are as if nothing had been drawn.
         """
         outer = self._state
         before = [generator.save() for generator in self._all]
@@ -87,18 +87,18 @@ class UnitSeeds:
 
     @property
     def is_on(self) -> bool:
-        """Whether a micro-batch is running."""
+        """Return whether a micro-batch is running."""
         return self._state is not None
 
     def draw_from(self, place: int, generators: Sequence[Generator]) -> None:
-        """What `generators` give from here on is that of a place in the micro-batch."""
+        """Seed `generators` for a place in the current micro-batch."""
         assert self._state is not None
         key = _mixed(self._state, place)
         for generator in generators:
             generator.seed(key)
 
     def remove(self) -> None:
-        """The units have their own forwards again; where one was wrapped once more, it stays and seeds no more."""
+        """Give the units their own forwards back. A seeding that was wrapped again since stays, but does nothing."""
         while self._keyed:
             unit, keyed = self._keyed.pop()
             if vars(unit).get("forward") is keyed:
@@ -109,7 +109,10 @@ class UnitSeeds:
 
 
 class Keyed:
-    """The forward of a unit, between two seedings. No closure, so that a copy of a module calls the copy's own."""
+    """The forward of a unit, with a seed of the generators before and after it.
+
+    It is no closure, so that a copy of a module calls the copy's own.
+    """
 
     def __init__(self, seeds: UnitSeeds, unit: nn.Module, place: int, drawn: tuple[Generator, ...]) -> None:
         self.seeds, self.place, self.drawn = seeds, place, drawn
@@ -119,6 +122,7 @@ class Keyed:
         unit.forward = self  # type: ignore[method-assign]
 
     def put_back(self, unit: nn.Module) -> None:
+        """Give `unit` its own forward back."""
         if self._of_class:
             del unit.forward
         else:
@@ -137,10 +141,10 @@ class Keyed:
 
 
 def unit_seeds(module: nn.Module, units: Sequence[str] = (), *, seed: int) -> UnitSeeds:
-    """Key the randomness of `module`, on the device that its parameters lie on now, unit by unit.
+    """Key the random numbers of `module`, on the device that its parameters lie on now, unit by unit.
 
-    Works from the next forward on, inside `at`; outside of it (evaluation, sampling) nothing is seeded. Default:
-    the units of `unit_names`.
+    Works from the next forward on, inside `at`; outside of it (evaluation, sampling) nothing is seeded. Default: the
+    units of `unit_names`.
     """
     whole = isinstance(module, OptimizedModule)
     return UnitSeeds(module, ("",) if whole else tuple(units) or unit_names(module), seed)

@@ -6,17 +6,18 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-_SHARE = 0.03  # a list that holds less of the parameters than this is a detail of something larger
+_SHARE = 0.03  # a list with a smaller fraction of the parameters is a part of a unit
 
 
 def unit_names(module: nn.Module) -> tuple[str, ...]:
-    """Paths of the units, in order of registration, each module once.
+    """Return the paths of the units, in order of registration, each module once.
 
-    Blocks are the children of a ModuleList of two or more that holds over 3% of the parameters; the outermost list
-    counts, and a list in a list is not a unit but its children are. Where no list is large enough, a ModuleDict of
-    modules of one class stands in for it, then containers that run their children one after the other (nn.Sequential),
-    then a ModuleList of one: a block that may be called many times. A model without any has its children that own
-    parameters, and where it has no children, itself (""). What has only one of them has those of that one.
+    Blocks are the children of a ModuleList of two or more that holds over 3% of the parameters. The outermost list
+    counts; a list in a list is not a unit, but its children are. If no list is large enough, a ModuleDict of modules of
+    one class takes its place. Then come containers that run their children one after the other (nn.Sequential), then a
+    ModuleList of one: a block that may be called many times. A model without any of these has its children that own
+    parameters as units, and a model without children is a unit itself (""). A model with only one unit has the units of
+    that one.
     """
     found: dict[int, str] = {}
     for path in _paths(module):
@@ -37,7 +38,10 @@ def _paths(module: nn.Module) -> list[str]:
 
 
 def block_names(module: nn.Module, units: Sequence[str] = ()) -> tuple[str, ...]:
-    """Those of `units` that are repeated blocks: inside a ModuleList, or a ModuleDict. Default: of `unit_names`."""
+    """Return those of `units` (default: `unit_names`) that are repeated blocks.
+
+    A block is in a ModuleList, or in a ModuleDict of two or more modules of one class.
+    """
     held = ((n, module.get_submodule(n.rpartition(".")[0])) for n in units or unit_names(module) if n)
     return tuple(n for n, at in held if isinstance(at, nn.ModuleList) or _is_list(at, nn.ModuleDict, 2))
 
@@ -73,7 +77,7 @@ def _frontier(module: nn.Module, path: str, lists: set[str]) -> Iterator[str]:
 
 
 def _elements(container: nn.Module, path: str) -> Iterator[str]:
-    """Children of a list; those that nobody can call are lists themselves."""
+    """Yield the paths of a list's children; children that are lists themselves are replaced by theirs."""
     for name, child in container.named_children():
         at = f"{path}.{name}"
         if isinstance(child, nn.ModuleList | nn.ModuleDict):

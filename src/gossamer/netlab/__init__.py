@@ -1,7 +1,7 @@
-"""The network laboratory: real hosts on one machine, with links as slow, as far and as unreliable as you say.
+"""Network emulation on one machine: real hosts, with links of a given bandwidth, delay and reliability.
 
-Hosts are network namespaces, links are veth pairs shaped by the kernel's htb in both directions, processors and memory
-are held by cgroups, distance is a delay line. Linux and root only; `lab_unavailable()` says what is missing.
+Hosts are network namespaces, links are veth pairs shaped by the kernel's htb in both directions, cgroups limit
+processors and memory, and a delay line adds latency. Linux and root only; `lab_unavailable()` returns what is missing.
 """
 
 from gossamer.netlab.cleanup import end, standing, sweep

@@ -1,4 +1,4 @@
-"""The cores that hosts really get, measured on all of them at the same time."""
+"""Measure the cores that every host really gets, on all of them at the same time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _WARM_UP_S, _SPIN_S = 0.6, 1.0  # for an interpreter to start under a small quot
 def real_cores(
     granted: Sequence[float], spawn: Callable[[int, Sequence[str]], subprocess.Popen[bytes]]
 ) -> tuple[float, ...]:
-    """Cores per host while every host spins; `spawn` starts a command with a pipe on a host."""
+    """Return the cores per host while every host spins.
+
+    `spawn` starts a command on a host, with a pipe for its output. Raises RunFailed when a host's measurement fails.
+    """
     start = time.monotonic() + _WARM_UP_S
     argv = [sys.executable, "-I", cpu_burn.__file__, str(start), str(start + _SPIN_S)]
     said: dict[int, str] = {}

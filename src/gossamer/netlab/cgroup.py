@@ -18,19 +18,19 @@ _OPTIONAL = ("memory.swap.max", "memory.memsw.limit_in_bytes")  # kernels that d
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """Where one controller ("cpu" or "memory") is: the folder of its hierarchy, and its version."""
+    """The mount point of one cgroup controller ("cpu" or "memory"): the folder of its hierarchy, and its version."""
 
     controller: str
     path: Path
     version: int
 
     def host(self, prefix: str, host: int) -> Path:
-        """The cgroup of one host."""
+        """Return the cgroup folder of one host."""
         return self.path / prefix / f"h{host}"
 
 
 def find(controller: str, *, mounts: Path = Path("/proc/self/mounts")) -> Mount:
-    """The hierarchy that has `controller`; raises BadInput where there is none."""
+    """Return the mounted hierarchy that has `controller`; raises BadInput where there is none."""
     for line in mounts.read_text("utf-8").splitlines():
         _, where, kind, options, *_ = line.split()
         if kind == "cgroup" and controller in options.split(","):
@@ -46,7 +46,10 @@ def find(controller: str, *, mounts: Path = Path("/proc/self/mounts")) -> Mount:
 
 
 def cores_granted(cpu: Sequence[float], *, present: int) -> tuple[float, ...]:
-    """Cores per host: what was asked for, scaled down together to at most 0.8 of those present."""
+    """Return the cores per host: the request `cpu`, scaled down together to at most 0.8 of those `present`.
+
+    Raises BadInput where a host would get less than the kernel's smallest quota (0.2 of a core).
+    """
     scale = min(1.0, MOST_OF_CORES * present / sum(cpu)) if cpu else 1.0
     granted = tuple(c * scale for c in cpu)
     least = LEAST_QUOTA_US / PERIOD_US
@@ -62,7 +65,7 @@ def cores_granted(cpu: Sequence[float], *, present: int) -> tuple[float, ...]:
 
 
 def quota_files(cores: float, version: int) -> dict[str, str]:
-    """What to write to give a cgroup `cores`."""
+    """Return the files and texts that give a cgroup `cores`, for cgroup version 1 or 2."""
     quota_us = round(cores * PERIOD_US)
     if version == 2:
         return {"cpu.max": f"{quota_us} {PERIOD_US}"}
@@ -70,14 +73,17 @@ def quota_files(cores: float, version: int) -> dict[str, str]:
 
 
 def limit_files(limit_bytes: int, version: int) -> dict[str, str]:
-    """What to write to hold a cgroup to `limit_bytes`, swap included where the kernel accounts for it."""
+    """Return the files and texts that limit a cgroup to `limit_bytes`, for cgroup version 1 or 2.
+
+    The limit includes swap where the kernel accounts for it.
+    """
     if version == 2:
         return {"memory.max": str(limit_bytes), "memory.swap.max": "0"}
     return {"memory.limit_in_bytes": str(limit_bytes), "memory.memsw.limit_in_bytes": str(limit_bytes)}
 
 
 def make(mount: Mount, prefix: str, files: Iterable[Mapping[str, str]]) -> None:
-    """Make the cgroups of all hosts, with their settings."""
+    """Create the cgroups of all hosts; `files` holds one host's settings each."""
     top = mount.path / prefix
     _write(top, {})
     if mount.version == 2:
@@ -88,7 +94,7 @@ def make(mount: Mount, prefix: str, files: Iterable[Mapping[str, str]]) -> None:
 
 
 def killed_for_memory(mount: Mount, prefix: str, host: int) -> int:
-    """How many processes of a host the kernel killed because its memory limit was reached."""
+    """Return how many processes of a host the kernel killed because its memory limit was reached."""
     name = "memory.events" if mount.version == 2 else "memory.oom_control"
     for line in (mount.host(prefix, host) / name).read_text("ascii").splitlines():
         word, _, count = line.partition(" ")
@@ -98,7 +104,7 @@ def killed_for_memory(mount: Mount, prefix: str, host: int) -> int:
 
 
 def cores_present() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,8 +1,8 @@
-"""What a laboratory leaves on the machine, written down before it is made, and how all of it is removed.
+"""The state file of an emulated network, written before anything is created, and the removal of all that it names.
 
-Every laboratory has a state file; its owner removes the laboratory however it ends, a warden process does so when the
-owner was killed, and the next `lab up` or `lab down` when the warden was killed too. Standard library only: the warden
-runs this file by path (remains.py PREFIX), apart from the owner, and has no second to import anything.
+Its owner removes the network however it ends; a cleanup process does so when the owner was killed, and the next `lab
+up` or `lab down` when that process was killed too. Standard library only: the cleanup process runs this file by path
+(cleanup.py PREFIX), without the owner's modules, and has no time to import any.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _GIVE_UP_S = 10.0
 
 
 def folder() -> Path:
-    """Where state files are."""
+    """Return the folder of the state files."""
     run = Path("/run")
     return (run if run.is_dir() else Path(tempfile.gettempdir())) / "gossamer-lab"
 
 
 def claim(cgroup_roots: Iterable[str]) -> str:
-    """A new prefix, with the state file that says who owns it and what will be made."""
+    """Return a new prefix; its state file names the owner and everything that will be created."""
     folder().mkdir(mode=0o755, exist_ok=True)
     roots, pid = list(cgroup_roots), os.getpid()
     for number in range(10_000):
@@ -51,12 +51,12 @@ def claim(cgroup_roots: Iterable[str]) -> str:
 
 
 def standing() -> tuple[str, ...]:
-    """The prefixes of all laboratories that have a state file."""
+    """Return the prefixes of all emulated networks that have a state file."""
     return tuple(sorted(path.stem for path in folder().glob("gsm*.json")))
 
 
 def sweep() -> tuple[str, ...]:
-    """Remove every laboratory whose owner is dead; the prefixes removed."""
+    """Remove every emulated network whose owner is dead; return their prefixes."""
     dead = tuple(prefix for prefix in standing() if not _owner_lives(_state(prefix)))
     for prefix in dead:
         remove(prefix)
@@ -67,7 +67,7 @@ def sweep() -> tuple[str, ...]:
 
 
 def remove(prefix: str) -> None:
-    """End a laboratory's processes and delete its namespaces, cgroups and state file. Safe to repeat."""
+    """Kill the processes of an emulated network and delete its namespaces, cgroups and state file. Safe to repeat."""
     state = _state(prefix)
     cgroups = [Path(path) for path in state.get("cgroups", ())]
     namespaces = _namespaces(prefix)
@@ -80,7 +80,7 @@ def remove(prefix: str) -> None:
 
 
 def end(prefix: str) -> None:
-    """Ask a laboratory's owner to end (SIGTERM), and remove the laboratory if it does not within 10 s."""
+    """Ask the owner of an emulated network to end (SIGTERM), and remove the network if it does not within 10 s."""
     state, until = _state(prefix), time.monotonic() + _GIVE_UP_S
     if _owner_lives(state):
         os.kill(state["pid"], signal.SIGTERM)
@@ -90,7 +90,10 @@ def end(prefix: str) -> None:
 
 
 def started(pid: int) -> int:
-    """When a process started, in clock ticks since boot: tells it from a later one of the same number. 0: none."""
+    """Return when a process started, in clock ticks since boot, 0 where there is none.
+
+    The time tells the process from a later one with the same pid.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
     except OSError:
@@ -167,7 +170,7 @@ def _parts(cgroup: Path) -> list[Path]:
 
 
 def guard(prefix: str) -> None:
-    """Wait for the owner's end, then remove what it left. The owner ends this process when it has cleaned up itself."""
+    """Wait for the owner's end, then remove what remains. An owner that has cleaned up ends this process itself."""
     state = _state(prefix)
     pid = state.get("pid")
     if isinstance(pid, int) and _owner_lives(state):

@@ -1,4 +1,4 @@
-"""The kernel's own byte counters, read at the bridge's end of every link: behind the shaping, before the next host."""
+"""Read the kernel's byte counters at the bridge's end of every link: after shaping, before the next host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ ByteCounts: TypeAlias = tuple[int, int]  # (tx_bytes, rx_bytes)
 
 
 def read_links(switch: str, topology: LabTopology) -> dict[str, ByteCounts]:
-    """Bytes per link since it was made: "h0" as host 0 sees them, "island0" as island 0 sees its uplink."""
+    """Return (tx_bytes, rx_bytes) per link since it was made.
+
+    "h0" is the link as host 0 sees it, "island0" the uplink as island 0 sees it (with several islands only).
+    """
     found = {entry["ifname"]: entry["stats64"] for entry in read_json("ip", "-n", switch, "-s", "-j", "link", "show")}
     count = {name: (int(stats["tx"]["bytes"]), int(stats["rx"]["bytes"])) for name, stats in found.items()}
     hosts = {f"h{h}": count[port(h)][::-1] for h in range(topology.hosts)}  # what the bridge receives, a host sent
@@ -26,7 +29,7 @@ def read_links(switch: str, topology: LabTopology) -> dict[str, ByteCounts]:
 
 
 def read_pairs(switch: str, topology: LabTopology) -> dict[tuple[int, int], int]:
-    """Bytes delivered per (source, target)."""
+    """Return the bytes delivered per (source, target)."""
     pairs: dict[tuple[int, int], int] = {}
     for target in range(topology.hosts):
         for handle, count in _CLASS.findall(tool("tc", "-n", switch, "-s", "class", "show", "dev", port(target))):

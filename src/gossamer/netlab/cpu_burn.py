@@ -1,7 +1,7 @@
-"""How much of the processors a host really gets: run by path in every host at the same time.
+"""Measure the cores that a host really gets: run by path on every host at the same time.
 
-spin.py START_S END_S PROCESSES keeps PROCESSES busy between two readings of the monotonic clock and writes the cores
-it had.
+cpu_burn.py START_S END_S PROCESSES keeps PROCESSES busy between two readings of the monotonic clock, and writes the
+cores it had.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 
 def spin(start_s: float, end_s: float) -> float:
-    """Cores that this process had between the two times (or from now, when it came late)."""
+    """Return the cores that this process had between the two clock readings (from now, when it starts late)."""
     time.sleep(max(0.0, start_s - time.monotonic()))
     wall, cpu = time.monotonic(), time.process_time()
     while time.monotonic() < end_s:
@@ -22,7 +22,7 @@ def spin(start_s: float, end_s: float) -> float:
 
 
 def main() -> None:
-    """Spin in as many processes as asked for and add up."""
+    """Spin in PROCESSES processes and write the sum of their cores."""
     start_s, end_s, processes = float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     children = []
     for _ in range(processes - 1):

@@ -1,9 +1,10 @@
-"""The delay line of one host, a process of its own: packets wait here for as long as the wire is long.
+"""The delay line of one host, a process of its own: it holds packets for the one-way delay of the link.
 
-Run by path, with the standard library alone: delay.py LINE DEVICE DELAY_S. It makes the TUN device LINE, and what the
-host sends into it leaves through DEVICE after DELAY_S. The rate is shaped on LINE, so what arrives here already keeps
-it, as on a real link: first the serialisation, then the propagation. Packets keep the kernel's large-segment headers
-(virtio_net_hdr) on both sides, so one read moves up to 64 KiB. Ends when it is told to, or when its parent ends.
+Run by path, with the standard library alone: delay.py LINE DEVICE DELAY_S. It makes the TUN device LINE, and sends the
+packets that the host writes there through DEVICE after DELAY_S. The bandwidth is shaped on LINE, so packets arrive here
+already shaped, as on a real link: first serialization, then propagation. Packets keep the kernel's large-segment
+headers (virtio_net_hdr) on both sides, so one read moves up to 64 KiB. It runs until killed, by its owner or by the
+cleanup process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HEADER = struct.Struct("=BBHHHH")  # virtio_net_hdr: flags, kind, header length
 
 
 def open_line(name: str) -> int:
-    """A TUN device whose packets carry a virtio_net_hdr."""
+    """Create a TUN device whose packets carry a virtio_net_hdr; return its file descriptor."""
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
     fcntl.ioctl(tun, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
@@ -35,7 +36,7 @@ def open_line(name: str) -> int:
 
 
 def open_device(name: str) -> socket.socket:
-    """A socket that sends whole frames through `name` and receives nothing."""
+    """Return a socket that sends whole frames through `name` and receives nothing."""
     out = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     out.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     out.bind((name, 0))
@@ -44,7 +45,7 @@ def open_device(name: str) -> socket.socket:
 
 
 def framed(packet: bytes, own: bytes) -> bytes | None:
-    """The frame for a packet read from the line; None for what is not IPv4."""
+    """Return the Ethernet frame for a packet read from the line, None for a packet that is not IPv4."""
     flags, kind, header, segment, start, offset = _HEADER.unpack_from(packet)
     body = packet[_HEADER.size :]
     if body[0] >> 4 != 4:
@@ -63,7 +64,7 @@ def framed(packet: bytes, own: bytes) -> bytes | None:
 
 
 def relay(line: int, out: socket.socket, delay_s: float) -> None:
-    """Move packets until the line goes away."""
+    """Move packets from the line to the device after `delay_s`, until the line is removed."""
     own = out.getsockname()[4]
     waiting: deque[tuple[float, bytes]] = deque()
     while True:
@@ -92,14 +93,14 @@ def _send(out: socket.socket, frame: bytes) -> None:
     try:
         out.send(frame)
     except OSError:
-        return  # a full or downed device loses packets, as wires do
+        return  # a full or downed device loses packets, as links do
 
 
 def main() -> None:
-    """Serve one host until killed."""
+    """Serve the delay line of one host until killed."""
     name, device, delay_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
     line, out = open_line(name), open_device(device)
-    os.setpriority(os.PRIO_PROCESS, 0, -15)  # the wire does not wait for the processors that the hosts share
+    os.setpriority(os.PRIO_PROCESS, 0, -15)  # a link's delay does not depend on the processors that hosts share
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     relay(line, out, delay_s)

@@ -1,4 +1,4 @@
-"""Processes on the laboratory's hosts: how they get there, what they are told, what they say."""
+"""Processes on emulated hosts: start them in their namespaces, set their environment, read their output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _ENTER += 'exec nsenter --net="$net" -- "$@"'
 
 
 def enter(namespace: str, cgroups: Sequence[Path], argv: Sequence[str]) -> list[str]:
-    """The command line that runs `argv` in a namespace and under cgroups; BadInput where there is no such program."""
+    """Return the command line that runs `argv` in a namespace and under cgroups.
+
+    Raises BadInput where there is no such program.
+    """
     if not argv:
         raise BadInput("no command: write what every host runs, e.g. -- python train.py", key="command")
     if shutil.which(argv[0]) is None:
@@ -35,7 +38,7 @@ def enter(namespace: str, cgroups: Sequence[Path], argv: Sequence[str]) -> list[
 
 
 def rank_environment(host: int, hosts: int, *, threads: int) -> dict[str, str]:
-    """What a rank finds in its environment: the names torchrun uses, and Gossamer's own."""
+    """Return the environment variables of a rank: the names torchrun uses, and Gossamer's own."""
     return {
         "RANK": str(host),
         "WORLD_SIZE": str(hosts),
@@ -52,7 +55,7 @@ def rank_environment(host: int, hosts: int, *, threads: int) -> dict[str, str]:
 
 
 class Pipe:
-    """One host's output, cut into lines."""
+    """A reader of one host's output, line by line."""
 
     def __init__(self, host: int, process: subprocess.Popen[bytes], output: HostOutput) -> None:
         assert process.stdout is not None
@@ -61,7 +64,7 @@ class Pipe:
         os.set_blocking(self.stdout.fileno(), False)
 
     def read(self) -> bool:
-        """Hand on what is there; False when there was nothing (now, or ever again)."""
+        """Pass on the lines that are there; return False when there was no data (for now, or at the end)."""
         try:
             data = os.read(self.stdout.fileno(), 65536)
         except BlockingIOError:
@@ -72,7 +75,10 @@ class Pipe:
         return bool(data)
 
     def finish(self) -> None:
-        """Hand on what is left of a process that has ended (a child of its that lives on is not waited for)."""
+        """Pass on the rest of the output of a process that has ended.
+
+        A child of it that still runs is not waited for.
+        """
         while self.read():
             pass
         if self._rest:
@@ -87,9 +93,9 @@ def follow(
     exited: Exited | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """Wait for one process per host, handing on their lines and ends as they come; the exit codes in host order.
+    """Wait for one process per host and return the exit codes in host order.
 
-    `meanwhile` is called a hundred times a second.
+    Lines of output and exits are passed on as they come. `meanwhile` is called a hundred times a second.
     """
     pipes = {host: Pipe(host, p, output) for host, p in enumerate(processes) if output is not None}
     codes: dict[int, int] = {}
@@ -119,7 +125,7 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]], known: Mapping[int, int
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kill what still runs, and reap everything."""
+    """Kill the processes that still run, and reap all of them."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -1,4 +1,4 @@
-"""What happens to the links while a command runs: a list of changes, each with its time."""
+"""Changes of links while a command runs: a list of events, each with its time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _WRITTEN = re.compile(r"([0-9.]+)s\s+(slow|cut|heal)\s+h(\d+)(?:-h(\d+))?(?:\s+(
 
 @dataclass(frozen=True, slots=True)
 class LinkEvent:
-    """`after_s` seconds into a run, do `verb` (slow, cut or heal) to a host's link, or to its pair with `to`."""
+    """A change of a host's link, or of its pair with `to`, `after_s` seconds into a run.
+
+    verb: slow (to `rate_bytes_per_s`), cut or heal.
+    """
 
     after_s: float
     verb: str
@@ -26,7 +29,7 @@ class LinkEvent:
 
     @staticmethod
     def parse(written: str) -> LinkEvent:
-        """Read "10s slow h1 5mbit", "20s cut h1-h2" or "30s heal h1"; raises BadInput."""
+        """Parse "10s slow h1 5mbit", "20s cut h1-h2" or "30s heal h1"; raises BadInput."""
         match = _WRITTEN.fullmatch(written.strip())
         if match is None or (match.group(2) == "slow") != (match.group(5) is not None):
             raise bad_input(
@@ -41,14 +44,14 @@ class LinkEvent:
         )
 
     def applied(self, shape: LinkRates) -> LinkRates:
-        """The rates after this change; raises BadInput for a host or rate that cannot be."""
+        """Return the link rates after this change; raises BadInput for an unknown host or an impossible rate."""
         if self.verb == "slow":
             return shape.slowed(self.host, self.rate_bytes_per_s, self.to)
         return shape.severed(self.host, self.to) if self.verb == "cut" else shape.healed(self.host, self.to)
 
 
 class EventSchedule:
-    """Changes that are still to come, counted from when the calendar was made."""
+    """A schedule of link events, whose times count from its construction."""
 
     def __init__(self, changes: Sequence[LinkEvent], apply: Callable[[LinkEvent], None]) -> None:
         self._coming = sorted(changes, key=lambda change: change.after_s)
@@ -56,6 +59,6 @@ class EventSchedule:
         self._start = time.monotonic()
 
     def keep(self) -> None:
-        """Apply what is due."""
+        """Apply the events that are due."""
         while self._coming and self._coming[0].after_s <= time.monotonic() - self._start:
             self._apply(self._coming.pop(0))

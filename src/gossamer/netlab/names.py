@@ -1,4 +1,4 @@
-"""How the parts of one laboratory are called, and the addresses its hosts have."""
+"""Names of the devices and namespaces of one emulated network, and the addresses of its hosts."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ LINE = "line0"  # where packets enter the delay line
 
 @dataclass(frozen=True, slots=True)
 class LabNames:
-    """Names made from the laboratory's own prefix: only network namespaces are visible outside of it."""
+    """The names made from the network's own prefix: only network namespaces are visible outside of it."""
 
     prefix: str
 
     @property
     def switch(self) -> str:
-        """The namespace that holds the bridges and the far end of every link."""
+        """The namespace of the bridges and of the far end of every link."""
         return f"{self.prefix}sw"
 
     def host(self, host: int) -> str:
-        """The namespace of one host."""
+        """Return the namespace of one host."""
         return f"{self.prefix}h{host}"
 
     def path(self, host: int) -> str:
-        """The file that stands for a host's namespace."""
+        """Return the file that stands for a host's namespace."""
         return f"/run/netns/{self.host(host)}"
 
 
 def address(host: int) -> str:
-    """A host's IPv4 address. Every laboratory has its own namespaces, so all of them use the same ones."""
+    """Return a host's IPv4 address. Every emulated network has its own namespaces, so all use the same addresses."""
     return f"10.77.0.{host + 1}"
 
 
 def hardware_address(host: int) -> str:
-    """A host's link address: fixed, so that nothing has to be asked for on the wire."""
+    """Return a host's link address: fixed, so that no address resolution is sent."""
     return f"02:67:73:6d:00:{host + 1:02x}"
 
 
 def port(host: int) -> str:
-    """The bridge's end of a host's link."""
+    """Return the bridge's end of a host's link."""
     return f"h{host}"
 
 
 def bridge(island: int) -> str:
-    """The bridge of one island."""
+    """Return the bridge of one island."""
     return f"island{island}"
 
 
 def uplink(island: int) -> str:
-    """The island's end of its link to the core."""
+    """Return the island's end of its link to the core."""
     return f"up{island}"
 
 
 def downlink(island: int) -> str:
-    """The core's end of that link."""
+    """Return the core's end of an island's link."""
     return f"down{island}"
 
 

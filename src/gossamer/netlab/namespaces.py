@@ -1,8 +1,8 @@
 """Hosts as network namespaces, links as veth pairs, islands as bridges joined by a core bridge.
 
-All bridges stand in a namespace of their own, so that nothing of the machine's network (firewall, addresses, other
-bridges) touches the laboratory. Nobody learns or asks for addresses: neighbours and forwarding entries are fixed, and
-IPv6 is off, so every byte that the counters see belongs to what the hosts send.
+All bridges are in a namespace of their own, so that the machine's network (firewall, addresses, other bridges) does not
+affect the emulated one. No addresses are learned or resolved: neighbor and forwarding entries are fixed, and IPv6 is
+off, so every byte that the counters count is sent by the hosts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _QUIET_HOST = (
 
 
 def wire(names: LabNames, topology: LabTopology) -> None:
-    """Build namespaces, bridges, links and addresses; no rates yet."""
+    """Create namespaces, bridges, links and addresses; no rates yet."""
     everyone = range(topology.hosts)
     for namespace in [names.switch, *(names.host(h) for h in everyone)]:
         tool("ip", "netns", "add", namespace)
@@ -46,7 +46,7 @@ def wire(names: LabNames, topology: LabTopology) -> None:
 
 
 def lead_through_line(names: LabNames, topology: LabTopology, host: int) -> None:
-    """Send everything that `host` sends into its delay line (whose process has made the device)."""
+    """Route all traffic of `host` into its delay line (whose process has created the device)."""
     gso_bytes = lump_bytes(topology.rate_bytes_per_s)
     batch(
         "ip",
@@ -59,7 +59,10 @@ def lead_through_line(names: LabNames, topology: LabTopology, host: int) -> None
 
 
 def lump_bytes(rate_bytes_per_s: float) -> int:
-    """The most that a host hands to its link in one piece: 10 ms of it, within what headers and the kernel allow."""
+    """Return the largest segment that a host hands to its link, in bytes.
+
+    It is 10 ms of the link's rate, between 16 and 64 KiB as headers and the kernel require.
+    """
     return int(min(65536.0, max(16384.0, rate_bytes_per_s * 0.01)))
 
 

@@ -1,4 +1,4 @@
-"""The laboratory itself: it stands between `with` and its end, and nothing of it stands after."""
+"""An emulated network of hosts: it exists inside the `with` block, and nothing of it remains after."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ Environment = Callable[[int], Mapping[str, str]]
 
 
 class Lab:
-    """Real hosts on this machine: `with Lab(Topology(4, rate_bytes_per_s=12.5e6)) as lab: lab.run([...])`.
+    """An emulated network of real hosts on this machine.
 
-    Raises BadInput where it cannot stand, with what it needs. It is removed at the end of the block, by its warden
-    process when this process is killed, and by the next laboratory when the warden was killed too.
+    `with Lab(LabTopology(4, rate_bytes_per_s=12.5e6)) as lab: lab.run([...])`.
+
+    Raises BadInput, naming what is missing, where it cannot be created. It is removed at the end of the block. When
+    this process is killed, a cleanup process removes it; when that was killed too, the next emulated network does.
     """
 
     def __init__(self, topology: LabTopology) -> None:
@@ -67,15 +69,15 @@ class Lab:
 
     @property
     def prefix(self) -> str:
-        """What the names of this laboratory's namespaces begin with."""
+        """The prefix of the names of this network's namespaces."""
         return self._standing().prefix
 
     def address(self, host: int) -> str:
-        """The IPv4 address of a host."""
+        """Return the IPv4 address of a host."""
         return address(self._known(host))
 
     def entry(self, host: int) -> str:
-        """A line for any root shell that opens a shell on a host, under the host's limits."""
+        """Return a command line for any root shell that opens a shell on a host, under the host's limits."""
         namespace, cgroups = self._place(host)
         joins = "".join(f"echo $$ >{cgroup}/cgroup.procs && " for cgroup in cgroups)
         return f"sh -c '{joins}exec nsenter --net={namespace} bash'"
@@ -112,14 +114,14 @@ class Lab:
         exited: Exited | None = None,
         changes: Sequence[LinkEvent] = (),
     ) -> tuple[int, ...]:
-        """Run `command` on every host and wait; the exit codes in host order (-n: ended by signal n).
+        """Run `command` on every host and wait; return the exit codes in host order (-n: ended by signal n).
 
-        `env(host)` adds to the rank environment. `output(host, line)` gets what the hosts write (else it goes to this
-        process's own output); `exited(host, code)` is called in the order in which they end; `changes` happen to the
-        links meanwhile.
+        `env(host)` adds to the rank environment. `output(host, line)` receives the lines that hosts write (None: they
+        go to this process's own output); `exited(host, code)` is called in the order in which hosts end; `changes` are
+        applied to the links meanwhile.
         """
         for change in changes:
-            change.applied(self._shape)  # a wrong one is said before anything starts
+            change.applied(self._shape)  # raises for a wrong one before anything starts
         pipe = None if output is None else subprocess.PIPE
         started: list[subprocess.Popen[bytes]] = []
         try:
@@ -137,22 +139,22 @@ class Lab:
                 process.send_signal(number)
 
     def counters(self) -> dict[str, ByteCounts]:
-        """The kernel's byte counters, (tx_bytes, rx_bytes): "h0" of a host's link, "island0" of an island's uplink.
+        """Return the kernel's byte counters as (tx_bytes, rx_bytes): "h0" of a host's link, "island0" of an uplink.
 
         As interfaces count: a large segment that the kernel moves in one piece counts its headers once.
         """
         return read_links(self._standing().switch, self.topology)
 
     def pairs(self) -> dict[tuple[int, int], int]:
-        """Bytes that went from one host to another, headers counted per packet, as a real wire would carry them."""
+        """Return the bytes sent from one host to another, headers counted per packet, as on a real network."""
         return read_pairs(self._standing().switch, self.topology)
 
     def slow(self, host: int, rate_bytes_per_s: float, *, to: int | None = None) -> None:
-        """Give a host's link another rate (or its pair with `to`, both directions), at once."""
+        """Set another rate for a host's link (or for its pair with `to`, both directions), at once."""
         self.change(LinkEvent(0.0, "slow", host, to, rate_bytes_per_s))
 
     def cut(self, host: int, *, to: int | None = None) -> None:
-        """Lose everything to and from a host (or between it and `to`), silently, as a far-away cable would."""
+        """Drop all packets to and from a host (or between it and `to`) silently, as a cable cut elsewhere does."""
         self.change(LinkEvent(0.0, "cut", host, to))
 
     def heal(self, host: int, *, to: int | None = None) -> None:
@@ -160,7 +162,7 @@ class Lab:
         self.change(LinkEvent(0.0, "heal", host, to))
 
     def change(self, change: LinkEvent) -> None:
-        """Make a change now, whatever its time says."""
+        """Apply a link event now, whatever its time."""
         names, before = self._standing(), self._shape
         self._shape = shape = change.applied(before)
         for host in range(self.topology.hosts):
@@ -168,18 +170,18 @@ class Lab:
             _retell(names.switch, [s.ingress_lines(host, verb="change") for s in (before, shape)])
 
     def calibrate(self) -> tuple[float, ...]:
-        """Spin on every host at the same time; the cores that each really had. Takes 1.6 s; () without quotas."""
+        """Spin on every host at the same time; return the cores that each got. Takes 1.6 s; () without quotas."""
         return real_cores(self.cores, lambda host, argv: self.spawn(host, argv, stdout=subprocess.PIPE))
 
     def killed_for_memory(self) -> dict[int, int]:
-        """Hosts whose processes the kernel killed at the memory limit, with how many."""
+        """Return how many processes the kernel killed at the memory limit, for every host with such a process."""
         prefix = self._standing().prefix
         mounts = [mount for mount in self._mounts if mount.controller == "memory"]
         found = {h: cgroup.killed_for_memory(m, prefix, h) for m in mounts for h in range(self.topology.hosts)}
         return {host: count for host, count in found.items() if count}
 
     def down(self) -> None:
-        """End every process of the laboratory and remove it. Safe to repeat."""
+        """Kill every process of the emulated network and remove it. Safe to repeat."""
         if self._names is None:
             return
         stop([*self._spawned, *self._lines])

@@ -1,4 +1,4 @@
-"""Whether a laboratory can stand here, and what is missing where it cannot."""
+"""Check whether a network can be emulated here, and name what is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _TOOLS = {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "nsenter": "
 
 @lru_cache(maxsize=1)
 def lab_unavailable() -> str | None:
-    """None where a laboratory can stand, else what it needs. Tried once per process, with a real namespace."""
+    """Return what network emulation needs and this machine lacks, None where it works.
+
+    Tried once per process, with a real namespace.
+    """
     if not sys.platform.startswith("linux"):
         return f"the laboratory needs Linux (network namespaces), and this is {sys.platform}"
     if os.geteuid() != 0:

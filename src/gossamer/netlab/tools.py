@@ -1,4 +1,4 @@
-"""Run the system's network tools, many lines at a time."""
+"""Run the system's network tools (ip, tc, bridge), many lines at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gossamer.spec.errors import RunFailed
 
 
 def tool(*argv: str, lines: Sequence[str] = ()) -> str:
-    """What `argv` writes when it is given `lines`; raises RunFailed with the tool's own words."""
+    """Run `argv` with `lines` as its input and return its output; raises RunFailed with the tool's own message."""
     done = subprocess.run(argv, input="\n".join([*lines, ""]), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
@@ -26,7 +26,7 @@ def batch(program: str, namespace: str, lines: Sequence[str]) -> None:
 
 
 def read_json(*argv: str) -> list[dict[str, Any]]:
-    """The JSON list that ip or tc answers with."""
+    """Return the JSON list that ip or tc prints."""
     answer: list[dict[str, Any]] = json.loads(tool(*argv) or "[]")
     return answer
 

@@ -1,4 +1,4 @@
-"""What a laboratory looks like: hosts, link rates, islands, delay, shares of the processor."""
+"""The topology of an emulated network: hosts, link rates, islands, delay, processor shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_DELAY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PairRate:
-    """`source` may send to `target` at no more than `bytes_per_s` (one direction)."""
+    """A limit in bytes/s on what `source` may send to `target` (one direction)."""
 
     source: int
     target: int
@@ -24,12 +24,12 @@ class PairRate:
 
 @dataclass(frozen=True, slots=True)
 class LabTopology:
-    """A laboratory as a value; raises BadInput where it cannot be built.
+    """The topology of an emulated network; raises BadInput where it cannot be built.
 
     `rate_bytes_per_s`: every host's link, each direction (inf: not shaped).
     `islands`: hosts per island, in host order; () is one island. `between_bytes_per_s`: the uplink of an island,
     each direction, shared by its hosts. `delay_s`: one way, between any two hosts (a round trip takes twice that).
-    `cpu`: cores per host, scaled down together where they ask for too many; () sets no quota.
+    `cpu`: cores per host, scaled down together where they exceed the machine; () sets no quota.
     `memory_bytes`: one limit for all hosts or one per host; () sets none. `exceptions`: pairs slower than their links.
     """
 
@@ -61,15 +61,15 @@ class LabTopology:
             self._check_pair(pair)
 
     def island(self, host: int) -> int:
-        """The island that `host` stands in."""
+        """Return the island of `host`."""
         return next(k for k, end in enumerate(accumulate(self.sizes())) if host < end)
 
     def sizes(self) -> tuple[int, ...]:
-        """Hosts per island; one island of all where none are named."""
+        """Return the hosts per island; one island of all where none are named."""
         return self.islands or (self.hosts,)
 
     def memory(self) -> tuple[int, ...]:
-        """The limit of every host in bytes, or () for none."""
+        """Return the memory limit of every host in bytes, or () for none."""
         return self.memory_bytes * self.hosts if len(self.memory_bytes) == 1 else self.memory_bytes
 
     def _check_islands(self) -> None:

@@ -1,7 +1,7 @@
-"""Rates as htb classes: one leaf per destination on a host's own end, one per source on the bridge's end.
+"""Link rates as htb classes: one leaf per destination on a host's own end, one per source on the bridge's end.
 
-A leaf is promised its part of the link and may borrow up to the pair's rate (`ceil`), so neither the pair's nor the
-link's rate is exceeded. Cutting happens on the bridge's end only: to the sender a cut looks like silence.
+A leaf is guaranteed its share of the link and may borrow up to the pair's rate (`ceil`). So neither the pair's nor the
+link's rate is exceeded. Links are cut on the bridge's end only: to the sender a cut looks like silence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_BYTES_PER_S = 12.5e9  # "not shaped": 100 Gbit/s, beyond what veth carries
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """The rates in force: the topology's, and what was changed since."""
+    """The link rates in force: the topology's, and the changes since."""
 
     topology: LabTopology
     links: Mapping[int, float] = field(default_factory=dict)
@@ -28,11 +28,11 @@ class LinkRates:
     cut: frozenset[tuple[int, int]] = frozenset()
 
     def link_bytes_per_s(self, host: int) -> float:
-        """The rate of a host's link, each direction."""
+        """Return the rate of a host's link, each direction."""
         return min(_MOST_BYTES_PER_S, self.links.get(host, self.topology.rate_bytes_per_s))
 
     def pair_bytes_per_s(self, source: int, target: int) -> float:
-        """The most that `source` can send to `target` when nobody else sends."""
+        """Return the most that `source` can send to `target` when no other host sends."""
         top = self.topology
         between = top.between_bytes_per_s if top.island(source) != top.island(target) else _MOST_BYTES_PER_S
         written = {(p.source, p.target): p.bytes_per_s for p in top.exceptions}
@@ -40,12 +40,15 @@ class LinkRates:
         return min(pair, between, self.link_bytes_per_s(source), self.link_bytes_per_s(target))
 
     def others(self, host: int) -> list[int]:
-        """All hosts but `host`; raises BadInput where there is no such host."""
+        """Return all hosts but `host`; raises BadInput where there is no such host."""
         _known(host, self.topology.hosts)
         return [other for other in range(self.topology.hosts) if other != host]
 
     def slowed(self, host: int, rate_bytes_per_s: float, to: int | None) -> LinkRates:
-        """With another rate for a link, or for the pair (host, to) in both directions; raises BadInput."""
+        """Return a copy with another rate for a link, or for the pair (host, to) in both directions.
+
+        Raises BadInput for an impossible rate or an unknown host.
+        """
         check_rate(rate_bytes_per_s, key="slow")
         pairs = self._between(host, to)
         if to is None:
@@ -53,30 +56,30 @@ class LinkRates:
         return replace(self, pairs={**self.pairs, **dict.fromkeys(pairs, rate_bytes_per_s)})
 
     def severed(self, host: int, to: int | None) -> LinkRates:
-        """Without the host's link, or without the pair."""
+        """Return a copy in which the host's link, or the pair, is cut."""
         return replace(self, cut=self.cut | self._between(host, to))
 
     def healed(self, host: int, to: int | None) -> LinkRates:
-        """As the topology says again: rates and cuts of the host's link, or of the pair."""
+        """Return a copy with the topology's rates, and without cuts, for the host's link and pairs, or for the pair."""
         gone = self._between(host, to)
         links = {h: r for h, r in self.links.items() if h != host or to is not None}
         pairs = {p: r for p, r in self.pairs.items() if p not in gone}
         return replace(self, links=links, pairs=pairs, cut=self.cut - gone)
 
     def egress_lines(self, device: str, host: int, *, verb: str = "add") -> list[str]:
-        """tc's lines for a host's own end; `verb` is add or change."""
+        """Return tc's lines for a host's own end; `verb` is add or change."""
         rate = self.link_bytes_per_s(host)
         leaves = [_Leaf(to, f"dst {address(to)}", self.pair_bytes_per_s(host, to)) for to in self.others(host)]
         return _tree(device, rate, leaves, verb=verb)
 
     def ingress_lines(self, host: int, *, verb: str = "add") -> list[str]:
-        """tc's lines for the bridge's end of a host's link."""
+        """Return tc's lines for the bridge's end of a host's link; `verb` is add or change."""
         rate = self.link_bytes_per_s(host)
         leaves = [_Leaf(o, f"src {address(o)}", rate, is_cut=(o, host) in self.cut) for o in self.others(host)]
         return _tree(port(host), rate, leaves, verb=verb)
 
     def uplink_lines(self) -> list[str]:
-        """tc's lines for the links between the islands and the core."""
+        """Return tc's lines for the links between the islands and the core."""
         rate = min(_MOST_BYTES_PER_S, self.topology.between_bytes_per_s)
         devices = [side(k) for k in range(len(self.topology.sizes())) for side in (uplink, downlink)]
         return [line for device in devices for line in _tree(device, rate, [], verb="add")]
@@ -96,7 +99,7 @@ class LinkRates:
 
 
 def peer_of(handle: str) -> int | None:
-    """The host that a class "1:1a" carries traffic of, if it is a leaf."""
+    """Return the host whose traffic the class "1:1a" carries, None if it is no leaf."""
     number = int(handle.partition(":")[2] or "0", 16) - _FIRST
     return number if number >= 0 else None
 

@@ -1,4 +1,4 @@
-"""Small integers side by side in bytes: 1, 2 or 4 bits each, the first in the lowest bits.
+"""Packing of small integers into bytes: 1, 2 or 4 bits each, the first in the lowest bits.
 
 One multiplication of a wide word brings the bits of all its bytes together; one look-up of a byte spreads them again.
 """
@@ -14,9 +14,9 @@ _WORD = {1: torch.int64, 2: torch.int32, 4: torch.int16}  # as wide as the numbe
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """The low `bits` of codes (..., n) int8, contiguous, 8 / bits dividing n, as (..., n bits / 8) uint8.
+    """Pack the low `bits` of codes (..., n) int8, contiguous, 8 / bits dividing n, to (..., n bits / 8) uint8.
 
-    `codes` is written over.
+    `codes` is overwritten.
     """
     size = 8 // bits
     words = codes.view(_WORD[bits])
@@ -27,8 +27,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, codes: Tensor) -> None:
-    """Write what is in packed (..., m) uint8 to codes (..., 8 m / bits) int8, contiguous, as two's complement; of one
-    bit, 0 is 1 and 1 is -1.
+    """Unpack (..., m) uint8 to codes (..., 8 m / bits) int8, contiguous, as two's complement.
+
+    With one bit, 0 becomes 1 and 1 becomes -1.
     """
     table = _table(bits, packed.device)
     torch.index_select(table, 0, packed.flatten().int(), out=codes.view(-1).view(_WORD[bits]))
@@ -36,7 +37,7 @@ def unpack(packed: Tensor, bits: int, codes: Tensor) -> None:
 
 @cache
 def _table(bits: int, device: torch.device) -> Tensor:
-    """(256,) words: the numbers in each byte, as bytes of their own."""
+    """Return (256,) words: the numbers in each byte, as one byte each."""
     byte = torch.arange(256, dtype=torch.int32).unsqueeze(-1)
     codes = (byte >> bits * torch.arange(8 // bits, dtype=torch.int32)) & (2**bits - 1)
     signed = 1 - 2 * codes if bits == 1 else codes - (codes >> bits - 1) * 2**bits

@@ -1,4 +1,4 @@
-"""Float32 numbers cut into planes of bytes that resemble each other, and put together again."""
+"""Byte planes of float32 numbers: bytes that resemble each other, side by side, for a lossless codec."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIGN = -(2**31)
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x (n,) float32 as its exponents (n,), signs with 7 bits of mantissa (n,), other 16 bits (2 n,), each uint8."""
+    """Split x (n,) float32 into exponents (n,), signs with 7 mantissa bits (n,), other 16 bits (2 n,), each uint8."""
     whole, numel = x.view(torch.int32), x.numel()
     exponents, leading = (torch.empty(numel, dtype=torch.uint8, device=x.device) for _ in range(2))
     trailing = torch.empty(numel, dtype=torch.int16, device=x.device)
@@ -28,7 +28,7 @@ def split(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def join(exponents: Tensor, leading: Tensor, trailing: Tensor) -> Tensor:
-    """The numbers of which `split` made these planes."""
+    """Return the float32 numbers of the planes that `split` returned."""
     numel = exponents.numel()
     out = torch.empty(numel, dtype=torch.float32, device=exponents.device)
     aligned = trailing.storage_offset() % 2 == 0

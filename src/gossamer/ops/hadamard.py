@@ -1,4 +1,4 @@
-"""The Hadamard transform of 32 neighbours: every number spread evenly over its group, and brought back exactly."""
+"""The Hadamard transform of groups of 32 numbers, which spreads each evenly over its group, and its exact inverse."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ GROUP = 32
 
 
 def hadamard(x: Tensor, out: Tensor, *, before: Tensor | None = None, after: Tensor | None = None) -> None:
-    """Write H (before * x) * after to out, group by group: x and out (numel,) float32, GROUP dividing numel; H the
-    symmetric matrix of +1 and -1 with H H = 32 I; before and after (GROUP,). out may be x.
+    """Write H (before * x) * after to out, group by group: x and out (numel,) float32, GROUP dividing numel.
+
+    H is the symmetric matrix of +1 and -1 with H H = 32 I; before and after are (GROUP,). out may be x.
     """
     inner = _matrix(GROUP // 2, x.device)
     room = torch.empty(min(CHUNK, x.numel()), dtype=torch.float32, device=x.device)

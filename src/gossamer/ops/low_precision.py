@@ -1,4 +1,4 @@
-"""Numbers in narrower floating-point types, with a power of two per block so that nothing overflows."""
+"""Conversion to narrower floating-point types, with a power of two per block so that nothing overflows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ _MOST = torch.finfo(torch.float32).max
 
 
 def narrow(x: Tensor, block: int, top: int, scales: Tensor, out: Tensor) -> None:
-    """Write x (..., numel) float32 over a power of two per block to `out` (..., numel), in its type, and the powers to
-    `scales` (..., ceil(numel / block)). The largest magnitude of a block comes to lie in [2^top, 2^(top + 1)); so no
-    bit is lost but by rounding and by underflow. A block with a number that is not finite gets an infinite scale.
+    """Divide x (..., numel) float32 by a power of two per block and write it to `out` (..., numel), in its type.
+
+    The powers go to `scales` (..., ceil(numel / block)). The largest magnitude of a block is then at least 2^top and
+    below 2^(top + 1), so bits are lost by rounding and by underflow only. A block with a non-finite number gets an
+    infinite scale.
     """
     rows, room, scales, out = as_rows(x), scratch(x, block), as_rows(scales), as_rows(out)
     for span in spans(rows, block):
@@ -30,8 +32,10 @@ def narrow(x: Tensor, block: int, top: int, scales: Tensor, out: Tensor) -> None
 
 
 def widen(values: Tensor, scales: Tensor, block: int) -> Tensor:
-    """What `narrow` wrote, as a new (..., numel) float32. What rounding has made larger than the largest float32 comes
-    back as that: only a block with an infinite scale had a number that is not finite.
+    """Return the numbers that `narrow` wrote, as a new (..., numel) float32.
+
+    Rounding may have made a number larger than the largest float32: it is returned as that one. Only a block with an
+    infinite scale had a non-finite number.
     """
     out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     rows, scales, target = as_rows(values), as_rows(scales), as_rows(out)

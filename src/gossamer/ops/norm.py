@@ -1,4 +1,4 @@
-"""Sums of squares over many tensors, and scaling many tensors at once."""
+"""Norm of many tensors together, and scaling of many tensors at once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ROW = 2048  # elements
 
 
 def global_norm_squared(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements, () on the first tensor's device; 0 for no tensor. float32, or float64 where
-    any tensor is.
+    """Return the sum of squares of all elements, () on the first tensor's device; 0 for no tensor.
 
-    Half types are read as float32, so 1e4 squared does not overflow; inf and nan come through.
+    It is float32, or float64 where any tensor is. Half types are read as float32, so 1e4 squared does not overflow; inf
+    and nan are kept.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float32)

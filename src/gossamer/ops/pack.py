@@ -1,4 +1,4 @@
-"""Several tensors in one message: their bytes one behind the other."""
+"""Packing of several tensors into one message, one after the other."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def pack(*tensors: Tensor) -> Tensor:
-    """The bytes of `tensors`, (nbytes,) uint8. Widest types first, so that `unpack` finds each of them aligned."""
+    """Return the bytes of `tensors`, (nbytes,) uint8. Pass the widest types first, so that `unpack` can alias them."""
     return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
 
 
 def unpack(message: Tensor, kinds: Sequence[tuple[int, torch.dtype]]) -> tuple[Tensor, ...]:
-    """Back to tensors of (numel, dtype), as views where the message is aligned, else copies."""
+    """Return the tensors of a message by (numel, dtype), as views where the message is aligned, else copies."""
     found, start = [], 0
     for numel, dtype in kinds:
         part = message[start : start + numel * dtype.itemsize]

@@ -1,4 +1,4 @@
-"""Block quantisation: numbers to small integers with one scale per block of neighbours."""
+"""Block quantization: numbers to small integers with one scale per block of neighbors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ def quantise(
     bits: int = 8,
     lost: Tensor | None = None,
 ) -> None:
-    """Write x (..., numel) float32 as integers in [-levels, levels] to `out`, and the size of one integer step to
-    `scales` (..., ceil(numel / block)). `out` is (..., numel) int8; with fewer bits (..., ceil(numel bits / 8)) uint8,
-    and the block a multiple of 8. Rounds to nearest, or up or down at random so that the mean is right. A block with a
-    number that is not finite gets a scale that is not finite. What rounding takes off x goes to `lost`, which may be x.
+    """Quantize x (..., numel) float32 to integers in [-levels, levels] in `out`, with one scale per block in `scales`.
+
+    `scales` (..., ceil(numel / block)) gets the size of one integer step. `out` is (..., numel) int8; with fewer bits
+    (..., ceil(numel bits / 8)) uint8, and the block a multiple of 8. Rounds to nearest, or with a `generator`
+    stochastically, so that the mean is unbiased. A block with a non-finite number gets a non-finite scale. The rounding
+    error of x is written to `lost`, which may be x.
     """
     rows, room = as_rows(x), scratch(x, block)
     rest = None if lost is None else as_rows(lost)
@@ -44,7 +46,7 @@ def quantise(
 
 
 def dequantise(levels: Tensor, scales: Tensor, block: int, bits: int = 8, numel: int | None = None) -> Tensor:
-    """The integers `quantise` wrote times the scale of their block, as a new (..., numel) float32."""
+    """Return the integers of `quantise` times the scale of their block, as a new (..., numel) float32."""
     numel = levels.shape[-1] if numel is None else numel
     out = torch.empty((*levels.shape[:-1], numel), dtype=torch.float32, device=levels.device)
     levels, scales, rows = as_rows(levels), as_rows(scales), as_rows(out)
@@ -56,7 +58,7 @@ def dequantise(levels: Tensor, scales: Tensor, block: int, bits: int = 8, numel:
 
 
 def add_dequantised(total: Tensor, levels: Tensor, scales: Tensor, block: int, bits: int = 8) -> None:
-    """Add what `dequantise` gives to `total` (..., numel) float32, in place."""
+    """Add the result of `dequantise` to `total` (..., numel) float32, in place."""
     levels, scales, rows, room = as_rows(levels), as_rows(scales), as_rows(total), scratch(total, block)
     codes = scratch(total, block, torch.int8) if bits < 8 else None
     for span in spans(rows, block):
@@ -65,12 +67,12 @@ def add_dequantised(total: Tensor, levels: Tensor, scales: Tensor, block: int, b
 
 
 def largest(values: Tensor, room: Tensor) -> Tensor:
-    """(..., blocks): the largest magnitude of each block of values (..., blocks, width), NaN where one is."""
+    """Return the largest magnitude of each block of values (..., blocks, width), NaN where one is, as (..., blocks)."""
     return torch.abs(values, out=room).amax(-1)  # five times faster than the vector norm, and as careful about NaN
 
 
 class _Shake:
-    """Adds odd multiples of 2^-16 in (-1/2, 1/2), whose mean is zero: rounding to nearest then is right in the mean."""
+    """Noise for stochastic rounding: odd multiples of 2^-16 in (-1/2, 1/2) with mean zero, added before rounding."""
 
     def __init__(self, room: Tensor, generator: torch.Generator) -> None:
         self._noise = Noise(-(-room.numel() // 2), generator, room.device)
@@ -106,7 +108,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _steps_of(levels: Tensor, span: Span, bits: int, codes: Tensor | None) -> Tensor:
-    """The integers of one span, (rows, blocks, width) int8; those in fewer bits are spread out in `codes`."""
+    """Return the integers of one span, (rows, blocks, width) int8; those in fewer bits are unpacked into `codes`."""
     return span.numbers(levels) if codes is None else _unpacked(span.packed(levels, bits), bits, span, codes)
 
 

@@ -1,10 +1,10 @@
-"""Random directions of +1 and -1, by counting: entry i is a function of (key, i) alone, and nothing is stored.
+"""Random directions of +1 and -1 from a counter-based generator: entry i depends on (key, i) alone; nothing is stored.
 
 Paper: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014 (splitmix64).
 Equations, for entry i of n, in block B = i // BLOCK, which has W = min(BLOCK, n - B BLOCK) / 32 words, rounded up:
     z_i = -1 where bit 31 - j // W of word j % W is set, else +1,   j = i % BLOCK
     word w of block B = the upper half of splitmix64's output number B BLOCK / 32 + w of the stream that starts at key
-Only integers decide, modulo 2^64, and what is added is exactly +c or -c: so a sum of directions, term by term, has the
+Only integers decide, modulo 2^64, and each term adds exactly +c or -c. So a sum of directions, term by term, has the
 same bits on every kind of device and in every version. Random numbers of torch's own generators have not.
 Work:    10 integer operations per 32 entries, 4 operations (3 ns) per entry and term.   Memory: 2 blocks of 256 KiB.
 """
@@ -23,8 +23,9 @@ _TOP = -(2**31)
 
 
 def signed_sums(numel: int, terms: Sequence[tuple[int, float]], device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """sum_k c_k z(key_k) over the `terms` (key, c), float32, added up in their order: piece by piece, and where each
-    piece lies in the (numel,) whole. A piece is good until the next.
+    """Yield sum_k c_k z(key_k) over the `terms` (key, c), float32, in pieces: (slice of the (numel,) whole, piece).
+
+    Terms are added in their order. A piece is valid until the next one.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=device)[:, None]
     for start in range(0, numel, BLOCK):
@@ -39,7 +40,7 @@ def signed_sums(numel: int, terms: Sequence[tuple[int, float]], device: torch.de
 
 
 def _words(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Outputs `first` and on of the stream, (count,) int32."""
+    """Return `count` outputs of the stream from number `first` on, (count,) int32."""
     x = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device)
     x.mul_(_GOLDEN).add_(_signed(key))
     x.bitwise_xor_(_shifted(x, 30)).mul_(_FIRST)
@@ -49,15 +50,15 @@ def _words(key: int, first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift to the right, with zeros from the left."""
     return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _signed(key: int) -> int:
-    """The same 64 bits as a signed number."""
+    """Return the same 64 bits as a signed number."""
     return ((key + 2**63) & (2**64 - 1)) - 2**63
 
 
 def _bits(value: float) -> int:
-    """Of the float32 nearest to `value`."""
+    """Return the bits of the float32 nearest to `value`."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])

@@ -1,4 +1,4 @@
-"""Random bits for rounding, cheaply: a pool of words drawn once, and a fresh affine map of it for every use."""
+"""Random bits for stochastic rounding: a pool of words drawn once, and a fresh affine map of it for every use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class Noise:
-    """Uniform random 32-bit words, any two of them independent.
+    """A generator of uniform random 32-bit words, any two of them independent.
 
-    The pool is r, and what is handed out a r + b (mod 2^32) with an odd a and any b drawn each time: every word stays
+    The pool is r, and `words` returns a r + b (mod 2^32) with an odd a and any b drawn each time. Every word stays
     uniform and any two stay independent, which is all that the mean and the variance of a sum depend on. Drawing every
     word afresh would take longer than the rest of an encoding.
     """
@@ -20,7 +20,7 @@ class Noise:
         self._moved = torch.empty_like(self._pool)
 
     def words(self, count: int) -> Tensor:
-        """(count,) int32, `most` at most; good until the next call, and free to be changed."""
+        """Return (count,) int32, at most `most` words; valid until the next call, and free to be changed."""
         pair = self._drawn(2, self._pool.device)
         return torch.add(pair[1], self._pool[:count], alpha=int(pair[0]) | 1, out=self._moved[:count])
 

@@ -12,7 +12,7 @@ _WORD = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Hashes:
-    """Cell and sign of every entry in every row of a sketch, (rows, entries)."""
+    """A count-sketch's hashes: cell and sign of every entry in every row, (rows, entries)."""
 
     cells: Tensor  # int64, in [0, columns)
     signs: Tensor  # float32, 1 or -1
@@ -20,8 +20,10 @@ class Hashes:
 
     @staticmethod
     def draw(places: Tensor, rows: int, columns: int, rng: torch.Generator) -> Hashes:
-        """Multiply-shift, twice: after one multiplication neighbours still lie at equal distances, and where two of
-        them collide many do (the error of a sketch of 5000 neighbours was 0.3 |x|^2 on average, 17 |x|^2 at worst).
+        """Draw the hashes of `places` by multiply-shift, applied twice.
+
+        After one multiplication neighbors still lie at equal distances, and where two of them collide many do (the
+        error of a sketch of 5000 neighbors was 0.3 |x|^2 on average, 17 |x|^2 at worst).
         """
         keys = torch.empty(4, rows, 1, dtype=torch.int64, device=places.device)
         a, b, c, d = keys.random_(-(2**63), None, generator=rng)
@@ -32,17 +34,17 @@ class Hashes:
         return Hashes(cells, signs, columns)
 
     def encode(self, values: Tensor) -> Tensor:
-        """S[j, cells[j, k]] += signs[j, k] values[k], as (rows, columns)."""
+        """Return the sketch S[j, cells[j, k]] += signs[j, k] values[k], as (rows, columns)."""
         sketch = values.new_zeros(self.cells.shape[0], self.columns)
         return sketch.scatter_add_(1, self.cells, self.signs * values)
 
     def decode(self, sketch: Tensor) -> Tensor:
-        """What every row says of every entry, (rows, entries)."""
+        """Return every row's estimate of every entry, (rows, entries)."""
         return sketch.gather(1, self.cells).mul_(self.signs)
 
 
 def median(rows: Tensor) -> Tensor:
-    """Index of the row that holds the median of every column, (1, entries); the number of rows is odd."""
+    """Return the index of the row that holds the median of every column, (1, entries); the number of rows is odd."""
     if rows.shape[0] == 1:
         return torch.zeros(rows.shape, dtype=torch.int64, device=rows.device)
     if rows.shape[0] > 3:

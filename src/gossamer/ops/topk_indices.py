@@ -1,4 +1,4 @@
-"""Finding few entries among many: those above a threshold, and the largest ones."""
+"""Selection of few entries among many: those above a threshold, and the largest ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HITS = 64  # numbers of a sample that should lie above the threshold
 
 
 def magnitudes(x: Tensor) -> Tensor:
-    """The bits of |x| as int32: ordered like |x|, with infinity and then not-a-number at the top."""
+    """Return the bits of |x| as int32: ordered like |x|, with infinity and then NaN at the top."""
     return x.view(torch.int32).bitwise_and(_MAGNITUDE)
 
 
 def at_least(x: Tensor, threshold: int) -> Tensor:
-    """Places, int64 and ascending, where magnitudes(x) >= threshold; x (numel,) float32. One reading of x."""
+    """Return the indices, int64 and ascending, where magnitudes(x) >= threshold, of x (numel,) float32, read once."""
     words, found = x.view(torch.int32), []
     buffer = torch.empty(min(_CHUNK, x.numel()), dtype=torch.int32, device=x.device)
     mask = torch.empty(buffer.shape, dtype=torch.bool, device=x.device)
@@ -31,7 +31,7 @@ def at_least(x: Tensor, threshold: int) -> Tensor:
 
 
 def places_of(mask: Tensor) -> Tensor:
-    """Places of a sparse mask (numel,) bool, int64 and ascending: by words of eight, most of which are empty."""
+    """Return the indices set in a sparse mask (numel,) bool, int64 and ascending; tests eight elements at once."""
     whole = mask.numel() // 8 * 8
     words = mask[:whole].view(torch.int64)
     hit = words.nonzero().view(-1)
@@ -42,7 +42,7 @@ def places_of(mask: Tensor) -> Tensor:
 
 
 def to_bits(mask: Tensor) -> Tensor:
-    """A mask (numel,) bool as (ceil(numel / 8),) uint8. May be written over."""
+    """Pack a mask (numel,) bool to (ceil(numel / 8),) uint8. The mask may be overwritten."""
     missing = -mask.numel() % 8
     return bits.pack(
         torch.cat((mask, mask.new_zeros(missing))).view(torch.int8) if missing else mask.view(torch.int8), 1
@@ -50,7 +50,7 @@ def to_bits(mask: Tensor) -> Tensor:
 
 
 def places_of_bits(packed: Tensor) -> Tensor:
-    """Places of the bits that are set in what `to_bits` gave, int64 and ascending."""
+    """Return the indices of the bits set by `to_bits`, int64 and ascending."""
     hit = packed.nonzero().view(-1)
     signs = torch.empty(8 * hit.numel(), dtype=torch.int8, device=packed.device)
     bits.unpack(packed[hit], 1, signs)
@@ -59,13 +59,13 @@ def places_of_bits(packed: Tensor) -> Tensor:
 
 
 def count_bits(packed: Tensor) -> int:
-    """How many bits are set: much cheaper than finding them where they are many."""
+    """Return the number of bits set: much cheaper than finding them where they are many."""
     ones = torch.tensor([byte.bit_count() for byte in range(256)], device=packed.device)
     return int(torch.bincount(packed.int(), minlength=256).mul_(ones).sum())
 
 
 def sampled_threshold(x: Tensor, k: int, rng: torch.Generator, *, margin: float) -> int:
-    """Bits of a magnitude that about k of x reach: a little more than k, by `margin` standard errors of the sample.
+    """Return the bits of a magnitude that slightly more than k of x reach, by `margin` standard errors of the sample.
 
     At least 1, so that zeros are never above it. 0 < k <= numel.
     """
@@ -77,12 +77,12 @@ def sampled_threshold(x: Tensor, k: int, rng: torch.Generator, *, margin: float)
 
 
 def is_small(numel: int, k: int) -> bool:
-    """Whether a sample would be no smaller than what it stands for."""
+    """Return whether a sampled threshold would not pay off: the tensor is small, or k is 0 or more than half of it."""
     return k == 0 or numel <= 2 * max(_FEWEST, _HITS * numel // k) or 2 * k > numel
 
 
 def largest(x: Tensor, k: int, rng: torch.Generator) -> Tensor:
-    """Places of the k largest magnitudes of x (numel,) float32, exactly and in no order; not-a-number is largest.
+    """Return the indices of the k largest magnitudes of x (numel,) float32, exactly and in no order; NaN is largest.
 
     A sampled threshold leaves a few more than k candidates to select from: 10 times faster than selecting from all.
     """

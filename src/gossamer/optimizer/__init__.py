@@ -1,7 +1,7 @@
-"""Update rules: how a parameter moves, given its gradient. One rule per file, state passed in and updated in place.
+"""Optimizers: update a parameter given its gradient. One optimizer per file, state passed in and updated in place.
 
 State is keyed by parameter name and slot, and a slot has its parameter's shape (or is 0-dim), so that a checkpoint can
-store it by slice. Learning rates over time are in `optim.rate`.
+store it by slice. Learning-rate schedules are in `optimizer.lr_schedule`.
 """
 
 from __future__ import annotations
@@ -18,43 +18,48 @@ OptimizerState: TypeAlias = dict[str, dict[str, Tensor]]  # parameter name -> sl
 
 
 class Optimizer(ABC):
-    """A frozen dataclass: its fields are its whole configuration."""
+    """An optimizer: a frozen dataclass of settings; its states are passed in and updated in place."""
 
     @property
     @abstractmethod
     def lr(self) -> float:
-        """The largest rate: what a Rate's factors multiply."""
+        """Return the peak learning rate, which an LRSchedule's factors multiply."""
 
     @property
     @abstractmethod
     def slots(self) -> tuple[str, ...]:
-        """Names of the tensors that are kept per parameter."""
+        """Return the names of the optimizer states per parameter."""
 
     @property
     def by_element(self) -> bool:
-        """Whether each number moves by what is known of it alone: a part of a parameter then moves as in the whole."""
+        """Return whether each element is updated by itself, so that a slice of a parameter gets the same update."""
         return True
 
     @property
     def begins_apart(self) -> bool:
-        """Whether islands may train apart from the first step on."""
+        """Return whether local steps may start with the first step, without synchronous warm-up."""
         return True
 
     @property
     def counts_each(self) -> bool:
-        """Whether `step` is the number of updates of each parameter, as in torch: one that got no gradient in a step is
-        not counted in it. Else it is that of the run, whose phases all parameters are in together.
+        """Return whether `step` counts each parameter's own updates, as in torch: steps without its gradient do not
+        count.
+
+        Otherwise it counts the updates of the run, as for phases that all parameters enter together.
         """
         return True
 
     @property
     def is_plain(self) -> bool:
-        """Whether w <- w - lr lr_scale g is all it does: whoever makes g bit by bit may then do it in its place."""
+        """Return whether the update is w <- w - lr lr_scale g and nothing else.
+
+        Code that generates g bit by bit may then apply it in place of this optimizer.
+        """
         return False
 
     @abstractmethod
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
-        """The state before the first update, for every parameter, on its device."""
+        """Return the states of every parameter before the first update, on its device."""
 
     @abstractmethod
     def update(
@@ -66,10 +71,10 @@ class Optimizer(ABC):
         lr_scale: float,
         step: int,
     ) -> None:
-        """Move the parameters that have a gradient, in place, and their state with them.
+        """Update the parameters that have a gradient, and their states, in place.
 
-        params, grads: by name, in the parameter's own shape (a slice keeps its number of dimensions);
-        lr_scale: factor on `lr`, from a Rate; step: number of updates made before this one.
+        params, grads: by name, in the parameter's own shape (a slice keeps its number of dimensions); lr_scale: factor
+        on `lr`, from an LRSchedule; step: number of updates made before this one.
         """
 
     def update_apart(
@@ -81,27 +86,28 @@ class Optimizer(ABC):
         lr_scale: float,
         step: int,
     ) -> None:
-        """The same, in a step in which islands train apart: `grads` are those of this one alone."""
+        """Update the parameters in a local step: `grads` are averaged within this island only."""
         self.update(params, grads, state, lr_scale=lr_scale, step=step)
 
     def meet(
         self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: OptimizerState, *, rates: float
     ) -> None:
-        """Islands have met at `params`, some steps after they parted: for most rules there is nothing to do.
+        """Update the states after a sync round, when `params` are the global parameters; most optimizers do nothing.
 
-        moved: where they parted minus where each came to, the mean, as it arrived on all of them; rates: the sum of the
-        learning rates of those steps, 0 where nobody has moved.
+        moved: mean pseudo-gradient by name (global parameters before the round minus local ones), equal on all islands;
+        rates: sum of the learning rates of the round's steps, 0 where no island took part.
         """
         return None
 
     def second_moments(self, state: OptimizerState, *, step: int) -> Mapping[str, Tensor]:
-        """What islands apart can tell each other after `step` updates: the mean squares that gradients of all of them
-        together would have, as far as this one knows. Of most rules nothing.
+        """Return the second moments that islands average, after `step` updates; empty for most optimizers.
+
+        They are this island's estimate of the mean squares of the gradients of all islands together.
         """
         return {}
 
     def learn(self, squares: Mapping[str, Tensor], state: OptimizerState) -> None:
-        """The means over the islands of what some time ago were their `second_moments`."""
+        """Load the average over islands of what `second_moments` returned some time ago."""
         return None
 
 

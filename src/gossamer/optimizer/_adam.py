@@ -1,4 +1,4 @@
-"""What rules in the manner of Adam share: their settings' limits, and their two moments."""
+"""Arithmetic shared by the Adam-like optimizers: limits of their settings, and the updates of both moments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gossamer.spec.validate import below_one, not_negative, positive
 
 
 class Adaptive(Protocol):
-    """The settings of such a rule."""
+    """The settings of an Adam-like optimizer."""
 
     @property
     def lr(self) -> float: ...
@@ -25,7 +25,7 @@ class Adaptive(Protocol):
 
 
 def check(rule: Adaptive) -> None:
-    """Raises BadInput for settings out of their limits."""
+    """Raise BadInput for settings out of their limits."""
     positive("lr", rule.lr)
     for beta in rule.betas:
         below_one("betas", beta)
@@ -34,8 +34,9 @@ def check(rule: Adaptive) -> None:
 
 
 def moments(rule: Adaptive, group: Lists, grads: list[Tensor], step: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Move the first two slots (`mean`, `square`) of a group by `grads`; m / (1 - b1^t) and sqrt(v / (1 - b2^t)) + eps
-    of them, t = step + 1, as new tensors.
+    """Update both moments (the slots `mean` and `square`) by `grads` and return their bias-corrected values.
+
+    These are m / (1 - b1^t) and sqrt(v / (1 - b2^t)) + eps, t = step + 1, as new tensors.
     """
     b1, b2 = rule.betas
     means, squares = group.slots[:2]
@@ -51,8 +52,9 @@ def moments(rule: Adaptive, group: Lists, grads: list[Tensor], step: int) -> tup
 def frozen(
     rule: Adaptive, group: Lists, below: list[Tensor], *, seen: float | list[Tensor], decays: bool, rate: float
 ) -> None:
-    """Move a group by its gradients as AdamW does, but with `below` (see `inverse`) for the second moments; `seen`: the
-    sum of the first moments' weights.
+    """Update parameters as AdamW does, with frozen second moments: `below` (see `inverse`) is their inverse root.
+
+    `seen`: the sum of the first moments' weights.
     """
     b1, _ = rule.betas
     means = group.slots[0]
@@ -65,8 +67,10 @@ def frozen(
 
 
 def inverse(squares: list[Tensor], *, seen: float | list[Tensor], floor: float, eps: float) -> list[Tensor]:
-    """1 / (h + eps), h = sqrt(v / seen), of second moments that no longer follow the gradients: h at least `floor`
-    times its root mean square over the parameter, and 0 for what has v = 0. `seen`: the sum of their weights.
+    """Return 1 / (h + eps), h = sqrt(v / seen), of second moments `squares` that no longer follow the gradients.
+
+    h is at least `floor` times its root mean square over the parameter; the result is 0 where v = 0. `seen`: the sum of
+    the second moments' weights.
     """
     found = []
     for square in torch._foreach_div(squares, seen):

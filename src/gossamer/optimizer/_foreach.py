@@ -1,4 +1,4 @@
-"""Mappings by name become the lists that torch's fused kernels take: one group per device, type and extra key."""
+"""Lists of tensors for torch's fused kernels, out of mappings by name: one group per device, type and extra key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Tensors of one kernel call; `slots[i]` lists slot i of every parameter. All contiguous and of one type."""
+    """The tensors of one kernel call; `slots[i]` lists slot i of every parameter. All contiguous and of one type."""
 
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -19,7 +19,7 @@ class Lists:
 
 
 def zeros(params: Mapping[str, Tensor], slots: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-    """Zeros of each parameter's shape, type and device, per slot."""
+    """Return zeros of each parameter's shape, type and device, per slot."""
     return {
         name: {slot: torch.zeros_like(p, memory_format=torch.contiguous_format).detach() for slot in slots}
         for name, p in params.items()
@@ -34,10 +34,10 @@ def lists(
     *,
     apart: Callable[[Tensor], bool] = lambda _: False,
 ) -> Iterator[tuple[bool, Lists]]:
-    """(apart(param), tensors) per group of parameters that have a gradient.
+    """Yield (apart(param), tensors) for each group of parameters that have a gradient.
 
-    The kernels walk memory and ignore strides, so a tensor that is not contiguous is worked on as a copy, written
-    back when the group has been consumed; parameters and slots that are contiguous are changed in place.
+    The kernels walk memory and ignore strides. So a non-contiguous tensor is passed as a copy, which is written back
+    when the group has been consumed; contiguous parameters and slots are changed in place.
     """
     groups: dict[tuple[torch.device, torch.dtype, bool], Lists] = {}
     copies: list[tuple[Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""Trust ratios: how far a layer may go in one step, measured by how large it is."""
+"""Trust ratios: the length of a layer's update relative to the norm of its parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def ratios(params: Sequence[Tensor], updates: Sequence[Tensor], *, largest: float, trust: float = 1.0) -> list[Tensor]:
-    """trust min(|w|, largest) / |u| of each pair, 1 where one of both is 0; of the updates' type, 0-dim."""
+    """Return trust min(|w|, largest) / |u| of each pair, 1 where one of both is 0; of the updates' type, 0-dim."""
     found = []
     for w, u in zip(torch._foreach_norm(list(params)), torch._foreach_norm(list(updates)), strict=True):
         ratio = trust * w.clamp(max=largest) / u
@@ -18,6 +18,6 @@ def ratios(params: Sequence[Tensor], updates: Sequence[Tensor], *, largest: floa
 
 
 def unit(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each over its norm; what is zero stays zero."""
+    """Return each tensor over its norm; zeros stay zeros."""
     norms = torch._foreach_norm(list(tensors))
     return [t / torch.where(n > 0, n, torch.ones_like(n)) for t, n in zip(tensors, norms, strict=True)]

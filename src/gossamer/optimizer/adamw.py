@@ -26,7 +26,7 @@ from gossamer.optimizer._foreach import lists, zeros
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW(Optimizer):
-    """Decoupled weight decay; `decay_1d`: whether vectors and scalars decay too."""
+    """Adam with decoupled weight decay; `decay_1d`: whether vectors and scalars decay too."""
 
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
@@ -74,5 +74,5 @@ class AdamW(Optimizer):
             )
 
     def decays(self, param: Tensor) -> bool:
-        """Whether weights of this parameter shrink."""
+        """Return whether weight decay applies to this parameter."""
         return self.decay_1d or param.ndim >= 2

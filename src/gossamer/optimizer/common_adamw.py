@@ -38,7 +38,7 @@ from gossamer.spec.validate import a_part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonAdamW(Optimizer):
-    """`part`: this island's of all samples; 1 is AdamW, for there are no others."""
+    """AdamW with second moments that islands average. `part`: this island's share of all samples; 1 is plain AdamW."""
 
     inner: AdamW = field(default_factory=AdamW)
     part: float = 1.0
@@ -48,7 +48,7 @@ class CommonAdamW(Optimizer):
 
     @staticmethod
     def around(rule: Optimizer, part: float) -> CommonAdamW:
-        """Raises BadInput where the rule is another one."""
+        """Wrap an optimizer; raise BadInput unless it is AdamW."""
         if not CommonAdamW.serves(rule):
             raise bad_input(
                 wanted="adamw, whose second moments islands can bring together",
@@ -60,7 +60,7 @@ class CommonAdamW(Optimizer):
 
     @staticmethod
     def serves(rule: Optimizer) -> TypeGuard[AdamW]:
-        """Whether islands that go by this rule can bring its second moments together."""
+        """Return whether islands can average the second moments of this optimizer."""
         return isinstance(rule, AdamW)
 
     @property
@@ -101,7 +101,7 @@ class CommonAdamW(Optimizer):
         lr_scale: float,
         step: int,
     ) -> None:
-        if self.part == 1:  # there is nobody to learn from: what is common would rest for ever
+        if self.part == 1:  # no other island exists: `common` would never be refreshed
             self.update(params, grads, state, lr_scale=lr_scale, step=step)
             return
         b1, b2 = self.inner.betas
@@ -118,7 +118,7 @@ class CommonAdamW(Optimizer):
 
     @torch.no_grad()
     def second_moments(self, state: OptimizerState, *, step: int) -> Mapping[str, Tensor]:
-        seen = 1 - self.inner.betas[1] ** step if step else 1.0  # an island may have made none, and say so
+        seen = 1 - self.inner.betas[1] ** step if step else 1.0  # an island may have made no update
         return {name: slots["square"] / seen for name, slots in state.items()}
 
     @torch.no_grad()

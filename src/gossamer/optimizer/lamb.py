@@ -28,7 +28,10 @@ from gossamer.spec.validate import positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lamb(Optimizer):
-    """`largest`: limit of a parameter's norm in its ratio; `vectors`: whether norms and biases are treated alike."""
+    """Adam with layer-wise trust ratios.
+
+    `largest`: limit of a parameter's norm in its ratio; `vectors`: trust ratios for 1-D parameters too.
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -67,7 +70,10 @@ class Lamb(Optimizer):
             self.move(group, adapts=adapts, rate=rate, step=step)
 
     def move(self, group: Lists, *, adapts: bool, rate: float, step: int) -> list[Tensor]:
-        """Move a group, whose first two slots are this rule's, in place; phi(|w|) / |u| of each where it `adapts`."""
+        """Update a group in place, whose first two slots are the moments.
+
+        Return phi(|w|) / |u| of each parameter where the group `adapts`.
+        """
         updates, below = moments(self, group, group.grads, step)
         torch._foreach_div_(updates, below)
         found: list[Tensor] = []

@@ -31,7 +31,11 @@ from gossamer.spec.validate import positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lans(Optimizer):
-    """`largest`: limit of a parameter's norm in its ratio; `vectors`: whether norms and biases are treated alike."""
+    """LAMB on normalized gradients.
+
+    `largest`: limit of a parameter's norm in its ratio; `vectors`: trust ratios and weight decay for 1-D parameters
+    too.
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)

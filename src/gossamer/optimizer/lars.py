@@ -26,7 +26,10 @@ from gossamer.spec.validate import below_one, not_negative, positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lars(Optimizer):
-    """`trust`: a layer's step as a part of its norm; `vectors`: whether norms and biases are treated alike."""
+    """SGD with momentum and layer-wise trust ratios.
+
+    `trust`: trust coefficient, a layer's update as a fraction of its norm; `vectors`: also for norms and biases.
+    """
 
     lr: float = 1.0
     momentum: float = 0.9

@@ -24,7 +24,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Master(Optimizer):
-    """`inner` is the rule that moves the float32 copies."""
+    """An optimizer with float32 master weights, which `inner` updates in place of parameters in half types."""
 
     inner: Optimizer = field(default_factory=AdamW)
 

@@ -30,7 +30,7 @@ from gossamer.spec.validate import not_negative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneBitAdam(Optimizer):
-    """`freeze`: updates until the second moment stays as it is: 15 to 25% of a run in the paper."""
+    """Adam with a second moment that is frozen after `freeze` updates (15 to 25% of a run in the paper)."""
 
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)

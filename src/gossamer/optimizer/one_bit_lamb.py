@@ -38,7 +38,10 @@ from gossamer.spec.validate import below_one, not_negative, positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneBitLamb(Optimizer):
-    """`freeze`: updates until the second moment stays as it is; `average`: of the ratios until then."""
+    """LAMB with a second moment that is frozen after `freeze` updates.
+
+    `average`: decay of the mean of the trust ratios until then.
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)

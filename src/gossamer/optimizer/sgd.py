@@ -26,7 +26,7 @@ from gossamer.spec.validate import below_one, not_negative, positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SGD(Optimizer):
-    """Stochastic gradient descent; `weight_decay` is added to the gradient, of every parameter."""
+    """Stochastic gradient descent; `weight_decay` is added to the gradient of every parameter."""
 
     lr: float = 0.1
     momentum: float = 0.0

@@ -40,7 +40,7 @@ _WEIGHTS = ("mean_weight", "square_weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroOneAdam(Optimizer):
-    """Its schedule is that of plan.sync: when all gradients meet, and when what has been moved does."""
+    """Adam for plan.sync `zero_one`, which decides in which steps all ranks average gradients and when rounds end."""
 
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)

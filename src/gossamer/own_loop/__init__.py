@@ -1,4 +1,4 @@
-"""`gossamer.wrap`: somebody's own loop on several processes, with one new line.
+"""`gossamer.wrap`: data-parallel training of the user's own loop on several processes, with one new line.
 
     model, optimizer, loader = gossamer.wrap(model, optimizer, loader)      # the only new line
     for batch in loader:                                                    # this rank's rows of every batch
@@ -8,18 +8,18 @@
         optimizer.step()                                                    # a transaction of all ranks
         optimizer.zero_grad()
 
-Every rank runs the same script (torchrun, srun, mpirun, `gossamer lab run`, or variables set by hand); alone it is the
-same with one rank. The numbers are those of one process with the whole batch, or it is said, before anything moved, why
-not: the modules of this room each hold one part of that contract.
+Every rank runs the same script (torchrun, srun, mpirun, `gossamer lab run`, or variables set by hand); a script that
+runs alone has one rank. The gradients are those of one process with the global batch. Where they cannot be, an error
+says why before any parameter has moved. The loss's denominator is read from its autograd graph (package `loss_reader`);
+each module here holds one other part of that contract.
 
-    reading    what a loss counts, from its graph             roots     whose backward pass it is
-    passes     a pass ends with the mean of all ranks         rows      what ranks tell each other, and must agree on
-    batches    a rank's rows of a batch of any form           loader    the same batches on all ranks
-    steps      the optimizer's step as a transaction          at_hand   which batch a pass is of
-    meeting    where ranks meet, and who is missing           beginning what all ranks start from
-    in_turn    exchanges of one message, without a thread     trained   what is trained, as that changes
-    own_rows   loading no more than a rank needs
-    choosing   exchange="auto"                                batch_norm statistics over all ranks
+    backward_passes     average `.grad` over ranks           status_rows       control messages, and their checks
+    losses              hook of torch.autograd.backward      pass_inputs       which batch a backward pass is of
+    batches             a rank's rows of any batch           rank_loader       the same batches on all ranks
+    own_rows            load no more than a rank needs       optimizer_step    the optimizer step as a transaction
+    process_group       rendezvous, and lost peers           startup           broadcast rank 0's initial values
+    blocking_exchange   exchanges without a thread           trained_parameters   parameters that require a gradient
+    exchange_choice     exchange="auto"                      batch_norm        statistics over all ranks
 """
 
 from __future__ import annotations
@@ -71,19 +71,20 @@ def wrap(
     seed: int = 0,
     timeout_s: float = 120.0,
 ) -> tuple[Any, Any, Any]:
-    """The same model and optimizer, whose gradients are those of all ranks, and a loader that gives this rank its rows.
+    """Wrap a training loop: return model and optimizer with gradients averaged over ranks, and this rank's loader.
 
     Several models and optimizers may come as lists, and come back so. Raises BadInput, PeerLost; so do backward and
     step, before any parameter has moved.
 
-    exchange: a method of `compress`, or "auto", which chooses after the first steps by the links between hosts; it may
-    lose something where `lossy`. share: part of every batch per rank (default equal). clip: largest global gradient
-    norm, 0 for none. accumulate: backward passes before each step that are exchanged as one (`model.no_sync()` does the
-    same by hand). weight: what a batch counts in a mean over it, as a function of it; loss: "read" from its graph, else
-    "mean" (over what `weight` gives, or rows) or "sum". rows: which dimension of which tensor has rows, where that
-    cannot be found. split: False where every rank's loader gives its own data. scaler: the GradScaler of the loop, for
-    exchanges that keep residuals. batch_norm: "rank" or "all", whose rows BatchNorm's statistics are of. seed: of
-    exchanges that draw.
+    exchange: a method of the category `exchange`, or "auto", which chooses after the first steps by the links between
+    hosts; with `lossy` it may choose a lossy one. share: fraction of every batch per rank (default equal). clip:
+    largest global gradient norm, 0 for none. accumulate: backward passes before each step, averaged in one exchange
+    (`model.no_sync()` does the same by hand). weight: a function of a batch that returns the number of labels or rows
+    in the loss's mean. loss: "read" from its autograd graph, else "mean" (over `weight`'s number, or rows) or "sum".
+    rows: the dimension of each tensor that has rows, where it cannot be found. split: False if every rank's loader
+    yields its own data. scaler: the GradScaler of the loop, for exchanges that keep residuals. batch_norm: "rank" or
+    "all", the rows that BatchNorm's statistics are taken over. seed: of exchanges that draw random numbers. timeout_s:
+    seconds to wait for other ranks.
     """
     models, optimizers = _several(model), [one for one in _several(optimizer) if one is not None]
     check_models(models)
@@ -95,7 +96,7 @@ def wrap(
     parts = parts_of(share, whole.ranks)
     if exchange == AUTO and whole.hosts == 1:
         exchange = "dense"  # every process is on this machine
-    check_loop(exchange=exchange, clip=clip)  # also where this process is alone
+    check_loop(exchange=exchange, clip=clip)  # also for a lone process
     hand = PassInputs(weight, divides=split)
     passes: list[BackwardPasses] = []
     if whole.ranks > 1:
@@ -119,8 +120,8 @@ def wrap(
 
 
 def _buffers(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """What should be the same on all ranks beside what is trained: frozen parameters, and all buffers but BatchNorm's,
-    of which it is said.
+    """Return the tensors that must be equal on all ranks besides trained parameters: frozen parameters, and all buffers
+    but BatchNorm's, which have a warning of their own.
     """
     frozen: dict[str, torch.Tensor] = {
         name: p for model in models for name, p in model.named_parameters() if not p.requires_grad
@@ -136,13 +137,14 @@ def _buffers(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
 
 
 class NoSync:
-    """`with model.no_sync():` backward passes inside are exchanged with the next one that follows outside of it.
+    """The context manager `model.no_sync()`: backward passes inside accumulate, and the next one outside sends their
+    sum.
 
-    A copy of the model, or a saved one, has a no_sync that does nothing.
+    A copy of the model, or a saved one, has a no_sync without effect.
     """
 
     def __init__(self, passes: BackwardPasses | None = None) -> None:
-        self._passes = passes  # which live as long as the model
+        self._passes = passes  # kept alive by the model
 
     def __call__(self) -> AbstractContextManager[None]:
         return nullcontext() if self._passes is None else self._passes.quiet()
@@ -155,7 +157,7 @@ class NoSync:
 
 
 class _Rate:
-    """The learning rate of an optimizer as it is now; where its groups differ, the first one's."""
+    """The current learning rate of an optimizer; that of its first parameter group."""
 
     def __init__(self, optimizer: weakref.ref[Optimizer]) -> None:
         self._optimizer = optimizer
@@ -170,7 +172,7 @@ def _met(
     hand: PassInputs,
     manner: PassSettings
 ) -> list[BackwardPasses]:  # fmt: skip
-    """The passes of every model, all ranks having started from rank 0's values."""
+    """Start all ranks from rank 0's values and return the gradient averaging of every model."""
     passes: list[BackwardPasses] = []
     for index, model in enumerate(models):
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -188,7 +190,7 @@ def _met(
 
 
 def _trained(index: int, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> TrainedParameters:
-    """What the model at `index` trains: nothing twice, and with the first what belongs to no model."""
+    """Return the parameters that the model at `index` trains; each belongs to one model, loose ones to the first."""
     before = {id(p) for model in models[:index] for p in model.parameters()}
     later = {id(p) for model in models[index + 1 :] for p in model.parameters()}
     own = {id(p) for p in models[index].parameters()}
@@ -204,7 +206,7 @@ def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 def _mind_batch_norm(
     models: Sequence[nn.Module], passes: Sequence[BackwardPasses], whole: LoopGroup, batch_norm: str
 ) -> None:
-    """Statistics over all ranks' rows, or a word that they are of each rank's own."""
+    """Make BatchNorm's statistics global, or warn that each rank takes them over its own rows."""
     for index, (model, one) in enumerate(zip(models, passes, strict=True)):
         if not (layers := with_statistics(model)):
             continue
@@ -245,7 +247,7 @@ def _several(given: Any) -> list[Any]:
 
 
 def _check(*, clip: float, accumulate: int, loss: str, weight: Any, batch_norm: str) -> None:
-    """The arguments by themselves."""
+    """Check each argument by itself. Raises BadInput."""
     if not isinstance(clip, (int, float)) or isinstance(clip, bool) or not clip >= 0:
         raise bad_input(wanted="a norm of 0 or more", got=repr(clip), do="0 is for none", key="clip")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
@@ -265,7 +267,7 @@ def _check(*, clip: float, accumulate: int, loss: str, weight: Any, batch_norm: 
 
 
 def _close(pump: CommThread, words: Channel, whole: LoopGroup, index: int) -> None:
-    """The end of a loop, or of its process."""
+    """Close the communication of a loop at its end, or at the end of the process."""
     whole.says("left", "has left its loop") if index == 0 else None
     pump.close()
     pump.channel.close()

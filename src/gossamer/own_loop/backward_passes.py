@@ -1,14 +1,14 @@
-"""Backward passes of somebody's own loop: what a pass adds to `.grad` is the mean of all ranks before it returns.
+"""Gradient averaging for the user's own loop: `backward()` returns with the mean gradient of all ranks in `.grad`.
 
-    pass     the first gradient opens it: a row of every rank is gathered (which pass it is, what its loss counts, which
-             batch), buckets fill as gradients arrive and go out when they are full
-    end      a callback that the autograd engine runs when the pass is over: what is not full follows in the declared
-             order, one message says which parameters had a gradient anywhere, means are waited for and put in place
+    pass     the first gradient starts it: the ranks all-gather a status row (serial, loss denominator, batch);
+             gradients are copied into buckets as they arrive, and full buckets are sent
+    end      a callback that the autograd engine runs after the pass: the other buckets are sent in the declared order;
+             one message says which parameters had a gradient on any rank; the means are written to `.grad`
 
-What lay in `.grad` before is set aside and added after, so k passes before a step cost k exchanges and are the sum of
-k means, as in one process. Where passes are grouped (`accumulate`, `no_sync`) gradients are weighed as they arrive,
-and the last of the group sends their sum. Nothing outlives a step before `commit`: exchange states are pending until
-then, and a step that never came (a GradScaler that skipped it, gradients that were zeroed) leaves them as they were.
+The previous content of `.grad` is set aside and added afterwards. So k passes before a step cost k exchanges and give
+the sum of k means, as in one process. With `accumulate` or `no_sync`, gradients are weighted as they arrive and the
+last pass of the group sends their sum. Exchange states stay pending until `commit`. A step that never came (a
+GradScaler that skipped it, gradients that were zeroed) leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -43,29 +43,31 @@ from gossamer.spec.method_config import Exchanges
 from gossamer.sync import buckets_of
 
 AUTO = "auto"
-_SMALL_BYTES = 256 << 10  # a bucket that costs a message more than its bytes
-_SKIPPED = 40  # steps in a row: more than a GradScaler skips until it has found its scale
+_SMALL_BYTES = 256 << 10  # below this, a message's latency costs more than its bytes
+_SKIPPED = 40  # passes in a row: more than a GradScaler skips before it has found its scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSettings:
-    """How a loop's gradients meet. `loss`: read from its graph, a mean over what the weight counts, or a sum."""
+    """The settings of a loop's gradient averaging. `loss`: "read" from the autograd graph, "mean" over the weight of a
+    batch, or "sum".
+    """
 
     accumulate: int = 1
     loss: str = "read"
     seed: int = 0
-    lossy: bool = False  # whether an exchange that is chosen may lose something
-    scale: Callable[[], float] | None = None  # what losses are multiplied with, of a GradScaler
+    lossy: bool = False  # whether exchange="auto" may choose a lossy one
+    scale: Callable[[], float] | None = None  # the GradScaler's current loss scale
     bucket_bytes: int = 25 << 20
 
 
 @dataclass(slots=True)
 class _GradientBucket:
-    """One bucket. `pending`: the exchange's state after the passes since the last step, if there were any.
+    """One gradient bucket. `pending`: the exchange's state after the passes since the last step, if there were any.
 
-    `tail`: of a bucket that is only summed, some numbers behind its gradients: what this rank's count, and for every
-    parameter whether it had one. So a sum of gradients times counts brings along what it is divided by, and nothing
-    need be known before it goes out. None where an exchange has more to do.
+    `tail`: extra elements behind the gradients of a bucket that is only summed: this rank's loss denominator, and for
+    every parameter whether it had a gradient. So the sum of gradients times denominators carries its own divisor, and
+    the bucket can be sent before the other ranks' rows are known. None for exchanges that do more than a sum.
     """
 
     layout: Layout
@@ -82,7 +84,7 @@ class _GradientBucket:
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """What lay in `.grad` before a pass: a copy, where that was the bucket's own view."""
+    """The content of `.grad` before a pass; a copy, if it was the bucket's own view."""
 
     gradient: Tensor
     was_view: bool
@@ -90,48 +92,52 @@ class _Earlier:
 
 @dataclass(slots=True)
 class _Pass:
-    """A backward pass under way. `ending` lives as long as the engine means to call it."""
+    """A backward pass in progress. The engine keeps each callback of `endings` alive until it calls or drops it."""
 
     row: StatusRow
     weighing: Pending
-    exchanging: CommStep | BlockingExchange | None  # None: of a group, and not its last
+    exchanging: CommStep | BlockingExchange | None  # None: a pass of a group before its last
     is_grouped: bool
     endings: dict[int, weakref.ref[_Ending]]
-    deferred: Deferred | None = None  # of the step before
+    deferred: Deferred | None = None  # of the previous step
     touched: set[str] = field(default_factory=set)
     arrived: set[str] = field(default_factory=set)
     rows: StatusRows | None = None
 
 
 class BackwardPasses:
-    """All backward passes over the trained parameters of one model, on one rank of several.
+    """The gradient averaging of one model: handles all backward passes over its trained parameters on one of several
+    ranks.
 
-    `trained` says which, by name, in the order in which a forward pass uses them. Raises BadInput where a pass cannot
-    be exact, WireMismatch where ranks are at different places of their loops, PeerLost where one does not come.
+    `trained` names the parameters, in the order in which a forward pass uses them. Raises BadInput if a pass cannot be
+    exact, WireMismatch if ranks are at different points of their loops, PeerLost if a rank does not come.
     """
 
     def __init__(
         self, trained: TrainedParameters, exchanges: Exchanges, party: LoopGroup, pump: CommThread, words: Channel,
         hand: PassInputs, manner: PassSettings,
     ) -> None:  # fmt: skip
-        """`words`: a channel beside that of the pump, for rows and marks, which the calling thread sends itself."""
+        """Bucket the parameters and register hooks on them.
+
+        `words`: a second channel, for status rows and marks, on which the calling thread itself sends.
+        """
         self.trained, self.party, self.pump, self.hand, self.manner = trained, party, pump, hand, manner
         self._words = words
         self._watch = PassWatch(lossy=manner.lossy) if exchanges == AUTO else None
         self._rules = exchange_methods.rules("dense" if exchanges == AUTO else exchanges, key="exchange")
         self._bucket_bytes = manner.bucket_bytes
         self.is_closed = False
-        self.serial = 0  # of the last pass
-        self.rate: Callable[[], float] = lambda: 1.0  # of the optimizer, which feedback follows
-        self.skipped = 0  # steps in a row that never came
+        self.serial = 0  # number of the last pass
+        self.rate: Callable[[], float] = lambda: 1.0  # learning rate, for error feedback
+        self.skipped = 0  # passes in a row without a step
         self.last: StatusRows | None = None  # of the last pass
         self._deferred: Deferred | None = None
         self._counted: LossCount | None = None
         self._roots: tuple[Tensor, ...] = ()
         self._sums: list[Tensor] = []
         self._pass: _Pass | None = None
-        self._held: set[str] = set()  # of a group that is not sent yet
-        self._grouped = 0  # passes of it
+        self._held: set[str] = set()  # parameters with gradients of an unsent group
+        self._grouped = 0  # passes in the group
         self._quiet = 0  # depth of no_sync
         self._earlier: dict[str, _Earlier] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -139,26 +145,29 @@ class BackwardPasses:
         self._slots: list[_GradientBucket] = []
         self._params: dict[str, nn.Parameter] = {}
         first = trained.new({})
-        self._rules.by_name(first)  # a line that serves no parameter is told
+        self._rules.by_name(first)  # reports rules that match no parameter
         self.take_in(first)
         weakref.finalize(self, watched().look(_Looker(weakref.ref(self))))
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:
+        """Return the trained parameters by name."""
         return self._params
 
     @property
     def is_held(self) -> bool:
-        """Whether gradients of a group wait for its last pass."""
+        """Return whether gradients of a group wait for the group's last pass."""
         return bool(self._held)
 
     @property
     def is_finite(self) -> bool:
-        """Whether this rank's own losses and gradients were, of the passes since the last step."""
+        """Return whether this rank's last losses, and its own gradients since the last step, are finite."""
         return all(bool(torch.isfinite(one)) for one in (*self._roots, *self._sums))
 
     def _take_in_later(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Parameters that were unfrozen, or given to an optimizer, since the last pass: alike on all ranks?"""
+        """Add parameters that were unfrozen or given to an optimizer since the last pass. Raises BadInput if their
+        values differ between ranks.
+        """
         found = float(digest(list(params.values()), len(params)) % 2**52)
         beside = (found, float(len(params)))
         rows = self.gathered(
@@ -172,7 +181,7 @@ class BackwardPasses:
         self.take_in(params)
 
     def take_in(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Parameters that are trained from now on. All ranks take in the same, in the same order."""
+        """Bucket and hook newly trained parameters. All ranks must pass the same ones in the same order."""
         self._lay_out(params)
         for name, param in params.items():
             _let_go(param)
@@ -180,7 +189,7 @@ class BackwardPasses:
             self._hook(name, param)
 
     def _lay_out(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Buckets for them, behind those that there are."""
+        """Append buckets for the parameters behind the existing buckets."""
         exchanges = {name: self._rules.of(name) for name in params}
         for layout, exchange in _without_small(buckets_of(params, exchanges, bucket_bytes=self._bucket_bytes), params):
             exchange.check(layout, self.pump.channel.levels)
@@ -188,7 +197,7 @@ class BackwardPasses:
         self._params |= params
         self._slot_of = {e.name: i for i, slot in enumerate(self._slots) for e in slot.layout.entries}
         self._place = {name: index for index, name in enumerate(self._params)}
-        self.remembers = any(True for slot in self._slots for _ in slot.state.flatten())  # from step to step
+        self.remembers = any(True for slot in self._slots for _ in slot.state.flatten())  # states across steps
         levels, rank = self.pump.channel.levels, self.party.rank
         self._rounds = [len(s.exchange.traffic(s.layout, levels, rank)) for s in self._slots]
 
@@ -196,14 +205,14 @@ class BackwardPasses:
         with torch.enable_grad():
             node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         assert node is not None
-        self._nodes.append(node)  # a parameter holds its own only weakly, and hooks go with it
+        self._nodes.append(node)  # a parameter holds its node weakly, and a freed node loses its hooks
         me = weakref.ref(self)
         self._handles.append(node.register_prehook(_Before(me, name)))
         self._handles.append(param.register_post_accumulate_grad_hook(_After(me, name)))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Passes inside are of one group with the next that follows."""
+        """Group the passes inside with the next one that follows, which sends the sum of all."""
         self._quiet += 1
         try:
             yield
@@ -212,16 +221,16 @@ class BackwardPasses:
 
     @contextmanager
     def answered(self, doing: str = "") -> Iterator[None]:
-        """Around what waits for other ranks: raises PeerLost with those that did not come."""
+        """Convert a PeerLost raised inside into one that names the missing ranks and `doing`."""
         try:
             yield
         except PeerLost as error:
             raise self.party.lost(error, doing or f"backward pass {self.serial}") from None
 
-    # What the engine calls.
+    # Called by the autograd engine.
 
     def asked(self, asked: BackwardCall) -> None:
-        """A backward pass is about to run: what do its losses count?"""
+        """Read the loss denominators of a backward call that is about to run, and take in newly trained parameters."""
         if new := self.trained.new(self._params):
             self._take_in_later(new)
         for param in self._params.values():
@@ -234,19 +243,24 @@ class BackwardPasses:
         self._roots = tuple(root.detach().sum() for root in asked.roots)
 
     def before(self, name: str, gradient: Tensor | None) -> Tensor | None:
-        """A gradient of `name` is about to be added."""
+        """Prepare `.grad` for a gradient of `name` that is about to be added; return the gradient to add in its place,
+        if weighted.
+        """
         one = self._opened(name)
         param = self._params[name]
         if name not in self._held or not self._is_view(name, param.grad):
             self._set_aside(name)
         one.touched.add(name)
-        param.grad = None  # what arrives is this pass's alone
+        param.grad = None  # so that autograd stores this pass's gradient alone
         if one.is_grouped and gradient is not None and (weight := self._weight(one)) != 1.0:
             return gradient * weight
         return None
 
     def after(self, name: str, param: Tensor) -> None:
-        """A gradient of `name` has arrived."""
+        """Copy a gradient of `name` that has arrived into its bucket, and send the bucket if it is full.
+
+        Raises BadInput if the parameter was replaced, or its gradient has a graph.
+        """
         one, new = self._pass, param.grad
         if one is None or name not in one.touched or new is None:
             raise BadInput(
@@ -263,7 +277,7 @@ class BackwardPasses:
         view = slot.views[name]
         with torch.no_grad():
             if one.is_grouped and self._weight(one) == 0.0:
-                new = None  # a rank without anything that counts may have nan there
+                new = None  # a rank whose loss counts nothing may have nan
             if name in self._held:
                 view.add_(new) if new is not None else None
             elif new is None:
@@ -281,7 +295,7 @@ class BackwardPasses:
             self._send(one, self._slot_of[name])
 
     def end(self) -> None:
-        """The engine has done all of a graph's work: finish the pass, if there is one."""
+        """Finish the current pass, if there is one, after the engine has run all of a graph."""
         one, self._pass = self._pass, None
         if one is None:
             return
@@ -297,11 +311,13 @@ class BackwardPasses:
     # One pass.
 
     def share(self) -> float:
-        """What this rank's gradient counts in the mean, of the pass that runs. Begins it where nothing has."""
+        """Return the weight of this rank's gradient in the mean of the current pass. Starts a pass if there is none."""
         return self._rows(self._opened("")).share
 
     def _opened(self, name: str) -> _Pass:
-        """The pass that a gradient of `name` belongs to; "": of none yet."""
+        """Return the pass that a gradient of `name` belongs to; "" for a caller before any gradient. Starts one if
+        needed.
+        """
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         one = self._pass
         if one is not None and all(ending() is None for ending in one.endings.values()):
@@ -310,7 +326,7 @@ class BackwardPasses:
                 f"backward pass {one.row.serial} ended with an exception on this rank, and the others wait for its "
                 "gradients: end the script, or catch what is wrong before backward is called"
             )
-        if one is not None and name in one.touched:  # a checkpoint's own pass comes to it a second time
+        if one is not None and name in one.touched:  # the nested pass of activation checkpointing reaches it again
             self.end()
             one = None
         if one is None:
@@ -337,13 +353,13 @@ class BackwardPasses:
         return _Pass(row, weighing, exchanging, is_held or self._grouped > 1, {}, deferred)
 
     def _exchanges(self) -> CommStep | BlockingExchange:
-        """What sends the buckets of a pass, in an order that is the same on all ranks."""
+        """Return the sender of a pass's buckets, which sends in the same order on all ranks."""
         if all(rounds == 1 for rounds in self._rounds):
             return BlockingExchange(self.pump.channel)
         return self.pump.begin(self._rounds)
 
     def _rows(self, one: _Pass) -> StatusRows:
-        """What all ranks said of this pass. Waits for the last of them; raises where they do not go together."""
+        """Return all ranks' status rows of this pass. Waits for the last one; raises if they are inconsistent."""
         if one.rows is None:
             (told,) = one.weighing.wait()
             one.rows = StatusRows.of(told, self.party.rank, one.row)
@@ -355,7 +371,7 @@ class BackwardPasses:
         return one.rows
 
     def _weight(self, one: _Pass) -> float:
-        """What a grouped gradient counts, of ranks that are summed as equals."""
+        """Return the weight of a gradient of a group, whose sum over ranks is averaged with equal weights."""
         rows = self._rows(one)
         return rows.share * self.party.ranks * rows.factor
 
@@ -375,7 +391,7 @@ class BackwardPasses:
         else:
             weights = rows.shares
             if rows.share == 0.0:
-                flat.zero_()  # a rank without anything that counts may have nan there
+                flat.zero_()  # a rank whose loss counts nothing may have nan
         self._sums.append(flat.sum())
         if (scale := self._scale(slot)) != 1.0:
             flat.mul_(1.0 / scale)
@@ -385,28 +401,28 @@ class BackwardPasses:
         one.exchanging.submit(index, slot.exchange.run(slot.bucket, state, at))
 
     def _count_in(self, one: _Pass, slot: _GradientBucket, tail: Tensor) -> None:
-        """The bucket's gradients times what they count, and behind them what that is."""
+        """Multiply a bucket by this rank's loss denominator, and write that and the parameters' marks into its tail."""
         counted = one.row.counted
         count = 1.0 if one.is_grouped or not counted.counts else max(0.0, counted.counts[0])
         if count == 0.0:
-            slot.bucket.flat.zero_()  # a rank without anything that counts may have nan there
+            slot.bucket.flat.zero_()  # a rank whose loss counts nothing may have nan
         elif count != 1.0:
             slot.bucket.flat.mul_(count)
         had = [float(entry.name in one.arrived or entry.name in self._held) for entry in slot.layout.entries]
         tail.copy_(torch.tensor([count, *had], dtype=tail.dtype))
 
     def _scale(self, slot: _GradientBucket) -> float:
-        """What gradients are divided by, so that what is kept for later is of no scale."""
+        """Return the loss scale that gradients are divided by, so that residuals have no scale."""
         keeps = self.manner.scale is not None and any(True for _ in slot.state.flatten())
         return self.manner.scale() if keeps and self.manner.scale is not None else 1.0
 
     def _hold(self, one: _Pass) -> None:
-        """The end of a pass whose gradients wait for others of its group."""
+        """End a pass whose gradients wait for others of its group."""
         self._rows(one)
         self._held |= one.arrived
 
     def _exchange(self, one: _Pass, exchanging: CommStep | BlockingExchange) -> None:
-        """The end of a pass that meets."""
+        """End a pass whose gradients are averaged over ranks."""
         if self._watch is not None and self.serial == WATCHED:
             self._watch.end()
         rows = self._rows(one)
@@ -444,7 +460,7 @@ class BackwardPasses:
         self._held, self._grouped = set(), 0
 
     def _divide(self, one: _Pass, slot: _GradientBucket, total: float, rows: StatusRows) -> None:
-        """A bucket's sum of gradients times counts becomes the gradient of the whole batch."""
+        """Turn a bucket's sum of gradients times denominators into the gradient of the global batch."""
         if one.is_grouped:
             slot.bucket.flat.mul_(1 / self.party.ranks)
         elif rows.kind is not Kind.SUM and total not in (0.0, 1.0):
@@ -457,7 +473,7 @@ class BackwardPasses:
         return marks
 
     def _put(self, name: str, *, had: bool) -> None:
-        """The mean of one parameter, and what lay there before."""
+        """Write the mean of one parameter to `.grad`, and add the earlier content."""
         param, slot = self._params[name], self._slots[self._slot_of[name]]
         view, earlier = slot.views[name], self._earlier.pop(name, None)
         if not had and not (has_residual(slot.exchange) and bool(view.any())):
@@ -475,14 +491,14 @@ class BackwardPasses:
         elif earlier.was_view:
             param.grad = view.add_(earlier.gradient)
         else:
-            param.grad = earlier.gradient.add_(view)  # somebody's own tensor stays what `.grad` is
+            param.grad = earlier.gradient.add_(view)  # keep the user's own tensor as `.grad`
 
     def _set_aside(self, name: str) -> None:
-        """Keep what lies in `.grad`, where the bucket is to be written."""
+        """Save the content of `.grad` before the bucket is written."""
         grad = self._params[name].grad
         if grad is None:
             self._earlier.pop(name, None)
-            self._held.discard(name)  # somebody dropped what the group had so far
+            self._held.discard(name)  # the user dropped the group's gradients
         elif not self._is_view(name, grad):
             self._earlier[name] = _Earlier(grad, was_view=False)
             self._held.discard(name)
@@ -493,7 +509,7 @@ class BackwardPasses:
         return grad is not None and grad.data_ptr() == self._slots[self._slot_of[name]].views[name].data_ptr()
 
     def _drop(self, one: _Pass) -> None:
-        """Give a pass up: nothing of it has moved."""
+        """Abandon a pass: its exchanges are dropped, and no state has changed."""
         self._pass = None
         if one.exchanging is not None:
             one.exchanging.drop()
@@ -501,7 +517,7 @@ class BackwardPasses:
     # The step.
 
     def commit(self) -> None:
-        """The step took effect: what the exchanges carry is theirs."""
+        """Commit the pending exchange states after a step that took effect."""
         for slot in self._slots:
             slot.state, slot.pending = (slot.state if slot.pending is None else slot.pending), None
         self.skipped = 0
@@ -509,7 +525,7 @@ class BackwardPasses:
         self._choose()
 
     def _choose(self) -> None:
-        """After a step: settle on an exchange, once a pass has been watched; and look at when the next step begins."""
+        """Choose an exchange after a step, once a pass was profiled; before that, record when the next step begins."""
         if self._watch is None:
             return
         if self.serial < WATCHED:
@@ -518,17 +534,17 @@ class BackwardPasses:
         chosen = self._watch.choose(self._params, self.pump, self.manner.bucket_bytes)
         self._watch = None
         self._rules, self._bucket_bytes = exchange_methods.rules(chosen.exchange, key="exchange"), chosen.bucket_bytes
-        self._slots = []  # what lies in `.grad` is its own from now on
+        self._slots = []  # `.grad` tensors no longer belong to a bucket
         self._lay_out(self._params)
 
     def reject(self) -> None:
-        """The step did not take effect: exchanges go on from where they were."""
+        """Drop the pending exchange states after a step that did not take effect."""
         for slot in self._slots:
             slot.pending = None
         self._sums = []
 
     def _give_up_if_dropped(self) -> None:
-        """Passes whose gradients somebody has dropped or zeroed were for no step."""
+        """Reject the passes whose gradients the user has dropped or zeroed without a step."""
         if self._held or not any(slot.pending is not None for slot in self._slots):
             return
         if self.remembers and any(p.grad is not None and bool(p.grad.any()) for p in self._params.values()):
@@ -544,13 +560,13 @@ class BackwardPasses:
             )
 
     def defer(self, deferred: Deferred) -> bool:
-        """Let the next pass tell it; whether there is room."""
+        """Send `deferred` with the next pass's status row; return False if another one is already waiting."""
         is_free = self._deferred is None
         self._deferred = deferred if is_free else self._deferred
         return is_free
 
     def gathered(self, row: StatusRow, doing: str) -> StatusRows:
-        """The same row of every rank, beside the passes. Raises as a pass does."""
+        """All-gather a status row outside of the passes and return all ranks' rows. Raises as a pass does."""
         with self.answered(doing):
             (told,) = self._words.start(Message((row.tensor(),), Collective.GATHER)).wait()
         rows = StatusRows.of(told, self.party.rank, row)
@@ -558,7 +574,7 @@ class BackwardPasses:
         return rows
 
     def whole(self, loss: Tensor | float) -> Tensor | float:
-        """The loss of the whole batch, from the ranks' own of the last pass. All ranks call it."""
+        """Return the loss of the global batch from the ranks' own losses of the last pass. All ranks must call it."""
         mine = float(loss)
         rows = self.gathered(StatusRow(LOSS, self.serial, beside=(mine,)), "a closure of optimizer.step()")
         shares, factor = (self.last.shares, self.last.factor) if self.last is not None else (rows.shares, 1.0)
@@ -567,7 +583,7 @@ class BackwardPasses:
         return torch.full_like(loss.detach(), value) if isinstance(loss, Tensor) else value
 
     def close(self) -> None:
-        """Let the parameters go: another wrap has them."""
+        """Remove all hooks, as another wrap has taken over the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes, self.is_closed = [], [], True
@@ -576,7 +592,7 @@ class BackwardPasses:
 def _without_small(
     buckets: Sequence[tuple[Layout, Exchange]], params: Mapping[str, Tensor]
 ) -> Iterator[tuple[Layout, Exchange]]:
-    """The same, but none that is too small for a message of its own and is full right before another one."""
+    """Merge a bucket too small for its own message into the next one, if exchange, dtype and device are equal."""
     small: dict[str, Tensor] = {}
     for index, (layout, exchange) in enumerate(buckets):
         held = small | {entry.name: params[entry.name] for entry in layout.entries}
@@ -592,7 +608,7 @@ def _without_small(
 
 
 def _slot(layout: Layout, exchange: Exchange) -> _GradientBucket:
-    """A bucket of zeros, with a tail where its exchange is nothing but a sum."""
+    """Return a zeroed bucket, with a tail if its exchange is a plain sum."""
     is_sum = isinstance(exchange, Dense) and layout.dtype in (torch.float32, torch.float64)
     tail = 1 + len(layout.entries) if is_sum else 0
     flat = torch.zeros(layout.numel + tail, dtype=layout.dtype, device=layout.device)
@@ -602,7 +618,7 @@ def _slot(layout: Layout, exchange: Exchange) -> _GradientBucket:
 
 
 def _summed(slot: _GradientBucket) -> Rounds:
-    """The sum of a bucket and its tail over all ranks, in place."""
+    """Sum a bucket and its tail over all ranks, in place."""
     (found,) = yield Message((slot.whole,), Collective.SUM)
     if found.data_ptr() != slot.whole.data_ptr():
         slot.whole.copy_(found)
@@ -620,7 +636,7 @@ class _Looker:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """Called by the engine before it adds to a parameter's gradient, and never by torch.autograd.grad."""
+    """The hook that the engine calls before it adds to a parameter's gradient; torch.autograd.grad never calls it."""
 
     passes: weakref.ref[BackwardPasses]
     name: str
@@ -649,7 +665,7 @@ class _After:
 
 @dataclass(frozen=True)
 class _Ending:
-    """Called by the engine when a graph's work is done. It goes, uncalled, with a graph that failed."""
+    """The callback that the engine calls after a graph; a graph that fails drops it uncalled."""
 
     passes: weakref.ref[BackwardPasses]
 
@@ -661,7 +677,7 @@ class _Ending:
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """Somebody's hook on a parameter's gradient: it is to see the gradient of the whole batch, and waits for it."""
+    """A user's hook on a parameter's gradient, deferred until the gradient of the global batch is known."""
 
     on_mean: Callable[[Tensor], Tensor | None]
 
@@ -670,7 +686,7 @@ class _Deferred:
 
 
 def _let_go(param: nn.Parameter) -> None:
-    """A parameter that was wrapped before is the later wrap's."""
+    """Close the earlier wrap of a parameter that is wrapped again."""
     hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     for one in {hook for hook in (hooks or {}).values() if isinstance(hook, _After)}:
         if (before := one.passes()) is not None:

@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics are those of all ranks' rows, as one process with the whole batch has them.
+"""BatchNorm whose statistics are those of all ranks' rows, as one process with the global batch has them.
 
 Equations (x_i the rows of all ranks, n of them; G_i = w_r dL_r/dy_i for a row of rank r, whose loss counts w_r):
     mean = sum_i x_i / n;  var = sum_i x_i^2 / n - mean^2                                     (float64, one message)
@@ -28,7 +28,7 @@ from gossamer.spec.errors import bad_input
 
 
 def with_statistics(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    """The layers that normalise by statistics of the rows they are given, by name."""
+    """Return, by name, the BatchNorm layers of a model that has parameters to train."""
     return [
         (name, layer)
         for name, layer in model.named_modules()
@@ -37,7 +37,7 @@ def with_statistics(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
 
 
 def over_all_ranks(layers: Sequence[tuple[str, _BatchNorm]], passes: BackwardPasses, channel: Channel) -> None:
-    """From now on their statistics are of all ranks' rows. Raises BadInput for a layer of an unknown class."""
+    """Make the layers' statistics global over all ranks' rows. Raises BadInput for a layer of an unknown class."""
     for name, layer in layers:
         if type(layer) not in _CLASSES:
             raise bad_input(
@@ -49,7 +49,7 @@ def over_all_ranks(layers: Sequence[tuple[str, _BatchNorm]], passes: BackwardPas
 
 
 class _Ranks:
-    """The other ranks, as a layer sees them. A copy of the layer is alone."""
+    """The other ranks, as a layer reaches them. A copy of the layer has none."""
 
     def __init__(self, passes: weakref.ref[BackwardPasses] | None = None, channel: Channel | None = None) -> None:
         self._passes, self._channel = passes, channel
@@ -61,7 +61,7 @@ class _Ranks:
         return _Ranks, ()
 
     def summed(self, mine: Tensor) -> Tensor:
-        """The sum over ranks of a few numbers, float64."""
+        """Sum a small tensor over ranks in float64."""
         sent = mine.double().cpu()
         if self._channel is not None:
             (sent,) = self._channel.start(Message((sent,), Collective.SUM)).wait()
@@ -69,19 +69,21 @@ class _Ranks:
 
     @property
     def counts(self) -> bool:
-        """Whether the rows at hand are anybody's: of a batch with fewer rows than ranks some ranks hold a spare one."""
+        """Return whether this rank's rows count; in a batch with fewer rows than ranks some ranks hold a spare row."""
         passes = self._passes() if self._passes is not None else None
         share = passes.hand.share if passes is not None else None
         return share is None or share.rows > 0
 
     def weight(self) -> float:
-        """What this rank's loss counts in the pass that runs."""
+        """Return the weight of this rank's loss in the current pass."""
         passes = self._passes() if self._passes is not None else None
         return 1.0 if passes is None else passes.share()
 
 
 class _Normalise(torch.autograd.Function):
-    """y = weight xhat + bias, over the rows of all ranks; also gives mean, var and n for the running averages."""
+    """Normalize over the rows of all ranks: y = weight xhat + bias; also returns mean, var and n for the running
+    averages.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ranks: _Ranks) -> Any:
@@ -127,7 +129,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _forward(layer: _BatchNorm, x: Tensor, ranks: _Ranks) -> Tensor:
-    """One forward in training mode, running averages included, as torch.nn keeps them."""
+    """Run one forward pass in training mode and update the running averages as torch.nn does."""
     y, mean, var, n = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, ranks)  # type: ignore[no-untyped-call]
     if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
         with torch.no_grad():
@@ -148,31 +150,34 @@ def _takes_statistics(layer: _BatchNorm) -> bool:
 
 
 class BatchNorm1dOverRanks(nn.BatchNorm1d):
-    """BatchNorm1d over the rows of all ranks while it trains."""
+    """A BatchNorm1d layer whose training statistics are taken over the rows of all ranks."""
 
     _ranks: _Ranks
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x` by the statistics of all ranks' rows, or by the running averages in evaluation."""
         self._check_input_dim(x)
         return _forward(self, x, self._ranks) if _takes_statistics(self) else super().forward(x)
 
 
 class BatchNorm2dOverRanks(nn.BatchNorm2d):
-    """BatchNorm2d over the rows of all ranks while it trains."""
+    """A BatchNorm2d layer whose training statistics are taken over the rows of all ranks."""
 
     _ranks: _Ranks
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x` by the statistics of all ranks' rows, or by the running averages in evaluation."""
         self._check_input_dim(x)
         return _forward(self, x, self._ranks) if _takes_statistics(self) else super().forward(x)
 
 
 class BatchNorm3dOverRanks(nn.BatchNorm3d):
-    """BatchNorm3d over the rows of all ranks while it trains."""
+    """A BatchNorm3d layer whose training statistics are taken over the rows of all ranks."""
 
     _ranks: _Ranks
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x` by the statistics of all ranks' rows, or by the running averages in evaluation."""
         self._check_input_dim(x)
         return _forward(self, x, self._ranks) if _takes_statistics(self) else super().forward(x)
 

@@ -1,9 +1,10 @@
-"""A rank's rows of a batch of any form: which tensors have rows, in which dimension, and what all ranks must agree on.
+"""Splitting batches of any structure over ranks: which tensors have rows, in which dimension, and which rows are this
+rank's.
 
-Tuples, lists, named tuples, dataclasses, dictionaries of any class, nested: each comes back as what it was, with this
-rank's rows in place of all. Strings, numbers and None are everybody's; a list of as many as there are rows has one of
-each. Rows are found only where it cannot be otherwise: every tensor has as many in its first dimension. What differs,
-and what could be a list of rows as well as one for all, is asked for by name (`rows=`), never guessed.
+Tuples, lists, named tuples, dataclasses, dictionaries of any class, nested: each keeps its type, with this rank's rows
+in place of all. Strings, numbers and None are copied to every rank; a list with one item per row is split. Rows are
+found only where there is no ambiguity: every tensor has the same size in its first dimension. An ambiguous tensor or
+list must be named by the user (`rows=`); nothing is guessed.
 """
 
 from __future__ import annotations
@@ -27,25 +28,26 @@ Take: TypeAlias = Callable[[int], slice]
 BatchDims: TypeAlias = "int | Mapping[str, int | None] | Callable[[Any, Take], Any] | None"
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
-_FIELDS = 3  # of a batch that may have one form: it is (inputs, targets) rather than two rows
-_SAMPLED_BYTES = 1 << 20  # of a tensor's fingerprint: beyond, evenly spaced pieces of it stand for all
+_FIELDS = 3  # a batch that is a list of up to 3 tensors is (inputs, targets), not rows
+_SAMPLED_BYTES = 1 << 20  # larger tensors are hashed by evenly spaced samples
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This rank's part of one batch. `rows`: how many of `whole` are its own; 0 where there were fewer than ranks, and
-    the batch holds one row that counts nothing. `mark`: 32 bits of the whole batch, equal where batches are.
+    """The part of one batch that this rank trains on. `rows`: how many of the `whole` rows are its own; 0 if there were
+    fewer rows than ranks, and then the batch holds one row of weight 0. `mark`: 32-bit hash of the global batch, to
+    check that ranks agree.
     """
 
     batch: Any
     rows: int
     whole: int
     mark: int
-    dims: Mapping[str, int] | None = None  # which dimension has them, by path; None where a function took the rows
-    first: int = 0  # that dimension, where it is the same in all tensors that have two or more
+    dims: Mapping[str, int] | None = None  # row dimension by path; None if a function took the rows
+    first: int = 0  # row dimension, if equal in all tensors of two or more
 
     def having_rows(self) -> list[tuple[Tensor, int]]:
-        """The tensors that have rows, and the dimension of each that has them."""
+        """Return the tensors that have rows, each with the dimension that has them."""
         if self.dims is None:
             return []
         return [
@@ -53,8 +55,8 @@ class Share:
         ]
 
     def counts(self) -> set[float]:
-        """What a loss may count in it: rows, elements, labels that are not ignored or not padding, before and after the
-        shift of causal models.
+        """Return the values that a loss may divide by: rows, elements, and labels that are not ignored or not padding,
+        before and after the shift of causal models.
         """
         found: set[float] = {float(self.rows)}
         for _, leaf in leaves(self.batch):
@@ -70,7 +72,7 @@ class Share:
         return found
 
     def lacks(self, tensor: Tensor) -> bool:
-        """Whether `tensor`, which lies in the memory of this batch, leaves out first or last rows of it."""
+        """Return whether `tensor`, a view of this batch, omits its first or last rows."""
         for _, leaf in leaves(self.batch):
             if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == max(1, self.rows) and leaf.numel():
                 if not _overlap(tensor, leaf):
@@ -82,16 +84,17 @@ class Share:
         return False
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in the memory of this batch."""
+        """Return whether `tensor` shares memory with this batch."""
         return any(_overlap(tensor, leaf) for _, leaf in leaves(self.batch) if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True, slots=True)
 class Divider:
-    """Deals out batches. `rows`: None finds the dimension; a number is that of all tensors; a mapping names it by path
-    ("w", "0", "x.mask"), None for a tensor that is everybody's; a function divides a batch of a form unknown here.
-    `given_rows`: what the loader says a batch has, if it does. `may_be_time_major`: whether the model may take rows
-    second.
+    """The splitter of batches over ranks.
+
+    `rows`: None finds the row dimension; a number is that of all tensors; a mapping names it by path ("w", "0",
+    "x.mask"), None for a tensor that every rank keeps; a function splits a batch of an unknown structure. `given_rows`:
+    the loader's batch size, if known. `may_be_time_major`: whether the model may take rows in the second dimension.
     """
 
     rank: int
@@ -99,10 +102,10 @@ class Divider:
     rows: BatchDims = None
     given_rows: int | None = None
     may_be_time_major: bool = False
-    _whole_lists: set[str] = field(default_factory=set, compare=False)  # lists that were not as long as their batch
+    _whole_lists: set[str] = field(default_factory=set, compare=False)  # lists found shorter or longer than their batch
 
     def share(self, batch: Any, *, is_last: bool = True) -> Share:
-        """This rank's part. Raises BadInput where it cannot be told which tensors have rows."""
+        """Return this rank's part of a batch. Raises BadInput if the tensors with rows are ambiguous."""
         mark = fingerprint(batch)
         if callable(self.rows):
             taken: list[tuple[int, int]] = []
@@ -128,12 +131,12 @@ class Divider:
         return slice(start, stop) if stop > start else slice(0, 1)
 
     def rows_of(self, batch: Any, rows: slice) -> Any:
-        """Those of a batch whose tensors all have rows first."""
+        """Return the `rows` of a batch whose tensors all have rows in the first dimension."""
         dims = {path: (0, leaf.shape[0]) for path, leaf in leaves(batch)}
         return _taken(batch, dims, set(), rows)
 
     def bounds(self, whole: int) -> tuple[int, int]:
-        """This rank's rows of so many: the first, and the one behind the last."""
+        """Return the half-open range (start, stop) of this rank's rows among `whole`."""
         if whole >= len(self.parts):
             rows = share_rows(whole, self.parts)
         else:  # the first ranks have one each
@@ -142,7 +145,7 @@ class Divider:
         return start, start + rows[self.rank]
 
     def _dims(self, batch: Any) -> dict[str, tuple[int, int]]:
-        """(dimension, rows) of everything that has rows, by path."""
+        """Return (dimension, rows) of each tensor that has rows, by path."""
         found: dict[str, tuple[int, int]] = {}
         named = self.rows if isinstance(self.rows, Mapping) else {}
         tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim}
@@ -158,7 +161,7 @@ class Divider:
         self._check_time_major(tensors)
         for path, leaf in tensors.items():
             if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
-                continue  # told below
+                continue  # refused below
             dim = named[path] if path in named else (self.rows if isinstance(self.rows, int) else 0)
             if dim is not None:
                 found[path] = (dim, leaf.shape[dim])
@@ -181,7 +184,7 @@ class Divider:
         return found
 
     def _lists_of_rows(self, batch: Any, dims: Mapping[str, tuple[int, int]], whole: int) -> set[str]:
-        """The lists and tuples of a batch that have one thing for each row."""
+        """Return the paths of the lists and tuples that have one item per row."""
         found: set[str] = set()
         named = self.rows if isinstance(self.rows, Mapping) else {}
         for path, one in _nodes(batch):
@@ -196,21 +199,21 @@ class Divider:
         return found
 
     def _is_of_rows(self, path: str, one: Sequence[Any], dims: Mapping[str, tuple[int, int]], whole: int) -> bool:
-        """Whether a list as long as the batch goes by rows; raises where it could be one for all as well."""
+        """Return whether a list as long as the batch has one item per row. Raises BadInput if that is ambiguous."""
         inner = [own for own in dims if own.startswith(f"{path}." if path else "") and own != path]
         is_told = isinstance(self.rows, int) or (
             isinstance(self.rows, Mapping) and all(own in self.rows for own in inner)
         )
         if whole < 2:
-            return False  # all of it, in any case
+            return False  # a single row: nothing to split
         if not inner:
             if not path:
                 return False
             is_size = isinstance(one, tuple) and all(isinstance(each, (int, float)) for each in one)
             if not is_size:
-                return True  # words, numbers or records, one of every row
+                return True  # strings, numbers or records, one per row
         elif is_told or not _is_of_one_kind(one) or (not path and len(one) <= _FIELDS):
-            return False  # fields, each with rows of its own
+            return False  # fields, each with its own rows
         raise bad_input(
             wanted="to know whether a list that is as long as the batch has one thing for each row",
             got=f"{type(one).__name__} of {whole} {'tensors of as many rows' if inner else 'numbers'} at "
@@ -231,7 +234,7 @@ class Divider:
             )
 
     def _whole(self, sizes: Mapping[str, int], is_last: bool) -> int:
-        """The rows of the batch; raises where tensors disagree, or with the loader."""
+        """Return the number of rows of the batch. Raises BadInput if tensors disagree, or differ from the loader."""
         several = set(sizes.values())
         wanted = self.given_rows
         if len(several) > 1 or (wanted is not None and several and not self._is_usual(min(several), wanted, is_last)):
@@ -252,7 +255,7 @@ class Divider:
 
 
 def _is_of_one_kind(one: Sequence[Any]) -> bool:
-    """Whether all are tensors of one form, as rows are."""
+    """Return whether all items are tensors of one shape and dtype, as rows are."""
     return all(isinstance(each, Tensor) for each in one) and len({(each.shape, each.dtype) for each in one}) == 1
 
 
@@ -270,7 +273,7 @@ def _form(leaf: Any) -> str:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have memory in common, from the first to the last number of each."""
+    """Return whether two tensors overlap in memory, from the first to the last element of each."""
     if one.layout != torch.strided or other.layout != torch.strided or not one.numel() or not other.numel():
         return False
     starts = [t.data_ptr() for t in (one, other)]
@@ -279,12 +282,14 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _reach(tensor: Tensor) -> int:
-    """From the first number to the last, in numbers."""
+    """Return the distance from the first element to the last, in elements."""
     return int(sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
 
 
 def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of everything in a batch. A list of things that are no tensors is one leaf: it goes by rows."""
+    """Yield (path, leaf) for every leaf of a batch. A list without tensors or containers is one leaf: it is split by
+    rows.
+    """
     children = _children(batch)
     if children is None:
         yield path, batch
@@ -294,14 +299,14 @@ def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _nodes(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, what it is) of everything that a batch is made of, itself included."""
+    """Yield (path, node) for every container and leaf of a batch, itself included."""
     yield path, batch
     for name, child in _children(batch) or []:
         yield from _nodes(child, f"{path}.{name}" if path else name)
 
 
 def fingerprint(batch: Any) -> int:
-    """32 bits of all numbers and words of a batch."""
+    """Return a 32-bit hash of all numbers and strings of a batch; of large tensors a sample counts."""
     found = 0
     for path, leaf in leaves(batch):
         found = zlib.crc32(f"{path}{type(leaf).__name__}".encode(), found)
@@ -331,7 +336,7 @@ def _of_numbers(tensor: Tensor, found: int) -> int:
 
 
 def _children(batch: Any) -> list[tuple[str, Any]] | None:
-    """What a batch is made of; None of a leaf."""
+    """Return the named children of a container; None for a leaf."""
     if isinstance(batch, Mapping):
         return [(str(name), child) for name, child in batch.items()]
     if isinstance(batch, torch.nn.utils.rnn.PackedSequence):
@@ -348,7 +353,7 @@ def _children(batch: Any) -> list[tuple[str, Any]] | None:
 
 
 def _taken(batch: Any, dims: Mapping[str, tuple[int, int]], lists: set[str], rows: slice, path: str = "") -> Any:
-    """`batch` with `rows` of everything that has them; `lists`: those that go by rows."""
+    """Return `batch` with `rows` of every tensor that has them; `lists`: paths of lists that have one item per row."""
     if path in lists:
         return batch[rows]
     children = _children(batch)
@@ -383,5 +388,5 @@ def _first(batch: Any, dims: Mapping[str, tuple[int, int]]) -> int:
 
 
 def is_time_major(modules: Sequence[torch.nn.Module]) -> bool:
-    """Whether any layer takes (time, rows, ...)."""
+    """Return whether any layer takes inputs of shape (time, rows, ...), as batch_first=False says."""
     return any(getattr(layer, "batch_first", True) is False for one in modules for layer in one.modules())

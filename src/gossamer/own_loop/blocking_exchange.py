@@ -1,9 +1,9 @@
-"""Exchanges of one message each, without a thread of their own.
+"""Gradient exchanges of one message each, sent by the calling thread.
 
-The pump orders messages of several rounds, which wait for each other's replies; it costs two changes of thread a
-bucket. Where every exchange sends one message, their order is that of the buckets: each goes out in the thread that
-has filled it, as soon as those before it are out, and whoever asks for its end waits for it. Equal on all ranks,
-whatever order gradients arrive in.
+The communication thread orders messages of several rounds, which wait for each other's replies, at two thread switches
+per bucket. If every exchange sends one message, the message order is the bucket order. The thread that has filled a
+bucket sends it as soon as those before it are sent. Whoever asks for a result waits for it. The order is the same on
+all ranks, in whatever order gradients arrive.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gossamer.comm.message import Outcome, Rounds
 
 
 class BlockingExchange:
-    """The exchanges of one backward pass: given by index in any order, sent in the order of the indices."""
+    """The bucket exchanges of one backward pass: submitted in any order, sent in the order of their indices."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -21,14 +21,16 @@ class BlockingExchange:
         self._under_way: list[tuple[Rounds, Pending]] = []
 
     def submit(self, job: int, method: Rounds) -> None:
-        """The exchange of bucket `job`; sends it, and those that waited for it. Raises PeerLost."""
+        """Submit the exchange of bucket `job`; send it, and later ones that waited for it, in turn. Raises PeerLost."""
         self._given[job] = method
         while (turn := len(self._under_way)) in self._given:
             method = self._given.pop(turn)
             self._under_way.append((method, self._channel.start(next(method))))
 
     def result(self, job: int) -> Outcome:
-        """The end of an exchange, once all before it were given. Raises PeerLost."""
+        """Wait for the exchange of bucket `job` and return its outcome. All buckets up to it must be submitted. Raises
+        PeerLost.
+        """
         method, pending = self._under_way[job]
         try:
             method.send(pending.wait())
@@ -38,6 +40,6 @@ class BlockingExchange:
         raise AssertionError("an exchange that declared one message wants to send more")
 
     def drop(self) -> None:
-        """Give them up."""
+        """Abandon all exchanges."""
         for method in (*self._given.values(), *(method for method, _ in self._under_way)):
             method.close()

@@ -1,8 +1,9 @@
-"""`exchange="auto"` in somebody's own loop: the first backward passes go dense and are watched, then all ranks choose.
+"""Choice of the gradient exchange for `exchange="auto"` in the user's own loop: profile a dense backward pass, then
+choose.
 
-A run of ours rehearses a step before its first one. A loop of somebody else cannot be run twice, so its second backward
-pass is the rehearsal: when which gradient was complete, and what it was. After the step that follows, links are probed
-and the same policy chooses from the same facts; all ranks hold the same numbers, so they choose alike.
+`gossamer train` profiles a step before its first one. The user's loop cannot be run twice, so its second backward pass
+is profiled: when each gradient was complete, and its values. After the step that follows, the links are probed and the
+same policy chooses from the same measurements. All ranks hold the same numbers, so they choose alike.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from gossamer.run.profile_step import StepProfile
 from gossamer.spec.method_config import Exchanges
 from gossamer.spec.units import show_rate
 
-WATCHED = 2  # the backward pass that is watched: the first one warms up
+WATCHED = 2  # number of the profiled backward pass: the first is warm-up
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeChoice:
-    """What the ranks have settled on."""
+    """The exchange method and bucket size that all ranks have chosen."""
 
     exchange: Exchanges
     bucket_bytes: int
@@ -39,43 +40,46 @@ class ExchangeChoice:
 
 @dataclass(slots=True)
 class PassWatch:
-    """One rank's look at one backward pass of a loop."""
+    """The profile of one backward pass on one rank: gradients, the times they were ready, and step times."""
 
     lossy: bool
-    began_s: float = 0.0  # of the step that the pass belongs to
-    turned_s: float = 0.0  # when its backward began
+    began_s: float = 0.0  # start of the pass's step
+    turned_s: float = 0.0  # start of the backward pass
     ended_s: float = 0.0
     ready_s: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
     def turn(self) -> None:
-        """The backward pass begins."""
+        """Record the start of the backward pass."""
         self.turned_s = time.perf_counter()
 
     def see(self, name: str, gradient: Tensor) -> None:
-        """A gradient of this rank's own is complete."""
+        """Record a complete gradient of this rank and its time."""
         self.ready_s[name] = time.perf_counter() - self.turned_s
         self.gradients[name] = gradient.detach().clone()
 
     def end(self) -> None:
-        """All gradients of this rank are there."""
+        """Record the time at which all gradients of this rank were complete."""
         self.ended_s = time.perf_counter()
 
     def rehearsal(self, params: Mapping[str, Tensor]) -> StepProfile:
-        """The pass, as if it had been one of ours; what had no gradient was ready at its end."""
+        """Return the pass as a step profile; a parameter without a gradient was ready at the end of the pass."""
         backward_s = self.ended_s - self.turned_s
         gradients = {name: self.gradients.get(name, torch.zeros_like(p)) for name, p in params.items()}
         ready_s = {name: self.ready_s.get(name, backward_s) for name in params}
         return StepProfile(self.ended_s - self.began_s, backward_s, ready_s, gradients)
 
     def choose(self, params: Mapping[str, Tensor], pump: CommThread, largest_bytes: int) -> ExchangeChoice:
-        """Probe the links and choose. All ranks call it together, between two steps. Raises PeerLost."""
+        """Probe the links and choose an exchange. All ranks call it together, between two steps. Raises PeerLost.
+
+        `largest_bytes`: upper limit of the bucket size.
+        """
         rehearsal = self.rehearsal(params)
         is_finite = all(bool(torch.isfinite(one).all()) for one in rehearsal.gradients.values())
         knows = bool(gathered(pump.channel, [float(is_finite)]).min() > 0)
         measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=knows)
         links = probe(pump.channel)
-        links = links.model_copy(update={"levels": {"all": links.levels["all"]}})  # ranks are one level here
+        links = links.model_copy(update={"levels": {"all": links.levels["all"]}})  # one group of ranks
         cut = bucket_bytes_for(links, largest_bytes)
         decision = choose(measured.facts(links, CANDIDATES, cut), lossy=self.lossy and knows, candidates=CANDIDATES)
         link = links.levels["all"]

@@ -1,9 +1,8 @@
-"""Who asked for the backward pass that runs: its losses, before it frees what they remember.
+"""Hook of `torch.autograd.backward`: reads the losses of a backward pass before the pass frees their saved tensors.
 
-`torch.autograd.backward` is what `loss.backward()` calls, and the one place where a loss and its graph are still
-whole. It is replaced, once in a process, by a function that keeps what it is given while the original runs. Nothing
-else of it changes. A backward pass that reaches the engine another way is exchanged all the same; only what its loss
-counts is not known then.
+`loss.backward()` calls `torch.autograd.backward`, the one place where a loss and its graph are still complete. The
+function is replaced once per process by one that records its arguments while the original runs. A backward pass that
+reaches the engine another way is averaged all the same, but its loss denominator is unknown.
 """
 
 from __future__ import annotations
@@ -23,38 +22,38 @@ from gossamer.loss_reader.count import BatchRows, Kind, LossCount, read
 
 @dataclass(frozen=True, slots=True)
 class BackwardCall:
-    """A call of backward: its losses, and the gradients that were given with them."""
+    """A call of backward: its loss tensors, and the gradients that were passed with them."""
 
     roots: tuple[Tensor, ...]
     gradients: tuple[Tensor | None, ...]
 
     def counted(self, batch: BatchRows) -> LossCount:
-        """What its losses count. Only before the pass has run, as it frees what they remember."""
+        """Return the losses' denominators. Call it before the pass runs, which frees the saved tensors."""
         try:
             return read(self.roots, self.gradients, batch)
-        except RuntimeError as error:  # freed already: a second pass through one graph, which torch will refuse itself
+        except RuntimeError as error:  # graph freed: torch itself refuses a second pass
             return LossCount(Kind.UNKNOWN, said=str(error).splitlines()[0])
 
 
 class LossRoots:
-    """Those who look at every call of backward in this process, before it runs."""
+    """The registry of callbacks that run before every outermost `torch.autograd.backward` of this process."""
 
     def __init__(self) -> None:
         self._lookers: list[Callable[[BackwardCall], None]] = []
         self._depth = threading.local()
 
     def look(self, looker: Callable[[BackwardCall], None]) -> Callable[[], None]:
-        """From now on `looker` is told of every outermost call; gives back what ends that."""
+        """Register `looker` for every outermost backward call; return a function that unregisters it."""
         self._lookers.append(looker)
         return lambda: self._lookers.remove(looker) if looker in self._lookers else None
 
     @contextmanager
     def told(self, tensors: Any, grad_tensors: Any, grad_variables: Any) -> Iterator[None]:
-        """Around one call."""
+        """Call the registered callbacks on entry, unless the call is nested in another backward pass."""
         depth = getattr(self._depth, "value", 0)
         self._depth.value = depth + 1
         try:
-            if depth == 0 and self._lookers:  # a nested one is a checkpoint's, whose loss is nobody's
+            if depth == 0 and self._lookers:  # a nested call is activation checkpointing, not a loss
                 roots = tuple(one for one in _sequence(tensors) if isinstance(one, Tensor))
                 given = grad_tensors if grad_tensors is not None else grad_variables
                 gradients = tuple(_sequence(given)) if given is not None else (None,) * len(roots)
@@ -67,7 +66,7 @@ class LossRoots:
 
 @functools.cache
 def watched() -> LossRoots:
-    """The process's lookers; the first call puts them before `torch.autograd.backward`."""
+    """Return the process's registry of backward callbacks. The first call replaces `torch.autograd.backward`."""
     roots, original = LossRoots(), torch.autograd.backward
 
     @functools.wraps(original)

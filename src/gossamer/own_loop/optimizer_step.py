@@ -1,12 +1,12 @@
-"""The step of an optimizer as a transaction of all ranks: it stays the user's own, with a hook before and one after.
+"""The optimizer step as a transaction of all ranks: the user's own optimizer, with a hook before and after each step.
 
-Before: all ranks tell each other where they are, the norm of what `.grad` holds now, the rates and settings of the
-optimizer, and now and then a digest of the parameters. What differs is refused before anything moves: gradients that a
-rank has edited by numbers of its own, a rate that follows a rank's own validation loss. A gradient that is not finite
-is rejected by all of them, and no parameter moves. After: what exchanges carry is theirs.
+Before: the ranks exchange their position, the norm of `.grad`, the optimizer's settings, and now and then a digest of
+the parameters. A difference raises an error before any parameter has moved: gradients that a rank has edited by its own
+numbers, a learning rate that follows a rank's own validation loss. If a gradient is not finite, all ranks reject the
+step and no parameter moves. After: the pending states of the exchanges are committed.
 
-What differs shows in a loop's first steps, if ever: later ones do not wait for each other. What a rank would have told
-goes with the first row of its next backward pass, so what parts then is refused one step late.
+Differences show in a loop's first steps, if ever, so later steps do not wait for the other ranks. The row of such a
+step is sent with the next backward pass's status row, and a difference is reported one step late.
 """
 
 from __future__ import annotations
@@ -30,26 +30,30 @@ from gossamer.own_loop.status_rows import LOSS, STEP, TOLD, Deferred, StatusRow
 from gossamer.spec.errors import BadInput, WireMismatch
 
 _log = logging.getLogger(__name__)
-_SAME = 1e-5  # squares of norms that differ by less are those of the same numbers, on machines that add otherwise
-_SAME_BUFFERS = 1e-6  # the same of buffers, which are added up in float64
-_NAMED = 8  # of them, in a message
-_SHOWN = 1 << 16  # numbers of each of them that are looked at, or a few more
+_SAME = 1e-5  # relative: machines sum in different orders
+_SAME_BUFFERS = 1e-6  # relative, of buffers, which are summed in float64
+_NAMED = 8  # buffers named in a message
+_SHOWN = 1 << 16  # elements sampled of each buffer, about
 _DIGEST_BITS = 52
 _PARTED = (
     "the parameters differ between ranks before step {step}: something moves them by a rank's own numbers, beside the "
     "optimizer"
 )
-_HELD_STEPS = 8  # of the others, after so many parameters and buffers are looked at as well
-_STRICT_STEPS = 16  # the first ones, and each whose number is a power of two, end once all ranks have agreed
+_HELD_STEPS = 8  # of later steps, every 8th also compares parameters and buffers
+_STRICT_STEPS = 16  # first steps wait for all ranks' rows, later only powers of two
 
 
 class OptimizerSteps:
-    """One optimizer's. `passes`: of the models whose parameters it moves; none where this process is alone."""
+    """The step hooks of one optimizer. `passes`: the gradient averaging of the models whose parameters it moves; empty
+    if this process is alone.
+    """
 
     def __init__(
         self, optimizer: Optimizer, passes: Sequence[BackwardPasses], clip: float, buffers: Mapping[str, Tensor]
     ) -> None:
-        """`buffers`: what should be the same on all ranks beside the parameters, frozen ones among it."""
+        """Register the hooks. `clip`: largest global gradient norm, 0 for none. `buffers`: tensors besides the trained
+        parameters that must be equal on all ranks, frozen parameters among them.
+        """
         self._all, self._clip = tuple(passes), clip
         self._buffers = dict(buffers)
         self.made = 0
@@ -60,7 +64,7 @@ class OptimizerSteps:
 
     @property
     def _passes(self) -> Sequence[BackwardPasses]:
-        """Those that still have their parameters: another wrap may have taken them over."""
+        """Return the passes that still own their parameters; another wrap may have taken them over."""
         return [one for one in self._all if not one.is_closed]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,7 +111,7 @@ class OptimizerSteps:
         return self.made < _STRICT_STEPS or _is_power_of_two(self.made)
 
     def _reject(self, optimizer: Optimizer, bad: list[int]) -> None:
-        """No rank moves: an optimizer leaves parameters without a gradient as they are."""
+        """Reject the step on all ranks: without gradients the optimizer moves no parameter."""
         who = f"of rank {', '.join(map(str, bad))}" if bad else "(of which rank is not known)"
         _log.warning("a gradient %s is not finite: no rank updates, the step is rejected", who)
         optimizer.rejected += 1  # type: ignore[attr-defined]
@@ -116,7 +120,7 @@ class OptimizerSteps:
             param.grad = None
 
     def _told(self, optimizer: Optimizer, grads: Sequence[Tensor], squared: float) -> tuple[float, ...]:
-        """What must be the same on all ranks when an optimizer steps: (TOLD,)."""
+        """Return the values that must be equal on all ranks when an optimizer steps, (TOLD,)."""
         held, buffers = 0.0, 0.0
         if self._is_strict or self.made % _HELD_STEPS == 0:
             held = float(global_norm_squared([_dense(p.detach()) for p in _params(optimizer)]))
@@ -124,7 +128,7 @@ class OptimizerSteps:
         return squared, float(_settings(optimizer)), held, buffers, _slanted(grads)
 
     def _checked(self, optimizer: Optimizer, kind: int, told: tuple[float, ...]) -> list[int]:
-        """All ranks hold the same; gives the ranks whose own gradients were not finite."""
+        """Check that all ranks are in the same state; return the ranks whose own gradients were not finite."""
         first = self._passes[0]
         is_due = _is_power_of_two(self.made)  # parameters: at steps 0, 1, 2, 4, 8, ...
         found = digest([_dense(p.detach()) for p in _params(optimizer)], self.made) % 2**_DIGEST_BITS if is_due else 0
@@ -138,7 +142,7 @@ class OptimizerSteps:
         return [rank for rank, fine in enumerate(fine) if not fine]
 
     def _compare(self, told: Tensor, step: int) -> None:
-        """`told` (ranks, TOLD): of all ranks, when they were about to make this step."""
+        """Raise WireMismatch if ranks differ. `told` (ranks, TOLD): their values before step `step`."""
         squares, settings, held, buffers, slanted = told.unbind(1)
         if len(set(settings.tolist())) > 1:
             raise WireMismatch(
@@ -161,7 +165,7 @@ class OptimizerSteps:
             )
 
     def _agreed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose loss is that of the whole batch, as an algorithm decides by it."""
+        """Return a closure that computes the loss of the global batch, as some optimizers decide by it."""
 
         def agreed() -> Any:
             loss = closure()
@@ -175,7 +179,7 @@ class OptimizerSteps:
         return agreed
 
     def _check_known(self, optimizer: Optimizer) -> None:
-        """Every gradient that is about to move a parameter is the mean of all ranks."""
+        """Raise BadInput if a gradient that would move a parameter is not the mean of all ranks."""
         if not self._passes:
             return
         known = {id(param) for one in self._passes for param in one.params.values()}
@@ -196,7 +200,7 @@ class OptimizerSteps:
                 )
 
     def _check_scaler(self) -> None:
-        """What an exchange keeps for later must have no scale in it."""
+        """Raise BadInput if an exchange with residuals runs under a GradScaler that it does not know."""
         if not any(one.remembers and one.manner.scale is None for one in self._passes):
             return
         frame = sys._getframe()
@@ -213,7 +217,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _differ(squares: Tensor, same: float = _SAME) -> bool:
-    """Whether the squares of norms, one of each rank, are of different tensors."""
+    """Return whether the squared norms, one per rank, are of different tensors."""
     finite = torch.isfinite(squares)
     if not bool(finite.all()):
         return bool(finite.any())
@@ -221,7 +225,7 @@ def _differ(squares: Tensor, same: float = _SAME) -> bool:
 
 
 def _leaning(tensors: Sequence[Tensor]) -> float:
-    """The square of a norm, made larger by where its vector points: rows of a fixed length have all the same norm."""
+    """Return the squared norm, enlarged by the vector's direction: a rotation of rows with fixed length changes it."""
     if not tensors:
         return 0.0
     found, whole, device = [], 0.0, tensors[0].device
@@ -235,7 +239,7 @@ def _leaning(tensors: Sequence[Tensor]) -> float:
 
 
 def _slanted(grads: Sequence[Tensor]) -> float:
-    """A sum of all gradients, each with a weight of its own: unlike a norm, it sees directions."""
+    """Return a weighted sum of all gradients, which unlike a norm depends on directions."""
     if not grads:
         return 0.0
     device = grads[0].device
@@ -247,9 +251,9 @@ def _slanted(grads: Sequence[Tensor]) -> float:
 
 
 def _part(slanted: Tensor, squares: Tensor) -> bool:
-    """Whether such sums, beside the squares of norms, are of different tensors."""
+    """Return whether the weighted sums, given the squared norms, are of different tensors."""
     if not bool(torch.isfinite(slanted).all()):
-        return False  # the norms tell
+        return False  # reported by the norms
     return float(slanted.max() - slanted.min()) > _SAME * float(squares.max().sqrt() + slanted.abs().max())
 
 
@@ -264,7 +268,7 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 def _settings(optimizer: Optimizer) -> int:
-    """32 bits of everything in the groups that is a number or a word."""
+    """Return a 32-bit hash of all numbers and strings in the parameter groups."""
     groups = [[(k, _plain(v)) for k, v in sorted(g.items()) if k != "params"] for g in optimizer.param_groups]
     return zlib.crc32(repr(groups).encode())
 

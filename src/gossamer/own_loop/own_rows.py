@@ -1,10 +1,11 @@
-"""A rank loads its own rows alone, where nobody can tell: the rows of a batch are made one by one, and draw nothing.
+"""Row-wise loading: a rank loads only its own rows of each batch if the dataset makes rows one by one and draws no
+random numbers.
 
-Random numbers that a data set draws are drawn for all rows of a batch, so that they are those of one process; and what
-a collate function of the loop's own makes of a batch may depend on all of its rows. Where neither is so, seen in the
-first batches, a rank fetches what it computes on, and one more row of each batch, the same on all ranks: its numbers
-are in the fingerprint of the batch, beside the indices. A data set that gives something else the second time shows.
-Where one begins to draw later, its batch is loaded once more, whole, from the generators as they were.
+Random numbers that a dataset draws are drawn for all rows of a batch, so that they are those of one process; and the
+user's collate function may depend on all rows. If the first batches show neither, a rank fetches its own rows and one
+more row of each batch, the same on all ranks. That row and the indices are hashed into the fingerprint of the batch, so
+a dataset that returns different data the second time is detected. If a dataset starts to draw later, that batch is
+loaded again in full, from the earlier generator states.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from gossamer.own_loop.batches import Divider, Share, fingerprint, leaves
 
-_WHOLE = 2  # batches that are loaded whole, to see what a data set does
-_LOOKED_AT = 1000  # objects of a data set
-_FEW = 64  # things in a container: more are data
+_WHOLE = 2  # batches loaded in full, to observe the dataset
+_LOOKED_AT = 1000  # objects of a dataset to inspect, at most
+_FEW = 64  # items inspected in a container; more are data
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "torchvision", "PIL", "pandas"}
@@ -37,8 +38,8 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "torchvision", "PIL", 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What was asked of the data set for one batch: rows `start` to `stop` of `whole`, and the one that all ranks look
-    at, which is at `shown` of what was fetched. `states`: of the generators before.
+    """The rows fetched from the dataset for one batch: `start` to `stop` of `whole`, and the row that all ranks
+    compare, at index `shown` of the fetched rows. `states`: of the random generators before.
     """
 
     whole: int
@@ -46,19 +47,19 @@ class _Drawn:
     stop: int
     shown: int
     indices: list[Any]  # of all rows
-    print: int  # 32 bits of them
+    print: int  # 32-bit hash of the indices
     states: _States
     is_whole: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """Of the generators that everybody draws from, and what a data set keeps beside its rows: numbers and words."""
+    """The states of the global random generators, and the plain attributes that a dataset keeps besides its rows."""
 
     torch: bytes
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
-    own: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # attributes, and those of them that are plain
+    own: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # attributes, and the plain ones among them
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _States):
@@ -72,20 +73,20 @@ class _States:
 
 
 class OwnRows:
-    """The batches of one DataLoader, whole at first and this rank's rows of them as soon as these are known to be all
-    that it needs. One for the life of a loop.
+    """The batches of one DataLoader: loaded in full at first, then this rank's rows alone once they are known to
+    suffice. One instance serves the whole loop.
     """
 
     def __init__(self, loader: DataLoader[Any], divider: Divider) -> None:
         self._loader, self._divider = loader, divider
         self._state = [vars(one) for one in _reached(loader.dataset) if hasattr(one, "__dict__") and not _is_code(one)]
-        self._seen = 0  # batches that were loaded whole
+        self._seen = 0  # batches loaded in full
         self._last: _Drawn | None = None
-        self._draws = False  # or gives what is not one row after the other
+        self._draws = False  # or a batch is not row by row
 
     @staticmethod
     def serve(loader: Any, divider: Divider | None) -> bool:
-        """Whether the rows of its batches may be made one by one, as far as the loader says it."""
+        """Return whether the loader's settings allow its rows to be loaded one by one."""
         return (
             type(loader) is DataLoader
             and divider is not None
@@ -98,7 +99,7 @@ class OwnRows:
         )
 
     def shares(self, last: int | None) -> Iterator[Share]:
-        """One pass over the loader, of so many batches."""
+        """Yield this rank's part of each batch of one pass over the loader; `last`: its number of batches, if known."""
         loader: DataLoader[Any] = DataLoader(
             self._loader.dataset,
             batch_sampler=_Asking(self),
@@ -112,7 +113,7 @@ class OwnRows:
             yield self._share(batch, drawn, is_last=last is None or index >= last - 1)
 
     def asked(self) -> Iterator[list[Any]]:
-        """The indices of one batch after the other, or those of this rank's rows."""
+        """Yield the dataset indices to fetch for each batch: all of them, or this rank's rows."""
         batches: Iterable[Sequence[Any]] = self._loader.batch_sampler  # type: ignore[assignment]
         for every in batches:
             indices = list(every)
@@ -136,7 +137,7 @@ class OwnRows:
             self._draws |= is_drawn or not is_first or not _is_of_tensors(batch, drawn.whole)
             self._seen += 1
             return share if self._draws else replace(share, mark=self._mark(batch, drawn))
-        if is_drawn:  # for the first time: once more, for all of its rows
+        if is_drawn:  # for the first time: load all rows of the batch again
             _put_back(drawn.states)
             self._draws = True
             batch = default_collate([self._loader.dataset[index] for index in drawn.indices])
@@ -159,7 +160,7 @@ class OwnRows:
 
 
 class _Asking:
-    """A sampler of batches."""
+    """The batch sampler that asks an OwnRows for indices."""
 
     def __init__(self, rows: OwnRows) -> None:
         self._rows = rows
@@ -169,7 +170,7 @@ class _Asking:
 
 
 def _gives_rows(data: Any) -> bool:
-    """Whether it is asked for one row at a time, or is known to make no difference."""
+    """Return whether the dataset is indexed one row at a time, or is known to give the same either way."""
     if isinstance(data, IterableDataset) or not isinstance(data, Dataset):
         return False
     if type(data) is Subset:
@@ -182,7 +183,7 @@ def _is_code(held: Any) -> bool:
 
 
 def _is_of_tensors(batch: Any, rows: int) -> bool:
-    """Whether everything in a batch is a tensor with its rows first."""
+    """Return whether every leaf of a batch is a tensor with its rows in the first dimension."""
     held = [leaf for _, leaf in leaves(batch)]
     return all(isinstance(one, Tensor) and one.dim() > 0 and one.shape[0] == rows for one in held)
 
@@ -196,7 +197,9 @@ def _put_back(states: _States) -> None:
 
 
 def _reached(data: Any) -> Iterator[Any]:
-    """What a data set holds, and the code of its classes names: attributes, small containers, functions."""
+    """Yield the objects that a dataset holds, and that the code of its classes names: attributes, small containers,
+    functions.
+    """
     waiting, seen = deque([data]), set[int]()
     while waiting and len(seen) < _LOOKED_AT:
         held = waiting.popleft()

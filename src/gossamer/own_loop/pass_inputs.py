@@ -1,4 +1,4 @@
-"""What a rank has at hand when a backward pass begins: the batch it is of, and what that counts."""
+"""The inputs of a backward pass: the batch that it is of, and the denominator of its loss."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gossamer.own_loop.batches import Share, leaves
 from gossamer.own_loop.status_rows import RowMark
 from gossamer.spec.errors import BadInput
 
-_SHAPES = 200  # ways in which a loss is made that are looked at
-_LOOKS = 2  # at the graph of every loss that is made in another way
-_KEPT = 4  # batches that a loop may have asked for before it used the first of them
+_SHAPES = 200  # different loss graphs to look through, at most
+_LOOKS = 2  # looks through each different loss graph
+_KEPT = 4  # batches that a loop may prefetch
 
 
 class _Seen:
-    """A hook of a wrapped model. A copy of the model, or a saved one, has one that sees nothing."""
+    """A forward hook of a wrapped model. A copy of the model, or a saved one, has one without effect."""
 
     def __init__(self, hand: weakref.ref[PassInputs] | None = None) -> None:
         self._hand = hand
@@ -43,40 +43,42 @@ class _Seen:
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """What torch.func and vmap have wrapped, of which there is no memory to look at."""
+    """Return the tensor that torch.func or vmap has wrapped, whose memory can be inspected."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 class PassInputs(BatchRows):
-    """The batches that were given out last, and which of them the model has seen last.
+    """The last batches given to the loop, and which of them the model's forward has seen last.
 
-    A loop may fetch the next batch before it calls backward on the last one: the one that counts is the one whose
-    memory the model's forward was given. Where that cannot be seen (batches that were moved to a device), it is the
-    last that was given out; in a loop that fetches ahead, a difference that would matter is refused. A batch that the
-    model saw without gradients alone was evaluated, and is nobody's.
+    A loop may fetch the next batch before it calls backward on the last one. So the batch of a pass is the one whose
+    memory the model's forward was given. If that cannot be seen (batches moved to a device), it is the last one given
+    out; in a loop that fetches ahead, an ambiguity that would matter raises BadInput. A batch that the model saw only
+    without gradients was evaluated, and belongs to no pass.
     """
 
     def __init__(self, weigh: Callable[[Any], float] | None, *, divides: bool) -> None:
-        """`divides`: whether batches are dealt out; else every rank has its own."""
+        """Start without batches. `weigh`: the user's weight function of a batch, if any; `divides`: whether batches are
+        split over ranks, else every rank has its own.
+        """
         self.weigh, self._divides = weigh, divides
         self._looks: dict[int, int] = {}
         self._models: list[weakref.ref[nn.Module]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._means: set[int] = set()
-        self.is_last = False  # of its loader, as far as that can be known
+        self.is_last = False  # whether the batch is its loader's last, if known
         self._given: deque[tuple[int, Share]] = deque(maxlen=_KEPT)
-        self._since = 0  # given out since a pass began
+        self._since = 0  # batches given out since the last pass began
         self._ahead = False
         self._seen: tuple[int, Share] | None = None
         self._evaluated: set[int] = set()
-        self._many = False  # whether it was given rows of another kind, and more than one
-        self._part = False  # whether the model was given some of its rows alone
+        self._many = False  # whether the model got several rows of no known batch
+        self._part = False  # whether the model got only some of a batch's rows
         self._number = 0
 
     def give(self, share: Share, *, is_last: bool) -> None:
-        """A batch goes to the loop."""
+        """Record a batch that the loader gives to the loop; `is_last`: whether it is the loader's last one."""
         self._number += 1
         self._given.append((self._number, share))
         self._since += 1
@@ -85,15 +87,16 @@ class PassInputs(BatchRows):
         self.is_last = is_last
 
     def look(self, model: nn.Module) -> Callable[[], None]:
-        """See what its forward is given."""
+        """Hook the model's forward to see its inputs; return a function that removes the hook."""
         self._models.append(weakref.ref(model))
         return model.register_forward_pre_hook(_Seen(weakref.ref(self)), with_kwargs=True).remove
 
     def know(self, optimizer: Optimizer) -> None:
-        """What it moves has no rows."""
+        """Register an optimizer, whose parameters have no rows."""
         self._optimizers.append(weakref.ref(optimizer))
 
     def see(self, tensors: list[Tensor]) -> None:
+        """Record which batch the tensors given to a forward with gradients belong to."""
         given = [*self._given] if self._seen is None or self._seen in self._given else [self._seen, *self._given]
         for number, share in reversed(given):
             held = [tensor for tensor in tensors if share.holds(tensor)]
@@ -105,14 +108,14 @@ class PassInputs(BatchRows):
         self._seen, self._many = None, any(t.dim() > 0 and t.shape[0] > 1 for t in tensors)
 
     def see_evaluated(self, tensors: list[Tensor]) -> None:
-        """What the model's forward is given where no gradients are."""
+        """Mark the last batch as evaluated if the tensors, given to a forward without gradients, belong to it."""
         number = self._number
         if self._given and number not in self._evaluated and any(self._given[-1][1].holds(one) for one in tensors):
             self._evaluated.add(number)
 
     @property
     def share(self) -> Share | None:
-        """The batch of the pass that begins."""
+        """Return the batch of the pass that begins; None if there is none."""
         at = self._at
         return None if at is None else at[1]
 
@@ -139,28 +142,30 @@ class PassInputs(BatchRows):
 
     @property
     def mark(self) -> RowMark:
+        """Return the number and hash of the batch of the pass that begins."""
         at = self._at
         return RowMark() if at is None else RowMark(at[0], at[1].mark)
 
     @property
     def rows(self) -> int:  # type: ignore[override]
-        """Of this rank, in the batch of the pass that begins; 0 where that is not known."""
+        """Return this rank's rows in the batch of the pass that begins; 0 if unknown."""
         share = self.share
         return 0 if share is None or not self._divides else share.rows
 
     @property
     def whole(self) -> int:  # type: ignore[override]
-        """Of all ranks."""
+        """Return the rows of all ranks in that batch; 0 if unknown."""
         share = self.share
         return 0 if share is None or not self._divides else share.whole
 
     @property
     def first(self) -> int:  # type: ignore[override]
-        """The dimension that has rows, where it is the same in all tensors that have two or more."""
+        """Return the dimension that has rows, if it is the same in all tensors of two or more dimensions, else 0."""
         share = self.share
         return 0 if share is None else share.first
 
     def origin(self) -> OfBatch:
+        """Return a reader of where tensors without an autograd graph have the rows of the batch."""
         share = self.share
         assert share is not None
         found = [model() for model in self._models]
@@ -170,25 +175,34 @@ class PassInputs(BatchRows):
         return OfBatch(share.rows, tuple(share.having_rows()), self.first, owned, folds=share.dims is not None)
 
     def counts(self) -> set[float]:
+        """Return the values that a loss may divide by in this rank's rows."""
         share = self.share
         return set() if share is None else share.counts()
 
     def is_new(self, shape: int) -> bool:
+        """Return whether a loss of this hash was looked through fewer than twice, and count the look. False beyond 200
+        hashes.
+        """
         if len(self._looks) > _SHAPES and shape not in self._looks:
-            return False  # a model that is made anew in every pass
+            return False  # the loss graph differs in every pass
         self._looks[shape] = self._looks.get(shape, 0) + 1
         return self._looks[shape] <= _LOOKS
 
     def is_mean(self, kinds: int) -> bool:
+        """Return whether a divided sum of this hash was found before to be a mean of the ranks' own counts."""
         return kinds in self._means
 
     def learn(self, counted: LossCount, kind: Kind) -> None:
-        """The ranks have found what a sum was divided by: their own counts."""
+        """Remember that a sum divided in the loop is a mean, once the ranks have agreed so."""
         if counted.is_divided and kind is Kind.MEAN:
             self._means.add(counted.kinds)
 
     def counted(self, read: LossCount | None, loss: str) -> LossCount:
-        """What this rank's gradient counts: as the loss was read, or as it was told. Begins the pass."""
+        """Return the denominator of this rank's loss, from `read` or from the user's setting `loss`. Begins the pass.
+
+        `read`: the denominator found in the autograd graph, if any. Raises BadInput if the model was given only some of
+        this rank's rows.
+        """
         self._since = 0
         share = self.share
         if self._part:

@@ -1,4 +1,4 @@
-"""Where the ranks of somebody's own loop meet, and who is missing when one does not come."""
+"""The process group of the user's own loop: rendezvous of its ranks, and errors that name the missing ones."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gossamer.job.worker import rendezvous
 from gossamer.launch.environment import LauncherRank, launcher_of, read_environment
 from gossamer.spec.errors import BadInput, PeerLost
 
-_LATE_S = 3.0  # how long a rank that waits gives the others to say that they wait, too
+_LATE_S = 3.0  # grace period in which other waiting ranks report to the store
 
 
 @dataclass(frozen=True, slots=True)
 class LoopGroup:
-    """This rank among all of one wrapped loop, on so many hosts, and their store. Alone it is rank 0 of 1."""
+    """The group of all ranks of one wrapped loop, with their store and number of hosts. Alone it is rank 0 of 1."""
 
     rank: int
     ranks: int
@@ -33,7 +33,7 @@ class LoopGroup:
     timeout_s: float = 120.0
 
     def meet(self, name: str, backend: str) -> ProcessGroupChannel:
-        """A channel of their own. All ranks call it in the same order."""
+        """Create a new channel between all ranks. All ranks must call it in the same order."""
         meeting = Rendezvous(
             store=dist.PrefixStore(name, self.store),
             rank=self.rank,
@@ -45,14 +45,17 @@ class LoopGroup:
         return ProcessGroupChannel(meeting)
 
     def says(self, key: str, said: str) -> None:
-        """Leave word for those who will ask. A store that is gone is not waited for."""
+        """Write a status of this rank to the store, for other ranks to read. A store that is gone is ignored."""
         try:
             self.store.set(f"{key}/{self.rank}", said)
         except RuntimeError:
             return
 
     def lost(self, error: PeerLost, doing: str) -> PeerLost:
-        """What to raise where others did not come: who they are, as far as the ranks that wait can tell."""
+        """Return the error for ranks that did not come, which names them as far as the waiting ranks can tell.
+
+        `doing`: the operation that this rank waits in. Takes up to 3 s, in which waiting ranks report to the store.
+        """
         self.says("waits", doing)
         said: list[str] = []
         deadline = time.monotonic() + _LATE_S
@@ -71,9 +74,10 @@ class LoopGroup:
 
 
 def party(timeout_s: float) -> LoopGroup:
-    """Who takes part: the process group that exists, else what a launcher's variables say, else this process alone.
+    """Return the group of ranks: of the initialized default process group, else of a launcher's variables, else of this
+    process alone.
 
-    Every wrap of a process has keys of its own in the store; all ranks wrap in the same order.
+    Every wrap of a process has its own keys in the store; all ranks must wrap in the same order.
     """
     if dist.is_available() and dist.is_initialized():
         store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
@@ -94,17 +98,17 @@ def party(timeout_s: float) -> LoopGroup:
 
 @functools.cache
 def _met(place: LauncherRank, timeout_s: float) -> RankContext:
-    """The process's one store of a launcher: a second one could not listen at the same port."""
+    """Return the process's one rendezvous with a launcher: a second one could not listen on the same port."""
     return rendezvous(place, timeout_s)
 
 
 def rank() -> int:
-    """This process among all that run the same script: 0 of one that is alone. For what only one of them should do."""
+    """Return this process's rank in the script's job; 0 if it is alone. Use it for work that one rank should do."""
     return _place()[0]
 
 
 def ranks() -> int:
-    """How many processes run the same script."""
+    """Return the world size: the number of processes that run the same script."""
     return _place()[1]
 
 
@@ -118,7 +122,7 @@ def _place() -> tuple[int, int]:
 
 
 def parts_of(share: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
-    """Every rank's part of a batch. Raises BadInput."""
+    """Return the batch fraction of every rank, equal by default. Raises BadInput."""
     parts = tuple(float(one) for one in share) if share is not None else (1.0 / ranks,) * ranks
     if len(parts) != ranks or not all(one > 0 for one in parts):
         raise BadInput(f"wanted {ranks} positive parts, one per rank, got {list(parts)}: correct them", key="share")

@@ -1,4 +1,4 @@
-"""The loader of somebody's own loop: the same batches on all ranks, of which this one takes its rows."""
+"""The data loader of the user's own loop: the same batches on all ranks, of which this rank takes its rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from gossamer.spec.errors import BadInput
 
 
 class RankDataLoader:
-    """Gives this rank its rows of every batch of `loader`; everything else that is asked of it is that loader's own.
+    """A data loader that yields this rank's rows of every batch of `loader`; all other attributes are that loader's
+    own.
 
-    `divider` None: every rank's loader gives its own data, which goes through as it is. Asking for a batch costs
-    nothing: it may be looked at, skipped, or left.
+    `divider` None: every rank's loader has its own data, which is passed through. Fetching a batch sends nothing: the
+    loop may inspect it, skip it, or stop early.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class RankDataLoader:
         return self._divider.share(batch, is_last=is_last)
 
     def _meet(self) -> None:
-        """A pass over the loader begins in the order that rank 0 draws: its generators are everybody's from here."""
+        """Start a pass over the loader in rank 0's order: all ranks load the state of its random generators."""
         generators = _generators(self.inner) if self._divider is not None else []
         self._begun += 1
         for index, generator in enumerate(generators):
@@ -80,7 +81,7 @@ class RankDataLoader:
 
 
 def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
-    """What a DataLoader draws its order from; nothing where the order is not drawn."""
+    """Return the generators that a DataLoader draws its order from; none if the order is not random."""
     if not isinstance(loader, DataLoader) or isinstance(loader.sampler, SequentialSampler):
         return []
     found = [loader.generator, getattr(loader.sampler, "generator", None)]
@@ -90,7 +91,7 @@ def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
 
 
 def _with_end(source: Iterator[Share], last: int | None, *, ahead: bool) -> Iterator[tuple[Share, bool]]:
-    """(batch, whether it is the last): by the loader's length, else by a look at the next one, where it matters."""
+    """Yield (batch, whether it is the last), known by the loader's length, else by fetching one ahead if needed."""
     if last is not None or not ahead:
         for index, batch in enumerate(source):
             yield batch, last is not None and index == last - 1
@@ -114,13 +115,13 @@ def _length(loader: Iterable[Any]) -> int | None:
 
 
 def rows_of(loader: Iterable[Any]) -> int | None:
-    """How many rows a batch of the loader has, where it says so."""
+    """Return the batch size of a DataLoader; None if it has none or is another loader."""
     given = getattr(loader, "batch_size", None)
     return given if isinstance(given, int) and isinstance(loader, DataLoader) else None
 
 
 def refuse_sampler(loader: Iterable[Any]) -> None:
-    """A loader that is divided by rank already would be divided twice."""
+    """Raise BadInput if the loader's sampler already splits data by rank, as the rows would be split twice."""
     samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     samplers += [getattr(samplers[1], "sampler", None)]
     for one in samplers:

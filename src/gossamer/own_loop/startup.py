@@ -1,4 +1,4 @@
-"""How a wrapped loop begins: all ranks hold what rank 0 holds, or it is said what they do not hold alike."""
+"""Checks and broadcast at the start of a wrapped loop: all ranks begin with the parameters and states of rank 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE_BYTES = 64 << 20
 
 
 def check_models(models: Sequence[Any]) -> None:
-    """Raises BadInput where one cannot be trained by wrap."""
+    """Raise BadInput if a model cannot be trained by wrap."""
     for one in models:
         if not isinstance(one, nn.Module):
             raise bad_input(
@@ -43,7 +43,7 @@ def check_models(models: Sequence[Any]) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:
-    """Raises BadInput where one is not an optimizer, or asks for gradients that no mean is."""
+    """Raise BadInput if an object is not an optimizer, or needs gradients that a mean over ranks cannot be."""
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise bad_input(
@@ -71,8 +71,8 @@ def _described(value: Any) -> str:
 
 
 def tensors_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Everything that training starts from, by name: parameters, frozen ones and those that only an optimizer has,
-    buffers, and what optimizers carry.
+    """Return by name all tensors that training starts from: parameters, frozen ones and those that only an optimizer
+    has, buffers, and optimizer states.
     """
     found: dict[str, Tensor] = {}
     for index, model in enumerate(models):
@@ -95,7 +95,7 @@ def _tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def start_alike(tensors: Mapping[str, Tensor], channel: Channel) -> None:
-    """Give all ranks the values of rank 0, bit for bit. Raises BadInput where ranks have other tensors."""
+    """Broadcast rank 0's values to all ranks, bit for bit. Raises BadInput if ranks have other tensors."""
     said = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
     mine = torch.tensor([float(zlib.crc32(repr(said).encode())), float(len(said))], dtype=torch.float64)
     (table,) = channel.start(Message((mine,), Collective.GATHER)).wait()
@@ -110,7 +110,7 @@ def start_alike(tensors: Mapping[str, Tensor], channel: Channel) -> None:
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Some tensors at a time, so that a message is neither tiny nor as large as the model."""
+    """Yield groups of tensors, so that a message is neither tiny nor as large as the model."""
     piece: list[Tensor] = []
     for tensor in tensors:
         piece.append(tensor)
@@ -122,7 +122,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _send(tensors: Sequence[Tensor], channel: Channel) -> None:
-    """Their bytes, beside which all ranks but the first have zeros."""
+    """Copy rank 0's bytes to all ranks, as the maximum over ranks of its bytes and zeros."""
     raw = torch.cat([tensor.cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
     if channel.rank != 0:
         raw.zero_()

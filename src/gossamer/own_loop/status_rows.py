@@ -1,7 +1,7 @@
-"""What every rank tells the others of a backward pass or a step: one row of numbers each, all of one length.
+"""Status messages of backward passes and steps: one row of numbers per rank, all of one length.
 
-All ranks send the same kind of row at the same time, or they are at different places of their loops: then each of
-them learns it, by name, before anything has moved.
+All ranks send the same kind of row at the same time. If they are at different points of their loops, each rank raises
+an error that names the points, before any parameter has moved.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ _DOING = {
     TAKEN: "unfreezing, after backward pass",
 }
 _KINDS = list(Kind)
-_BESIDE = 7  # other numbers of a row
-TOLD = 5  # of them, what must be the same on all ranks when an optimizer steps
-_COUNTS = 4  # terms of a loss that count differently, at most
-_SAME = 1e-9  # shares that differ by less are one
+_BESIDE = 7  # additional values of a row
+TOLD = 5  # of these, the ones that must be equal at a step
+_COUNTS = 4  # different denominators of a loss, at most
+_SAME = 1e-9  # tolerance of equal weights
 
 
 @dataclass(frozen=True, slots=True)
 class RowMark:
-    """Which batch a rank is at. `number`: of those that its loader gave; `print`: 32 bits of it, 0 of its own data."""
+    """The position of a rank in its loader: `number` of the batch, and `print`, a 32-bit hash of it, 0 for its own
+    data.
+    """
 
     number: int = 0
     print: int = 0
@@ -39,9 +41,9 @@ class RowMark:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """What a rank would have said at a step: it goes with the first row of the next backward pass.
+    """The values that a rank would have sent at an optimizer step, sent with the next backward pass's row instead.
 
-    `judge` is given that of all ranks, (ranks, TOLD), and raises where it differs.
+    `judge` gets those of all ranks, (ranks, TOLD), and raises if they differ.
     """
 
     told: tuple[float, ...]
@@ -50,7 +52,7 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True)
 class StatusRow:
-    """One rank's."""
+    """The status message of one rank: position in the loop, loss denominators and batch hash."""
 
     kind: int
     serial: int
@@ -60,13 +62,14 @@ class StatusRow:
 
     @staticmethod
     def of(kind: int, serial: int, counted: LossCount, mark: RowMark, *, beside: tuple[float, ...]) -> StatusRow:
+        """Return a status row; a loss with more than four different denominators is marked unknown."""
         if len(counted.counts) > _COUNTS:
             said = f"{len(counted.counts)} means that count differently"
             counted = LossCount(Kind.UNKNOWN, shape=counted.shape, said=said)
         return StatusRow(kind, serial, counted, mark, beside)
 
     def tensor(self) -> Tensor:
-        """(21,) float64."""
+        """Return the row as (21,) float64."""
         one = self.counted
         counts = [*one.counts, *(0.0,) * (_COUNTS - len(one.counts))]
         head = [self.kind, self.serial, _KINDS.index(one.kind), one.shape, len(one.counts), *counts]
@@ -77,8 +80,8 @@ class StatusRow:
 
 @dataclass(frozen=True, slots=True)
 class StatusRows:
-    """Those of all ranks. `shares` (ranks,): what each one's gradient counts in the mean; `factor`: the mean times this
-    is the gradient of the whole batch (the number of ranks, where losses are sums).
+    """The status rows of all ranks. `shares` (ranks,): each rank's weight in the mean gradient. `factor`: what the mean
+    is multiplied by to become the gradient of the global batch (the number of ranks with rows, if losses are sums).
     """
 
     table: Tensor  # (ranks, 21)
@@ -90,13 +93,14 @@ class StatusRows:
 
     @staticmethod
     def of(table: Tensor, rank: int, mine: StatusRow) -> StatusRows:
+        """Build the rows from the gathered `table` (ranks, 21), and derive weights from the loss denominators."""
         ranks = len(table)
         kinds = {_KINDS[int(k)] for k in table[:, 2].tolist()}
         is_sum = kinds == {Kind.SUM}
         kind = Kind.MEAN if kinds <= {Kind.MEAN, Kind.DIVIDED} else min(kinds, key=_KINDS.index)
         counts = table[:, 5]  # (ranks,)
         if is_sum:
-            counts = (counts >= 0).double()  # a rank without rows of its own says -1
+            counts = (counts >= 0).double()  # a rank without own rows sends -1
         total = float(counts.clamp_min(0).sum())
         even = torch.full((ranks,), 1 / ranks, dtype=torch.float64)
         shares = counts.clamp_min(0) / total if total and not kinds <= {Kind.FREE} else even
@@ -104,15 +108,16 @@ class StatusRows:
 
     @property
     def share(self) -> float:
+        """Return this rank's weight in the mean gradient."""
         return float(self.shares[self.rank])
 
     @property
     def beside(self) -> Tensor:
-        """(ranks, 7): what else they said."""
+        """Return the additional values of all rows, (ranks, 7)."""
         return self.table[:, 11 : 11 + _BESIDE]
 
     def check(self) -> None:
-        """Raises where the ranks are not at the same place, with the same batch, or count what cannot be one mean."""
+        """Raise WireMismatch or BadInput if ranks differ in position or batch, or their losses have no common mean."""
         self._check_place()
         if self.mine.kind == BACKWARD:
             self._check_batch()
@@ -183,8 +188,8 @@ class StatusRows:
         self._check_shares(what, do)
 
     def _check_least(self, what: str, do: str) -> None:
-        """A sum that is divided by 1 has counted one thing, where all ranks count rows; else it may have counted none,
-        and max(1, n) have kept it from being divided by nothing.
+        """Check sums divided by 1. The 1 is a count where all ranks count rows; else max(1, n) may have kept an empty
+        sum from being divided by 0.
         """
         counts, least, rows = self.table[:, 5], self.table[:, -3] > 0, self.table[:, -2]
         if bool(least.any()) and bool(((counts != rows) & (counts > 0)).any()):
@@ -196,7 +201,7 @@ class StatusRows:
             )
 
     def _check_shares(self, what: str, do: str) -> None:
-        """Terms that count differently have one mean only where their counts are in proportion."""
+        """Check that terms with different denominators are in proportion on all ranks: they have one common weight."""
         one, terms = self.mine.counted, int(self.table[:, 4].max())
         for term in range(1, terms):
             counts = self.table[:, 5 + term]

@@ -1,4 +1,4 @@
-"""Rows to the ranks they belong to (tokens to experts) and back, unevenly, with the gradients' way."""
+"""Expert all-to-all: send rows to their ranks (tokens to experts) and back, unevenly, with gradients."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ Carry: TypeAlias = Callable[[Rounds], Outcome]  # runs one job to its end, as `p
 
 @dataclass(frozen=True, slots=True)
 class RowSplits:
-    """How many rows go to every rank of the group, and how many come from each, in rank order."""
+    """The rows that go to every rank of the group (`splits`) and come from each (`arriving`), in rank order."""
 
     splits: tuple[int, ...]
     arriving: tuple[int, ...]
 
     @property
     def back(self) -> RowSplits:
-        """The way back of the same rows."""
+        """The splits of the same rows sent back."""
         return RowSplits(self.arriving, self.splits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAllToAll:
-    """Rows change ranks within the group of `level`; without a codec they travel as they are, whatever their type.
+    """An uneven all-to-all of rows over the group of `level`; without a codec rows of any dtype are sent exactly.
 
-    Rows are encoded one by one, so a row decodes to the same numbers wherever it goes. All ranks call the same
-    shuffles in the same order, forward and backward: where gradients are wanted they are wanted on all ranks, and a
-    rank that got no row still uses the empty result (an expert of zero rows does).
+    Rows are encoded one by one, so a row decodes to the same values on every rank. All ranks call the same all-to-alls
+    in the same order, forward and backward: where one rank needs gradients all ranks do, and a rank that got no row
+    still uses the empty result (an expert of zero rows does).
     """
 
     rank: int
     levels: ProcessGroups
     codec: Codec | None = None
-    back: Codec | None = None  # of gradients; none given: the same codec
+    back: Codec | None = None  # of gradients; None: the same codec
     level: str = "all"
     name: str = ""
 
@@ -55,11 +55,15 @@ class RowAllToAll:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The ranks that share rows, ascending."""
+        """The ranks that exchange rows, ascending."""
         return self.levels.group(self.level, self.rank)
 
     def agree(self, splits: Sequence[int], carry: Carry) -> RowSplits:
-        """Tell the group how many rows go where, and hear what comes: one small message."""
+        """Exchange the row counts within the group: one small message.
+
+        splits: rows from this rank to each rank of the group. Raises WireMismatch where there is not one count per
+        rank.
+        """
         if len(splits) != len(self.group):
             raise WireMismatch(
                 f"rank {self.rank} splits its rows for {len(splits)} ranks, the group has {len(self.group)}"
@@ -68,10 +72,10 @@ class RowAllToAll:
         return RowSplits(tuple(splits), tuple(counts[:, self.group.index(self.rank)].tolist()))
 
     def __call__(self, x: Tensor, split: RowSplits, *, at: tuple[int, ...], carry: Carry) -> Tensor:
-        """The rows that arrive, in rank order; `x` (rows, ...) holds those that go, in rank order of their targets.
+        """Send the rows of `x` (rows, ...), in rank order of their targets; return the rows that arrive, in rank order.
 
-        Differentiable: gradients go the opposite way, by the same `carry`. `at` (seed, step, ...) must differ from
-        call to call and agree between ranks.
+        Differentiable: gradients go in the opposite direction, by the same `carry`. `at` (seed, step, ...) must differ
+        from call to call and be equal on all ranks.
         """
         self.check(TensorSpec.of(x))
         if x.shape[0] != sum(split.splits):
@@ -80,7 +84,7 @@ class RowAllToAll:
         return arrived
 
     def job(self, x: Tensor, split: RowSplits, key: Key, *, back: bool = False) -> Rounds:
-        """One way, without autograd; the Outcome's mean is the rows that arrive."""
+        """Run one direction without autograd; the Outcome's mean is the rows that arrive."""
         codec, width = self._codec(back), prod(x.shape[1:])
         sent = to_bytes(codec, x.detach().reshape(x.shape[0], width), key)  # (rows, nbytes)
         (arrived,) = yield Message((sent,), Collective.SHUFFLE, self.level, split.splits, split.arriving)
@@ -88,18 +92,21 @@ class RowAllToAll:
         return Outcome(rows.view(arrived.shape[0], *x.shape[1:]), None, ExchangeState())
 
     def traffic(self, row: TensorSpec, split: RowSplits, *, back: bool = False) -> Traffic:
-        """What one shuffle sends from this rank; `row` is the form of one row. Pass `split.back` for the way back."""
+        """Return the traffic of one all-to-all from this rank; `row` is the shape of one row.
+
+        Pass `split.back` and `back=True` for the gradients or the rows sent back.
+        """
         each = nbytes_of(self._codec(back), row.numel, row.dtype)
         splits, arriving = (tuple(n * each for n in counts) for counts in (split.splits, split.arriving))
         return Traffic(Collective.SHUFFLE, sum(splits), 1, self.level, splits, arriving)
 
     def check(self, form: TensorSpec) -> None:
-        """Raises BadInput where such rows cannot travel so."""
+        """Raise BadInput where the codecs cannot encode such rows."""
         if self.codec is not None or self.back is not None:
             check_floating(form.dtype, coded=True)
 
     def key(self, at: tuple[int, ...], *, back: bool) -> Key:
-        """The key of one way of one shuffle."""
+        """Return the random key of one direction of one all-to-all."""
         return key_at((*at, "rows", self.name, "back" if back else "there"), self.rank)
 
     def _codec(self, back: bool) -> Codec | None:

@@ -1,4 +1,4 @@
-"""Links: tensors from one rank to another, and their gradients back."""
+"""Stage links: send tensors from one rank to another, and their gradients back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from gossamer.spec.errors import WireMismatch, bad_input
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLink:
-    """What crosses from rank `source` to rank `target`, again and again, and how. Gradients come the other way.
+    """A link for tensors from rank `source` to rank `target`, used repeatedly. Gradients go in the opposite direction.
 
-    Both are in one group of `level`; its other ranks take no part. (NCCL wants every rank of a group at its first
-    message: on GPUs make a level of the two.) `name` tells apart the tensors that cross between two stages.
+    Both ranks are in one group of `level`; its other ranks take no part. (NCCL needs every rank of a group at its first
+    message: on GPUs make a level of the two.) `crossing`: codec of the tensors; `name`: distinguishes the tensors
+    between two stages.
     """
 
     source: int
@@ -40,22 +41,26 @@ class StageLink:
             )
 
     def passage(self, form: TensorSpec, at: tuple[int, int, int]) -> TensorRoute:
-        """One tensor's way there and back. `at` is (seed, step, micro-batch): it keys the random numbers."""
+        """Return the route of one tensor and of its gradient.
+
+        `at` is (seed, step, micro-batch): it keys the random numbers. Raises BadInput where the codec cannot send
+        `form`.
+        """
         self.crossing.check(form)
         return TensorRoute(self, form, at)
 
     def traffic(self, form: TensorSpec, rank: int, *, back: bool = False) -> Traffic:
-        """What `rank`, one of the two, sends (or awaits) when such a tensor crosses, or its gradient."""
+        """Return the traffic of `rank`, one of the two, for one such tensor, or with `back` for its gradient."""
         nbytes = self.crossing.nbytes_back(form) if back else self.crossing.nbytes(form)
         splits, arriving = self._ends(rank, nbytes, back=back)
         return Traffic(Collective.SHUFFLE, sum(splits), 1, self.level, splits, arriving)
 
     def message(self, payload: Tensor, rank: int, *, back: bool) -> Message:
-        """`payload` (1, nbytes) from the rank that sends, (0, nbytes) from the one that receives."""
+        """Return the message of `payload`: (1, nbytes) on the rank that sends, (0, nbytes) on the other."""
         return Message((payload,), Collective.SHUFFLE, self.level, *self._ends(rank, 1, back=back))
 
     def sender(self, *, back: bool) -> int:
-        """The rank that sends: tensors the source, gradients the target."""
+        """Return the rank that sends: tensors the source, gradients the target."""
         return self.target if back else self.source
 
     def _ends(self, rank: int, count: int, *, back: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -68,10 +73,11 @@ class StageLink:
 
 @dataclass(slots=True)
 class TensorRoute:
-    """One tensor's way over a link and its gradient's way back: each side makes its own, and keeps it in between.
+    """The route of one tensor over a link, and of its gradient back. Each side makes its own, and keeps it in between.
 
-    The four jobs are for the pump, each one message. What arrives is the Outcome's mean; tensors of floating-point
-    numbers arrive as leaves whose gradient is wanted. What is sent must not be changed before it has gone out.
+    The four jobs are for the communication thread, each one message. The received tensor is the Outcome's mean;
+    floating-point tensors arrive as leaves that require a gradient. A tensor must not be changed before it has been
+    sent.
     """
 
     link: StageLink
@@ -80,19 +86,22 @@ class TensorRoute:
     _memory: ExchangeState = field(default_factory=ExchangeState)
 
     def send(self, x: Tensor) -> Rounds:
-        """On the source: the tensor."""
+        """Send the tensor, on the source."""
         message, self._memory = self.link.crossing.encode(self._fitting(x), self.key(back=False))
         yield self._outgoing(message, back=False)
         return Outcome(message.new_empty(0), None, ExchangeState())
 
     def receive(self) -> Rounds:
-        """On the target."""
+        """Receive the tensor, on the target."""
         (message,) = yield self._incoming(self.link.crossing.nbytes(self.form), back=False)
         x, self._memory = self.link.crossing.decode(message.view(-1), self.form, self.key(back=False))
         return Outcome(x.requires_grad_(self.form.dtype.is_floating_point), None, ExchangeState())
 
     def send_gradient(self, gradient: Tensor | None) -> Rounds:
-        """On the target: the gradient of what was received; None, where nothing depended on it, sends zeros."""
+        """Send the gradient of the received tensor, on the target.
+
+        None, where nothing depended on the tensor, sends zeros.
+        """
         if gradient is None:
             gradient = torch.zeros(self.form.shape, dtype=self.form.dtype, device=self.form.device)
         message = self.link.crossing.encode_back(self._fitting(gradient), self._memory, self.key(back=True))
@@ -101,14 +110,17 @@ class TensorRoute:
         return Outcome(message.new_empty(0), None, ExchangeState())
 
     def receive_gradient(self) -> Rounds:
-        """On the source."""
+        """Receive the gradient of the sent tensor, on the source."""
         (message,) = yield self._incoming(self.link.crossing.nbytes_back(self.form), back=True)
         gradient = self.link.crossing.decode_back(message.view(-1), self.form, self._memory, self.key(back=True))
         self._memory = ExchangeState()
         return Outcome(gradient, None, ExchangeState())
 
     def through(self, x: Tensor) -> Tensor:
-        """What both sides together do to `x`, forward and backward, in one process: the meaning of the link."""
+        """Apply both sides of the link to `x` in one process, forward and backward.
+
+        This is the reference for what the link computes.
+        """
         through: Tensor = _Through.apply(x, self)  # type: ignore[no-untyped-call]
         return through
 
@@ -125,7 +137,7 @@ class TensorRoute:
         return x.detach()
 
     def key(self, *, back: bool) -> Key:
-        """The key of one way."""
+        """Return the random key of one direction."""
         sender = self.link.sender(back=back)
         place = (*self.at, "link", self.link.name, self.link.source, self.link.target, "back" if back else "there")
         return key_at(place, sender)

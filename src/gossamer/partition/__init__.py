@@ -1,1 +1,1 @@
-"""The part of a model that one rank builds and holds: all of it, or the pipeline stages that the plan gives it."""
+"""The part of the model that one rank builds and holds: the full model, or the pipeline stages that the plan gives."""

@@ -1,4 +1,4 @@
-"""The plan of a run: asked of the planner, or read from a file."""
+"""The plan of a run: made by the planner, or read from a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gossamer.view.run_directory import plan_in
 
 
 def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device: torch.device) -> Plan:
-    """Ask the planner; the same answer on every rank. Raises BadInput."""
+    """Make the plan of a run; every rank gets the same. Raises BadInput."""
     shapes = tuple((name, tuple(p.shape)) for name, p in trainable(module).items())
     units = units_of(module, config.plan.units)
     walk = UnshardOrder.of(module, units)
@@ -26,7 +26,7 @@ def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device:
 
 
 def read_plan(path: Path, *, ranks: int) -> Plan:
-    """A plan.yaml; raises BadInput when it cannot be read or is for another number of ranks."""
+    """Read a plan.yaml. Raises BadInput if it cannot be read or is for another number of ranks."""
     plan = plan_in(path)
     if plan.ranks != ranks:
         raise BadInput(f"{path} is a plan for {plan.ranks} ranks, there are {ranks}: start as many, or plan again")

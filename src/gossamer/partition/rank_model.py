@@ -1,6 +1,6 @@
-"""A rank's part of the model: the whole of it, or the stages that the plan places here.
+"""Build a rank's part of the model: the full model, or the pipeline stages that the plan places on this rank.
 
-Every rank looks at the whole model without its weights, finds the same cuts, and builds its own part alone.
+Every rank traces the model without its weights, finds the same split points, and builds only its own part.
 """
 
 from __future__ import annotations
@@ -52,46 +52,50 @@ from gossamer.spec.units import show_gib
 
 
 class ModelProvider(ABC):
-    """What a rank's part of a model is made from."""
+    """The source from which a rank builds its part of a model: the user's constructor, or an existing module."""
 
     @abstractmethod
     def whole(self) -> nn.Module:
-        """All of it."""
+        """Return the full model."""
 
     @abstractmethod
     def outline(self) -> nn.Module:
-        """The model as it runs and is called, without memory for its parameters."""
+        """Return the model with its forward as in training, but without memory for its parameters."""
 
     @abstractmethod
     def construction(self) -> ConstructorState:
-        """How it is made."""
+        """Return the record of the model's construction: shared memory, and tensors computed from parameters."""
 
     @abstractmethod
     def part(self, holds: frozenset[str]) -> nn.Module:
-        """The model with the parameters named in `holds`; the others have no memory, or may be given back.
+        """Return the model with the parameters named in `holds`; the others have no memory, or may be freed.
 
-        Raises BadInput where one of them has no numbers of its own, or others than the last time.
+        Raises BadInput if one of them has no values of its own, or other values than the last time.
         """
 
     @abstractmethod
     def digests(self) -> dict[str, int]:
-        """48 bits over each initial parameter and buffer that this rank has seen; "": over what its constructor did."""
+        """Return a 48-bit hash of each initial parameter and buffer that this rank has seen, by name.
+
+        The name "" stands for the operations of the constructor.
+        """
 
     @abstractmethod
     def share(self, ranks: int) -> None:
-        """Be told that so many ranks build at the same time in this machine's memory."""
+        """Set the number of ranks that build at the same time in this machine's memory."""
 
     @abstractmethod
     def again(self) -> ModelProvider:
-        """One that makes other modules of the same model, whatever becomes of those that were made."""
+        """Return a source that builds new modules of the same model, whatever happens to the earlier ones."""
 
 
 @dataclass
 class OriginSource(ModelProvider):
-    """A model nobody has built yet.
+    """A model that is not built yet, from the configured model source.
 
-    Where its constructor is simple (`MetaModel`), parts of it are built without memory for the rest. Else it runs for
-    real on every rank, in files beyond the rank's share of the memory, and what the rank does not hold is given back.
+    If its constructor is simple (`MetaModel`), its parts are built without memory for the rest. Otherwise the
+    constructor runs with real parameters on every rank, partly in files if the model exceeds the rank's share of
+    memory. Parameters that the rank does not hold are then freed.
     """
 
     origin: ModelSource
@@ -138,7 +142,7 @@ class OriginSource(ModelProvider):
         self.ranks = ranks
 
     def _of_parts(self, skeleton: MetaModel, holds: frozenset[str]) -> nn.Module | None:
-        """None: the constructor does something else where some of its parameters are there."""
+        """Return the model with some parameters; None if its constructor then takes another path."""
         try:
             # What is loaded brings its own memory.
             module = skeleton.build(self._bare, frozenset() if self.origin.has_weights else holds)
@@ -153,8 +157,9 @@ class OriginSource(ModelProvider):
         return module
 
     def _real(self, holds: frozenset[str] = frozenset()) -> nn.Module:
-        """The whole model, large parts of it in files where it is larger than this rank's share of the memory; not so
-        what is named in `holds`.
+        """Return the full model, built with real parameters.
+
+        Large tensors are in files if the model exceeds this rank's share of memory, except those named in `holds`.
         """
         with mapped(memory()[1] // (2 * self.ranks)) as places:
             module = self.whole()
@@ -173,7 +178,7 @@ class OriginSource(ModelProvider):
         return self._anew(lambda: self.origin.bare(self.seed))
 
     def _anew(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """From the same state of the user's code every time; what it does to that in the end it does once."""
+        """Build from the same state of the user's code every time; side effects of the constructor remain once."""
         if self.origin.code is not None:
             with generators_kept():
                 if self._before is not None:
@@ -189,7 +194,7 @@ class OriginSource(ModelProvider):
 
 @dataclass(frozen=True, slots=True)
 class ModuleSource(ModelProvider):
-    """A module of the caller's, which is there whole; what this rank does not hold is given back."""
+    """A module of the caller, built in full; parameters that this rank does not hold are freed."""
 
     module: nn.Module
 
@@ -226,7 +231,7 @@ class ModuleSource(ModelProvider):
 
 @dataclass(frozen=True, slots=True)
 class CopySource(ModelProvider):
-    """Copies of a module."""
+    """A source that returns copies of a module."""
 
     module: nn.Module
 
@@ -255,7 +260,7 @@ class CopySource(ModelProvider):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionRequest:
-    """For whom a model is to be held, and for what."""
+    """The rank, device, batches and loss for which a part of the model is built."""
 
     config: RunConfig
     ranks: int
@@ -263,12 +268,12 @@ class PartitionRequest:
     batches: Batches
     objective: Loss
     device: torch.device
-    local_ranks: int = 1  # that share the device's memory
+    local_ranks: int = 1  # number of ranks on this host
 
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """The module of one rank, the plan, and how the module is cut where it is not the whole model."""
+    """The module of one rank and the plan; `cut` describes its pipeline stages if it is not the full model."""
 
     plan: Plan
     module: nn.Module
@@ -277,7 +282,7 @@ class RankModel:
 
 @dataclass(frozen=True, slots=True)
 class StagedOutline:
-    """A model in stages before any of it is built: what all ranks find alike."""
+    """A model in pipeline stages before any stage is built: plan, split points and trace, equal on all ranks."""
 
     plan: Plan
     cut: StagedModel
@@ -287,7 +292,7 @@ class StagedOutline:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A model before a rank's part of it is built. What is not in stages is whole on every rank, and there already."""
+    """A planned model before this rank's part is built. Without stages, every rank already has the full module."""
 
     source: ModelProvider
     asked: PartitionRequest
@@ -297,25 +302,28 @@ class Planned:
 
     @property
     def outline(self) -> RankModel:
-        """As far as it is known: where it is in stages, the whole without its numbers and nothing of this rank."""
+        """Return the model as far as it is known.
+
+        With pipeline stages, that is the full model without parameter values, and none of this rank's stages.
+        """
         if self.outlined is None:
             assert self.module is not None
             return RankModel(self.plan, self.module)
         return RankModel(self.plan, self.outlined.cut.ways.module, self.outlined.cut)
 
     def hold(self) -> RankModel:
-        """What this rank trains. Called once."""
+        """Build and return the model that this rank trains. Call it once."""
         return self.outline if self.outlined is None else _held(self.source, self.outlined, self.asked)
 
     def part(self) -> RankModel:
-        """What `hold` gives, or has given, made anew and not compiled."""
+        """Return a second, uncompiled build of the model that `hold` returns."""
         plain = replace(self.asked, config=_not_compiled(self.asked.config))
         if self.outlined is None:
             return RankModel(self.plan, self.whole())
         return _held(self.source.again(), self.outlined, plain)
 
     def whole(self) -> nn.Module:
-        """All of the model, made anew, as one process has it."""
+        """Return a new build of the full model, as one process has it."""
         module = self.source.again().whole().to(self.asked.device)
         if self.outlined is not None:
             self.outlined.units_of(module)  # a model that is one unit gets stretches of its graph for units
@@ -323,15 +331,15 @@ class Planned:
 
 
 def build_rank_model(source: ModelProvider, asked: PartitionRequest, plan: Plan | None = None) -> RankModel:
-    """What this rank has of the model under a plan, which is made where none is given.
+    """Return this rank's part of the model under `plan`, or under a new plan if None.
 
-    Raises BadInput where the model cannot be cut so. No rank needs another one for it.
+    Needs no other rank. Raises BadInput if the model cannot be split so.
     """
     return planned(source, asked, plan).hold()
 
 
 def planned(source: ModelProvider, asked: PartitionRequest, plan: Plan | None = None) -> Planned:
-    """The plan of a model, and where it is in stages how it is cut; nothing of these is built. Raises BadInput."""
+    """Return the plan of a model and its split into pipeline stages, if any; no stage is built. Raises BadInput."""
     wanted = asked.config.plan
     in_stages = plan.mesh.pipe > 1 if plan else wanted.mesh.pipe not in (1, "auto") or wanted.stages != "auto"
     if not in_stages:
@@ -354,7 +362,7 @@ def _not_compiled(config: RunConfig) -> RunConfig:
 
 
 def outline_stages(source: ModelProvider, asked: PartitionRequest, plan: Plan | None = None) -> StagedOutline:
-    """The plan of a model in stages with its cuts and its forecast. Raises BadInput."""
+    """Return the plan of a model in pipeline stages, with split points and cost estimate. Raises BadInput."""
     config, outline = asked.config, source.outline()
     check_open(outline, "plan.mesh.pipe")
     plan = _begun(plan, outline, asked)
@@ -384,7 +392,7 @@ def outline_stages(source: ModelProvider, asked: PartitionRequest, plan: Plan | 
 
 
 def _begun(plan: Plan | None, module: nn.Module, asked: PartitionRequest) -> Plan:
-    """The plan that was given, or a new one, as far as a model says it that was not traced yet."""
+    """Return the given plan, checked against the model, or a new one; as far as it needs no trace."""
     if plan is None:
         return make_plan(asked.config, module, ranks=asked.ranks, device=asked.device)
     law.check(asked.config, plan)
@@ -396,14 +404,14 @@ def _begun(plan: Plan | None, module: nn.Module, asked: PartitionRequest) -> Pla
 
 
 def _units(plan: Plan, run: Forward, rows: Mapping[str, Tensor], module: nn.Module) -> tuple[str, ...]:
-    """The plan's; a model that is one unit gets stretches of its graph for units."""
+    """Return the plan's units; a model that is one unit gets segments of its graph as units."""
     return plan.units if plan.units != ("",) else with_segments(module, partial(run, module, rows))
 
 
 def _built(
     source: ModelProvider, found: StagedOutline, mine: list[StageSpec], asked: PartitionRequest
 ) -> tuple[nn.Module, dict[int, StageModule], dict[str, int]]:
-    """A rank's module, its stages, and what it has seen of the initial values."""
+    """Return a rank's module, its stages, and hashes of the initial values that it has seen."""
     holds = frozenset[str]().union(*(part.holds for part in mine))
     module = source.part(holds)
     digests = source.digests()
@@ -416,7 +424,7 @@ def _built(
 
 
 def _check_memory(construction: ConstructorState, cut: StagedModel) -> None:
-    """Raises BadInput where two names of one memory would be apart: what one stage writes, another would not see."""
+    """Raise BadInput if tensors that share memory lie in different stages: one would not see the other's writes."""
     for group in construction.shared:
         at = {name: frozenset(p.stage for p in cut.parts if name in p.holds) for name in sorted(group)}
         if len(set(at.values())) > 1:
@@ -430,7 +438,7 @@ def _check_memory(construction: ConstructorState, cut: StagedModel) -> None:
 
 
 def _check_cuts(cuts: SplitPoints, flow: DataFlow, outline: nn.Module, plan: Plan, config: RunConfig) -> None:
-    """Raises BadInput where a plan cuts elsewhere than was written beside it."""
+    """Raise BadInput if a plan's split points differ from those in the configuration."""
     if config.plan.cuts != "auto" and (asked := _cuts(flow, outline, plan, config)[0]) != cuts:
         raise _other("plan.cuts", cuts.first, asked.first)
 
@@ -461,7 +469,7 @@ def _cuts(flow: DataFlow, outline: nn.Module, plan: Plan, config: RunConfig) -> 
 
 
 def _unit(given: int | str, blocks: Sequence[str]) -> str:
-    """The name of a unit that was given by it, or as the number of a block."""
+    """Return the name of a unit that is given by name or by the number of its block."""
     if isinstance(given, str):
         return given
     if not 0 <= given < len(blocks):
@@ -477,13 +485,13 @@ def _unit(given: int | str, blocks: Sequence[str]) -> str:
 
 
 def _groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The ranks of every stage, within a replica."""
+    """Return the ranks of every stage, within a replica."""
     schedule = schedule_of(plan, 0)
     return tuple(schedule.ranks_of(stage) for stage in range(schedule.stages))
 
 
 def forecast_of(plan: Plan, cut: StagedModel, batches: Batches, config: RunConfig) -> Cost:
-    """The bytes of the first step: what crosses the borders is what its micro-batches make of them."""
+    """Return the communication volume of the first step, from the boundary tensors of its micro-batches."""
     shapes = {name: tuple(p.shape) for name, p in cut.ways.module.named_parameters() if p.requires_grad}
     places = range(plan.width)
     held = tuple(tuple((n, s) for n, s in shapes.items() if any(p in g for g in cut.holders(n))) for p in places)
@@ -498,7 +506,7 @@ def forecast_of(plan: Plan, cut: StagedModel, batches: Batches, config: RunConfi
 
 
 def _check_room(plan: Plan, cut: StagedModel, asked: PartitionRequest) -> None:
-    """That the state of every rank's stages, and what shares the memory with it, fits where it is to lie."""
+    """Check that the training states of all stages on a GPU, or on a machine, fit its memory. Raises BadInput."""
     on_gpu = asked.device.type == "cuda"
     there = torch.cuda.get_device_properties(asked.device).total_memory if on_gpu else memory()[0]
     sizes = {p.stage: state_bytes_of(cut, p) for p in cut.parts}
@@ -521,6 +529,9 @@ def _check_room(plan: Plan, cut: StagedModel, asked: PartitionRequest) -> None:
 
 
 def state_bytes_of(cut: StagedModel, part: StageSpec) -> int:
-    """Parameters; where they are trained gradients and two slots of the optimizer in float32 as well."""
+    """Return the bytes of a stage's parameters, gradients and optimizer states.
+
+    Trained parameters count 12 bytes per element more: gradients and two optimizer slots in float32.
+    """
     held = [p for name, p in cut.ways.module.named_parameters() if name in part.holds]
     return sum(p.numel() * (p.element_size() + (12 if p.requires_grad else 0)) for p in held)

@@ -1,6 +1,6 @@
-"""Pipelines: who computes what, when. A schedule is one list of actions per rank, and that list is what runs.
+"""Pipeline schedules: one list of actions per rank, in the order in which the rank runs them.
 
-`schedule` holds the makers, `passes` lower their lists, `check` proves them legal, `play` is the one loop that obeys
-them, in any `ScheduleBackend`: `ScheduleSimulator` (time, bubble and memory without a model), `RankBackend` (one rank
-of a real run).
+`schedule` holds the schedule builders, `passes` lower their lists, `validate.check` proves them legal, `execute` is the
+one loop that runs them, in any `ScheduleBackend`: `ScheduleSimulator` (time, bubble and memory without a model),
+`RankBackend` (one rank of a real run).
 """

@@ -1,4 +1,4 @@
-"""What must have been done before an action may start: the meaning of the ops, shared by `check` and all worlds."""
+"""Dependencies between pipeline actions: the meaning of the ops, shared by `check` and all schedule backends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from gossamer.spec.action import Action, Op
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """Of the schedule whose actions are `present`. Order within a rank's list is not repeated here."""
+    """The dependencies between the actions of a schedule, `present`.
+
+    The order of a rank's own list is no dependency here.
+    """
 
     present: frozenset[Action]
     stages: int
@@ -20,10 +23,11 @@ class Dependencies:
 
     @staticmethod
     def of(schedule: Schedule) -> Dependencies:
+        """Return the dependencies of a schedule."""
         return Dependencies(frozenset(a for _, _, a in schedule.actions()), schedule.stages, schedule.microbatches)
 
     def __call__(self, action: Action) -> tuple[Action, ...]:
-        """The actions that must be done before `action`, on whatever rank."""
+        """Return the actions that must be done before `action`, on any rank."""
         found = self.known.get(action)
         if found is None:
             found = self.known[action] = tuple(self._before(action))
@@ -58,11 +62,11 @@ class Dependencies:
                 pass
 
     def gradient(self, stage: int, batch: int) -> Action:
-        """What yields the gradient of the stage's input."""
+        """Return the action that computes the gradient of the stage's input."""
         return self._either(Action(Op.B_INPUT, stage, batch), Action(Op.B, stage, batch))
 
     def finished(self, stage: int, batch: int) -> Action:
-        """What ends the stage's backward: nothing of the micro-batch is kept after it."""
+        """Return the action that ends the stage's backward: no activation of the micro-batch is kept after it."""
         return self._either(Action(Op.B_WEIGHT, stage, batch), Action(Op.B, stage, batch))
 
     def _either(self, first: Action, second: Action) -> Action:

@@ -1,4 +1,4 @@
-"""The player: the only loop that decides what runs next."""
+"""The schedule runtime: the only loop that decides which action runs next."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from gossamer.spec.errors import RunFailed
 
 
 class ScheduleBackend(ABC):
-    """Where a schedule is played: one rank of a real run, all stages in one process, a clock."""
+    """A backend that runs the actions of a schedule: one rank of a real run, all stages in one process, a simulator."""
 
     @property
     @abstractmethod
     def ranks(self) -> Sequence[int]:
-        """The ranks of the schedule whose lists this world works off: its own, or all."""
+        """The ranks of the schedule whose lists this backend runs: its own rank, or all."""
 
     @abstractmethod
     def ready_s(self, rank: int, action: Action) -> float | None:
-        """When `rank` could start `action`, in the world's own seconds; None: another rank must act before.
+        """Return when `rank` could start `action`, in the backend's own seconds; None: another rank must act before.
 
-        The player starts the earliest. A world without a clock says 0, one that waits inside `do` always does.
+        The executor starts the earliest action. A backend without a clock returns 0 or None, one that waits inside `do`
+        always 0.
         """
 
     @abstractmethod
     def do(self, rank: int, action: Action) -> None:
-        """Do it; what it raises ends the play."""
+        """Run the action; an exception ends the execution."""
 
 
 class ScheduleDeadlock(RunFailed):
-    """Every rank waits for another. `waiting` is what each would do next."""
+    """The error that every rank waits for another (a deadlock). `waiting` is the next action of each rank."""
 
     def __init__(self, waiting: Mapping[int, Action]) -> None:
         super().__init__("no rank can go on: " + ", ".join(f"rank {r} at {a}" for r, a in waiting.items()))
@@ -39,7 +40,10 @@ class ScheduleDeadlock(RunFailed):
 
 
 def execute(schedule: Schedule, world: ScheduleBackend) -> None:
-    """Do every action of the world's ranks, each list in its order. Raises Stuck when none of them can go on."""
+    """Run every action of the backend's ranks, each rank's list in its order.
+
+    Raises ScheduleDeadlock when none of the ranks can continue.
+    """
     left = {rank: iter(schedule.ranks[rank]) for rank in world.ranks}
     waiting = {rank: action for rank, actions in left.items() if (action := next(actions, None)) is not None}
     while waiting:

@@ -1,4 +1,4 @@
-"""The schedules that a plan asks for."""
+"""The pipeline schedules that a plan asks for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from gossamer.spec.plan import Plan
 
 
 def schedule_of(plan: Plan, replica: int) -> Schedule:
-    """What the ranks of a replica do in a step of training. Raises BadInput where the maker cannot."""
+    """Return the training schedule of a replica's ranks.
+
+    Raises BadInput where the schedule does not support the plan's stages or micro-batches.
+    """
     maker, microbatches = schedule.build(plan.schedule, key="plan.schedule"), plan.microbatches[replica]
 
     def straight(stages: int) -> Schedule:
@@ -31,8 +34,9 @@ def schedule_of(plan: Plan, replica: int) -> Schedule:
 
 
 def forward_only_of(plan: Plan, trained: Schedule, microbatches: int) -> Schedule:
-    """The stages of a schedule that trains, where they are, without a backward. There may be fewer micro-batches than
-    ranks of a stage.
+    """Return a forward-only schedule with the stages of schedule `trained`, on the same ranks.
+
+    There may be fewer micro-batches than ranks of a stage.
     """
 
     def straight(stages: int) -> Schedule:

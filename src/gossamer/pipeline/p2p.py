@@ -1,7 +1,7 @@
-"""What crosses between the stages in one step: boundary tensors, their gradients back, and whose turn it is.
+"""Point-to-point transfers of one pipeline step: boundary tensors, their gradients, and the message order.
 
-Between two ranks everything goes in the order of their action lists. Receives are handed to the wire some computations
-before they are needed, so that what arrives early is on its way while this rank computes.
+Between two ranks all messages follow the order of their action lists. Receives are submitted some computations before
+they are needed, so that a message can arrive while this rank computes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gossamer.p2p import TensorRoute, TensorSpec
 from gossamer.pipeline.stage_links import StageLinks, way_of
 from gossamer.spec.action import Action, Op
 
-AHEAD = 2  # computations before a receive is needed, it may begin
+AHEAD = 2  # a receive may start so many computations before it is needed
 _SENDS, _RECEIVES = (Op.SEND_F, Op.SEND_B), (Op.RECV_F, Op.RECV_B)
 _FORWARD = (Op.SEND_F, Op.RECV_F)
 
 
 @dataclass(frozen=True, slots=True)
 class StageTensor:
-    """A tensor that goes from a stage to the next; its gradient comes back where `needs_grad`."""
+    """A tensor that a stage sends to the next stage; its gradient comes back where `needs_grad`."""
 
     value: CallOutput
     form: TensorSpec
@@ -33,20 +33,20 @@ class StageTensor:
 
 @dataclass(frozen=True, slots=True)
 class StageBoundary:
-    """What a stage receives and sends of one micro-batch, in the order of the wire."""
+    """The tensors that a stage receives and sends per micro-batch, in message order."""
 
     receives: tuple[StageTensor, ...] = ()
     sends: tuple[StageTensor, ...] = ()
 
     def edges(self, op: Op) -> tuple[StageTensor, ...]:
-        """What goes over the wire in an action of the stage."""
+        """Return the tensors that action `op` of the stage sends or receives."""
         edges = self.sends if op in (Op.SEND_F, Op.RECV_B) else self.receives
         return edges if op in _FORWARD else tuple(edge for edge in edges if edge.needs_grad)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """The way of one tensor through one action: the passage it takes, and the number of its message in the step."""
+    """The transfer of one tensor in one action: its route, and the number of its message in the step."""
 
     edge: StageTensor
     passage: TensorRoute
@@ -54,8 +54,10 @@ class TensorSlot:
 
 
 class StepP2P:
-    """One rank's transfers of one step. `links[s, b]` takes micro-batch b from stage s to s + 1, where these are on two
-    ranks; `boundaries[b][s]` is the boundary of stage s for it; `at` is (seed, step).
+    """The point-to-point transfers of one rank in one step.
+
+    `links[s, b]` is the link for micro-batch b from stage s to s + 1, where these are on two ranks; `boundaries[b][s]`
+    is the boundary of stage s for micro-batch b; `at` is (seed, step).
     """
 
     def __init__(
@@ -73,8 +75,8 @@ class StepP2P:
         self._outbox: dict[tuple[int, int], dict[CallOutput, Tensor]] = {}
         self._back: dict[
             tuple[int, int], dict[CallOutput, Tensor]
-        ] = {}  # gradients of what a stage received, to be sent
-        self._gradients: dict[tuple[int, int], dict[CallOutput, Tensor]] = {}  # of what a stage sent
+        ] = {}  # gradients of the inputs of a stage, to be sent
+        self._gradients: dict[tuple[int, int], dict[CallOutput, Tensor]] = {}  # of the outputs of a stage
         if count := sum(len(lanes) for lanes in self._lanes.values()):
             self._under = pump.transfers(count)
             for action, lanes in self._lanes.items():
@@ -85,27 +87,27 @@ class StepP2P:
                         self._under.submit(lane.job, way)
 
     def received(self, stage: int, batch: int) -> dict[CallOutput, Tensor]:
-        """What the stage before has sent of the micro-batch."""
+        """Return, and drop, the tensors that the previous stage has sent for the micro-batch."""
         return self._inbox.pop((stage, batch), {})
 
     def made(self, stage: int, batch: int, sent: Mapping[CallOutput, Tensor]) -> None:
-        """The stage's forward is done: `sent` is for the next one."""
+        """Take the stage's output `sent` after its forward, for the next stage."""
         box, to = (self._outbox, stage) if (stage, batch) in self._links else (self._inbox, stage + 1)
         if sent:
             box[to, batch] = dict(sent)
 
     def gradients(self, stage: int, batch: int) -> dict[CallOutput, Tensor]:
-        """Those of what the stage has sent of the micro-batch."""
+        """Return, and drop, the gradients of the tensors that the stage has sent for the micro-batch."""
         return self._gradients.pop((stage, batch), {})
 
     def made_gradients(self, stage: int, batch: int, back: Mapping[CallOutput, Tensor]) -> None:
-        """The stage's backward is done: `back` is for the one before."""
+        """Take the input gradients `back` after the stage's backward, for the previous stage."""
         box, to = (self._back, stage) if (stage - 1, batch) in self._links else (self._gradients, stage - 1)
         if back:
             box[to, batch] = dict(back)
 
     def send(self, action: Action) -> None:
-        """Hand over what the action sends: the wire encodes it beside what is computed next."""
+        """Submit the tensors that the action sends; the communication thread encodes them while this rank computes."""
         box = self._outbox if action.op is Op.SEND_F else self._back
         held = box.pop((action.stage, action.batch), {})
         for lane in self._lanes[action]:
@@ -115,13 +117,13 @@ class StepP2P:
             self._under.submit(lane.job, way.send(held[value]) if there else way.send_gradient(held.get(value)))
 
     def receive(self, action: Action) -> None:
-        """Wait for what the action receives. Raises PeerLost."""
+        """Wait for the tensors that the action receives. Raises PeerLost."""
         found = {lane.edge.value: self._result(lane) for lane in self._lanes[action]}
         box = self._inbox if action.op is Op.RECV_F else self._gradients
         box[action.stage, action.batch] = found
 
     def finish(self) -> None:
-        """Wait until all that was sent has gone out; raises PeerLost."""
+        """Wait until all messages have been sent; raises PeerLost."""
         if self._under is not None:
             self._under.finish()
 

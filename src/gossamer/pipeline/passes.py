@@ -1,4 +1,4 @@
-"""Passes: a schedule becomes a schedule with more actions in it. Order among the old ones never changes."""
+"""Schedule passes: each adds actions to a schedule. The order of the existing actions never changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gossamer.spec.action import Action, Op
 
 
 def with_reduce(schedule: Schedule) -> Schedule:
-    """REDUCE_GRADS of each stage right after its last backward."""
+    """Add REDUCE_GRADS of each stage right after its last backward."""
     return replace(schedule, ranks=tuple(tuple(_reduced(row)) for row in schedule.ranks))
 
 
@@ -24,7 +24,10 @@ def _reduced(row: tuple[Action, ...]) -> Iterator[Action]:
 
 
 def with_recompute(schedule: Schedule) -> Schedule:
-    """Nothing but its input is kept of a micro-batch from F on; RECOMPUTE right before its backward makes it again."""
+    """Add RECOMPUTE right before every backward.
+
+    From F until then, a stage keeps only the input of a micro-batch.
+    """
     return replace(schedule, ranks=tuple(tuple(_recomputed(row)) for row in schedule.ranks))
 
 
@@ -36,7 +39,7 @@ def _recomputed(row: tuple[Action, ...]) -> Iterator[Action]:
 
 
 def with_split_backward(schedule: Schedule) -> Schedule:
-    """Every B as B_INPUT, after which the stage before can go on, and B_WEIGHT."""
+    """Split every B into B_INPUT, after which the previous stage can continue, and B_WEIGHT."""
     return replace(schedule, ranks=tuple(tuple(_split(row)) for row in schedule.ranks))
 
 
@@ -49,11 +52,12 @@ def _split(row: tuple[Action, ...]) -> Iterator[Action]:
 def spread(
     straight: Callable[[int], Schedule], groups: Sequence[Sequence[int]], dealt: Sequence[Sequence[int]]
 ) -> Schedule:
-    """Stages on several ranks each: `groups[stage]` are these, `dealt[stage][batch]` is the one of a micro-batch.
+    """Return a schedule of stages on several ranks each, from one rank per stage.
 
-    `straight(n)` is a schedule of n stages, stage s on rank s. Each stage has the order of one that is followed by as
-    many as `_following` says, and of that order each rank keeps what is its own. So actions of a legal schedule are
-    left out, nothing else: no ring of waits can come of it.
+    `straight(n)` returns a schedule of n stages, stage s on rank s. `groups[stage]` are the ranks of a stage,
+    `dealt[stage][batch]` is the rank of a micro-batch. Each stage takes the action order of the stage of `straight`
+    that has `_following` stages after it. Each rank keeps its own micro-batches of that order. So actions of a legal
+    schedule are dropped and nothing else changes: no deadlock can result.
     """
     following = _following(groups)
     long = straight(following[0] + 1)
@@ -71,8 +75,9 @@ def spread(
 
 
 def _following(groups: Sequence[Sequence[int]]) -> list[int]:
-    """Per stage, by how many micro-batches all its ranks together must be ahead of its backwards: each of them by the
-    same number, and together by no fewer than the next stage's ranks have under way.
+    """Return for each stage by how many micro-batches its ranks together must be ahead of its backwards.
+
+    Each of the ranks is ahead by the same number, and together by no fewer than the next stage's ranks have in flight.
     """
     under_way, found = 0, []
     for group in reversed(groups):
@@ -83,10 +88,10 @@ def _following(groups: Sequence[Sequence[int]]) -> list[int]:
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
-    """A send right after what makes a tensor another rank needs, a receive right before what needs it.
+    """Add a send right after an action whose result another rank needs, and a receive right before its use there.
 
-    Between two ranks, receives keep the order of the sends: a receive takes those before it along, which cost no more
-    waiting since they were sent earlier. Stages that follow each other on one rank hand over without a transfer.
+    Between two ranks, receives keep the order of the sends: a receive is preceded by all earlier ones, which adds no
+    waiting because they were sent earlier. Successive stages on one rank need no transfer.
     """
     sent = tuple(tuple(_with_sends(schedule, row)) for row in schedule.ranks)
     orders: dict[tuple[int, int], list[Action]] = {}  # (from, to) -> receives, in the order of the sends
@@ -98,7 +103,7 @@ def with_transfers(schedule: Schedule) -> Schedule:
 
 
 def matching_receive(action: Action) -> Action | None:
-    """The receive that takes what `action` sends; None where it sends nothing."""
+    """Return the receive that matches the send `action`, None where it is no send."""
     match action.op:
         case Op.SEND_F:
             return Action(Op.RECV_F, action.stage + 1, action.batch)

@@ -1,4 +1,4 @@
-"""One rank of a real run."""
+"""The schedule backend of one rank in a real run."""
 
 from __future__ import annotations
 
@@ -11,36 +11,39 @@ from gossamer.spec.action import Action, Op
 
 
 class StageWork(Protocol):
-    """What the actions of a schedule do to a model: whoever owns the modules provides it."""
+    """The operations of schedule actions on a stage's modules; the owner of the modules implements them."""
 
     def forward(self, stage: int, batch: int) -> None:
         """Run the stage on micro-batch `batch`, and keep what its backward needs."""
 
     def backward(self, stage: int, batch: int) -> None:
-        """Add the micro-batch's gradients, and free what was kept."""
+        """Accumulate the micro-batch's gradients, and free its activations."""
 
     def backward_input(self, stage: int, batch: int) -> None:
-        """Of a backward, the gradients of what the stage received."""
+        """Compute the gradients of the stage's inputs, the first half of a backward."""
 
     def backward_weight(self, stage: int, batch: int) -> None:
-        """The rest of it: add the parameters' gradients, and free what was kept."""
+        """Accumulate the parameters' gradients, the second half of a backward, and free the activations."""
 
     def recompute(self, stage: int, batch: int) -> None:
-        """Make again what a forward did not keep for its backward."""
+        """Run the forward again to restore the activations that it did not keep."""
 
     def send(self, action: Action) -> None:
-        """Let what the stage made of the micro-batch go to where it is needed; SEND_F, SEND_B."""
+        """Send the stage's output or input gradient of the micro-batch to the rank that needs it; SEND_F, SEND_B."""
 
     def receive(self, action: Action) -> None:
-        """Wait for what the stage needs of the micro-batch; RECV_F, RECV_B."""
+        """Wait for the input or output gradient that the stage needs for the micro-batch; RECV_F, RECV_B."""
 
     def reduce(self, stage: int) -> None:
-        """All backwards of the stage are done: its gradients become those of all replicas."""
+        """Average the stage's gradients over all replicas, after all its backwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankBackend(ScheduleBackend):
-    """`rank` counts within the schedule (0 where one stage is all there is), not within the run."""
+    """The schedule backend of one rank, which runs `work` for each action.
+
+    `rank` counts within the schedule (0 where there is one stage only), not within the run.
+    """
 
     rank: int
     work: StageWork
@@ -50,7 +53,7 @@ class RankBackend(ScheduleBackend):
         return (self.rank,)
 
     def ready_s(self, rank: int, action: Action) -> float | None:
-        return 0.0  # what an action needs from elsewhere it waits for itself
+        return 0.0  # each action waits itself for its input from other ranks
 
     def do(self, rank: int, action: Action) -> None:
         match action.op:

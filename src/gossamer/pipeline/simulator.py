@@ -1,4 +1,4 @@
-"""The clock: plays a schedule with durations instead of a model, and says when, how idle and how full."""
+"""Simulate a pipeline schedule with durations instead of a model: step time, bubble, peak memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SimulatedLink:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """`action` kept `rank` busy, or for a send its link, from `start_s` to `end_s`."""
+    """The time from `start_s` to `end_s` in which `action` kept `rank` busy, or for a send its link."""
 
     rank: int
     action: Action
@@ -33,7 +33,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """What a schedule comes to. Lists are by rank."""
+    """The simulated time, memory and traffic of a schedule. Lists are by rank."""
 
     spans: tuple[Interval, ...]  # in order of start
     makespan_s: float
@@ -44,16 +44,17 @@ class SimulationResult:
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in which they do nothing, waiting for links included: from 0 to 1."""
+        """Idle fraction of the ranks' time, from 0 to 1; waiting for links is idle time."""
         return 1 - sum(self.busy_s) / (len(self.busy_s) * self.makespan_s) if self.makespan_s else 0.0
 
 
 def forecast(
     schedule: Schedule, costs: Sequence[StageCosts], links: Mapping[tuple[int, int], SimulatedLink] | None = None
 ) -> SimulationResult:
-    """Play `schedule` on a clock. `links[(from, to)]`; a pair that is not named has its own, which takes no time.
+    """Simulate `schedule` and return its times, memory and traffic.
 
-    A schedule without transfers is played as if they took no time.
+    `costs` is per stage; `links[(from, to)]` by rank: a pair that is not named has its own link, which takes no time. A
+    schedule without transfers is simulated as if they took no time.
     """
     clock = ScheduleSimulator(schedule, costs, links or {})
     execute(schedule, clock)
@@ -62,7 +63,10 @@ def forecast(
 
 @dataclass(slots=True)
 class ScheduleSimulator(ScheduleBackend):
-    """A rank does one thing at a time; sends leave in the background, receives wait. Rates and durations never vary."""
+    """A schedule backend that simulates time and memory.
+
+    A rank does one thing at a time; sends run in the background, receives wait. Rates and durations never vary.
+    """
 
     schedule: Schedule
     costs: Sequence[StageCosts]
@@ -119,7 +123,7 @@ class ScheduleSimulator(ScheduleBackend):
         self.spans.append(Interval(rank, action, start_s, end_s + link.latency_s))
 
     def trace(self) -> SimulationResult:
-        """Of what has been played so far."""
+        """Return the result for the actions simulated so far."""
         busy = [0.0] * len(self.schedule.ranks)
         for span in self.spans:
             if span.action.op not in (Op.SEND_F, Op.SEND_B):

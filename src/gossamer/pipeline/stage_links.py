@@ -1,4 +1,4 @@
-"""The links of a pipeline: how what a stage makes gets to the next one."""
+"""The stage links of a pipeline, from each stage to the next one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from gossamer.p2p.activation.plain import Plain
 from gossamer.pipeline.schedule import Schedule
 from gossamer.spec.plan import Plan
 
-StageLinks = Mapping[tuple[int, int], StageLink]  # (stage that sends, micro-batch) -> how it gets to the next stage
+StageLinks = Mapping[tuple[int, int], StageLink]  # (stage that sends, micro-batch) -> link to the next stage
 
 
 def links_of(plan: Plan, levels: ProcessGroups, schedule: Schedule, replica: int) -> StageLinks:
-    """Those of one replica, whose schedule it is; none where a micro-batch stays on its rank. Raises BadInput for a way
-    that cannot be built.
+    """Return the stage links of one replica with this schedule, by (stage, micro-batch).
+
+    A micro-batch that stays on its rank has none. Raises BadInput for an activation codec that cannot be built.
     """
     first = replica * plan.width
     found: dict[tuple[int, int], StageLink] = {}
@@ -37,13 +38,15 @@ def links_of(plan: Plan, levels: ProcessGroups, schedule: Schedule, replica: int
 
 
 def levels_of_stages(plan: Plan) -> ProcessGroups:
-    """Who meets whom where a model lies in stages."""
+    """Return the process groups of a model in pipeline stages."""
     return ProcessGroups.staged(plan.stages) if plan.stages else ProcessGroups.mesh(plan.mesh.replica, plan.mesh.pipe)
 
 
 def way_of(link: StageLink, form: TensorSpec) -> StageLink:
-    """`link` as a tensor of `form` takes it: what is not of floating-point numbers (masks, positions) may lose nothing,
-    and crosses as it is. Raises BadInput where the tensor cannot cross so.
+    """Return `link` for a tensor of shape and dtype `form`.
+
+    Tensors that are not floating point (masks, positions) must arrive exactly, so they are sent without compression.
+    Raises BadInput where the codec cannot send the tensor.
     """
     way = link if form.dtype.is_floating_point else replace(link, crossing=Plain())
     way.crossing.check(form)

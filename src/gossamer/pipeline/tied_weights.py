@@ -1,8 +1,9 @@
-"""Tied: parameters that several stages hold, whose gradients are one sum.
+"""Tied weights: parameters that several stages hold, whose gradients are summed over these stages.
 
-Every stage first has the mean of its own part over its ranks, on each of them; then the stages give each other their
-parts, and each rank adds them up in the same order: so all copies see the same gradient bit for bit, and stay equal.
-A rank gets a stage's part from its counterpart there: where there are as many ranks, the one in the same place.
+Every stage first averages its own part over its ranks, on each of them. Then the stages send each other their parts,
+and each rank adds them in the same order: so all copies get the same gradient bit for bit, and stay equal. A rank
+receives a stage's part from its counterpart there: with as many ranks per stage, the one at the same index.
+
 Equations: g = sum over the stages s that hold the parameter of g_s, the last stage first.
 Wire:    per holder, parameter and other stage that holds it, one gradient to the holder.
 """
@@ -25,7 +26,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class TiedWeights:
-    """`holders`: parameter -> by stage, the ranks of this pipeline that hold it. In the same order on all of them."""
+    """The tied parameters of one rank, whose gradients it sums over stages.
+
+    `holders`: parameter -> by stage, the ranks of this pipeline that hold it; in the same order on all of them.
+    """
 
     rank: int
     levels: ProcessGroups
@@ -33,12 +37,15 @@ class TiedWeights:
 
     @property
     def elsewhere(self) -> frozenset[str]:
-        """What an earlier stage holds too."""
+        """The tied parameters on this rank that an earlier stage holds too."""
         return frozenset(n for n, groups in self.holders.items() if any(self.rank in group for group in groups[1:]))
 
     @torch.no_grad()
     def add(self, gradients: Mapping[str, Tensor], pump: CommThread) -> None:
-        """Put the sums in place. All ranks of the pipeline call it between the same two steps of the pump."""
+        """Replace the gradients of tied parameters by their sums over stages.
+
+        All ranks of the pipeline call it between the same two steps of the communication thread.
+        """
         ways = list(self._ways())
         if not ways:
             return
@@ -62,7 +69,7 @@ class TiedWeights:
             gradients[name].copy_(total)
 
     def traffic(self, forms: Mapping[str, TensorSpec]) -> tuple[Traffic, ...]:
-        """What this rank sends and awaits."""
+        """Return the traffic of every gradient that this rank sends or receives."""
         return tuple(link.traffic(forms[name], self.rank) for name, link in self._ways())
 
     def _ways(self) -> Iterator[tuple[str, StageLink]]:
@@ -76,12 +83,12 @@ class TiedWeights:
                 yield name, StageLink(source=self.rank, target=target, levels=self.levels, level="pipe", name=name)
 
     def _counterpart(self, name: str, group: tuple[int, ...]) -> int:
-        """The rank of another stage that this one hears from."""
+        """Return the rank of another stage from which this rank receives."""
         mine = next(g for g in self.holders[name] if self.rank in g)
         return group[mine.index(self.rank) % len(group)]
 
 
 def holders_of(plan: Plan, replica: int, shared: Mapping[str, Groups]) -> dict[str, Groups]:
-    """`shared` within a replica, as ranks of the run."""
+    """Return `shared` (holders by rank within a replica) with the ranks of the run."""
     first = replica * plan.width
     return {name: tuple(tuple(first + r for r in group) for group in groups) for name, groups in shared.items()}

@@ -1,4 +1,4 @@
-"""Proof that a schedule can run: done when a plan is built, not at step 1000."""
+"""Prove that a pipeline schedule can run: done when a plan is built, not at step 1000."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ WHOLE_STAGE = {Op.GATHER_PARAMS, Op.FREE_PARAMS, Op.REDUCE_GRADS}
 REPEATED = {Op.GATHER_PARAMS, Op.FREE_PARAMS}
 TRANSFERS = {Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
 COMPUTES = {Op.F, Op.B, Op.B_INPUT, Op.B_WEIGHT, Op.RECOMPUTE}
-FORWARD = {Op.F, Op.SEND_F, Op.RECV_F, Op.GATHER_PARAMS, Op.FREE_PARAMS}  # the others are about a backward
+FORWARD = {Op.F, Op.SEND_F, Op.RECV_F, Op.GATHER_PARAMS, Op.FREE_PARAMS}  # the others belong to a backward
 
 
 class IllegalSchedule(BadInput):
-    """`rank` and `place` of the offending action in `schedule`; the message shows them in the grid."""
+    """The error for an illegal schedule; the message shows the action in the grid.
+
+    `rank` and `place`: where the offending action is in `schedule`.
+    """
 
     def __init__(self, said: str, schedule: Schedule, rank: int, place: int) -> None:
         row = schedule.ranks[rank] if rank < len(schedule.ranks) else ()
@@ -33,11 +36,12 @@ class IllegalSchedule(BadInput):
 
 
 def check(schedule: Schedule) -> None:
-    """Raise IllegalSchedule unless `schedule` can run to its end and leaves nothing behind.
+    """Raise IllegalSchedule unless `schedule` can run to its end and frees all that it holds.
 
-    Every F once per micro-batch, and its whole backward where the schedule trains; every need met, earlier in the
-    own list or on another rank without ranks waiting for each other in a ring; every send received once, in the order
-    of sending between two ranks; parameters gathered and micro-batches reloaded while used, nothing live at the end.
+    Every F runs once per micro-batch, and its backward where the schedule trains. Every dependency is fulfilled,
+    earlier in the rank's own list or on another rank without deadlock. Every send is received once, in the order of
+    sending between two ranks. Parameters are gathered and micro-batches reloaded while used, and nothing is kept at the
+    end.
     """
     proof = _Proof(schedule)
     proof.places()

@@ -1,6 +1,7 @@
-"""Planners: from a configuration and what is known of model and machines to a plan. Pure: no device, no process.
+"""Planners: turn a configuration, a model outline and a number of ranks into a plan. Pure: no device, no process.
 
-One planner per file. `auto` in a configuration is always resolved here, and every decision leaves a reason.
+One planner per file. A planner resolves the `auto` values that need neither a measurement nor a trace of the model, and
+every decision leaves a reason.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from gossamer.sync import OuterLoopConfig, ZerothOrderConfig
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a planner is asked. When they are known, `shapes`: the trainable parameters in the model's order; `units`:
-    what of it is never divided; `walk`: what of it is gathered together where parameters are sharded.
+    """The input of a planner: the configuration, the number of ranks and the model outline.
+
+    If known, `shapes`: the trainable parameters in the model's order; `units`: the modules that are never divided;
+    `walk`: the order in which units are unsharded if parameters are sharded.
     """
 
     config: RunConfig
@@ -49,11 +52,11 @@ class Request:
 
 
 class Planner(ABC):
-    """A frozen dataclass with one question to answer."""
+    """A planner: a frozen dataclass of settings with one method, `plan`."""
 
     @abstractmethod
     def plan(self, request: Request) -> Plan:
-        """The plan; raises BadInput for what cannot be planned, NoPlan where nothing fits."""
+        """Return the plan. Raises BadInput for a configuration that cannot be planned, NoPlan if nothing fits."""
 
 
 def price_of(
@@ -66,8 +69,10 @@ def price_of(
     walk: UnshardOrder | None = None,
     microbatches: int = 1,
 ) -> Cost:
-    """The bytes of a step with this exchange and these states: per link, and per rank that sends them. Sharded
-    parameters have a `walk`, for each of the `microbatches` of a rank.
+    """Return the communication volume of a synchronous step: bytes per link, and bytes that each rank sends.
+
+    `written`: the exchange; `states`: the sharding; `walk`: required for sharded parameters, which are gathered for
+    each of a rank's `microbatches`.
     """
     sharding = sharding_methods.build(states, key="plan.states")
     deal = sharding.deal(levels)
@@ -82,8 +87,9 @@ def price_of(
 
 
 def price_apart(loop: OuterLoopConfig, plan: Plan, shapes: Shapes, levels: ProcessGroups) -> Cost:
-    """The bytes of a step of islands that train apart, rounds' among its steps: the mean, rounded down. Raises
-    BadInput for an exchange of gradients that cannot serve inside an island.
+    """Return the mean communication volume of a step in local-update training, rounds included, rounded down.
+
+    Raises BadInput for a gradient exchange that cannot run inside an island.
     """
     sharding = sharding_methods.build(plan.states, key="plan.states")
     deal = sharding.deal(levels)
@@ -104,7 +110,7 @@ def price_apart(loop: OuterLoopConfig, plan: Plan, shapes: Shapes, levels: Proce
 
 
 def price_probed(probe: ZerothOrderConfig, levels: ProcessGroups) -> Cost:
-    """The bytes of a step that losses alone decide."""
+    """Return the communication volume of a zeroth-order step."""
     return _cost(probe_bytes(probe, levels), levels)
 
 

@@ -1,14 +1,14 @@
-"""Partition: at which level every state of training lies, so that a step waits least for the wire and all of it fits.
+"""Partition: choose the group over which each training state is sharded, for the least exposed communication that fits.
 
-Equations (states s, places p_s of each, links of levels j):
+Equations (states s, groups p_s of each, links of levels j):
     p* = argmin sum_s T(p_s)   subject to   sum_s M(p_s) <= M
-    T(p) = max(0, sum over gradients of W - hidden) + sum over what is gathered after the update of W
+    T(p) = max(0, sum over gradients of W - hidden) + sum over all-gathers after the update of W
     W = hops latency_j + b_j / B_j   of a message at level j, b_j of the rank that sends most
-Symbols: M bytes of memory that the states may take on a rank, M(p) those they take on the rank with most; b_j bytes at
-level j, B_j its rate, latency_j of it; `hidden` seconds of the exchange that go on under the backward pass.
-Work:    the product of the numbers of places: a few of a few states.
+Symbols: M bytes of memory for the states on a rank, M(p) those they take on the rank with most; b_j bytes at level j,
+B_j its bandwidth, latency_j its latency; `hidden` seconds of the exchange that overlap with the backward pass.
+Work:    the product of the numbers of groups: a few of a few states.
 Paper:   the choice of Xu et al., arXiv 2501.04266 (weights innermost, gradients in a node, optimizer states over all),
-made by what the links measure instead of by rule.
+made from measured links instead of by rule.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STATES: tuple[Written, ...] = ("whole", {"zero1": {"level": "island"}}, "zero1")
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlace:
-    """Where one state could lie: what a step waits for it on a wire that nothing else uses, what it takes on a rank."""
+    """A sharding of one state: exposed seconds per step on idle links, and bytes on the rank with most."""
 
     written: Written
     seconds: float
@@ -40,7 +40,10 @@ class ShardingPlace:
 
 
 def least_wait(places: Mapping[str, Sequence[ShardingPlace]], *, room_bytes: int) -> dict[str, ShardingPlace]:
-    """The place of every state; of equal ones those that take less. Raises NoPlan where nothing fits."""
+    """Return the sharding of every state with the least exposed communication; of equal ones the smallest.
+
+    `room_bytes`: memory for the states on a rank. Raises NoPlan if nothing fits.
+    """
     found = [dict(zip(places, chosen, strict=True)) for chosen in product(*places.values())]
     least = min(_held(one) for one in found)
     if least > room_bytes:
@@ -63,8 +66,11 @@ def places_of_states(
     exchange: Exchanges = "dense",
     among: Sequence[Written] = STATES,
 ) -> tuple[ShardingPlace, ...]:
-    """Where the update rule's state could lie, of which a number of a parameter has `number_bytes` (adamw: 8), with the
-    exchange of gradients, of which `hidden_s` are not waited for, and the gather that go with it.
+    """Return the candidate shardings of the optimizer states, with their costs.
+
+    `number_bytes`: bytes of optimizer state per parameter element (adamw: 8); `hidden_s`: seconds of the gradient
+    exchange that overlap with the backward pass; `exchange`: of the gradients; `among`: the shardings to consider. The
+    cost of each includes its gradient exchange and the all-gather after the update.
     """
     found = []
     for written in among:

@@ -1,4 +1,4 @@
-"""Which ranks hold which stage, where a configuration says it: `plan.stages`."""
+"""The ranks of every pipeline stage, from `plan.stages` of the configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def stages_of(asked: PlanSection, ranks: int) -> Groups:
-    """The ranks of every stage; empty where none are given. Raises BadInput."""
+    """Return the ranks of every stage; empty if the configuration lists none. Raises BadInput."""
     if asked.stages == "auto":
         return ()
     groups = tuple(tuple(sorted(group)) for group in asked.stages)
@@ -59,7 +59,7 @@ def _check_ranks(groups: Groups, ranks: int) -> None:
 
 
 def shares_of(asked: PlanSection, groups: Groups) -> tuple[float, ...]:
-    """Every rank's part of the micro-batches of its stage. Raises BadInput."""
+    """Return every rank's fraction of the micro-batches of its stage. Raises BadInput."""
     ranks = sum(map(len, groups))
     given = [1.0] * ranks if asked.share == "auto" else asked.share
     if len(given) != ranks:
@@ -74,7 +74,10 @@ def shares_of(asked: PlanSection, groups: Groups) -> tuple[float, ...]:
 
 
 def check_microbatches(groups: Groups, microbatches: int, key: str) -> None:
-    """That no rank of a stage goes without. Raises BadInput."""
+    """Check that there is at least one micro-batch for every rank of each stage.
+
+    `key`: the configuration key to name in the error. Raises BadInput.
+    """
     for stage, group in enumerate(groups):
         if microbatches < len(group):
             raise bad_input(

@@ -1,4 +1,4 @@
-"""The bytes of a step of a model in stages, from the objects that later send them."""
+"""The communication volume of a step with pipeline stages, computed by the objects that later send the messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gossamer.spec.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What micro-batch `batch` of a replica brings over the border behind `stage`."""
+    """The tensors that micro-batch `batch` of a replica sends over the boundary between `stage` and the next."""
 
     replica: int
     stage: int
@@ -31,8 +31,10 @@ class Border:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Where a model in stages lies. `schedules`: of every replica; `held[rank]`: trained parameters of a rank of one;
-    `shared`: those of several stages, and the ranks of these within a replica.
+    """The placement of a model in pipeline stages.
+
+    `schedules`: one per replica; `held[rank]`: the trained parameters of each rank in a replica; `shared`: tied
+    parameters of several stages, with the ranks of these stages in a replica.
     """
 
     schedules: tuple[Schedule, ...]
@@ -41,7 +43,11 @@ class Staged:
 
 
 def price_of_stages(plan: Plan, staged: Staged, borders: Sequence[Border]) -> Cost:
-    """Payload bytes of a step: boundary tensors there and gradients back, gradients of replicas, tied parameters."""
+    """Return the communication volume of a step, in payload bytes.
+
+    Counts activations and their gradients, the gradient exchange between replicas, and the gradients of tied
+    parameters.
+    """
     levels = levels_of_stages(plan)
     links = by_link(
         levels,

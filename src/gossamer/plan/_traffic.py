@@ -1,4 +1,4 @@
-"""Prices: the bytes of a plan, from the same objects that later run."""
+"""The communication volume of a plan, computed by the objects that later send the messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gossamer.sync import OuterLoopConfig, StatusExchange, ZerothOrderConfig, bu
 
 
 def agreement(level: str) -> tuple[Traffic, ...]:
-    """What every rank tells those of `level` in a step: its weight before, its vote after."""
+    """Return the all-gathers of a step's votes over the group `level`: every rank's weight before, its vote after."""
     return (Traffic(Collective.GATHER, 1, 8, level), Traffic(Collective.GATHER, 5, 8, level))
 
 
@@ -29,7 +29,7 @@ Buckets = Sequence[tuple[Layout, Exchange]]
 
 
 def gradient_buckets(shapes: Shapes, exchange: Mapping[str, Exchange], *, bucket_bytes: int) -> Buckets:
-    """The buckets a replica will cut its float32 gradients into, each with its exchange, as backward fills them."""
+    """Return the buckets of a replica's float32 gradients, each with its exchange, in the order backward fills them."""
     params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
     return buckets_of(params, exchange, bucket_bytes=bucket_bytes)
 
@@ -37,14 +37,17 @@ def gradient_buckets(shapes: Shapes, exchange: Mapping[str, Exchange], *, bucket
 def state_buckets(
     written: Exchanges, shapes: Shapes, sharding: Sharding, deal: RowPartition, *, bucket_bytes: int
 ) -> Buckets:
-    """The same for an exchange as written, each on its way to whoever has the state."""
+    """Return the same buckets for a sharding: each exchange delivers to the ranks that own the optimizer states."""
     named = exchange_methods.rules(written).by_name(name for name, _ in shapes)
     met = {name: sharding.exchange(one, deal.path) for name, one in named.items()}
     return gradient_buckets(shapes, met, bucket_bytes=bucket_bytes)
 
 
 def step_bytes(buckets: Buckets, levels: ProcessGroups, *, meets: str = "all") -> dict[str, int]:
-    """Payload bytes of one training step per link ("0>1"), all ranks; gradients meet at the level `meets`."""
+    """Return the payload bytes of one training step per link ("0>1"), over all ranks.
+
+    `meets`: the level at which gradients are averaged, `all` or `island`.
+    """
     seen = levels if meets == "all" else levels.only(meets)
 
     def sent(rank: int) -> Iterator[Traffic]:
@@ -57,21 +60,24 @@ def step_bytes(buckets: Buckets, levels: ProcessGroups, *, meets: str = "all") -
 
 
 def gather_bytes(buckets: Buckets, deal: RowPartition, differences: Codec | None) -> dict[str, int]:
-    """Payload bytes per link of what every rank has updated, on its way to all others."""
+    """Return the payload bytes per link of the all-gather of updated parameters after the optimizer step."""
     return by_link(
         deal.levels, lambda rank: (t for layout, _ in buckets for t in gather_traffic(layout, deal, rank, differences))
     )
 
 
 def walk_bytes(walk: UnshardOrder, deal: RowPartition, microbatches: int) -> dict[str, int]:
-    """Payload bytes per link of what is gathered in a step of parameters that are dealt out so."""
+    """Return the payload bytes per link of a step's all-gathers of sharded parameters."""
     return by_link(deal.levels, lambda rank: walk.traffic(deal, rank, microbatches))
 
 
 def state_bytes(
     sharding: Sharding, walk: UnshardOrder, trained: Collection[str], levels: ProcessGroups, *, slots: int
 ) -> tuple[int, ...]:
-    """By rank: parameters, gradients, and `slots` tensors of the update rule, but not what an exchange keeps."""
+    """Return by rank the bytes of parameters, gradients and optimizer states; exchange state is not counted.
+
+    `slots`: tensors of optimizer state per parameter.
+    """
     deal, ranks = sharding.deal(levels), len(levels.everyone)
     found = [0] * ranks
     for layout in (layout for unit in (walk.always, *walk.units) for layout in unit.layouts):
@@ -87,14 +93,14 @@ def state_bytes(
 
 
 def _held(layout: Layout, deal: RowPartition, rank: int) -> int:
-    """Numbers of parameters: whoever has any rows of them has room for as many as the others."""
+    """Return the elements of a bucket on a rank; a rank with any rows allocates as many as the rank with most."""
     return longest(layout, deal, rank) if rank in deal.givers(rank) else 0
 
 
 def round_bytes(
     loop: OuterLoopConfig, shapes: Shapes, levels: ProcessGroups, *, units: Sequence[str], bucket_bytes: int
 ) -> dict[str, int]:
-    """Payload bytes of `loop.cycle` steps of islands apart, of what meets in them, per link, all ranks."""
+    """Return the payload bytes per link of all rounds in `loop.cycle` steps of local updates, over all ranks."""
     params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
     return by_link(
         levels, lambda rank: traffic_of_round(loop, params, levels, rank, units=units, bucket_bytes=bucket_bytes)
@@ -102,8 +108,9 @@ def round_bytes(
 
 
 def word_bytes(loop: OuterLoopConfig, levels: ProcessGroups) -> dict[str, int]:
-    """Payload bytes per link of what ranks tell each other beside the steps, in a mean step, rounded down; without what
-    they are asked while some of them wait.
+    """Return the mean payload bytes per link and step of status messages between replica groups, rounded down.
+
+    Excludes the queries to a rank while others wait for it.
     """
     if len(levels.groups["island"]) == 1:
         return {}
@@ -112,12 +119,12 @@ def word_bytes(loop: OuterLoopConfig, levels: ProcessGroups) -> dict[str, int]:
 
 
 def probe_bytes(probe: ZerothOrderConfig, levels: ProcessGroups) -> dict[str, int]:
-    """Payload bytes per link of a step that losses alone decide."""
+    """Return the payload bytes per link of a zeroth-order step."""
     return by_link(levels, lambda rank: (*agreement(levels.whole), probe.traffic(levels)))
 
 
 def by_link(levels: ProcessGroups, sent: Callable[[int], Iterable[Traffic]]) -> dict[str, int]:
-    """Payload bytes per link of what every rank sends."""
+    """Return the payload bytes per link, from the traffic that every rank sends."""
     links: dict[str, int] = {}
     for rank in levels.everyone:
         channel = CountingChannel(rank, levels)

@@ -32,13 +32,16 @@ from gossamer.spec.plan import BUCKET_BYTES, Mesh, Plan
 from gossamer.sync import OuterLoopConfig
 
 _PER_STAGE = 4  # micro-batches
-# Where buckets are to be small. Of a MiB, a step at 100 Mbit/s takes 1.23 times as long as with these (zero1).
+# Of sharded states. With buckets of 1 MiB, a step at 100 Mbit/s takes 1.23 times as long as with these (zero1).
 _BUCKETS, _LEAST_BUCKET_BYTES = 64, 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DataParallel(Planner):
-    """`microbatch_tokens`: the largest micro-batch that `accumulate: auto` chooses, in tokens."""
+    """A planner for data-parallel replicas, each of one or more pipeline stages.
+
+    `microbatch_tokens`: the largest micro-batch that `accumulate: auto` chooses, in tokens.
+    """
 
     microbatch_tokens: int = 16384
 
@@ -82,7 +85,7 @@ class DataParallel(Planner):
     def _microbatches(
         self, config: RunConfig, rows: tuple[int, ...], stages: int, groups: Groups
     ) -> tuple[tuple[int, ...], str]:
-        """Per replica, and why. `groups`: the ranks of every stage, where they are given."""
+        """Return the micro-batches per replica, and the reason. `groups`: the ranks of every stage, if given."""
         wanted, key = config.plan.microbatches, "plan.microbatches"
         if wanted == "auto":
             wanted, key = config.train.accumulate, "train.accumulate"
@@ -126,7 +129,9 @@ def _mesh(asked: MeshSection, ranks: int) -> Mesh:
 
 
 def _sync(config: RunConfig, mesh: Mesh) -> tuple[Written, str]:
-    """`auto` stays, where islands could train apart: it is chosen from measured links (gossamer.autotune)."""
+    """Return the sync method and the reason. `auto` stays if local updates are possible: measured links decide
+    (gossamer.autotune).
+    """
     asked = config.plan
     if asked.sync != "auto":
         return asked.sync, ""
@@ -156,7 +161,7 @@ def _exchange(config: RunConfig, mesh: Mesh) -> tuple[Exchanges, str]:
 
 
 def _reasons(terms: Terms) -> dict[str, str]:
-    """Of what a plan does with what was asked: what it costs, and what comes to nothing."""
+    """Return notes on the plan: the cost of verification, and settings without effect."""
     found, plan, every = {}, terms.plan, terms.config.train.verify.every
     if every:
         found["verify"] = f"1 step in {every} is done again by two others: {200 / every:.3g} % more compute"
@@ -180,7 +185,7 @@ def _boundary(config: RunConfig) -> Written | tuple[Written, ...]:
 
 
 def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) -> tuple[int, ...]:
-    """Micro-batches per replica, where all must gather parameters equally often. Raises BadInput."""
+    """Return the micro-batches per replica, equal if all ranks gather sharded parameters together. Raises BadInput."""
     if not sharding_methods.build(config.plan.states, key="plan.states").takes_parameters:
         return pieces
     if max(pieces) > min(rows):
@@ -194,8 +199,9 @@ def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) 
 
 
 def _bucket_bytes(config: RunConfig, request: Request) -> int:
-    """Of gradients. Where states are sharded to save memory, few of all must be under way: what is, by rows and coming
-    together again, is there some times over.
+    """Return the size of gradient buckets.
+
+    With sharded states buckets are small, because every bucket in flight is held several times.
     """
     if not sharding_methods.build(config.plan.states, key="plan.states").is_sharded:
         return BUCKET_BYTES
@@ -227,7 +233,7 @@ def _forecast(terms: Terms, request: Request) -> Cost:
     if terms.stages > 1:
         return Cost()  # which parameters lie on which rank is known when the cuts are
     to_come = terms.exchange is None or (exchange_methods.asks_for_islands(plan.exchange) and not plan.islands)
-    written = "dense" if to_come else plan.exchange  # what is chosen or learned of the links sends no more
+    written = "dense" if to_come else plan.exchange  # an exchange chosen later sends no more
     levels = ProcessGroups.islands(plan.islands) if plan.islands else ProcessGroups.flat(plan.mesh.replica)
     if terms.sync.probe is not None:
         return price_probed(terms.sync.probe, levels)
@@ -251,7 +257,7 @@ def _forecast(terms: Terms, request: Request) -> Cost:
 
 
 def _held(terms: Terms, request: Request, levels: ProcessGroups) -> tuple[int, ...]:
-    """Bytes of model state, by rank, where they are known."""
+    """Return the bytes of model state by rank; empty if they are not known yet."""
     if request.walk is None or (terms.sharding.needs_islands and not terms.plan.islands):
         return ()
     trained = frozenset(n for n, _ in request.shapes)
@@ -259,7 +265,9 @@ def _held(terms: Terms, request: Request, levels: ProcessGroups) -> tuple[int, .
 
 
 def _held_apart(loop: OuterLoopConfig, terms: Terms, request: Request, islands: ProcessGroups) -> tuple[int, ...]:
-    """The same of islands that train apart, and on every rank what the outer loop keeps of all that is trained."""
-    slots = 1 + len(loop.rule.slots) + (loop.each is not None)  # the anchor; where the island was a step ago
+    """Return the same in local-update training, plus the outer loop's state for all trained parameters."""
+    slots = (
+        1 + len(loop.rule.slots) + (loop.each is not None)
+    )  # global parameters; the island's parameters one step ago
     outside = 4 * slots * sum(prod(shape) for _, shape in request.shapes)
     return tuple(held + outside for held in _held(terms, request, islands))

@@ -1,8 +1,7 @@
-"""Processes of one machine: spawn and reap them, hear their hearts beat, read what they left behind.
+"""Processes of one machine: start and reap workers, monitor their heartbeats, read their error reports.
 
-Nothing here imports torch: a supervisor must start at once, stay small, and outlive whatever its workers do.
-One `Loop` serves every socket and pipe of a supervisor; there is no thread on that side. A worker has one thread,
-its `Heartbeat`.
+Nothing here imports torch: a supervisor must start at once, stay small, and outlive its workers. One `EventLoop` serves
+every socket and pipe of a supervisor, without threads. A worker has one thread, its `Heartbeat`.
 """
 
 from gossamer.process.error_reports import ErrorReport, read_error, write_error

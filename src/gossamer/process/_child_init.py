@@ -1,7 +1,7 @@
-"""First thing that runs in a worker: tie its life to its supervisor's, then become the worker's program.
+"""Run first in a worker: bind its life to its supervisor's, then exec the worker's program.
 
-Run by path with `python -I -S`, hence stdlib only. Arguments: the supervisor's pid, then the program and its own.
-(A function run between fork and exec would do the same, but forking a process that has threads may lock up.)
+Run by path with `python -I -S`, hence stdlib only. Arguments: the supervisor's pid, then the program and its own. (A
+function run between fork and exec would do the same, but forking a process that has threads may deadlock.)
 """
 
 from __future__ import annotations

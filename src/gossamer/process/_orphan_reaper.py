@@ -1,4 +1,4 @@
-"""Holds a list of process groups, and kills them all when its standard input closes: its supervisor is gone.
+"""Keep a list of process groups, and kill them all when standard input closes: the supervisor is gone.
 
 Run by path with `python -I -S`, hence stdlib only. Lines on standard input: "+PGID" to guard, "-PGID" to forget.
 """

@@ -1,4 +1,4 @@
-"""The note a failing worker leaves for its supervisor: errors/rank-00003.json, written whole or not at all."""
+"""The error report of a failing worker for its supervisor: errors/rank-00003.json, written atomically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRACE_CHARACTERS = 60_000
 
 
 class ErrorReport(Said):
-    """What a worker said before it ended."""
+    """The error of one worker: exception, place in the user's code, traceback."""
 
     rank: int
     pid: int
@@ -32,11 +32,12 @@ _REPORT = TypeAdapter(ErrorReport)
 
 
 def error_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's error report."""
     return folder / f"rank-{rank:05d}.json"
 
 
 def write_error(folder: Path, rank: int, error: BaseException) -> Path:
-    """Leave the note about `error`; raises OSError when the disk does not take it."""
+    """Write the report of `error` and return its path. Raises OSError when the disk does not take it."""
     folder.mkdir(parents=True, exist_ok=True)
     place = "" if isinstance(error, (BadInput, RunFailed)) else place_of(error)  # ours say where by themselves
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -56,7 +57,7 @@ def write_error(folder: Path, rank: int, error: BaseException) -> Path:
 
 
 def read_error(folder: Path, rank: int, *, pid: int) -> ErrorReport | None:
-    """The note of the process `pid`; None when it left none (an older process's note does not count)."""
+    """Return the report of process `pid`, None when it wrote none (an older process's report does not count)."""
     try:
         with error_path(folder, rank).open("rb") as file:
             report = read_line(file.read(LIMIT_BYTES), _REPORT)

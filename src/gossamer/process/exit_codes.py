@@ -1,4 +1,4 @@
-"""Exit codes: four that people and schedulers see, two that a worker tells its supervisor."""
+"""Exit codes: four for users and schedulers, two between a worker and its supervisor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ FAILED = 3  # the run failed
 INTERRUPTED = 4  # asked to stop, and a checkpoint is saved
 PEER_LOST = 75  # this rank failed only because another one was lost
 ORPHANED = 76  # this rank ended itself because its supervisor was gone
-SPOKEN = (DONE, BAD_INPUT, INTERRUPTED, PEER_LOST)  # a worker of ours says so before it leaves with one of these
+SPOKEN = (DONE, BAD_INPUT, INTERRUPTED, PEER_LOST)  # our workers record one of these before they exit with it
 
 
 def exit_text(code: int) -> str:
-    """-9 -> "signal SIGKILL", 3 -> "exit code 3"."""
+    """Return an exit code in words: -9 gives "signal SIGKILL", 3 gives "exit code 3"."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -1,4 +1,4 @@
-"""A worker's side of the heartbeats: say a few times per period where the worker stands; end with the supervisor."""
+"""The worker's side of the heartbeat: send the rank's position five times per period; end with the supervisor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Short = Annotated[str, Field(max_length=200)]
 
 
 class HeartbeatHello(Said):
-    """First line on a heartbeat connection."""
+    """The first message on a heartbeat connection, which identifies the rank."""
 
     kind: Literal["hello"] = "hello"
     token: Short
@@ -34,7 +34,10 @@ class HeartbeatHello(Said):
 
 
 class Beat(Said):
-    """Where a rank stands. `sequence` counts operations in an order all ranks share; -1: not told."""
+    """A heartbeat message: the position of a rank.
+
+    `sequence` counts operations in an order all ranks share; -1: unknown.
+    """
 
     kind: Literal["beat"] = "beat"
     rank: int
@@ -44,25 +47,26 @@ class Beat(Said):
     sequence: int
     progress_age_s: float
     first_step: int  # the first step of this process
-    longest_s: float  # the longest it stood still since it had done that one, and moved on
+    longest_s: float  # the longest pause since then that ended in progress
     waits: bool  # it can do nothing until another rank does something
     place: Short  # the last line of the user's code that it is in
 
 
 class Goodbye(Said):
-    """The worker is about to end by itself: silence from now on means nothing."""
+    """The message that a worker is about to end by itself: its silence is no failure."""
 
     kind: Literal["bye"] = "bye"
     rank: int
 
 
 class Heartbeat:
-    """Beats from a thread of its own until `close`; with no `address` it only keeps what `at` says.
+    """The heartbeat of a rank, sent by its own thread until `close`; without `address` it only keeps what `at` records.
 
-    address: "host:port" of the supervisor; period_s: a rank silent for so long is named, five beats go out in it;
-    box: descriptor of the supervisor's `PositionPage`, -1 for none.
-    When the supervisor closes the connection the process ends at once with all it started (exit code ORPHANED):
-    nobody is left to end it. Raises RunFailed when the supervisor cannot be reached.
+    address: "host:port" of the supervisor; period_s: a rank silent for so many seconds is reported, five heartbeats go
+    out in that time; box: descriptor of the supervisor's `PositionPage`, -1 for none.
+
+    When the supervisor closes the connection the process ends at once: SIGKILL to its process group where it leads one,
+    else exit code ORPHANED. Raises RunFailed when the supervisor cannot be reached.
     """
 
     def __init__(
@@ -94,8 +98,8 @@ class Heartbeat:
     def at(
         self, *, step: int | None = None, phase: str | None = None, op: str | None = None, sequence: int | None = None
     ) -> None:
-        """Note progress: what is left out stays as it was. Costs some microseconds; any thread may call it."""
-        with self._moving:  # else what one thread has just noted is lost to another one
+        """Record progress: omitted arguments keep their value. Takes some microseconds; any thread may call it."""
+        with self._moving:  # else one thread overwrites what another has just recorded
             was, now_s = self._position, time.monotonic()
             self._position = Position(
                 was.step if step is None else step,
@@ -112,9 +116,10 @@ class Heartbeat:
                 write_position(self._box, self._position)
 
     def leave(self, code: int, *, for_all: bool = False, why: str = "") -> None:
-        """Say with which exit code this process is about to end: without it, 0 is taken for an end in silence.
+        """Record the exit code with which this process is about to end: without a record, 0 counts as a failure.
 
-        The first word stands: what fails once all is saved takes nothing back. See `Word` for the rest.
+        The first record counts: an error after everything is saved changes nothing. See `LastWord` for `for_all` and
+        `why`.
         """
         if self.word.code >= 0:
             return
@@ -124,7 +129,7 @@ class Heartbeat:
 
     @property
     def now(self) -> Beat:
-        """What would be said now."""
+        """The heartbeat message for the current position."""
         position, stands = self._position, stand()
         return Beat(
             rank=self.rank,
@@ -140,7 +145,7 @@ class Heartbeat:
         )
 
     def close(self) -> None:
-        """Say goodbye and join the thread. Twice is no error."""
+        """Send `Goodbye` and join the thread. A second call is no error."""
         if self._thread is not None:
             self._wake.close()
             self._thread.join()

@@ -1,4 +1,4 @@
-"""The supervisor's side of the heartbeats: who was heard when, and who moved when."""
+"""The supervisor's side of the heartbeat: when each rank was last heard, and when it last made progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _LINE_BYTES = 4096
 
 
 class HeartbeatServer:
-    """Hears `ranks`, on `address` alone. A connection that does not know the token, or talks nonsense, is dropped."""
+    """A server for the heartbeats of `ranks`, on `address` alone.
+
+    It drops connections that do not know the token or send invalid messages.
+    """
 
     def __init__(
         self,
@@ -46,15 +49,16 @@ class HeartbeatServer:
         loop.watch(self._listener, self._accept)
 
     def forgive(self, pause_s: float) -> None:
-        """The supervisor itself was held up for `pause_s`: that is nobody's silence."""
+        """Do not count a pause of this supervisor of `pause_s` seconds as silence of its ranks."""
         now_s = self._clock()
         self.pulses = {rank: pulse.later(pause_s, now_s) for rank, pulse in self.pulses.items()}
 
     def finish(self, rank: int) -> None:
-        """The rank has ended: its silence means nothing."""
+        """Mark `rank` as ended: its silence is no failure."""
         self.pulses[rank] = replace(self.pulses[rank], finished=True)
 
     def close(self) -> None:
+        """Close all connections and the listening socket."""
         for connection in list(self._connections):
             self._drop(connection)
         self._loop.forget(self._listener)

@@ -1,4 +1,4 @@
-"""Messages between our own processes: one JSON object a line, of limited length, checked against a schema."""
+"""Messages between our own processes: one JSON object per line, of limited length, validated by a schema."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ T = TypeVar("T")
 
 
 class Said(BaseModel):
-    """Base of all messages: exactly the declared fields, of exactly the declared types."""
+    """The base class of all messages: exactly the declared fields, of exactly the declared types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class JsonLineReader:
-    """Cuts a stream of bytes into lines. Raises WireMismatch for a line longer than `limit_bytes`."""
+    """A splitter of a byte stream into lines. Raises WireMismatch for a line longer than `limit_bytes`."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The complete lines that `data` finishes."""
+        """Return the lines that `data` completes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         longest = max(len(line) for line in (*lines, self._rest))
         if longest > self._limit_bytes:
@@ -35,12 +35,12 @@ class JsonLineReader:
 
 
 def write_line(message: Said) -> bytes:
-    """The bytes that `read_line` reads back."""
+    """Encode a message as the line that `read_line` decodes."""
     return message.model_dump_json().encode() + b"\n"
 
 
 def read_line(line: bytes, kind: TypeAdapter[T]) -> T:
-    """The message of one line; raises WireMismatch when it is not what `kind` says."""
+    """Decode the message of one line; raises WireMismatch when it does not match `kind`."""
     try:
         return kind.validate_json(line)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""A page of memory that a worker shares with its supervisor: where it stood last, also when it is killed.
+"""A memory page that a worker shares with its supervisor: the worker's last position, also after it is killed.
 
-The worker writes it at every operation; beats are too rare for that. It has no name on any disk, so nothing of it
-can be left behind.
+The worker writes it at every operation; heartbeats are too rare for that. The page has no name on any disk, so no file
+remains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BYTES = _WORD_AT + _WORD.size + _WHY_BYTES  # within a page: a disk that fills 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank stands. `sequence` counts operations in an order all ranks share; -1: not told."""
+    """The position of a rank. `sequence` counts operations in an order all ranks share; -1: unknown."""
 
     step: int = -1
     phase: str = "start"
@@ -32,9 +32,10 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class LastWord:
-    """How a worker says that it ends: the exit code it will have, -1 where it has said nothing. `for_all`: it speaks
-    for the whole run, all of which is saved and written down: what becomes of a process from now on changes nothing.
-    `why`: its error, "Kind: message", also where no disk takes a note any more.
+    """The exit that a worker records before it ends. `code`: its exit code, -1 where nothing is recorded.
+
+    `for_all`: the record holds for the whole run, all of which is saved: no later failure of a process changes it.
+    `why`: the worker's error, "Kind: message", also where no disk takes an error report any more.
     """
 
     code: int = -1
@@ -43,7 +44,7 @@ class LastWord:
 
 
 class PositionPage:
-    """The supervisor's end. Pass `descriptor` on to the worker."""
+    """The supervisor's side of the shared memory page. Pass `descriptor` to the worker."""
 
     def __init__(self) -> None:
         self._file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
@@ -57,14 +58,17 @@ class PositionPage:
         return self._file.fileno()
 
     def read(self) -> Position:
-        """What the worker wrote last. When it was killed while writing, the texts may be of two operations."""
+        """Return the position that the worker wrote last.
+
+        If it was killed while writing, the texts may belong to two operations.
+        """
         step, sequence, phase_bytes, op_bytes = _FORM.unpack_from(self._memory, 0)
         phase = self._memory[_FORM.size : _FORM.size + min(phase_bytes, _TEXT_BYTES)]
         op = self._memory[_FORM.size + _TEXT_BYTES : _FORM.size + _TEXT_BYTES + min(op_bytes, _TEXT_BYTES)]
         return Position(step, phase.decode("utf-8", "replace"), op.decode("utf-8", "replace"), sequence)
 
     def word(self) -> LastWord:
-        """How the worker said that it ends."""
+        """Return the exit that the worker recorded."""
         code, for_all, size = _WORD.unpack_from(self._memory, _WORD_AT)
         begin = _WORD_AT + _WORD.size
         return LastWord(
@@ -72,16 +76,21 @@ class PositionPage:
         )
 
     def close(self) -> None:
+        """Unmap the page and close its file."""
         self._memory.close()
         self._file.close()
 
 
 def open_box(descriptor: int) -> mmap.mmap:
-    """The worker's end; raises OSError when `descriptor` is none of a box."""
+    """Map the page in the worker.
+
+    Raises OSError when `descriptor` cannot be mapped, ValueError when its file is shorter than a page record.
+    """
     return mmap.mmap(descriptor, _BYTES)
 
 
 def write_word(memory: mmap.mmap, word: LastWord) -> None:
+    """Write the exit of a worker into the page."""
     why = word.why.encode("utf-8", "replace")[:_WHY_BYTES]
     begin = _WORD_AT + _WORD.size
     memory[begin : begin + len(why)] = why
@@ -89,7 +98,7 @@ def write_word(memory: mmap.mmap, word: LastWord) -> None:
 
 
 def write_position(memory: mmap.mmap, position: Position) -> None:
-    """Some two microseconds."""
+    """Write the position of a worker into the page; takes some two microseconds."""
     phase, op = position.phase.encode()[:_TEXT_BYTES], position.op.encode()[:_TEXT_BYTES]
     _FORM.pack_into(memory, 0, position.step, position.sequence, len(phase), len(op))
     memory[_FORM.size : _FORM.size + len(phase)] = phase

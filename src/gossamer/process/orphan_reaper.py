@@ -1,7 +1,7 @@
-"""A tiny process that outlives a killed supervisor by just as long as it takes to kill what that left behind.
+"""A small process that outlives a killed supervisor just long enough to kill the processes it had started.
 
-PR_SET_PDEATHSIG reaches the workers themselves (on Linux); the warden reaches the processes that workers started,
-and does so on every system.
+PR_SET_PDEATHSIG reaches the workers themselves (on Linux); the reaper reaches the processes that workers started, on
+every system.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PROGRAM = Path(__file__).with_name("_orphan_reaper.py")
 
 
 class OrphanReaper:
-    """Guards process groups until `forget`. `close` ends it; what it still guards then is killed."""
+    """A reaper process that guards process groups until `forget`. `close` ends it; it kills groups it still guards."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -27,12 +27,15 @@ class OrphanReaper:
         )
 
     def guard(self, group: int) -> None:
+        """Kill process group `group` when this supervisor ends before `forget`."""
         self._tell(f"+{group}\n")
 
     def forget(self, group: int) -> None:
+        """Stop guarding process group `group`."""
         self._tell(f"-{group}\n")
 
     def close(self) -> None:
+        """End the reaper and wait for it; it kills the groups that it still guards."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -40,6 +43,6 @@ class OrphanReaper:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # someone killed the warden: the other two ties still hold
+        with contextlib.suppress(BrokenPipeError):  # the reaper was killed: heartbeats still end workers
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()

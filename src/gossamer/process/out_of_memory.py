@@ -1,4 +1,4 @@
-"""Whether the kernel killed somebody for lack of memory: counters of a process's control group (v2 or v1)."""
+"""Detect that the kernel killed a process for lack of memory: counters of its control group (cgroup v2 or v1)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _ROOT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvents:
-    """The control group of one process at one time."""
+    """The out-of-memory counter of the control group of one process, at one time."""
 
     file: Path | None  # holds the line "oom_kill N"; None where there is no such group
     limit_bytes: int | None
     kills: int
 
     def killed_since(self) -> int:
-        """Processes of the group that the kernel killed for lack of memory since this was taken."""
+        """Return how many processes of the group the kernel has killed for lack of memory since then."""
         return _kills(self.file) - self.kills
 
 
 def memory_events(pid: int) -> MemoryEvents:
-    """Counters of the group that `pid` is in now."""
+    """Return the counter and memory limit of the control group that process `pid` is in now."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text("utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""One worker process: its own session, its life tied to ours, its output logged, reaped with its children."""
+"""One worker process: own session, bound to its supervisor's life, output logged, reaped with its children."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ENTER = Path(__file__).with_name("_child_init.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What to start. `env` is the whole environment; `echo` passes its output on to ours as well as to `log`;
-    `descriptors` of ours are its own as well.
+    """The command of one worker. `env` is its whole environment; `echo` copies its output to ours as well as to `log`.
 
-    gives_word: its program says how it ends (`Heartbeat.leave`), and an exit code 0 without that is a failure.
+    descriptors: our file descriptors that it inherits. gives_word: its program records its exit (`Heartbeat.leave`),
+    and exit code 0 without a record is a failure.
     """
 
     rank: int
@@ -39,10 +39,10 @@ class Command:
 
 
 class Worker:
-    """A started job.
+    """A worker process, started by the constructor.
 
-    Start it from a thread that lives as long as the supervisor: on Linux the worker is killed with the thread
-    that started it.
+    Start it from a thread that lives as long as the supervisor: on Linux the worker is killed with the thread that
+    started it.
     """
 
     def __init__(self, job: Command, *, loop: EventLoop, warden: OrphanReaper) -> None:
@@ -73,7 +73,10 @@ class Worker:
         ]
 
     def poll(self) -> int | None:
-        """The exit code (minus the signal) once it has ended, with everything that it started; else None."""
+        """Return the exit code (minus the signal's number) once the worker has ended, else None.
+
+        When the worker has ended, the rest of its process group is killed.
+        """
         if self.exit_code is None and self._has_ended():
             self._signal_group(SIGKILL)  # while the dead leader still holds the group's number
             _, status, usage = os.wait4(self.pid, 0)
@@ -88,36 +91,36 @@ class Worker:
         return self.exit_code
 
     def last_position(self) -> Position:
-        """Where it stands, or stood when it ended."""
+        """Return the worker's current position, or its last one if it has ended."""
         return self._box.read() if self.exit_code is None else self._position
 
     @property
     def word(self) -> LastWord:
-        """How it said that it ends."""
+        """The exit that the worker has recorded."""
         return self._box.word() if self.exit_code is None else self._word
 
     @property
     def is_silent(self) -> bool:
-        """It has left with an exit code that means something only with its word, and gave none."""
+        """Whether the worker exited with one of the codes that it must record (`SPOKEN`), without recording it."""
         return self._gives_word and self.exit_code in SPOKEN and self._word.code != self.exit_code
 
     def signal(self, number: Signals) -> None:
-        """Send a signal to the worker alone (its children are its own affair until it ends)."""
+        """Send a signal to the worker process alone, not to its children."""
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to the worker and all it started; stopped ones die too."""
+        """Send SIGKILL to the worker's process group; stopped processes die too."""
         if self.exit_code is None:
             self._signal_group(SIGKILL)
 
     def state(self) -> str:
-        """One letter as ps shows it: R, S, D, T (stopped), Z, ...; "" when it cannot be told."""
+        """Return the process state as one letter of ps: R, S, D, T (stopped), Z, ...; "" when it is unknown."""
         return process_state(self.pid) if self.exit_code is None else ""
 
     def last_line(self) -> str:
-        """The last line it wrote in this life."""
+        """Return the last line the worker wrote to its log since it was started."""
         return last_line(self.log, since_bytes=self._log_start_bytes)
 
     def _has_ended(self) -> bool:
@@ -131,12 +134,12 @@ class Worker:
 
 
 def tied(argv: Sequence[str]) -> list[str]:
-    """The command that runs `argv` as a child that is killed (on Linux) when this process dies."""
+    """Return the command that runs `argv` as a child that is killed (on Linux) when this process dies."""
     return [sys.executable, "-I", "-S", str(_ENTER), str(os.getpid()), *argv]
 
 
 def process_state(pid: int) -> str:
-    """One letter as ps shows it; "" when there is no such process."""
+    """Return the state of process `pid` as one letter of ps, "" when there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Where a process stands in its code: the last line of the user's own, and whether it waits for other ranks."""
+"""The stack position of a process: its innermost line of the user's code, and whether it waits for other ranks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,30 @@ _PUMP, _OWN_THREADS = "gossamer-pump", "gossamer-"
 
 
 class Code(Enum):
-    """Whose a line is."""
+    """The origin of a line of code: Gossamer, torch or Python; another installed package; the user."""
 
-    OURS = 0  # or torch's, or Python's
+    OURS = 0  # also torch's and Python's
     INSTALLED = 1  # another package's
     USERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StackPosition:
-    """What a process is about. `waits`: it can do nothing until another rank does something; `place`: the innermost
-    line of the user's code that its main thread is in, such as "net.py:12 in forward", "" for none."""
+    """The activity of a process. `waits`: it can do nothing until another rank does something.
+
+    `place`: the innermost line of the user's code on its main thread's stack, such as "net.py:12 in forward", "" for
+    none.
+    """
 
     waits: bool
     place: str
 
 
 def stand() -> StackPosition:
-    """Of this process, now, seen from a thread that is nobody's work. Costs some ten microseconds."""
+    """Return the stack position of this process now; takes some ten microseconds.
+
+    Call it from a thread that does no training, such as the heartbeat's.
+    """
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     waits = computes = False
@@ -46,7 +52,7 @@ def stand() -> StackPosition:
         name = names.get(ident, "")
         is_waiting = _is_on_the_wire(frame)
         if name.startswith(_PUMP):
-            computes |= not is_waiting  # what goes out is still being made
+            computes |= not is_waiting  # it computes the message
         elif not name.startswith(_OWN_THREADS):
             waits |= is_waiting  # backward on an accelerator has a thread of its own
     main = frames.get(threading.main_thread().ident or 0)
@@ -54,8 +60,11 @@ def stand() -> StackPosition:
 
 
 def place_of(error: BaseException) -> str:
-    """Where an error came from: the innermost line of the user's code on its way, else that of an installed package
-    other than torch; "" where there is neither. Of an error that was raised for another one, that of the first."""
+    """Return the place where an error was raised: the innermost line of the user's code in its traceback.
+
+    Without one it is that of an installed package other than torch, "" where there is neither. An error raised for
+    another error has the place of the original.
+    """
     seen: set[int] = set()
     found = ""
     one: BaseException | None = error
@@ -67,7 +76,7 @@ def place_of(error: BaseException) -> str:
 
 
 def _is_on_the_wire(frame: FrameType) -> bool:
-    """Whether the innermost line that is not of Python's own library waits for messages, or for who sends them."""
+    """Return whether the innermost line outside Python's own library is in code that waits for messages."""
     line: FrameType | None = frame
     while line is not None and _is_pythons(line.f_code.co_filename):
         line = line.f_back

@@ -1,4 +1,4 @@
-"""What a worker writes: into its log file, and on to the terminal where asked."""
+"""Copy a worker's output into its log file, and to the terminal where asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PIECE_BYTES = 65536
 
 
 class Tee:
-    """Copies what arrives on a pipe to a log file and to the file descriptor `onward`.
+    """A copier of pipe output to a log file and to the file descriptor `onward`.
 
     An `onward` that cannot be written any more (a closed pager) is dropped; the log goes on.
     """
@@ -59,7 +59,10 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def last_line(log: str | os.PathLike[str], *, since_bytes: int = 0) -> str:
-    """The last non-empty line that was written to `log` after `since_bytes`; "" when there is none."""
+    """Return the last non-empty line that was written to `log` after `since_bytes`, "" when there is none.
+
+    It reads the last 8192 bytes at most.
+    """
     try:
         with open(log, "rb") as file:
             file.seek(0, os.SEEK_END)

@@ -1,7 +1,7 @@
-"""The proof that a model which is divided has the gradients of one process: both are run on the same micro-batches
-before the first step, and compared.
+"""Numerical parity proof: before the first step, compare the gradients of the parallel layout with those of one
+process.
 
-A `Side` makes a `FingerprintTable` of a `TrialSet`: rows of a few numbers for every tensor, losses, digests of initial
-values. One side is the layout as it will train (`divided`), the other the whole model on one rank (`one_process`);
-`verdict` compares.
+Both run the same micro-batches. Each `ProofSide` answers a `TrialSet` with a `FingerprintTable`: a row of a few numbers
+per tensor, the losses, and digests of the initial values. `DividedSide` (`divided`) runs the layout as it will train;
+`OneProcess` (`one_process`) runs the unsharded model on one rank. `judge` in `verdict` compares the two tables.
 """

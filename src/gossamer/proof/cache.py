@@ -1,4 +1,4 @@
-"""What was proved is not proved again: a digest of all that it depends on."""
+"""Cache of proofs by digest: a layout with the same code, plan, model, versions and data is not proved again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _PLAN = {"reasons", "forecast", "exchange", "adapted_from", "boundary", "islands
 
 
 def digest_of(parts: Parts, described: str, data: str) -> str:
-    """Of the code, the plan, the model and the versions: another one where a proof might come out otherwise."""
+    """Return a hash of the code, plan, model, data and versions, which changes if a proof might come out differently.
+
+    `described`: the model, in words; `data`: fingerprint of the training data.
+    """
     config = parts.config
     said = {
         "gossamer": _own_code(),
@@ -35,7 +38,7 @@ def digest_of(parts: Parts, described: str, data: str) -> str:
 
 
 def is_kept(file: Path, digest: str) -> bool:
-    """Whether it was proved before, as far as this rank can read."""
+    """Return whether `file` records a proof of `digest`, as far as this rank can read the file."""
     try:
         found = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
@@ -44,7 +47,7 @@ def is_kept(file: Path, digest: str) -> bool:
 
 
 def keep(file: Path, digest: str, message: str) -> None:
-    """Raises OSError."""
+    """Write `digest` and the proof's message to `file`, as JSON. Raises OSError."""
     file.write_text(json.dumps({"digest": digest, "message": message}, indent=1) + "\n", "utf-8")
 
 
@@ -55,7 +58,7 @@ def _own_code() -> str:
 
 
 def _code_of(module: nn.Module) -> str:
-    """Of the files that the classes of its submodules are in."""
+    """Return a digest of the source files that define the classes of the module's submodules."""
     files = set()
     for kind in {type(one) for one in module.modules()}:
         for base in kind.__mro__:

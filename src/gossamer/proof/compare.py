@@ -1,4 +1,6 @@
-"""Both sides, one after the other: first one process, twice, while all others wait; then the layout, all together."""
+"""The comparison run by all ranks: one rank computes the single-process tables twice while the others wait; then all
+ranks run the parallel layout.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,20 @@ from gossamer.proof.trials import TrialSet, uneven
 from gossamer.proof.verdict import BothTables, EntryDifference, ProofVerdict, first_of, judge
 from gossamer.spec.errors import Interrupted, PeerLost
 
-_SHAKE = 3.0  # no power of two: other digits are rounded away
+_SHAKE = 3.0  # not a power of two, so that rounding differs
 
 
 class ProofError(NotProved):
-    """What one process was asked, it cannot do."""
+    """The model raised an error in the single-process forward or backward of a proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofCost:
-    """What a proof took."""
+    """The cost of a proof: micro-batches and builds of the unsharded model, and the seconds of each side."""
 
-    microbatches: int  # that the whole model computed
-    builds: int  # of it
-    alone_s: float  # these
+    microbatches: int  # computed by the unsharded model
+    builds: int  # of the unsharded model
+    alone_s: float  # of one process: builds and micro-batches
     divided_s: float
 
 
@@ -45,15 +47,20 @@ def compared(
     question: TrialSet,
     objective: Loss,
 ) -> tuple[ProofVerdict, ProofCost]:
-    """All ranks call it, and come to the same verdict. Raises NotProved, PeerLost, Interrupted."""
+    """Compare both sides and return the same verdict, and its cost, on every rank. All ranks must call it.
+
+    The trials have uneven label counts (`uneven`); if those fail in one process, `question` is asked as it is. After a
+    fault both sides run once more, so that the verdict names the first forward value and gradient that differ. Raises
+    NotProved, PeerLost, Interrupted.
+    """
     began = time.perf_counter()
     blank = FingerprintTable.blank(alone.names, len(question.rounds), question.microbatches)
     harder = uneven(question, objective)
     try:
         answer, question = _answered(company, alone, harder, blank), harder
-    except ProofError:  # labels that count for nothing may be too strange for a model that looks at them
+    except ProofError:  # a model that reads labels may not accept ignored ones
         answer = _answered(company, alone, question, blank)
-    fewer = max(1, torch.get_num_threads() - 1)  # not more: others may compute on the same cores
+    fewer = max(1, torch.get_num_threads() - 1)  # fewer, not more: other processes may share the cores
     again = _answered(company, replace(alone, shake=_SHAKE, threads=fewer, joins=True), question, blank)
     turned = time.perf_counter()
     divided = [blank.like(row) for row in company.rows(layout.answer(question).flat())]
@@ -83,8 +90,9 @@ def compared(
 def _looked_at(
     verdict: ProofVerdict, company: Keepalive, alone: OneProcess, layout: DividedSide, question: TrialSet
 ) -> ProofVerdict:
-    """Both sides once more, as far as the first faults: where their forwards part, and the first gradient that is
-    another one, entry by entry.
+    """Run both sides again, up to the round of the first faults, to locate the difference.
+
+    Returns the verdict with the first forward value that differs, and the entries of the first gradient that differs.
     """
     fault = next((f for f in sorted(verdict.faults, key=lambda f: f.round) if f.what == "gradient"), None)
     last = max(first_of(verdict.faults).round, fault.round if fault is not None else 0)
@@ -116,7 +124,10 @@ def _entries(company: Keepalive, alone: Picked | None, divided: Picked | None) -
 
 
 def _answered(company: Keepalive, alone: OneProcess, question: TrialSet, blank: FingerprintTable) -> FingerprintTable:
-    """What one process says, on all ranks. Raises NotProved on all of them where it fails."""
+    """Return one process's table of fingerprints on all ranks; `company.speaker` computes it.
+
+    Raises NotProved on all ranks if the run fails on that rank.
+    """
     mine, why, is_final = blank, "", False
     if company.speaks:
         try:
@@ -136,7 +147,7 @@ def _answered(company: Keepalive, alone: OneProcess, question: TrialSet, blank: 
 
 
 def _kind() -> str:
-    """Of this rank's processor and versions, as far as rounding depends on them."""
+    """Return this rank's processor and torch version, as far as floating-point rounding depends on them."""
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
 
 

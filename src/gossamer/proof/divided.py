@@ -1,4 +1,4 @@
-"""The layout as it will train: this rank's part of the model, its schedule, its links, its exchange."""
+"""The parallel side of a proof: this rank's stage of the model, with its schedule, links and gradient exchange."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ from gossamer.sync import GradientReducer, StepContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DividedSide(ProofSide):
-    """This rank's part in the layout; all ranks answer together. Raises PeerLost."""
+    """The proof side of the parallel layout: runs this rank's stages and averages gradients as in training.
 
-    parts: Callable[[], Parts]  # makes this rank's part anew, under the plan of the proof
+    All ranks call `answer` together. Raises PeerLost.
+    """
+
+    parts: Callable[[], Parts]  # builds this rank's stages under the plan of the proof
     names: TensorNames
     pump: CommThread
     at: At
-    tracks: TensorLog | None = None  # where its forwards are looked at
-    picked: Picked | None = None  # a gradient that is kept
+    tracks: TensorLog | None = None  # logs the forward values, if given
+    picked: Picked | None = None  # keeps one gradient, if given
 
     def answer(self, question: TrialSet) -> FingerprintTable:
+        """Run all rounds on this rank's stages and return its fingerprint table. All ranks call it together."""
         parts = self.parts()
         engine = engine_of(parts)
         if self.tracks is not None:
@@ -77,7 +81,7 @@ class DividedSide(ProofSide):
                         self.picked.keep(name, one.number, gradient)
                 gradients.append(rows_of(found, self.names.trained, question.seed))
                 is_counted = mine == question.replicas[0] and not _is_shared(parts, rank)
-                counted = _held(parts) if is_counted else {}  # anew: a forward may assign a buffer
+                counted = _held(parts) if is_counted else {}  # collected again: a forward may assign a buffer
                 buffers.append(rows_of(counted, self.names.buffers, question.seed))
                 replica.reject()
         finally:
@@ -92,7 +96,7 @@ class DividedSide(ProofSide):
 
 
 def _play(descent: Gradients, one: Trial, mine: int, question: TrialSet, device: torch.device) -> None:
-    """A round, as a step of training up to the mean gradient."""
+    """Run one round as a training step, up to and including the averaging of gradients."""
     numbered = {n: replace(p, rows=owned(p.rows, device)) for n, p in one.pieces.get(mine, {}).items()}
     here = {n: p for n, p in numbered.items() if n in descent.pipeline.batches}
     weights = {n: one.labels[mine][n] for n in here}
@@ -108,7 +112,10 @@ def _play(descent: Gradients, one: Trial, mine: int, question: TrialSet, device:
 
 
 def _losses(one: Trial, heard: Mapping[int, float]) -> Tensor:
-    """(micro-batches,) float64: nan where another rank knows it, or it counts for nothing."""
+    """Return the losses of a round, (micro-batches,) float64.
+
+    The value is nan if another rank computes the loss or it has no valid labels, and inf if it is not finite.
+    """
     found = []
     for replica, pieces in one.pieces.items():
         for number, piece in pieces.items():
@@ -118,12 +125,12 @@ def _losses(one: Trial, heard: Mapping[int, float]) -> Tensor:
 
 
 def _is_shared(parts: Parts, rank: int) -> bool:
-    """Whether another rank has some of the micro-batches of its stages, and so some of what they leave behind."""
+    """Return whether another rank runs some micro-batches of this rank's stages, and so updates some buffers."""
     return any(len(group) > 1 for group in parts.plan.stages if rank in group)
 
 
 def _owned(cut: StagedModel) -> frozenset[str]:
-    """Names of the calls of this rank's stages."""
+    """Return the names of the calls that belong to this rank's stages."""
     return frozenset(
         call.name
         for stage in cut.stages.values()
@@ -133,14 +140,14 @@ def _owned(cut: StagedModel) -> frozenset[str]:
 
 
 def _held(parts: Parts) -> dict[str, Tensor]:
-    """This rank's parameters and buffers."""
+    """Return this rank's parameters and buffers by name."""
     module = parts.module
     found: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return found if parts.cut is None else {n: t for n, t in found.items() if n in parts.cut.holds}
 
 
 def _computing(parts: Parts, one: Trial) -> Parts:
-    """With the way through the stages in the precision of a round, from which follow the types at the borders."""
+    """Return `parts` whose traced data flow has the precision of a round, which sets the dtypes at stage boundaries."""
     cut = parts.cut
     if cut is None or one.precision.name == parts.config.train.precision:
         return parts

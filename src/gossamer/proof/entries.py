@@ -1,4 +1,4 @@
-"""Entry by entry: how a gradient that is another one differs from that of one process, and what that looks like."""
+"""Entry-by-entry comparison of a gradient that differs from that of one process, with a likely cause in words."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ from gossamer.comm.channel import Channel
 from gossamer.comm.message import Collective, Message
 from gossamer.proof.verdict import Fault
 
-_CLOSE = 1e-3  # of what differs, that may be left where it is a multiple
+_CLOSE = 1e-3  # largest relative residual of a multiple
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 class Picked:
-    """The gradient of a fault, kept whole where it is known."""
+    """The gradient tensor named by a fault, kept in full on the ranks that compute it."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.tensor: Tensor | None = None
 
     def keep(self, name: str, round: int, gradient: Tensor | None) -> None:
-        """Told of gradients; None: there is none, and it counts as zero."""
+        """Keep a copy of `gradient` if `name` and `round` are the fault's.
+
+        `gradient` None: the parameter has no gradient, which counts as zero.
+        """
         if (name, round) == (self.fault.name, self.fault.round):
             found = torch.zeros(()) if gradient is None else gradient.detach().to_dense().cpu()
             self.tensor = (torch.view_as_real(found) if found.is_complex() else found).clone()
 
 
 def fetched(channel: Channel, mine: Tensor | None, *, of: int, to: int, shape: torch.Size) -> Tensor | None:
-    """On rank `to`, what rank `of` has of a tensor; both call it, others may, with None for what they have not."""
+    """Return on rank `to` the tensor that rank `of` holds; None on all other ranks.
+
+    Both ranks must call it, others may. `mine`: this rank's tensor, None where it has none; `shape`: its shape on `of`.
+    """
     if of == to or channel.rank not in (of, to):
         return mine if channel.rank == to else None
     ranks, size = len(channel.levels.everyone), shape.numel()
@@ -48,7 +54,10 @@ def fetched(channel: Channel, mine: Tensor | None, *, of: int, to: int, shape: t
 
 
 def told_of_entries(got: Tensor, wanted: Tensor, limit: float) -> str:
-    """`got` in place of `wanted`, of which parts of the largest up to `limit` are rounding."""
+    """Describe how the entries of `got` differ from those of `wanted`.
+
+    `limit`: differences of up to this fraction of the largest finite entry of `wanted` are rounding.
+    """
     got, wanted = got.detach().double(), wanted.detach().double()
     if not wanted.dim():
         got, wanted = got.reshape(1), wanted.reshape(1)
@@ -68,11 +77,11 @@ def _differing(got: Tensor, wanted: Tensor, limit: float) -> Tensor:
     finite = wanted[wanted.isfinite()].abs()
     size = float(finite.max()) if finite.numel() else 1.0
     differ = ~((got - wanted).abs() <= limit * size) & ~(got == wanted)
-    return differ if bool(differ.any()) else got != wanted  # many that are rounding each, and not together
+    return differ if bool(differ.any()) else got != wanted  # each within the limit, but not all together
 
 
 def _where(differ: Tensor) -> str:
-    """The rows they are in, or else the columns, where these are some of them, one behind the other."""
+    """Return the contiguous rows, else the columns, that hold all differing entries; "" if there are none such."""
     for dim, name in enumerate(("row", "column")[: min(2, differ.dim())]):
         some = differ.transpose(0, dim).reshape(differ.shape[dim], -1).any(1)
         places = some.nonzero().flatten().tolist()
@@ -83,7 +92,7 @@ def _where(differ: Tensor) -> str:
 
 
 def _cause(got: Tensor, wanted: Tensor, differ: Tensor) -> str:
-    """What it looks like; "": nothing in particular."""
+    """Return the likely cause of the differing entries, in words; "" if no known pattern fits."""
     a, b = got[differ], wanted[differ]
     if not bool(a.isfinite().all()):
         return f"{int((~a.isfinite()).sum())} are not finite"
@@ -104,7 +113,7 @@ def _cause(got: Tensor, wanted: Tensor, differ: Tensor) -> str:
 
 
 def _read(factor: float) -> str:
-    """What a factor points at."""
+    """Return the likely cause of a constant factor between two gradients, in words; "" if none fits."""
     if abs(factor + 1) < _CLOSE:
         return " (the sign is another)"
     for count in range(2, 65):

@@ -1,8 +1,8 @@
-"""What is compared: a few numbers of every tensor, which are far apart where the tensors are.
+"""Fingerprints of tensors: a few numbers of each, which differ clearly if the tensors do.
 
     row(x) = (max |x|, |x| / sqrt n, p_1, ..., p_16),   p_k = sum_{i mod 16 = k} s_i x_i / sqrt(n / 16)
-with n elements and signs s_i that a key and i decide (ops/fingerprint.py). So all columns are of the size of an entry,
-and the root mean square of p(x) - p(y) over keys is that of x - y. 72 bytes a tensor.
+with n elements and signs s_i that a key and i determine (ops/fingerprint.py). All columns have the magnitude of an
+element, and the root mean square of p(x) - p(y) over keys is that of x - y. A row takes 72 bytes per tensor.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gossamer.ops.fingerprint import digest, projected
 
 PLACES = 16
 WIDTH = 2 + PLACES
-ABSENT = -1.0  # in all columns of a row: this rank has no such tensor. Its first column is never negative
+ABSENT = -1.0  # in all columns of a row: this rank has no such tensor. The first column of others is not negative
 
 
 def key_of(name: str, seed: int) -> int:
-    """Of a tensor's signs: a function of its name and the seed."""
+    """Return the key of a tensor's signs, which depends on its name and the seed alone."""
     return mix(seed, zlib.crc32(name.encode())) >> 2
 
 
 def row_of(tensor: Tensor, key: int) -> Tensor:
-    """(WIDTH,) float32."""
+    """Return the fingerprint row of a tensor, (WIDTH,) float32; an empty tensor has zeros."""
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = flat.detach().to_dense().reshape(-1)
     if not flat.numel():
@@ -41,7 +41,10 @@ def row_of(tensor: Tensor, key: int) -> Tensor:
 
 
 def rows_of(tensors: Mapping[str, Tensor | None], names: Sequence[str], seed: int) -> Tensor:
-    """(names, WIDTH): -1 where this rank has no such tensor, zeros where nobody has (None: no gradient)."""
+    """Return the fingerprint rows of `tensors` in the order of `names`, (names, WIDTH) float32.
+
+    A row is -1 where this rank has no such tensor, and 0 where the tensor is None (no rank has a gradient).
+    """
     found = torch.full((len(names), WIDTH), ABSENT)
     for place, name in enumerate(names):
         if name in tensors:
@@ -51,7 +54,11 @@ def rows_of(tensors: Mapping[str, Tensor | None], names: Sequence[str], seed: in
 
 
 def digests_of(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    """(names, 3) float64: 64 bits of every tensor in two numbers, and its norm; -1 where this rank has none."""
+    """Return exact digests in the order of `names`, (names, 3) float64: 64 bits of each tensor as two numbers, and its
+    norm.
+
+    A row is -1 where this rank has no such tensor.
+    """
     found = torch.full((len(names), 3), ABSENT, dtype=torch.float64)
     for place, name in enumerate(names):
         if name in tensors:
@@ -64,33 +71,35 @@ def digests_of(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """Of the whole model, canonical, in the order of the backward: what the end of the forward reads comes first."""
+    """The canonical tensor names of the unsharded model, in backward order: the tensors that the end of the forward
+    reads come first.
+    """
 
     values: tuple[str, ...]  # parameters and buffers
     trained: tuple[str, ...]
     buffers: tuple[str, ...]
-    eps: tuple[float, ...]  # of every trained one: the unit in the last place of its gradient, as a part of it
+    eps: tuple[float, ...]  # of every trained one: relative rounding unit of its gradient
 
 
 @dataclass(frozen=True, slots=True)
 class FingerprintTable:
-    """What one side makes of a question, as far as this rank knows it."""
+    """The fingerprints, losses and digests that one side computes for all rounds, as far as this rank knows them."""
 
     initial: Tensor  # (values, 3) float64
     gradients: Tensor  # (rounds, trained, WIDTH) float32
     buffers: Tensor  # (rounds, buffers, WIDTH) float32: after the first replica's micro-batches of a round
-    losses: Tensor  # (rounds, micro-batches) float64; nan: not known here, inf: not finite
-    first: Tensor  # as `gradients`, of the first replica alone; where one process tells it
-    # (3,) float64: whether replicas have state of their own, whether that is in parameters, and which buffer has it,
-    # from 1 on in the order of names (0: none)
+    losses: Tensor  # (rounds, micro-batches) float64; nan: unknown on this rank, inf: not finite
+    first: Tensor  # as `gradients`, of the first replica alone; only from one process
+    # (3,) float64: whether replicas keep own state, whether in parameters, and the buffer that has it,
+    # as a 1-based index into names (0: none)
     keeps: Tensor
 
     def flat(self) -> Tensor:
-        """All of it, in float64; the same length on all ranks."""
+        """Return the whole table as one float64 vector, which has the same length on all ranks."""
         return torch.cat([part.double().reshape(-1) for part in self._parts()])
 
     def like(self, flat: Tensor) -> FingerprintTable:
-        """The one that `flat` is of, laid out as this is."""
+        """Return the table encoded in `flat`, with the shapes of this table."""
         pieces = flat.split([part.numel() for part in self._parts()])  # type: ignore[no-untyped-call]
         return FingerprintTable(*(piece.view(part.shape) for piece, part in zip(pieces, self._parts(), strict=True)))
 
@@ -99,7 +108,7 @@ class FingerprintTable:
 
     @staticmethod
     def blank(names: TensorNames, rounds: int, microbatches: int) -> FingerprintTable:
-        """Of a rank that knows nothing."""
+        """Return the table of a rank that knows no value: -1 for absent tensors, nan for unknown losses."""
         return FingerprintTable(
             initial=torch.full((len(names.values), 3), ABSENT, dtype=torch.float64),
             gradients=torch.full((rounds, len(names.trained), WIDTH), ABSENT),

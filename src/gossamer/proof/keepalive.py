@@ -1,4 +1,4 @@
-"""Ranks that keep in touch while one of them works: nobody's wait is longer than a piece of its work."""
+"""Keepalive messages while one rank works: every other rank waits at most for one unit of its work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gossamer.spec.errors import Interrupted
 
 
 class KeepaliveMessage(IntEnum):
-    """What the rank that works says of itself."""
+    """The status message that the working rank sends to the waiting ranks."""
 
     WORKING = 0
     DONE = 1
@@ -24,7 +24,10 @@ class KeepaliveMessage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """All ranks of the run, of which `speaker` has the whole model. No pump step may be under way."""
+    """The ranks of a run, of which `speaker` runs the unsharded model while the others wait.
+
+    No message of the communication thread may be in flight.
+    """
 
     channel: Channel
     speaker: int
@@ -32,28 +35,32 @@ class Keepalive:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank is the one that works."""
+        """Return whether this rank is the one that runs the unsharded model."""
         return self.channel.rank == self.speaker
 
     def pulse(self, word: KeepaliveMessage = KeepaliveMessage.WORKING) -> KeepaliveMessage:
-        """All ranks call it as often; what the speaker says. Raises Interrupted where any rank was asked to stop."""
+        """Exchange one status message and return the speaker's. All ranks must call it equally often.
+
+        `word`: this rank's message, of which only the speaker's counts. Raises Interrupted if any rank was asked to
+        stop.
+        """
         rows = gathered(self.channel, [float(word), float(self.asked_to_stop())])
         if bool(rows[:, 1].any()):
             raise Interrupted("stopped as asked in the proof, before the first step: nothing was trained")
         return KeepaliveMessage(int(rows[self.speaker, 0]))
 
     def wait(self) -> bool:
-        """Until the speaker has done; whether it went well."""
+        """Wait until the speaker reports its end and return whether it succeeded."""
         while (word := self.pulse()) is KeepaliveMessage.WORKING:
             pass
         return word is KeepaliveMessage.DONE
 
     def text(self, said: str = "") -> str:
-        """The speaker's."""
+        """Return the speaker's text on every rank."""
         return self.texts(said)[self.speaker]
 
     def texts(self, mine: str) -> list[str]:
-        """Everybody's, however long."""
+        """All-gather one text per rank, of any length, and return them by rank."""
         said = mine.encode()
         longest = int(gathered(self.channel, [float(len(said))]).max())
         row = torch.zeros(longest, dtype=torch.uint8)
@@ -62,11 +69,11 @@ class Keepalive:
         return [bytes(one.tolist()).rstrip(b"\0").decode() for one in rows]
 
     def rows(self, mine: Tensor) -> Tensor:
-        """Everybody's, (ranks, n) float64, of (n,)."""
+        """All-gather a vector `mine`, (n,), and return it as (ranks, n) float64."""
         return gathered(self.channel, mine.tolist())
 
     def most(self, value: float) -> tuple[int, float]:
-        """The rank that has most, the first of them, and how much."""
+        """Return the first rank with the largest value, and that value."""
         found = gathered(self.channel, [value])[:, 0]
         rank = int(torch.argmax(found))
         return rank, float(found[rank])

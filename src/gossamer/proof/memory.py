@@ -1,4 +1,4 @@
-"""What one process would need, before it is built."""
+"""Memory estimate of the unsharded model's activations, made before one process builds it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from gossamer.proof.trials import Trial
 
 
 def activation_bytes(ways: InputVariants, one: Trial) -> int:
-    """What the largest micro-batch keeps for its backward; a forward on shapes alone, where the model has one."""
+    """Return the bytes of activations that the largest micro-batch of `one` saves for its backward pass, without
+    parameters.
+
+    The forward is traced on fake tensors (shapes alone) if the model allows it, else on real ones.
+    """
     rows = max((p.rows for mine in one.pieces.values() for p in mine.values()), key=_numel)
     kept: dict[int, int] = {}
 

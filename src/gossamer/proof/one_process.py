@@ -1,4 +1,4 @@
-"""One process: the whole model, micro-batch after micro-batch."""
+"""The single-process side of a proof: one rank runs the unsharded model, micro-batch after micro-batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gossamer.run.step_runner import ModelRuntime
 
 @dataclass(slots=True)
 class BatchCounts:
-    """What was done in this process."""
+    """The number of model builds and micro-batches that this process ran for a proof."""
 
     builds: int = 0
     microbatches: int = 0
@@ -29,24 +29,26 @@ class BatchCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneProcess(ProofSide):
-    """The whole model in this process; replicas take turns, each with the state that its own micro-batches leave.
-    `shake`: the loss is multiplied with it before the backward and gradients are divided by it, and `threads` of them
-    compute: another rounding of the same numbers; in half precision, where threads change little, parameters are also
-    changed below their last place. `joins`: the second replica begins with the state of the first.
+    """The unsharded model in this process; replicas take turns, each with the buffers that its own micro-batches left.
+
+    `shake` multiplies the loss before the backward pass and divides the gradients; with another number of `threads`,
+    the same numbers are rounded differently. In half precision, where threads change little, parameters are also
+    changed below their last place. `joins`: the second replica starts with the state of the first.
     """
 
-    engine: Callable[[], ModelRuntime]  # makes the model anew
+    engine: Callable[[], ModelRuntime]  # builds the model
     names: TensorNames
-    pulse: Callable[[], Callable[[], None]]  # gives what is called after every piece of work: those who wait know
+    pulse: Callable[[], Callable[[], None]]  # returns the keepalive to call after every build and micro-batch
     shake: float = 1.0
-    threads: int = 0  # 0: as many as there are
+    threads: int = 0  # 0: torch's current number
     joins: bool = False
-    tracks: TensorLog | None = None  # where its forwards are looked at
-    units: tuple[str, ...] = ()  # then: those of the model
-    picked: Picked | None = None  # a gradient that is kept
+    tracks: TensorLog | None = None  # logs the forward values, if given
+    units: tuple[str, ...] = ()  # the model's units, for `tracks`
+    picked: Picked | None = None  # keeps one gradient, if given
     tally: BatchCounts = field(default_factory=BatchCounts)
 
     def answer(self, question: TrialSet) -> FingerprintTable:
+        """Run all rounds in this process and return their fingerprint table."""
         with _threads(self.threads), ExitStack() as stack:
             pulse = self.pulse()
             turns = ReplicaTurns(make=lambda: self._made(stack, pulse), joins=self.joins)
@@ -71,7 +73,7 @@ class OneProcess(ProofSide):
             )
 
     def _place_of(self, buffer: str) -> int:
-        """From 1 on; 0: it is none."""
+        """Return the 1-based index of a buffer name, 0 if it is no buffer."""
         return self.names.buffers.index(buffer) + 1 if buffer in self.names.buffers else 0
 
     def _made(self, stack: ExitStack, pulse: Callable[[], None]) -> ModelRuntime:
@@ -84,7 +86,9 @@ class OneProcess(ProofSide):
         return engine
 
     def _round(self, turns: ReplicaTurns, one: Trial, seed: int, pulse: Callable[[], None]) -> tuple[Tensor, ...]:
-        """Rows of the gradients of the first replica and of all, the buffers as the first has them, all losses."""
+        """Run one round and return four tensors: gradient rows of the first replica and of all replicas, the first
+        replica's buffer rows, and the losses of all micro-batches.
+        """
         losses: list[float] = []
         first = after = torch.empty(0)
         for place, (replica, pieces) in enumerate(one.pieces.items()):
@@ -113,7 +117,7 @@ class OneProcess(ProofSide):
         return float(loss.detach())
 
     def _rows(self, turns: ReplicaTurns, one: Trial, seed: int) -> Tensor:
-        """Of the gradients so far; zeros where there is none."""
+        """Return the fingerprint rows of the gradients accumulated so far; zeros where there is none."""
         rows = []
         for name in self.names.trained:
             found = turns.gradient(name)

@@ -1,5 +1,5 @@
-"""Replicas that take turns in one process: each goes on with the state that its own micro-batches have left, as in the
-layout, where every replica keeps its own.
+"""Replicas that take turns in one process: each continues from the buffers that its own micro-batches left, as each
+data-parallel replica does in the layout.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from gossamer.run.step_runner import ModelRuntime
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaTurns:
-    """One module, whose state is exchanged when another one's turn comes. Only where its forward writes to its
-    parameters the later ones have modules of their own. `joins`: a later replica's first turn begins with what the
-    first has left, as if all were one process.
+    """One module that plays all replicas in turn; the buffers and other state are swapped at each turn.
+
+    Later replicas get modules of their own only if the forward writes to its parameters. `joins`: the first turn of a
+    later replica starts from the state the first one left, as if all were one process.
     """
 
     make: Callable[[], ModelRuntime]
     joins: bool = False
-    changes: bool = False  # whether the state of the first is another after its first turn
-    writes: bool = False  # whether its parameters are
-    counted: str = ""  # the first of its buffers that is another one and that a checkpoint keeps
+    changes: bool = False  # whether the first replica's first turn changed its state
+    writes: bool = False  # whether it changed parameters
+    counted: str = ""  # its first persistent buffer that changed
     engines: list[ModelRuntime] = field(default_factory=list)  # of the replicas, or one for all of them
     _begun: ProofRanks | None = None
     _digests: Mapping[str, int] = field(default_factory=dict)
     _buffers: Mapping[str, int] = field(default_factory=dict)
-    _worlds: dict[int, ProofRanks] = field(default_factory=dict)  # of those whose turn it is not
+    _worlds: dict[int, ProofRanks] = field(default_factory=dict)  # saved state of the inactive replicas
     _at: int = 0
 
     def begin(self, replicas: int) -> nn.Module:
-        """The module as it is made."""
+        """Build the first replica's module and return it; with several replicas, also snapshot its state."""
         self.engines.append(self.make())
         module = self.engines[0].module
         if replicas > 1:
@@ -44,19 +45,19 @@ class ReplicaTurns:
         return module
 
     def round(self, *, moves: bool, seed: int) -> None:
-        """A round begins: its gradients are of its own."""
+        """Start a round with cleared gradients; `moves`: add signs drawn from `seed` to the parameters first."""
         for engine in self.engines:
             if moves:
                 move(dict(engine.module.named_parameters()), seed)
             engine.module.zero_grad(set_to_none=True)
 
     def nudge(self, compute: torch.dtype, seed: int) -> None:
-        """From now on half precision rounds otherwise."""
+        """Change the parameters below the last place of `compute`, so that half precision rounds differently."""
         for engine in self.engines:
             nudge(dict(engine.module.named_parameters()), seed, compute)
 
     def to(self, place: int) -> ModelRuntime:
-        """It is this replica's turn."""
+        """Switch to the replica at index `place` and return its model runtime."""
         if place and not self._is_known(place):
             self._meet(place)
         if len(self.engines) > 1:
@@ -70,7 +71,10 @@ class ReplicaTurns:
         return engine
 
     def gradient(self, name: str) -> Tensor | None:
-        """Of all replicas so far; None where none has one. It may be what is added to."""
+        """Return a parameter's gradient summed over all replicas so far; None if no replica has one.
+
+        The tensor may be the gradient itself, which later backward passes add to.
+        """
         known = [g for g in (engine.module.get_parameter(name).grad for engine in self.engines) if g is not None]
         return sum(known[1:], known[0]) if known else None
 
@@ -78,7 +82,7 @@ class ReplicaTurns:
         return place in self._worlds or place == self._at or len(self.engines) > place
 
     def _meet(self, place: int) -> None:
-        """Its first turn: it begins as the first did."""
+        """Record how the first replica's state changed, and prepare the first turn of the replica at `place`."""
         assert self._begun is not None, "there are replicas"
         module = self.engines[0].module
         self.changes |= self._begun.is_another()

@@ -1,4 +1,4 @@
-"""A verdict in words: one line, or a refusal that names what differs, by how much and, as far as can be told, why."""
+"""Verdicts in words: one line of success, or an error that names the first differing tensor and a likely cause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DO = "train in one process, or cut elsewhere; train.prove: never trains it as i
 def line_of(
     verdict: ProofVerdict, cost: ProofCost, question: TrialSet, plan: Plan, config: RunConfig, seconds: float
 ) -> str:
-    """What is shown of a proof that went well."""
+    """Return the one-line summary of a successful proof: losses, gradients proved, their largest distance, and cost."""
     mine, one = verdict.losses
     each = " each" if verdict.apart is not None or verdict.writes else ""
     said = [
@@ -40,7 +40,7 @@ def line_of(
 
 
 def refusal_of(verdict: ProofVerdict, plan: Plan) -> BadInput:
-    """What ends a run whose layout is not one process."""
+    """Return the error that ends a run whose parallel layout differs from one process."""
     if verdict.unsteady:
         name, others = verdict.unsteady[0], len(verdict.unsteady) - 1
         return bad_input(
@@ -64,7 +64,7 @@ def refusal_of(verdict: ProofVerdict, plan: Plan) -> BadInput:
 
 
 def layout_of(plan: Plan) -> str:
-    """In words."""
+    """Return the plan's stages and replicas in words."""
     stages, replicas = plan.mesh.pipe, plan.mesh.replica
     if plan.stages:
         return f"{stages} stages on {plan.ranks} ranks"
@@ -74,7 +74,9 @@ def layout_of(plan: Plan) -> str:
 
 
 def warnings_of(verdict: ProofVerdict) -> Iterator[str]:
-    """What is said of replicas that are equal to as many processes, and not to one."""
+    """Yield warnings about replicas whose buffers or parameters may drift apart: they equal independent processes, but
+    together not one process.
+    """
     own = "each replica keeps buffers or other state for itself, so that together they are not one process"
     if verdict.apart is not None:
         yield f"{own}: {told_of(verdict.apart)}"
@@ -88,7 +90,7 @@ def warnings_of(verdict: ProofVerdict) -> Iterator[str]:
 
 
 def told_of(fault: Fault) -> str:
-    """What differs, and by how much."""
+    """Describe one fault in words: the tensor or loss that differs, and by how much."""
     if fault.what == "initial value":
         norms = f" (norm {fault.got:.6g}, and {fault.wanted:.6g} in one process)" if fault.got != fault.wanted else ""
         return f"another initial value of {fault.name} on rank {fault.rank}{norms}"
@@ -102,7 +104,9 @@ def told_of(fault: Fault) -> str:
 
 
 def _with(verdict: ProofVerdict, first: Fault, others: int) -> str:
-    """What goes with the first: its entries, or those of the first gradient, and how many more there are."""
+    """Return what to append to the first fault: its differing entries, or those of the first gradient, and the number
+    of other faults.
+    """
     if verdict.entries is None:
         return _and(others)
     fault, said = verdict.entries.fault, verdict.entries.said

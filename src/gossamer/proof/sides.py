@@ -1,4 +1,4 @@
-"""A side of the comparison: what answers a question with a table."""
+"""The interface of both sides of a proof, and snapshots of the state that a module's code keeps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gossamer.proof.trials import TrialSet
 
 
 class ProofSide(ABC):
-    """The seam: whatever divides a model shows here what its gradients are."""
+    """The interface of both sides: an implementation runs the trials and returns the gradients' fingerprints."""
 
     @abstractmethod
     def answer(self, question: TrialSet) -> FingerprintTable:
-        """Run all rounds. Costs forward and backward of every micro-batch."""
+        """Run all rounds and return their fingerprint table. Costs a forward and backward pass per micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofRanks:
-    """What the code of a module keeps from one forward to the next, but for parameters: buffers, Python state,
-    generators. To be put back once.
+    """A snapshot of the state that a module keeps between forward passes: buffers, Python attributes and random
+    generators, but no parameters. It can be restored once.
     """
 
     snapshot: Snapshot
@@ -33,25 +33,28 @@ class ProofRanks:
 
     @staticmethod
     def of(module: nn.Module) -> ProofRanks:
-        """As it is now."""
+        """Return a snapshot of the module's current state."""
         snapshot = Snapshot.of(module, without=list(module.parameters()))
         found = ProofRanks(snapshot, Copies(snapshot.tensors))
         found.copies.make()
         return found
 
     def is_another(self) -> bool:
-        """Whether it has changed since."""
+        """Return whether the state has changed since the snapshot."""
         return self.copies.differ() or next(self.snapshot.differences(), None) is not None
 
     def put_back(self) -> None:
+        """Restore the buffers, attributes and generators of the snapshot."""
         self.copies.put_back()
         self.snapshot.put_back()
 
 
 @contextmanager
 def world_kept(module: nn.Module) -> Iterator[None]:
-    """What the code of `module` changes outside of it (globals, attributes of classes, generators) is afterwards as it
-    was. The module itself is not to be used again.
+    """Restore on exit all state outside of `module` that its code changes: globals, class attributes, random
+    generators.
+
+    The module itself must not be used afterwards.
     """
     snapshot = Snapshot.of(module)
     own = {id(t) for t in [*module.parameters(), *module.buffers()]}

@@ -1,4 +1,7 @@
-"""Before the first step: are the gradients of this layout those of one process? `train.prove` says when to ask."""
+"""The proof at the start of a run: check before the first step that the layout has the gradients of one process.
+
+`train.prove` in the configuration says when to check.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +39,29 @@ from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_gib
 
 _KEY = "train.prove"
-_LITTLE = 4  # a model of less than one part in so many of what is free needs no look at what it keeps
+_LITTLE = 4  # activations are estimated only for a model of more than 1/4 of the free memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proving:
-    """One rank's part in a proof; all ranks call it between the same two messages."""
+    """One rank's part in the parity proof of the gradients. All ranks call `prove` between the same two collectives."""
 
     planned: Planned
-    parts: Parts  # nothing of them is built or run
+    parts: Parts  # nothing in it is built or run
     pump: CommThread
     sink: Callable[[records.Record], None]
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
     described: str = ""  # the model, for people
     data: str = ""  # fingerprint of the training data
-    file: Path | None = None  # where rank 0 keeps what was proved
+    file: Path | None = None  # rank 0's cache of the proof
 
     def prove(self) -> None:
-        """Raises BadInput where the layout is not one process, Interrupted, PeerLost."""
+        """Prove the layout if `train.prove` asks for it, and write the outcome to `sink`.
+
+        Raises BadInput if the layout differs from one process, or if a proof is required and not possible; Interrupted;
+        PeerLost.
+        """
         if not is_asked(self.parts):
             return
         began = time.perf_counter()
@@ -145,7 +152,7 @@ class Proving:
         )
 
     def _roomiest(self, company: Keepalive) -> int:
-        """The rank with the most free memory. Raises NotProved where the whole does not fit there."""
+        """Return the rank with the most free memory. Raises NotProved if the unsharded model does not fit there."""
         rank, free = company.most(float(self._free_bytes()))
         parameters = list(self.parts.outline.parameters())
         needed = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in parameters)
@@ -175,7 +182,7 @@ class Proving:
 
 
 def is_asked(parts: Parts) -> bool:
-    """Whether there is something to prove."""
+    """Return whether the configuration asks for a proof of this layout."""
     config, plan = parts.config, parts.plan
     if config.train.prove == "never":
         return False
@@ -191,7 +198,9 @@ def is_asked(parts: Parts) -> bool:
 
 
 def of_proof(plan: Plan) -> Plan:
-    """The same layout with as many micro-batches as a proof has, and nothing lost on the way."""
+    """Return the plan of the proof: the same stages and replicas, with as many micro-batches per replica as a proof has
+    and without compression, sharding or local-update training.
+    """
     count = max([2, *map(len, plan.stages)])
     replicas = plan.mesh.replica
     return plan.model_copy(
@@ -207,7 +216,7 @@ def of_proof(plan: Plan) -> Plan:
 
 
 def names_of(parts: Parts) -> TensorNames:
-    """In the order of the backward."""
+    """Return the names of the outline's parameters and buffers in backward order."""
     module = parts.outline
     named: Mapping[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     order = list(dict.fromkeys(canonical_names(module).values()))
@@ -224,7 +233,7 @@ def names_of(parts: Parts) -> TensorNames:
 
 
 def _has_state(module: nn.Module) -> bool:
-    """Whether it has buffers that a checkpoint keeps: others are made of what is known (angles, masks)."""
+    """Return whether the module has persistent buffers; others are derived from constants (angles, masks)."""
     return any(
         buffer is not None and name not in owner._non_persistent_buffers_set
         for owner in module.modules()
@@ -233,12 +242,12 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def _eps(tensor: Tensor) -> float:
-    """Of what a gradient is summed in; rows are of float32."""
+    """Return the rounding unit of the dtype a gradient is summed in; at least that of float32, the dtype of rows."""
     return max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def _plainly(config: RunConfig) -> RunConfig:
-    """In float32, and not compiled: what a round computes in, it says itself."""
+    """Return the configuration without compilation; each round sets its own precision."""
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"model": model})
 

@@ -1,5 +1,6 @@
-"""Where a forward leaves the way of one process: what every unit gives, and what a stage receives, micro-batch by
-micro-batch. Looked at only when both sides are known to differ, so that the first difference can be named.
+"""A log of forward values: what every unit returns and every stage receives, by micro-batch.
+
+The values are logged only after both sides were found to differ, to name the first forward value that differs.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from gossamer.run.staged_model import StagePart
 from gossamer.run.step_runner import ModelPart, ModelRuntime
 
 _PLACES = 4
-_COARSE = 2**-6  # of a value's size, where it is computed in half precision
+_COARSE = 2**-6  # relative tolerance of a value in half precision
 _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(slots=True)
 class TensorLog:
-    """Of one rank. `owned`: the calls whose outcome is computed here; None: all of them."""
+    """The log of one rank's forward values, as a few projections of each tensor.
+
+    `owned`: names of the calls whose output is computed here; None: all of them.
+    """
 
     owned: frozenset[str] | None = None
     found: dict[str, list[float] | str] = field(default_factory=dict)
@@ -38,22 +42,22 @@ class TensorLog:
     _turns: dict[str, int] = field(default_factory=dict)
 
     def watch(self, engine: ModelRuntime, units: Sequence[str]) -> None:
-        """From now on what its units give is noted; the module is not to be used for anything else."""
+        """Log the outputs of `units` from now on. The module must not be used for anything else afterwards."""
         for name in units:
             unit = engine.module.get_submodule(name)
             unit.forward = _LogMode(self, name, unit.forward)  # type: ignore[method-assign]
 
     def begin(self, round: int, key: int) -> None:
-        """A forward of this micro-batch comes next."""
+        """Start logging the forward pass of micro-batch `key` in a round."""
         self._at = (round, key)
         self._turns.clear()
 
     def end(self) -> None:
-        """It is over: a unit that is recomputed in a backward is not noted."""
+        """Stop logging: units that are recomputed in a backward pass are not logged."""
         self._at = None
 
     def gave(self, unit: str, output: Any) -> None:
-        """A unit was called."""
+        """Log the output of one call of a unit."""
         if self._at is None:
             return
         turn = self._turns.get(unit, 0)
@@ -63,7 +67,7 @@ class TensorLog:
             self._note(call, -1, output)
 
     def received(self, calls: Mapping[CallOutput, str], received: Mapping[CallOutput, Tensor], stage: int) -> None:
-        """What has come over the wire for a stage."""
+        """Log the tensors that a stage received over its link."""
         for value, tensor in received.items():
             if value in calls and self._at is not None:
                 self.found[_text(Spot(*self._at, calls[value], value.place, stage))] = _said(tensor)
@@ -75,7 +79,7 @@ class TensorLog:
 
 
 class _LogMode:
-    """The forward of a unit, and a look at what it gives."""
+    """A unit's forward function that also logs its output."""
 
     def __init__(self, tracks: TensorLog, name: str, real: Callable[..., Any]) -> None:
         self.tracks, self.name, self.real = tracks, name, real
@@ -88,21 +92,24 @@ class _LogMode:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedTensor(ModelPart):
-    """A stage whose losses are noted, by micro-batch."""
+    """A stage of the model that records its losses by micro-batch."""
 
     inner: ModelPart
     losses: dict[int, float]
 
     @property
     def engine(self) -> ModelRuntime:  # type: ignore[override]
+        """Return the model runtime of the stage."""
         return self.inner.engine
 
     def boundary(self, rows: RankBatch) -> StageBoundary:
+        """Return the stage boundary of a batch."""
         return self.inner.boundary(rows)
 
     def forward(
         self, piece: MicroBatch, step: int, received: Mapping[CallOutput, Tensor], *, keep_graph: bool = True
     ) -> InFlight:
+        """Run the stage's forward pass and record its loss, if this stage computes one."""
         live = self.inner.forward(piece, step, received, keep_graph=keep_graph)
         if isinstance(live.result, Tensor):
             self.losses[piece.key] = float(live.result.detach())
@@ -111,7 +118,7 @@ class ReceivedTensor(ModelPart):
 
 @dataclass(frozen=True, slots=True)
 class LoggedModule(ModelPart):
-    """A stage whose forwards are looked at."""
+    """A stage of the model that logs its received tensors and unit outputs."""
 
     inner: ModelPart
     tracks: TensorLog
@@ -119,14 +126,17 @@ class LoggedModule(ModelPart):
 
     @property
     def engine(self) -> ModelRuntime:  # type: ignore[override]
+        """Return the model runtime of the stage."""
         return self.inner.engine
 
     def boundary(self, rows: RankBatch) -> StageBoundary:
+        """Return the stage boundary of a batch."""
         return self.inner.boundary(rows)
 
     def forward(
         self, piece: MicroBatch, step: int, received: Mapping[CallOutput, Tensor], *, keep_graph: bool = True
     ) -> InFlight:
+        """Run the stage's forward pass with logging on."""
         self.tracks.begin(self.round, piece.key)
         if isinstance(self.inner, StagePart):
             flow, _ = self.inner.ways.of(piece.rows)
@@ -141,8 +151,12 @@ class LoggedModule(ModelPart):
 def parting(
     alone: Mapping[str, list[float] | str], divided: Sequence[Mapping[str, list[float] | str]], exact: Sequence[bool]
 ) -> Parting | None:
-    """None where none is seen: what differs is computed outside of units, or in the backward."""
-    order = {text: place for place, text in enumerate(alone)}  # as one process computes them
+    """Return the first logged value, in the order of one process, that differs on some rank; None if none does.
+
+    None means that the difference is computed outside of units, or in the backward pass. `exact`: by round, whether it
+    computes in float32.
+    """
+    order = {text: place for place, text in enumerate(alone)}  # in one process's order
     found: list[tuple[int, bool, Parting]] = []
     for rank, mine in enumerate(divided):
         for text, got in mine.items():

@@ -1,4 +1,4 @@
-"""How long one process may take: a proof is to cost little beside the run."""
+"""The time limit of a proof's single-process run, which keeps the proof cheap beside the training run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import dataclass, field
 
 from gossamer.spec.units import show_seconds
 
-_SHARE = 4  # of the time that a run was given, at most one part in so many
-_SLOWER = 20  # times the first micro-batch, and another has found the machine swapping
-_ALWAYS_S = 30.0  # that a micro-batch may take
+_SHARE = 4  # a proof may take 1/4 of the run's time
+_SLOWER = 20  # times the first micro-batch: the machine is swapping
+_ALWAYS_S = 30.0  # allowed for any micro-batch
 
 
 class NotProved(Exception):
-    """One process could not be had, or fails by itself. Says why."""
+    """The error of a parity proof that is not possible: the unsharded model lacks memory, is too slow, or fails."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TimeLimit:
-    """`pulse` is called when the model was built and after every micro-batch. `run_s`: what the run was given, 0: any
-    time; `pieces`: of work, in all.
+    """The time limit of one process, checked after the model was built and after every micro-batch.
+
+    `run_s`: seconds that the whole run may take, 0 for no limit; `pieces`: micro-batches of the proof in all.
     """
 
     run_s: float
@@ -31,7 +32,11 @@ class TimeLimit:
     _last: float = field(default=0.0)
 
     def pulse(self) -> None:
-        """Raises NotProved."""
+        """Record the end of one unit of work and check the limit.
+
+        Raises NotProved if the proof would take more than a quarter of `run_s`. Also raises it if a micro-batch takes
+        longer than both 30 s and 20 times the first one.
+        """
         now = self.clock()
         took, self._last = now - self._last, now
         self._done += 1

@@ -1,4 +1,4 @@
-"""What both sides are asked: which micro-batches, at which weights, in which precision."""
+"""The trials that both sides run: which micro-batches, at which weights, in which precision."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from gossamer.ops.random_signs import signed_sums
 from gossamer.run.batches import Batches, Feed, MicroBatch, RankBatch
 from gossamer.spec.plan import Plan
 
-_MOVED_BY, _AT_LEAST = 0.05, 0.01  # of the root mean square of a tensor's entries; of a tensor of zeros
-_FINER = 16  # times than a number's last place, in which it is changed
+_MOVED_BY, _AT_LEAST = 0.05, 0.01  # fraction of a tensor's root mean square; absolute, for a tensor of zeros
+_FINER = 16  # fraction 1/16 of a value's last place, by which it is changed
 _FP16_SCALE = 1024.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Some micro-batches of every replica that takes part, computed at the same weights."""
+    """One round of a proof: some micro-batches of every replica that takes part, computed at the same weights."""
 
-    number: int  # whose random numbers are drawn
+    number: int  # step number for random generators
     precision: Precision
     moves: bool  # whether the weights are moved before it
     pieces: Mapping[int, Mapping[int, MicroBatch]]  # replica -> number -> micro-batch
@@ -34,43 +34,45 @@ class Trial:
 
     @property
     def total(self) -> float:
-        """Valid labels of all of them."""
+        """Return the number of valid labels of all micro-batches."""
         return sum(sum(mine.values()) for mine in self.labels.values())
 
     @property
     def is_coarse(self) -> bool:
-        """Whether it computes in half precision; then nothing comes after it."""
+        """Return whether the round computes in half precision, in which case it is the last one."""
         return self.precision.compute is not torch.float32
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied with, so that gradients in half precision do not vanish."""
+        """Return the loss scale, which keeps fp16 gradients from underflow; 1 in other precisions."""
         return _FP16_SCALE if self.precision.compute is torch.float16 else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSet:
-    """All rounds, one after the other: the state of the model goes on from one to the next."""
+    """All rounds of a proof in order; the buffers and other state of the model carry over from round to round."""
 
     rounds: tuple[Trial, ...]
     seed: int
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Those that take part."""
+        """Return the replicas that take part."""
         return tuple(self.rounds[0].pieces)
 
     @property
     def microbatches(self) -> int:
-        """Of a round, over all replicas."""
+        """Return the number of micro-batches of a round, over all replicas."""
         return sum(map(len, self.rounds[0].pieces.values()))
 
 
 def question_of(
     batches: Batches, plan: Plan, objective: Loss, *, seed: int, steps: int, precision: Precision, exact: Precision
 ) -> TrialSet:
-    """Micro-batches of the first and of the last replica, as the run has them: from its first step, then, at moved
-    weights, from its last one; where the run computes in another precision than `exact`, some more in its own.
+    """Return the trials of a proof, with micro-batches of the first and of the last replica as the run has them.
+
+    The first round has those of the run's first step, the second, at moved weights, those of its last step. If the run
+    computes in another precision than `exact`, a third round has some in `precision`.
     """
     replicas = sorted({0, plan.mesh.replica - 1})
     count = max([2, *map(len, plan.stages)])
@@ -89,7 +91,7 @@ def question_of(
 
 
 def uneven(question: TrialSet, objective: Loss) -> TrialSet:
-    """The same with fewer labels, and more padding, in all micro-batches but the first."""
+    """Return the same trials with fewer labels and more padding in all micro-batches but the first."""
     rounds = []
     for one in question.rounds:
         pieces = {
@@ -102,14 +104,14 @@ def uneven(question: TrialSet, objective: Loss) -> TrialSet:
 
 @torch.no_grad()
 def move(tensors: Mapping[str, Tensor], seed: int) -> None:
-    """Add signs to every parameter, by its name: the same bits wherever it lies."""
+    """Add random signs, scaled to the tensor, to every parameter: the same bits on every rank, by its name."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         size = float(tensor.double().square().mean().sqrt())
         if not math.isfinite(size):
             continue
-        # A power of two: the same number where the mean was rounded otherwise.
+        # A power of two: equal on ranks that round the mean differently.
         by = 2.0 ** round(math.log2(_MOVED_BY * size + _AT_LEAST))
         added = torch.empty(tensor.numel(), device=tensor.device)
         for where, signs in signed_sums(tensor.numel(), [(mix(seed, zlib.crc32(name.encode())), by)], tensor.device):
@@ -119,7 +121,9 @@ def move(tensors: Mapping[str, Tensor], seed: int) -> None:
 
 @torch.no_grad()
 def nudge(tensors: Mapping[str, Tensor], seed: int, compute: torch.dtype) -> None:
-    """Change parameters by less than `compute` tells apart: what is made of them is rounded otherwise."""
+    """Change parameters by less than the resolution of `compute`, so that all values derived from them are rounded
+    differently.
+    """
     by = torch.finfo(compute).eps / _FINER
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel():
@@ -131,7 +135,7 @@ def nudge(tensors: Mapping[str, Tensor], seed: int, compute: torch.dtype) -> Non
 
 
 def owned(rows: RankBatch, device: torch.device) -> RankBatch:
-    """A copy: a forward may write to its input."""
+    """Return a copy of the batch on `device`, as a forward may write to its input."""
     return {name: value.to(device, copy=True) for name, value in rows.items()}
 
 
@@ -147,7 +151,7 @@ def _round(
 
 
 def _some(feed: Feed, step: int, count: int) -> list[RankBatch]:
-    """The first and the last micro-batches from a step on: the run has both kinds where rows do not divide evenly."""
+    """Return the first and the last micro-batches of the steps from `step` on; uneven batches differ there."""
     found: list[RankBatch] = []
     for numbers in _numbers(feed.plan.microbatches[feed.replica], count):
         fetched = replace(feed, only=frozenset(numbers)).fetch(step)
@@ -157,7 +161,7 @@ def _some(feed: Feed, step: int, count: int) -> list[RankBatch]:
 
 
 def _numbers(there: int, count: int) -> Iterator[list[int]]:
-    """Of the micro-batches of a step those that are taken, step by step, until there are so many."""
+    """Yield, step by step, which of a step's `there` micro-batches to take, until `count` are taken."""
     while count > 0:
         taken = min(there, count)
         yield [*range(taken - 1), there - 1]

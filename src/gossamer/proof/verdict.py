@@ -1,8 +1,8 @@
-"""Is the layout one process? A pure function of what both sides say.
+"""Verdict on whether the parallel layout equals one process: a pure function of both sides' fingerprint tables.
 
     d(a, b) = max over a row's columns of |a - b| / s,   s = max(size of b, 1e-6 of the largest of all)
-with the largest entry for the first column and the root mean square for the others. What is forgiven, per tensor, is
-`MARGIN` times the distance of two runs of one process that round otherwise, and never less than 16 units in the last
+with the largest entry for the first column and the root mean square for the others. The tolerance of a tensor is
+`MARGIN` times the distance of two runs of one process that round differently. It is at least 16 units in the last
 place.
 """
 
@@ -18,14 +18,14 @@ from gossamer.proof.fingerprints import ABSENT, FingerprintTable, TensorNames
 
 MARGIN = 8.0
 EPS = 16 * torch.finfo(torch.float32).eps
-_OTHERS = 64  # times more is forgiven where ranks are of several kinds: no rank alone can measure that noise
-_SMALLEST = 1e-6  # of the largest tensor's: what is smaller is measured by that
+_OTHERS = 64  # times the tolerance on mixed processors or versions: no rank alone can measure that noise
+_SMALLEST = 1e-6  # of the largest tensor's size: the least scale of a difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BothTables:
-    """What is compared. `again` is one process once more, in another rounding, in which the second replica has begun
-    with the state of the first; `divided` that of every rank.
+    """The fingerprint tables to compare. `alone`: of one process. `again`: of one process with different rounding,
+    whose second replica starts with the state of the first. `divided`: of every rank of the layout.
     """
 
     names: TensorNames
@@ -34,17 +34,17 @@ class BothTables:
     divided: Sequence[FingerprintTable]
     exact: tuple[bool, ...]  # by round: whether it computes in float32
     own: int  # micro-batches of the first replica, which come first
-    kinds: int = 1  # of processors and versions that the ranks compute with: others round otherwise
+    kinds: int = 1  # number of different processors and versions, which round differently
 
     @property
     def floor(self) -> float:
-        """What is always forgiven of a float32 number."""
+        """Return the smallest relative tolerance of a float32 value."""
         return EPS if self.kinds == 1 else _OTHERS * EPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What differs: the first in the order of the backward."""
+    """One difference beyond the tolerance: an initial value, loss, gradient or buffer, by rank and round."""
 
     what: str  # "initial value" | "loss" | "gradient" | "buffer"
     name: str  # of a tensor; of a loss, its micro-batch
@@ -54,12 +54,14 @@ class Fault:
     wanted: float
     distance: float
     limit: float
-    factor: float | None = None  # what is there is so many times what should be
+    factor: float | None = None  # got = factor * wanted, if it is a multiple
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Spot:
-    """A value of a forward: the leaf `place` of what a call gives; `into`: the stage that received it, else -1."""
+    """The position of a forward value: the leaf `place` of a call's output in a micro-batch; `into`: the stage that
+    received it, else -1.
+    """
 
     round: int
     key: int  # of the micro-batch
@@ -70,7 +72,7 @@ class Spot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parting:
-    """The first value that is another one than in one process."""
+    """The first forward value that differs from that of one process, with its rank and micro-batch."""
 
     spot: Spot
     rank: int
@@ -80,7 +82,7 @@ class Parting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryDifference:
-    """Of the first gradient that is another one: its entries in words."""
+    """The differing entries, in words, of the first gradient that differs."""
 
     fault: Fault
     said: str
@@ -88,31 +90,37 @@ class EntryDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofVerdict:
-    """How it went. With faults, the first is what to begin with."""
+    """The result of a proof: losses, the number of gradients proved, distances and faults.
+
+    Without `faults` and `unsteady` names both sides agree.
+    """
 
     losses: tuple[float, float]  # of the first round: the layout's mean, one process's
     tensors: int
     proved: int
     idle: tuple[str, ...]  # had no gradient on either side
     within: float  # the largest distance of a gradient in float32
-    within_coarse: float  # in the run's own precision, where that is another; else 0
-    unsteady: tuple[str, ...] = ()  # two builds of the same model on one rank differ in these
+    within_coarse: float  # in the run's own precision if it is not float32; else 0
+    unsteady: tuple[str, ...] = ()  # tensors that differ between two builds on one rank
     faults: tuple[Fault, ...] = ()
-    parting: Parting | None = None  # the first value of a forward that is another one
+    parting: Parting | None = None  # the first forward value that differs
     entries: EntryDifference | None = None
-    apart: Fault | None = None  # replicas are one process only where each has state of its own; what else it would be
-    writes: bool = False  # whether the forward writes to parameters, which each replica does for itself
-    counted: str = ""  # a buffer that each replica has of its own batches
+    apart: Fault | None = None  # first difference if replicas shared one state
+    writes: bool = False  # whether the forward writes to parameters, on each replica by itself
+    counted: str = ""  # a buffer that each replica updates from its own batches
 
 
 def first_of(faults: Sequence[Fault]) -> Fault:
-    """What to begin with: initial values, or in the first round that differs a gradient, a buffer, a loss."""
+    """Return the fault to report first: an initial value, else the first of the earliest round.
+
+    Within a round, gradients come before buffers and buffers before losses.
+    """
     order = {"initial value": 0, "gradient": 1, "buffer": 2, "loss": 3}
     return min(faults, key=lambda f: (f.what != "initial value", f.round, order[f.what]))
 
 
 def judge(sides: BothTables) -> ProofVerdict:
-    """Compare."""
+    """Compare both sides' tables and return the verdict."""
     unsteady, parted = _unsteady(sides), _parted(sides)
     noises = _Noises.of(sides, is_parted=parted is not None)
     values = [] if unsteady else _initial(sides)
@@ -141,9 +149,9 @@ def judge(sides: BothTables) -> ProofVerdict:
 
 @dataclass(frozen=True, slots=True)
 class _Noises:
-    """How far one process is from itself: (rounds, trained) of gradients, (rounds, micro-batches) of losses.
+    """The distance of two runs of one process: (rounds, trained) of gradients, (rounds, micro-batches) of losses.
 
-    Of replicas whose state changes what they compute, only the first has done the same twice.
+    If replicas have state that changes their values, only the first replica ran twice in the same way.
     """
 
     gradients: Tensor
@@ -158,14 +166,14 @@ class _Noises:
         far = [_far(b, a, _sizes(a)) for a, b in zip(alone.first, again.first, strict=True)]
         gradients = torch.stack(far).nan_to_num(0.0)
         most = gradients.max(1, keepdim=True).values if gradients.numel() else gradients
-        gradients = torch.where(alone.first[:, :, 0] > 0, gradients, most)  # of what the others alone have used
+        gradients = torch.where(alone.first[:, :, 0] > 0, gradients, most)  # for parameters used by other replicas only
         losses = (again.losses - alone.losses).abs()
         losses[:, sides.own :] = losses[:, : sides.own].max(1, keepdim=True).values
         return _Noises(gradients, losses)
 
 
 def _parted(sides: BothTables) -> Fault | None:
-    """What would be another value if replicas were one process together, where each keeps state for itself."""
+    """Return the first value that would differ if all replicas shared one state; None if none would."""
     if not bool(sides.alone.keeps[0]):
         return None
     noises = _Noises.of(sides, is_parted=True)
@@ -227,7 +235,7 @@ def _losses(sides: BothTables, noises: _Noises) -> list[Fault]:
 
 
 def _gradients(sides: BothTables, noises: _Noises) -> tuple[list[Fault], list[float]]:
-    """Faults in the order of names, round by round; the largest distance of every round."""
+    """Return the gradient faults in the order of names, round by round, and the largest distance of every round."""
     found: list[Fault] = []
     largest = []
     for r in range(len(sides.exact)):
@@ -258,7 +266,7 @@ def _compared(
     limits = (MARGIN * noise).clamp(min=sides.floor).maximum(16 * eps)
     found, largest = [], 0.0
     for rank, rows in enumerate(divided):
-        held = (rows[:, 0] != ABSENT) & alone.isfinite().all(1)  # what is not finite in one process proves nothing
+        held = (rows[:, 0] != ABSENT) & alone.isfinite().all(1)  # non-finite values of one process are not compared
         far = _far(rows, alone, sizes)
         bad = held & ~(far <= limits)
         good = far[held & ~bad]
@@ -281,7 +289,7 @@ def _compared(
 
 
 def _sizes(alone: Tensor) -> Tensor:
-    """(names, WIDTH): what a difference in each column is measured by."""
+    """Return the scale of each column, (names, WIDTH), by which differences are divided."""
     found = alone[:, 1:2].abs().expand(alone.shape).clone()
     found[:, 0] = alone[:, 0].abs()
     largest = found.nan_to_num(0.0, 0.0, 0.0).max(0).values
@@ -289,13 +297,13 @@ def _sizes(alone: Tensor) -> Tensor:
 
 
 def _far(rows: Tensor, alone: Tensor, sizes: Tensor) -> Tensor:
-    """(names,): how far rows are apart; nan where one of them is not finite, or not held."""
+    """Return the distance of rows, (names,); inf or nan where a row is not finite."""
     both = (rows - alone).abs() / sizes
     return torch.where(rows == alone, torch.zeros_like(both), both).max(1).values
 
 
 def _factor(got: Tensor, wanted: Tensor) -> float | None:
-    """How many times `wanted` a row is; None where it is no multiple of it."""
+    """Return the factor of `got` over `wanted`; None if one row is no multiple of the other."""
     a, b = got[2:].double(), wanted[2:].double()
     size = float(b.square().sum())
     if not size or not bool(a.isfinite().all()):

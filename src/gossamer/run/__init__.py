@@ -1,1 +1,1 @@
-"""A plan and a module become a trainer: the step loop, its supervision, its records. Running never searches."""
+"""The trainer of one rank: build it from plan and module, run the step loop, write records. Running never searches."""

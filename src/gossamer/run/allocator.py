@@ -1,9 +1,9 @@
-"""Whether freed memory stays with the process, where the C library can be told so.
+"""Set whether the C allocator keeps freed memory in the process or returns it to the system (glibc only).
 
-glibc gives large blocks back to the system as they are freed, and every new tensor of some megabytes is then paid for
-in page faults: an exchange that encodes a bucket of 7 MB took 15 ms on one core, and 6 ms with memory kept. But what is
-kept lies in pieces between what is still in use: where the states of a model of 56 M parameters are sharded to save
-memory (`zero3`), a process with 0.6 GB of tensors came to hold 2.1 GB.
+By default glibc returns large blocks to the system when they are freed. Every new tensor of some megabytes then costs
+page faults: an exchange that encodes a bucket of 7 MB took 15 ms on one core, and 6 ms with memory kept. But kept
+memory is fragmented by blocks still in use. Where `zero3` sharded the states of a model of 56 M parameters to save
+memory, a process with 0.6 GB of tensors grew to 2.1 GB.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ _LARGE_BYTES = 1 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library; False where it is another one, which is left as it is. For this process, from now on."""
+    """Make glibc keep freed memory in this process from now on.
+
+    Returns False, and changes nothing, with any other C library.
+    """
     return _tell({_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: _KEPT_BYTES, _M_TOP_PAD: _PAD_BYTES})
 
 
 def give_freed_memory_back() -> bool:
-    """Blocks of a MiB and more are the system's again when they are freed. As `keep_freed_memory` otherwise.
+    """Make glibc return freed blocks of 1 MiB and more to the system from now on.
 
-    Before a process' first tensor, torch is made to ask for huge pages too, and fresh memory costs few page faults;
-    later, only the environment can (THP_MEM_ALLOC_ENABLE=1).
+    Returns False with any other C library, whose allocator stays as it is. Called before the first tensor of a process,
+    it also makes torch ask for huge pages, so that fresh memory costs few page faults. Later only the environment
+    variable THP_MEM_ALLOC_ENABLE=1 does so.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return _tell({_M_MMAP_THRESHOLD: _LARGE_BYTES, _M_TRIM_THRESHOLD: _LARGE_BYTES, _M_TOP_PAD: 0})

@@ -1,4 +1,4 @@
-"""What a run computes in, where `train.precision: auto` leaves it to this machine: measured once, before step 1."""
+"""Choose fp32 or bf16 for `train.precision: auto`, from matmuls measured once on this machine, before step 1."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ _CHOICES = ("", "fp32", "bf16")
 
 
 def choose_precision(parts: Parts, pump: CommThread, *, kept: str) -> tuple[str, str]:
-    """A precision, and why: the same on all ranks, which all call it. `kept`: what an earlier start of the run has
-    chosen, as far as this rank knows; "": none. Matmuls of the model's own shapes are measured on all ranks at once,
-    and the slowest rank decides.
+    """Return the precision, fp32 or bf16, and the reason: the same on all ranks, which must all call this function.
+
+    All ranks measure matmuls of the model's own shapes at the same time; the slowest rank decides.
+
+    `kept`: the precision that an earlier start of the run chose, as far as this rank knows; "": none.
     """
     first = max(int(row[0]) for row in gathered(pump.channel, [_CHOICES.index(kept)]).tolist())
     if first:

@@ -1,4 +1,4 @@
-"""Batches by global index: what a rank computes in a step is arithmetic, so a run resumes at the very sample."""
+"""Batches by global sample index: the samples of a step follow from arithmetic, so a run resumes at the exact one."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ RankBatch = dict[str, Tensor]
 
 
 class Batches(ABC):
-    """Something with numbered sequences. `len` of them; `batch` stacks some into tensors with a leading dimension."""
+    """A data set of numbered sequences. `len` counts them; `batch` stacks some along a leading batch dimension."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def batch(self, indices: np.ndarray[Any, Any]) -> RankBatch:
-        """The sequences `indices`, stacked."""
+        """Return the sequences `indices`, stacked."""
 
     @abstractmethod
     def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
-        """Bytes of text their labels stand for; None where the data is not text."""
+        """Return the bytes of text that the labels of these sequences stand for; None for data other than text."""
 
 
 class TextBatches(Batches):
-    """One side of a corpus."""
+    """The training or the validation split of a text corpus."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -53,7 +53,7 @@ class TextBatches(Batches):
 
 
 class DatasetBatches(Batches):
-    """A map-style torch dataset whose items are dictionaries of tensors (or of what default_collate stacks)."""
+    """A map-style torch dataset whose items are dictionaries of tensors (or of anything default_collate stacks)."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset = dataset
@@ -79,7 +79,7 @@ class DatasetBatches(Batches):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some rows of a step, computed together. `key` is the global number of its first row in the step."""
+    """A micro-batch: rows of a step computed together. `key` is the global index of its first row in the step."""
 
     key: int
     rows: RankBatch
@@ -87,8 +87,11 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The micro-batches of one replica, step by step: every rank that holds a part of it fetches the same, or `only`
-    those that it has a part in. No sample is left out where replicas do not make all steps: the others take it.
+    """The data loader of one replica: its micro-batches, step by step, the same on all ranks of the replica.
+
+    `replica`: index of the replica; `seed`: of the sample order; `only`: the micro-batches to fetch, None for all;
+    `pace`: the steps that each replica takes part in. No sample is skipped when a replica sits out a step: the others
+    take it.
     """
 
     batches: Batches
@@ -99,18 +102,18 @@ class Feed:
     pace: LocalStepSchedule = field(default_factory=LocalStepSchedule)
 
     def makes(self, step: int) -> bool:
-        """Whether this replica has a part in `step`."""
+        """Return whether this replica takes part in `step`."""
         return self.pace.makes(self.replica, step)
 
     def samples(self, step: int) -> tuple[int, int]:
-        """Global sample numbers [from, to) of `step`, over all ranks: the ledger's entry."""
+        """Return the range [from, to) of global sample indices in `step`, over all ranks, as written to the records."""
         return self._before(step), self._before(step + 1)
 
     def _before(self, step: int) -> int:
         return sum(rows * self.pace.count(replica, step) for replica, rows in enumerate(self.plan.rows))
 
     def fetch(self, step: int) -> dict[int, MicroBatch]:
-        """What this replica computes in `step` (counted from 0), by the number of the micro-batch."""
+        """Return this replica's micro-batches in `step` (counted from 0), by the number of the micro-batch."""
         first_row = sum(self.plan.rows[: self.replica])
         there = (rows for other, rows in enumerate(self.plan.rows[: self.replica]) if self.pace.makes(other, step))
         start = self._before(step) + sum(there)
@@ -126,26 +129,26 @@ class Feed:
 
 
 def cut(rows: int, pieces: int) -> list[int]:
-    """`rows` in `pieces` parts that differ by one at most, larger ones first."""
+    """Return the sizes of `pieces` parts of `rows` rows; sizes differ by at most one, larger ones first."""
     return [rows // pieces + (i < rows % pieces) for i in range(pieces)]
 
 
 def part(total: int, rank: int, ranks: int) -> range:
-    """The share of `rank` when `total` things are divided evenly."""
+    """Return the indices that `rank` gets when `total` items are divided evenly over `ranks`."""
     borders = [0, *accumulate(cut(total, ranks))]
     return range(borders[rank], borders[rank + 1])
 
 
 def moved(rows: RankBatch, device: torch.device) -> RankBatch:
-    """The same rows on `device`."""
+    """Return the batch with all its tensors on `device`."""
     return {name: value.to(device, non_blocking=True) for name, value in rows.items()}
 
 
 def row_count(rows: RankBatch) -> int:
-    """Leading dimension of a batch."""
+    """Return the leading dimension of a batch."""
     return int(next(iter(rows.values())).shape[0])
 
 
 def row_slices(total: int, largest: int) -> Sequence[slice]:
-    """0..total in slices of at most `largest` rows."""
+    """Return slices of at most `largest` rows that cover 0..total."""
     return [slice(a, min(a + largest, total)) for a in range(0, total, largest)]

@@ -1,4 +1,4 @@
-"""From values to a trainer: a module, a plan and a place among the ranks become something that runs."""
+"""Build the trainer of one rank from a module, a plan and the rank's position in the process groups."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from gossamer.sync import Sync
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a trainer is made of that the user brings."""
+    """The inputs of a trainer that come from the user: module, loss, data, configuration, plan and device."""
 
     module: nn.Module  # of this rank
     objective: Loss
@@ -69,35 +69,39 @@ class Parts:
     config: RunConfig
     plan: Plan
     device: torch.device
-    cut: StagedModel | None = None  # where the module is stages of a model
+    cut: StagedModel | None = None  # with pipeline parallelism: the stages that the module holds
     words: TextCoder | None = None  # the tokenizer, where the data is text
-    walk: UnshardOrder | None = None  # where parameters are sharded: what is gathered together, in which order
+    walk: UnshardOrder | None = None  # with sharded parameters: the order in which units are unsharded
 
     @property
     def outline(self) -> nn.Module:
-        """The whole model, by its names and shapes; where the module is a part of it, without its numbers."""
+        """Return the full model by names and shapes; without parameter values if the module holds only some stages."""
         return self.module if self.cut is None else self.cut.ways.module
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Of the model."""
+        """Return the names of the model's units."""
         return self.plan.units if self.cut is None else self.cut.ways.units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """How a trainer speaks to the world around it."""
+    """The callbacks and services of a trainer: record sink, position reports, stop requests, checkpoint manager."""
 
     sink: Sink
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
     saver: CheckpointManager
-    beside: CommThread | None = None  # for what is under way beside the steps, where islands train apart
+    beside: CommThread | None = None  # for rounds of the outer loop and all-gathers of shards, beside the steps
     replan: Callable[[int], Replan | None] = lambda step: None
 
 
 def check_before_start(parts: Parts) -> None:
-    """What can be known to be wrong before any process group exists. Raises BadInput."""
+    """Check the data, the model and the configuration before any process group exists.
+
+    Raises BadInput, e.g. for too little training data, nothing trainable, a warm-up longer than the run, an unsuitable
+    precision, or a parameter on the meta device.
+    """
     plan, config = parts.plan, parts.config
     if len(parts.train) == 0:
         raise BadInput("the training data holds no sequence: give more text or a shorter data.sequence", key="data")
@@ -125,7 +129,7 @@ def check_before_start(parts: Parts) -> None:
 
 
 def _check_copies(parts: Parts) -> None:
-    """Raises BadInput where islands apart would have to meet by float32 copies of which a rank has some rows."""
+    """Raise BadInput for local-update training of half-precision parameters with sharded optimizer states."""
     plan = parts.plan
     if plan.sync == "auto" or sync.build(plan.sync, key="plan.sync").loop is None:
         return
@@ -140,10 +144,10 @@ def _check_copies(parts: Parts) -> None:
 
 
 def engine_of(parts: Parts) -> ModelRuntime:
-    """The model as it will be called. Once per run: compiling is part of it."""
+    """Return the model with its loss, precision and random state. Compiles units, so call it once per run."""
     config, module = parts.config, parts.module
     module.train()
-    if config.model.compile and parts.cut is None:  # what is cut was compiled before
+    if config.model.compile and parts.cut is None:  # stages are already compiled
         compile_units(module, parts.plan.units)
     return ModelRuntime(
         module=module,
@@ -156,8 +160,10 @@ def engine_of(parts: Parts) -> ModelRuntime:
 
 
 def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surroundings) -> Trainer:
-    """The trainer of one rank. Raises BadInput where an exchange cannot serve its parameters or the wire, or ranks
-    begin with other numbers.
+    """Build the trainer of one rank.
+
+    Raises BadInput if an exchange cannot serve its parameters or process groups, or if ranks have different initial
+    parameters.
     """
     config, plan, module = parts.config, parts.plan, parts.module
     check_initial(pump.channel, module, parts.cut)
@@ -266,7 +272,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
 
 
 def _rule(config: RunConfig, plan: Plan, together: Sync, levels: ProcessGroups, rank: int) -> Optimizer:
-    """The update rule; where islands bring second moments together, one that knows this one's part of all samples."""
+    """Return the optimizer; with averaging of second moments, one that knows this island's fraction of all samples."""
     rule = optimizer_methods.build(config.train.optimizer, key="train.optimizer")
     if together.loop is None or not together.loop.second_moments:
         return rule
@@ -289,7 +295,7 @@ def _shards(parts: Parts, walk: UnshardOrder, around: Surroundings, rank: int, d
 
 
 def pieces_of(parts: Parts, engine: ModelRuntime) -> dict[int, ModelPart]:
-    """The stages that this rank holds."""
+    """Return the stages of this rank by stage number; stage 0 is the full model without pipeline parallelism."""
     if parts.cut is None:
         return {0: UnsplitModel(engine)}
     return {number: StagePart(engine, parts.cut.ways, stage) for number, stage in parts.cut.stages.items()}
@@ -326,7 +332,7 @@ def _sampler(parts: Parts, engine: ModelRuntime, pipeline: Pipeline, pump: CommT
 
 
 def pipeline_of(parts: Parts, rank: int, levels: ProcessGroups) -> Pipeline:
-    """What this rank does in a step, and by which links. Raises BadInput."""
+    """Return this rank's pipeline: its schedule of a step and its stage links. Raises BadInput."""
     plan = parts.plan
     replica, place = plan.place_of(rank)
     made = schedule_of(plan, replica)
@@ -340,13 +346,16 @@ def pipeline_of(parts: Parts, rank: int, levels: ProcessGroups) -> Pipeline:
 
 
 def tied_of(parts: Parts, rank: int, levels: ProcessGroups) -> TiedWeights:
-    """The parameters that several stages of its replica hold."""
+    """Return the tied parameters: those that several stages of this rank's replica hold."""
     shared = {} if parts.cut is None else parts.cut.shared()
     return TiedWeights(rank, levels, holders_of(parts.plan, parts.plan.place_of(rank)[0], shared))
 
 
 def check_agreement(pump: CommThread, facts: dict[str, str]) -> None:
-    """All ranks must hold the same `facts` (configuration, plan, data, model); raises BadInput naming who differs."""
+    """Check that all ranks hold the same `facts`, such as configuration, plan, data and model, by name.
+
+    Raises BadInput that names the ranks which differ.
+    """
     digests = [int.from_bytes(hashlib.sha256(v.encode()).digest()[:6], "big") for v in facts.values()]
     rows = gathered(pump.channel, digests)  # 48 bits are exact in float64
     for column, name in enumerate(facts):
@@ -358,13 +367,14 @@ def check_agreement(pump: CommThread, facts: dict[str, str]) -> None:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Names, shapes and types of all parameters: what ranks must share. Of their numbers see `initial.py`."""
+    """Return names, shapes and dtypes of all parameters, equal on all ranks (for values see `initial_values.py`)."""
     return "|".join(f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in module.named_parameters())
 
 
 def set_memory(states: Written) -> None:
-    """What this process does with freed memory, before its first tensor: where model state is sharded, there is little
-    of it.
+    """Set the allocator of this process, before its first tensor, for the sharding `states` (`plan.states`).
+
+    With sharded model states freed memory returns to the system; otherwise the process keeps it.
     """
     if sharding_methods.build(states, key="plan.states").is_sharded:
         give_freed_memory_back()
@@ -373,8 +383,10 @@ def set_memory(states: Written) -> None:
 
 
 def set_threads(wanted: int | str, local_ranks: int) -> None:
-    """Compute threads of this process; auto: OMP_NUM_THREADS where the environment sets it, else the cores shared
-    evenly among the ranks of the host.
+    """Set the number of compute threads of this process.
+
+    `wanted`: that number, or `auto`: OMP_NUM_THREADS if the environment sets it, else the host's cores divided evenly
+    by `local_ranks`.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     given = os.environ.get("OMP_NUM_THREADS", "")

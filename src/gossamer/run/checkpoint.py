@@ -1,12 +1,15 @@
-"""What a checkpoint of a run holds, and how a trainer is filled from one.
+"""The tensors in a checkpoint of a run, and how to restore a trainer from them.
 
 Names: "model/<parameter or buffer>", "optim/<slot>/<parameter>", "exchange/<path>@<parameter>" (one per rank),
-"precision/<field>", "rng/torch" (one per rank). Everything is keyed by canonical names, so another number of ranks or
-another cut reads the same file. Replicated tensors are written once: each rank of a host writes its part of them.
-Of islands that train apart, "model/<parameter>" is what they agree on and "outer/..." what else they share;
-"island/..." and "optim/..." are one per rank. Of sharded states each rank writes its rows of "optim/...", of sharded
-parameters those of "model/..." too, or, where not all ranks see the disk, "states/..." of them (one per rank). Where
-islands have each dealt out their own, "optim/..." is one per island, under the number of its first rank.
+"precision/<field>", "rng/torch" (one per rank). All tensors are keyed by canonical names, so a run with another number
+of ranks or other split points reads the same file. Replicated tensors are written once: each rank of a host writes some
+of them.
+
+In local-update training, "model/<parameter>" holds the global parameters and "outer/..." the other state that all ranks
+share; "island/..." and "optim/..." are one per rank. With sharded optimizer states each rank writes its rows of
+"optim/...", with sharded parameters also its rows of "model/...". Where not all ranks see the same disk, each rank
+writes its rows as "states/..." (one per rank). Where every island shards its own states, "optim/..." is one per island,
+under the number of its first rank.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
 from gossamer.store.slices import REPLICATED, NamedSlice, Slice
 from gossamer.sync import GradientReducer, OuterLoop
 
-_COMMON = "optim/common/"  # what islands have brought together: where there is none, they have not yet
-_OF_ANY_RULE = frozenset({"main", "master", "common"})  # slots that say nothing of the rule
+_COMMON = "optim/common/"  # second moments averaged over islands: absent before the first average
+_OF_ANY_RULE = frozenset({"main", "master", "common"})  # slots that any optimizer may have
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """The tensors of one rank's run."""
+    """The tensors of one rank's run that its checkpoints hold."""
 
     module: nn.Module
     states: ShardedOptimizer
@@ -41,20 +44,20 @@ class CheckpointContents:
     scaling: LossScale
     apart: OuterLoop
     progress: Progress
-    cut: StagedModel | None = None  # where the module is stages of a model
+    cut: StagedModel | None = None  # with pipeline parallelism: the stages that the module holds
 
     @property
     def islands(self) -> list[list[int]]:
-        """Who trains together, where islands do so apart; none where all meet at every step."""
+        """Return the ranks of every island in local-update training; an empty list in synchronous training."""
         return [list(island) for island in self.replica.levels.groups["island"]] if self.apart.fragments else []
 
     @property
     def _whose(self) -> int:
-        """Under which number sharded state is written: that of the island, where each has another one."""
+        """Return the replica number of sharded state: the island's first rank if islands have states of their own."""
         return next((island[0] for island in self.islands if self.replica.rank in island), REPLICATED)
 
     def replicated(self) -> dict[str, Tensor]:
-        """The same on every rank that holds it."""
+        """Return the tensors that are the same on every rank that holds them."""
         found: dict[str, Tensor] = {}
         common = self.apart.common()
         sharded = self.states.sharded
@@ -69,7 +72,7 @@ class CheckpointContents:
         return found
 
     def private(self) -> dict[str, Tensor]:
-        """This rank's own."""
+        """Return the tensors that differ per rank: exchange state, random state, local state of local updates."""
         found = {f"exchange/{name}": tensor for name, tensor in self.replica.states().items()}
         found["rng/torch"] = torch.get_rng_state()
         if own := self.apart.own():
@@ -80,13 +83,13 @@ class CheckpointContents:
         return found
 
     def _slots(self) -> dict[str, Tensor]:
-        """What the update rule keeps, where that is of whole parameters."""
+        """Return the optimizer states, if they are not sharded."""
         if self.states.is_sharded:
             return {}
         return {f"optim/{slot}/{param}": tensor for slot, param, _, tensor in self.states.slots()}
 
     def _sharded(self) -> list[NamedSlice]:
-        """This rank's rows of what the update rule keeps, and of the parameters, where it has no more."""
+        """Return this rank's rows of sharded optimizer states and sharded parameters."""
         return self._slot_rows() + self._parameter_rows()
 
     def _slot_rows(self) -> list[NamedSlice]:
@@ -99,7 +102,10 @@ class CheckpointContents:
         return [_rows_of(f"model/{name}", param, rows, t) for name, (param, rows, t) in there if rows.count]
 
     def pieces(self, writer: int, writers: int) -> list[NamedSlice]:
-        """What writer number `writer` of `writers` on this host has to write: they are ranks one behind the other."""
+        """Return the slices that writer number `writer` of the `writers` on this host has to write.
+
+        The writers of a host are consecutive ranks.
+        """
         shared, all_here = list(self.replicated().items()), writers
         if self.cut is not None:
             shared, writer, writers = self._of_stage(self.cut, shared, writer, writers)
@@ -116,8 +122,10 @@ class CheckpointContents:
     def _of_stage(
         self, cut: StagedModel, shared: list[tuple[str, Tensor]], writer: int, writers: int
     ) -> tuple[list[tuple[str, Tensor]], int, int]:
-        """What the writers on this host that hold this rank's stages divide among them, and the place among these.
-        What several stages hold is the affair of the first that has a writer here.
+        """Return the tensors that the writers with this rank's stages divide, this rank's index among them, and their
+        count.
+
+        A tensor of several stages belongs to the first of these stages that has a writer on this host.
         """
         first = self.replica.rank - writer
         places = [cut.stages_at(rank % cut.ranks) for rank in range(first, first + writers)]
@@ -127,8 +135,9 @@ class CheckpointContents:
         return [(n, t) for n, t in shared if leaders[n] == mine], alike.index(writer), len(alike)
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raises CheckpointMismatch where it holds other tensors than `fill` will ask for, BadInput where the model has
-        more to it than tensors.
+        """Check that `checkpoint` holds the tensors that `fill` will read.
+
+        Raises CheckpointMismatch for other tensors, BadInput for a model with state that is not in tensors.
         """
         _check_plain(self.module)
         names = frozenset(checkpoint.names())
@@ -155,7 +164,7 @@ class CheckpointContents:
             raise
 
     def _check_rule(self, checkpoint: Checkpoint, names: Collection[str]) -> None:
-        """Raises CheckpointMismatch where it is the update rule that is another one, and not the model."""
+        """Raise CheckpointMismatch if the optimizer, and not the model, differs from the one that was saved."""
         wanted = {slot for slot, *_ in self.states.slots()} - _OF_ANY_RULE
         stored = {name.split("/")[1] for name in names if name.startswith("optim/")} - _OF_ANY_RULE
         model = {name for name in self.replicated() if name.startswith("model/")}
@@ -168,8 +177,10 @@ class CheckpointContents:
         )
 
     def _starts_anew(self, checkpoint: Checkpoint, name: str) -> bool:
-        """Whether something that is the same on all ranks is not stored as such: what was trained in another way
-        (together or apart, whole or sharded) goes on from what is there.
+        """Return whether the replicated tensor `name` is not stored as such.
+
+        The run was then trained in another mode (synchronous or local updates, replicated or sharded states), and
+        continues from the tensors that are stored.
         """
         if name.startswith("outer/"):
             return not _was_apart(checkpoint)
@@ -179,11 +190,11 @@ class CheckpointContents:
 
     @torch.no_grad()
     def fill(self, checkpoint: Checkpoint, *, residuals: str = "merge") -> str:
-        """Read everything of one that has passed `check` back, in place; what to tell the user about it, if anything.
+        """Restore all tensors in place from a checkpoint that passed `check`; return a note for the user, "" for none.
 
-        Exchange state and RNG belong to a rank. On another number of ranks the RNG starts anew, and `residuals` says
-        what becomes of exchange state: `merge` shares out among the ranks what the former ones held together, so that
-        all that was not sent will be; `drop` starts anew.
+        Exchange state and random state belong to a rank. With another number of ranks the random state starts anew, and
+        `residuals` decides about exchange state: `merge` divides the sum of the former ranks' residuals evenly over the
+        ranks, so that no residual is lost; `drop` starts with none.
         """
         for name, tensor in self.replicated().items():
             if name.startswith("optim/"):
@@ -212,22 +223,24 @@ class CheckpointContents:
         return f"{told}exchange residuals start anew ({why})" if names else told.removesuffix("; ")
 
     def _rows(self, checkpoint: Checkpoint, of: Slice, *, goes_on: bool) -> Tensor:
-        """This rank's rows of a state, however it was kept."""
+        """Return this rank's rows of a sharded tensor, in whichever form the checkpoint stores it."""
         by_rank = of.name.startswith("optim/") and _by_rank(checkpoint)
         if by_rank or f"states/{of.name}" in checkpoint.names():
             return self._of_this_rank(checkpoint, f"states/{of.name}")
-        if of.name.startswith("optim/main/") and not checkpoint.replicas(of.name):  # it is what the parameter is
+        if of.name.startswith("optim/main/") and not checkpoint.replicas(of.name):  # equal to the parameter
             return dict(self.states.parameters())[of.name.removeprefix("optim/main/")]
         return self._kept(checkpoint, of, goes_on=goes_on)
 
     def _kept(self, checkpoint: Checkpoint, of: Slice, *, goes_on: bool) -> Tensor:
-        """A part of what the update rule had kept: on this rank's island, where it goes on, or on all of them."""
+        """Return a slice of stored optimizer state: this island's own if islands continue, else the mean over all
+        islands.
+        """
         if not goes_on:
             return _agreed(checkpoint, of)
         return checkpoint.read(of.name, of.start, of.size, _speaker(checkpoint, of.name, self.replica.rank))
 
     def _of_this_rank(self, checkpoint: Checkpoint, name: str) -> Tensor:
-        """A state that was written by rank, as no disk held all of it."""
+        """Return a tensor that was stored per rank, because no disk held all of it."""
         former, ranks, rank = int(checkpoint.meta["ranks"]), self.replica.ranks, self.replica.rank
         if former != ranks or rank not in checkpoint.replicas(name):
             raise CheckpointMismatch(
@@ -245,20 +258,23 @@ class CheckpointContents:
         return bool(checkpoint.meta.get("islands", self.islands) == self.islands)
 
     def _goes_on(self, checkpoint: Checkpoint) -> bool:
-        """Whether islands that were apart are so again, the same ones, and all that this rank's had is there."""
+        """Return whether local-update training continues with the same islands and all stored state of this rank's
+        island.
+        """
         if not self.apart.fragments or not _was_apart(checkpoint):
             return False
         same = int(checkpoint.meta["ranks"]) == self.replica.ranks and self._has_islands_of(checkpoint)
         return same and all(self.replica.rank in replicas for replicas in self._own_there(checkpoint).values())
 
     def _own_there(self, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-        """Of what ranks of islands apart have for themselves, whose is there."""
+        """Return the ranks whose local state of local-update training is stored, by tensor name."""
         under_way = (n.removeprefix("island/") for n in checkpoint.names() if n.startswith("island/left/"))
         return {n: checkpoint.replicas(f"island/{n}") for n in (*self.apart.own(), *under_way)}
 
     def _fill_apart(self, checkpoint: Checkpoint, residuals: str, *, goes_on: bool) -> str:
-        """What islands have for themselves; what to tell the user. Others than they were start from the anchor, with
-        the mean of what the update rules kept.
+        """Restore the state of local-update training; return a note for the user.
+
+        With other islands than before, all start from the global parameters and the mean of the optimizer states.
         """
         former, rank, ranks = int(checkpoint.meta["ranks"]), self.replica.rank, self.replica.ranks
         if not _was_apart(checkpoint):
@@ -288,8 +304,9 @@ def _slots_told(slots: Collection[str]) -> str:
 
 @torch.no_grad()
 def read_model(module: nn.Module, directory: Path) -> int:
-    """Fill a module from the newest good checkpoint; returns its step. Raises CheckpointMismatch, or BadInput where
-    there is none yet.
+    """Fill a module from the newest good checkpoint in `directory` and return its step.
+
+    Raises CheckpointMismatch, or BadInput if there is no checkpoint yet.
     """
     if not list_checkpoints(directory):
         raise BadInput(f"{directory} holds no checkpoint yet: let the run go on to its first one")
@@ -305,13 +322,13 @@ def read_model(module: nn.Module, directory: Path) -> int:
 
 
 def whole(name: str, tensor: Tensor, replica: int) -> Slice:
-    """The slice that is all of a tensor."""
+    """Return the slice that covers all of a tensor."""
     shape = tuple(tensor.shape)
     return Slice(name, shape, (0,) * len(shape), shape, replica)
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (tied ones once, under their first name) and persistent buffers."""
+    """Yield parameters (tied ones once, under their first name) and persistent buffers, by name."""
     yield from module.named_parameters()
     persistent = set(module.state_dict(keep_vars=True))
     for name, buffer in module.named_buffers():
@@ -320,7 +337,7 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_plain(module: nn.Module) -> None:
-    """Raises BadInput where a state_dict has more than tensors, which a checkpoint has not."""
+    """Raise BadInput for a module whose state_dict has more than tensors, which a checkpoint cannot hold."""
     for path, inner in module.named_modules():
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             raise bad_input(
@@ -332,7 +349,7 @@ def _check_plain(module: nn.Module) -> None:
 
 
 def trainable(module: nn.Module) -> Mapping[str, Tensor]:
-    """The parameters that are trained, by canonical name."""
+    """Return the parameters that require a gradient, by canonical name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -341,12 +358,14 @@ def _whole_of(name: str, tensor: Tensor) -> Slice:
 
 
 def _was_apart(checkpoint: Checkpoint) -> bool:
-    """Whether islands trained apart."""
+    """Return whether the checkpoint is of local-update training."""
     return "outer/counts/0" in checkpoint.names()
 
 
 def _agreed(checkpoint: Checkpoint, of: Slice) -> Tensor:
-    """A part of an update rule's state that all ranks shared, or the mean of what islands had each, rank by rank."""
+    """Return a slice of optimizer state: the stored one if all ranks shared it, else the mean over islands, weighted by
+    ranks.
+    """
     ranks = [r for r in checkpoint.replicas(of.name) if r != REPLICATED]
     if not ranks:
         return checkpoint.read(of.name, of.start, of.size)
@@ -361,14 +380,16 @@ def _agreed(checkpoint: Checkpoint, of: Slice) -> Tensor:
 
 
 def _speaker(checkpoint: Checkpoint, name: str, rank: int) -> int:
-    """Under which number what a rank had of an update rule's state stands there: its own, or its island's."""
+    """Return the replica number under which a rank's optimizer state is stored: its own or its island's."""
     if rank in checkpoint.replicas(name):
         return rank
     return next((island[0] for island in checkpoint.meta.get("islands", ()) if rank in island), rank)
 
 
 def _of_rank(checkpoint: Checkpoint, name: str, rank: int) -> Tensor:
-    """What all ranks shared, or what this one had while islands were apart: another one's, where it was not there."""
+    """Return a tensor that all ranks shared, or this rank's own from local-update training, or another rank's if it had
+    none.
+    """
     if checkpoint.replicas(name):
         return checkpoint.read(name)
     there = checkpoint.replicas(f"island/{name}")
@@ -376,31 +397,33 @@ def _of_rank(checkpoint: Checkpoint, name: str, rank: int) -> Tensor:
 
 
 def _by_rank(checkpoint: Checkpoint) -> bool:
-    """Whether sharded state stands there rank by rank, and not as the tensors it is of."""
+    """Return whether sharded state is stored per rank, and not under the names of the full tensors."""
     return any(name.startswith("states/") for name in checkpoint.names())
 
 
 def _rows_of(name: str, whole: Tensor, rows: RowRange, tensor: Tensor, replica: int = REPLICATED) -> NamedSlice:
-    """Some rows of something shaped as a parameter."""
+    """Return a slice of some rows of a tensor with the shape of a parameter."""
     shape = tuple(whole.shape)
     start = (rows.start, *(0 for _ in shape[1:])) if shape else ()
     return Slice(name, shape, start, tuple(tensor.shape), replica), tensor
 
 
 def _stages_with(cut: StagedModel, name: str) -> Iterator[tuple[int, ...]]:
-    """What lies together on the ranks that hold a tensor, by stage."""
+    """Yield the sets of stages that lie on the same ranks as each holder of a tensor."""
     return (cut.stages_at(group[0]) for group in cut.holders(name))
 
 
 def _bare(name: str) -> str:
-    """Of "model/<name>" or "optim/<slot>/<name>"."""
+    """Return the parameter name in "model/<name>" or "optim/<slot>/<name>"."""
     room, _, rest = name.partition("/")
     return rest.partition("/")[2] if room == "optim" else rest
 
 
 def _merged(checkpoint: Checkpoint, name: str, former: int, ranks: int) -> Tensor:
-    """What each of `ranks` gets of what `former` ranks held: residuals are parts of one sum and are shared out evenly;
-    what was the same on all of them (a factor, an estimate of the mean, a counter) stays what it is.
+    """Return the state that each of `ranks` ranks gets from the states of `former` ranks.
+
+    Residuals are parts of one sum and are divided evenly. A tensor that was the same on all ranks (a low-rank factor,
+    an estimate of the mean, a counter) stays as it is.
     """
     held = [checkpoint.read(name, replica=r) for r in range(former)]
     if all(torch.equal(one, held[0]) for one in held):
@@ -409,10 +432,11 @@ def _merged(checkpoint: Checkpoint, name: str, former: int, ranks: int) -> Tenso
 
 
 def _balanced(shared: list[tuple[str, Tensor]], kept: Set[str], writer: int, writers: int) -> list[int]:
-    """Indices for `writer` so that all write about as many bytes; the same answer on every rank.
+    """Return the indices of the tensors that `writer` writes, so that all write about as many bytes; the same on every
+    rank.
 
-    What is `kept`, buffers, each replica has of its own batches: all of them are the first writer's, as a mean of one
-    replica and a variance of another are nobody's.
+    `kept`: buffers, which each replica computes from its own batches. The first writer writes all of them, because the
+    mean of one replica and the variance of another do not belong together.
     """
     loads = [sum(tensor.nbytes for name, tensor in shared if name in kept), *[0] * (writers - 1)]
     mine = [i for i, (name, _) in enumerate(shared) if name in kept and not writer]

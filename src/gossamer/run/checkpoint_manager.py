@@ -1,4 +1,4 @@
-"""Saving and resuming: the trainer says when, the store does the writing, the records tell what became of it."""
+"""Save and resume checkpoints: the trainer decides when, the store writes, the records report the result."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from gossamer.store.checkpoint import (
 )
 
 FORMAT = 2
-_AGAIN_S = 2.0  # before the last save is tried once more: somebody may be making room
-_WORD_S = 1.0  # how often ranks say that they are still writing: no exchange waits longer than that for a disk
+_AGAIN_S = 2.0  # before the last save is retried: the user may be freeing disk space
+_WORD_S = 1.0  # how often ranks report that they are still writing: no collective waits longer than that for a disk
 _SAVED, _FAILED, _WRITING = 0.0, 1.0, 2.0
 GatherBytes = Callable[[tuple[float, ...]], Tensor]  # a row of every rank: (ranks, len(row))
 _log = logging.getLogger(__name__)
@@ -36,7 +36,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointManager:
-    """One rank's side of the checkpoints of a run. `writer`/`writers` number the ranks that see this directory."""
+    """The checkpoint manager of one rank: it saves, reports and restores the checkpoints of a run.
+
+    `writer`/`writers` number the ranks that see the same directory.
+    """
 
     directory: Path
     rank: int
@@ -47,22 +50,23 @@ class CheckpointManager:
     generation: int
     sink: Callable[[records.Record], None]
     residuals: str = "merge"  # of exchanges, when the number of ranks is another: merge | drop
-    identity: dict[str, Any]  # what the meta of a checkpoint says beside the progress
+    identity: dict[str, Any]  # entries of a checkpoint's metadata besides the progress
     progress: Progress = field(default_factory=Progress)
     contents: CheckpointContents | None = None
     _store: CheckpointWriter | None = None
     _unsaved: str = ""  # why the newest save did not become a checkpoint
 
     def open(self) -> None:
-        """Before any rank can save: the leader sweeps what an earlier run left half-written."""
+        """Open the store, before any rank saves; its first writer deletes half-written files of an earlier run."""
         self._store = CheckpointWriter(
             self.directory, rank=self.writer, ranks=self.writers, keep=self.keep, token=f"g{self.generation}"
         )
 
     def save(self, progress: Progress, *, last: bool = False) -> None:
-        """Copy the state aside and go on; the writing happens behind, its errors surface as records.
+        """Copy the state to a staging buffer and return; the store writes it in the background.
 
-        While the one before is still being written, this one is skipped, with a notice; `last` waits instead.
+        Errors of the write appear as records. If the previous checkpoint is still being written, this one is skipped,
+        with a warning; with `last` the call waits instead.
         """
         assert self.contents is not None and self._store is not None
         meta = {
@@ -82,7 +86,7 @@ class CheckpointManager:
         self.report()
 
     def report(self) -> None:
-        """Records of what has been written, or could not be, since the last call."""
+        """Write a record for every checkpoint that was written, or could not be, since the last call."""
         if self._store is None:
             return
         for result in self._store.poll():
@@ -99,17 +103,18 @@ class CheckpointManager:
             )
 
     def finish(self) -> None:
-        """Wait for what is being written; report it."""
+        """Wait for the checkpoint that is being written and report it."""
         if self._store is not None:
             self._store.finish()
             self.report()
             self._store = None
 
     def confirm(self, gather: GatherBytes, at: Callable[[int, str], None]) -> RunFailed | None:
-        """Wait until the step that was reached is on all disks, and try once more where it is not; what to raise where
-        that failed, too. All ranks call it together, and all are answered alike.
+        """Wait until the last step is saved on all disks; return the error to raise if it is not, None if it is.
 
-        Only the writer that leads knows for all: another one that gave up waiting says nothing about the checkpoint.
+        A failed save is retried once. All ranks must call it together, and all learn alike whether it failed. Only the
+        first writer of a directory knows whether its checkpoint is complete: another writer that stopped waiting
+        reports nothing about it.
         """
         lacking = self._lacking(gather, at)
         if lacking:
@@ -127,7 +132,7 @@ class CheckpointManager:
         return RunFailed(f"{self._missing()}; {left}")
 
     def _lacking(self, gather: GatherBytes, at: Callable[[int, str], None]) -> list[int]:
-        """The ranks on whose disks the step that was reached is not, once nobody writes any more."""
+        """Return the ranks whose disks lack the last step, once no rank is writing any more."""
         assert self._store is not None
         while True:
             at(self.progress.step, "save")
@@ -138,16 +143,16 @@ class CheckpointManager:
                 return [rank for rank, one in enumerate(told) if one == _FAILED]
 
     def _missing(self) -> str:
-        """Why the step that was reached is not on this disk; "" where it is, and for all but the writer that leads."""
+        """Return why the last step is not on this disk; "" if it is, and on all writers but the first."""
         if self.writer or self.progress.step in list_checkpoints(self.directory):
             return ""
         return self._unsaved or f"the checkpoint of step {self.progress.step} is not in {self.directory} any more"
 
     def resume(self, channel: Channel, step: int = -1) -> bool:
-        """Fill the trainer from the newest checkpoint that is good on all hosts, of `step` at most where one is given.
+        """Restore the trainer from the newest checkpoint that is good on all hosts; return False if there is none.
 
-        Called on all ranks; False when there is none at all. Damaged ones that are passed over are set aside.
-        Raises BadInput for one that was made with other settings, CheckpointMismatch where none is good.
+        All ranks must call it. `step`: the newest step to accept; -1: any. Damaged checkpoints that are passed over are
+        quarantined. Raises BadInput for a checkpoint made with other settings, CheckpointMismatch if none is good.
         """
         assert self.contents is not None
         is_reader = self.writer == 0

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: one rank per directory reads it all, and every rank takes the same step."""
+"""Find the checkpoint to resume from: one rank per directory reads all files, and all ranks agree on the same step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from gossamer.comm.channel import Channel, gathered
 from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints, open_checkpoint
 
-# What a rank says in a round, where it is not the step it has found.
+# A rank's number in a round, other than the step it has found.
 _NOT_ASKED, _NONE, _READING, _FAILED = math.inf, -1.0, -2.0, -3.0
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSearch:
-    """The search of one rank among all of `channel`; `is_reader`: it reads for all ranks that see `directory`.
+    """The search of one rank for the newest checkpoint that is good in every directory.
 
-    A round is one small GATHER, and every rank takes part in each until all have found. A reader takes part after every
-    file, so that nobody waits for longer than one file takes, and when it fails, so that nobody waits for it at all.
+    `is_reader`: this rank reads on behalf of all ranks that see `directory`. A round is one small all-gather, in which
+    every rank takes part until all have found the step. A reader joins a round after every file, so that no rank waits
+    longer than one file takes. It also joins when it fails, so that the others stop waiting.
     """
 
     channel: Channel
@@ -27,9 +28,11 @@ class CheckpointSearch:
     is_reader: bool
 
     def run(self, until: int | None = None) -> tuple[Checkpoint, dict[int, str]] | None:
-        """The newest checkpoint (of a step up to `until`) that is good in every directory, and what is wrong, by step,
-        with newer ones in this rank's; None where nobody has any. Raises the same on all ranks where some have none,
-        CheckpointMismatch on the reader (PeerLost on the others) where a directory has bad ones only.
+        """Return the newest checkpoint that is good in every directory, and the problems of newer ones here, by step.
+
+        `until`: the newest step to accept; None: any. Returns None if no rank has any checkpoint. Raises BadInput on
+        all ranks if a directory has none to offer, CheckpointMismatch on the reader (PeerLost on the others) if all in
+        a directory are damaged.
         """
         found: Checkpoint | None = None
         problems: dict[int, str] = {}
@@ -66,7 +69,7 @@ class CheckpointSearch:
         self._round(_READING)
 
     def _agreed(self, word: float) -> set[float]:
-        """What the readers have found, once all have."""
+        """Return the steps that the readers have found, once all have."""
         while _READING in (words := self._round(word)):
             pass
         return {each for each in words if each != _NOT_ASKED}

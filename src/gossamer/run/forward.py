@@ -1,4 +1,4 @@
-"""The stages of a model in time and place, and a way through them without a backward: for validation and sampling."""
+"""The pipeline of a replica, and a forward pass through its stages without a backward, for validation and sampling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gossamer.spec.action import Action
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """A replica's stages in time and place. One stage is a pipeline too."""
+    """The pipeline of one replica as one rank runs it: schedule and stage links. A single stage is a pipeline too."""
 
     rank: int  # within it
     schedule: Schedule  # of a training step
@@ -32,28 +32,28 @@ class Pipeline:
 
     @property
     def row(self) -> Sequence[Action]:
-        """What this rank does."""
+        """Return this rank's list of schedule actions."""
         return self.schedule.ranks[self.rank]
 
     @property
     def batches(self) -> frozenset[int]:
-        """The micro-batches that this rank has a part in."""
+        """Return the micro-batches that this rank takes part in."""
         return self.schedule.batches_of(self.rank)
 
     @property
     def together(self) -> bool:
-        """Whether stages lie on several ranks, so that paths of micro-batches cross."""
+        """Return whether the stages lie on several ranks, so that ranks exchange activations."""
         return bool(self.schedule.dealt)
 
     def forward_only(self, microbatches: int) -> Pipeline:
-        """The same stages without a backward."""
+        """Return the pipeline of the same stages without a backward, for `microbatches` micro-batches."""
         schedule, links = self.evaluating(microbatches)
         return replace(self, schedule=schedule, links=links)
 
 
 @dataclass(slots=True)
 class ForwardWork:
-    """What the last stage makes of every micro-batch, where this rank holds it."""
+    """The work of one rank in a forward-only schedule; it collects the last stage's result of every micro-batch."""
 
     pieces: Mapping[int, ModelPart]
     stages: int
@@ -64,6 +64,7 @@ class ForwardWork:
     results: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch
 
     def forward(self, stage: int, batch: int) -> None:
+        """Run a stage forward on a micro-batch, and keep the result of the last stage."""
         self.moves()
         live = self.pieces[stage].forward(self.batches[batch], self.step, self.transfers.received(stage, batch))
         self.transfers.made(stage, batch, live.sent)
@@ -71,17 +72,21 @@ class ForwardWork:
             self.results[batch] = live.result
 
     def send(self, action: Action) -> None:
+        """Send the activations of an action to the next stage."""
         self.transfers.send(action)
 
     def receive(self, action: Action) -> None:
+        """Receive the activations of an action from the previous stage."""
         self.transfers.receive(action)
 
     def backward(self, stage: int, batch: int) -> None:
+        """Raise AssertionError: a forward-only schedule has no backward."""
         raise AssertionError("there is no backward")
 
     backward_input = backward_weight = recompute = backward
 
     def reduce(self, stage: int) -> None:
+        """Raise AssertionError: a forward-only schedule has no gradients."""
         raise AssertionError("there are no gradients")
 
 
@@ -92,7 +97,10 @@ def transfers_of(
     batches: Mapping[int, MicroBatch],
     at: tuple[int, int],
 ) -> StepP2P:
-    """Begin those of a play. After what the pump has to do before the first of them, before all else."""
+    """Start the point-to-point transfers of one execution of the schedule, and return them.
+
+    The communication thread runs them after the messages it already has.
+    """
     boundaries = {n: {s: held.boundary(p.rows) for s, held in pieces.items()} for n, p in batches.items()}
     return StepP2P(pump, pipeline.links, pipeline.row, boundaries, at)
 
@@ -111,8 +119,10 @@ def run_forward(
     step: int = 0,
     moves: Callable[[], None] = _nothing,
 ) -> dict[int, Tensor]:
-    """By micro-batch, what the objective made of it, on the ranks that hold the last stage. All ranks of the pipeline
-    call it. `step`: whose random numbers are drawn; `moves` is called before each forward. Raises PeerLost.
+    """Run a forward pass through the pipeline and return the loss of every micro-batch, on ranks with the last stage.
+
+    All ranks of the pipeline must call it. `step`: selects the random numbers to draw; `moves`: called before each
+    forward. Raises PeerLost.
     """
     transfers = transfers_of(pump, pieces, pipeline, batches, (0, 0))
     work = ForwardWork(pieces, pipeline.schedule.stages, batches, transfers, step, moves)

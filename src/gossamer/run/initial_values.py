@@ -1,4 +1,4 @@
-"""That all ranks begin with the same numbers: replicas of a stage, and stages that hold the same parameter."""
+"""Check that all ranks start with the same initial values: replicas of a stage, and stages that share a parameter."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from gossamer.spec.odd_one_out import parted, ranked
 
 _UNSEEN = -1.0
 _WIDTH = 4  # projections of a tensor
-_ROUNDING = 1e-5  # of a tensor's norm: what other processors may make of the same draws
+_ROUNDING = 1e-5  # relative to a tensor's norm: how far equal draws may differ on other processors
 _log = logging.getLogger(__name__)
 
 
 def check_initial(channel: Channel, module: nn.Module, cut: StagedModel | None) -> None:
-    """All ranks call it, each with its module. Raises BadInput where what two of them have seen of the initial values
-    differs.
+    """Check that the initial values which two ranks have seen are equal; all ranks must call it, each with its module.
 
-    What a rank built and gave back counts too, so a constructor that differs per rank shows where its stages have
-    nothing in common. Bit by bit; but ranks on other kinds of processors may differ by rounding, which is told.
+    Values that a rank built and freed count too: a constructor that differs between ranks is found even where their
+    stages share no parameter. The comparison is bit by bit, but ranks on different kinds of processors may differ by
+    rounding, which is logged as a warning. Raises BadInput.
     """
     digests = digests_of(module) if cut is None else cut.digests
     names = ["", *tensors_of(module if cut is None else cut.ways.module)]
@@ -58,7 +58,7 @@ def check_initial(channel: Channel, module: nn.Module, cut: StagedModel | None) 
 
 
 def _far(channel: Channel, held: Mapping[str, Tensor], names: list[str]) -> list[str]:
-    """Those in which ranks that hold them are further apart than rounding. All ranks call it."""
+    """Return the names of tensors in which ranks that hold them differ by more than rounding. All ranks call it."""
     unknown = [math.nan] * (1 + _WIDTH)
     mine = [number for name in names for number in (_projected(held[name]) if name in held else unknown)]
     everyone = gathered(channel, mine).view(-1, len(names), 1 + _WIDTH)
@@ -92,6 +92,6 @@ def _who(seen: Mapping[int, float]) -> str:
 
 
 def _machine() -> float:
-    """What the last bits of computed numbers may depend on; exact in float64."""
+    """Return a number for all that the last bits of computed values may depend on; exact in float64."""
     said = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     return float(int.from_bytes(hashlib.sha256(said.encode()).digest()[:6], "big"))

@@ -1,4 +1,4 @@
-"""Loss scaling as a run carries it: the precision's pure rules, and the one value that changes."""
+"""Loss scaling during a run: the rules of the precision, and the current scale."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from gossamer.model.precision import Precision, Scale
 
 @dataclass(slots=True)
 class LossScale:
-    """With fp32 and bf16 the factor is 1 and stays 1."""
+    """The loss scale of a run; the factor is always 1 with fp32 and bf16."""
 
     precision: Precision
     scale: Scale
 
     @staticmethod
     def of(precision: Precision) -> LossScale:
+        """Return the initial loss scale of a precision."""
         return LossScale(precision, precision.first_scale())
 
     @property
     def factor(self) -> float:
-        """What the loss is multiplied with before backward."""
+        """Return the factor that multiplies the loss before the backward pass."""
         return self.scale.factor
 
     def overflowed(self) -> bool:
-        """Lower the factor after gradients that were not finite; False where it cannot be the scaling's fault."""
+        """Lower the factor after non-finite gradients; return False if it is not lowered: scaling is not the cause."""
         before = self.scale.factor
         self.scale = self.precision.next_scale(self.scale, finite=False)
         return self.scale.factor < before
 
     def committed(self) -> None:
-        """A step took effect."""
+        """Count a committed step."""
         self.scale = self.precision.next_scale(self.scale, finite=True)
 
     def state(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
+        """Return the state to save in a checkpoint."""
         return self.scale.tensors()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state` gave."""
+        """Restore a state that `state` returned."""
         self.scale = Scale.of(tensors)

@@ -1,4 +1,4 @@
-"""Who is right, of several that say what the same work comes to."""
+"""Majority vote among three ranks that computed the same work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class Majority(Enum):
-    """The majority of three: who does not agree with the two others. NOBODY: all agree; UNDECIDED: no two alone do."""
+    """The outcome of a vote among three ranks: the one that disagrees with the other two.
+
+    NOBODY: all agree. UNDECIDED: no pair agrees, or two of the three pairs do.
+    """
 
     NOBODY = -1
     FIRST = 0
@@ -20,7 +23,7 @@ class Majority(Enum):
 
 
 def odd_one(first_second: bool, first_third: bool, second_third: bool) -> Majority:
-    """Given which pairs agree."""
+    """Return the outcome of the vote from which pairs agree."""
     agreeing = (first_second, first_third, second_third)
     if all(agreeing):
         return Majority.NOBODY
@@ -30,8 +33,9 @@ def odd_one(first_second: bool, first_third: bool, second_third: bool) -> Majori
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Of two rows (loss, valid labels, norm, projections...), as a part of their size; inf where they cannot be of the
-    same samples.
+    """Return the relative distance of two rows (loss, valid labels, norm, projections...).
+
+    The distance is inf for rows with unequal numbers of valid labels: those are of other samples.
     """
     if a[1] != b[1]:
         return float("inf")
@@ -46,23 +50,23 @@ def _apart(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ThreeWayVote:
-    """What three ranks, the first of them the one that did the work, say of it."""
+    """The fingerprints of one rank's gradient from three `ranks`; the first of them is the rank that did the work."""
 
     ranks: tuple[int, int, int]
     rows: tuple[Tensor, Tensor, Tensor]
 
     @property
     def distances(self) -> tuple[float, float, float]:
-        """First and second, first and third, second and third."""
+        """Return the distances of first and second, first and third, second and third."""
         a, b, c = self.rows
         return distance(a, b), distance(a, c), distance(b, c)
 
     def word(self, tolerance: float) -> Majority:
-        """What the majority says."""
+        """Return the outcome of the vote; two rows agree if their distance is at most `tolerance`."""
         return odd_one(*(d <= tolerance for d in self.distances))
 
     def odd(self, tolerance: float) -> tuple[int, float] | None:
-        """The rank that is named, and how far it is from the nearer of the others."""
+        """Return the outvoted rank and its distance to the nearer of the other two; None if no rank is outvoted."""
         word = self.word(tolerance)
         if word in (Majority.NOBODY, Majority.UNDECIDED):
             return None

@@ -1,7 +1,6 @@
-"""Where a number that is not finite comes from: told of a step that nothing was updated before, so that no learning
-rate can be its cause.
+"""Find the source of a non-finite value in a step before the first update, where the learning rate is not the cause.
 
-The step is run once more and looked at while it runs: parameters, the batch, what every module gives, the gradient.
+The step runs once more under observation: parameters, the batch, the output of every module, the gradients.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from torch.utils._pytree import tree_leaves
 from gossamer.model.split.absent_tensor import AbsentTensor
 
 _NOTHING = -1
-_COLUMNS = ("stage", "parameter", "column", "given", "outcome", "gradient")  # of what a rank tells
+_COLUMNS = ("stage", "parameter", "column", "given", "outcome", "gradient")  # of the row that a rank sends
 
 
 @dataclass(slots=True)
 class NonFiniteSite:
-    """What one rank sees of a step: each the number of a name, or -1."""
+    """The first module with a non-finite output in a step on one rank, by index in `module.modules()`; -1: none."""
 
     module: nn.Module
-    inner: int = _NOTHING  # the first module whose outcome is not finite, of those within others the innermost
-    is_given: bool = False  # and neither is what it was called with
+    inner: int = _NOTHING  # the first module with a non-finite output; of nested ones the innermost
+    is_given: bool = False  # whether its inputs were non-finite too
     _names: dict[int, int] = field(default_factory=dict)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The step runs in here."""
+        """Observe the outputs of all modules during the step that runs inside this context."""
         self._names = {id(inner): number for number, inner in enumerate(self.module.modules())}
         handle = register_module_forward_hook(self._look, with_kwargs=True)
         try:
@@ -50,14 +49,14 @@ class NonFiniteSite:
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteCause:
-    """What all ranks together have seen first: the `name` of what is not finite, on which rank."""
+    """The first non-finite value over all ranks: its kind, its `name`, and the rank."""
 
     what: str = ""  # "parameter" | "column" of the batch | "given" to a module | "outcome" of one | "gradient"; "": no
     name: str = ""
     rank: int = 0
 
     def told(self, loss: float) -> str:
-        """In words, with what to do about it."""
+        """Return the cause and a remedy as text. `loss`: that of the step."""
         if not self.what or (self.what == "gradient" and not math.isfinite(loss)):
             return _UNSEEN if math.isfinite(loss) else _OF_THE_LOSS
         return _SAID[self.what].format(name=self.name, rank=self.rank)
@@ -81,11 +80,11 @@ _UNSEEN = "it was so only once, and not when the step was run again to find out:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Those who ask together."""
+    """The group of ranks that searches for the cause together."""
 
-    gather: Callable[[tuple[float, ...]], Tensor]  # everybody's row
-    numbers: Sequence[int]  # whose it is, row by row
-    bad: Sequence[int]  # whose gradient is not finite, and not only what comes of another's
+    gather: Callable[[tuple[float, ...]], Tensor]  # returns the row of every rank
+    numbers: Sequence[int]  # the rank of each row
+    bad: Sequence[int]  # ranks whose own gradient is non-finite, before any average
 
 
 def cause_of(
@@ -95,8 +94,10 @@ def cause_of(
     gradients: Mapping[str, Tensor],
     ranks: Ranks,
 ) -> NonFiniteCause:
-    """All ranks call it after a step that was watched. `stage`: the first that this rank holds. What is earliest in the
-    forward comes first, of gradients what is earliest in the backward.
+    """Return the first non-finite value of a step that was watched; all ranks of the group must call it.
+
+    `stage`: the first stage that this rank holds. Parameters and batch columns come before module inputs and outputs,
+    and earlier stages before later ones. Of gradients, the earliest in the backward pass counts.
     """
     held = {**dict(sight.module.named_parameters()), **dict(sight.module.named_buffers())}
     inners = [name or "the model" for name, _ in sight.module.named_modules()]
@@ -138,7 +139,7 @@ def _is_finite(leaves: Sequence[Any]) -> bool:
 
 
 def _is_bad(tensor: Tensor) -> bool:
-    """An infinity below zero is what masks are made of."""
+    """Return whether a tensor has a nan or +inf; attention masks contain -inf."""
     if isinstance(tensor, AbsentTensor) or tensor.layout is not torch.strided:
         return False
     if not (tensor.is_floating_point() or tensor.is_complex()):

@@ -1,4 +1,4 @@
-"""What a step that is not finite leads to. All ranks see the same agreement, so all come to the same verdict."""
+"""Decide what follows a non-finite step: commit, retry, skip or stop. All ranks decide alike, from one agreement."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from gossamer.sync import StepAgreement
 
 
 class NonFiniteAction(Enum):
+    """The action after an attempt at a step: commit the update, retry, skip the samples, or stop the run."""
+
     COMMIT = "commit"
     RETRY = "retry"
     SKIP = "skip"
@@ -18,10 +20,11 @@ class NonFiniteAction(Enum):
 
 @dataclass(slots=True)
 class NonFinitePolicy:
-    """`policy` is train.on_nonfinite: retry_skip_stop tries a step once more (a flipped bit does not come back),
-    then skips its samples, and stops after `patience` rejected steps in a row; skip never stops; stop never skips.
+    """The policy for non-finite steps, `train.on_nonfinite`.
 
-    With fp16 an overflow first lowers the loss scale and tries again: that is part of the method, no failure.
+    `policy`: retry_skip_stop retries a step once (a flipped bit does not recur), then skips its samples, and stops
+    after `patience` rejected steps in a row; skip never stops; stop never skips. With fp16, an overflow first lowers
+    the loss scale and retries: that is part of the method, not a failure.
     """
 
     policy: str
@@ -30,7 +33,7 @@ class NonFinitePolicy:
     _retried: bool = False
 
     def judge(self, agreement: StepAgreement, scaling: LossScale) -> NonFiniteAction:
-        """The verdict on one attempt."""
+        """Return the action after one attempt at a step."""
         if agreement.finite:
             self.in_a_row, self._retried = 0, False
             return NonFiniteAction.COMMIT

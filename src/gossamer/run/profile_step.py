@@ -1,4 +1,4 @@
-"""A rehearsal: one step's compute without exchange, to learn when which gradient is complete. Nothing is kept of it."""
+"""Profile one step's compute without any exchange, to learn when each gradient is complete. No result is kept."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ _WORK_REPEATS, _WORK_MATMULS = 5, 40
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """This rank's times. `ready_s`, by parameter: after the last backward began, its gradient was complete (a parameter
-    without gradient is ready at its end). `gradients` are those of the last micro-batch.
+    """The times of one rank's step.
+
+    `ready_s`: by parameter, seconds from the start of the last backward until its gradient is complete (the end of the
+    backward for a parameter without gradient). `gradients`: those of the last micro-batch.
     """
 
-    compute_s: float  # of a whole step: every micro-batch, forward and backward
+    compute_s: float  # of a full step: every micro-batch, forward and backward
     backward_s: float  # of the last micro-batch
     ready_s: dict[str, float]
     gradients: dict[str, Tensor]
 
 
 def profile_step(engine: ModelRuntime, feed: Feed, params: Mapping[str, Tensor], step: int = 0) -> StepProfile:
-    """Compute the first micro-batch of `step` some times; the model is afterwards as it was in all it keeps."""
+    """Time the first micro-batch of `step` a few times; afterwards the model has the same state as before."""
     pieces = feed.fetch(step)
     piece = MicroBatch(pieces[0].key, moved(pieces[0].rows, engine.device))
     with untouched(engine.module, is_timed=True):
@@ -43,9 +45,9 @@ def profile_step(engine: ModelRuntime, feed: Feed, params: Mapping[str, Tensor],
 
 
 def encode_slowdown() -> float:
-    """The part of its time that a second thread takes from the first, from 0 (each has a core) to 1 (they share one).
+    """Return how much a second busy thread slows the first: 0 if each has a core, 1 (twice the time) if they share one.
 
-    All ranks must measure at the same time: they will share what they share.
+    All ranks must measure at the same time, because their threads will compete likewise during training.
     """
     alone = _work_s()
     busy, stop = threading.Event(), threading.Event()
@@ -61,7 +63,7 @@ def encode_slowdown() -> float:
 
 
 def _work_s() -> float:
-    """Seconds of a fixed amount of what a backward pass does; the median of a few."""
+    """Return the seconds of a fixed amount of matmuls, as in a backward pass; the median of a few runs."""
     a, times = torch.ones(256, 256), []
     for _ in range(_WORK_REPEATS):
         began = time.perf_counter()

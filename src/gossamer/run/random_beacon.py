@@ -1,8 +1,8 @@
-"""Random numbers that nobody can know, or choose, before all have spoken; one per draw, the same on every rank.
+"""Random beacon: draw random numbers that no rank can predict or choose, the same on every rank (commit and reveal).
 
-Each rank begins with a secret x_0 and tells all others x_N, where x_{k+1} = hash(x_k). In draw k it tells x_{N-k},
-which all hold against what it told before; the number is a hash over what all have told. One rank that keeps its secret
-is enough. After N draws everybody begins again.
+Each rank begins with a secret x_0 and sends x_N to all others, where x_{k+1} = hash(x_k). In draw k it reveals x_{N-k},
+which the others verify against the value before; the number is a hash over all revealed values. One rank that keeps its
+secret is enough. After N draws every rank begins with a new secret.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ _LENGTH = 1024  # draws of one secret
 _BYTES, _WORD = 18, 6  # of a secret, and as much of it as is exact in a float64
 WORDS = _BYTES // _WORD
 
-GatherBytes = Callable[[tuple[float, ...]], Tensor]  # everybody's row, (ranks, len(row)); all ranks call it
+GatherBytes = Callable[[tuple[float, ...]], Tensor]  # the row of every rank, (ranks, len(row)); all ranks call it
 
 
 @dataclass(slots=True)
 class RandomBeacon:
-    """One rank's end of it."""
+    """The random beacon of one rank: its hash chain, and the last value that every rank revealed."""
 
     gather: GatherBytes
     _chain: list[bytes] = field(default_factory=list)
     _told: list[bytes] = field(default_factory=list)  # by every rank, last
 
     def draw(self) -> tuple[int, list[int]]:
-        """64 bits, and the ranks whose word is not what they had bound themselves to. All ranks call it."""
+        """Return 64 random bits, and the ranks whose revealed value does not match their commitment.
+
+        All ranks must call it.
+        """
         if not self._chain:
             self._begin()
         said = self._all_tell(self._chain.pop())

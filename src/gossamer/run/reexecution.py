@@ -1,7 +1,7 @@
-"""What the work of a rank in a step comes to, in a few numbers: its own as it was sent, another's done once more.
+"""Fingerprint the gradient of a rank in a step: its own as it was sent, or another rank's by re-execution.
 
-Data parallel replicas hold the same parameters at the start of a step, and which samples a replica computes on is a
-function of seed, step and replica: so every rank can do the work of any other, and nothing has to be sent for it.
+Data-parallel replicas hold the same parameters at the start of a step, and the samples of a replica are a function of
+seed, step and replica. So every rank can redo the work of any other without receiving any data.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ ROW = 3 + WIDTH  # loss, valid labels, norm of the gradient, its projections
 
 @dataclass(frozen=True, slots=True)
 class Reexecution:
-    """One rank's. Nothing of the trainer's is changed: gradients, what the model keeps and random numbers are as they
-    were.
+    """The re-execution of gradients on one rank.
+
+    It leaves the trainer's state unchanged: gradients, buffers of the model and random numbers.
     """
 
     engine: ModelRuntime
@@ -32,12 +33,15 @@ class Reexecution:
     params: Mapping[str, Tensor]
 
     def row(self, loss: float, labels: float, gradients: Mapping[str, Tensor], seed: int) -> Tensor:
-        """(ROW,) float64 of work whose gradient is known."""
+        """Return the fingerprint, (ROW,) float64, of work whose gradients are known."""
         said = torch.tensor([loss, labels], dtype=torch.float64)
         return torch.cat([said, projected((gradients[n] for n in self.params), seed, width=WIDTH)])
 
     def redo(self, step: int, replica: int, seed: int, *, scale: float = 1.0, threads: int = 0) -> Tensor:
-        """(ROW,) of the work of `replica` in `step`, from the parameters as they are now."""
+        """Return the fingerprint, (ROW,) float64, of the work of `replica` in `step`, from the current parameters.
+
+        `scale`: the loss scale; `threads`: compute threads to use, 0 for as many as now.
+        """
         before = torch.get_num_threads()
         torch.set_num_threads(threads or before)
         try:

@@ -1,4 +1,4 @@
-"""How much of this machine is ours: cores and memory, under the limits of a container where there are any."""
+"""The cores and memory that this process may use, under a container's limits if there are any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> tuple[float, str]:
-    """Cores this process may use, and what holds it to fewer than there are ("" if nothing does)."""
+    """Return the number of usable cores, and the limit that makes them fewer than the machine has ("" if none does)."""
     present = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
     quota = _quota()
@@ -19,7 +19,7 @@ def cores() -> tuple[float, str]:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes of memory there are, and bytes that are free, both under the container's limit."""
+    """Return the total and the free bytes of memory, both under the container's limit."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = _meminfo("MemAvailable") or total
@@ -31,7 +31,7 @@ def memory() -> tuple[int, int]:
 
 
 def _quota() -> float | None:
-    """Cores by cgroup v2's cpu.max, else v1's quota / period; None where there is no limit."""
+    """Return the cores that the cgroup allows (v2's cpu.max, else v1's quota / period); None without a limit."""
     text = _text(_CGROUP / "cpu.max").split()
     if len(text) == 2 and text[0].isdigit():
         return int(text[0]) / int(text[1])

@@ -1,4 +1,4 @@
-"""A model in stages, as one rank holds it."""
+"""A model in pipeline stages, as one rank holds it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gossamer.run.step_runner import ModelPart, ModelRuntime
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A forward as training has it, to learn what it does."""
+    """A forward pass with loss and precision as in training, for tracing a module."""
 
     objective: Loss
     precision: Precision
@@ -40,8 +40,10 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class StagedModel:
-    """`parts` are those of the first micro-batch; what a stage holds is the same for all of them. `stages` are this
-    rank's, all in one module.
+    """A model in pipeline stages on one rank.
+
+    `ways`: the traces of the model, one per kind of batch. `parts`: the stages as traced with the first micro-batch;
+    the modules of a stage are the same for all micro-batches. `stages`: the stages of this rank, all in one module.
     """
 
     ways: InputVariants
@@ -52,37 +54,37 @@ class StagedModel:
 
     @property
     def ranks(self) -> int:
-        """Of one pipeline."""
+        """Return the number of ranks of one pipeline."""
         return max(map(max, self.groups)) + 1
 
     def stages_at(self, rank: int) -> tuple[int, ...]:
-        """What lies on a rank within the pipeline."""
+        """Return the stages that a rank of the pipeline holds."""
         return tuple(stage for stage, group in enumerate(self.groups) if rank in group)
 
     @property
     def holds(self) -> frozenset[str]:
-        """Parameters and buffers of this rank, canonical names."""
+        """Return the canonical names of this rank's parameters and buffers."""
         return frozenset().union(*(self.parts[s].holds for s in self.stages))
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the whole model's parameters and buffers."""
+        """Return the canonical names of the full model's parameters and buffers."""
         return frozenset(canonical_names(self.ways.module).values())
 
     def holders(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Ranks within the pipeline that hold a parameter or buffer, by stage; every one where no stage owns it."""
+        """Return the pipeline ranks that hold a parameter or buffer, by stage; every stage's if none owns it."""
         found = tuple(dict.fromkeys(self.groups[p.stage] for p in self.parts if name in p.holds))
         return found or tuple(dict.fromkeys(self.groups))
 
     def shared(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Parameters that are trained and held by several stages on different ranks, and these ranks."""
+        """Return the trained parameters that several stages on different ranks hold, with these ranks."""
         trained = (name for name, p in self.ways.module.named_parameters() if p.requires_grad)
         return {name: at for name in trained if len(at := self.holders(name)) > 1}
 
 
 @dataclass(frozen=True, slots=True)
 class StagePart(ModelPart):
-    """One stage."""
+    """A pipeline stage that this rank runs."""
 
     engine: ModelRuntime
     ways: InputVariants
@@ -105,7 +107,7 @@ class StagePart(ModelPart):
 
 
 def boundary_of(flow: DataFlow, part: StageSpec) -> StageBoundary:
-    """What a stage receives and sends."""
+    """Return the stage boundary: the tensors that a stage receives and sends."""
     return StageBoundary(_edges(flow, part.receives), _edges(flow, part.sends))
 
 

@@ -1,6 +1,6 @@
-"""How a step comes to its update: by the gradients of a backward pass, or by what losses alone say.
+"""Step algorithms: compute an update from the gradients of a backward pass, or from loss values alone (zeroth order).
 
-The trainer has a batch, an agreement and a verdict whichever it is; what lies between is a descent's.
+The trainer fetches the batch, gathers the votes and decides; a step algorithm does the work in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ At = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A step as a rank has it to do: the circumstances, its micro-batches by number, and their valid labels."""
+    """The work of one rank in a step: the step's context, its micro-batches by number, their counts of valid labels."""
 
     window: StepContext
     pieces: Mapping[int, MicroBatch]
@@ -36,7 +36,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class StepAttempt:
-    """What it came to, but for what the others say."""
+    """The result of an attempt at a step on one rank, before the votes of the others: vote and compute seconds."""
 
     vote: StepVote
     compute_s: float
@@ -44,9 +44,7 @@ class StepAttempt:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedSteps:
-    """Steps that were taken again, out of what was kept of them: how many, how many of these were rejected, and what to
-    tell the user.
-    """
+    """The steps that were replayed from the log: how many, how many of these were rejected, and a note for the user."""
 
     steps: int = 0
     rejected: int = 0
@@ -54,34 +52,38 @@ class ReplayedSteps:
 
 
 class StepAlgorithm(ABC):
-    """One rank's. What a step finds is held until it is committed or rejected; nothing else moves before."""
+    """A step algorithm on one rank.
+
+    An attempt holds its result until it is committed or rejected; it changes nothing else before.
+    """
 
     @abstractmethod
     def attempt(self, task: Task) -> StepAttempt:
-        """From the batch to what is voted on. The replica has begun the step."""
+        """Compute from the batch to the vote on the step. The gradient reducer has begun the step before."""
 
     @abstractmethod
     def commit(self, task: Task, agreement: StepAgreement, *, updates: int) -> None:
-        """The step takes effect: the parameters move, `updates` having been made before."""
+        """Commit the step: update the parameters. `updates`: the number of updates made before."""
 
     @abstractmethod
     def reject(self, task: Task) -> None:
-        """It does not."""
+        """Reject the step: leave the parameters unchanged."""
 
     @abstractmethod
     def begin(self, done: int, until: int) -> ReplayedSteps:
-        """Before the first step of a process, `done` having been restored: take again what is known of later ones, up
-        to `until`. All ranks call it.
+        """Replay logged steps after `done` up to `until`, before the first step of this process.
+
+        All ranks must call it, after the state of step `done` has been restored.
         """
 
     @abstractmethod
     def settle(self, done: int) -> None:
-        """Before a checkpoint after `done` steps. All ranks call it."""
+        """Complete pending work before a checkpoint after `done` steps. All ranks must call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """A rank's part in the mean gradient: from its micro-batches, through the stages and over the replicas."""
+    """The computation of the mean gradient: this rank's micro-batches through the stages, averaged over replicas."""
 
     pieces: Mapping[int, ModelPart]  # the stages of the model that this rank holds
     pipeline: Pipeline
@@ -91,7 +93,10 @@ class Gradients:
     at: At
 
     def attempt(self, task: Task) -> StepRunner:
-        """Leave the mean gradient in the replica's buckets. The replica has begun the step. Raises PeerLost."""
+        """Compute the mean gradient into the gradient reducer's buckets; return the step's work.
+
+        The reducer has begun the step before. Raises PeerLost.
+        """
         window = task.window
         key = (window.seed, window.step)
         work = StepRunner(
@@ -114,7 +119,7 @@ class Gradients:
         return work
 
     def reduce(self, step: int) -> None:
-        """What the ranks have, made one. All of them call it once in a step."""
+        """Average the gradients over the ranks, and sum those of tied weights. All ranks call it once per step."""
         self.at(step, "exchange")
         self.replica.reduce()
         self.tied.add(self.replica.gradients(), self.pump)
@@ -122,7 +127,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientStep(StepAlgorithm):
-    """Forward and backward through the stages; the mean gradient, clipped, through the update rule."""
+    """A step by backpropagation: forward and backward through the stages, gradient clipping, optimizer update."""
 
     gradients: Gradients
     states: ShardedOptimizer
@@ -158,4 +163,4 @@ class GradientStep(StepAlgorithm):
         return ReplayedSteps()  # gradients are not kept
 
     def settle(self, done: int) -> None:
-        """Nothing is under way."""
+        """Do nothing: no work is pending after a step."""

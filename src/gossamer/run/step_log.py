@@ -1,8 +1,8 @@
-"""bytes.log, beside the checkpoints: what the ranks have told each other in steps that losses alone decide.
+"""bytes.log, beside the checkpoints: the messages of all ranks in every zeroth-order step.
 
-A step line has what moves the parameters from one step to the next, a mark where they were. From a state that a mark
-names, the lines behind it lead to every later state, bit for bit: so no step is lost that a checkpoint missed, and who
-has an old checkpoint, or the model that the run began with, needs some hundred bytes a step to be where the others are.
+A step line holds all that moves the parameters from one step to the next; a mark is a checksum of them. From the state
+that a mark names, the lines after it lead to every later state, bit for bit. So steps after the last checkpoint are not
+lost. A process with an old checkpoint, or with the initial model, catches up with some hundred bytes per step.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LoggedSteps:
-    """What a log says that still holds: steps by number, and marks."""
+    """The valid content of a log: messages by step, and parameter checksums (marks) by step."""
 
     steps: dict[int, StepMessage] = field(default_factory=dict)
     marks: dict[int, ParameterChecksum] = field(default_factory=dict)
 
     def is_elsewhere(self, mark: ParameterChecksum) -> bool:
-        """Whether the parameters were others after as many steps."""
+        """Return whether the log has other parameters than `mark` after the same number of steps."""
         known = self.marks.get(mark.step, mark)
         return (known.parameters, known.checksum) != (mark.parameters, mark.checksum)
 
     def after(self, mark: ParameterChecksum, until: int) -> Iterator[StepMessage]:
-        """The steps that lead on from where `mark` is, up to `until` or the first gap; none where that is not known."""
+        """Yield the steps after `mark`, up to `until` or the first gap; none if the log does not contain the mark."""
         at = mark.step
         if at not in self.marks or self.is_elsewhere(mark):
             return
@@ -44,8 +44,10 @@ class LoggedSteps:
 
 @dataclass(slots=True)
 class StepLog:
-    """The log in `directory`. One rank of those that see it writes: `is_writer`. A disk that does not take it is told
-    once and does not stop the run.
+    """The step log in `directory`.
+
+    `is_writer`: this rank writes, one of those that see the directory. A failed write is logged once and does not stop
+    the run.
     """
 
     directory: Path
@@ -57,7 +59,7 @@ class StepLog:
         return CheckedLog(self.directory / NAME)
 
     def tell(self, said: StepMessage | ParameterChecksum) -> None:
-        """Append it. Marks are forced to the disk."""
+        """Append a step or a mark; flush marks to the disk."""
         if not self.is_writer:
             return
         try:
@@ -68,8 +70,10 @@ class StepLog:
             self._told = True
 
     def past(self) -> LoggedSteps:
-        """What it says. Behind a line that is damaged, or does not follow from the one before, nothing counts until a
-        process began anew. Raises CheckpointMismatch for whole lines that are not ours.
+        """Read the log and return its valid steps and marks.
+
+        After a line that is damaged, or does not follow from the one before, lines are ignored up to the next start of
+        a process. Raises CheckpointMismatch for intact lines of another format.
         """
         found, following, is_known = LoggedSteps(), 0, True
         for number, line in enumerate(self.lines.read(), 1):

@@ -1,4 +1,4 @@
-"""What the player's actions do on a rank: a model, or its stages, between the data and the gradients."""
+"""Run the schedule's actions on a rank: forward, backward and transfers of a model or of its pipeline stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gossamer.spec.action import Action
 
 @dataclass(frozen=True, slots=True)
 class ModelRuntime:
-    """An unmodified model and how to call it; everything here outlives the step."""
+    """An unmodified model with its loss, precision and random state, ready to be called; it outlives the steps."""
 
     module: nn.Module  # the user's, perhaps compiled
     caller: ForwardAdapter
@@ -38,7 +38,10 @@ class ModelRuntime:
     device: torch.device
 
     def loss(self, rows: RankBatch, *, step: int, key: int) -> Tensor:
-        """Mean loss over the valid labels of `rows`, float32; randomness depends on (seed, step, key) alone."""
+        """Return the mean loss over the valid labels of `rows`, float32.
+
+        Random numbers depend on (seed, step, key) alone.
+        """
         with self.randomness.at(step, key), self.precision.forward(self.device):
             try:
                 output = self.caller(self.module, rows)
@@ -48,37 +51,38 @@ class ModelRuntime:
             return self.objective(output, rows).float()
 
     def loss_of_copies(self, rows: RankBatch, *, step: int, key: int) -> Tensor:
-        """The same, and `rows` are afterwards as they were: somebody else runs a forward on them."""
+        """Return the same loss from copies of `rows`, which stay unchanged for another forward."""
         return self.loss(_copied(rows), step=step, key=key)
 
 
 def _copied(rows: RankBatch) -> RankBatch:
-    """What was one tensor is one copy."""
+    """Return copies of the rows; names that shared one tensor share one copy."""
     copies = {id(x): x.clone() for x in rows.values() if isinstance(x, Tensor)}
     return {name: copies.get(id(x), x) for name, x in rows.items()}
 
 
 class ModelPart(ABC):
-    """A stage of the model, as this rank holds it."""
+    """A pipeline stage of the model, as this rank holds it."""
 
     engine: ModelRuntime
 
     @abstractmethod
     def boundary(self, rows: RankBatch) -> StageBoundary:
-        """What it receives and sends of a micro-batch like `rows`."""
+        """Return the boundary tensors, received and sent, for a micro-batch like `rows`."""
 
     @abstractmethod
     def forward(
         self, piece: MicroBatch, step: int, received: Mapping[CallOutput, Tensor], *, keep_graph: bool = True
     ) -> InFlight:
-        """Run it; the result of the last stage is the mean loss of the micro-batch. Without `keep_graph` a
-        `InFlight.recompute` comes before its backward.
+        """Run the stage forward; the last stage's result is the mean loss of the micro-batch.
+
+        Without `keep_graph`, the schedule calls `InFlight.recompute` before the backward.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class UnsplitModel(ModelPart):
-    """The only stage there is."""
+    """The single stage of a model without pipeline parallelism."""
 
     engine: ModelRuntime
     _writes: InPlaceWrites = field(default_factory=InPlaceWrites)
@@ -110,10 +114,10 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class StepRunner:
-    """One step of one rank: what the actions of its list do, called by the player.
+    """The work of one rank in one step: the methods that the schedule runtime calls for each action.
 
-    Gradients are those of the mean loss over `labels` of them: micro-batch b counts with weight_b / labels, so unequal
-    micro-batches are exact. `scale` multiplies the loss (fp16).
+    Gradients are those of the mean loss over `labels` valid labels: micro-batch b counts with weight_b / labels, so
+    unequal micro-batches are exact. `scale` multiplies the loss (fp16).
     """
 
     pieces: Mapping[int, ModelPart]  # the stages of this rank
@@ -127,7 +131,7 @@ class StepRunner:
     recomputed: frozenset[tuple[int, int]]  # (stage, micro-batch) that keeps no graph until it is recomputed
     on_last_backward: Callable[[], None]
     on_reduce: Callable[[], None]
-    moves: Callable[[], None] = _nothing  # told of every forward and backward
+    moves: Callable[[], None] = _nothing  # called at every forward and backward
     losses: dict[int, Tensor] = field(default_factory=dict)
     compute_s: float = 0.0
     _live: dict[tuple[int, int], InFlight] = field(default_factory=dict)
@@ -136,15 +140,16 @@ class StepRunner:
 
     @property
     def weight(self) -> float:
-        """Valid labels of this rank's micro-batches in this step."""
+        """Return the number of valid labels of this rank's micro-batches in this step."""
         return sum(self.weights.values())
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank knows the losses."""
+        """Return whether this rank computes the losses, because it holds the last stage."""
         return self.stages - 1 in self.pieces
 
     def forward(self, stage: int, batch: int) -> None:
+        """Run a stage forward on a micro-batch, and hand its outputs to the transfers."""
         self.moves()
         began, piece = time.perf_counter(), self.microbatches[batch]
         received, keep = self.transfers.received(stage, batch), (stage, batch) not in self.recomputed
@@ -156,29 +161,33 @@ class StepRunner:
         self.compute_s += time.perf_counter() - began
 
     def recompute(self, stage: int, batch: int) -> None:
+        """Recompute the forward of a stage on a micro-batch, before its backward."""
         began = time.perf_counter()
         self._live[stage, batch].recompute()
         self.compute_s += time.perf_counter() - began
 
     def backward(self, stage: int, batch: int) -> None:
+        """Run the full backward of a stage on a micro-batch, and hand its input gradients to the transfers."""
         with self._backward(stage, batch, is_last=True):
             live = self._live.pop((stage, batch))
             back = live.backward(self.transfers.gradients(stage, batch), loss=self._scaled(stage, batch, live))
             self.transfers.made_gradients(stage, batch, back)
 
     def backward_input(self, stage: int, batch: int) -> None:
+        """Compute only the gradients of a stage's inputs on a micro-batch (the I half of a split backward)."""
         with self._backward(stage, batch, is_last=False):
             live = self._live[stage, batch]
             back = live.backward_input(self.transfers.gradients(stage, batch), loss=self._scaled(stage, batch, live))
             self.transfers.made_gradients(stage, batch, back)
 
     def backward_weight(self, stage: int, batch: int) -> None:
+        """Compute the gradients of a stage's parameters on a micro-batch (the W half of a split backward)."""
         with self._backward(stage, batch, is_last=True):
             self._live.pop((stage, batch)).backward_weight()
 
     @contextmanager
     def _backward(self, stage: int, batch: int, *, is_last: bool) -> Iterator[None]:
-        """Around a backward, or a part of one; `is_last`: nothing of the micro-batch comes after it."""
+        """Wrap a backward or a part of one; `is_last`: it is the last work on the micro-batch in this stage."""
         self.moves()
         began = time.perf_counter()
         self._backwards += is_last
@@ -190,11 +199,11 @@ class StepRunner:
         self.compute_s += time.perf_counter() - began
 
     def _part(self, batch: int, labels: float) -> float:
-        """Of the micro-batch, in the mean over so many labels."""
+        """Return the weight of a micro-batch in the mean over `labels` valid labels."""
         return self.weights[batch] / labels if labels else 0.0
 
     def _scaled(self, stage: int, batch: int, live: InFlight) -> Tensor | None:
-        """What the last stage's backward begins with."""
+        """Return the scaled loss that the last stage's backward begins with; None for other stages."""
         if stage + 1 < self.stages:
             return None
         loss: Tensor = live.result
@@ -203,18 +212,21 @@ class StepRunner:
         return loss * (part * self.scale) if part else torch.nan_to_num(loss) * 0.0
 
     def send(self, action: Action) -> None:
+        """Send the activations or gradients of an action."""
         self.transfers.send(action)
 
     def receive(self, action: Action) -> None:
+        """Receive the activations or gradients of an action."""
         self.transfers.receive(action)
 
     def reduce(self, stage: int) -> None:
+        """Finish the transfers and average the gradients, once all stages of this rank have reached this action."""
         self._reduced += 1
         if self._reduced == len(self.pieces):
             self.transfers.finish()
             self.on_reduce()
 
     def loss(self) -> float:
-        """Mean over this rank's valid labels; 0 where there are none, or another rank knows it."""
+        """Return the mean loss over this rank's valid labels; 0 if there are none, or if another rank computes it."""
         parts = [loss for batch, loss in self.losses.items() if self.weights[batch]]
         return float(torch.stack(parts).sum()) if parts else 0.0

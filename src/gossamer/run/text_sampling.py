@@ -1,4 +1,4 @@
-"""What a model writes while it is trained: its stages where they are, forward only, one token after the other."""
+"""Sample text from a model during training: forward passes through the stages where they are, one token at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gossamer.run.forward import Pipeline, run_forward
 from gossamer.run.step_runner import ModelPart, ModelRuntime
 
 TEMPERATURE, TOP_K = 0.8, 50  # as `gossamer sample` has them
-_GRAIN = 32  # lengths of sequences are multiples of it: a stage learns once what a forward of such a shape does
+_GRAIN = 32  # sequence lengths are multiples of it: a stage traces each length once
 
 _NONE, _FAILED = -1.0, -2.0  # in the place of a token: this rank has no logits; it could make nothing of them
 
@@ -26,12 +26,15 @@ GatherBytes = Callable[[tuple[float, ...]], Tensor]
 
 
 class NoSample(Exception):
-    """There is no text this time: on all ranks, which are as they would be with one. Training goes on."""
+    """An exception on all ranks: no text can be sampled now.
+
+    The ranks' state is as after a successful sample, and training continues.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class _Words(TextCoder):
-    """A tokenizer whose failures are `NoSample`: all ranks ask it the same."""
+    """A tokenizer whose failures are `NoSample`; all ranks call it alike."""
 
     inner: TextCoder
 
@@ -54,7 +57,7 @@ def _sampling() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Logits(Loss):
-    """In the place of a loss: (sequence, vocabulary) of the first sequence."""
+    """A loss that returns logits instead: (sequence, vocabulary) of the first sequence."""
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         return logits_of(output)[0]
@@ -65,9 +68,10 @@ class Logits(Loss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """`pieces` are the stages of this rank, with `Logits` for an objective; `window`: tokens that the model sees.
+    """A sampler of text from a model in training.
 
-    Sequences are filled up on their right, which changes nothing for a model whose tokens see only those before them.
+    `pieces`: the stages of this rank, with `Logits` as loss; `window`: tokens that the model sees. Sequences are padded
+    on the right, which changes no result of a causal model.
     """
 
     prompt: str
@@ -80,9 +84,10 @@ class Sampler:
     pump: CommThread
 
     def text(self, gather: GatherBytes) -> str:
-        """What follows the prompt: the same on all ranks, which all call it. `gather` collects a row from each.
+        """Return the text that continues the prompt: the same on all ranks, which must all call this method.
 
-        Raises NoSample on all of them where one can draw no token, as of logits that are not finite.
+        `gather` collects a row from each rank. Raises NoSample on all ranks if one can draw no token, e.g. from
+        non-finite logits.
         """
         generator = torch.Generator().manual_seed(self.seed)
 
@@ -96,7 +101,7 @@ class Sampler:
             told = [token for (token,) in gather((drawn,)).tolist()]
             if _FAILED in told:
                 raise NoSample(f"rank {told.index(_FAILED)} can draw no token from the model's logits: {why}")
-            # Replicas on machines of several kinds may differ in the last bit: the first one's token is everybody's.
+            # Replicas on different kinds of machines may differ in the last bit: all take the first one's token.
             return int(next(token for token in told if token >= 0))
 
         with self.evaluating():
@@ -104,7 +109,7 @@ class Sampler:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model not in training, for as long as this lasts."""
+        """Set the model to evaluation mode, without gradients, inside this context."""
         module = self._engine.module
         modes = {inner: inner.training for inner in module.modules()}
         module.eval()
@@ -116,12 +121,12 @@ class Sampler:
                 inner.training = training
 
     def rows(self, ids: Sequence[int]) -> RankBatch:
-        """A batch of one sequence, filled up."""
+        """Return a batch of one sequence, padded on the right."""
         length = min(self.window, -(-len(ids) // _GRAIN) * _GRAIN)
         return {"input_ids": torch.tensor([[*ids, *[ids[-1]] * (length - len(ids))]], device=self._engine.device)}
 
     def _logits(self, ids: Sequence[int]) -> Tensor | None:
-        """(vocabulary,) of what follows `ids`, on the ranks that hold the last stage and take part."""
+        """Return the logits, (vocabulary,), of the token after `ids`, on ranks with the last stage; None on others."""
         pipeline, rows = self.pipeline.forward_only(1), self.rows(ids)
         batches = {number: MicroBatch(0, rows) for number in pipeline.batches}
         found = run_forward(self.pump, self.pieces, pipeline, batches)

@@ -43,12 +43,12 @@ from gossamer.sync import (
 )
 
 Sink = Callable[[records.Record], None]
-_FIRST_STEPS, _FIT_EVERY = 10, 25  # before a pace is believed; to the next look at it
+_FIRST_STEPS, _FIT_EVERY = 10, 25  # before the pace is first measured; between measurements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What a run is to do."""
+    """The goal of a run: its number of steps, and the intervals of evaluations and checkpoints."""
 
     steps: int
     evaluate_every: int
@@ -60,8 +60,10 @@ class Goal:
 
 @dataclass(slots=True)
 class Progress:
-    """What a checkpoint restores, beside tensors: how many steps of the run are behind us, and in how many of them
-    parameters moved, those of this rank's island where islands train apart.
+    """The progress that a checkpoint restores beside tensors.
+
+    `step`: steps of the run that are done. `updates`: those that updated parameters; in local-update training those of
+    this rank's island.
     """
 
     step: int = 0
@@ -70,7 +72,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Steps that this rank's island left to others since the last one it made itself."""
+    """The steps that this rank's island sat out since its last own step, and their seconds."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -78,7 +80,7 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """What changes at a step's border: how every parameter's gradient is exchanged from now on."""
+    """A change of exchange between two steps: the new exchange of every parameter's gradient, and the bucket size."""
 
     exchange: Mapping[str, Exchange]
     bucket_bytes: int
@@ -86,7 +88,7 @@ class Replan:
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """One rank's trainer. All parts are built by run.build; this only lets them meet."""
+    """The trainer of one rank. `run.build` builds all its parts; the trainer only calls them in order."""
 
     engine: ModelRuntime
     pieces: Mapping[int, ModelPart]  # the stages of the model that this rank holds
@@ -96,7 +98,7 @@ class Trainer:
     replica: GradientReducer
     descent: StepAlgorithm
     apart: OuterLoop
-    word: StatusChannel | None  # between islands that train apart
+    word: StatusChannel | None  # between islands in local-update training
     rule: Optimizer
     states: ShardedOptimizer
     sharding: Sharding
@@ -110,18 +112,19 @@ class Trainer:
     scaling: LossScale
     verifier: Verifier
     sink: Sink
-    at: At  # tells the supervisor where this rank is: (step, phase)
-    save: Callable[[Progress, bool], None]  # the flag: nothing comes after it
-    settle: Callable[[], None]  # tells what became of earlier saves
+    at: At  # reports this rank's position to the supervisor: (step, phase)
+    save: Callable[[Progress, bool], None]  # the flag: this is the last save
+    settle: Callable[[], None]  # reports the results of earlier saves
     asked_to_stop: Callable[[], bool]
-    replan: Callable[[int], Replan | None]  # asked at every step's border; the same answer on all ranks
+    replan: Callable[[int], Replan | None]  # asked between steps; the same answer on all ranks
     progress: Progress = field(default_factory=Progress)
     paused: Paused = field(default_factory=Paused)
-    most_steps: int = 0  # where time has made them fewer: what was asked for
+    most_steps: int = 0  # the configured steps, if the time limit has lowered them
 
     def begin(self, *, again: bool) -> str:
-        """Before the first step of this process. Where the run goes on, `again`, steps that a checkpoint missed are
-        taken again from what was kept of them, if it was; what to tell the user about it, if anything.
+        """Prepare the first step of this process; return a note for the user, "" for none.
+
+        `again`: the run is resumed, so steps after the checkpoint are replayed from the log if there is one.
         """
         done = self.progress.step
         known = self.descent.begin(done, self.goal.steps if again else done)
@@ -133,8 +136,10 @@ class Trainer:
         return known.told
 
     def run(self) -> None:
-        """Train to the goal. Raises Interrupted after saving when asked to stop, StepRejected by policy,
-        Untrustworthy where a rank is found out.
+        """Train to the goal.
+
+        Raises Interrupted, after saving, when asked to stop; StepRejected by the policy for non-finite steps;
+        Untrustworthy if verification names a rank.
         """
         progress, began = self.progress, time.perf_counter()
         first = saved = progress.step
@@ -158,8 +163,9 @@ class Trainer:
         self.evaluate()
 
     def _fit(self, made: int, spent_s: float) -> None:
-        """Where the run has so many seconds: the steps that they are enough for, at the pace so far. All ranks hear the
-        same. What the schedule says is of the steps that will be made.
+        """Set the number of steps that fit in the run's seconds at the pace so far; the same on all ranks.
+
+        The learning-rate schedule follows the new number of steps.
         """
         goal, done = self.goal, self.progress.step
         if not goal.seconds or done == goal.steps or (made != _FIRST_STEPS and made % _FIT_EVERY):
@@ -181,15 +187,16 @@ class Trainer:
         self.sink(records.Event(level="info", message=said, step=done))
 
     def _last_evaluation_s(self, pace_s: float) -> float:
-        """About what it takes, before one was made: a forward is a third of a step."""
+        """Return an estimate of the last evaluation's seconds: a forward takes a third of a step."""
         if self.validation is None:
             return 0.0
         sequences = min(self.goal.evaluate_sequences, len(self.validation))
         return pace_s * sequences / sum(self.feed.plan.rows) / 3
 
     def one_step(self) -> bool:
-        """One step, committed or rejected by all ranks together, or by those of an island that trains apart. True when
-        all are to stop after it.
+        """Run one step, which all ranks, or those of one island, commit or reject together.
+
+        Returns True when all ranks are to stop after it.
         """
         step, began = self.progress.step, time.perf_counter()
         if not self.feed.makes(step) or self.apart.is_late(step):
@@ -236,8 +243,9 @@ class Trainer:
         return stop
 
     def _advice(self, task: Task, agreement: StepAgreement) -> str:
-        """What to do about steps that are not finite. Where nothing was updated before, the step is run once more to
-        see where it comes from; all ranks that agreed do so.
+        """Return advice about non-finite steps.
+
+        If no update was made before, the step runs once more to find the cause, on all ranks that agreed on it.
         """
         if self.progress.updates:
             return "Lower the learning rate, look at the samples named in records.jsonl"
@@ -257,7 +265,7 @@ class Trainer:
         return f"{said}. The samples are named in records.jsonl; leave them out"
 
     def _pause(self, began: float) -> bool:
-        """A step that this island has no time for, and others make. What happens between islands happens."""
+        """Sit out a step that this island has no time for, but take part in the rounds of the outer loop."""
         self.progress.step += 1
         self._meet(0.0, 0.0, made=False)
         stop = self._stops()
@@ -266,7 +274,7 @@ class Trainer:
         return stop
 
     def _attempt(self, step: int, pieces: Mapping[int, MicroBatch]) -> tuple[Task, StepAttempt, StepAgreement]:
-        self.states.release()  # what an evaluation has gathered: every step gathers the same
+        self.states.release()  # reshard what an evaluation has gathered: every step gathers the same
         weights = self._weights(pieces)
         together, level = self.pipeline.together, self.sync.level(step)
         mine, scale = sum(weights.values()), self.scaling.factor
@@ -283,18 +291,21 @@ class Trainer:
         return {number: float(self.engine.objective.weight(piece.rows)) for number, piece in pieces.items()}
 
     def _meet(self, lr: float, samples: float, *, made: bool = True) -> None:
-        """Islands that train apart come together, where it is time."""
+        """Apply and start rounds of the outer loop that are due after this step."""
         done, last = self.progress.step, self.progress.step == self.goal.steps
         self.at(done, "meet")
         moved = LocalStep(done, lr * self.rule.lr, samples, self.goal.seed, last=last, made=made)
         for landed in self.apart.after(moved):
             self.states.meet(landed.moved, rates=landed.rates)
             self.states.learn(landed.squares)
-        self.replica.timing.exposed_s += self.apart.exposed_s  # and what a checkpoint waited for since the last step
+        self.replica.timing.exposed_s += self.apart.exposed_s  # including the wait for a checkpoint since the last step
         self.apart.exposed_s = 0.0
 
     def _stops(self, ask: int = 0) -> bool:
-        """Whether all ranks stop now: where all have voted, if one did `ask` it; else when all have heard of it."""
+        """Return whether all ranks stop now.
+
+        If all ranks voted on the step, one vote `ask` is enough; else they stop when all have received the request.
+        """
         done = self.progress.step
         if self.word is None or self.sync.level(done - 1) == "all":
             return ask > 0
@@ -318,14 +329,15 @@ class Trainer:
                 self.sink(records.Event(level="error", message=said, step=heard.step, rank=island[0]))
 
     def _factor(self, step: int) -> float:
-        """What the rule's learning rate is multiplied with in a step."""
+        """Return the factor on the optimizer's learning rate in a step."""
         return self.rate.factor(step, self.goal.steps) * self.apart.factor
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """Mean validation loss over the same sequences on any number of ranks; None without validation data. Then what
-        the model writes, where that was asked for. Of islands that train apart it is the model they agree on. What the
-        model keeps from one forward to the next is afterwards as training left it.
+        """Return the mean validation loss, over the same sequences on any number of ranks; None without such data.
+
+        In local-update training it is the loss of the global parameters. It also samples text if the configuration asks
+        for that. The buffers of the model are afterwards as training left them.
         """
         module, is_whole = self.engine.module, not self.sharding.takes_parameters
         with self.apart.agreed(self.progress.step), untouched(module, parameters=is_whole):
@@ -349,7 +361,7 @@ class Trainer:
         plan, replica = self.feed.plan, self.feed.replica
         slices = [list(self._slices(count, r)) for r in range(plan.mesh.replica)]
         self.engine.module.eval()
-        # Where all ranks gather parameters together, all run as many forwards; what is past one's share counts nothing.
+        # With sharded parameters all ranks run equally many forwards; those beyond a rank's share count nothing.
         idle = max(map(len, slices)) - len(slices[replica]) if self.sharding.takes_parameters else 0
         sums = self.replica.gather(self._evaluated(self.validation, slices[replica], idle))
         sums = sums.sum(0)
@@ -367,15 +379,17 @@ class Trainer:
         return loss
 
     def _slices(self, count: int, replica: int) -> Iterator[np.ndarray[Any, Any]]:
-        """Of `count` sequences, those that a replica evaluates, in pieces like its micro-batches."""
+        """Return the sequences that a replica evaluates, of `count` in all, in slices as long as its micro-batches."""
         plan = self.feed.plan
         mine = np.asarray(part(count, replica, plan.mesh.replica), dtype=np.int64)
         largest = max(1, plan.rows[replica] // plan.microbatches[replica])
         return (mine[rows] for rows in row_slices(len(mine), largest))
 
     def _evaluated(self, split: Batches, chosen: Sequence[np.ndarray[Any, Any]], idle: int) -> tuple[float, float]:
-        """Sum of the losses over the valid labels of the chosen sequences, and how many labels; zeros on the ranks
-        that do not hold the last stage. `idle` more forwards are run, for the others'.
+        """Return the sum of the losses over the valid labels of the chosen sequences, and the number of these labels.
+
+        Both are zero on ranks without the last stage. `idle`: extra forwards to run, so that all ranks unshard equally
+        often.
         """
         real = len(chosen)
         chosen = [*chosen, *[np.zeros(1, np.int64)] * idle]
@@ -441,6 +455,6 @@ class Trainer:
 
 
 def peak_bytes() -> int:
-    """Largest resident memory of this process so far."""
+    """Return the largest resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

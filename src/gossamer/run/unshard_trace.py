@@ -1,4 +1,4 @@
-"""How a model whose parameters are sharded is walked through: seen in one forward, while it is still whole."""
+"""Trace the order in which a forward uses the units of a model, before its parameters are sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from gossamer.sharding import UnshardOrder, trace_access
 
 
 def walk_of(engine: ModelRuntime, batches: Batches, units: tuple[str, ...]) -> UnshardOrder:
-    """Run the first sequence forward, the same on all ranks; the module is afterwards as it was."""
+    """Run the first sequence forward, the same on all ranks, and return the order in which units are unsharded.
+
+    The module is afterwards as it was.
+    """
     module = engine.module
     rows = moved(batches.batch(np.zeros(1, np.int64)), engine.device)
     with untouched(module), trace_access(module, units) as seen:

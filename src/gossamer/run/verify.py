@@ -1,20 +1,20 @@
-"""Do the ranks do what they should? Steps that nobody can foresee are done once more by others, who outvote.
+"""Verify the ranks' gradients and parameters: others redo randomly drawn steps, and a majority names the faulty rank.
 
-In a checked step (one in `every`, drawn when all gradients are sent, see beacon.py) every rank does the work of two
-others once more, dealt out anew each time. Of a rank's gradient there are then three fingerprints, of what it sent and
-of what two others get: the odd one out is named, be it the one that worked or one that judges. And every rank tells a
-digest of its parameters, frozen ones too, and of what the update rule keeps, which are the same bits on all: who is
-outvoted is named.
+In a checked step (one in `every`, drawn once all gradients are sent, see random_beacon.py) every rank redoes the work
+of two others, assigned anew each time. A rank's gradient then has three fingerprints: of what it sent, and of what two
+other ranks compute. The outvoted rank is named, be it the one that worked or one that redid the work. Every rank also
+sends a digest of its parameters, frozen ones too, and of its optimizer states. These are the same bits on all ranks: an
+outvoted rank is named.
 
     row_i     = (loss, valid labels, |g_i|, p(g_i))          p: 64 random projections (ops/fingerprint.py)
     d(a, b)   = max(|loss_a - loss_b| / |loss|, |p_a - p_b| / |p|),   honest: d <= tolerance
-    noise_i   = max d between rank i's reruns of one work, on several numbers of threads, and the middle of everybody's
-    tolerance = margin median of noise_i: no rank alone moves it. Before step 1; who is far above it is named then
-Where a trio does not agree, the noise is measured again on that very work before anybody is named.
+    noise_i   = max d between rank i's reruns of one work, on several numbers of threads, and the median of all reruns
+    tolerance = margin median of noise_i: no rank alone moves it. Before step 1; a rank far above it is named then
+If three fingerprints do not agree, the noise is measured again on that very work before any rank is named.
 Wire:    24 bytes per rank and step; a digest and three rows (1.6 kB) per rank and check.   State: one gradient.
 Paper:   arXiv 2307.01898 asks for fingerprints and a majority of three; the algorithm is ours.
-Not seen: who says of its gradient what is right and sends another: only that somebody does (the mean is then not the
-sum of what all say; known for exchanges that lose nothing). Two ranks of a trio that lie alike win.
+Not seen: a rank that reports a correct gradient and sends another. Then only the fact is known, not the rank: the mean
+is not the sum of the reported gradients (with lossless exchanges). Two of three ranks that lie alike win.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ _HOST_BYTES = 48
 
 @dataclass(slots=True, kw_only=True)
 class Verifier:
-    """One rank's part in it; all ranks call the same methods at the same steps. With `every` 0 none does anything."""
+    """The verification of gradients and parameters on one rank.
+
+    All ranks must call the same methods at the same steps. With `every` 0 the methods do nothing.
+    """
 
     wanted: VerifySection
     witness: Reexecution
@@ -63,7 +66,10 @@ class Verifier:
         self._beacon = RandomBeacon(self.replica.gather)
 
     def begin(self, step: int, *, scale: float = 1.0) -> None:
-        """Before the first step of this start: learn who is where, and how far honest reruns are from each other."""
+        """Prepare verification before the first step of this start.
+
+        Gathers the host of every rank, and measures how much honest re-executions differ.
+        """
         if not self.wanted.every:
             return
         name = socket.gethostname().encode("ascii", "replace")[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
@@ -85,7 +91,10 @@ class Verifier:
         self._end(step, named, [])
 
     def check(self, step: int, loss: float, labels: float, *, scale: float) -> None:
-        """All gradients of `step` have met, and none has been applied. Raises Untrustworthy."""
+        """Verify `step` if it is drawn, after its gradients are averaged and before the update.
+
+        Raises Untrustworthy, unless `on_failure` is `tell`.
+        """
         if not self.wanted.every:
             return
         drawn, false = self._beacon.draw()
@@ -115,7 +124,10 @@ class Verifier:
         self._end(step, named, undecided)
 
     def same_everywhere(self, step: int) -> None:
-        """What is to be saved after `step` steps must be what the others hold. Raises Untrustworthy."""
+        """Verify that all ranks hold the same state before it is saved, after `step` steps.
+
+        Raises Untrustworthy, unless `on_failure` is `tell`.
+        """
         if not self.wanted.every:
             return
         drawn, false = self._beacon.draw()
@@ -124,13 +136,13 @@ class Verifier:
         self._end(step - 1, named, undecided)
 
     def _digests(self, seed: int, rows: Sequence[Tensor]) -> Tensor:
-        """Everybody's: a digest as two numbers, then `rows`."""
+        """Return the row of every rank: a digest as two numbers, then `rows`."""
         mine = digest(self._held(), seed)
         row = torch.cat([torch.tensor([mine >> 32, mine % 2**32], dtype=torch.float64), *rows])
         return self.replica.gather(tuple(row.tolist()))
 
     def _held(self) -> list[Tensor]:
-        """What is the same on all ranks: where states were sharded, a rank's part of them would be seen by nobody."""
+        """Return the tensors that are equal on all ranks. Sharded states would be seen by one rank only."""
         kept = [tensor for _, _, _, tensor in self.states.slots()]
         return [*(p.detach() for p in self.witness.engine.module.parameters()), *kept]
 
@@ -166,31 +178,31 @@ class Verifier:
         return undecided
 
     def _judge_sum(self, rows: Tensor, seed: int) -> list[str]:
-        """Whether what all say they sent is what came."""
+        """Compare the mean gradient with the sum of the gradients that all ranks report to have sent."""
         if not self.replica.is_exact:
             return []
         shares = self.replica.shares()[:, None]
         came = self.witness.row(0.0, 0.0, self.replica.gradients(), seed)[3:]
         size = (shares[:, 0] * rows[:, 2]).sum()
         apart = float((came - (shares * rows[:, 3:]).sum(0)).norm() / size) if size > 0 else 0.0
-        coarse = max(torch.finfo(p.dtype).eps for p in self.witness.params.values())  # what the mean is rounded to
+        coarse = max(torch.finfo(p.dtype).eps for p in self.witness.params.values())  # rounding error of the mean
         if apart <= 4 * self.replica.ranks * coarse:
             return []
         return [f"the mean gradient is {apart:.2g} from the sum of what all say they sent: some rank sent another"]
 
     def _noise(self, step: int, replica: int, scale: float) -> float:
-        """How far reruns on one rank are from each other, on the middle one of the ranks."""
+        """Return the distance between re-executions on one rank, the median over ranks."""
         reruns = self._reruns(step, replica=replica, seed=1, scale=scale)
         return _middle([max(distance(row, rows[0]) for row in rows) for rows in reruns])
 
     def _reruns(self, step: int, *, replica: int, seed: int, scale: float = 1.0) -> Tensor:
-        """(ranks, reruns, ROW): everybody does the same work, each time on another number of threads."""
+        """Return (ranks, reruns, ROW): all ranks redo the same work, each time with another number of threads."""
         rows = [self.witness.redo(step, replica, seed, scale=scale, threads=n) for n in _RERUNS]
         return self.replica.gather(tuple(torch.cat(rows).tolist())).view(-1, len(_RERUNS), ROW)
 
     @property
     def _floor(self) -> float:
-        """What is taken for noise though none was measured."""
+        """Return the distance that counts as noise even if none was measured."""
         return _EPS * torch.finfo(torch.float32).eps
 
     def _end(self, step: int, named: dict[int, list[str]], undecided: Sequence[str]) -> None:
@@ -210,17 +222,17 @@ class Verifier:
 
 
 def _middle(noise: Sequence[float]) -> float:
-    """The median; 0 where most are not finite, as in half precision beyond its range: that says nothing of noise."""
+    """Return the median; 0 if it is not finite, as with half precision out of range: it then does not measure noise."""
     found = sorted(noise)[len(noise) // 2]
     return found if math.isfinite(found) else 0.0
 
 
 def _dealt(drawn: int, ranks: int) -> list[int]:
-    """The ranks in a random order: each does the work of the two before it."""
+    """Return the ranks in a random order; each redoes the work of the two before it."""
     return torch.randperm(ranks, generator=torch.Generator().manual_seed(drawn >> 1)).tolist()
 
 
 def _trio(order: Sequence[int], at: int, rows: Tensor) -> ThreeWayVote:
-    """Of the rank at a place: its own word, and those of the two behind it, to whom it is one and two back."""
+    """Return the vote on one rank's gradient: its own row, and those of the two ranks after it in the order."""
     first, second = order[(at + 1) % len(order)], order[(at + 2) % len(order)]
     return ThreeWayVote((order[at], first, second), (rows[order[at], 0], rows[first, 1], rows[second, 2]))

@@ -1,4 +1,4 @@
-"""Steps that losses alone decide: forwards through the stages, and a log from which they can be taken again."""
+"""Zeroth-order steps: forward passes through the stages, and a log from which a process can replay them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from gossamer.sync import StepAgreement, StepMessage, ZerothOrderRank
 
 @dataclass(slots=True, kw_only=True)
 class ZerothOrderStep(StepAlgorithm):
-    """`rate` of a plain rule is what the schedule's factors multiply. All forwards of a step start from the same
-    buffers and draw the same random numbers; the buffers of the first stay.
+    """A step algorithm that updates parameters from loss values alone, without gradients.
+
+    `rate`: the base learning rate of the plain optimizer, which the schedule's factors multiply. All forwards of a step
+    start from the same buffers and draw the same random numbers; the buffers of the first forward are kept.
     """
 
     probing: ZerothOrderRank
@@ -47,7 +49,7 @@ class ZerothOrderStep(StepAlgorithm):
         return StepAttempt(vote, self._compute_s)
 
     def _loss(self, task: Task, *, is_first: bool) -> float:
-        """Mean over this rank's valid labels, where the parameters are now."""
+        """Return the mean loss over this rank's valid labels, at the current parameters."""
         began = time.perf_counter()
         pipeline = self.pipeline.forward_only(len(task.pieces))
         there = [] if is_first else [(space, name, copy.clone()) for space, name, copy in self._before]

@@ -1,7 +1,8 @@
-"""Settings: what a run is configured to do, and where each value came from.
+"""Settings: the configuration of a run, and the origin of each of its values.
 
 A file (`read`), the command line (`overrides`) and the defaults become one `RunConfig` (`resolve`). Every mistake is
-told with its file and line (`complain`) in plain words (`words`); `record` shows the result, and reads an earlier one.
+reported with its file and line (`validation_errors`) in plain words (`describe`). `provenance` shows the result, and
+reads that of an earlier run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The rooms of methods as their source says they are: read, not imported, so that no torch is needed to look.
+"""The catalog of method categories, read from their source without importing it, so that listing them needs no torch.
 
-A room is a package whose `__init__.py` holds `REGISTRY = Room(...)`; its methods are the modules beside it.
+A category is a package whose `__init__.py` holds `REGISTRY = Registry(...)`; its methods are the modules beside it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A field of a method. `default` is its source text; None: it must be given."""
+    """A parameter of a method (a field of its dataclass). `default` is its source text; None: it must be given."""
 
     name: str
     annotation: str
@@ -34,7 +34,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method (or preset: `is_` says of what). `doc` is the whole docstring of its file."""
+    """A method, or a preset (`is_` names its method and fields). `doc` is the complete docstring of its file."""
 
     name: str
     doc: str
@@ -52,7 +52,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Category:
-    """A room: `name` is its folder ("optim/rate"), `base` the name of its abstract class."""
+    """A category of methods: `name` is its folder ("optimizer/lr_schedule"), `base` the name of its abstract class."""
 
     name: str
     doc: str
@@ -64,14 +64,14 @@ class Category:
         return self.doc.strip().partition("\n")[0]
 
     def method(self, name: str) -> Method:
-        """Raises BadInput with the nearest names."""
+        """Return the method called `name`; raises BadInput with the nearest names."""
         if name not in self.methods:
             raise BadInput(f"there is no {name!r} in the room {self.name}: {nearest(name, self.methods)}")
         return self.methods[name]
 
 
 def categories(package: Path = PACKAGE) -> dict[str, Category]:
-    """All rooms of methods, by name."""
+    """Return all method categories, by name."""
     found = {}
     for file in sorted(package.rglob("__init__.py")):
         text = file.read_text("utf-8")
@@ -82,7 +82,7 @@ def categories(package: Path = PACKAGE) -> dict[str, Category]:
 
 
 def category(name: str) -> Category:
-    """The room called "optim/rate" (or "optim.rate"); raises BadInput with the nearest names."""
+    """Return a category by name, "optimizer/lr_schedule" (or with "."); raises BadInput with the nearest names."""
     found = categories()
     wanted = name.replace(".", "/").strip("/")
     if wanted not in found:
@@ -91,7 +91,7 @@ def category(name: str) -> Category:
 
 
 def _base(tree: ast.Module) -> str:
-    """The second argument of `REGISTRY = Registry(__name__, Base)`; "" where there is none."""
+    """Return the second argument of `REGISTRY = Registry(__name__, Base)`; "" where there is none."""
     for node in tree.body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not isinstance(node.value, ast.Call):
             continue
@@ -130,7 +130,7 @@ def _parameters(tree: ast.Module, stem: str) -> Iterator[Parameter]:
 
 
 def _default(value: ast.expr | None) -> str | None:
-    """`field(default=3)` is 3, `field(default_factory=dict)` is dict()."""
+    """Return the default in source text: of `field(default=3)` 3, of `field(default_factory=dict)` dict()."""
     if isinstance(value, ast.Call) and ast.unparse(value.func) in ("field", "dataclasses.field"):
         given = {k.arg: ast.unparse(k.value) for k in value.keywords}
         made = given.get("default_factory", "")

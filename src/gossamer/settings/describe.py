@@ -18,18 +18,18 @@ _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def wanted(field: FieldInfo) -> str:
-    """What a field takes: "a whole number >= 1 or auto"."""
+    """Return the values that a field takes, in words: "a whole number >= 1 or auto"."""
     return _words(field.annotation, tuple(field.metadata))
 
 
 def section(annotation: Any) -> type[BaseModel] | None:
-    """The model class if the annotation is a section of the configuration."""
+    """Return the model class if the annotation is a section of the configuration; None otherwise."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 @functools.cache
 def leaves(model: type[BaseModel] = RunConfig, prefix: str = "") -> tuple[tuple[str, FieldInfo], ...]:
-    """Every dotted key that holds a value (and no further keys of the schema), in order."""
+    """Return every dotted key that holds a value (and no further keys of the schema), with its field, in order."""
     found: list[tuple[str, FieldInfo]] = []
     for name, field in model.model_fields.items():
         inner = section(field.annotation)
@@ -38,23 +38,23 @@ def leaves(model: type[BaseModel] = RunConfig, prefix: str = "") -> tuple[tuple[
 
 
 def is_text(field: FieldInfo) -> bool:
-    """Whether nothing but text (or nothing at all) can stand there."""
+    """Return whether the field takes text (or null) alone."""
     return set(_members(field.annotation)) <= {str, type(None)}
 
 
 def takes_text(field: FieldInfo) -> bool:
-    """Whether text is among what can stand there."""
+    """Return whether the field takes text, perhaps among other types."""
     return str in _members(field.annotation)
 
 
 def is_method(annotation: Any) -> bool:
-    """Whether it is `spec.choice.Written`: a name, or a name with parameters."""
+    """Return whether the annotation is `spec.method_config.Written`: a name, or a name with parameters."""
     found = set(map(str, _members(annotation)))
     return {str(str), str(dict[str, Any])} <= found
 
 
 def _has_lines(annotation: Any) -> bool:
-    """Whether it is `spec.choice.Exchanges`, and not one method alone."""
+    """Return whether the annotation is `spec.method_config.Exchanges`, and not one method alone."""
     return any(get_origin(member) is list for member in _members(annotation))
 
 

@@ -1,4 +1,4 @@
-"""What other programs write as flags, `--steps 3`, said as keys: train.steps=3."""
+"""Flags as other programs take them (`--steps 3`), translated into key=value overrides (train.steps=3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CLOSE = 0.8
 
 
 def as_overrides(option: str, value: str) -> list[str]:
-    """The overrides that a flag may have meant, "--batch-size" and "8" -> ["train.batch=8"]; empty: none."""
+    """Return the overrides that a flag may have meant: "--batch-size" and "8" -> ["train.batch=8"]; empty: none."""
     name = option.lstrip("-").replace("-", "_").lower()
     keys = _keys(name)
     return [f"{key}={value or 'VALUE'}" for key in keys]
@@ -35,7 +35,7 @@ def _keys(name: str) -> list[str]:
 
 
 def _known() -> Iterator[str]:
-    """Every key, and every parameter of a method that is a default: train.optimizer.adamw.lr."""
+    """Yield every key, and every parameter of a method that is a default: train.optimizer.adamw.lr."""
     for key, field in leaves():
         yield key
         yield from _inside(key, field.get_default(call_default_factory=True))

@@ -1,4 +1,4 @@
-"""Checking the methods a configuration names: by their source (at once), or by building them (imports torch)."""
+"""Checks of the methods a configuration names: by their source (at once), or by building them (imports torch)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _rooms() -> Mapping[str, Category]:
 
 
 def category_of(field: FieldInfo) -> str:
-    """The room whose methods a key of the configuration takes, as its description says; "" for one that takes none."""
+    """Return the category whose methods a configuration key takes, from its description; "" for none."""
     found = _IN_ROOM.search(field.description or "")
     return found.group(1) if found else ""
 
 
 def check_names(resolved: Resolved) -> None:
-    """Look every method and parameter up in the rooms' source; raises one BadInput with a line for each unknown."""
+    """Look every method and parameter up in the categories' source; raises one BadInput, a line per unknown name."""
     known = _rooms()
 
     _each(resolved, lambda room, written, key: _look_up(known, room, written, key))
@@ -44,7 +44,7 @@ def check_names(resolved: Resolved) -> None:
 def check_methods(resolved: Resolved) -> None:
     """Build every method the configuration names; raises one BadInput with a line for each that cannot be built.
 
-    Data is looked up only: what its parameters are worth shows when it is read.
+    Data sources and tokenizers are looked up only: errors in their parameters appear when the data are read.
     """
     known = _rooms()
 
@@ -75,7 +75,9 @@ def _places(resolved: Resolved) -> dict[str, str]:
 
 
 def _choices(resolved: Resolved) -> Iterator[tuple[str, str, Any]]:
-    """(room, key, method as written) of all that is chosen; `auto` is the planner's to choose, `none` no method."""
+    """Yield (category, key, method as written) of the chosen methods; `auto` (left to the planner) and `none` are
+    omitted.
+    """
     for key, field in leaves():
         room, value = category_of(field), value_at(resolved.config, key)
         if not room:
@@ -125,7 +127,7 @@ def _look_up_one(known: Mapping[str, Category], room: Category, written: Any, ke
 
 
 def _inner(known: Mapping[str, Category], method: Method) -> dict[str, Category]:
-    """Parameters that are themselves methods, of the room whose abstract class they are annotated with."""
+    """Return the parameters that are themselves methods, each with the category of its annotated base class."""
     bases = {page.base: page for page in known.values()}
     kinds = {p.name: p.annotation.removesuffix(" | None") for p in method.parameters}
     return {name: bases[kind] for name, kind in kinds.items() if kind in bases}

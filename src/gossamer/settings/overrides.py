@@ -20,7 +20,7 @@ COMMAND_LINE = "command line"
 
 
 def put_written(written: ParsedFile, given: str) -> ParsedFile:
-    """`written` with one key=value of the command line; raises BadInput for what is not one."""
+    """Return `written` with one key=value of the command line applied; raises BadInput for text of another form."""
     key, equals, text = given.partition("=")
     key = key.strip().removeprefix("--")
     if not equals or not all(key.split(".")):
@@ -29,7 +29,7 @@ def put_written(written: ParsedFile, given: str) -> ParsedFile:
 
 
 def put(written: ParsedFile, key: str, value: Any, where: str) -> ParsedFile:
-    """`written` with `value` at the dotted `key`, said to come from `where`."""
+    """Return `written` with `value` at the dotted `key` and `where` as its origin."""
     field = _field(key)
     if field is not None and section(field.annotation) is not None and isinstance(value, Mapping):
         for name, inner in value.items():  # a section is changed key by key, never replaced
@@ -42,7 +42,7 @@ def put(written: ParsedFile, key: str, value: Any, where: str) -> ParsedFile:
 
 
 def _speaks_for(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> str:
-    """The key that `where` speaks for: the field's own if an override in it chose another method, else `key`."""
+    """Return the key whose origin changes: the field's own if an override in it chose another method, else `key`."""
     for leaf, field in leaves():
         if key.startswith(f"{leaf}.") and is_method(field.annotation):
             old = _get(before, leaf, field.get_default(call_default_factory=True))
@@ -70,7 +70,7 @@ def _parse(text: str, field: FieldInfo | None, given: str) -> Any:
 
 
 def _field(key: str) -> FieldInfo | None:
-    """The field at a dotted key of the schema; None for what is deeper, or unknown."""
+    """Return the field at a dotted key of the schema; None for a key that is deeper, or unknown."""
     model: type[BaseModel] | None = RunConfig
     field: FieldInfo | None = None
     for part in key.split("."):
@@ -100,7 +100,7 @@ def _put(node: Any, model: type[BaseModel], key: str, above: str, value: Any) ->
 
 
 def _inside(key: str, field: FieldInfo, current: Any, rest: list[str], value: Any) -> Any:
-    """A new value for a field of the schema with one thing deeper in it changed."""
+    """Return the new value of a schema field after one change below it."""
     if is_method(field.annotation):
         return _into_method(current, rest, value)
     if isinstance(current, Mapping):
@@ -110,7 +110,7 @@ def _inside(key: str, field: FieldInfo, current: Any, rest: list[str], value: An
 
 
 def _into_method(current: Any, path: list[str], value: Any) -> dict[str, Any]:
-    """Another method than the current one starts from its own defaults."""
+    """Return the method with one parameter changed; a method other than the current one starts from its defaults."""
     name, *rest = path
     try:
         choice = MethodConfig.parse(current)

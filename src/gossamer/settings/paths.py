@@ -1,4 +1,4 @@
-"""Paths of a configuration, made absolute: what was written in one folder, and is to be read in another."""
+"""Absolute paths for a configuration that was written in one folder and is read in another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIELDS = ("files", "directory")
 
 
 def anchored(resolved: Resolved, folder: Path) -> Resolved:
-    """The same with the paths that the command line wrote relative to `folder` made absolute."""
+    """Return `resolved` with the relative paths of the command line made absolute, as seen from `folder`."""
     for key in (*_PLAIN, *_METHODS):
         where, value = resolved.origin.get(key, ""), value_at(resolved.config, key)
         if COMMAND_LINE not in where or value is None:
@@ -30,14 +30,14 @@ def anchored(resolved: Resolved, folder: Path) -> Resolved:
 
 
 def written_overrides(given: Iterable[str] | Mapping[str, Any]) -> list[str]:
-    """Overrides as the command line takes them, of ["train.steps=5"] or {"train.steps": 5}."""
+    """Return overrides as the command line takes them, from ["train.steps=5"] or {"train.steps": 5}."""
     if isinstance(given, Mapping):
         return [f"{key}={flow(value)}" for key, value in given.items()]
     return [given] if isinstance(given, str) else list(given)
 
 
 def _of_method(written: Any, folder: Path) -> Any:
-    """Of a source or a tokenizer: "text:GLOB", {text: GLOB} or {text: {files: GLOB}}."""
+    """Return a source or tokenizer with absolute paths: "text:GLOB", {text: GLOB} or {text: {files: GLOB}}."""
     if isinstance(written, str):
         name, colon, path = written.partition(":")
         return f"{name}:{_absolute(path.strip(), folder)}" if colon and name in _OF_FILES else written

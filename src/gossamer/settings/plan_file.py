@@ -1,4 +1,4 @@
-"""A plan from a file among what else was written: the file's decisions are settings, and none contradicts another."""
+"""A plan file combined with a configuration: its decisions become settings, and contradictions are errors."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _MEASURED = {"plan.sync": ("steps", "exchange")}
 
 
 def asks_for_another_plan(before: RunConfig, now: RunConfig) -> bool:
-    """Whether a planner would be asked something else."""
+    """Return whether the planner would get another request."""
     return any(value_at(before, key) != value_at(now, key) for key in PLANNED)
 
 
 def with_plan(resolved: Resolved, file: Path, *, ranks: int | None = None) -> Resolved:
-    """The configuration of a run that obeys the plan in `file`, whose decisions are settings from there.
+    """Return the configuration of a run that follows the plan in `file`: the plan's decisions become settings.
 
-    Raises BadInput for a plan that cannot be read, that is for another number of `ranks` (where it is known), or that
-    contradicts what was written; then with both places.
+    Raises BadInput for a plan that cannot be read, for one of another number of `ranks` (where given), and for one that
+    contradicts the configuration; the last with both places.
     """
     plan, lines = plan_in(file), read(file).lines
     if ranks is not None and plan.ranks != ranks:
@@ -61,9 +61,9 @@ def with_plan(resolved: Resolved, file: Path, *, ranks: int | None = None) -> Re
 def contradictions(
     config: RunConfig, plan: Plan, given: set[str], *, name: str, lines: Mapping[str, str]
 ) -> Iterator[BadInput]:
-    """An error for every key of `given` whose value a plan called `name` does not obey; `auto` leaves it to the plan.
+    """Yield an error for every key of `given` whose value the plan called `name` contradicts; `auto` contradicts none.
 
-    What a model is needed for, units and cuts, is compared where it is cut.
+    Units and cuts, which need the model, are compared where the model is split.
     """
     for key, field, asked, has in _compared(config, plan):
         if key in given and asked != "auto" and not _alike(key, asked, has):
@@ -77,7 +77,7 @@ def contradictions(
 
 
 def _compared(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
-    """(key, field of the plan, what is asked, what the plan has) of all that both speak of."""
+    """Yield (key, field of the plan, value of the configuration, value of the plan) of all settings that both hold."""
     asked, replicas = config.plan, set(plan.microbatches)
     yield "plan.mesh.replica", "mesh.replica", asked.mesh.replica, plan.mesh.replica
     yield "plan.mesh.pipe", "mesh.pipe", asked.mesh.pipe, plan.mesh.pipe
@@ -116,7 +116,7 @@ def _alike(key: str, asked: Any, has: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Lists and tuples alike."""
+    """Return lists and tuples as lists."""
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -126,7 +126,7 @@ def _told(value: Any) -> str:
 
 
 def _decisions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, field of the plan) of what a plan would be made anew from, on a resume with other settings."""
+    """Yield (key, value, field of the plan) of the decisions that a new plan keeps, on a resume with other settings."""
     yield "train.batch", plan.batch, "rows"
     if plan.stages:
         yield "plan.stages", [list(group) for group in plan.stages], "stages"

@@ -1,4 +1,4 @@
-"""The resolved configuration as text, each value with where it came from; and that of an earlier run."""
+"""The resolved configuration as text, with the origin of each value; and the configuration of an earlier run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMN = 44
 
 
 def show(resolved: Resolved) -> str:
-    """The configuration as YAML, with its origin behind each value. What it prints, `load` reads back equal."""
+    """Return the configuration as YAML, with its origin behind each value; `load` reads it back equal."""
     return "\n".join(_section(resolved, resolved.config, "", 0)) + "\n"
 
 
@@ -34,7 +34,11 @@ def _section(resolved: Resolved, model: BaseModel, prefix: str, depth: int) -> I
 
 
 def reload(run_dir: Path, overrides: Iterable[str] = ()) -> Resolved:
-    """The configuration of an earlier run under new key=value `overrides`; other origins are those it began with."""
+    """Return the configuration of an earlier run under new key=value `overrides`; other origins stay those of its
+    start.
+
+    Raises BadInput for a directory that holds no run, or no run.yaml.
+    """
     directory = open_run(run_dir)
     if not directory.config_file.exists():
         raise bad_input(

@@ -1,4 +1,4 @@
-"""Reading a configuration file: its values, and the line every key stands on."""
+"""The reader of configuration files: their values, and the line of every key."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 @dataclass(frozen=True, slots=True)
 class ParsedFile:
-    """Values as they were written, and where: `lines` maps a dotted key to "run.yaml:12"."""
+    """The values of a configuration file, and their places: `lines` maps a dotted key to "run.yaml:12"."""
 
     values: Mapping[str, Any]
     lines: Mapping[str, str]
 
 
 def read(path: Path) -> ParsedFile:
-    """The file's values; raises BadInput for what is missing, unreadable, not YAML (or TOML), or written twice."""
+    """Read a configuration file; raises BadInput where it is missing, unreadable, no YAML (or TOML), or has a key
+    twice.
+    """
     text = _text(path)
     if path.suffix == ".toml":
         return _toml(text, str(path))
@@ -63,7 +65,7 @@ def _missing(path: Path) -> str:
 
 
 def read_yaml(text: str, name: str) -> ParsedFile:
-    """The values of a YAML text whose places are called `name`:line."""
+    """Parse a YAML text; its places are `name`:line. Raises BadInput as `read` does."""
     try:
         loader = Loader(text)
         root = loader.get_single_node()
@@ -92,7 +94,7 @@ def _malformed(error: yaml.MarkedYAMLError, name: str) -> str:
 
 
 def _duplicates(node: yaml.Node, name: str, above: tuple[yaml.Node, ...]) -> Iterator[str]:
-    """One line for every key written twice in one mapping (YAML would silently keep the last)."""
+    """Yield one line for every key written twice in one mapping (YAML would silently keep the last)."""
     if node in above:
         raise BadInput(f"{_place(name, node)}: this contains itself: write the value out instead of using an alias")
     children = []

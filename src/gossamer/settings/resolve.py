@@ -1,4 +1,4 @@
-"""One configuration out of defaults, a file and the command line, with the origin of every value."""
+"""The resolution of defaults, a file and the command line into one configuration, with the origin of every value."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PYTHON = "python"
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration; `origin` says for each dotted key, and each place in a list, where its value came from.
+    """A configuration; `origin` maps each dotted key, and each index in a list, to the origin of its value.
 
-    That is "default", "run.yaml:12", "command line", "python", "environment" or "planner: <reason>".
+    An origin is "default", "run.yaml:12", "command line", "python", "environment" or "planner: <reason>".
     """
 
     config: RunConfig
@@ -29,22 +29,22 @@ class Resolved:
 
     @staticmethod
     def of(config: RunConfig, *, origin: str = PYTHON) -> Resolved:
-        """A configuration made in Python: what differs from the defaults came from `origin`."""
+        """Return a configuration made in Python: `origin` is that of every value that differs from its default."""
         default = RunConfig()
         where = {k: DEFAULT if value_at(config, k) == value_at(default, k) else origin for k, _ in leaves()}
         return Resolved(config, where)
 
     def replace(self, key: str, value: Any, *, origin: str) -> Resolved:
-        """The same with one value changed, by `origin`; raises BadInput if it does not fit."""
+        """Return the configuration with one value replaced, from `origin`; raises BadInput if it does not fit."""
         written = put(ParsedFile(self.config.model_dump(), {}), key, value, origin)
         kept = {k: where for k, where in self.origin.items() if not k.startswith(f"{key}.")}
         return Resolved(check(written.values, written.lines), {**kept, key: origin})
 
 
 def load(path: Path | None, overrides: Iterable[str] = (), *, given: Mapping[str, Any] | None = None) -> Resolved:
-    """The configuration in `path`, or `given` in Python (neither: all defaults), under key=value `overrides`.
+    """Load the configuration in `path`, or `given` in Python (neither: all defaults), under key=value `overrides`.
 
-    Raises one BadInput that lists every mistake, each with file:line, key, what was wanted and got.
+    Raises one BadInput that lists every mistake, each with file:line, key, the wanted and the given value.
     """
     assert path is None or given is None, "one or the other"
     values = given or {}
@@ -60,12 +60,12 @@ def _said_in_python(values: Mapping[str, Any], above: str = "") -> Iterator[tupl
 
 
 def override(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
-    """`config` under key=value overrides; raises BadInput."""
+    """Return `config` under key=value overrides; raises BadInput."""
     return resolve(ParsedFile(config.model_dump(), {}), overrides).config
 
 
 def resolve(written: ParsedFile, overrides: Iterable[str]) -> Resolved:
-    """`written` under `overrides`, checked."""
+    """Return `written` under key=value `overrides`, checked; raises one BadInput that lists every mistake."""
     values = {k: {} if v is None and k in RunConfig.model_fields else v for k, v in written.values.items()}
     written = ParsedFile(values, written.lines)  # a section with nothing below it is a section of defaults
     mistakes = []
@@ -80,7 +80,7 @@ def resolve(written: ParsedFile, overrides: Iterable[str]) -> Resolved:
 
 
 def value_at(config: RunConfig, key: str) -> Any:
-    """The value of a dotted key of the schema."""
+    """Return the value of a dotted key of the schema."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
@@ -88,12 +88,12 @@ def value_at(config: RunConfig, key: str) -> Any:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a configuration file, for editors that complete and check."""
+    """Return the JSON Schema of a configuration file, for editors that complete and check."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
 
 
 def _inside_list(key: str, config: RunConfig) -> bool:
-    """Whether `key` is a place in a list that is a value: its lines are far apart in a file."""
+    """Return whether `key` is an index in a list that is a value: its lines are far apart in a file."""
     around = next((leaf for leaf, _ in leaves() if key.startswith(f"{leaf}.")), "")
     return bool(around) and isinstance(value_at(config, around), list)
 

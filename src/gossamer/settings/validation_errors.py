@@ -1,4 +1,4 @@
-"""Checking values against the schema: every mistake on one line, with its place, and what was wanted instead."""
+"""Validation errors of a configuration: every mistake on one line, with its place, the wanted and the given value."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _KEY = re.compile(r"([a-z_]+(?:\.[a-z0-9_]+)+): ")
 def check(
     values: Mapping[str, Any], lines: Mapping[str, str] | None = None, also: Sequence[BadInput] = ()
 ) -> RunConfig:
-    """The configuration of these values; raises one BadInput with a line for every mistake, in order of place.
+    """Return the configuration of these values; raises one BadInput with a line for every mistake, in order of place.
 
-    `also` holds mistakes found before, to be told with the others.
+    `also` holds mistakes found before, to be reported with the others.
     """
     found = dict(_booleans(values))
     config = None
@@ -45,7 +45,7 @@ def check(
 
 
 def several(mistakes: list[BadInput], lines: Mapping[str, str]) -> BadInput:
-    """One error out of many: sorted by place, one line each, with file:line in front where it is known."""
+    """Merge many errors into one: sorted by place, one line each, with file:line in front where it is known."""
     if len(mistakes) == 1 and not place(mistakes[0].key, lines):
         return mistakes[0]
     told = sorted(mistakes, key=lambda m: _order(place(m.key, lines)))
@@ -54,8 +54,9 @@ def several(mistakes: list[BadInput], lines: Mapping[str, str]) -> BadInput:
 
 
 def located(error: BadInput, origin: Mapping[str, str]) -> BadInput:
-    """An error about a key of the configuration (its `key`, or "train.batch: ..."), with where that was written; and
-    where the other keys were that it speaks of.
+    """Return an error about a configuration key with the file:line of that key, and of the other keys that it names.
+
+    The key is `error.key`, or the start of the message ("train.batch: ...").
     """
     key = error.key or (match.group(1) if (match := _KEY.match(error.message)) else "")
     if key.partition(".")[0] not in RunConfig.model_fields:
@@ -67,13 +68,13 @@ def located(error: BadInput, origin: Mapping[str, str]) -> BadInput:
 
 
 def _others(message: str, key: str, lines: Mapping[str, str]) -> str:
-    """ "plan.states: run.yaml:4, ..." of what was written of the keys that a message speaks of."""
+    """Return "plan.states: run.yaml:4, ..." for the other written keys that a message names."""
     told = dict.fromkeys(k for k in _NAMED.findall(message) if k in lines and not f"{key}.".startswith(f"{k}."))
     return ", ".join(f"{k}: {lines[k]}" for k in told)
 
 
 def place(key: str, lines: Mapping[str, str]) -> str:
-    """Where `key`, or else something in it, or else the nearest key around it, was written; "" if nowhere."""
+    """Return the file:line of `key`, or else of a key in it, or else of the nearest key around it; else ""."""
     inside = next((where for k, where in lines.items() if key and k.startswith(f"{key}.")), "")
     if key not in lines and inside:
         return inside
@@ -124,7 +125,7 @@ def _short(value: Any) -> str:
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[str, FieldInfo | None, type[BaseModel]]:
-    """The dotted key of an error, its field, and the section it is in; what lies deeper is told of the field."""
+    """Return the dotted key of an error, its field, and its section; errors deeper in a value belong to the field."""
     model: type[BaseModel] = RunConfig
     keys: list[str] = []
     field: FieldInfo | None = None
@@ -145,7 +146,7 @@ def _at(values: Any, key: str) -> Any:
 
 
 def _booleans(values: Mapping[str, Any]) -> Iterator[tuple[str, _Mistake]]:
-    """`steps: true` would be read as 1 step."""
+    """Yield a mistake for every true or false where a number belongs: `steps: true` would be read as 1 step."""
     for key, field in leaves():
         value = _at(values, key) if isinstance(values.get(key.split(".")[0]), Mapping) else None
         if isinstance(value, bool) and "true" not in wanted(field) and not is_text(field):
@@ -153,7 +154,7 @@ def _booleans(values: Mapping[str, Any]) -> Iterator[tuple[str, _Mistake]]:
 
 
 def suggest(name: str, model: type[BaseModel] = RunConfig) -> str:
-    """A closing clause about an unknown key of `model`: the nearest in it, else the nearest anywhere."""
+    """Return a closing clause about an unknown key of `model`: the nearest in it, else the nearest anywhere."""
     here = list(model.model_fields)
     if difflib.get_close_matches(name, here, n=1, cutoff=0.6):
         return nearest(name, here)

@@ -1,4 +1,4 @@
-"""YAML as people expect it: 1e-4 is a number (YAML 1.1 wants 1.0e-4), and a date is the text that was written."""
+"""YAML for configuration files: 1e-4 is a number (YAML 1.1 wants 1.0e-4), and a date stays text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _EXPONENT = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 
 
 class Loader(yaml.SafeLoader):
-    """Reads configuration."""
+    """The YAML loader of configuration files."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `Loader` reads back: text that looks like a number is quoted."""
+    """The YAML dumper whose text `Loader` reads back: text that looks like a number is quoted."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -31,6 +31,6 @@ for _kind in (Loader, _Dumper):
 
 
 def flow(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Return a value as YAML on one line."""
     text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=10**9)
     return text.removesuffix("\n").removesuffix("\n...")

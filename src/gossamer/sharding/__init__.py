@@ -1,9 +1,7 @@
-"""Where the update rule's state lies: on every rank, or a part on each of the ranks that train the same parameters; and
-gradients and the parameters themselves likewise.
+"""Sharding methods: optimizer states, gradients and parameters replicated on every rank, or sharded over ranks.
 
-A method says how gradients meet and what of them stays; the mechanics are those of `ShardedOptimizer` (the update of
-one's own rows, the gather of everybody's) and those of `ShardedParameters` (parameters that are there while a unit of
-the model runs).
+A method chooses the exchange of gradients and which of them a rank keeps. `ShardedOptimizer` updates a rank's own rows
+and all-gathers those of the others. `ShardedParameters` unshards the parameters of a unit while it runs.
 """
 
 from __future__ import annotations
@@ -42,49 +40,53 @@ __all__ = [
 
 
 class Sharding(ABC):
-    """A frozen dataclass; everything that changes is in States."""
+    """A sharding method: a frozen dataclass of settings.
+
+    All mutable state is in ShardedOptimizer and ShardedParameters.
+    """
 
     @property
     @abstractmethod
     def is_sharded(self) -> bool:
-        """Whether a rank holds the state of its own rows alone."""
+        """Return whether a rank holds the optimizer states of its own rows only."""
 
     @property
     def gives_back(self) -> bool:
-        """Whether a rank keeps its own rows of the gradients alone, once they have been exchanged."""
+        """Return whether a rank keeps only its own rows of the gradients after their exchange (ZeRO stage 2)."""
         return False
 
     @property
     def takes_parameters(self) -> bool:
-        """Whether a rank holds its own rows of the parameters alone, and the others' while a unit runs."""
+        """Return whether a rank keeps only its own rows of the parameters, and unshards a unit to run it (ZeRO 3)."""
         return False
 
     @property
     def differences(self) -> Codec | None:
-        """How what a rank has moved its rows by gets to the others; None: the rows themselves do, as they are."""
+        """Return the codec in which a rank sends the change of its rows; None: it sends the rows themselves."""
         return None
 
     @property
     def needs_islands(self) -> bool:
-        """Whether it makes no sense on links that are all alike."""
+        """Return whether the method requires islands."""
         return False
 
     @abstractmethod
     def path(self, levels: ProcessGroups) -> tuple[str, ...]:
-        """Along which levels rows are dealt out; along none, where every rank has all. Sharded parameters are dealt
-        out along the first of them.
+        """Return the levels along which rows are sharded, in order; empty where every rank has all rows.
+
+        Sharded parameters are sharded along the first level only.
         """
 
     @abstractmethod
     def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
-        """How gradients meet that `given` was asked for: a rank needs the mean of its own rows alone."""
+        """Return the exchange of gradients in place of `given`: a rank needs the mean of its own rows only."""
 
     def deal(self, levels: ProcessGroups) -> RowPartition:
-        """Whose rows are whose, where the links have these levels."""
+        """Return the partition of rows over the ranks of these process groups."""
         return RowPartition(levels, self.path(levels), kept=int(self.takes_parameters))
 
     def check(self, levels: ProcessGroups) -> None:
-        """Raises BadInput where this cannot serve such a wire: asked when all is known of it."""
+        """Raise BadInput where the method cannot serve these process groups; called when all of them are known."""
         if self.needs_islands and "island" not in levels.groups:
             raise bad_input(
                 wanted="islands of ranks, to hold the states on each of them",

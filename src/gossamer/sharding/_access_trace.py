@@ -1,6 +1,8 @@
-"""A look at one forward of a model: which units run, in which order, and what is read outside of its own unit.
+"""Trace of one forward of a model: which units run, in which order, and which parameters are read outside of their
+unit.
 
-That is also what a unit reads after it has computed what it returns: backward reads it before it comes to the unit.
+The latter include parameters that a unit reads after it has computed its output: backward reads them before it reaches
+the unit.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from gossamer.sharding._unshard_order import UnshardOrder, unit_of
 
 @dataclass(slots=True)
 class AccessTrace:
-    """What the forward has shown so far."""
+    """The trace of a forward: units as they ran, parameters read outside of their unit, units in the backward pass."""
 
     module: nn.Module
     units: tuple[str, ...]
@@ -31,13 +33,13 @@ class AccessTrace:
     read: dict[str, int] = field(default_factory=dict)  # parameter -> the number of the last node that did
 
     def walk(self) -> UnshardOrder:
-        """As all steps will go. Units that did not run are there for the whole of a step."""
+        """Return the unshard order of every step. Units that did not run stay unsharded for the whole step."""
         return UnshardOrder.of(self.module, self.order, self.loose).through(self.backward)
 
 
 @contextmanager
 def trace_access(module: nn.Module, units: Sequence[str]) -> Iterator[AccessTrace]:
-    """Look at the forward that is run inside."""
+    """Trace the forward that runs inside the context."""
     seen = AccessTrace(module, tuple(units))
     named = [u for u in units if u]
     real = {u: module.get_submodule(u) for u in named}
@@ -58,7 +60,7 @@ def trace_access(module: nn.Module, units: Sequence[str]) -> Iterator[AccessTrac
 
 @dataclass(slots=True)
 class _TracedParameter:
-    """The forward of a unit, which says when it runs."""
+    """The forward of a unit, which records that the unit runs."""
 
     seen: AccessTrace
     unit: str
@@ -84,7 +86,7 @@ class _TracedParameter:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation, and whose parameters are among its arguments."""
+    """A dispatch mode that records which parameters each operation reads."""
 
     def __init__(self, seen: AccessTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,7 +112,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def tensors_of(held: Any) -> list[Tensor]:
-    """All in what a module takes or returns: lists, tuples, dicts, dataclasses and what else torch was told of."""
+    """Return all tensors in a module's inputs or outputs: in lists, tuples, dicts, dataclasses and torch's pytrees."""
     found: list[Tensor] = []
     for leaf in tree_leaves(held):
         if isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""The way back of rows that were dealt out: level by level, the last one first, each rank comes to have its givers'."""
+"""All-gather of sharded rows, level by level, the last level of the partition first."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from gossamer.sharding._row_partition import RowPartition
 
 
 def longest(layout: Layout, deal: RowPartition, rank: int) -> int:
-    """Elements of a bucket that the giver has who has most: as long is what each of them sends."""
+    """Return the most elements of a bucket that any giver of `rank` has: every giver sends a message of that length."""
     return most([deal.part(layout, giver) for giver in deal.givers(rank)])
 
 
 def collecting(deal: RowPartition, rank: int, length: int, itemsize: int) -> tuple[Traffic, ...]:
-    """The messages by which every rank comes to have those of `length` elements of all givers: the last level of the
-    path first. Where only some of a group have anything, these send it to each of the others.
+    """Return the messages that gather `length` elements of every giver, the last level of the path first.
+
+    Where only some ranks of a group own rows, these send them to each of the others.
     """
     found = []
     for depth, level in reversed(list(enumerate(deal.back))):
@@ -38,7 +39,7 @@ def collecting(deal: RowPartition, rank: int, length: int, itemsize: int) -> tup
 def collected(
     deal: RowPartition, rank: int, mine: Tensor, length: int
 ) -> Generator[Message, tuple[Tensor, ...], Tensor]:
-    """(givers, length): every giver's `mine`, which has the same length on all of them."""
+    """Gather every giver's `mine`, of the same length on all of them, and return (givers, length)."""
     found = mine
     for turn in collecting(deal, rank, length, mine.element_size()):
         copies = 1 if turn.splits is None else sum(map(bool, turn.splits))

@@ -1,16 +1,16 @@
-"""Hops: a scatter in two hops. Inside an island first, so that of every row its mean there goes on between islands.
+"""Hierarchical reduce-scatter in two hops: inside an island first, then the means of the rows between islands.
 
 Equations (island I of rank i; W_I = sum of w_i over I; rows k belong to the k-th ranks of all islands together):
     m_I[k] = sum_{i in I} (w_i / W_I) D(C(x_i[k]))     at the k-th rank of I, whose own numbers need no code
     mean[k] = sum_I W_I m_I[k]                         by `between`, among the k-th ranks of all islands
     lost_i = x_i - D(C(x_i)) of others' rows, and of its own  (W_k / w_k) lost of `between`;
     owed_i = W_k lost of `between` and what that owes, of its own rows, where w_i = 0
-Symbols: C `inside`, D its inverse (the identity where none is given). `between` may be a Scatter: then the k-th rows
-are dealt out among the k-th ranks, and each gets the mean of its own; or any exchange, and they all get the mean of k.
+Symbols: C `inside`, D its inverse (the identity where none is given). `between` may be a ReduceScatter: then the k-th
+rows are sharded among the k-th ranks, and each gets the mean of its own. With any other exchange all get the mean of k.
 The order of a message inside is a permutation of the bucket: all rows of the first owner, of the second, and so on.
 Levels:  `island` and `between`. Of every island as many ranks own rows as the smallest has; the others run `between`
-on nothing and in a group of one, so that all ranks send as many messages. Where there is no such level, as while
-islands train apart, each group of `all` is an island: mean = m_I, and the state stays what it is.
+on nothing and in a group of one, so that all ranks send as many messages. Where there is no such level, as in local
+steps, each group of `all` is an island: mean = m_I, and the state stays what it is.
 Wire:    SHUFFLE inside (1 - 1/n_I of an encoded bucket, where n_I ranks own rows), `between` on 1/n_I of a bucket.
 State:   that of `between` for the whole bucket, of which owned rows are used.
 Paper:   qgZ of Wang et al., ZeRO++, arXiv 2306.10209 (slice reordering, all-to-all in two hops); the two levels of Jia
@@ -49,8 +49,9 @@ _BYTES = torch.uint8
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalReduceScatter(Exchange):
-    """`between` islands; inside one, numbers travel in the bucket's own type unless a codec is given. Of rows that are
-    not its own the bucket holds zeros afterwards.
+    """A reduce-scatter by `between` across islands, after one inside each island with the codec `inside` or none.
+
+    Without a codec numbers are sent in the bucket's own type. The bucket holds zeros in other ranks' rows afterwards.
     """
 
     between: Exchange
@@ -92,7 +93,7 @@ class HierarchicalReduceScatter(Exchange):
     def _reduce(
         self, x: Bucket, here: IslandShare, parts: tuple[RowPart, ...], at: ExchangeContext, lost: Tensor | None
     ) -> Generator[Message, tuple[Tensor, ...], Tensor]:
-        """The mean of my island, of the rows that are mine there, in float32."""
+        """Return the island's mean of this rank's rows, in float32."""
         shares, keys = here.shares(at.weights), [key_of(at, x.layout, turn=-1 - k) for k in range(len(parts))]
         there, others = self._inside(here, at.levels), [k for k in range(len(here.island)) if k != here.me]
         sent = [self._message(x.flat, parts[k], keys[k], lost) for k in others if k < len(parts) and parts[k]]
@@ -109,7 +110,7 @@ class HierarchicalReduceScatter(Exchange):
         return total
 
     def _message(self, flat: Tensor, part: RowPart, key: Key, lost: Tensor | None) -> Tensor:
-        """Somebody's rows as they travel; what that loses of them is written to `lost`."""
+        """Return an owner's rows as they are sent; their compression error is written to `lost`."""
         rows = packed(flat, part, size_of(part))
         if self.inside is None:
             return rows
@@ -121,7 +122,9 @@ class HierarchicalReduceScatter(Exchange):
         return message
 
     def part_of_mean(self, at: ExchangeContext) -> float:
-        """Of its rows on its island all of it; the islands share it as `between` has it."""
+        """Return this rank's part of the rounding error: all of it on its island, divided over islands as `between`
+        does.
+        """
         if _is_one(at.levels):
             return 1.0
         islands = at.levels.groups["island"]
@@ -139,7 +142,7 @@ class HierarchicalReduceScatter(Exchange):
             check_across(self.between, layout, levels, dealt)
 
     def _inside(self, here: IslandShare, levels: ProcessGroups) -> Traffic:
-        """The message inside the island."""
+        """Return the message inside the island."""
         sizes = [self._size(run) for run in (*here.runs, *(here.nobody for _ in here.island[len(here.runs) :]))]
         splits = tuple(0 if k == here.me else size for k, size in enumerate(sizes))
         arriving = tuple(0 if k == here.me else sizes[here.me] for k in range(len(sizes)))
@@ -148,23 +151,23 @@ class HierarchicalReduceScatter(Exchange):
         return Traffic(Collective.SHUFFLE, sum(splits), itemsize, level, splits, arriving)
 
     def _size(self, run: OwnerRange) -> int:
-        """Elements of the message about a run: numbers, or encoded bytes."""
+        """Return the elements of the message about a range: numbers, or encoded bytes."""
         return run.numel if self.inside is None or not run.numel else self.inside.nbytes(run.numel)
 
 
 def _is_one(levels: ProcessGroups) -> bool:
-    """Whether those whose gradients meet are one island: there is nobody else."""
+    """Return whether the gradients are averaged within one island only."""
     return "island" not in levels.groups
 
 
 def _place(layout: Layout, levels: ProcessGroups, rank: int) -> IslandShare:
-    if _is_one(levels):  # all islands are seen, so that rows are dealt out as where they meet
+    if _is_one(levels):  # keep all islands, so that rows have the same owners as in synchronous steps
         levels = ProcessGroups({"all": (levels.everyone,), "island": levels.groups["all"]})
     return IslandShare.of(layout, levels, rank, dealt)
 
 
 def dealt(layout: Layout, owners: int) -> tuple[OwnerRange, ...]:
-    """The rows of every owner, one owner behind the other: where they lie in the reordered bucket."""
+    """Return the rows of every owner, one owner after the other: their ranges in the reordered bucket."""
     found, start = [], 0
     for owner in range(owners):
         entries, numel = [], 0
@@ -181,19 +184,19 @@ def dealt(layout: Layout, owners: int) -> tuple[OwnerRange, ...]:
 
 
 def is_by_number(exchange: Exchange) -> bool:
-    """Whether its state goes with the numbers of a bucket one by one, so that rows can be taken out."""
+    """Return whether all state of an exchange has one number per element of the bucket, so that rows can be cut out."""
     where = Layout((Entry("x", (6, 5), 0),), torch.float32)
     return all(tensor.shape == (where.numel,) for _, tensor in exchange.init(where).flatten())
 
 
 def _part(state: ExchangeState, own: RowPart) -> ExchangeState:
-    """What of a bucket's state goes with the rows that are mine."""
+    """Return the state of this rank's rows, out of a bucket's state."""
     tensors = {name: packed(tensor, own, size_of(own)) for name, tensor in state.tensors.items()}
     return ExchangeState(tensors, tuple(_part(inner, own) for inner in state.inner))
 
 
 def _put_back(state: ExchangeState, own: RowPart, part: ExchangeState) -> ExchangeState:
-    """`state` with the part of my rows replaced: a new one."""
+    """Return `state` with the state of this rank's rows replaced, as a new one."""
     tensors = {name: tensor.clone() for name, tensor in state.tensors.items()}
     for name, tensor in part.tensors.items():
         unpacked(tensor, own, tensors[name])

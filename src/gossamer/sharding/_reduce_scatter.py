@@ -1,4 +1,4 @@
-"""Scatter: the first half of an exchange: every rank gets the mean of its own rows, and no others'.
+"""Reduce-scatter of a bucket: every rank gets the mean of its own rows, and of no others.
 
 Equations (n ranks, rows r belong to rank r):
     mean[r] = w_r x_r[r] + sum_{i != r} w_i D(C(x_i[r])),   on rank r alone
@@ -35,7 +35,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(Exchange):
-    """In the bucket's own type, or through a codec. Of others' rows the bucket holds zeros afterwards."""
+    """A reduce-scatter in the bucket's own type, or through a codec; it zeroes other ranks' rows of the bucket."""
 
     codec: Codec | None = None
 
@@ -67,7 +67,7 @@ class ReduceScatter(Exchange):
         return Outcome(x.flat, None if lost is None or not at.accounts else spread(lost, parts, x.flat), state)
 
     def part_of_mean(self, at: ExchangeContext) -> float:
-        """All of it: nobody else has the mean of its rows."""
+        """Return 1: no other rank has the mean of this rank's rows."""
         return 1.0
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
@@ -83,30 +83,30 @@ class ReduceScatter(Exchange):
 
 
 def parts_of(layout: Layout, ranks: int) -> tuple[RowPart, ...]:
-    """Where every rank's rows lie in a bucket."""
+    """Return the ranges of every rank's rows in a bucket, by rank."""
     deal = RowPartition(ProcessGroups.flat(ranks), ("all",))
     return tuple(deal.part(layout, rank) for rank in range(ranks))
 
 
 def size_of(part: RowPart) -> int:
-    """Elements."""
+    """Return the number of elements of a rank's rows."""
     return sum(numel for _, numel in part)
 
 
 def most(parts: Sequence[RowPart]) -> int:
-    """Elements of the rank that has most."""
+    """Return the largest number of elements of any rank."""
     return max(map(size_of, parts))
 
 
 def packed(flat: Tensor, part: RowPart, length: int) -> Tensor:
-    """(length,): one rank's rows one behind the other, and zeros."""
+    """Return one rank's rows of `flat`, one behind the other, zero-padded to (length,)."""
     row = flat.new_zeros(length)
     torch.cat([flat[at : at + n] for at, n in part] or [flat[:0]], out=row[: size_of(part)])
     return row
 
 
 def unpacked(row: Tensor, part: RowPart, flat: Tensor) -> None:
-    """Put one rank's rows back where they lie in `flat`."""
+    """Copy one rank's rows back to their ranges in `flat`."""
     done = 0
     for at, numel in part:
         flat[at : at + numel] = row[done : done + numel]
@@ -114,7 +114,7 @@ def unpacked(row: Tensor, part: RowPart, flat: Tensor) -> None:
 
 
 def spread(rows: Tensor, parts: tuple[RowPart, ...], like: Tensor) -> Tensor:
-    """All ranks' rows as one flat float32 buffer."""
+    """Return all ranks' rows as one flat float32 buffer."""
     flat = torch.zeros_like(like, dtype=torch.float32)
     for row, part in zip(rows, parts, strict=True):
         unpacked(row, part, flat)

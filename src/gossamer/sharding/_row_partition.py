@@ -1,4 +1,4 @@
-"""Whose rows of a parameter are whose."""
+"""Partition of the rows of parameters over ranks."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ RowPart = tuple[tuple[int, int], ...]  # (start, numel) in a flat buffer of the 
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows [start, start + count) of a tensor's first dimension; a number is one row."""
+    """A range of rows [start, start + count) of a tensor's first dimension; a 0-dim tensor is one row."""
 
     start: int
     count: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of them, with as many dimensions as the tensor has; a number is all there or an error."""
+        """Return the view of these rows; a 0-dim tensor itself."""
         return tensor if tensor.dim() == 0 else tensor[self.start : self.start + self.count]
 
     def within(self, other: RowRange) -> RowRange:
-        """The same ones, counted from the first of `other`, which they lie in."""
+        """Return the same rows, counted from the first row of `other`, which contains them."""
         return RowRange(self.start - other.start, self.count)
 
 
 def rows_of(name: str, shape: Sequence[int], ranks: int) -> tuple[RowRange, ...]:
-    """By rank. Where there are fewer rows than ranks, one rank has all of them: which one depends on the name, and so
-    does who has one row more where they cannot be equal; over many parameters that evens out.
+    """Return the rows of a parameter by rank, as equal as possible.
+
+    With fewer rows than ranks one rank has all of them. The name decides which one, and which ranks have one row more
+    where counts cannot be equal; over many parameters that evens out.
     """
     count = shape[0] if shape else 1
     first = zlib.crc32(name.encode()) % ranks
@@ -46,12 +48,13 @@ def rows_of(name: str, shape: Sequence[int], ranks: int) -> tuple[RowRange, ...]
 
 @dataclass(frozen=True, slots=True)
 class RowPartition:
-    """Rows dealt out level by level: among the ranks of an island, say, and what is a rank's there among it and its
-    counterparts between islands. Along no path nothing is dealt out: every rank has all rows.
+    """The partition of parameter rows over ranks, along the levels of `path`; empty: every rank has all rows.
 
-    Of every island as many ranks get rows as the smallest has: those with a counterpart in all islands.
-    `kept`: along how many of the levels, the first ones, parameters are dealt out for good. What is updated comes back
-    along the others.
+    Each level divides the rows of the level before: among the ranks of an island, say, and then each rank's rows among
+    it and its counterparts on the other islands. On every island as many ranks get rows as the smallest has: those with
+    a counterpart on all islands.
+
+    `kept`: along how many levels, from the first, parameters stay sharded. Updated rows are gathered along the others.
     """
 
     levels: ProcessGroups
@@ -60,16 +63,16 @@ class RowPartition:
 
     @property
     def back(self) -> tuple[str, ...]:
-        """The levels along which updated rows come back, the last one first."""
+        """Return the levels along which updated rows are gathered, in path order; gathering starts with the last."""
         return self.path[self.kept :]
 
     @property
     def of_parameters(self) -> RowPartition:
-        """How they are dealt out for good; all of that comes back while they are needed."""
+        """Return the partition of the parameters themselves, which are gathered along all its levels for use."""
         return RowPartition(self.levels, self.path[: self.kept])
 
     def rows(self, name: str, shape: Sequence[int], rank: int) -> RowRange:
-        """What `rank` has of a parameter."""
+        """Return the rows of a parameter that `rank` has."""
         mine = RowRange(0, shape[0] if shape else 1)
         for level in self.path:
             owners = self.owners(level, rank)
@@ -80,18 +83,16 @@ class RowPartition:
         return mine
 
     def part(self, layout: Layout, rank: int) -> RowPart:
-        """Where a rank's rows lie in a bucket."""
+        """Return the ranges of a rank's rows in a bucket."""
         rows = ((e, self.rows(e.name, e.shape, rank), prod(e.shape[1:])) for e in layout.entries)
         return tuple((e.start + r.start * row, r.count * row) for e, r, row in rows if r.count * row)
 
     def owners(self, level: str, rank: int) -> tuple[int, ...]:
-        """Those of the group of `rank` among whom rows are dealt out."""
+        """Return the ranks of the group of `rank` among whom rows are divided."""
         return self.levels.owners(rank) if level == "island" else self.levels.group(level, rank)
 
     def givers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that together have all rows once that are to come back to `rank`, in the order in which it hears of
-        them on the way.
-        """
+        """Return the ranks whose rows are gathered to `rank`, which have each row once, in the order of the message."""
         return self._along(self.back, rank)
 
     def _along(self, path: Sequence[str], rank: int) -> tuple[int, ...]:
@@ -101,12 +102,12 @@ class RowPartition:
         return found
 
     def is_first(self, rank: int) -> bool:
-        """Whether no rank before it has the same rows, where it has any."""
+        """Return whether `rank` has rows that no rank before it has."""
         return rank in self._along(self.path, self.levels.group("all", rank)[0])
 
 
 def path_of(level: str, levels: ProcessGroups) -> tuple[str, ...]:
-    """Along which levels rows are dealt out among all ranks, or those of an island where there are any."""
+    """Return the levels along which rows are sharded: over `all` ranks, or over each `island` where there are any."""
     islands = levels.groups.get("island", ())
     if level == "island" and islands:
         return ("island",)

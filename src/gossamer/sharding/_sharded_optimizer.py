@@ -1,4 +1,4 @@
-"""The update rule's state on one rank, the update itself, and how everybody comes to know what others have updated."""
+"""The sharded optimizer of one rank: its optimizer states, its update, and the all-gather of updated rows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ _MAIN = "main"
 
 @dataclass(slots=True)
 class ShardedOptimizer:
-    """`rows`: this rank's, by name; where it holds all of every parameter, there is nothing to gather. What is dealt
-    out level by level is gathered so as well, the other way round: rows between islands once, and then inside.
-    `differences`: a code for what the rows have moved by. Then the rule moves float32 copies of its own, `main` among
-    its state, and the parameters are what all ranks make of the code, this one's own rows too: so they are the same
-    everywhere, and what was lost on the way is part of the next difference. `shards`: where the parameters themselves
-    are sharded, the rows lie in what is there of them. Only that comes back after an update; the rest when a unit runs.
+    """The optimizer states of one rank, for its own rows of each parameter, and the all-gather of the rows it updates.
+
+    `rows`: this rank's rows by parameter name; where it holds all rows there is nothing to gather. Rows sharded along
+    two levels are gathered between islands first, then inside. `differences`: a codec for weight updates. The optimizer
+    `rule` then updates float32 copies, the state `main`. The parameters are those that all ranks decode, on this rank
+    too: so they are equal everywhere, and a compression error is part of the next difference. `shards`: the sharded
+    parameters, where parameters are sharded too: after an update only their own rows are gathered, the others when a
+    unit runs.
     """
 
     rule: Optimizer
@@ -42,7 +44,7 @@ class ShardedOptimizer:
     differences: Codec | None
     held: OptimizerState
     shards: ShardedParameters | None = None
-    skipped: dict[str, int] = field(default_factory=dict)  # parameter -> updates of the run that it had no part in
+    skipped: dict[str, int] = field(default_factory=dict)  # parameter -> updates of the run without its gradient
 
     @staticmethod
     def of(
@@ -54,7 +56,7 @@ class ShardedOptimizer:
         differences: Codec | None,
         shards: ShardedParameters | None = None,
     ) -> ShardedOptimizer:
-        """What `rank` holds where rows are dealt out so."""
+        """Build the optimizer states of the rows that `rank` has in the partition `deal`."""
         mine = {name: deal.rows(name, p.shape, rank) for name, p in params.items()}
         own = _own_of(mine, _held(params, shards))
         if differences is not None:
@@ -70,24 +72,26 @@ class ShardedOptimizer:
 
     @property
     def is_spare(self) -> bool:
-        """Whether a rank before this one holds the state of the same rows, and counts and writes them where all islands
-        meet.
+        """Return whether a rank before this one holds the states of the same rows.
+
+        That rank then reports their norm, where gradients of all islands are averaged, and writes them to checkpoints.
         """
         return self.is_sharded and not self.deal.is_first(self.rank)
 
     @property
     def has_spare_parameters(self) -> bool:
-        """Whether a rank before this one holds the same rows of sharded parameters, and writes them."""
+        """Return whether a rank before this one holds, and checkpoints, the same rows of sharded parameters."""
         return self.shards is not None and not self.deal.of_parameters.is_first(self.rank)
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's rows of something shaped like a parameter; nothing of it where it has none."""
+        """Return this rank's rows of a tensor shaped like the parameter `name`; an empty tensor where it has none."""
         rows = self.rows[name]
         return rows.of(tensor) if _any(rows) else tensor.new_empty(0)
 
     def update(self, grads: Mapping[str, Tensor], *, lr_scale: float, step: int, apart: bool = False) -> None:
-        """Move this rank's rows, given its rows of the mean gradients. `apart`: they are those of one island among
-        several.
+        """Update this rank's rows, given its rows of the mean gradients.
+
+        `apart`: the gradients are averaged within one island of several only.
         """
         own = {name: grad for name, grad in grads.items() if _any(self.rows[name])}
         update = self.rule.update_apart if apart else self.rule.update
@@ -98,61 +102,62 @@ class ShardedOptimizer:
         self.release()
 
     def missed(self, names: Iterable[str]) -> None:
-        """These had no gradient in an update."""
+        """Count an update in which the parameters `names` had no gradient."""
         for name in names:
             self.skipped[name] = self.skipped.get(name, 0) + 1
 
     def meet(self, moved: Mapping[str, Tensor], *, rates: float) -> None:
-        """Tell the rule that islands have met (see Rule.meet)."""
+        """Report the mean pseudo-gradients of a sync round to the optimizer (see Optimizer.meet)."""
         own = {name: self.own(name, gone) for name, gone in moved.items() if _any(self.rows[name])}
         self.rule.meet(self._moved_by_rule(own), own, self.held, rates=rates)
 
     def second_moments(self, step: int, names: Iterable[str]) -> Mapping[str, Tensor]:
-        """What islands can tell each other of the parameters named (see Rule.second_moments); `step`: updates made."""
+        """Return the second moments of `names` for islands to average, after `step` updates.
+
+        See Optimizer.second_moments.
+        """
         return self.rule.second_moments({name: self.held[name] for name in names}, step=step)
 
     def learn(self, squares: Mapping[str, Tensor]) -> None:
-        """Tell the rule what islands have brought together of them."""
+        """Give the optimizer the second moments averaged over islands."""
         self.rule.learn(squares, self.held)
 
     def _moved_by_rule(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """This rank's rows of the parameters named, or the float32 copies that move in their place."""
+        """Return this rank's rows of the parameters named, or the float32 copies that are updated in their place."""
         there = dict(self.parameters())
         return {name: self.held[name].get(_MAIN, there[name]) for name in names}
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The rows of the parameters whose state this rank holds."""
+        """Yield the parameters' rows whose optimizer states this rank holds, by name."""
         return iter(_own_of(self.rows, _held(self.params, self.shards)).items())
 
     @property
     def sharded(self) -> dict[str, tuple[Tensor, RowRange, Tensor]]:
-        """The parameters that are sharded themselves, trained or not, by name: the parameter (its shape is all there is
-        of it), which rows are this rank's, and these.
-        """
+        """Return the sharded parameters by name, trained or not: parameter (for its shape), own row range, own rows."""
         if self.shards is None:
             return {}
         own, params = dict(self.shards.own()), dict(self.shards.module.named_parameters())
         return {n: (params[n], rows, own.get(n, params[n].new_empty(0))) for n, rows in self.shards.rows.items()}
 
     def release(self) -> None:
-        """Let go what was gathered of sharded parameters."""
+        """Reshard all sharded parameters."""
         if self.shards is not None:
             self.shards.release()
 
     def leave(self) -> None:
-        """Make sharded parameters whole again, for good; all ranks call it."""
+        """Unshard all sharded parameters for good; all ranks must call it."""
         if self.shards is not None:
             self.shards.leave()
 
     def waited_s(self) -> float:
-        """For what was gathered, since it was last asked."""
+        """Return the seconds this rank waited for unsharding since the last call."""
         if self.shards is None:
             return 0.0
         waited, self.shards.exposed_s = self.shards.exposed_s, 0.0
         return waited
 
     def gather(self, layouts: Sequence[Layout], pump: CommThread, *, key: tuple[int, int]) -> None:
-        """After an update: take over what the others have updated of what this rank holds. `key`: (seed, step)."""
+        """All-gather, after an update, the rows that this rank holds and others have updated. `key`: (seed, step)."""
         if not self.deal.back:
             return
         step = pump.begin([len(self.deal.back)] * len(layouts))
@@ -181,7 +186,8 @@ class ShardedOptimizer:
     def _moved(self, codec: Codec, place: tuple[int | str, ...], layout: Layout) -> Rounds:
         givers = self.deal.givers(self.rank)
         parts = [self.deal.part(layout, giver) for giver in givers]
-        key = key_at(place, givers.index(self.rank) if self.rank in givers else -1)  # who has the same rows draws alike
+        # Ranks with the same rows draw the same random numbers.
+        key = key_at(place, givers.index(self.rank) if self.rank in givers else -1)
         bucket = as_float(layout).allocate()
         for name, view in bucket.slices():
             if name in self.held:
@@ -198,14 +204,14 @@ class ShardedOptimizer:
         return Outcome(bucket.flat[:0].clone(), None, Stateless())  # the buffer need not outlive it
 
     def slots(self) -> Iterator[tuple[str, str, RowRange, Tensor]]:
-        """(slot, parameter, this rank's rows, tensor) of all state."""
+        """Yield (slot, parameter, this rank's rows, tensor) of all optimizer states."""
         for name, slots in self.held.items():
             for slot, tensor in slots.items():
                 yield slot, name, self.rows[name], tensor
 
 
 def gather_traffic(layout: Layout, deal: RowPartition, rank: int, differences: Codec | None) -> tuple[Traffic, ...]:
-    """What a gather after an update sends of a bucket."""
+    """Return the messages of the all-gather of one bucket after an update."""
     length = longest(layout, deal, rank)
     if differences is None:
         return collecting(deal, rank, length, layout.dtype.itemsize)
@@ -214,21 +220,21 @@ def gather_traffic(layout: Layout, deal: RowPartition, rank: int, differences: C
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What is there of a parameter for good: these rows."""
+    """The rows of a parameter that this rank keeps."""
 
     rows: RowRange
     tensor: Tensor
 
 
 def _held(params: Mapping[str, Tensor], shards: ShardedParameters | None) -> dict[str, _Held]:
-    """By name, of those of which anything is there."""
+    """Return the kept rows by name, of parameters of which this rank keeps any."""
     if shards is None:
         return {n: _Held(RowRange(0, p.shape[0] if p.dim() else 1), p.detach()) for n, p in params.items()}
     return {n: _Held(shards.rows[n], tensor) for n, tensor in shards.own() if n in params}
 
 
 def _own_of(mine: Mapping[str, RowRange], held: Mapping[str, _Held]) -> dict[str, Tensor]:
-    """Of what is there, the rows that are `mine`."""
+    """Return the rows that are `mine`, out of the kept ones."""
     return {n: rows.within(held[n].rows).of(held[n].tensor) for n, rows in mine.items() if _any(rows)}
 
 

@@ -1,8 +1,8 @@
-"""Parameters of which every rank keeps its own rows, and has all only while a unit of the model runs.
+"""Sharded parameters: every rank keeps its own rows, and all rows only while a unit of the model runs (ZeRO stage 3).
 
-A parameter that is away has the shape it had, over one number that is none (nan): whoever reads it all the same makes
-a step that all ranks reject. What autograd keeps of it for backward are views of the buffer that its unit is gathered
-in: its memory goes and comes back under them.
+A resharded parameter keeps its shape but is backed by a single NaN. Code that reads it all the same makes a step that
+all ranks reject. Autograd keeps views of the buffer a unit is unsharded into; the memory under them is freed and
+allocated again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from gossamer.sharding._unshard_order import LEVEL, UnshardOrder, UnshardUnit, w
 
 @dataclass(slots=True)
 class ShardedParameters:
-    """One rank's end of it. Gathers are started by the walk through the model, in the same order on all ranks, and go
-    through a pump of their own.
+    """The sharded parameters of one rank. Forward and backward start all-gathers, in the same order on all ranks.
+
+    The all-gathers run on a communication thread of their own, `pump`.
     """
 
     module: nn.Module
@@ -40,7 +41,7 @@ class ShardedParameters:
     always: _UnshardedUnit
     units: tuple[_UnshardedUnit, ...]
     rows: Mapping[str, RowRange]  # of this rank, by parameter
-    exposed_s: float = 0.0  # waited for, since it was last set to 0
+    exposed_s: float = 0.0  # seconds waited since it was last set to 0
     _running: list[int] = field(default_factory=list)
     _real: list[tuple[nn.Module, Callable[..., Any] | None]] = field(default_factory=list)
 
@@ -48,7 +49,7 @@ class ShardedParameters:
     def of(
         module: nn.Module, walk: UnshardOrder, pump: CommThread, *, deal: RowPartition, rank: int
     ) -> ShardedParameters:
-        """Keep this rank's rows, as they are dealt out, and let all else go."""
+        """Shard the parameters of `module`: keep the rows of `rank` in the partition `deal`, free all others."""
         params = dict(module.named_parameters())
         always, *units = (_UnshardedUnit.of(unit, params, deal, rank) for unit in (walk.always, *walk.units))
         rows = {name: deal.rows(name, p.shape, rank) for name, p in params.items()}
@@ -63,7 +64,7 @@ class ShardedParameters:
         module.forward = _Wrapped(module.forward, run)  # type: ignore[method-assign]
 
     def own(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's rows of every parameter, by name; not those that it has none of."""
+        """Yield this rank's rows of every parameter by name, without parameters of which it has none."""
         for unit in (self.always, *self.units):
             yield from unit.own.items()
 
@@ -98,7 +99,7 @@ class ShardedParameters:
         self._wait(self.units[index])
 
     def _look(self, index: int, *, is_forward: bool) -> None:
-        """Move the window: what is behind it goes, what comes into it is on its way."""
+        """Move the window: reshard units that are behind it, start to unshard those inside it."""
         wanted = window(index, len(self.units), is_forward=is_forward)
         for i, unit in enumerate(self.units):
             if i not in wanted and i not in self._running:
@@ -112,12 +113,15 @@ class ShardedParameters:
         self.exposed_s += time.perf_counter() - began
 
     def release(self) -> None:
-        """Let everything go that is not this rank's own."""
+        """Reshard all parameters: free all rows that are not this rank's own."""
         for unit in (self.always, *self.units):
             unit.release()
 
     def leave(self) -> None:
-        """Give the module its parameters and forwards back, whole; all ranks call it, and it is of no more use."""
+        """Unshard all parameters for good and restore the module's forwards.
+
+        All ranks must call it; afterwards this object is unusable.
+        """
         for unit in (self.always, *self.units):
             unit.begin(self.pump)
             unit.wait()
@@ -131,8 +135,9 @@ class ShardedParameters:
 
 
 def _nodes(output: Tensor) -> Iterator[Node]:
-    """Where backward enters a unit. Of a view that is changed in place afterwards, the node is dropped, and the one of
-    what it is a view of stays.
+    """Yield the autograd nodes by which backward enters a unit.
+
+    Changing a view in place afterwards drops the view's node, but keeps that of its base.
     """
     for one in (output, output._base):
         if one is not None and one.grad_fn is not None:
@@ -140,7 +145,7 @@ def _nodes(output: Tensor) -> Iterator[Node]:
 
 
 class _Wrapped:
-    """A forward that `run` is called around."""
+    """A forward wrapped by `run`."""
 
     def __init__(self, real: Callable[..., Any], run: Callable[..., Any]) -> None:
         functools.update_wrapper(self, real, updated=())
@@ -152,7 +157,7 @@ class _Wrapped:
 
 @dataclass(slots=True)
 class _UnshardedUnit:
-    """A unit's parameters: `own` rows for good, all of them between `begin` and `release`."""
+    """A unit's parameters: the `own` rows always, all rows between `begin` and `release`."""
 
     params: Mapping[str, Tensor]
     own: dict[str, Tensor]
@@ -173,7 +178,7 @@ class _UnshardedUnit:
         return found
 
     def begin(self, pump: CommThread) -> None:
-        """Start to gather, where it is not there."""
+        """Start to gather the unit, unless it is unsharded or pending."""
         if self.is_there or self.under_way is not None or not self.buffers:
             return
         self.under_way = pump.begin([1] * len(self.buffers))
@@ -181,7 +186,7 @@ class _UnshardedUnit:
             self.under_way.submit(job, buffer.gather())
 
     def wait(self) -> None:
-        """Until the parameters are there. Raises PeerLost."""
+        """Wait until the unit is unsharded. Raise PeerLost."""
         if self.under_way is None:
             return
         for job in range(len(self.buffers)):
@@ -191,7 +196,7 @@ class _UnshardedUnit:
             self.params[name].data = view
 
     def release(self) -> None:
-        """Let the memory go."""
+        """Reshard the unit."""
         self.wait()
         if self.is_there:
             self._hollow()
@@ -213,11 +218,11 @@ class _UnshardedUnit:
 
 @dataclass(slots=True)
 class _Buffer:
-    """The parameters of one type of a unit: the message that this rank sends of them, and where all of them go."""
+    """A unit's parameters of one type: the message that this rank sends, and the buffer they are gathered into."""
 
     deal: RowPartition
     rank: int
-    message: Tensor  # (most,) this rank's rows one behind the other, and zeros; (0,) where it gives none
+    message: Tensor  # (most,) this rank's rows, zero-padded; (0,) where it sends none
     parts: tuple[RowPart, ...]  # of the givers
     whole: Bucket
 
@@ -229,7 +234,7 @@ class _Buffer:
         return _Buffer(deal, rank, message, parts, layout.allocate())
 
     def rows(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's rows, now as views of the message."""
+        """Return this rank's rows, moved into the message, as views of it."""
         found, done = {}, 0
         for e in self.whole.layout.entries:
             rows = self.deal.rows(e.name, e.shape, self.rank)

@@ -1,8 +1,8 @@
-"""The walk of a step through a model whose parameters are sharded: what is gathered together, in which order, and when.
+"""Order of unsharding in a step: which units of the model are all-gathered together, in which order, and when.
 
-A window of two units, the one that runs and the next one, moves over the model, forth and back with every micro-batch.
-At either end the other neighbour is the next one, and is there already. What is read outside of its own unit, or lies
-in none, is there for the whole of a step.
+A window of two units, the running one and the next one, moves over the model, forward and backward with every
+micro-batch. At either end the other neighbor is the next one, which is unsharded already. Parameters that are read
+outside of their unit, or lie in no unit, stay unsharded for the whole step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from gossamer.comm.message import Traffic
 from gossamer.sharding._gather_updates import collecting, longest
 from gossamer.sharding._row_partition import RowPartition
 
-LEVEL = "parameters"  # groups of their own: what is gathered does not wait behind gradients
+LEVEL = "parameters"  # groups of their own: parameters do not wait behind gradients
 
 
 @dataclass(frozen=True, slots=True)
 class UnshardUnit:
-    """What is gathered at once, one layout for each type. `goes_back`: whether backward comes through it."""
+    """A unit of the model whose parameters are gathered at once, with one layout per type.
+
+    `goes_back`: whether the backward pass runs through it.
+    """
 
     name: str
     layouts: tuple[Layout, ...]
@@ -31,20 +34,24 @@ class UnshardUnit:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of its parameters."""
+        """Return the names of its parameters."""
         return frozenset(e.name for layout in self.layouts for e in layout.entries)
 
 
 @dataclass(frozen=True, slots=True)
 class UnshardOrder:
-    """`always`: what is there for the whole of a step; `units` in the order in which they run."""
+    """The order in which the units of a model are unsharded.
+
+    `always`: the parameters that stay unsharded for the whole step; `units`: the others, in the order in which they
+    run.
+    """
 
     always: UnshardUnit
     units: tuple[UnshardUnit, ...]
 
     @staticmethod
     def of(module: nn.Module, units: Sequence[str], loose: Collection[str] = ()) -> UnshardOrder:
-        """`units` of `module`, in order. `loose`: parameters that are read outside of their unit."""
+        """Build the order of `units` of `module`, given as they run. `loose`: parameters read outside of their unit."""
         places: dict[int, set[str]] = {}
         for name, param in module.named_parameters(remove_duplicate=False):
             places.setdefault(id(param), set()).add(unit_of(name, units))
@@ -59,11 +66,11 @@ class UnshardOrder:
         return UnshardOrder(UnshardUnit("", layouts_of(held[""])), found)
 
     def through(self, backward: Collection[str]) -> UnshardOrder:
-        """The same, where backward comes through the units named."""
+        """Return the same order, where the backward pass runs through the units named."""
         return replace(self, units=tuple(replace(u, goes_back=u.name in backward) for u in self.units))
 
     def gathers(self, microbatches: int) -> Iterator[UnshardUnit]:
-        """Of a step, one by one."""
+        """Yield the units that a step gathers, in order."""
         yield self.always
         there: tuple[int, ...] = ()
         for index, is_forward in [step for _ in range(microbatches) for step in self._there_and_back()]:
@@ -76,14 +83,14 @@ class UnshardOrder:
         return [(i, True) for i in indices] + [(i, False) for i in reversed(indices) if self.units[i].goes_back]
 
     def traffic(self, deal: RowPartition, rank: int, microbatches: int) -> Iterator[Traffic]:
-        """What the gathers of a step send of parameters that are dealt out so."""
+        """Yield the messages of a step's all-gathers, for parameters sharded by `deal`."""
         for unit in self.gathers(microbatches):
             for layout in unit.layouts:
                 yield from collecting(deal, rank, longest(layout, deal, rank), layout.dtype.itemsize)
 
 
 def window(index: int, units: int, *, is_forward: bool) -> tuple[int, ...]:
-    """Which units are to be there when number `index` of them runs, itself first."""
+    """Return the units to keep unsharded while unit `index` runs, itself first."""
     following = index + 1 if is_forward else index - 1
     if not 0 <= following < units:
         following = 2 * index - following
@@ -91,12 +98,12 @@ def window(index: int, units: int, *, is_forward: bool) -> tuple[int, ...]:
 
 
 def unit_of(name: str, units: Sequence[str]) -> str:
-    """The one that a parameter lies in; "" for none."""
+    """Return the unit that a parameter lies in; "" for none."""
     return next((u for u in units if u and (name == u or name.startswith(f"{u}."))), "")
 
 
 def layouts_of(params: Mapping[str, Tensor]) -> tuple[Layout, ...]:
-    """One for each type and device."""
+    """Return one layout for each type and device."""
     kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     for name, param in params.items():
         kinds.setdefault((param.dtype, param.device), {})[name] = param

@@ -1,4 +1,4 @@
-"""Sdp4bit: as zero1, with gradients and updates of parameters in about four bits each.
+"""Sdp4bit: optimizer states are sharded as in zero1; gradients and parameter updates take about four bits per number.
 
 Equations (rows r belong to rank r; w the replica that all ranks compute with, m the float32 rows of their owner):
     g[r] = sum_i w_i D(C(g_i[r]))  on rank r ;   m[r] <- update(m[r], g[r], state[r])
@@ -8,9 +8,9 @@ and on islands I, in place of the first, with W_I the sum of w_i over I:
 Symbols: C `gradients` (rotated by H32, four bits, rounded at random: unbiased), C' `gradients_inside` (the same in
 eight bits), Q `weights` (four bits); null for numbers as they are. An owner's own numbers need no code.
 The replica itself is the reference of the next difference: an error lasts one step, |m - w| <= one level of the last.
-Wire:    (n-1)/n of the model's numbers, each about 0.53 bytes there and 0.502 back: an eighth of an all-reduce. On m
-islands of k ranks (k-1)/k of them inside, 1.01 bytes there, and (m-1)/m of a k-th of them between, 0.53 there; back
-0.502 bytes on the same ways.
+Wire:    (n-1)/n of the model's numbers, each about 0.53 bytes as gradient and 0.502 as update: an eighth of an
+all-reduce. On m islands of k ranks (k-1)/k of them inside, 1.01 bytes as gradient, and (m-1)/m of a k-th of them
+between, 0.53; updates 0.502 bytes on the same links.
 State:   that of zero1, and the float32 rows: 4/n bytes per parameter.
 Paper:   Jia et al., SDP4Bit, NeurIPS 2024, arXiv 2410.15526 (groups of 2048 for weights, of 128 and 512 for gradients).
 Unlike the paper: the random numbers of rounding are keyed by step and rank; numbers are rotated back between the two
@@ -39,8 +39,9 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class Sdp4bit(Sharding):
-    """Gradients are coded where plan.exchange is dense; another exchange goes on being what it is, as in zero1, and so
-    does `level`.
+    """Sharded optimizer states (ZeRO stage 1) with quantized gradients and quantized weight updates.
+
+    Gradients are quantized where plan.exchange is dense. Any other exchange, and `level`, work as in zero1.
     """
 
     weights: Codec | None = field(default_factory=lambda: Int4(block_numel=2048, stochastic=True))

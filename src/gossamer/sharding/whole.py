@@ -15,7 +15,7 @@ from gossamer.sharding import Sharding
 
 @dataclass(frozen=True, slots=True)
 class Whole(Sharding):
-    """Plain data parallelism."""
+    """Replicated optimizer states, gradients and parameters: plain data parallelism."""
 
     @property
     def is_sharded(self) -> bool:

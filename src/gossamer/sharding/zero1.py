@@ -38,7 +38,7 @@ from gossamer.sharding._row_partition import path_of
 
 @dataclass(frozen=True, slots=True)
 class Zero1(Sharding):
-    """Over `all` ranks that hold the same parameters; or over those of every `island`, each of which has all states."""
+    """Sharded optimizer states (ZeRO stage 1), over `all` ranks with the same parameters or inside each `island`."""
 
     level: Literal["all", "island"] = "all"
 
@@ -70,7 +70,7 @@ class Zero1(Sharding):
 
 
 def _scattered(given: Exchange) -> Exchange:
-    """To the owners of rows in one hop, where it can."""
+    """Return a reduce-scatter to the owners of rows in one hop, where the exchange has one."""
     if isinstance(given, Dense):
         return ReduceScatter()
     if isinstance(given, TwoShot) and given.codec.traits.fixed_size:

@@ -1,14 +1,14 @@
-"""Zero2: as zero1, and of the gradients a rank keeps its own rows alone (ZeRO stage 2).
+"""Zero2: optimizer states are sharded as in zero1, and a rank keeps only its own rows of the gradients (ZeRO stage 2).
 
 Equations: those of zero1.
 Wire:    that of zero1, with any exchange, on islands in two hops: once per step, however many micro-batches it has.
 State:   that of zero1, and 1/n of the gradients, where zero1 has all of them; with level island n is an island's ranks.
-A bucket is there from the first gradient that is written to it until its exchange has ended. Buckets under way are
-bounded by the order of messages: where the wire is slower than backward, backward waits for the fifth before it. They
-are small, 1/64 of the gradients where that is 1 MiB or more, as each is there some times over while it is under way.
+A bucket is allocated from its first gradient until its exchange has ended. Pending buckets are bounded by the order of
+messages: where the link is slower than backward, backward waits for the fifth before it. Buckets are small, 1/64 of the
+gradients where that is 1 MiB or more, as each is held some times over while it is pending.
 Paper:   Rajbhandari et al., ZeRO, SC 2020, arXiv 1910.02054, stage 2.
-Good when: the gradients are much of the memory, and there is one micro-batch per step: of several, the buckets add up
-what all of them give, and are whole until the last one's backward.
+Good when: the gradients are much of the memory, and there is one micro-batch per step: with several, the buckets
+accumulate the gradients of all of them, and stay allocated in full until the last one's backward.
 Unlike the paper: it exchanges every micro-batch's gradients, and so sends as many times as much.
 """
 
@@ -26,7 +26,7 @@ from gossamer.sharding.zero1 import Zero1
 
 @dataclass(frozen=True, slots=True)
 class Zero2(Sharding):
-    """Over `all` ranks that hold the same parameters; or over those of every `island`, each of which has all rows."""
+    """Sharded optimizer states and gradients (ZeRO stage 2), over `all` ranks or inside each `island`."""
 
     level: Literal["all", "island"] = "all"
 

@@ -52,8 +52,10 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class Zero3(Sharding):
-    """`weights`: over `all` ranks that hold the same parameters, or over those of every `island`, each of which has all
-    of them. `states`, where weights are an island's: theirs over `all`, or every island's too.
+    """Sharded parameters, gradients and optimizer states (ZeRO stage 3).
+
+    `weights`: sharded over `all` ranks with the same parameters, or inside each `island` (hybrid sharding). `states`:
+    optimizer states and gradients sharded over `all`, or with weights inside an island also inside each `island`.
     """
 
     weights: Literal["all", "island"] = "all"

@@ -1,5 +1,5 @@
-"""Values: what every other room speaks in.
+"""Value types that all other packages share: configuration, plan, network, schedule actions, costs, records, errors.
 
-Clusters, profiles, plans, actions, costs, records, choices and errors: frozen, comparable, to and from JSON.
-Nothing here touches a tensor, a device, a file or a process (standard library and pydantic only).
+They are frozen, comparable, and convert to and from JSON. No module here touches a tensor, a device or a process group
+(standard library and pydantic only).
 """

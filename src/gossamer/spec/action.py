@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Op(Enum):
-    """What is done. Values are the short forms schedules print as."""
+    """The operation of a pipeline-schedule action. The values are the abbreviations that printed schedules use."""
 
     F = "F"
     B = "B"
@@ -27,7 +27,7 @@ class Op(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """`op` on `stage` for micro-batch `batch` (-1 where an action is about the whole stage)."""
+    """The pipeline-schedule action `op` on `stage` for micro-batch `batch` (-1: it concerns the whole stage)."""
 
     op: Op
     stage: int

@@ -26,10 +26,10 @@ def _broken(value: Any) -> str | None:
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, and strict about its keys.
+    """A section of the configuration: frozen, and strict about its keys.
 
-    `gone`: keys of earlier versions that nothing read, with their defaults: run.yaml of a run that was begun then has
-    them, and any other value is an unknown key.
+    `gone`: keys of earlier versions that nothing read, with their defaults. The run.yaml of an older run may hold them
+    with that value; any other value is an unknown key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, ser_json_inf_nan="constants")
@@ -52,7 +52,10 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """Which model. Exactly one of `hf`, `gguf`, `factory`; never a rewritten model."""
+    """The model to train, whose code stays unmodified.
+
+    At most one of `hf`, `gguf`, `factory` is set; none where Python passes the module.
+    """
 
     hf: str | None = Field(None, description="local directory of a Hugging Face model, or a model type with `config`")
     gguf: str | None = Field(None, description="path of a GGUF file")
@@ -70,7 +73,7 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Which text, in which pieces."""
+    """The training text, its tokenizer, and the length and packing of the sequences cut from it."""
 
     source: Written = Field("stdlib", description="a method of `gossamer methods data/source`: stdlib, text:GLOB, ...")
     tokenizer: Written = Field("byte", description="a method of `gossamer methods data/tokenizer`: byte, bpe:N, hf:DIR")
@@ -82,7 +85,7 @@ class DataSection(Section):
 
 
 class VerifySection(Section):
-    """Whether replicas check each other's work, where not all machines can be trusted."""
+    """Verification by redundant execution: replicas recompute each other's steps, for machines that are not trusted."""
 
     every: Annotated[int, Field(ge=0)] = Field(
         0, description="one step in so many, which nobody can foresee, is done again by others; 0: none"
@@ -94,7 +97,7 @@ class VerifySection(Section):
 
 
 class TrainSection(Section):
-    """What is done to the model."""
+    """The training settings: steps, batch, optimizer, learning-rate schedule, evaluation and checkpoints."""
 
     steps: Positive = 1000
     batch: Positive = Field(64, description="sequences per step, over all replicas")
@@ -130,7 +133,7 @@ class TrainSection(Section):
 
 
 class MachinesSection(Section):
-    """Where it runs."""
+    """The hosts, processes, links and timeouts of the run."""
 
     gone = {"cluster": None}
     processes: Positive = Field(1, description="local processes, on every host")
@@ -147,7 +150,7 @@ class MachinesSection(Section):
 
 
 class MeshSection(Section):
-    """Sizes of the named axes; their product is the number of processes."""
+    """The sizes of the mesh axes; their product is the number of processes, unless `plan.stages` is set."""
 
     gone = {"shard": 1, "tensor": 1, "sequence": 1, "expert": 1}
     replica: Positive | Auto = "auto"
@@ -155,7 +158,7 @@ class MeshSection(Section):
 
 
 class PlanSection(Section):
-    """What the planner must keep; `auto` is filled in by it."""
+    """The plan values that the user fixes; the planner chooses those that are `auto`."""
 
     gone = {"savers": "auto"}
     mesh: MeshSection = MeshSection()
@@ -208,7 +211,7 @@ class PlanSection(Section):
 
 
 class RunSection(Section):
-    """Where a run is recorded and how it is shown."""
+    """The run directory, the trackers and the display of a run."""
 
     directory: str = "runs"
     name: str | None = Field(
@@ -221,7 +224,7 @@ class RunSection(Section):
 
 
 class RunConfig(Section):
-    """All of run.yaml."""
+    """The complete configuration of a run (run.yaml)."""
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()

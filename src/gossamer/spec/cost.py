@@ -1,4 +1,4 @@
-"""One type for forecast and measurement, so that a forecast's error is a subtraction."""
+"""The cost of a step: one type for forecast and measurement, so that they compare field by field."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Cost(BaseModel):
-    """What a step costs. Lists are indexed by rank; `wire_bytes` by link, counted at the sender."""
+    """The cost of one training step. Lists are indexed by rank; `wire_bytes` by link, counted at the sender."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     compute_s: float = 0.0
     wire_s: float = 0.0
-    exposed_s: float = 0.0  # the part of wire_s that compute does not hide
+    exposed_s: float = 0.0  # the part of wire_s that does not overlap with compute
     bubble_s: float = 0.0
     step_s: float = 0.0
     peak_bytes: tuple[int, ...] = ()
-    state_bytes: tuple[int, ...] = ()  # parameters, gradients, states of the update rule and outer loop, between steps
+    state_bytes: tuple[int, ...] = ()  # parameters, gradients, states of optimizer and outer loop, between steps
     sent_bytes: tuple[int, ...] = ()
     wire_bytes: dict[str, int] = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class BadInput(ValueError):
-    """The user gave something that cannot work; found before anything was started or written. Exit code 2.
+    """An error in the user's configuration or input, found before anything was started or written. Exit code 2.
 
-    `key` is the dotted configuration key the complaint is about ("train.batch"), when there is one: whoever
-    knows the file it came from (the command line does) adds file:line.
+    `key` is the dotted configuration key it concerns ("train.batch"), "" if there is none. The caller that knows the
+    file of that key (the command line) adds file:line.
     """
 
     def __init__(self, message: str, *, key: str = "") -> None:
@@ -20,37 +20,37 @@ class BadInput(ValueError):
 
 
 def bad_input(*, wanted: str, got: str, do: str, key: str = "") -> BadInput:
-    """A `BadInput` in the house form: "wanted ..., got ...: <what to do>"."""
+    """Return a `BadInput` whose message reads "wanted ..., got ...: <what to do>"."""
     return BadInput(f"wanted {wanted}, got {got}: {do}", key=key)
 
 
 class RunFailed(RuntimeError):
-    """Something happened to a run that was well formed. Exit code 3."""
+    """The base class of failures of a run whose configuration was valid. Exit code 3."""
 
 
 class NoPlan(RunFailed):
-    """No plan satisfies the constraints; the message names the tightest one."""
+    """The failure to find a plan that satisfies the constraints; the message names the tightest one."""
 
 
 class PeerLost(RunFailed):
-    """A rank that takes part in an exchange died, stopped, or cannot be reached."""
+    """The failure of an exchange because one of its ranks died, stopped, or cannot be reached."""
 
 
 class WireMismatch(RunFailed):
-    """Ranks disagree about what is on the wire (size, type, step, configuration)."""
+    """A disagreement between ranks about a message on the wire (size, type, step, configuration)."""
 
 
 class CheckpointMismatch(RunFailed):
-    """A checkpoint is truncated, altered, or belongs to another model; the message names the slice."""
+    """A checkpoint that is truncated, altered, or of another model; the message names the slice."""
 
 
 class Untrustworthy(RunFailed):
-    """The majority found a rank whose work, or whose parameters, are not what they should be; the message names it."""
+    """The error for a rank whose work or parameters the majority found wrong; the message names the rank."""
 
 
 class StepRejected(RunFailed):
-    """A loss or gradient was not finite and the policy says stop."""
+    """The error for a non-finite loss or gradient where `train.on_nonfinite` says to stop."""
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and has saved a checkpoint. Exit code 4."""
+    """The end of a run that was asked to stop and has saved a checkpoint. Exit code 4."""

@@ -1,4 +1,4 @@
-"""The optional packages: which extra holds what, and the command that installs it here, from the package's metadata."""
+"""Optional packages: the contents of each extra, and the command that installs it here, from the package's metadata."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _WANTED = re.compile(r"""^([A-Za-z0-9._-]+)\s*([^;]*?)\s*;.*extra\s*==\s*['"]([A
 
 
 def extras() -> dict[str, tuple[str, ...]]:
-    """Extra -> the distributions it installs, e.g. hf -> (gguf, tokenizers, transformers)."""
+    """Return the distributions that each extra installs, e.g. hf -> (gguf, tokenizers, transformers)."""
     return {extra: tuple(names) for extra, names in _requirements().items()}
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version; None where it is not installed."""
+    """Return the installed version of `distribution`; None where it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -29,7 +29,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def extra_with(module: str) -> str | None:
-    """The extra that installs the module (mlflow comes with mlflow-skinny); None for what is none of them."""
+    """Return the extra that installs `module` (mlflow comes with mlflow-skinny); None where no extra does."""
     module = module.partition(".")[0].replace("_", "-")
     for extra, names in extras().items():
         if extra != "dev" and any(name == module or name.startswith(f"{module}-") for name in names):
@@ -38,8 +38,10 @@ def extra_with(module: str) -> str | None:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra into this very interpreter: from where the package itself came, or where that
-    is not known, the packages by name. Never the bare name of the package: no index need hold what is meant by it.
+    """Return the command that installs `extra` into this very interpreter.
+
+    The command names the source that the package itself was installed from; where that is unknown, the extra's packages
+    by name. It never names the bare package: an index may hold another project under that name.
     """
     source = _source()
     if source is None:

@@ -1,4 +1,4 @@
-"""A method by name, with its parameters: how plans and configuration files speak of code."""
+"""The configuration of a method: its name and its parameters, as plans and configuration files write it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ Exchanges: TypeAlias = Written | list[tuple[str, str, Written]]  # or lines of [
 
 @dataclass(frozen=True, slots=True)
 class MethodConfig:
-    """`name` is the file stem of a method in some room; `parameters` are the fields of its dataclass."""
+    """The configuration of a method: `name` is its file stem in its category; `parameters` its dataclass fields."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def parse(written: Written | MethodConfig, *, key: str = "") -> MethodConfig:
-        """Read "name", {"name": {...}} or {"name": null}; raises BadInput for anything else."""
+        """Parse "name", {"name": {...}} or {"name": null}; raises BadInput for anything else.
+
+        {"name": "inner"} is short for {"name": {"inner": {}}}.
+        """
         if isinstance(written, MethodConfig):
             return written
         if isinstance(written, str):
@@ -42,12 +45,12 @@ class MethodConfig:
         )
 
     def written(self) -> Written:
-        """The shortest form `parse` reads back."""
+        """Return the shortest form that `parse` reads back."""
         return {self.name: dict(self.parameters)} if self.parameters else self.name
 
 
 def told(written: Exchanges) -> str:
-    """On one line, for people: error_feedback(topk(fraction=0.01)), or "embed: dense; .* between: topk"."""
+    """Return methods as one line of text: error_feedback(topk(fraction=0.01)), or "embed: dense; .* between: topk"."""
     if not isinstance(written, list):
         return _told(written)
     levels = {"all": ""}

@@ -1,4 +1,4 @@
-"""What is known of the links between ranks: measured by a probe, used by every planner. Never one entry per pair."""
+"""Latency and bandwidth of the links between ranks, measured by a link probe; never one entry per pair of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LinkRate = Annotated[float, Field(gt=0)]
 
 
 class Link(BaseModel):
-    """One direction of a way between ranks, as payload sees it while all ranks send."""
+    """One direction of a link between ranks: its latency and bandwidth for payload while all ranks send."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -19,16 +19,17 @@ class Link(BaseModel):
     bytes_per_s: LinkRate  # that one rank can send
 
     def seconds(self, nbytes: float, hops: int = 1) -> float:
-        """How long `nbytes` take over `hops` messages, one after the other."""
+        """Return the seconds that `nbytes` bytes take in `hops` messages, one after the other."""
         return hops * self.latency_s + nbytes / self.bytes_per_s
 
 
 class Network(BaseModel):
-    """The link of every level, and which ranks are near each other.
+    """The link of each level of process groups, and the islands of the ranks.
 
-    `levels` holds "all" (all ranks exchange with all), and where `islands` are more than one: "island" (inside all of
-    them at once) and "between" (one rank of every island with its counterparts, all at once). `uplinks`, `downlinks`:
-    the ways out and in of ranks that are much faster than the slowest one, whose the level's "all" link is.
+    `levels` holds "all" (all ranks exchange with all). With more than one island it also holds "island" (all islands at
+    once, each inside itself) and "between" (one rank of every island with its counterparts, all at once).
+    `uplinks`, `downlinks`: the links of ranks that are much faster than the slowest rank, by rank; the "all" link is
+    that of the slowest rank.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

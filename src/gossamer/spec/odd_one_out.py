@@ -1,4 +1,4 @@
-"""Who is odd, of several that should say the same."""
+"""Majority comparison: find the ranks whose value differs from that of the others."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Hashable, Sequence
 
 
 def outvoted(said: Sequence[Hashable]) -> list[int] | None:
-    """The ranks that say other than more than half of all do; None where no word is said by so many."""
+    """Return the ranks whose value differs from that of the majority; None where no value has more than half of the
+    ranks.
+    """
     word, count = Counter(said).most_common(1)[0]
     return [rank for rank, one in enumerate(said) if one != word] if 2 * count > len(said) else None
 
 
 def parted(said: Sequence[Hashable]) -> str:
-    """Who differs from whom, for a message: the odd ones from the majority, or all groups where there is none."""
+    """Return a clause that names the ranks that differ from the majority, or all groups of ranks without a majority."""
     odd = outvoted(said)
     if odd:
         verb = "differs" if len(odd) == 1 else "differ"
@@ -26,5 +28,5 @@ def parted(said: Sequence[Hashable]) -> str:
 
 
 def ranked(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 2"."""
+    """Return ranks as text: "rank 3", "ranks 0, 2" (the ranks in the order given)."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

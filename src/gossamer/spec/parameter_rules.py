@@ -1,4 +1,4 @@
-"""Which method serves which parameters: one for all, or a list of lines, of which the first that matches holds."""
+"""Rules that assign methods to parameters: one method for all, or a list of lines, of which the first match holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST_RESORT = ".*"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterRule:
-    """One [parameter pattern, link level, method]; `key` is the dotted place of it in the configuration."""
+    """The rule [parameter pattern, link level, method]; `key` is its dotted key in the configuration."""
 
     pattern: str
     level: str
@@ -25,18 +25,20 @@ class ParameterRule:
     key: str
 
     def matches(self, name: str) -> bool:
-        """The pattern is a regular expression, to be found anywhere in the name."""
+        """Return whether the pattern, a regular expression, is found anywhere in the parameter name."""
         return re.search(self.pattern, name) is not None
 
     @property
     def method_key(self) -> str:
-        """The place of the method alone."""
+        """The dotted configuration key of the method alone."""
         return f"{self.key}.2" if self.pattern else self.key
 
 
 def lines(written: Exchanges, *, key: str) -> tuple[ParameterRule, ...]:
-    """What is written at `key`, line by line; raises BadInput for a line of another form, a pattern that is no regular
-    expression, an unknown level, and a level whose partner is missing.
+    """Parse the rules written at `key`, one per line.
+
+    Raises BadInput for an empty list, a line of another form, and a pattern that is empty or no regular expression;
+    also for an unknown level, and a level without its partner (`island` needs `between`, and the reverse).
     """
     if isinstance(written, (list, tuple)):
         if not written:

@@ -1,4 +1,4 @@
-"""A plan: who does what. Written by the planner, kept in plan.yaml, obeyed by the run."""
+"""The plan of a run: which rank computes what. The planner writes it, plan.yaml holds it, the run executes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class Mesh(BaseModel):
-    """Sizes of the named axes. Ranks are numbered with the last axis fastest."""
+    """The sizes of the mesh axes. Ranks are numbered with the last axis fastest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,7 +25,7 @@ class Mesh(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_axes_of_one(cls, values: Any) -> Any:
-        """Plans of earlier versions name axes that nothing divides: of size 1 they say nothing."""
+        """Drop the axes of earlier versions that divide nothing: they have size 1."""
         if not isinstance(values, Mapping):
             return values
         return {axis: size for axis, size in values.items() if axis in cls.model_fields or size != 1}
@@ -36,12 +36,12 @@ class Mesh(BaseModel):
 
 
 class Plan(BaseModel):
-    """Everything a run needs to know about the split of the work; nothing about the model's values.
+    """The complete split of a run's work over its ranks; holds no parameter values.
 
-    `rows[r]` is the number of sequences of each step that replica r computes, `microbatches[r]` in how many pieces.
-    Where `stages` says on which ranks each stage lies, these are one replica that divides its micro-batches stage by
-    stage, and `share` is every rank's part of its stage.
-    `reasons` says, per decision, why it was taken: what `--explain` prints.
+    `rows[r]` is the number of sequences per step of replica r, `microbatches[r]` the number of micro-batches they form.
+    `stages`: the ranks of each stage, where the plan is one replica that divides its micro-batches stage by stage.
+    `share` is then each rank's fraction of the work of its stage, otherwise each replica's fraction of the batch.
+    `reasons` holds the reason for each decision.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,14 +52,14 @@ class Plan(BaseModel):
     rows: tuple[int, ...]
     microbatches: tuple[int, ...]
     schedule: Written = "one_stage"
-    units: tuple[str, ...] = ()  # what is never divided, and has randomness of its own; empty: not known yet
+    units: tuple[str, ...] = ()  # modules that are never divided, each with its own random state; empty: not known yet
     cuts: tuple[str, ...] = ()  # the first unit of every stage; empty: the model is one stage
     stages: tuple[tuple[int, ...], ...] = ()  # the ranks of every stage; empty: each replica has one of its own
-    boundary: Written | tuple[Written, ...] = "plain"  # how tensors cross between stages: one way, or one per border
+    boundary: Written | tuple[Written, ...] = "plain"  # activation compression: for all stage boundaries, or one each
     exchange: Exchanges = "dense"
     adapted_from: Exchanges = ""  # what `plan.adapt` started from and compares with; "": it changed nothing
     sync: Written = "every_step"
-    states: Written = "whole"  # where the update rule's state lies
+    states: Written = "whole"  # how the optimizer states are sharded
     islands: tuple[tuple[int, ...], ...] = ()  # ranks behind one fast link each; empty: not known, or no islands
     bucket_bytes: int = BUCKET_BYTES
     look_ahead: int = 4
@@ -93,20 +93,20 @@ class Plan(BaseModel):
 
     @property
     def width(self) -> int:
-        """Ranks that one replica of the model lies on."""
+        """The number of ranks that hold one replica of the model."""
         return sum(map(len, self.stages)) or self.mesh.pipe
 
     @property
     def ranks(self) -> int:
-        """All that take part."""
+        """The number of ranks in the run."""
         return self.width if self.stages else self.mesh.size
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Which replica it is a part of, and which rank it is there."""
+        """Return (replica, rank within the replica) of `rank`."""
         return divmod(rank, self.width)
 
     def boundary_of(self, stage: int) -> Written:
-        """How tensors cross from `stage` to the next."""
+        """Return the activation compression between `stage` and the next stage."""
         return self.boundary[stage] if isinstance(self.boundary, tuple) else self.boundary
 
     @property

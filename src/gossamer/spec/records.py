@@ -13,18 +13,19 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Base of all lines."""
+    """The base class of all lines of records.jsonl."""
 
     kind: ClassVar[str] = "record"
     time_s: float = field(default_factory=time.time)
 
     def line(self) -> str:
+        """Return the record as one line of JSON, without the line end."""
         return json.dumps({"kind": self.kind, **asdict(self)}, separators=(",", ":"), allow_nan=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start(Record):
-    """A process group began to work on the run; one per start or resume."""
+    """The start of a process group on the run; one per start or resume."""
 
     kind: ClassVar[str] = "start"
     ranks: int
@@ -37,15 +38,17 @@ class Start(Record):
     flop_per_token: float
     peak_flop_per_s: float  # measured matmul rate of all ranks together; 0: not measured
     exchange: str
-    precision: str = ""  # what is computed in
+    precision: str = ""  # of forward and backward
     versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Record):
-    """A step that was committed (or rejected: then no parameter moved). While islands train apart it is that of rank
-    0's island, and so are its loss, weight and gradient norm: of the others, see `Islands`. Steps that this island
-    leaves to others have no line: their samples, tokens and time are in the next one.
+    """A step that was committed, or rejected (then no parameter changed).
+
+    In local-update training it is a step of rank 0's replica group, and so are its loss, weight and gradient norm;
+    `Islands` holds those of the others. Steps that only other groups make have no line: the next line includes their
+    samples, tokens and time.
     """
 
     kind: ClassVar[str] = "step"
@@ -59,7 +62,7 @@ class Step(Record):
     grad_norm: float
     step_s: float
     compute_s: float
-    exposed_s: float  # waited for the wire after the backward pass
+    exposed_s: float  # exposed communication: waited after the backward pass
     wire_bytes: dict[str, int]  # bytes this rank sent, by link
     peak_bytes: int  # largest resident memory of this rank so far
     data_s: float = 0.0
@@ -67,19 +70,19 @@ class Step(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length(Record):
-    """How many steps the run makes, where `train.seconds` leaves time for other than `Start` said."""
+    """A new number of steps for the training loop, where `train.seconds` allows another number than `Start` gave."""
 
     kind: ClassVar[str] = "length"
-    step: int  # when that was found
+    step: int  # after which the number was found
     steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Islands(Record):
-    """What islands that train apart have told each other of their steps since the last such line; by island."""
+    """The status of the replica groups (local-update training) since the last such line; indexed by island."""
 
     kind: ClassVar[str] = "islands"
-    step: int  # up to which
+    step: int  # the last one included
     losses: tuple[float, ...]  # means over valid labels, nats; nan where there were none
     weights: tuple[float, ...]  # valid labels
     rejected: tuple[int, ...]
@@ -87,6 +90,8 @@ class Islands(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation(Record):
+    """The loss on the validation sequences after a step."""
+
     kind: ClassVar[str] = "evaluation"
     step: int
     loss: float
@@ -97,7 +102,7 @@ class Evaluation(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Record):
-    """A checkpoint was committed, or failed to be (`error` says why; the run goes on)."""
+    """A checkpoint that was committed, or failed to be (`error` says why; the run goes on)."""
 
     kind: ClassVar[str] = "checkpoint"
     step: int
@@ -110,6 +115,8 @@ class Saved(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(Record):
+    """The text that the model generated from the prompt after a step."""
+
     kind: ClassVar[str] = "sample"
     step: int
     prompt: str
@@ -118,8 +125,10 @@ class Sample(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(Record):
-    """A step whose work was done again by others before it took effect: `distance` is the largest between two ranks'
-    gradients of the same samples, as a part of their size; `named` are the ranks that were outvoted.
+    """A step that other ranks recomputed before it took effect.
+
+    `distance` is the largest difference between two ranks' losses or gradient projections of the same samples, relative
+    to their norm; `named` are the ranks that were outvoted.
     """
 
     kind: ClassVar[str] = "verification"
@@ -127,26 +136,29 @@ class Verification(Record):
     distance: float
     tolerance: float
     named: tuple[int, ...]
-    seconds: float = 0.0  # that the step took longer
+    seconds: float = 0.0  # by which the step took longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof(Record):
-    """Whether the layout's gradients are those of one process, as `message` says in words; before the first step."""
+    """The comparison of the layout's gradients with those of one process, before the first step.
+
+    `message` is the result in words.
+    """
 
     kind: ClassVar[str] = "proof"
     outcome: str  # "equal" | "kept": equal, as an earlier start of the run has found | "not proved" | "failed"
     message: str
-    losses: tuple[float, float] = (0.0, 0.0)  # of the layout, and of one process
-    tensors: int = 0  # that are trained
-    proved: int = 0
+    losses: tuple[float, float] = (0.0, 0.0)  # of the layout, and of one process; nats
+    tensors: int = 0  # trained parameters
+    proved: int = 0  # parameters whose gradients are equal
     idle: tuple[str, ...] = ()  # had no gradient in any of the micro-batches: nothing is known of them
     within: float = 0.0  # the largest distance of a gradient, as a part of its size; in float32
     within_coarse: float = 0.0  # in the precision of the run, where that is another
-    microbatches: int = 0  # that the whole model computed
-    builds: int = 0  # of it
-    alone_s: float = 0.0  # one process: two builds, and these
-    divided_s: float = 0.0  # the layout: one build, and its part
+    microbatches: int = 0  # that the complete model computed in one process
+    builds: int = 0  # of the complete model
+    alone_s: float = 0.0  # of one process: two builds, and these micro-batches
+    divided_s: float = 0.0  # of the layout: one build, and its part of them
     seconds: float = 0.0
 
     @property
@@ -156,7 +168,7 @@ class Proof(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event(Record):
-    """Something a reader of the run should know: a rejected step, a fallback, a slow rank."""
+    """A log message for the reader of the run: a rejected step, a fallback, a slow rank."""
 
     kind: ClassVar[str] = "event"
     level: str  # "info" | "warning" | "error"
@@ -167,6 +179,8 @@ class Event(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End(Record):
+    """The end of a run, with the outcome of its training loop: done, interrupted or failed."""
+
     kind: ClassVar[str] = "end"
     step: int
     outcome: str  # "done" | "interrupted" | "failed"
@@ -191,7 +205,7 @@ KINDS: dict[str, type[Record]] = {c.kind: c for c in _ALL}
 
 
 def read_record(line: str) -> Record | None:
-    """The record of one line; None for a line cut short by a crash or of a kind this version does not know."""
+    """Parse one line; None for a line cut short by a crash, or of a kind this version does not know."""
     try:
         data: Any = json.loads(line)
     except ValueError:

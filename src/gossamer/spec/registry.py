@@ -1,4 +1,4 @@
-"""Rooms of methods: one method, one file, one public class, found by its file name. No list to edit."""
+"""Registries of methods: one method, one file, one public class, found by its file name. No list to edit."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between 
 
 @dataclass(frozen=True, slots=True)
 class Registry(Generic[T]):
-    """The methods of one package. `package` is its `__name__`; every member is a subclass of `base`.
+    """The registry of the methods in one package. `package` is its `__name__`; every method is a subclass of `base`.
 
-    A module whose name does not start with an underscore is a method, and holds one public class named like the
-    file in CamelCase. `presets.toml` beside them holds methods that are another one with fields set:
+    A module whose name does not start with an underscore is a method, and holds one public class named like the file in
+    CamelCase. `presets.toml` beside them defines presets, which are methods with fields set:
     `[nesterov]` / `is = {sgd = {momentum = 0.9, nesterov = true}}` / `paper = "..."`.
     """
 
@@ -39,11 +39,11 @@ class Registry(Generic[T]):
     base: type[T]
 
     def names(self) -> tuple[str, ...]:
-        """All methods and presets, sorted, without importing any of them."""
+        """Return the names of all methods and presets, sorted, without importing any of them."""
         return tuple(sorted({*self._modules(), *_presets(self._folder())}))
 
     def type(self, name: str, *, key: str = "") -> type[T]:
-        """The class of method `name`; raises BadInput with the nearest names."""
+        """Return the class of method (or preset) `name`; raises BadInput with the nearest names."""
         preset = _presets(self._folder()).get(name)
         if preset is not None:
             return self.type(MethodConfig.parse(preset["is"]).name, key=key)
@@ -59,13 +59,14 @@ class Registry(Generic[T]):
         raise AssertionError(f"{module.__name__} holds no class named like its file")
 
     def build(self, written: Written | MethodConfig, *, key: str = "") -> T:
-        """Construct the method that `written` names; every wrong parameter is a BadInput that names the known ones."""
+        """Construct the method that `written` names; raises BadInput, with the known parameters, for a wrong one."""
         choice = self.read(written, key=key)
         return _construct(self.type(choice.name), choice.parameters, key=_below(key, choice.name))
 
     def read(self, written: Written | MethodConfig, *, key: str = "") -> MethodConfig:
-        """What is written, with every parameter by its name: no short form, no preset. Raises BadInput for a name that
-        no method, or no parameter of it, has.
+        """Parse `written` into its full form: every parameter by its name, without short forms and presets.
+
+        Raises BadInput for an unknown method name or parameter.
         """
         choice = MethodConfig.parse(written, key=key)
         preset = _presets(self._folder()).get(choice.name)
@@ -84,13 +85,13 @@ class Registry(Generic[T]):
 
 
 def registry_of(base: type[Any]) -> Registry[Any] | None:
-    """The room whose abstract class `base` is: it stands beside it as REGISTRY."""
+    """Return the registry whose base class is `base` (REGISTRY in the module of `base`); None where there is none."""
     found = getattr(sys.modules[base.__module__], "REGISTRY", None)
     return found if isinstance(found, Registry) and found.base is base else None
 
 
 def _registry_in(hint: Any) -> Registry[Any] | None:
-    """The room of an annotation such as `Codec` or `Codec | None`."""
+    """Return the registry of an annotation such as `Codec` or `Codec | None`; None where it names no method."""
     kinds = [h for h in (hint, *get_args(hint)) if isinstance(h, type) and h is not type(None)]
     return next((room for kind in kinds if (room := registry_of(kind))), None)
 
@@ -100,7 +101,7 @@ def _below(key: str, name: str) -> str:
 
 
 def _inner(cls: type[Any]) -> dict[str, Registry[Any]]:
-    """The parameters of a method that are methods, each with their room."""
+    """Return the parameters of a method that are methods themselves, each with its registry."""
     assert is_dataclass(cls), f"{cls} is no dataclass: a method's fields are its whole configuration"
     hints = get_type_hints(cls)
     return {f.name: room for f in fields(cls) if f.init and (room := _registry_in(hints[f.name]))}

@@ -1,4 +1,4 @@
-"""Short forms: `{two_shot: int8}` for `{two_shot: {codec: {int8: {}}}}`, read by one rule, of source or of classes."""
+"""Short forms of methods: `{two_shot: int8}` for `{two_shot: {codec: {int8: {}}}}`, by one rule."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gossamer.spec.suggest import nearest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortForm:
-    """The form a method is written in.
+    """The parameters of a method, by which the short form of its configuration is read.
 
-    `known`: its parameters; `inner`: those that are methods themselves, each with the names of the methods of its room;
+    `known`: its parameters; `inner`: those that are methods themselves, each with the method names of its category;
     `needed`: those of `inner` without a default.
     """
 
@@ -23,8 +23,10 @@ class ShortForm:
     needed: Collection[str]
 
     def spelled_out(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """`given` with the parameter in front where it is a nested method alone: of the one that is needed, or else of
-        the one there is. A name is a method's where one of that room has it, or is nearer to it than any parameter.
+        """Return `given` with the parameter name put in front where it is a nested method alone.
+
+        That parameter is the only needed one, or else the only nested one. A name is a method's where that category has
+        it, or where it is nearer to one of its names than to any parameter.
         """
         meant = self._meant
         if meant and len(given) == 1 and not set(given) & set(self.known):
@@ -35,12 +37,12 @@ class ShortForm:
         return dict(given)
 
     def unknown(self, given: Mapping[str, Any]) -> tuple[str, str] | None:
-        """The first name that is no parameter, and a clause that says what it may be meant for; None where all are."""
+        """Return the first name that is no parameter, and a did-you-mean clause; None where all are known."""
         name = next((name for name in given if name not in self.known), None)
         return None if name is None else (name, nearest(name, self.known))
 
     @property
     def _meant(self) -> str:
-        """The parameter that a nested method without one is for; "" where it could be several."""
+        """The parameter that takes a nested method written alone; "" where it could be several."""
         meant = self.needed if len(self.needed) == 1 else self.inner
         return next(iter(meant)) if len(meant) == 1 else ""

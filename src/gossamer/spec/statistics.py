@@ -1,4 +1,4 @@
-"""What a run has measured and hands to an adaptive policy: what settings lose, what they send, how links are."""
+"""Measurements that a run hands to an adaptive compression policy: compression errors, bytes sent, links."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from gossamer.spec.network import Link
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """One measurement, the same on every rank. Rows are parameters, columns are candidate settings.
+    """One measurement for adaptive compression, equal on every rank: a row per parameter, a column per candidate
+    setting.
 
-    error:    Euclidean norm of what a candidate loses of that parameter's mean gradient.
-    nbytes:   what a rank sends in a step with that candidate.
-    default:  the candidate that serves all of these parameters where no policy adapts it.
-    exposed:  by parameter, how much one of its bytes counts: 1 for one that is waited for, less for one that
-              compute hides. Empty: all count alike.
-    crossing: for a pipeline, bytes of the uncompressed tensor that crosses a link ("0>1") per micro-batch.
+        error:    Euclidean norm of a candidate's compression error on that parameter's mean gradient.
+        nbytes:   bytes that a rank sends in a step with that candidate.
+        default:  the candidate for all of these parameters where no policy adapts them.
+        exposed:  by parameter, the weight of one of its bytes: 1 for exposed communication, less where compute
+                  overlaps with it. Empty: all weigh the same.
+        crossing: for a pipeline, bytes of the uncompressed tensor sent over a link ("0>1") per micro-batch.
     """
 
     names: tuple[str, ...]
@@ -40,9 +41,9 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """Links that differ, one by one, measured under the load they will carry.
+    """Links that differ from rank to rank, each measured under the load it will carry.
 
-    `up`, `down`: every rank's own way out and in, by rank; no `down`: the ways in are never the narrow ones.
+    `up`, `down`: uplink and downlink of every rank, by rank; empty `down`: the downlinks are never the bottleneck.
     `between`: the links of a pipeline, by name ("0>1").
     """
 

@@ -1,4 +1,4 @@
-"""Did-you-mean for names and keys."""
+"""Did-you-mean suggestions for unknown names and configuration keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A closing clause for an error about an unknown name: the nearest known names, else all of them."""
+    """Return a closing clause for an error about an unknown name: the nearest known names, else all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if close:

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, seconds, rates."""
+"""Text forms of numbers with units: bytes, seconds, bit rates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gossamer.spec.errors import bad_input
 
 
 def show_bytes(count: float) -> str:
-    """1536 -> "1.54 kB": powers of ten, as networks count."""
+    """Return bytes in powers of ten, as networks count them: 1536 -> "1.54 kB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(count) < 1000 or unit == "TB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
@@ -18,12 +18,12 @@ def show_bytes(count: float) -> str:
 
 
 def show_gib(count: float) -> str:
-    """Memory, in powers of two: 25769803776 -> "24.0 GiB"."""
+    """Return a memory size in powers of two: 25769803776 -> "24.0 GiB"."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def show_seconds(seconds: float) -> str:
-    """0.0123 -> "12.3 ms"; 75 -> "1m15s"; 7500 -> "2h05m"."""
+    """Return a duration as text: 0.0123 -> "12.3 ms"; 75 -> "1m15s"; 7500 -> "2h05m"."""
     if not math.isfinite(seconds):
         return f"{seconds} s"
     if seconds < 1:
@@ -37,7 +37,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_rate(bytes_per_s: float) -> str:
-    """Link rates, in bits: 12_500_000 -> "100 Mbit/s"."""
+    """Return the bandwidth of a link in bits: 12_500_000 -> "100 Mbit/s"."""
     bits = bytes_per_s * 8
     for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
         if bits < 1000 or unit == "Gbit/s":
@@ -51,7 +51,7 @@ _RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kKmMgGtT]?)(?:(?i:bit
 
 
 def read_rate(text: str, *, key: str = "") -> float:
-    """ "100mbit", "100 Mbps" -> 12_500_000.0 bytes per second; raises BadInput."""
+    """Parse a bandwidth into bytes per second: "100mbit", "100 Mbps" -> 12_500_000.0; raises BadInput."""
     match = _RATE.fullmatch(text)
     if match is None:
         raise bad_input(wanted="a rate such as 100mbit or 1gbit", got=repr(text), do="write number and unit", key=key)

@@ -1,4 +1,4 @@
-"""Keys of a configuration that nothing would read beside the others: each is told, and with which other it cannot be.
+"""Configuration keys that nothing reads beside the other keys: each raises an error that names the conflicting one.
 
 A key counts as written where its value is not the default: what `gossamer config show` prints is a configuration too.
 """
@@ -16,13 +16,13 @@ _PLAN, _TRAIN, _VERIFY = PlanSection(), TrainSection(), VerifySection()
 
 
 def in_stages(config: RunConfig) -> bool:
-    """Whether the model is to be cut into stages."""
+    """Return whether the configuration splits the model into pipeline stages."""
     return config.plan.stages != "auto" or config.plan.mesh.pipe not in (1, "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """A key that nothing reads: where `holds` is false, though it was written."""
+    """A configuration key that must not be written (`is_written`) where nothing reads it (`is_read` is false)."""
 
     key: str
     is_written: Callable[[RunConfig], bool]
@@ -32,7 +32,7 @@ class Unread:
     do: str
 
     def told_of(self, config: RunConfig) -> BadInput | None:
-        """The error, where the key was written and nothing would read it."""
+        """Return the error where the key was written and nothing would read it; None otherwise."""
         if not self.is_written(config) or self.is_read(config):
             return None
         return bad_input(wanted=self.wanted, got=self.got(config), do=self.do, key=self.key)
@@ -43,7 +43,7 @@ _NO_STAGES = "plan.mesh.pipe 1"
 
 
 def without_stages(key: str) -> BadInput:
-    """The error about a key that is for the borders between stages, where there are none."""
+    """Return the error about a key that concerns stage boundaries, for a model that is not split into stages."""
     do = f"set plan.mesh.pipe to the number of stages, or leave {key} out"
     return bad_input(wanted=_STAGES, got=_NO_STAGES, do=do, key=key)
 
@@ -125,13 +125,13 @@ UNREAD = (
 
 
 def unread(config: RunConfig) -> Iterator[BadInput]:
-    """An error for every key that was written and that nothing would read."""
+    """Yield an error for every key that was written and that nothing would read."""
     for one in UNREAD:
         if (error := one.told_of(config)) is not None:
             yield error
 
 
 def check_given(config: RunConfig) -> None:
-    """Raises BadInput for the first key that nothing would read. It needs no model, no plan and no torch."""
+    """Raise BadInput for the first key that nothing would read. Needs no model, no plan and no torch."""
     for error in unread(config):
         raise error

@@ -1,7 +1,8 @@
-"""Tensors on disk: slices, checkpoints, and the files other programs read and write.
+"""Tensors on disk: slices, checkpoints, and the files that other programs read and write.
 
-slices       which part of which global tensor a tensor is, and whose
-checkpoint   writing beside the old one, verifying, committing by a rename, reading back under any layout
-huggingface  a directory that transformers loads
-gguf         what llama.cpp wrote: configuration, tokenizer, dequantised tensors
+slices       the position of a tensor in a global tensor, and the rank whose state it is
+checkpoint   sharded checkpoints: staged, verified, committed by a rename, resharded on load
+huggingface  write a directory that transformers loads
+gguf         read the header of a GGUF file
+checked_log  an append-only file of JSON lines with checksums
 """

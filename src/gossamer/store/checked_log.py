@@ -1,9 +1,9 @@
-"""A file of lines that is only ever appended to: each is one JSON object behind its checksum.
+"""An append-only log file: each line is one JSON object behind its checksum.
 
     1f0c9b52 {"kind":"step","step":12,...}
 
-A line that a crash cut short, or that was altered, is known by its checksum. The next writer ends it before it goes on,
-so that it spoils itself alone; what a reader makes of the gap is the reader's affair.
+The checksum reveals a line that a crash cut short, or that was altered. The next writer ends such a line before it
+appends, so that no other line is damaged; the reader decides how to treat the gap.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class CheckedLog:
-    """The file at `path`; constructing it touches no disk."""
+    """The append-only log file at `path`, a checksum on every line; constructing it touches no disk."""
 
     path: Path
 
     def append(self, values: Mapping[str, Any], *, durable: bool = False) -> None:
-        """Write one line; `durable`: with all before it, it survives a power cut. Raises OSError."""
+        """Append one line; with `durable`, it and all lines before it survive a power cut. Raises OSError."""
         text = json.dumps(values, separators=(",", ":"), allow_nan=False).encode("ascii")
         line = b"%08x %s\n" % (zlib.crc32(text), text)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ class CheckedLog:
             os.close(descriptor)
 
     def read(self) -> Iterator[dict[str, Any] | None]:
-        """Every line in order, None in place of a damaged one; nothing where there is no file."""
+        """Yield every line in order, None in place of a damaged one; yield nothing where there is no file."""
         if not self.path.exists():
             return
         with self.path.open("rb") as lines:

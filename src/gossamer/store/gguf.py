@@ -1,8 +1,8 @@
-"""What a GGUF file holds, told without loading the model: for messages, checks and forecasts.
+"""The header of a GGUF file, read without loading the model: for messages, checks and forecasts.
 
-Loading is transformers' work (it knows some twenty architectures and each one's layout of the weights). What it lacks
-is here: a file that is cut, of another byte order or no GGUF at all is said to be so, in a second or two, before a
-model is built.
+transformers loads the weights (it knows some twenty architectures and each one's layout). This module adds the checks
+that it lacks: a file that is cut short, big-endian or no GGUF at all is rejected within a second or two, before a model
+is built.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONG = 4096  # entries of a list: no layers, but the words of a tokenizer
 
 @dataclass(frozen=True, slots=True)
 class GgufSummary:
-    """Counts in elements and tokens; 0 or "" where the file does not say."""
+    """The header of a GGUF file. Counts in elements and tokens; 0 or "" where the file does not say."""
 
     path: Path
     architecture: str
@@ -80,7 +80,7 @@ def read_summary(path: Path | str) -> GgufSummary:
 
 
 def _check_start(path: Path) -> int:
-    """Size in bytes, of what begins like a GGUF file that we can read."""
+    """Return the size in bytes; raises BadInput for a file that does not begin like a GGUF file of a known version."""
     try:
         with path.open("rb") as file:
             start = file.read(8)
@@ -117,8 +117,9 @@ def _reader(path: Path, size: int) -> Any:
 
 @contextmanager
 def without_words() -> Iterator[None]:
-    """In here readers leave out what long lists hold, but for their length: the package makes two arrays of every word
-    and merge of a tokenizer, 150 MB and seconds for 50 000 of them.
+    """Make GGUF readers skip the contents of long lists and keep their length, inside the `with` block.
+
+    The gguf package makes two arrays of every word and merge of a tokenizer: 150 MB and seconds for 50 000 of them.
     """
     reader: Any = importlib.import_module("gguf").GGUFReader
     real = reader._get_field_parts

@@ -29,14 +29,16 @@ def export_directory(
     *,
     max_shard_bytes: int = 5_000_000_000,
 ) -> int:
-    """Write the new directory `target`: model.safetensors (or numbered shards of at most `max_shard_bytes`, and their
-    index), config.json from `config`, `files` (tokenizer files and the like: name -> content, or the file that
-    holds it), and a README.md unless they hold one. Returns the bytes of the weights.
+    """Write the new directory `target`; return the bytes of the weights.
+
+    It holds model.safetensors (or numbered shards of at most `max_shard_bytes`, and their index) and config.json from
+    `config`. It also holds `files` (tokenizer files and the like: name -> content, or the file that holds it), and a
+    README.md unless they hold one.
 
     Tensors are taken one by one and held for one shard at a time. A tensor given under two names (a tied weight) is
     written under the first, provided that the object given first is still alive then.
-    Raises BadInput where `target` exists or cannot be written, RunFailed where the disk is full: nothing is left of a
-    failed export.
+    Raises BadInput where `target` exists or cannot be written, RunFailed where the disk is full. A failed export leaves
+    no files.
     """
     files = dict(files or {})
     _check(target, files)

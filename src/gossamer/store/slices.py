@@ -1,4 +1,4 @@
-"""Which part of which global tensor a tensor is, and whose it is."""
+"""Slices: the position of a tensor in a global tensor, and the replica whose state it is."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ REPLICATED = -1
 class Slice:
     """The box `start .. start + size` of the global tensor `name` of shape `shape`; all three in elements per dim.
 
-    `replica` is the rank whose state it is where ranks differ (a residual, a generator), or -1 where every replica
-    holds the same. (name, replica) names one global tensor; its slices tile it.
+    `replica` is the rank whose state the tensor is where ranks differ (a residual, a generator), or -1 where it is
+    replicated. (name, replica) identifies one global tensor; its slices tile it.
     """
 
     name: str
@@ -37,13 +37,13 @@ class Slice:
 
     @staticmethod
     def whole(name: str, shape: Extent, replica: int = REPLICATED) -> Slice:
-        """All of it."""
+        """Return the slice that covers the complete tensor `name` of shape `shape`."""
         shape = tuple(shape)
         return Slice(name, shape, (0,) * len(shape), shape, replica)
 
     @property
     def numel(self) -> int:
-        """Elements in the box."""
+        """The number of elements in the box."""
         return math.prod(self.size)
 
     @property
@@ -51,7 +51,7 @@ class Slice:
         return self.size == self.shape
 
     def overlap(self, start: Extent, size: Extent) -> tuple[Extent, Extent] | None:
-        """(start, size) of the box shared with another one of the same tensor; None where they share nothing."""
+        """Return (start, size) of the overlap with another box of the same tensor; None where they do not overlap."""
         low = tuple(max(a, b) for a, b in zip(self.start, start, strict=True))
         high = tuple(min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, start, size, strict=True))
         if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -59,7 +59,7 @@ class Slice:
         return low, tuple(b - a for a, b in zip(low, high, strict=True))
 
     def __str__(self) -> str:
-        """As messages and shard keys name it: "w[0:4,0:8]@rank1"; plain "w" for all of a replicated tensor."""
+        """Return the name in messages and shard keys: "w[0:4,0:8]@rank1"; plain "w" for all of a replicated tensor."""
         box = ",".join(f"{a}:{a + n}" for a, n in zip(self.start, self.size, strict=True))
         part = "" if self.is_whole else f"[{box}]"
         return f"{self.name}{part}" + ("" if self.replica == REPLICATED else f"@rank{self.replica}")

@@ -1,11 +1,12 @@
-"""When replicas exchange, and what: gradients at every step, or, of islands that train apart, what has become of the
-parameters in many steps: rarely, late and small. Or losses alone.
+"""Synchronization methods: average gradients at every step, or pseudo-gradients after several local steps.
 
-A method says at which level the gradients of a step meet, and gives the settings of the one outer loop, or those of
-steps without gradients. The mechanics are a `GradientReducer`'s (buckets that fill while backward runs, the pump, the
-agreement before the update), those of `OuterLoop` (anchor, displacement, fragments, delay, what is taken over of the
-result) with the `StatusExchange` that passes between islands, or the `QuorumThread` that waits for none of them for
-long, and those of `ZerothOrderRank` (directions, slopes in a byte, the move).
+Local SGD, DiLoCo and gossip are of the second kind; zeroth-order training exchanges losses instead of gradients.
+
+A method names the level at which the gradients of a step are averaged. It also gives the settings of the outer loop, or
+those of zeroth-order steps. `GradientReducer` buckets gradients, overlaps their exchange with the backward pass and
+holds the vote before the update. `OuterLoop` keeps the global parameters and averages pseudo-gradients by fragment.
+`StatusExchange` carries status messages between islands; `QuorumThread` replaces it where a round continues without
+stragglers. `ZerothOrderRank` measures directional derivatives and applies the agreed update.
 """
 
 from __future__ import annotations
@@ -63,34 +64,37 @@ __all__ = [
 
 
 class Sync(ABC):
-    """A frozen dataclass; everything that changes is in the Replica, in Apart and in Probing."""
+    """A synchronization method: a frozen dataclass of settings.
+
+    All mutable state is in GradientReducer, OuterLoop and ZerothOrderRank.
+    """
 
     def __post_init__(self) -> None:
-        """Raises BadInput for settings that do not go together."""
+        """Raise BadInput for settings that do not go together."""
         _ = self.loop, self.probe
 
     @property
     @abstractmethod
     def loop(self) -> OuterLoopConfig | None:
-        """The outer loop of islands that train apart; None where all meet at every step."""
+        """Return the settings of the outer loop; None for synchronous training, without local steps."""
 
     @property
     def probe(self) -> ZerothOrderConfig | None:
-        """How losses alone say where to go; None: gradients do."""
+        """Return the settings of zeroth-order steps; None for training with gradients."""
         return None
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is gradients that meet, of all ranks and at every step."""
+        """Return whether all ranks average their gradients at every step."""
         return self.loop is None and self.probe is None
 
     @property
     def names_exchange(self) -> bool:
-        """Whether what goes between islands is one of its settings, `exchange`."""
+        """Return whether the exchange between islands is a setting of this method, `exchange`."""
         return self.loop is not None and any(one.name == "exchange" for one in fields(self))  # type: ignore[arg-type]
 
     def level(self, done: int) -> str:
-        """Whose gradients meet in the step after `done` others: `all`, or those of an `island`."""
+        """Return the level at which gradients are averaged in the step after `done` others: `all` or `island`."""
         return "island" if self.loop is not None and self.loop.apart(done) else "all"
 
 

@@ -1,8 +1,8 @@
-"""One byte for a number: a sign, five bits of exponent, two of mantissa.
+"""An 8-bit float for one number: a sign, five bits of exponent, two of mantissa.
 
-Values: (1 + m/4) 2^(e - 16) for e = 1 to 31, and m/4 2^-15 for e = 0: from 2^-17 to 57344, neighbours at most a quarter
-apart. Rounded up or down at random, so that the mean of what is decoded is the number; what is larger saturates.
-All values are exact in float32: every rank decodes the same. Minus zero stands for what is not finite.
+Values: (1 + m/4) 2^(e - 16) for e = 1 to 31, and m/4 2^-15 for e = 0: from 2^-17 to 57344, neighbors at most a quarter
+apart. Stochastic rounding makes the expectation of the decoded number exact; larger numbers saturate. All values are
+exact in float32, so every rank decodes the same. Minus zero stands for a non-finite number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SIGN = NOT_FINITE = 0x80
 
 
 def encode(value: float, draw: float) -> int:
-    """`draw`: a random number from 0 on, below 1."""
+    """Return the code of a number, rounded up or down at random. `draw`: a uniform random number in [0, 1)."""
     if not math.isfinite(value):
         return NOT_FINITE
     size = abs(value)
@@ -26,7 +26,7 @@ def encode(value: float, draw: float) -> int:
 
 
 def decode(code: int) -> float:
-    """nan for what was not finite."""
+    """Return the number of a code; nan for a non-finite one."""
     if code == NOT_FINITE:
         return math.nan
     size = _VALUES[code & ~_SIGN]

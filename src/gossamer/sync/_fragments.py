@@ -1,4 +1,4 @@
-"""A model in fragments that are exchanged one after the other: which they are, and what each of them has to keep."""
+"""Fragments of a model that are synchronized one after the other: their parameters and their state."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from gossamer.sync.outer import OuterState, OuterStep
 
 @dataclass(slots=True)
 class FragmentBucket:
-    """One bucket of a fragment."""
+    """A bucket of a fragment: its global parameters (anchor) and the states of its exchanges."""
 
     layout: Layout
     anchor: Tensor  # (numel,) float32
-    state: ExchangeState  # of the exchange of rounds
-    was: Tensor  # where the island was before this step; empty where single steps do not meet
+    state: ExchangeState  # of the exchange of pseudo-gradients
+    was: Tensor  # parameters before this step; empty where single steps are not averaged
     each: ExchangeState  # of the exchange of single steps
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter's name and its view in `flat`, (numel,)."""
         yield from Bucket(self.layout, flat).slices()
 
 
 @dataclass(slots=True)
 class PendingSync:
-    """A fragment's displacement on its way. `takes_part`: whether this rank's counts in it. `left`: where the island
-    was when it was sent, like the anchors; none where nobody will ask.
+    """A pending sync of a fragment, sent after step `since`.
+
+    `takes_part`: whether this rank's pseudo-gradient counts in it. `left`: this rank's parameters when it was sent, as
+    buffers like the anchors; empty unless `carries`.
     """
 
     since: int
@@ -44,25 +47,27 @@ class PendingSync:
     left: tuple[Tensor, ...] = ()
 
     def wait(self) -> tuple[Outcome, ...]:
+        """Wait for the exchange and return the outcome of each bucket."""
         if (step := self.under_way) is not None:  # two threads may ask
             self.outcomes = tuple(step.result(i) for i in range(len(step.rounds)))
             self.under_way = None
         return self.outcomes
 
     def let_go(self, states: Sequence[ExchangeState]) -> None:
-        """It has landed: what is left of it are the exchange's `states`."""
+        """Free the buffers of a sync that has been applied; keep the exchange's `states`."""
         nothing = torch.zeros(0)
         self.outcomes, self.left = tuple(Outcome(nothing, None, state) for state in states), ()
 
 
 @dataclass(slots=True)
 class SecondMomentSync:
-    """A fragment's second moments on their way, or as they have arrived: buffers like the anchors."""
+    """A pending or finished average of a fragment's second moments: buffers like the anchors."""
 
     under_way: CommStep | None
     means: tuple[Tensor, ...] = ()
 
     def wait(self) -> tuple[Tensor, ...]:
+        """Wait for the average and return the mean second moments of each bucket."""
         if self.under_way is not None:
             found = (self.under_way.result(i) for i in range(len(self.under_way.rounds)))
             self.means, self.under_way = tuple(outcome.mean.float() for outcome in found), None
@@ -71,7 +76,10 @@ class SecondMomentSync:
 
 @dataclass(frozen=True, slots=True)
 class SyncLaunch:
-    """A fragment on its way. No flight: nobody had anything to say, and all go back to where they were."""
+    """A launched sync of a fragment.
+
+    `flight` is None where no rank takes part: all then return to the global parameters.
+    """
 
     flight: PendingSync | None
     squares: SecondMomentSync | None = None
@@ -79,8 +87,10 @@ class SyncLaunch:
 
 @dataclass(slots=True)
 class FragmentProgress:
-    """Where a fragment stands in what goes out, which may be ahead of where its island does: how many rounds there
-    were, the exchange's states before the last of them, and that one, which may have landed.
+    """A fragment's progress in sending, which may be ahead of what its island has applied.
+
+    `rounds`: rounds sent; `states`: the exchange's states before the last of them; `last`: that round, which may have
+    been applied.
     """
 
     rounds: int
@@ -88,11 +98,12 @@ class FragmentProgress:
     last: PendingSync | None
 
     def next(self, departed: SyncLaunch) -> None:
+        """Advance by one round, unless no rank took part in it."""
         if departed.flight is not None:
             self.states, self.rounds, self.last = self.now(), self.rounds + 1, departed.flight
 
     def now(self) -> list[ExchangeState]:
-        """The states, once the last exchange has ended; of what is not finite nothing is kept."""
+        """Return the exchange's states after the last round has ended; those before it if its mean is not finite."""
         outcomes = self.last.wait() if self.last is not None else ()
         if not outcomes or not are_finite([outcome.mean for outcome in outcomes]):
             return self.states
@@ -101,12 +112,15 @@ class FragmentProgress:
 
 @dataclass(slots=True, eq=False)
 class Fragment:
-    """One of them, itself and no other: what it holds changes all the time."""
+    """The mutable state of one model fragment: buckets, outer-optimizer state, counters and pending sync.
+
+    Compared by identity.
+    """
 
     parts: list[FragmentBucket]
     outer: OuterState
     rounds: int = 0
-    steps: int = 0  # since it was sent, on whatever island
+    steps: int = 0  # in the round so far, by any island
     made: int = 0  # of these, by this island
     rates: float = 0.0  # sum of the learning rates of those
     samples: float = 0.0  # of this rank
@@ -118,8 +132,9 @@ class Fragment:
         return [part.anchor for part in self.parts]
 
     def shared(self, index: int, numbers: Collection[str]) -> dict[str, Tensor]:
-        """What is the same on all ranks, but for the anchor. `index`: of this fragment; `numbers`: the slots of the
-        outer rule that are single numbers. Nothing may be under way that has not been waited for.
+        """Return the state that is equal on all ranks, without the anchor. No collective may be pending.
+
+        `index`: of this fragment; `numbers`: the outer optimizer's states that are single numbers.
         """
         found = {f"{slot}/{index}": self.outer[slot][0] for slot in numbers}
         for slot, tensors in self.outer.items():
@@ -133,7 +148,7 @@ class Fragment:
         return found
 
     def own(self, index: int) -> dict[str, Tensor]:
-        """What is this rank's alone, but for its parameters."""
+        """Return the state of this rank alone, without its parameters."""
         found: dict[str, Tensor] = {}
         outcomes = self.flight.outcomes if self.flight else ()
         states = [o.state for o in outcomes] or [part.state for part in self.parts]
@@ -149,7 +164,7 @@ class Fragment:
     def restore(
         self, index: int, numbers: Collection[str], shared: Mapping[str, Tensor], own: Mapping[str, Tensor]
     ) -> None:
-        """Take back what `shared` and `own` gave; of `own` all may be missing."""
+        """Load the tensors of `shared` and `own`; all of `own` may be missing."""
         for slot, tensors in self.outer.items():
             if slot in numbers:
                 tensors[0].copy_(shared[f"{slot}/{index}"])
@@ -174,22 +189,22 @@ class Fragment:
         return all(e.name in tensors for part in self.parts for e in part.layout.entries)
 
     def _flats(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Copies as buffers like the anchor's."""
+        """Return copies as buffers like the anchors."""
         return [
             torch.cat([tensors[e.name].reshape(-1) for e in part.layout.entries]).to(part.anchor) for part in self.parts
         ]
 
     def _by_name(self, kind: str, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Buffers like the anchor's, in place: "kind/parameter"."""
+        """Return views of buffers like the anchors, by "kind/parameter"."""
         return {f"{kind}/{name}": view for name, view in self.views(flats).items()}
 
     def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The same by parameter."""
+        """Return views of flat buffers by parameter name."""
         pairs = zip(self.parts, flats, strict=True)
         return {name: view for part, flat in pairs for name, view in part.views(flat)}
 
     def _counts(self) -> list[float]:
-        """How far it is, and since when (-1: not) and as what it is under way."""
+        """Return the counters: rounds, steps, and the pending sync's step (-1: none), number, steps, rates and key."""
         now = [self.rounds, self.steps]
         if self.flight is None:
             return [*now, -1, 0, 0, 0, 0, 0, 0]
@@ -197,7 +212,7 @@ class Fragment:
         return [*now, self.flight.since, at.number, at.steps, at.rates, *at.key]
 
     def _take_counts(self, counts: Sequence[float], arrived: Mapping[str, Tensor], *, takes_part: bool) -> None:
-        """What `_counts` gave; what was under way has arrived since."""
+        """Load the counters of `_counts`; a sync that was pending has finished since."""
         rounds, steps, since, number, of, rates, *key = counts
         self.rounds, self.steps, self.flight = int(rounds), int(steps), None
         if since < 0:
@@ -209,16 +224,16 @@ class Fragment:
 
 
 def are_finite(flats: Sequence[Tensor]) -> bool:
-    """All numbers of all of them; a sum is the cheapest look at them."""
+    """Return whether all numbers are finite, by the sum of each buffer, which is the cheapest test."""
     return all(math.isfinite(flat.sum().item()) for flat in flats)
 
 
 def fragments_of(params: Mapping[str, Tensor], fragments: int, units: Sequence[str] = ()) -> list[list[str]]:
-    """The names of `params` in at most so many fragments of about equal bytes, each in the order of the parameters.
+    """Divide the names of `params` into at most `fragments` fragments of about equal bytes, each in parameter order.
 
-    What belongs to one unit (a block) stays together. The largest unit goes first, each where there is least: blocks
-    that are alike are dealt out in turn, a strided pattern as in Streaming DiLoCo. There are fewer fragments where
-    there are fewer units.
+    The parameters of one unit (a block) stay together. The largest unit is placed first, each in the smallest fragment.
+    So equal blocks alternate between fragments, a strided pattern as in Streaming DiLoCo. Fewer units make fewer
+    fragments.
     """
     held: dict[str, list[str]] = {}
     for name in params:
@@ -235,11 +250,11 @@ def fragments_of(params: Mapping[str, Tensor], fragments: int, units: Sequence[s
 
 
 def _unit_of(name: str, units: Sequence[str]) -> str:
-    """The innermost unit that holds a parameter, or the module that owns it."""
+    """Return the innermost unit that holds a parameter, or the module that owns it."""
     inside = [unit for unit in units if name.startswith(f"{unit}.")]
     return max(inside, key=len) if inside else name.rpartition(".")[0]
 
 
 def _under(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those under a name, without it."""
+    """Return the tensors under "kind/", by the rest of their names."""
     return {name.removeprefix(f"{kind}/"): t for name, t in tensors.items() if name.startswith(f"{kind}/")}

@@ -1,14 +1,14 @@
-"""What gossip does with displacements: an exchange that agrees on nothing, in which all keep their neighbours' mean.
+"""Exchange of pseudo-gradients for gossip: every rank keeps its neighbors' mean as its compression error.
 
-Equations (rank i, displacement D_i = a - x_i from the anchor a, mixing matrix W of the round):
-    h_i  <- C(D_i), or h_i + C(D_i - h_i) where neighbours stay and C loses something
+Equations (rank i, pseudo-gradient D_i = a - x_i from the anchor a, mixing matrix W of the round):
+    h_i  <- C(D_i), or h_i + C(D_i - h_i) where neighbors stay and C loses something
     D_i' =  D_i + gamma (sum_j W_ij h_j - h_i)
     mean = 0,   lost_i = D_i'
-so that a loop that keeps what is lost goes on at x_i = a - D_i' from an anchor that has not moved. What an outcome
-promises holds, mean = sum_i w_i (D_i - D_i'), as the mean of all D is what W leaves alone, whatever C loses. Without
-loss and with gamma = 1 this is D_i' = sum_j W_ij D_j, summed in rank order.
-Symbols: h what the wire knows of D, the same bits at both ends; C, decoded; w_i weights, sum_i w_i = 1.
-Wire:    1 uneven SHUFFLE, the code of D to every neighbour.   State: numel float32 for itself and for each neighbour,
+so that a loop that keeps what is lost continues at x_i = a - D_i' from an unchanged anchor. The outcome fulfills
+mean = sum_i w_i (D_i - D_i'), as W does not change the mean of all D, whatever C loses. Without loss and with gamma = 1
+this is D_i' = sum_j W_ij D_j, summed in rank order.
+Symbols: h the value of D known at both ends of a link, the same bits; C, decoded; w_i weights, sum_i w_i = 1.
+Wire:    1 uneven SHUFFLE, the code of D to every neighbor.   State: numel float32 for itself and for each neighbor,
 where those stay and C loses something; else none.
 Paper:   Koloskova et al., CHOCO-SGD, ICML 2019, arXiv 1902.00340 (gamma, and the difference to what is known).
 """
@@ -38,7 +38,10 @@ from gossamer.sync.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class GossipExchange(Exchange):
-    """For loops that keep alone: as an exchange of gradients it would stop all training."""
+    """An exchange that mixes each rank's pseudo-gradient with its neighbors' and returns a mean of zero.
+
+    Use it in an outer loop with `keeps` only: as an exchange of gradients it would stop all training.
+    """
 
     graph: Topology
     codec: Codec
@@ -52,7 +55,7 @@ class GossipExchange(Exchange):
 
     @property
     def _known(self) -> tuple[str, ...]:
-        """What is remembered: of the rank itself, and of its neighbours in their order."""
+        """Return the names of the remembered states: the rank's own, then its neighbors' in order."""
         count = 0 if self.codec.traits.lossless or not self.graph.stays else 1 + self.graph.stays
         return tuple(f"h{i}" for i in range(count))
 
@@ -90,7 +93,7 @@ class GossipExchange(Exchange):
 
 
 def _whole(parts: list[float]) -> tuple[int, ...]:
-    """Whole numbers near `parts` with their sum."""
+    """Return integers near `parts` with their sum."""
     found: list[int] = []
     carried = 0.0
     for part in parts:

@@ -1,11 +1,11 @@
-"""A replica's end of a step: buckets that fill while backward runs, the exchange, and the agreement before the update.
+"""The gradient reducer of one rank: bucket gradients, average them during the backward pass, vote before the update.
 
-A step is a transaction. Nothing that outlives it moves before `commit`: gradients lie in buckets that are rewritten
-next time, exchange states are handed back new. What crosses the wire, in the order all ranks know:
+A step is a transaction. Nothing that outlives it changes before `commit`: the buckets of gradients are overwritten in
+the next step, and exchanges return new states. A step sends, in an order that all ranks know:
     weights     every rank's share of the batch, gathered while the forward pass runs
-    buckets     as the exchange sends them, one job each, while backward runs
+    buckets     one job each, as the exchange sends them, while backward runs
     agreement   is it finite, complete and the same step everywhere? Then, where ranks differ in it, who had no gradient
-All three among the ranks whose gradients meet in it: where islands are apart, a step is each island's own affair.
+All three run among the ranks whose gradients are averaged: in a local step, those of one island.
 """
 
 from __future__ import annotations
@@ -38,60 +38,60 @@ from gossamer.ops.norm import global_norm_squared
 from gossamer.spec.errors import WireMismatch, bad_input
 from gossamer.sync._state_by_name import named, refilled
 
-_MARKS = 2**48  # of sets of parameters without a gradient, told beside a request, which is a small whole number
+_MARKS = 2**48  # hashes of sets of idle parameters: the fraction of a vote whose integer part is a request
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """One step as its rank sees it: which, with what random key and rate, and how much of the batch is mine."""
+    """The context of one step on its rank: step number, random seed, learning rate, valid labels, averaging level."""
 
     step: int
     seed: int
     lr: float
     weight: float  # valid labels of this rank
-    scale: float = 1.0  # what the loss was multiplied with (fp16): divided out before anything is encoded
+    scale: float = 1.0  # loss scale (fp16), divided out before gradients are encoded
     together: bool = False  # each loss was divided by the labels of all ranks that hold these parameters, not by mine
-    level: str = "all"  # whose gradients meet in it
+    level: str = "all"  # the ranks over which gradients are averaged
 
 
 @dataclass(frozen=True, slots=True)
 class StepVote:
-    """What one rank says about a step before the update. `ask` is a small code for `stop` or `save` requests."""
+    """The vote of one rank on a step before the update. `ask` is a small code for `stop` or `save` requests."""
 
     loss: float  # mean over this rank's valid labels
     ask: int = 0
-    speaks: bool = True  # whether the loss is this rank's to know: of a model in stages, the last one's
-    squared: float | None = None  # its part of the norm's square, where the gradient lies in no bucket
-    beside: Tensor | None = None  # what else all ranks are to know, alike in shape and type
+    speaks: bool = True  # whether this rank computes the loss: with pipeline stages, the last one does
+    squared: float | None = None  # its part of the squared norm, where no bucket holds the gradient
+    beside: Tensor | None = None  # a tensor to gather with the votes, equal in shape and type on all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class StepAgreement:
-    """What all ranks know after they voted, or those of an island: the same numbers on each of them."""
+    """The outcome of the votes on a step: the same numbers on all ranks, or on those of one island."""
 
     finite: bool
     loss: float  # mean over all valid labels
     weight: float  # valid labels of all who voted
-    norm: float  # of the mean gradient, of all stages; where only an island's gradients meet, of this one's
+    norm: float  # of the mean gradient, over all stages; in a local step, of this island's
     ask: int  # the largest request
     bad_ranks: tuple[int, ...]
-    idle: frozenset[str] = frozenset()  # parameters that nobody had a gradient for: they are to stay as they are
-    beside: Tensor | None = None  # (voters, *shape): what came with the votes
+    idle: frozenset[str] = frozenset()  # parameters without a gradient on any rank: they are not updated
+    beside: Tensor | None = None  # (voters, *shape): the tensors gathered with the votes
 
 
 @dataclass(slots=True)
 class _BucketState:
-    """One bucket: its buffer, its exchange with the state, and how many gradients it still waits for.
+    """One bucket: its buffer, its exchange with the state, and the number of gradients it still waits for.
 
-    Where buffers are given back, `bucket` is there from the first gradient until it is sent, and `mean` (laid out as
-    `mine`) from the end of the exchange until the next step.
+    With `gives_back`, `bucket` is allocated from the first gradient until it is sent, and `mean` (laid out as `mine`)
+    from the end of the exchange until the next step.
     """
 
     layout: Layout
     exchange: Exchange
     state: ExchangeState
     bucket: Bucket | None
-    mine: Layout  # of what this rank comes to know
+    mine: Layout  # layout of the part whose mean this rank receives
     mean: Bucket | None = None
     waits: int = 0
     sent: bool = False
@@ -101,32 +101,32 @@ class _BucketState:
 
     @property
     def flats(self) -> list[Tensor]:
-        """The buffer that is there, if any."""
+        """Return the buffer that is allocated, if any."""
         return [one.flat for one in (self.bucket or self.mean,) if one is not None]
 
 
 @dataclass(slots=True)
 class Timing:
-    """Where the time of a step went, as far as the wire is concerned."""
+    """The communication time of a step: `exposed_s`, seconds this rank waited for messages."""
 
     exposed_s: float = 0.0
 
 
 class GradientReducer:
-    """The gradients of one rank and their way to the mean of all.
+    """A reducer that buckets the gradients of one rank and averages them over ranks during backward (as DDP's Reducer).
 
-    `params` are the trainable parameters by canonical name (tied ones once), `exchange` how their gradients meet: one
-    for all, or one by parameter name. Their `.grad` become views of flat buckets, so a gradient is written once and
-    sent from where it lies. Where the model is in stages they are those of this rank's. `counted_elsewhere` names the
-    ones that another rank counts in the norm where all meet: of a stage that holds them too, of an island that owns the
-    same of them. Each island that is apart counts its own.
-    `meets`: the level at which the exchange must serve, where it is not `all`; each Window says at which level its
-    gradients meet. Raises BadInput where an exchange cannot serve its buckets or this wire.
+    `params` are the trainable parameters by canonical name (tied ones once); with pipeline parallelism, those of this
+    rank's stage. `exchange` averages their gradients: one for all, or one by parameter name. Each `.grad` becomes a
+    view of a flat bucket, so autograd writes a gradient once and the exchange sends it from there. `counted_elsewhere`
+    names the parameters whose squared norm another rank reports: tied weights of another stage, or rows that another
+    island owns too. In a local step each island counts its own. `meets`: the level the exchange must serve, where it is
+    not `all`; each StepContext names the level of its step. Raise BadInput where an exchange cannot serve its buckets
+    or these process groups.
 
-    `owned`: the part of a gradient whose mean this rank comes to know, where that is not all of it. `gives_back`: then
-    the rest does not outlive the exchange, and a bucket is there from its first gradient on. No more of them are under
-    way than the order of the messages asks for: backward waits. `keeps_sent`: a copy of what this rank gives to the
-    exchange is kept, until the next step.
+    `owned`: the part of a gradient whose mean this rank receives, where that is not all of it. `gives_back`: free the
+    rest after the exchange, and allocate a bucket at its first gradient. At most as many buckets are pending as the
+    order of messages needs, and backward waits for them. `keeps_sent`: keep a copy of this rank's input to the exchange
+    until the next step.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class GradientReducer:
             self._method(one, self.meets).check(layout, self._meeting_at(self.meets))
         self._slots.clear()  # the old buffers go before the new ones come
         self._slots.extend(self._slot(layout, one) for layout, one in cut)
-        self._rounds: dict[str, list[int]] = {}  # of every bucket's exchange, by the level at which gradients meet
+        self._rounds: dict[str, list[int]] = {}  # messages of every bucket's exchange, by the level of the average
         self._slot_of = {e.name: i for i, s in enumerate(self._slots) for e in s.layout.entries}
 
     def _slot(self, layout: Layout, exchange: Exchange) -> _BucketState:
@@ -182,9 +182,10 @@ class GradientReducer:
         return _BucketState(layout, exchange, exchange.init(layout), bucket, replace(mine, dtype=layout.dtype))
 
     def adopt(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
-        """Go on with other exchanges, between two steps. State of the same name and size is carried over, by parameter;
-        what is still owed ("e") also where it stands deeper or less deep in the nesting; all else starts anew. Raises
-        BadInput, changing nothing, where an exchange cannot serve, or has no place for what is owed.
+        """Replace the exchanges between two steps and carry their state over, by parameter name and size.
+
+        Residuals ("e") are carried over also where they are nested at another depth; all other state starts anew. Raise
+        BadInput, changing nothing, where an exchange cannot serve, or keeps no residual where there is one now.
         """
         self._check_owed(exchanges)
         held = self.states()
@@ -210,7 +211,7 @@ class GradientReducer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters."""
+        """Return the names of the parameters."""
         return tuple(self._params)
 
     @property
@@ -218,8 +219,9 @@ class GradientReducer:
         return tuple(s.layout for s in self._slots)
 
     def gradients(self) -> dict[str, Tensor]:
-        """By parameter name, in the order of the parameters: after `reduce` the mean over all ranks, of what this rank
-        owns.
+        """Return the gradients by parameter name, in the order of the parameters.
+
+        After `reduce` they are the mean over all ranks, of the part that this rank owns.
         """
         views = {name: view for s in self._slots for name, view in self._known(s)}
         return {name: views[name] for name in self._params}
@@ -231,20 +233,20 @@ class GradientReducer:
         return slot.mean.slices()
 
     def sent_gradients(self) -> dict[str, Tensor]:
-        """This rank's own of the step, by parameter name, as it gave them to the exchange; where they are kept."""
+        """Return this rank's own gradients of the step, as it gave them to the exchange; empty unless `keeps_sent`."""
         return {name: view for s in self._slots if s.own is not None for name, view in s.own.slices()}
 
     @property
     def is_exact(self) -> bool:
-        """Whether the mean that a rank gets is the weighted sum of what all gave, but for rounding."""
+        """Return whether the mean on this rank is the weighted sum of all ranks' gradients, up to rounding."""
         return self._is_whole and all(slot.exchange.traits.lossless for slot in self._slots)
 
     def flats(self) -> list[Tensor]:
-        """The flat buffers that hold them."""
+        """Return the flat gradient buffers that are allocated now."""
         return [flat for s in self._slots for flat in s.flats]
 
     def begin(self, window: StepContext) -> None:
-        """The first of a step: let every rank know the others' weights."""
+        """Start a step: gather every rank's weight without waiting for it."""
         self._window, self._weights, self._watching = window, None, False
         self._sent_before, _ = self._pump.channel.meter.apart()
         self._weighing = self._pump.begin((1,))
@@ -252,7 +254,7 @@ class GradientReducer:
         self._weighing.submit(0, self._gather(mine, self._who(window)))
 
     def open(self, window: StepContext) -> None:
-        """Zero the gradients and declare the step's jobs. Begins the step where nobody has."""
+        """Zero the gradients and declare the jobs of the step. Call `begin` where nobody has."""
         if window is not self._window:
             self.begin(window)
         for slot in self._slots:
@@ -268,33 +270,34 @@ class GradientReducer:
         self._exchanging = self._pump.begin(self._rounds[window.level])
 
     def _meeting_at(self, level: str) -> ProcessGroups:
-        """What exchanges see of the levels where only the ranks of `level` are to meet."""
+        """Return the process groups of an exchange among the ranks of `level` only."""
         return self.levels if level == "all" else self.levels.only(level)
 
     def _method(self, exchange: Exchange, level: str) -> Exchange:
-        """The exchange where the ranks of `level` meet; one alone has nothing to compress."""
+        """Return the exchange among the ranks of `level`; dense for a single rank, which has nothing to compress."""
         if level == "all":
             return exchange
         return Dense() if len(self.levels.group(level, self.rank)) == 1 else exchange.for_island()
 
     def labels(self) -> float:
-        """Valid labels of all ranks whose gradients meet, once the step has begun: waits for the last of them."""
+        """Return the valid labels of all ranks whose gradients are averaged; wait for the last rank's."""
         return float(self.weights()[list(self.levels.group(self._window.level, self.rank))].sum())
 
     def shares(self) -> Tensor:
-        """(ranks,) float64: every rank's part of what those whose gradients meet have seen in this step, by valid
-        labels; of other islands nothing is known.
+        """Return every rank's share of the step's valid labels, (ranks,) float64.
+
+        In a local step it is 0 for ranks of other islands.
         """
         weights, members = self.weights(), list(self.levels.group(self._window.level, self.rank))
         total = weights[members].sum()
         return weights / total if total > 0 else torch.full_like(weights, 1 / len(members))
 
     def watch(self) -> None:
-        """The next backward is the step's last: from now on a full bucket goes out."""
+        """Mark the next backward as the step's last: a full bucket is sent from now on."""
         self._watching = True
 
     def reduce(self) -> None:
-        """Send what has not gone out (unused parameters fill no bucket), wait for all means, and put them in place."""
+        """Send the remaining buckets (unused parameters fill none), wait for all means, write them to the gradients."""
         for index, slot in enumerate(self._slots):
             if not slot.sent:
                 self._send(index)
@@ -309,7 +312,7 @@ class GradientReducer:
         self._watching = False
 
     def agree(self, vote: StepVote) -> StepAgreement:
-        """Exchange votes, among those whose gradients meet."""
+        """Exchange votes with the ranks whose gradients are averaged, and return the outcome."""
         weights = self.weights()
         squared = self._norm_squared() if vote.squared is None else vote.squared
         is_mine, is_hidden = self._not_finite()
@@ -350,7 +353,7 @@ class GradientReducer:
         )
 
     def _idle(self) -> frozenset[str]:
-        """Parameters for which this rank had no gradient in the step, and for which nothing came that was owed."""
+        """Return the parameters without a gradient on this rank in the step, and without a residual in the mean."""
         none = frozenset(self._params) - self._touched
         for slot in self._slots if none else ():
             if any(True for _ in slot.state.flatten()):  # what it keeps from step to step it may give out now
@@ -358,11 +361,11 @@ class GradientReducer:
         return none
 
     def _met(self) -> tuple[int, ...]:
-        """The ranks whose gradients meet in the step, and that hold the same parameters."""
+        """Return the ranks whose gradients are averaged in the step, and that hold the same parameters."""
         return tuple(self.levels.group(self._window.level, self.rank))
 
     def _idle_everywhere(self, idle: frozenset[str], marks: Tensor) -> frozenset[str]:
-        """Of all whose gradients meet; asked for by name only where their marks say that they differ."""
+        """Return the parameters that are idle on all ranks; gather their names only where the ranks' marks differ."""
         if bool((marks == marks[0]).all()):
             return idle
         bits = torch.tensor([name in idle for name in self._params], dtype=torch.uint8)
@@ -371,13 +374,14 @@ class GradientReducer:
         return frozenset(name for name, alone in zip(self._params, everywhere, strict=True) if alone)
 
     def gather(self, row: tuple[float, ...], level: str = "") -> Tensor:
-        """The `row` of every rank, or of those at `level`, (ranks, len(row)) float64. All of them must call it, and not
-        between `open` and `reduce`.
+        """Return the `row` of every rank, or of those at `level`, (ranks, len(row)) float64.
+
+        All of them must call it, and not between `open` and `reduce`.
         """
         return self._gathered([torch.tensor(row, dtype=torch.float64)], level or self.levels.whole)[0]
 
     def _gathered(self, mine: Sequence[Tensor], level: str) -> list[Tensor]:
-        """Each of them stacked over the ranks at `level`; all are on their way at once."""
+        """Gather each tensor over the ranks at `level`, all of them at once, and return them stacked."""
         step = self._pump.begin((1,) * len(mine))
         for job, tensor in enumerate(mine):
             step.submit(job, self._gather(tensor, level))
@@ -388,16 +392,16 @@ class GradientReducer:
         return Outcome(rows, None, ExchangeState())
 
     def _not_finite(self) -> tuple[bool, bool]:
-        """Whether what this rank gave is not finite, and whether a lossy exchange might have hidden that."""
+        """Return whether this rank's input was non-finite, and whether a lossy exchange might have hidden that."""
         bad = [slot for slot in self._slots if not math.isfinite(slot.total.item())]
         return bool(bad), not all(slot.exchange.traits.lossless for slot in bad)
 
     def _who(self, window: StepContext) -> str:
-        """The level of those who vote in a step."""
+        """Return the level of the ranks that vote in a step."""
         return self.levels.whole if window.level == "all" else window.level
 
     def _norm_squared(self) -> float:
-        """Of this rank's gradients, each number counted once among those whose gradients meet."""
+        """Return the squared norm of this rank's gradients; no number is counted by two ranks of the average."""
         counted: list[Tensor] = []
         elsewhere = self._counted_elsewhere if self._window.level == "all" else frozenset()
         for slot in self._slots:
@@ -406,8 +410,9 @@ class GradientReducer:
         return global_norm_squared(counted).item() if counted else 0.0
 
     def sent_bytes(self) -> dict[str, int]:
-        """Payload bytes this rank has sent since the step was opened, by link; of what goes beside the steps, since it
-        was asked before: it goes when it can.
+        """Return the payload bytes this rank has sent since the step was opened, by link.
+
+        Messages beside the steps count from the last call on, as they are sent at any time.
         """
         now, beside = self._pump.channel.meter.apart()
         sent = {link: count - self._sent_before.get(link, 0) for link, count in now.items()}
@@ -416,30 +421,30 @@ class GradientReducer:
         return sent
 
     def commit(self) -> None:
-        """The step took effect: the exchanges' new states are the states."""
+        """Make the exchanges' new states current: the step took effect."""
         for slot in self._slots:
             if slot.outcome is not None:
                 slot.state, slot.outcome = slot.outcome.state, None
 
     def reject(self) -> None:
-        """The step did not take effect: the exchanges' states are as they were."""
+        """Drop the exchanges' new states: the step did not take effect."""
         for slot in self._slots:
             slot.outcome = None
 
     def states(self) -> dict[str, Tensor]:
-        """All exchange state, by "path@parameter"."""
+        """Return the state of all exchanges, by "path@parameter"."""
         found: dict[str, Tensor] = {}
         for slot in self._slots:
             found.update(named(slot.layout, slot.state))
         return found
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Take back what `states` gave; buckets may be cut differently as long as all state is shaped by parameter."""
+        """Load the tensors of `states`; the buckets may differ as long as all state has its parameter's shape."""
         for slot in self._slots:
             slot.state = refilled(slot.layout, slot.state, states)
 
     def close(self) -> None:
-        """Let the parameters go: hooks off, gradients off."""
+        """Remove the hooks and the gradients from the parameters."""
         for hook in self._hooks:
             hook.remove()
         for param in self._params.values():
@@ -455,7 +460,7 @@ class GradientReducer:
             self._params[entry.name].grad = views.get(entry.name)
 
     def _there(self, index: int) -> Bucket:
-        """The bucket, from its first gradient on, or because it is to be sent."""
+        """Return the bucket, allocated at its first gradient or before it is sent."""
         slot = self._slots[index]
         if slot.bucket is None:
             self._make_room()
@@ -464,7 +469,7 @@ class GradientReducer:
         return slot.bucket
 
     def _make_room(self) -> None:
-        """Before one more bucket: wait for those whose exchange will come to its end without another one."""
+        """Wait, before one more bucket is allocated, for those whose exchange can end without another one."""
         there = next((i for i, slot in enumerate(self._slots) if not slot.sent), len(self._slots))
         began = time.perf_counter()
         for index in range(there):
@@ -494,7 +499,7 @@ class GradientReducer:
             bucket.flat.mul_(1.0 / scale)
         if self._keeps_sent:
             slot.own = Bucket(slot.layout, bucket.flat.clone())
-        # The cheapest look at all numbers, for `agree`: from a mean that is not finite nobody sees whose they were.
+        # The cheapest test of all numbers, for `agree`: a non-finite mean does not show which rank caused it.
         if self.ranks > 1 or not slot.exchange.traits.lossless:
             slot.total = bucket.flat.sum(dtype=torch.promote_types(bucket.flat.dtype, torch.float32))
         one = self._method(slot.exchange, window.level)
@@ -508,7 +513,7 @@ class GradientReducer:
         self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))
 
     def _own_part(self, slot: _BucketState, method: Rounds) -> Rounds:
-        """`method`, which ends with the part of the mean that is this rank's alone."""
+        """Run `method` and return this rank's part of the mean only."""
         outcome = yield from method
         mean = slot.mine.allocate()
         for (name, view), (_, own) in zip(Bucket(slot.layout, outcome.mean).slices(), mean.slices(), strict=True):
@@ -516,7 +521,10 @@ class GradientReducer:
         return replace(outcome, mean=mean.flat)
 
     def weights(self) -> Tensor:
-        """(ranks,) float64: the valid labels of every rank that votes in the step, once it has begun; else 0."""
+        """Return the valid labels of every rank that votes in the step, (ranks,) float64, once all are gathered.
+
+        They are 0 for the other ranks.
+        """
         if self._weights is None:
             began = time.perf_counter()
             told = self._weighing.result(0).mean.flatten()
@@ -527,7 +535,7 @@ class GradientReducer:
 
 
 def _mark(idle: frozenset[str]) -> float:
-    """Below 1, and another one for every set of parameters; 0 for none of them."""
+    """Return a number below 1 that differs for every set of parameters; 0 for the empty set."""
     if not idle:
         return 0.0
     said = hashlib.blake2b("\0".join(sorted(idle)).encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -535,7 +543,7 @@ def _mark(idle: frozenset[str]) -> float:
 
 
 def _blamed(voters: Sequence[int], sick: Tensor, guilty: Tensor) -> tuple[int, ...]:
-    """Where anything is not finite: the ranks it came from, or, if it came from none alone, those that have it."""
+    """Return the ranks that gave non-finite numbers; if none can be named, those that received them."""
     if not bool(sick.any()):
         return ()
     return tuple(voters[i] for i in torch.nonzero(guilty if bool(guilty.any()) else sick).flatten().tolist())
@@ -544,7 +552,7 @@ def _blamed(voters: Sequence[int], sick: Tensor, guilty: Tensor) -> tuple[int, .
 def buckets_of(
     params: Mapping[str, Tensor], exchanges: Mapping[str, Exchange], *, bucket_bytes: int
 ) -> list[tuple[Layout, Exchange]]:
-    """The buckets of all exchanges, in the order in which a backward pass fills them: one never mixes two exchanges."""
+    """Return the buckets in the order backward fills them, each with its exchange; none mixes two exchanges."""
     groups: dict[Exchange, dict[str, Tensor]] = {}
     for name, param in params.items():
         groups.setdefault(exchanges[name], {})[name] = param
@@ -554,13 +562,13 @@ def buckets_of(
 
 
 def _keeping(state: ExchangeState, method: Rounds) -> Rounds:
-    """A method without state, in place of one that has some."""
+    """Run a method without state in place of one that has `state`, which is kept."""
     out = yield from method
     return replace(out, state=state)
 
 
 def _last(path: str) -> str:
-    """ "e@name" of "0/1/e@name"."""
+    """Return "e@name" of "0/1/e@name"."""
     state, at, name = path.partition("@")
     return f"{state.rpartition('/')[2]}{at}{name}"
 

@@ -1,4 +1,4 @@
-"""Displacements of islands: one exchange among all ranks, for which the ranks of an island speak together."""
+"""Exchange of pseudo-gradients between islands, in which the ranks of one island act as one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from gossamer.exchange.hierarchical import Hierarchical
 
 
 def among_all(exchange: Exchange, levels: ProcessGroups, *, keeps: bool) -> Exchange:
-    """`exchange` as all ranks run it: those of one island hold the same. `keeps`: whether what an island lost will stay
-    with it, and so must be the same on all its ranks.
+    """Return `exchange` as all ranks run it, where the ranks of one island hold the same tensors.
+
+    `keeps`: make the compression error equal on all ranks of an island, as it stays in that island's parameters.
     """
     if all(len(island) == 1 for island in levels.groups["island"]):
         return exchange
@@ -33,8 +34,10 @@ def among_all(exchange: Exchange, levels: ProcessGroups, *, keeps: bool) -> Exch
 
 
 def stays_of(outcome: Outcome, islands: int) -> Tensor | None:
-    """What of a displacement stays with the island it came from: what was lost of it; and what an island without weight
-    has lost of the others', times their number: it comes back to the mean where islands then weigh alike.
+    """Return the part of a pseudo-gradient that stays with its island: the compression error of its own, if any.
+
+    An island without weight adds the error it made on the others' input, times the number of islands: that reaches the
+    mean where islands then have equal weights.
     """
     if outcome.lost is None or outcome.owed is None:
         return outcome.lost
@@ -43,10 +46,10 @@ def stays_of(outcome: Outcome, islands: int) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class GroupError(Exchange):
-    """Around an exchange over islands: what is lost is the island's, and not that of the rank that spoke for it.
+    """An exchange between islands whose compression error is averaged over the island, not left to the rank that sent.
 
     lost <- sum_{i in I} (w_i lost_i + owed_i) / W_I, W_I = sum of w_i over I: a SUM of float32 more inside the island.
-    An island without weight: the mean of its lost_i, and what its ranks owe as `stays_of` has it.
+    An island without weight: the mean of its lost_i, and the sum of its owed_i times the number of islands.
     """
 
     inner: Exchange

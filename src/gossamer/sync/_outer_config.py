@@ -1,4 +1,4 @@
-"""The settings of an outer loop."""
+"""The settings of the outer loop of local-update training."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ LocalSteps: TypeAlias = tuple[int, ...] | Literal["auto"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterLoopConfig:
-    """How islands come together again. In steps, all of them:
+    """The settings of local-update training: how often and through which exchange islands average pseudo-gradients.
 
-    every:     from one exchange of a parameter to the next.
-    rule:      how the anchor, which is the same on all islands, moves by the mean displacement.
-    exchange:  how displacements meet.
+    Lengths are in steps:
+
+    every:     from one exchange of a parameter to the next (the sync period).
+    rule:      the outer optimizer, which updates the global parameters by the mean pseudo-gradient.
+    exchange:  how pseudo-gradients are averaged.
     fragments: parts of the model that are exchanged one after the other, every / fragments steps apart.
-    delay:     how long training goes on while an exchange is under way.
-    mix:       the part of an island's own parameters that stays when the moved anchor comes: 0 is none.
-    carries:   whether an island takes with it what it moved while the exchange was under way: from the moved anchor it
-               goes on as far as it had gone since it sent its displacement. Else those steps are lost but for the mix.
-    start:     how many steps all gradients meet at first, before the islands part.
-    spaced:    that they do so only in each of the first `spaced` of these steps, then in every second until there were
-               as many again, in every fourth, and so on: an island's step between two of them is a round of its own.
-               0: in all of them.
-    doubles:   that rounds are of one step when the islands part, and of twice as many after every `doubles` steps,
-               until they are of `every`. 0: of `every` at once.
-    returns:   whether an island goes back to the anchor when it has sent its displacement, as in CO2, where the one it
-               gets at that time is the displacement of the round before.
-    keeps:     whether what an exchange lost of an island's displacement stays in its parameters (error reset).
-    full:      where it does, every so many rounds all of it meets, densely; 0: in the end alone.
-    second_moments: every so many rounds what the islands' rules know of second moments meets too, a byte a number; they
-               learn it when the next round is sent, so that nothing waits for it. At first, when little is known, in
-               rounds 1, 4, 16 and so on. 0: never.
-    patience_s: how long the half of the islands that is there first waits for the others at the end of a round, which
-               then goes on without them. 0: as long as it takes.
-    each:      how the movement of every single step meets, beside the rounds; None: not at all.
-    steps:     how many of a round's `every` steps each island makes, the fastest all of them; none: all. `auto`: as
-               many as each has time for while the fastest makes all, measured before the first.
+    delay:     training steps between sending a pseudo-gradient and applying the average.
+    mix:       weight of the local parameters when the updated global parameters are loaded: 0 loads those alone.
+    carries:   delayed averaging: add to the loaded parameters the local movement since the pseudo-gradient was sent.
+               Without it those steps are lost, except for the mix.
+    start:     synchronous warm-up steps, in which all ranks average gradients.
+    spaced:    in the warm-up all average in each of the first `spaced` steps, then in every second until there were as
+               many again, in every fourth, and so on. A local step between two of them is a round by itself. 0: average
+               in all steps.
+    doubles:   after the warm-up, rounds have one step, and twice as many after every `doubles` steps, up to `every`. 0:
+               `every` at once.
+    returns:   return to the global parameters when a pseudo-gradient has been sent, as in CO2; they are then updated by
+               the pseudo-gradient of the round before.
+    keeps:     keep the compression error of an island's pseudo-gradient in its parameters (error reset).
+    full:      with `keeps`, every so many rounds is a dense average without loss; 0: only the last one.
+    second_moments: every so many rounds average the second moments of the optimizer too, one byte per number. The
+               result is applied when the next round is sent, so that nothing waits for it. At first, when little is
+               known, in rounds 1, 4, 16 and so on. 0: never.
+    patience_s: seconds that the first half of the islands waits for the others at the end of a round, which then
+               continues without them. 0: without limit.
+    each:      exchange that averages the movement of every single step, beside the rounds; None: no such average.
+    steps:     inner steps of each island in a round of `every`, the fastest all of them; empty: all. `auto`: as many as
+               each has time for while the fastest makes all, measured before the first round.
 
-    Raises BadInput where they do not go together.
+    Raise BadInput where they do not go together.
     """
 
     every: int
@@ -99,14 +101,17 @@ class OuterLoopConfig:
             raise bad_input(wanted=wanted, got=str(list(self.steps)), do=do, key="steps")
 
     def apart(self, done: int) -> bool:
-        """Whether islands go their own ways in the step after `done` others; not before the first one."""
+        """Return whether the step after `done` others is a local step (gradients averaged within islands only).
+
+        False where `done` is negative.
+        """
         if done >= self.start or done < 0 or not self.spaced:
             return done >= self.start
-        distance = 1 << (done // self.spaced + 1).bit_length() - 1  # of the steps in which all meet, here
+        distance = 1 << (done // self.spaced + 1).bit_length() - 1  # between synchronous steps at this point
         return (done - self.spaced * (distance - 1)) % distance > 0
 
     def steps_of(self, islands: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """By island. Raises BadInput where `steps` are those of other islands."""
+        """Return the inner steps of a round by island. Raise BadInput where `steps` has another number of islands."""
         if not self.steps:
             return (self.every,) * len(islands)
         assert self.steps != "auto", "it is measured when all ranks are there"
@@ -120,33 +125,33 @@ class OuterLoopConfig:
         return self.steps
 
     def pace(self, islands: Sequence[Sequence[int]]) -> LocalStepSchedule:
-        """Which steps each rank makes."""
+        """Return the schedule of each rank's inner steps."""
         pairs = zip(islands, self.steps_of(islands), strict=True)
         by_rank = {rank: n for ranks, n in pairs for rank in ranks}
         return LocalStepSchedule(self.every, self.start, tuple(by_rank[rank] for rank in sorted(by_rank)))
 
     @property
     def cycle(self) -> int:
-        """Steps after which all repeats itself."""
+        """Return the number of steps after which the communication repeats itself."""
         return self.every * self.rounds
 
     @property
     def rounds(self) -> int:
-        """Of a fragment, after which all repeats itself."""
+        """Return the number of rounds of a fragment after which its communication repeats itself."""
         return math.lcm(max(1, self.full), max(1, self.second_moments))
 
     def tells(self, number: int) -> bool:
-        """Whether in this round of a fragment, counted from 0, second moments are sent."""
+        """Return whether second moments are sent in this round of a fragment, counted from 0."""
         every, at = self.second_moments, number + 1
         is_power_of_four = at.bit_count() == 1 and at.bit_length() % 2 == 1
         return every > 0 and (at % every == 0 or (at < every and is_power_of_four))
 
     def meets_in_full(self, number: int) -> bool:
-        """Whether in this round of a fragment, counted from 0, islands keep nothing for themselves."""
+        """Return whether this round of a fragment, counted from 0, is a dense average, which leaves no residual."""
         return self.full > 0 and (number + 1) % self.full == 0
 
     def sends(self, fragment: int, done: int) -> bool:
-        """Whether a fragment's displacement goes out after `done` steps."""
+        """Return whether a fragment's pseudo-gradient is sent after `done` steps."""
         if done <= self.start:
             return self.apart(done - 1)
         period = self._period(done)
@@ -155,11 +160,11 @@ class OuterLoopConfig:
 
     @property
     def steady(self) -> int:
-        """How many steps there are before the islands part and all rounds are of `every` steps."""
+        """Return the number of steps before all rounds have `every` steps: warm-up and growing rounds."""
         return self.start + self.doubles * (self.every - 1).bit_length()
 
     def _period(self, done: int) -> int:
-        """That of a round that ends after `done` steps, more than `start`."""
+        """Return the steps of a round that ends after `done` steps, more than `start`."""
         if not self.doubles:
             return self.every
         return min(self.every, 1 << min((done - self.start - 1) // self.doubles, self.every.bit_length()))

@@ -1,16 +1,17 @@
-"""Islands that train apart: where they parted, how far each has gone, and how they come together again.
+"""The outer loop of local-update training: local steps, pseudo-gradients, outer optimizer.
 
-An island takes steps of its own from a common point, the anchor. From time to time its displacement from there meets
-those of the others; the anchor moves by what comes of it, on all islands alike, and the island goes on from there.
-Fragments of the model do so one after the other, and training goes on while they are under way: displacements have
-groups and a pump of their own, so that no step waits behind them.
+Each replica group (one island) takes inner steps from the global parameters, here called the anchor. From time to time
+all groups average their pseudo-gradients (anchor minus local parameters). The outer optimizer updates the anchor, the
+same on all groups, and each group continues from there. The fragments of the model take turns, and training continues
+while an exchange is in flight: pseudo-gradients have process groups and a communication thread of their own, so no
+inner step waits behind them.
 
-One step of the driver, after the update of training step t:
-    land     fragments whose exchange has had its time: the rule moves their anchor, the island takes it over
-    leave    fragments whose turn it is: displacement = anchor - own; who takes part, and with what weight, is gathered
-    launch   their exchange; with a delay of 0 they land at once
-Where nobody is waited for any longer than so, a thread of every rank does the last two (`QuorumThread`): of an island
-that is late it sends nothing, with no weight, and what comes of the round lands there as everywhere.
+After the update of training step t the driver:
+    land     applies the fragments whose exchange is `delay` steps old: outer step, then load the anchor
+    leave    takes the pseudo-gradients of the fragments that are due, and gathers who takes part with what weight
+    launch   starts their exchange; with a delay of 0 applies it at once
+With `patience_s` a thread of every rank gathers and launches (`QuorumThread`). A rank of a late island then sends
+zeros, at weight 0, and applies the result of the round like all others.
 """
 
 from __future__ import annotations
@@ -62,32 +63,36 @@ SecondMoments: TypeAlias = Callable[[Collection[str]], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """What the driver is told of a step that has ended: how many there are now, its rate, what this rank saw in it, and
-    whether its island made it at all.
+    """The end of one training step, as the driver reports it to the outer loop.
+
+    `done`: steps made so far; `rate`: learning rate of the step; `samples`: samples this rank has seen in it; `made`:
+    whether this island made the step.
     """
 
     done: int
     rate: float
     samples: float
     seed: int
-    last: bool = False  # no step comes after it: everything meets now
+    last: bool = False  # the last step of the run: all fragments are synchronized now
     made: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """What has come of a round: what the parameters of a fragment have moved by in the mean, and the sum of the rates
-    of its steps, 0 where nobody has moved. The same on all ranks; what is not finite counts for nothing.
+    """The result of one sync round of a fragment, equal on all ranks.
+
+    `moved`: mean pseudo-gradient (anchor minus local) by parameter, zeros where it is not finite or no rank took part;
+    `rates`: sum of the learning rates of the round's steps, 0 where no rank took part.
     """
 
     moved: Mapping[str, Tensor]
     rates: float
-    squares: Mapping[str, Tensor] = field(default_factory=dict)  # second moments that were sent a round ago, their mean
+    squares: Mapping[str, Tensor] = field(default_factory=dict)  # mean of the second moments sent a round ago
 
 
 @dataclass(frozen=True, slots=True)
 class LocalContribution:
-    """What an island brings to a round: its displacements, fragment by fragment, and which of them are finite."""
+    """The contribution of a rank to a round: pseudo-gradients by fragment, and whether each is finite."""
 
     flats: Sequence[list[Tensor]]
     sound: Sequence[bool]
@@ -95,10 +100,11 @@ class LocalContribution:
 
 @dataclass(slots=True)
 class OuterLoop:
-    """One rank's end of the outer loop. Where there is no loop it holds nothing, and every call does nothing.
+    """The outer loop on one rank: global parameters, outer optimizer and pending rounds.
 
-    `params`: what is trained, by name; `truth`: the same names, with the float32 copies that the update rule moves in
-    place of parameters in half types. `pump` runs over the levels of `ProcessGroups.twice`, for nothing else.
+    Without a `loop` all calls do nothing. `params`: the trained parameters by name; `truth`: by the same names the
+    float32 master weights, which the optimizer updates in place of parameters in half types. `pump`: a communication
+    thread over the groups of `ProcessGroups.twice`, used for nothing else.
     """
 
     loop: OuterLoopConfig | None
@@ -106,12 +112,12 @@ class OuterLoop:
     truth: Mapping[str, Tensor]
     replica: GradientReducer
     pump: CommThread | None
-    exchange: Exchange | None  # of displacements, among all ranks
+    exchange: Exchange | None  # of pseudo-gradients, among all ranks
     each: Exchange | None
     fragments: list[Fragment] = field(default_factory=list)
-    second_moments: SecondMoments = lambda names: {}  # this island's by now, of these parameters
-    exposed_s: float = 0.0  # waited for, since it was last set to 0
-    roll: QuorumThread[LocalContribution, list[SyncLaunch]] | None = None  # where a round does not wait for all
+    second_moments: SecondMoments = lambda names: {}  # this island's current ones, of these parameters
+    exposed_s: float = 0.0  # seconds waited since it was last set to 0
+    roll: QuorumThread[LocalContribution, list[SyncLaunch]] | None = None  # with `patience_s` only
     _ends: tuple[int, int] = (0, 0)  # the last step of the run, and its seed
 
     @staticmethod
@@ -127,8 +133,10 @@ class OuterLoop:
         second_moments: SecondMoments = lambda names: {},
         asked: Callable[[], bool] = lambda: False,
     ) -> OuterLoop:
-        """All islands must hold the same parameters now. `asked`: whether this rank is to stop, where that is told with
-        the rounds. Raises BadInput where an exchange cannot serve.
+        """Build the outer loop of one rank. All islands must hold the same parameters now.
+
+        `asked`: returns whether this rank was asked to stop, which the rounds report where they do not wait for
+        stragglers. Raise BadInput where an exchange cannot serve a bucket or these process groups.
         """
         if loop is None:
             return OuterLoop(None, params, truth, replica, None, None, None)
@@ -147,13 +155,13 @@ class OuterLoop:
         return found
 
     def begin(self, done: int, steps: int, seed: int) -> None:
-        """The run goes on after `done` of its `steps`; what was restored is in place."""
+        """Start after `done` of the run's `steps`, once the state is restored."""
         self._ends = steps, seed
         if self.loop is not None and self.loop.apart(done):
             self._call_from(done)
 
     def _call_from(self, done: int) -> None:
-        """The islands are apart from now on."""
+        """Start the quorum thread for the rounds after `done` steps."""
         if self.roll is None:
             return
         steps, _ = self._ends
@@ -165,13 +173,14 @@ class OuterLoop:
         self.roll.begin((due for due in dues if due.width), lambda call, gone: self._depart(courses, call, gone))
 
     def close(self) -> None:
-        """Let go of what runs beside the steps."""
+        """End the quorum thread, if there is one."""
         if self.roll is not None:
             self.roll.close()
 
     def is_late(self, done: int) -> bool:
-        """Whether a round that ends after more than `done` steps has gone on without this island, which then makes none
-        of those that are left of it. Its ranks ask for it together.
+        """Return whether a round that ends after more than `done` steps has continued without this island.
+
+        The island then skips the remaining inner steps of that round. All ranks of an island must call this together.
         """
         if self.roll is None or not self._loop.apart(done):
             return False
@@ -182,7 +191,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def anchor_here(self) -> None:
-        """The anchor is where this rank is: all islands are there."""
+        """Set the anchor (global parameters) to this rank's parameters, which must be equal on all islands."""
         for part in self._parts():
             for name, view in part.views(part.anchor):
                 view.copy_(self.truth[name])
@@ -191,7 +200,7 @@ class OuterLoop:
 
     @property
     def factor(self) -> float:
-        """What the learning rate of this island's steps is multiplied with."""
+        """Return the factor on the learning rate of the inner steps: the outer optimizer's, averaged over fragments."""
         if self.loop is None:
             return 1.0
         found = [self.loop.rule.inner_factor(fragment.outer) for fragment in self.fragments]
@@ -199,8 +208,9 @@ class OuterLoop:
 
     @torch.no_grad()
     def after(self, moved: LocalStep) -> list[SyncResult]:
-        """A training step of this island has ended, with an update or without: then at rate 0, of no samples. The
-        rounds that have ended with it.
+        """Advance the outer loop by one training step and return the results of the rounds that ended with it.
+
+        `moved`: the step; one without an update has rate 0 and 0 samples.
         """
         loop = self.loop
         if loop is None:
@@ -220,9 +230,9 @@ class OuterLoop:
         leaving = self._leaving(moved.done, last=moved.last)
         landed: list[SyncResult] = []
         if not loop.returns:
-            landed += self._land(landing, final=False)  # in the last step they leave once more
+            landed += self._land(landing, final=False)  # in the last step they are sent once more
         gone = [self._displacement(f) for f in leaving]
-        if loop.returns:  # what lands now was sent a round ago, and the island starts again from where it leads
+        if loop.returns:  # the result that is applied now was sent a round ago; the island restarts from the new anchor
             landed += self._land(landing, final=moved.last)
             self._return(leaving)
         landed += self._learn(leaving)
@@ -232,7 +242,7 @@ class OuterLoop:
         return landed
 
     def _leaving(self, done: int, *, last: bool = False) -> list[Fragment]:
-        """The fragments whose turn it is after `done` steps."""
+        """Return the fragments that are due to be sent after `done` steps."""
         return [f for i, f in enumerate(self.fragments) if last or self._loop.sends(i, done)]
 
     def _displacement(self, fragment: Fragment) -> list[Tensor]:
@@ -245,8 +255,9 @@ class OuterLoop:
         return gone
 
     def _launch(self, leaving: Sequence[Fragment], gone: Sequence[list[Tensor]], moved: LocalStep) -> list[SyncResult]:
-        """Who takes part is gathered first: an island whose displacement is not finite is left out, and all know. What
-        has ended with that is where nobody's is.
+        """Gather who takes part, without islands whose pseudo-gradient is not finite, and start the exchange.
+
+        Return the results of rounds in which no rank takes part, which end at once.
         """
         if not leaving:
             return []
@@ -273,13 +284,13 @@ class OuterLoop:
                 )
                 continue
             fragment.rounds, fragment.flight, fragment.squares = fragment.rounds + 1, one.flight, one.squares
-            if not is_there:  # it has not moved from where all were, and goes on from there
+            if not is_there:  # it contributed zeros, as if it had not moved, and continues from the anchor
                 one.flight.takes_part, left = True, self._left(fragment, ())
             one.flight.left = left if one.flight.takes_part else ()
         return ended
 
     def _left(self, fragment: Fragment, gone: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Where the island is that has `gone` so far; nothing where nobody will ask."""
+        """Return this rank's parameters when the pseudo-gradient `gone` is sent; empty unless `carries`."""
         if not self._loop.carries:
             return ()
         if not gone:
@@ -289,7 +300,7 @@ class OuterLoop:
     def _depart(
         self, courses: Sequence[FragmentProgress], call: RoundQuorum, gone: LocalContribution | None
     ) -> list[SyncLaunch]:
-        """On the thread that sees to who takes part: send what this rank brings; nothing of one that is late."""
+        """Send this rank's contribution, on the quorum thread; zeros of a rank that is late."""
         steps, seed = self._ends
         leaving = self._leaving(call.step, last=call.step == steps)
         mine = [courses[self.fragments.index(fragment)] for fragment in leaving]
@@ -312,12 +323,12 @@ class OuterLoop:
         *,
         last: bool,
     ) -> list[SyncLaunch]:
-        """Send what takes part, with the weights of those who do: `rows`, (ranks, 4 per fragment)."""
+        """Start the exchanges with the weights of the ranks that take part: `rows`, (ranks, 4 per fragment)."""
         found = []
         for index, (fragment, course) in enumerate(zip(leaving, courses, strict=True)):
             samples, takes_part, *gone_by = rows[:, 4 * index : 4 * index + 4].unbind(1)
             weights, flats, sound = _weights(samples, takes_part), gone.flats[index], gone.sound[index]
-            if weights is None:  # nobody has anything to say
+            if weights is None:  # no rank takes part
                 found.append(SyncLaunch(None))
                 continue
             rates, steps = (float((weights * of).sum()) for of in gone_by)
@@ -333,7 +344,7 @@ class OuterLoop:
         return found
 
     def _tell(self, fragment: Fragment, at: ExchangeContext, *, sound: bool) -> SecondMomentSync | None:
-        """Send second moments, where the rule has any."""
+        """Start to average second moments, where the optimizer has any."""
         squares = self.second_moments([e.name for part in fragment.parts for e in part.layout.entries])
         if len(at.levels.groups["island"]) == 1 or not squares:
             return None
@@ -347,7 +358,7 @@ class OuterLoop:
         return SecondMomentSync(self._begin(exchange, fragment.parts, flats, states, replace(at, accounts=False)))
 
     def _learn(self, leaving: Sequence[Fragment]) -> list[SyncResult]:
-        """The second moments that were sent with the round before."""
+        """Return the second moments that were sent with the round before."""
         found = []
         for fragment in leaving:
             squares, fragment.squares = fragment.squares, None
@@ -366,12 +377,12 @@ class OuterLoop:
         *,
         final: bool,
     ) -> None:
-        if len(at.levels.groups["island"]) == 1:  # one island has nobody to meet
+        if len(at.levels.groups["island"]) == 1:  # a single island has no other to average with
             flight.outcomes = tuple(Outcome(flat, None, state) for flat, state in zip(flats, states, strict=True))
             return
         assert self.exchange is not None
         exchange = self.exchange
-        if self._meets_in_full(flight, final):  # what the islands kept so far would be lost: the model is their mean
+        if self._meets_in_full(flight, final):  # else the islands' residuals would be lost
             exchange = among_all(Dense(), at.levels, keeps=False)
             states = [exchange.init(part.layout) for part in fragment.parts]
         flight.under_way = self._begin(exchange, fragment.parts, flats, states, at)
@@ -391,7 +402,7 @@ class OuterLoop:
         return step
 
     def _land(self, landing: Sequence[Fragment], *, final: bool) -> list[SyncResult]:
-        """Move the anchors by what has come; in the end nothing of an island's own is left."""
+        """Apply finished rounds: update the anchors, then load them; after the `final` round all islands are equal."""
         landed = []
         for fragment in landing:
             flight, fragment.flight = fragment.flight, None
@@ -414,7 +425,7 @@ class OuterLoop:
         return landed
 
     def _moved_since(self, fragment: Fragment, flight: PendingSync) -> Sequence[Tensor]:
-        """How far the island has gone since its displacement was sent."""
+        """Return the island's movement since its pseudo-gradient was sent."""
         moved = []
         for part, left in zip(fragment.parts, flight.left, strict=True):
             flat = left.neg()
@@ -427,15 +438,16 @@ class OuterLoop:
         return self._loop.keeps and (final or self._loop.meets_in_full(flight.at.number))
 
     def _anew(self, part: FragmentBucket) -> ExchangeState:
-        """What the exchange remembers when all has met: it was of displacements that are no more."""
+        """Return the exchange's state after a dense average: a new one, unless it holds an error-feedback residual."""
         assert self.exchange is not None
         return part.state if has_residual(self.exchange) else self.exchange.init(part.layout)
 
     def _take_over(
         self, fragment: Fragment, losses: Sequence[Tensor | None], mix: float, carried: Sequence[Tensor] = ()
     ) -> None:
-        """Go to the anchor, and on from there by what is `carried`; what was `lost` on the way stays with the island,
-        and of its own parameters a part.
+        """Load the anchor, plus the local movement `carried`, mixed with the local parameters by `mix`.
+
+        With `keeps` the compression error in `losses` stays in the island's parameters.
         """
         for index, (part, lost) in enumerate(zip(fragment.parts, losses, strict=True)):
             there = part.anchor if lost is None or not self._loop.keeps else part.anchor - lost
@@ -455,9 +467,9 @@ class OuterLoop:
             self.params[name].copy_(value)
 
     def _meet_at_once(self, moved: LocalStep) -> None:
-        """What the step moved meets through `each`; of what that loses, every island keeps its own in its parameters.
+        """Average the movement of the step through `each`; an island's compression error stays in its parameters.
 
-        x_i <- was_i - lost_i - mean and anchor <- anchor - mean: the difference is what each has for itself.
+        x_i <- was_i - lost_i - mean and anchor <- anchor - mean: their difference is the island's residual.
         """
         assert self.each is not None
         parts = list(self._parts())
@@ -470,7 +482,7 @@ class OuterLoop:
         sound = are_finite(steps)
         row = (moved.samples if sound else 0.0, float(sound))
         weights = _weights(*self._waiting(lambda: self.replica.gather(row)).unbind(1))
-        if not sound:  # this step is undone; the others' is taken over
+        if not sound:  # undo this island's step, apply the others'
             for flat in steps:
                 flat.zero_()
         if weights is None:
@@ -492,14 +504,17 @@ class OuterLoop:
         self._follow(parts)
 
     def _follow(self, parts: Sequence[FragmentBucket]) -> None:
-        """The parameters become what `was` has become."""
+        """Load `was` into the parameters."""
         for part in parts:
             for name, view in part.views(part.was):
                 self._set(name, view)
 
     @contextmanager
     def agreed(self, done: int) -> Iterator[None]:
-        """With the parameters as all islands know them, the anchor, in place of this one's own."""
+        """Load the anchor into the parameters inside the context; restore this island's own afterwards.
+
+        Nothing changes where the last of `done` steps was synchronous.
+        """
         if self.loop is None or not self.loop.apart(done - 1):
             yield
             return
@@ -516,7 +531,7 @@ class OuterLoop:
                     self.params[name].copy_(tensor)
 
     def settle(self, done: int) -> None:
-        """Before a checkpoint after `done` steps: what is under way is waited for, and lands when its time has come."""
+        """Wait for all pending exchanges before a checkpoint after `done` steps; they are applied when they are due."""
         if self.loop is not None and not self.loop.apart(done - 1):
             self.anchor_here()
         for fragment in self.fragments:
@@ -525,30 +540,31 @@ class OuterLoop:
                     self._waiting(under_way.wait)
 
     def part(self) -> None:
-        """Start from the anchor, which is in place."""
+        """Set this rank's parameters to the anchor, which is loaded already."""
         self._return(self.fragments)
 
     def common(self) -> dict[str, Tensor]:
-        """The anchor by parameter, in place: what the islands agree on."""
+        """Return the anchor (global parameters) by name, as views."""
         return {name: view for part in self._parts() for name, view in part.views(part.anchor)}
 
     def shared(self) -> dict[str, Tensor]:
-        """What else is the same on all ranks, after `settle`: what the rule keeps, counters, and what is to land."""
+        """Return all other state equal on all ranks, after `settle`: outer-optimizer states, counters, pending mean."""
         found: dict[str, Tensor] = {}
         for index, fragment in enumerate(self.fragments):
             found.update(fragment.shared(index, self._loop.rule.numbers))
         return found
 
     def own(self) -> dict[str, Tensor]:
-        """What is this rank's alone, after `settle`: its parameters, and the state of its exchanges."""
+        """Return the state of this rank alone, after `settle`: its parameters and the state of its exchanges."""
         found = {f"at/{name}": self.truth[name] for name in self.common()}
         for index, fragment in enumerate(self.fragments):
             found.update(fragment.own(index))
         return found
 
     def restore(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Take back what `shared` and `own` gave, and what `common` did, which is in place already. Of `own`, what
-        another number of ranks cannot take back may be missing: then this rank starts from the anchor.
+        """Restore the tensors of `shared` and `own`; those of `common` are loaded already.
+
+        With another number of ranks, entries of `own` may be missing: this rank then starts from the anchor.
         """
         for index, fragment in enumerate(self.fragments):
             fragment.restore(index, self._loop.rule.numbers, shared, own)
@@ -570,7 +586,7 @@ class OuterLoop:
 
     @property
     def _islands(self) -> int:
-        """How many there are."""
+        """Return the number of islands."""
         return len(self.replica.levels.groups["island"])
 
     @property
@@ -593,8 +609,8 @@ def traffic_of_round(
     units: Sequence[str] = (),
     bucket_bytes: int,
 ) -> tuple[Traffic, ...]:
-    """What `rank` sends in `loop.cycle` steps beside gradients, weights, votes and words."""
-    alone = len(levels.groups["island"]) == 1  # one island has nobody to meet
+    """Return the messages `rank` sends in `loop.cycle` steps, without gradients, weights, votes and status."""
+    alone = len(levels.groups["island"]) == 1  # a single island has no other to average with
     found = [Traffic(Collective.GATHER, 2, 8)] * (loop.cycle if loop.each is not None else 0)
     full, of_squares = among_all(Dense(), levels, keeps=False), exchange_of_second_moments(levels)
     for fragment in exchanges_of_round(loop, params, levels, units=units, bucket_bytes=bucket_bytes):
@@ -612,7 +628,10 @@ def traffic_of_round(
 
 
 def exchange_of_second_moments(levels: ProcessGroups) -> Exchange:
-    """Among all ranks. In a block they differ by as much as squares do: so five bits of exponent."""
+    """Return the exchange that averages second moments over all ranks.
+
+    The squares of a block differ by many powers of two, so the format has five bits of exponent (e5m2).
+    """
     return among_all(TwoShot(Fp8("e5m2")), levels, keeps=False)
 
 
@@ -624,7 +643,7 @@ def exchanges_of_round(
     units: Sequence[str] = (),
     bucket_bytes: int,
 ) -> list[list[tuple[Layout, Exchange]]]:
-    """What displacements of every fragment go through, bucket by bucket."""
+    """Return, fragment by fragment, the buckets of the pseudo-gradients and the exchange of each."""
     exchange = among_all(loop.exchange, levels, keeps=loop.keeps)
     return [
         [(as_float(layout), exchange) for layout in partition({n: params[n] for n in names}, bucket_bytes=bucket_bytes)]
@@ -644,7 +663,7 @@ def _part(layout: Layout, exchange: Exchange, each: Exchange | None, levels: Pro
 
 
 def _weights(samples: Tensor, takes_part: Tensor) -> Tensor | None:
-    """The shares of the ranks, by samples seen; None where nobody takes part."""
+    """Return the ranks' weights in the average, by samples seen; None where no rank takes part."""
     if not bool(takes_part.any()):
         return None
     counted = samples if float(samples.sum()) > 0 else takes_part

@@ -1,10 +1,11 @@
-"""Who takes part in a round, where nobody is waited for any longer than so: a thread answers for a rank that is busy.
+"""The quorum of a sync round, which continues without stragglers after `patience_s`; a thread answers for a busy rank.
 
-At the end of a round all ranks are asked, again and again, whether they are there. When half of the islands have been
-waiting for `patience_s`, the round goes on without the others. All know of it, as all have heard the same answers; an
-island that comes later finds what was decided in its absence, in order, and has nothing to do but to follow it.
-Wire: 16 bytes from every rank to all for each time they are asked, which is whenever a rank that is not there has
-waited `pause_s` or has come; then once, with what it says of the round, the 32 bytes of a word.
+At the end of a round all ranks gather, again and again, whether they are present. When half of the islands have waited
+for `patience_s`, the round continues without the others. All ranks decide alike, as all have the same answers. A late
+island finds the results of the rounds it missed, in order, and applies them.
+
+Wire: 16 bytes from every rank to all for each gather, which runs when a rank arrives, and else after `pause_s`; then
+one more, with a rank's row of the round and the 32 bytes of a status message.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from gossamer.sync._status import ReplicaStatus, StatusChannel, news_of, sums_of
 Brought = TypeVar("Brought")
 Left = TypeVar("Left")
 
-_AWAY, _FULL = -1.0, -math.inf  # what a rank says that is not there; that has no room for one more round
-_MOST = 8  # rounds that may go on without an island before it has followed: each keeps what has come of it
+_AWAY, _FULL = -1.0, -math.inf  # sent by an absent rank; by one whose backlog of rounds is full
+_MOST = 8  # rounds an island may miss before the others wait for it: each holds its result in memory
 
 
 @dataclass(frozen=True, slots=True)
 class RoundDeadline:
-    """A round's end: after which step of the run, how many numbers a rank says of it, whether all are waited for."""
+    """The end of a sync round: the training step it follows, the width of a rank's row, whether it waits for all."""
 
     step: int
     width: int
@@ -42,7 +43,10 @@ class RoundDeadline:
 
 @dataclass(frozen=True, slots=True)
 class RoundQuorum:
-    """What has come of one. `present`: by rank, whole islands; `rows`: (ranks, width) float64, zeros of the absent."""
+    """The outcome of gathering a quorum for one round, equal on all ranks.
+
+    `present`: by rank, the same for all ranks of an island; `rows`: (ranks, width) float64, zeros for absent ranks.
+    """
 
     step: int
     present: tuple[bool, ...]
@@ -59,8 +63,10 @@ class _Answer(Generic[Brought]):
 
 @dataclass(slots=True)
 class QuorumThread(StatusChannel, Generic[Brought, Left]):
-    """One rank's end. `asked`: whether this rank was asked to stop. What a rank brings to a round is handed to `depart`
-    on its thread, while it waits; for a rank that is absent it is called with None, while that computes.
+    """The thread of one rank that forms the quorum of each round and starts its exchange.
+
+    `asked`: returns whether this rank was asked to stop. The thread calls `depart` with a rank's contribution to a
+    round while the rank waits; for an absent rank it calls `depart` with None while that computes.
     """
 
     channel: Channel
@@ -78,13 +84,14 @@ class QuorumThread(StatusChannel, Generic[Brought, Left]):
     _thread: threading.Thread | None = None
 
     def begin(self, dues: Iterable[RoundDeadline], depart: Callable[[RoundQuorum, Brought | None], Left]) -> None:
-        """From now on a thread sees to it that these take place, in their order: the same on all ranks."""
+        """Start the thread, which runs the rounds `dues` in order; they must be the same on all ranks."""
         self._thread = threading.Thread(target=self._work, args=(dues, depart), name="gossamer-roll", daemon=True)
         self._thread.start()
 
     def answer(self, step: int, row: tuple[float, ...], brought: Brought) -> tuple[RoundQuorum, Left]:
-        """This rank is there for the round that ends after `step`: wait until the others are, or have been waited for.
-        What came of it, and what `depart` made of that. Raises what ended the thread.
+        """Report this rank present for the round that ends after `step`, and wait until its quorum is formed.
+
+        Return the quorum and what `depart` returned for it. Raise the error that ended the thread.
         """
         with self._changed:
             self._answers[step] = _Answer(row, brought, time.monotonic())
@@ -104,12 +111,12 @@ class QuorumThread(StatusChannel, Generic[Brought, Left]):
         self._said += sums_of(loss, weight, committed=committed)
 
     def after(self, done: int, ask: int, *, last: bool = False) -> list[ReplicaStatus]:
-        """What was said with the rounds that have ended for this rank since it last asked."""
+        """Return the status messages of the rounds that have ended for this rank since the last call."""
         heard, self._heard = self._heard, []
         return heard
 
     def close(self) -> None:
-        """End the thread, on all ranks: who still waits for a round is told so."""
+        """End the thread on all ranks; a rank that waits for a round gets PeerLost."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
@@ -130,14 +137,14 @@ class QuorumThread(StatusChannel, Generic[Brought, Left]):
                     self._changed.notify_all()
                 if call.news.ask:
                     break
-        except BaseException as found:  # whoever waits must learn of it, whatever it is
+        except BaseException as found:  # re-raised in the thread that waits, whatever it is
             error = found
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def _called(self, due: RoundDeadline) -> RoundQuorum | None:
-        """Ask until it is decided. None: somebody has ended the run."""
+        """Gather until the quorum is decided. Return None where a rank has ended the run."""
         levels, rank = self.channel.levels, self.channel.rank
         while True:
             with self._changed:
@@ -166,5 +173,5 @@ class QuorumThread(StatusChannel, Generic[Brought, Left]):
 
 
 def quorum_timed_out(waited_s: list[float], patience_s: float) -> bool:
-    """Whether at least half of the islands are there for so long, and the others have room for what they miss."""
+    """Return whether at least half of the islands have waited `patience_s`, and no absent one has a full backlog."""
     return _FULL not in waited_s and sorted(waited_s, reverse=True)[math.ceil(len(waited_s) / 2) - 1] >= patience_s

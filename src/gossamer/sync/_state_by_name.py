@@ -1,4 +1,4 @@
-"""The state of exchanges by parameter name, as checkpoints keep it, however the buckets are cut."""
+"""Exchange state by parameter name, as checkpoints store it, independent of how the buckets are divided."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from gossamer.comm.message import ExchangeState
 
 
 def named(layout: Layout, state: ExchangeState) -> dict[str, Tensor]:
-    """By "path@parameter": a method's own name for it, or cut up where it is shaped like the bucket, or else under the
-    bucket's first parameter.
+    """Return the state of a bucket's exchange by "path@parameter".
+
+    A tensor shaped like the bucket is cut up by parameter. Any other keeps the method's own name for it, or else gets
+    the name of the bucket's first parameter.
     """
     found: dict[str, Tensor] = {}
     for path, tensor in state.flatten():
@@ -27,8 +29,9 @@ def named(layout: Layout, state: ExchangeState) -> dict[str, Tensor]:
 
 
 def refilled(layout: Layout, state: ExchangeState, tensors: Mapping[str, Tensor]) -> ExchangeState:
-    """`state` with what `named` gave, of a bucket that may have been cut differently. What has another size than here
-    (a factor of another rank, from before a change) stays as it is in `state`; all of it, where `tensors` are none.
+    """Return `state` with the tensors of `named`, possibly of a differently divided bucket; unchanged without any.
+
+    A tensor with another size than in `state` (a factor of another rank, from before a change) is not loaded.
     """
     fresh: dict[str, Tensor] = {}
     if not tensors:

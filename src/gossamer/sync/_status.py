@@ -1,8 +1,9 @@
-"""What ranks tell each other while their islands are apart: small facts beside the steps, for which nobody waits.
+"""Status messages between islands in local-update training: stop requests and losses, sent beside the steps.
 
-After every second step a rank says whether it was asked to stop, and how its island's steps since then went. What all
-have said is heard two steps later: a request takes effect on all ranks after the same step, two or three after it was
-made, and an island can be ahead of another one by fewer than four.
+After every second step a rank sends whether it was asked to stop, and the sums of its island's steps since then. All
+receive them two steps later. So a request takes effect on all ranks after the same step, two or three after it was
+made. No island gets more than three steps ahead of another one.
+
 Wire: 32 bytes from every rank to all, every other step, over a group of its own.
 """
 
@@ -21,7 +22,7 @@ from gossamer.comm.message import AHEAD, WORD, Collective, Message, ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """What all ranks know of the islands' steps up to one, since the one they heard of before; by island."""
+    """The status of all islands up to `step`, since the status before it: equal on all ranks, sums by island."""
 
     step: int
     ask: int  # the largest request
@@ -32,22 +33,23 @@ class ReplicaStatus:
 
 
 class StatusChannel(ABC):
-    """How ranks of islands that are apart keep in touch."""
+    """A channel for status messages between islands in local-update training."""
 
     @abstractmethod
     def note(self, loss: float, weight: float, *, committed: bool) -> None:
-        """A step of this island: its mean loss over so many valid labels."""
+        """Add a step of this island to the next status message: its mean loss over `weight` valid labels."""
 
     @abstractmethod
     def after(self, done: int, ask: int, *, last: bool = False) -> list[ReplicaStatus]:
-        """What is heard after `done` steps, the same on all ranks; `ask`: a request of this one, `last`: nothing comes
-        after it.
+        """Return the status messages that arrive after `done` steps, the same on all ranks.
+
+        `ask`: this rank's request; `last`: no step follows.
         """
 
 
 @dataclass(slots=True)
 class StatusExchange(StatusChannel):
-    """One rank's end. `start`: the steps that all ranks made together, before the islands parted."""
+    """The status channel of one rank, with a gather every second step. `start`: synchronous warm-up steps."""
 
     every: ClassVar[int] = AHEAD // 2
     traffic: ClassVar[Traffic] = Traffic(Collective.GATHER, 4, 8)  # of one word
@@ -59,16 +61,17 @@ class StatusExchange(StatusChannel):
 
     @staticmethod
     def of(channel: Channel, start: int) -> StatusExchange | None:
-        """None where there is but one island: all ranks vote at every step."""
+        """Build the channel; None with a single island, whose ranks vote at every step."""
         return StatusExchange(channel, start) if len(channel.levels.groups["island"]) > 1 else None
 
     def note(self, loss: float, weight: float, *, committed: bool) -> None:
         self._said += sums_of(loss, weight, committed=committed)
 
     def after(self, done: int, ask: int, *, last: bool = False) -> list[ReplicaStatus]:
-        """After `done` steps: hear, where it is time, and speak, unless a stop was heard. The same on all ranks.
+        """Receive the previous status where one is due after `done` steps, and send the next one.
 
-        `last`: nothing comes after it, so all that is left is told and heard.
+        It sends none after a request has arrived. Return the same on all ranks. `last`: no step follows, so wait for
+        this status too.
         """
         if not last and (done - self.start) % self.every:
             return []
@@ -92,12 +95,12 @@ class StatusExchange(StatusChannel):
 
 
 def sums_of(loss: float, weight: float, *, committed: bool) -> Tensor:
-    """What a step adds to what its island tells, (3,) float64: loss over the valid labels, these, rejected steps."""
+    """Return a step's part of the status sums, (3,) float64: loss over valid labels, their number, rejected steps."""
     return torch.tensor([loss * weight, weight, 0.0] if committed else [0.0, 0.0, 1.0], dtype=torch.float64)
 
 
 def news_of(step: int, rows: Tensor, levels: ProcessGroups, late: tuple[bool, ...] = ()) -> ReplicaStatus:
-    """What `rows`, (ranks, 4) float64, say: a request, and the sums of an island, each rank's its island's own."""
+    """Return the status in `rows`, (ranks, 4) float64: each rank's request and the sums of its island."""
     firsts = [levels.everyone.index(island[0]) for island in levels.groups["island"]]
     losses, weights, rejected = rows[firsts, 1:].unbind(1)
     return ReplicaStatus(

@@ -1,4 +1,4 @@
-"""What the ranks have told each other, step by step: the values that bytes.log holds a line each of."""
+"""The log of zeroth-order training: the entries of bytes.log, one per line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gossamer.sync._float8 import NOT_FINITE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMessage:
-    """A step, as all ranks know it: with it, whoever stands where they stood goes where they went.
+    """A log entry with one step's messages: applied to equal parameters, it repeats the update bit for bit.
 
-    `codes` are those of rank 0's directions, then rank 1's, ...; none where the step was rejected. `rate` and `clip`
-    are what was in force, `labels` every rank's. `buffers`: whether the forwards also changed buffers of the model,
-    which the bytes say nothing of.
+    `codes` are those of rank 0's directions, then rank 1's, ...; empty where the step was rejected. `rate` and `clip`
+    are the learning rate and clipping in force, `labels` the valid labels of every rank. `buffers`: whether the
+    forwards also changed buffers of the model, which the entry does not record.
     """
 
     step: int
@@ -28,7 +28,7 @@ class StepMessage:
     buffers: bool = False
 
     def line(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the entry as a dict for JSON."""
         return {
             "kind": "step",
             "step": self.step,
@@ -42,8 +42,9 @@ class StepMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterChecksum:
-    """Where the parameters were after so many steps, by a checksum. `begins`: a process started from there, and lines
-    of later steps that stand before this one are of another past.
+    """A log entry with a checksum of the parameters after `step` steps.
+
+    `begins`: a process started from these parameters; earlier lines about later steps belong to an abandoned history.
     """
 
     step: int
@@ -52,7 +53,7 @@ class ParameterChecksum:
     begins: bool = False
 
     def line(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the entry as a dict for JSON."""
         return {
             "kind": "mark",
             "step": self.step,
@@ -69,7 +70,7 @@ _KINDS = {
 
 
 def parsed(line: Mapping[str, Any]) -> StepMessage | ParameterChecksum:
-    """The value of a line; raises CheckpointMismatch where it is none of ours."""
+    """Return the log entry of a decoded line. Raise CheckpointMismatch where it is none of this format."""
     wanted = _KINDS.get(str(line.get("kind")))
     if wanted is None or line.keys() != {"kind", *wanted}:
         raise CheckpointMismatch(f"wanted a line of {' or '.join(_KINDS)}, got the keys {sorted(line)}")

@@ -1,8 +1,9 @@
-"""Steps that losses alone decide: parameters shifted and put back, one byte per direction, the same move on all ranks.
+"""Zeroth-order (forward-only) training on one rank: perturbed losses, one byte per direction, the same update on all
+ranks.
 
-A rank shifts its parameters along a direction and back along it, and tells the others the slope in one byte. Everybody
-makes all directions again from their keys and moves by the same sums: parameters that were equal stay equal, bit for
-bit, as no sum depends on who makes it. Nothing moves before `take`.
+A rank perturbs its parameters along a direction and against it, and sends the directional derivative to the others in
+one byte. All ranks generate all directions again from their keys and apply the same sums. Equal parameters stay equal,
+bit for bit, as no sum depends on the rank that computes it. No parameter changes before `take`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from gossamer.sync._zeroth_order_config import ZerothOrderConfig
 
 @dataclass(slots=True)
 class ZerothOrderRank:
-    """One rank's probes. `params`: what is trained, by name; `truth`: the same names, with the float32 copies that move
-    in place of parameters in half types. `replica` has begun the step when it is looked at.
+    """The zeroth-order steps of one rank: evaluates losses at +-epsilon along random directions, applies updates.
+
+    `params`: the trained parameters by name; `truth`: by the same names the float32 master weights, which are updated
+    in place of parameters in half types. `replica`: the gradient reducer, which must have begun the step before `look`.
     """
 
     probe: ZerothOrderConfig
@@ -41,9 +44,11 @@ class ZerothOrderRank:
 
     @torch.no_grad()
     def look(self, step: int, loss: Callable[[], float]) -> StepVote:
-        """The slopes in this rank's directions of a step, and the mean of its losses. `loss`: mean over its rows, where
-        the parameters are now; 0 where there are none. As its part of the gradient's squared norm a rank gives the mean
-        square of its slopes, whose expectation that is.
+        """Measure the directional derivatives along this rank's directions of a step, and return its vote.
+
+        `loss`: returns the mean loss over this rank's rows at the current parameters; 0 where it has none. The vote
+        holds the derivatives' codes, the mean of the losses, and the mean square of the decoded derivatives times the
+        rank's share: its expectation is the rank's part of the gradient's squared norm.
         """
         count, losses, mine = self.probe.samples, [], []
         first = count * self.replica.rank
@@ -58,7 +63,7 @@ class ZerothOrderRank:
         return StepVote(sum(losses) / len(losses), squared=squared, beside=torch.tensor(mine, dtype=torch.uint8))
 
     def take(self, heard: StepMessage) -> None:
-        """Go where a step's codes lead."""
+        """Apply the update of a step, from the codes of all ranks."""
         each, total = len(heard.codes) // len(heard.labels), math.fsum(heard.labels)
         by: list[float] = []
         for number, code in enumerate(heard.codes):
@@ -70,7 +75,7 @@ class ZerothOrderRank:
 
     @torch.no_grad()
     def go(self, step: int, by: Sequence[float]) -> None:
-        """Move along the directions of a step: by[k] along number k, one after the other."""
+        """Add by[k] times direction k of a step to the parameters, one direction after the other."""
         moving = [(number, c) for number, c in enumerate(by) if c]
         for name, value in self.truth.items() if moving else ():
             terms = [(self._key(step, name, number), c) for number, c in moving]
@@ -81,7 +86,7 @@ class ZerothOrderRank:
             _set(self.params[name], value)  # one in a half type follows
 
     def mark(self, step: int, *, begins: bool = False) -> ParameterChecksum:
-        """Where the parameters are after so many steps."""
+        """Return a checksum of the parameters after `step` steps."""
         kinds = repr([(n, tuple(p.shape), str(p.dtype)) for n, p in self.params.items()])
         checksum = 0
         for value in self.truth.values():
@@ -91,7 +96,7 @@ class ZerothOrderRank:
         return ParameterChecksum(step=step, parameters=digest, checksum=checksum, begins=begins)
 
     def agreed(self, mark: ParameterChecksum) -> ParameterChecksum:
-        """All ranks call it with theirs. Raises WireMismatch where one is elsewhere, as it would stay."""
+        """Return `mark` once all ranks have called this and their checksums are equal; raise WireMismatch otherwise."""
         sums = self.replica.gather((float(mark.checksum),))[:, 0].tolist()
         if outvoted(sums) != []:
             raise WireMismatch(f"after step {mark.step} the parameters are not the same everywhere: {parted(sums)}")
@@ -99,7 +104,7 @@ class ZerothOrderRank:
 
     @contextmanager
     def _put_back(self) -> Iterator[Mapping[str, Tensor]]:
-        """Copies of where the parameters are, and afterwards they are there again."""
+        """Yield copies of the parameters, and restore the parameters afterwards."""
         alike = {n for n, p in self.params.items() if p.data_ptr() == self.truth[n].data_ptr()}
         kept = {n: value.clone() if n in alike else value for n, value in self.truth.items()}
         try:
@@ -111,7 +116,7 @@ class ZerothOrderRank:
     def _shifted(
         self, step: int, number: int, way: int, kept: Mapping[str, Tensor], loss: Callable[[], float]
     ) -> float:
-        """The loss to one side."""
+        """Return the loss at the parameters shifted along a direction, to the side `way` (1 or -1)."""
         for name, value in kept.items():
             param, flat = self.params[name], value.reshape(-1)
             there = param.reshape(-1)
@@ -126,6 +131,6 @@ class ZerothOrderRank:
 
 
 def _set(there: Tensor, value: Tensor) -> None:
-    """Nothing to do where it is the same memory."""
+    """Copy a value, unless both are the same memory."""
     if there.data_ptr() != value.data_ptr():
         there.copy_(value.view_as(there))

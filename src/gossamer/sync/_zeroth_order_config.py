@@ -1,4 +1,4 @@
-"""The settings of steps that losses alone decide."""
+"""The settings of zeroth-order (forward-only) training."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZerothOrderConfig:
-    """How a rank finds out where to go: the loss at `epsilon` to both sides of where it is, in `samples` directions.
+    """The settings of zeroth-order steps: a rank evaluates the loss at +-`epsilon` along `samples` directions per step.
 
-    Raises BadInput where that cannot be.
+    Raise BadInput for settings out of range.
     """
 
     samples: int
@@ -32,5 +32,5 @@ class ZerothOrderConfig:
             )
 
     def traffic(self, levels: ProcessGroups) -> Traffic:
-        """What a rank sends in a step beside its weight and its vote."""
+        """Return the message a rank sends in a step, without its weight and its vote."""
         return Traffic(Collective.GATHER, self.samples, 1, levels.whole)

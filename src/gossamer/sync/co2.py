@@ -23,7 +23,10 @@ from gossamer.sync.outer.stale_momentum import StaleMomentum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Co2(Sync):
-    """`every`: steps of a round; `start`: steps in which all gradients meet, before the islands part."""
+    """A synchronization method whose exchange overlaps with the whole next round.
+
+    `every`: steps of a round; `start`: synchronous warm-up steps.
+    """
 
     every: int = 24
     start: int = 0

@@ -26,7 +26,10 @@ from gossamer.sync.outer.average import Average
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cser(Sync):
-    """`each: null` is the same without partial synchronisation of steps; exchange: dense leaves no residual."""
+    """A synchronization method with error reset: parameters keep compression errors, averaged every `every` steps.
+
+    `each: null` is the same without the partial synchronization of steps; exchange: dense leaves no residual.
+    """
 
     every: int = 8
     exchange: Exchange = field(default_factory=lambda: RandomBlocks(fraction=1 / 4))

@@ -28,10 +28,12 @@ from gossamer.sync.outer.nesterov import Nesterov
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diloco(Sync):
-    """One fragment without delay is DiLoCo; `streaming_diloco` sets the others as its paper does. `steps`: how many of
-    a round's `every` each island makes, or auto: as many as it has time for; none: all. `second_moments`: every so many
-    rounds islands also bring together what AdamW divides by (optim.common_adamw), a byte a number; 0: never.
-    `patience_s`: how long a round waits for islands that are late, once half of them are there; 0: until they come.
+    """A synchronization method with local steps and an outer optimizer step on the mean pseudo-gradient, by fragment.
+
+    One fragment without delay is DiLoCo; `streaming_diloco` sets the others as its paper does. `steps`: inner steps of
+    each island in a round of `every`, or auto: as many as it has time for; empty: all. `second_moments`: every so many
+    rounds islands also average the second moments that AdamW divides by (optimizer.common_adamw), one byte per number;
+    0: never. `patience_s`: seconds a round waits for late islands, once half of them are there; 0: without limit.
     """
 
     every: int = 50

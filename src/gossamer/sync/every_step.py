@@ -15,7 +15,7 @@ from gossamer.sync import OuterLoopConfig, Sync
 
 @dataclass(frozen=True, slots=True)
 class EveryStep(Sync):
-    """Data parallelism as everybody knows it."""
+    """Synchronous data parallelism: all ranks average their gradients at every step."""
 
     @property
     def loop(self) -> OuterLoopConfig | None:

@@ -31,7 +31,10 @@ from gossamer.sync.topology.pairs import Pairs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gossip(Sync):
-    """`every`: steps of a round; `full`: every so many rounds all meet; `gamma`: below 1 where `codec` loses much."""
+    """A gossip method: islands average parameters with neighbors every `every` steps, with all every `full` rounds.
+
+    `gamma`: consensus step size, below 1 where `codec` loses much.
+    """
 
     every: int = 1
     full: int = 16

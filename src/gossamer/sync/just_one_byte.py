@@ -28,7 +28,7 @@ from gossamer.sync import OuterLoopConfig, Sync, ZerothOrderConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JustOneByte(Sync):
-    """`samples` directions per rank and step, `epsilon` to both sides."""
+    """A zeroth-order method: `samples` random directions per rank and step, the loss at +-`epsilon` along each."""
 
     samples: int = 1
     epsilon: float = 1e-3

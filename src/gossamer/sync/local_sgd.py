@@ -23,9 +23,11 @@ from gossamer.sync.outer.average import Average
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSgd(Sync):
-    """`every`: steps of a round; `start`: steps in which all gradients meet, before the islands part; `steps`: how many
-    of a round's each island makes, or auto: as many as it has time for; none: all. `patience_s`: how long a round waits
-    for islands that are late, once half of them are there; 0: until they come.
+    """A synchronization method that averages parameters every `every` local steps.
+
+    `start`: synchronous warm-up steps; `steps`: inner steps of each island in a round, or auto: as many as it has time
+    for; empty: all. `patience_s`: seconds a round waits for late islands, once half of them are there; 0: without
+    limit.
     """
 
     every: int = 8

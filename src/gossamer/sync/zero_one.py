@@ -29,7 +29,10 @@ from gossamer.sync.outer.average import Average
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroOne(Sync):
-    """`start`: a fifth of the run, say. With spaced: 0, all gradients meet in all steps until then."""
+    """A synchronization method with synchronous steps that get rarer and compressed local-step rounds that get longer.
+
+    `start`: warm-up steps, say a fifth of the run. With spaced: 0, all gradients are averaged in all steps until then.
+    """
 
     every: int = 16
     start: int = 500

@@ -1,4 +1,4 @@
-"""What people look at: run directories, displays, summaries, pictures, trackers.
+"""Observability: run directories, displays, summaries, pictures and trackers of a run.
 
-Everything here reads values and run directories, never the trainer: a viewer that dies takes nothing with it.
+Everything here works on values and run directories, never on the trainer: a viewer that fails does not stop training.
 """

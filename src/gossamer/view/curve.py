@@ -1,4 +1,4 @@
-"""A curve of any length in bounded memory, and its drawing in braille dots (2 x 4 per character)."""
+"""A loss curve of any length in bounded memory, and its drawing in braille dots (2 x 4 per character)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _BLANK = 0x2800
 
 @dataclass(slots=True)
 class Curve:
-    """Points (x, y) with growing x. When full, neighbours are averaged, so old and new parts stay comparable."""
+    """A curve of points (x, y) with growing x in bounded memory.
+
+    When full, neighbors are averaged, so old and new parts stay comparable.
+    """
 
     xs: list[float] = field(default_factory=list)
     ys: list[float] = field(default_factory=list)
@@ -22,6 +25,7 @@ class Curve:
     _count: int = 0
 
     def add(self, x: float, y: float) -> None:
+        """Append a point; when the curve is full, average pairs of neighbors."""
         self._sum, self._count = self._sum + y, self._count + 1
         if self._count < self._every:
             return
@@ -34,7 +38,7 @@ class Curve:
             self._every *= 2
 
     def settled(self) -> Curve:
-        """The curve without its first twentieth, whose fall would flatten the drawing of the rest."""
+        """Return the curve without its first twentieth, whose fall would flatten the drawing of the rest."""
         first = len(self.xs) // 20
         return Curve(self.xs[first:], self.ys[first:])
 
@@ -47,7 +51,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The window a drawing shows: `columns` x `rows` characters for [x_from, x_to] x [y_from, y_to]."""
+    """The window of a curve's drawing: `columns` x `rows` characters for [x_from, x_to] x [y_from, y_to]."""
 
     columns: int
     rows: int
@@ -57,7 +61,7 @@ class Frame:
     y_to: float
 
     def cell(self, x: float, y: float, *, per_column: int = 1, per_row: int = 1) -> tuple[int, int]:
-        """(column, row from the top) of a point, in characters or in the finer dots; clipped to the frame."""
+        """Return (column, row from the top) of a point, in characters or in the finer dots; clipped to the frame."""
         columns, rows = self.columns * per_column, self.rows * per_row
         across = (x - self.x_from) / (self.x_to - self.x_from or 1.0)
         up = (y - self.y_from) / (self.y_to - self.y_from or 1.0)
@@ -68,7 +72,10 @@ class Frame:
 
 
 def draw(curve: Curve, frame: Frame) -> list[str]:
-    """`frame.rows` strings of `frame.columns` characters: the mean of each dot column, joined by vertical strokes."""
+    """Draw the curve as `frame.rows` strings of `frame.columns` characters.
+
+    It draws the mean of each dot column, joined by vertical strokes.
+    """
     cells = [[0] * frame.columns for _ in range(frame.rows)]
     before: int | None = None
     for column, row in _dots(curve, frame):
@@ -80,7 +87,7 @@ def draw(curve: Curve, frame: Frame) -> list[str]:
 
 
 def _dots(curve: Curve, frame: Frame) -> list[tuple[int, int]]:
-    """(column, row) for every dot column between the first and the last point; empty ones lie on straight lines."""
+    """Return (column, row) for every dot column from the first to the last point, interpolated where needed."""
     heights: dict[int, list[int]] = {}
     for x, y in zip(curve.xs, curve.ys, strict=True):
         column, row = frame.cell(x, y, per_column=2, per_row=4)

@@ -1,4 +1,4 @@
-"""What stands on the screen when a command is over: how a run went, and what the demo reached."""
+"""The closing panels of commands: the summary of a run, and the result of the demo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = {"compute_s": "compute", "exposed_s": "exposed", "step_s": "step", "pea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What another way to describe the same validation text takes. `note` says what it is."""
+    """A baseline for the model: the bits per byte of another code for the same validation text; `note` explains it."""
 
     name: str
     bits_per_byte: float
@@ -32,7 +32,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """Everything the last panel of `gossamer demo` says. `try_next` is pairs (command, what it does)."""
+    """The contents of the last panel of `gossamer demo`: bits per byte, a sample, the checkpoint.
+
+    `try_next` is pairs (command, what it does).
+    """
 
     bits_per_byte: float
     references: tuple[Reference, ...]
@@ -46,7 +49,7 @@ class DemoResult:
 
 
 def demo_panel(result: DemoResult, *, width: int = 80) -> RenderableType:
-    """Bars of bits per byte (short is good), a sample, the checkpoint, and what to try next."""
+    """Draw the demo's result: bars of bits per byte (short is good), a sample, the checkpoint, and what to try next."""
     inner = min(width, 100) - 4
     parts: list[RenderableType] = [
         Text("Bits to tell one byte of text the model has not seen (shorter is better)", style="dim"),
@@ -95,7 +98,7 @@ def _bars(result: DemoResult, width: int) -> Table:
 
 
 def bar(share: float, width: int) -> str:
-    """A stroke of `share` (0 to 1) of `width` characters, to half a character."""
+    """Return a bar of `share` (0 to 1) of `width` characters, to half a character."""
     halves = round(min(1.0, max(0.0, share)) * width * 2)
     return _STROKE * (halves // 2) + _HALF * (halves % 2)
 
@@ -124,7 +127,7 @@ def _sample(result: DemoResult) -> RenderableType:
 
 
 def _commands(pairs: tuple[tuple[str, str], ...], width: int) -> list[RenderableType]:
-    """Command and explanation side by side where there is room for all, else one below the other."""
+    """Return command and explanation side by side where the width allows it for all, else one below the other."""
     left = max(len(command) for command, _ in pairs) + 4
     if left + max(len(does) for _, does in pairs) <= width:
         return [Text.assemble((f"  {command:<{left - 2}}", ACCENT), (does, "dim")) for command, does in pairs]
@@ -132,7 +135,7 @@ def _commands(pairs: tuple[tuple[str, str], ...], width: int) -> list[Renderable
 
 
 def run_panel(summary: Mapping[str, Any], *, width: int = 80) -> RenderableType:
-    """The summary of a run (`summarise`) as a table; with a forecast in the plan, said and measured side by side."""
+    """Draw the summary of a run (`summarise`) as a table; a forecast in the plan is compared with it."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")  # a path can be copied whole

@@ -1,4 +1,4 @@
-"""Figures as displays write them, and the colours they are written in."""
+"""Text forms of figures and records for displays, and their colors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS = {"info": ACCENT, "warning": WARN, "error": BAD}
 
 
 def show_count(count: float) -> str:
-    """12345 -> "12.3k"; below 1000 as it is."""
+    """Return a count as text: 12345 -> "12.3k"; below 1000 without a suffix."""
     for unit in ("", "k", "M", "G"):
         if abs(count) < 999.5:
             return f"{count:.0f}" if not unit else f"{count:.3g}{unit}"
@@ -24,38 +24,43 @@ def show_count(count: float) -> str:
 
 
 def show_share(share: float) -> str:
-    """0.0312 -> "3.1%"; above a tenth without decimals."""
+    """Return a fraction in percent: 0.0312 -> "3.1%"; above a tenth without decimals."""
     return f"{100 * share:.0f}%" if share >= 0.0995 else f"{100 * share:.1f}%"
 
 
 def model_words(start: Start) -> str:
+    """Return the model of a run and its number of parameters as text."""
     return f"{start.model}, {show_count(start.parameters)} parameters"
 
 
 def setting_words(start: Start) -> str:
+    """Return the data, ranks and exchange of a run as text."""
     ranks = f"{start.ranks} rank" + ("s" if start.ranks != 1 else "")
     return f"{start.data} on {ranks}, {start.exchange} exchange"
 
 
 def evaluation_words(evaluation: Evaluation) -> str:
+    """Return the result of an evaluation as text: bits per byte where known, else the loss."""
     if evaluation.bits_per_byte is not None:
         return f"{evaluation.bits_per_byte:.3f} bits/byte"
     return f"loss {evaluation.loss:.4f}"
 
 
 def saved_words(saved: Saved) -> str:
+    """Return the step and size of a checkpoint as text, or the error of one that was not saved."""
     if saved.error:
         return f"not saved at step {saved.step}: {saved.error}"
     return f"step {saved.step}, {show_bytes(saved.bytes)}"
 
 
 def event_words(event: Event) -> str:
+    """Return the message of an event, after its step and rank where it has them."""
     where = [f"step {event.step}"] * (event.step >= 0) + [f"rank {event.rank}"] * (event.rank >= 0)
     return f"{', '.join(where)}: {event.message}" if where else event.message
 
 
 def sample_words(sample: Sample, width: int) -> str:
-    """On one line, so that it fits a log: line ends are shown as a slash."""
+    """Return a generated sample on one line of at most `width` characters; line ends are shown as a slash."""
     text = " / ".join((sample.prompt + sample.text).split("\n"))
     printable = "".join(c if c.isprintable() else " " for c in text)
     return printable if len(printable) <= width else printable[: width - 3] + "..."

@@ -1,4 +1,4 @@
-"""The panel of the live display: a run on one screen, 80 columns or more."""
+"""The panel of the live display: the state of a run on one screen, 80 columns or more."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PanelRow = tuple[str, Text]
 
 
 def panel(progress: RunProgress, *, width: int, height: int, now_s: float, title: str = "") -> RenderableType:
-    """The state as one renderable of at most `width` x `height` characters (20 lines at most)."""
+    """Draw the state of a run as one renderable of at most `width` x `height` characters (20 lines at most)."""
     inner = min(width, WIDEST) - 4
     rows = _figures(progress)
     events = _news(progress, inner)
@@ -105,7 +105,7 @@ def _clock(progress: RunProgress, start: Start, now_s: float) -> str:
 
 
 def _figures(progress: RunProgress) -> list[PanelRow]:
-    """Label and value of what is known, the most telling first: a low terminal shows fewer."""
+    """Return label and value of the known figures, the most important first: a low terminal shows fewer."""
     rows: list[PanelRow] = []
     step = progress.step
     if (loss := progress.loss) is not None:
@@ -164,7 +164,7 @@ def _grid(rows: list[PanelRow]) -> Table:
 
 
 def _plot(progress: RunProgress, *, columns: int, rows: int) -> RenderableType:
-    """The training loss as a line, evaluations as diamonds, the axes named by their ends."""
+    """Draw the training loss as a line, evaluations as diamonds, the axes labeled at their ends."""
     curve = progress.losses.settled()
     if len(curve.xs) < 2 or rows < 4:
         return Text()
@@ -190,7 +190,7 @@ def _plot(progress: RunProgress, *, columns: int, rows: int) -> RenderableType:
 
 
 def _news(progress: RunProgress, width: int) -> list[RenderableType]:
-    """What the run said last: a generated sample, the newest events, and why it failed."""
+    """Return the latest messages of the run: a generated sample, the newest events, and the reason of a failure."""
     lines: list[RenderableType] = []
     if progress.sample is not None:
         words = sample_words(progress.sample, width - LABELS - 1)

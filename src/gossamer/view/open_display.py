@@ -1,4 +1,4 @@
-"""Choose a display, and keep it from ever hurting the run."""
+"""The choice of a display, and the guard that keeps its failures from stopping the run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def open_display(
     title: str = "",
     environ: Mapping[str, str] = os.environ,
 ) -> Display:
-    """The display called `name`, on `out` (default: standard output). It never raises from any of its methods.
+    """Open the display called `name` on `out` (default: standard output). Its methods never raise.
 
-    `auto` is `live` on a terminal and `plain` elsewhere, under a CI service included. `live` needs a terminal that
-    can move its cursor and show UTF-8; without one it is `plain`, too. NO_COLOR is honoured.
+    `auto` is `live` on a terminal and `plain` elsewhere, under a CI service included. `live` needs a terminal that can
+    move its cursor and show UTF-8; without one it is `plain`, too. NO_COLOR is honored.
     """
     out = out if out is not None else sys.stdout
     if name == "quiet":
@@ -50,7 +50,7 @@ def _can_draw(out: TextIO, environ: Mapping[str, str]) -> bool:
 
 
 class Guarded(Display):
-    """A display that may fail: at its first failure it is closed, the cause is logged, and the run goes on without."""
+    """A display that may fail: its first failure closes it and is logged, and the run continues without it."""
 
     def __init__(self, inner: Display) -> None:
         self.inner: Display | None = inner

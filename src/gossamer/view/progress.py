@@ -1,4 +1,4 @@
-"""Where a run stands: records folded into the few figures that displays show. A pure reader, without a clock."""
+"""The progress of a run: records folded into the figures that displays show. Only reads records, without a clock."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ EVENTS = 50  # kept
 
 @dataclass(slots=True)
 class RunProgress:
-    """The state of a run as told by its records so far. `add` is the only way to change it.
+    """The state of a run according to its records so far. `add` is the only way to change it.
 
-    Resuming repeats the steps after the checkpoint: what the new start replaces is forgotten.
+    Resuming repeats the steps after the checkpoint: a new start drops the figures that it replaces.
     """
 
     start: Start | None = None
@@ -43,7 +43,7 @@ class RunProgress:
     _ends: deque[float] = field(default_factory=lambda: deque(maxlen=5 * RECENT))
 
     def add(self, record: Record) -> None:
-        """Fold one record in; kinds this does not know change nothing."""
+        """Fold one record in; unknown kinds change nothing."""
         if isinstance(record, Step):
             self._add_step(record)
         elif isinstance(record, Start):
@@ -99,13 +99,14 @@ class RunProgress:
 
     @property
     def steps_done(self) -> int:
+        """The last committed step; before the first one, the step that the run started from."""
         if self.step is not None:
             return self.step.step
         return self.start.step if self.start is not None else 0
 
     @property
     def steps(self) -> int:
-        """Steps wanted; 0 while no start was read."""
+        """The number of steps wanted; 0 while no start was read."""
         if self.length is not None:
             return self.length.steps
         return self.start.steps if self.start is not None else 0
@@ -116,24 +117,24 @@ class RunProgress:
 
     @property
     def loss(self) -> float | None:
-        """Mean of the last few steps, nats per token: single steps jump."""
+        """The mean loss of the last few steps in nats per token; single steps are noisy."""
         losses = [step.loss for step in list(self._recent)[-SMOOTH:] if math.isfinite(step.loss)]
         return sum(losses) / len(losses) if losses else None
 
     @property
     def step_s(self) -> float | None:
-        """Median of the recent steps."""
+        """The median duration of the recent steps in seconds."""
         return median(step.step_s for step in self._recent) if self._recent else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """All ranks together, from the median recent step."""
+        """The throughput of all ranks together in tokens/s, the median of the recent steps."""
         rates = [step.tokens / step.step_s for step in self._recent if step.step_s > 0]
         return median(rates) if rates else None
 
     @property
     def of_peak(self) -> float | None:
-        """Share of the measured matmul rate that the model's own arithmetic uses; None where either is unknown."""
+        """The fraction of the measured matmul rate that the model's arithmetic uses (MFU); None where not known."""
         if self.start is None or self.start.peak_flop_per_s <= 0 or self.start.flop_per_token <= 0:
             return None
         rate = self.tokens_per_s
@@ -141,13 +142,13 @@ class RunProgress:
 
     @property
     def exposed_share(self) -> float | None:
-        """Part of the recent stepping time in which compute waited for the wire."""
+        """The fraction of the recent step time that is exposed communication."""
         stepping_s = sum(step.step_s for step in self._recent)
         return part_of(sum(step.exposed_s for step in self._recent), stepping_s)
 
     @property
     def link_bytes(self) -> dict[str, tuple[float, float]]:
-        """By link: bytes per step that the writing rank sends, and bytes per second over the recent steps."""
+        """By link: bytes per step that the recording rank sends, and bytes per second over the recent steps."""
         steps, stepping_s = len(self._recent), sum(step.step_s for step in self._recent)
         if not steps or stepping_s <= 0:
             return {}
@@ -157,7 +158,7 @@ class RunProgress:
 
     @property
     def remaining_s(self) -> float | None:
-        """At the pace of the recent steps as they came in, evaluations and checkpoints between them included."""
+        """The estimated seconds to the end, at the recent pace including evaluations and checkpoints between steps."""
         if len(self._ends) < 2:
             return None
         pace_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
@@ -166,12 +167,13 @@ class RunProgress:
 
 @dataclass(slots=True)
 class Doubtful:
-    """Watches for shares that cannot be, which are shown nowhere: what to say of them in a log, each once."""
+    """Detects impossible fractions (above 100 %), which displays omit, and returns a log message for each kind once."""
 
     _start: Start | None = None
     _said: set[str] = field(default_factory=set)
 
     def add(self, record: Record) -> list[str]:
+        """Check one record; return the new log messages."""
         if isinstance(record, Start):
             self._start = record
         if not isinstance(record, Step) or self._start is None or record.step_s <= 0:
@@ -188,7 +190,8 @@ class Doubtful:
 
 
 def part_of(part: float, whole: float) -> float | None:
-    """`part` as a share of `whole`; None where the whole is unknown, or the part is larger: then one was measured
-    wrongly, and a figure that cannot be is worse than none.
+    """Return `part` as a fraction of `whole`; None where the whole is unknown, or the part is larger.
+
+    In the latter case one of them was measured wrongly, and no figure is better than an impossible one.
     """
     return part / whole if 0 <= part <= whole and whole > 0 else None

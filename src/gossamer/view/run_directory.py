@@ -1,11 +1,11 @@
-"""A run directory: where a run keeps what it did, in files that people and other programs can read.
+"""The directory of a run: its records, configuration, plan and checkpoints, in files that people and programs can read.
 
-records.jsonl     what happened, a line each (spec/records.py); append-only, one writer: the source of truth
-run.yaml          the resolved configuration      provenance.json   where each value of it came from
-plan.yaml         who does what                   checkpoints/      saved states
-began.json        the folder it began in          tokenizer/ model/ what sampling and exporting need (job/run_files.py)
-proved.json       which layout was found to be one process
-logs/             what each rank wrote
+records.jsonl     one record per line (spec/records.py); append-only, one writer: the source of truth
+run.yaml          the resolved configuration      provenance.json   the origin of each of its values
+plan.yaml         the plan of the run             checkpoints/      the saved states
+began.json        the folder it began in          tokenizer/ model/ for sampling and export (job/run_files.py)
+proved.json       the layout whose gradients were proved equal to those of one process
+logs/             the log of each rank
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class RunDirectory:
 
     @staticmethod
     def create(runs: Path, name: str, *, now: float | None = None) -> RunDirectory:
-        """Make `runs/YYYYMMDD-HHMMSS-name`; a run of the same second and name gets "-2", "-3", ... appended.
+        """Make the directory `runs/YYYYMMDD-HHMMSS-name`; append "-2", "-3", ... where the name is taken.
 
-        `now` is seconds since the epoch. `mkdir` decides who has the name, so two commands never share one.
+        `now` is seconds since the epoch. `mkdir` reserves the name, so two commands never share one. Raises BadInput
+        where it cannot be made.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         stem = f"{stamp}-{_NOT_IN_NAMES.sub('-', name).strip('-.') or 'run'}"
@@ -104,13 +105,15 @@ class RunDirectory:
         return self.path / "model"
 
     def log_file(self, rank: int) -> Path:
+        """Return the log file of `rank`."""
         return self.path / "logs" / f"rank-{rank:05d}.log"
 
     def append(self, record: Record) -> None:
-        """Write one line, whole or (in a crash) torn, never mixed with another; raises OSError, e.g. on a full disk.
+        """Append one record as a line, complete or (in a crash) cut short, never mixed with another.
 
-        A line that an earlier crash cut short is closed first, so that it spoils itself alone. A checkpoint and
-        the end of the run are forced to the disk; other lines survive the process, but not a power cut.
+        A line that an earlier crash cut short is ended first, so that it damages no other. A checkpoint and the end of
+        the run are forced to the disk; other lines survive the process, but not a power cut. Raises OSError, e.g. on a
+        full disk.
         """
         line = record.line().encode("ascii") + b"\n"
         self.path.mkdir(parents=True, exist_ok=True)
@@ -127,7 +130,7 @@ class RunDirectory:
             os.close(descriptor)
 
     def records(self) -> Iterator[Record]:
-        """All readable records in order; torn lines, and kinds of a newer version, are passed over."""
+        """Yield all readable records in order; lines cut short and unknown kinds (of a newer version) are skipped."""
         if not self.records_file.exists():
             return
         with self.records_file.open("r", encoding="utf-8", errors="replace") as lines:
@@ -136,7 +139,7 @@ class RunDirectory:
                     yield record
 
     def tail(self) -> Tail:
-        """A reader that hands over what is new each time it is asked."""
+        """Return a reader whose `read` returns the records added since its last call."""
         return Tail(self.records_file)
 
     def follow(
@@ -146,9 +149,10 @@ class RunDirectory:
         stop: Callable[[], bool] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> Iterator[Record]:
-        """All records, then each new one as it is written, until `End` is the last line or `stop()` says so.
+        """Yield all records, then each new one as it is written, until `End` is the last line or `stop()` returns true.
 
-        The file need not exist yet. A record written before `stop` turned true is still handed over.
+        The file need not exist yet. A record written before `stop` turned true is still yielded. `poll_s`: seconds
+        between reads.
         """
         tail, ended = self.tail(), False
         while True:
@@ -161,7 +165,7 @@ class RunDirectory:
             sleep(poll_s)
 
     def keep(self, config: RunConfig, provenance: Mapping[str, str]) -> None:
-        """Write run.yaml and provenance.json, and at first began.json; each appears whole or not at all."""
+        """Write run.yaml and provenance.json, and at first began.json; each appears completely or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.began_file.exists():
             _write(self.began_file, json.dumps(self._beginning(Path.cwd()), indent=1) + "\n")
@@ -169,7 +173,7 @@ class RunDirectory:
         _write(self.provenance_file, json.dumps(dict(provenance), indent=1) + "\n")
 
     def keep_plan(self, plan: Plan) -> None:
-        """Write plan.yaml; it appears whole or not at all."""
+        """Write plan.yaml; it appears completely or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         _write(self.plan_file, yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=100))
 
@@ -179,7 +183,7 @@ class RunDirectory:
         return {"folder": str(folder), "run": inside}
 
     def began_in(self) -> tuple[Path | None, Path | None]:
-        """The folder the run began in, and where in it the run lay; None where that is not known, or was outside."""
+        """Return the folder the run began in, and the run's path within it; None where unknown, or outside."""
         try:
             said = json.loads(self.began_file.read_text("utf-8"))
             folder, inside = said["folder"], said["run"]
@@ -188,7 +192,7 @@ class RunDirectory:
         return (Path(folder) if folder else None), (Path(inside) if inside else None)
 
     def config(self) -> RunConfig:
-        """run.yaml; raises BadInput where it is missing or damaged."""
+        """Read run.yaml; raises BadInput where it is missing or damaged."""
         try:
             return RunConfig.model_validate(self._yaml(self.config_file))
         except ValidationError as error:
@@ -201,11 +205,11 @@ class RunDirectory:
             ) from None
 
     def plan(self) -> Plan | None:
-        """plan.yaml; None where the run has none. Raises BadInput for one that cannot be read."""
+        """Read plan.yaml; None where the run has none. Raises BadInput for one that cannot be read."""
         return plan_in(self.plan_file) if self.plan_file.exists() else None
 
     def provenance(self) -> dict[str, str]:
-        """Dotted key -> where its value came from; empty where it was not kept."""
+        """Return dotted key -> origin of its value; empty where it was not kept."""
         if not self.provenance_file.exists():
             return {}
         return {str(key): str(value) for key, value in json.loads(self.provenance_file.read_text("utf-8")).items()}
@@ -221,7 +225,7 @@ class RunDirectory:
 
 
 def plan_in(file: Path) -> Plan:
-    """The plan in a file; raises BadInput, with the field that is wrong, where it cannot be read or is none."""
+    """Read the plan in a file; raises BadInput, with the field that is wrong, where it cannot be read or is none."""
     try:
         found = yaml.load(file.read_text("utf-8"), _Loader)
     except OSError as error:
@@ -240,7 +244,7 @@ def plan_in(file: Path) -> Plan:
 
 
 def latest(runs: Path) -> RunDirectory:
-    """The run under `runs` that was written to last; raises BadInput where there is none."""
+    """Return the run under `runs` that was written to last; raises BadInput where there is none."""
     found = [(newest, path.name, path) for path in _folders(runs) if (newest := _written_at(path)) is not None]
     if not found:
         raise bad_input(
@@ -252,7 +256,7 @@ def latest(runs: Path) -> RunDirectory:
 def newest_like(
     runs: Path, config: RunConfig, *, is_fit: Callable[[RunDirectory], bool] = lambda run: True
 ) -> RunDirectory | None:
-    """The run under `runs` that began last with exactly this configuration, among those that are fit; or None."""
+    """Return the newest run under `runs` with exactly this configuration that `is_fit` accepts; None without one."""
     for file in sorted(runs.glob("*/run.yaml"), key=lambda f: f.stat().st_mtime, reverse=True):
         found = RunDirectory(file.parent)
         with suppress(BadInput):  # a damaged one, or one of another version, is not alike
@@ -262,7 +266,7 @@ def newest_like(
 
 
 def open_run(path: Path) -> RunDirectory:
-    """The run directory at `path`; raises BadInput where it is none."""
+    """Return the run directory at `path`; raises BadInput where it is none."""
     if _written_at(path) is None:
         got = (
             "a folder without records.jsonl and run.yaml"

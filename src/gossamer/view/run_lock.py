@@ -1,8 +1,8 @@
-"""One run, one process: who trains in a run directory holds it, and whoever comes second is told so.
+"""The lock of a run directory: one process trains in it, and a second one gets an error that names the holder.
 
-The lock is the system's own (`flock` on RUN/.lock), so that it goes with its holder, however that ends. Where a file
-system has none, it is a file that its holder touches (RUN/.lock.beat), and one left untouched for three periods counts
-no more. Who holds it stands in the file, for the message.
+The lock is the system's own (`flock` on RUN/.lock), so that it is freed when its holder ends, in any way. Where a file
+system has none, it is a file that its holder touches (RUN/.lock.beat). One left untouched for three periods expires.
+The file names the holder, for the message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, err
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who holds a run directory. `since_s`: seconds since the epoch, of the holder's clock."""
+    """The process that holds the lock of a run directory. `since_s`: seconds since the epoch, of the holder's clock."""
 
     host: str = field(default_factory=socket.gethostname)
     process: int = field(default_factory=os.getpid)
@@ -42,7 +42,7 @@ class Holder:
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def told(self) -> str:
-        """ "process 4711 on host a since 17:45"."""
+        """Return the holder as text: "process 4711 on host a since 17:45" (with the date, if not today)."""
         since, now = time.localtime(self.since_s), time.localtime()
         form = "%H:%M" if since[:3] == now[:3] else "%Y-%m-%d %H:%M"
         return f"process {self.process} on host {self.host} since {time.strftime(form, since)}"
@@ -50,7 +50,10 @@ class Holder:
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Hold a run directory, made where it is not there. Raises BadInput, at once, where somebody trains in it."""
+    """Hold the lock of a run directory, made where it is missing, inside the `with` block.
+
+    Raises BadInput, at once, where another process trains in it, or where it cannot be written.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         release = _locked(directory) or _beating(directory)
@@ -68,7 +71,7 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def check_free(directory: Path) -> None:
-    """Raises BadInput where somebody trains in it; holds nothing afterwards."""
+    """Raise BadInput where another process trains in the run directory; holds nothing afterwards."""
     with held(directory):
         pass
 
@@ -99,7 +102,7 @@ def _line(holder: Holder) -> bytes:
 
 
 def _locked(directory: Path) -> Callable[[], None] | None:
-    """Take the system's lock; what gives it back, or None where the file system has no locks."""
+    """Take the system's lock; return the function that frees it, or None where the file system has no locks."""
     if fcntl is None:
         return None
     file = directory / ".lock"
@@ -137,7 +140,7 @@ def _is_at(file: Path, descriptor: int) -> bool:
 
 
 def _beating(directory: Path) -> Callable[[], None]:
-    """Take the file that is touched; what gives it back."""
+    """Take the lock file that its holder touches; return the function that frees it."""
     file, mine = directory / ".lock.beat", Holder()
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -166,7 +169,7 @@ def _beating(directory: Path) -> Callable[[], None]:
 
 
 def _take_over(directory: Path, file: Path, mine: Holder) -> None:
-    """Put our name into the file of a holder that is gone. Raises BadInput where it is not, or another was first."""
+    """Write our name into the lock file of a dead holder. Raises BadInput where it lives, or another was first."""
     holder = _read(file)
     beside = file.with_name(f".lock.{mine.token}")
     beside.write_bytes(_line(mine))
@@ -183,7 +186,7 @@ def _take_over(directory: Path, file: Path, mine: Holder) -> None:
 
 
 def _age_s(file: Path, beside: Path) -> float:
-    """Since the last beat, by the clock of the file system: those of hosts may differ."""
+    """Return the seconds since the last heartbeat by the clock of the file system: those of hosts may differ."""
     try:
         return beside.stat().st_mtime - file.stat().st_mtime
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Pictures of the display, made from a run directory: what the README shows is a run that took place."""
+"""Pictures of the live display, drawn from a run directory: the README shows runs that took place."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SVG = """<svg class="{unique_id}" viewBox="0 0 {width} {height}" xmlns="http://
 def picture_of_run(
     run: RunDirectory, file: Path, *, width: int = 80, until_step: int | None = None, theme: TerminalTheme = DARK
 ) -> None:
-    """Write an SVG of the live display as it stood when step `until_step` was recorded (default: at the end)."""
+    """Write an SVG of the live display at the time step `until_step` was recorded (default: at the end)."""
     progress, now_s = RunProgress(), 0.0
     for record in run.records():
         progress.add(record)
@@ -59,7 +59,7 @@ def picture_of_run(
 
 
 def picture(shown: RenderableType, file: Path, *, width: int = 80, theme: TerminalTheme = DARK) -> None:
-    """Write an SVG of anything that can be printed, `width` characters wide. It loads nothing from anywhere."""
+    """Write an SVG of anything that can be printed, `width` characters wide. It loads no fonts or other resources."""
     console = Console(
         record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
     )

@@ -1,4 +1,4 @@
-"""What a run came to, in one dictionary: for the end of a command, for `--json`, and for comparing runs."""
+"""The summary of a run in one dictionary: for the end of a command, for `--json`, and for comparing runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TIMES = ("compute_s", "exposed_s", "step_s")  # of Cost; wire_s and bubble_s ar
 
 
 def summarise(run: RunDirectory) -> dict[str, Any]:
-    """The run's figures, JSON-ready; a figure that is not known is None. Times in seconds, rates over all ranks.
+    """Return the run's figures, JSON-ready; an unknown figure is None. Times in seconds, rates over all ranks.
 
-    Steps that a resume repeated count once, as they were in the end; bytes and seconds count all that was spent.
-    `wire_bytes`, `peak_bytes` and the times are those of the rank that wrote the records. `forecast_error` is
-    measured / forecast - 1 for every figure of the plan's forecast that the records can answer.
+    Steps that a resume repeated count once, with their last values; bytes and seconds count all that was spent.
+    `wire_bytes`, `peak_bytes` and the times are those of the rank that wrote the records. `forecast_error` is measured
+    / forecast - 1 for every figure of the plan's forecast that the records hold.
     """
     told = _Told.of(run)
     start, end, steps = told.start, told.end, list(told.steps.values())
@@ -62,7 +62,7 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
 
 
 def forecast_error(forecast: Cost, measured: Cost) -> dict[str, float]:
-    """measured / forecast - 1 for what both know: 0.1 is a run 10% dearer than its forecast."""
+    """Return measured / forecast - 1 for the figures in both: 0.1 for a run that costs 10 % more than its forecast."""
     pairs = {name: (getattr(forecast, name), getattr(measured, name)) for name in _TIMES}
     if forecast.peak_bytes and measured.peak_bytes:
         pairs["peak_bytes"] = (forecast.peak_bytes[0], measured.peak_bytes[0])
@@ -74,7 +74,7 @@ def forecast_error(forecast: Cost, measured: Cost) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Told:
-    """The records sorted by what they are; what a resume repeats is replaced."""
+    """The records sorted by kind; a resume replaces those that it repeats."""
 
     start: Start | None = None
     end: End | None = None
@@ -124,7 +124,7 @@ class _Told:
 
 
 def _measured(told: _Told, steps: list[Step]) -> Cost:
-    """Medians over the steps: the first ones, with caches cold, do not count for much."""
+    """Return medians over the steps: the first ones, with cold caches, have little weight."""
     if not steps:
         return Cost()
     links = sorted({link for step in steps for link in step.wire_bytes})

@@ -1,4 +1,4 @@
-"""Read a growing file of records, a whole line at a time."""
+"""A reader of a growing file of records, one complete line at a time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from gossamer.spec.records import Record, read_record
 
 
 class Tail:
-    """Hands over the records that were added since it was last asked; holds no open file in between.
+    """A reader of the records added since its last read; holds no open file in between.
 
-    A line without its end is left for the next time: its writer may be in the middle of it.
+    A line without its end is left for the next read: its writer may be in the middle of it.
     """
 
     def __init__(self, file: Path) -> None:
@@ -18,9 +18,9 @@ class Tail:
         self._offset = 0
 
     def read(self) -> list[Record]:
-        """The new records, possibly none; the file need not exist yet. A file that shrank is read from its start.
+        """Return the new records, possibly none; the file need not exist yet. A file that shrank is read anew.
 
-        One that cannot be read has nothing new: who follows a run only looks at it.
+        A file that cannot be read has no new records: following a run must not fail.
         """
         try:
             return self._read()
@@ -42,5 +42,5 @@ class Tail:
         return [record for line in lines if (record := read_record(line)) is not None]
 
     def skip(self) -> None:
-        """Pass over what is there now: only what comes later is news."""
+        """Skip the records that are there now: `read` then returns later ones only."""
         self.read()

@@ -1,4 +1,4 @@
-"""Feed a run's trackers, and keep them from ever hurting the run."""
+"""The trackers of a run, and the guard that keeps their failures from stopping the run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _THEIRS = (Exception, SystemExit)  # other people's code, other people's servers
 
 
 class Trackers:
-    """The trackers of one run. Whatever one of them raises is reported once, to `warn`; that tracker is dropped.
+    """The trackers of one run. An exception of one of them is reported once, to `warn`; that tracker is dropped.
 
-    What their packages print goes to stderr: stdout is ours, and may end with one JSON object.
+    What their packages print goes to stderr: stdout belongs to the command, and may end with one JSON object.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -56,9 +56,11 @@ class Trackers:
         return trackers
 
     def log(self, record: Record) -> None:
+        """Pass a record to every tracker."""
         self._each(lambda session: session.log(record))
 
     def close(self) -> None:
+        """Close every tracker's session."""
         self._each(lambda session: session.close())
         self._sessions.clear()
 

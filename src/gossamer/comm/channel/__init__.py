@@ -1,7 +1,8 @@
-"""Channels: what carries a message. The same method runs over each of them.
+"""Channels: the transports that carry messages. The same method runs over each of them.
 
-`ProcessGroupChannel` is a process group (truth), `LocalChannel` is several ranks in one process without threads
-(meaning), `CountingChannel` carries nothing and only counts (planning). Each one meters the bytes it sends, per link.
+`ProcessGroupChannel` uses torch's process groups (the real run). `LocalChannel` joins several ranks in one process (the
+reference). `CountingChannel` sends nothing and only counts (planning). `LoopbackChannel` answers itself (timing). Each
+one meters the bytes it sends, per link.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ from gossamer.comm.meter import Meter
 
 
 class Pending(ABC):
-    """A message under way."""
+    """A message in flight."""
 
     @abstractmethod
     def wait(self) -> tuple[Tensor, ...]:
-        """Block until it has been combined; the parts, as `Collective` says. Raises PeerLost or WireMismatch."""
+        """Block until the message is combined and return the parts, as `Collective` describes them.
+
+        Raises PeerLost or WireMismatch.
+        """
 
 
 class Channel(ABC):
-    """One rank's end of the wire. Messages of a group must be started in the same order on all its ranks; those of
-    uneven shuffles in the same order on both sides of every pair of ranks that have something for each other.
+    """The transport of one rank.
+
+    All ranks of a group must start its messages in the same order. Uneven all-to-alls need the same order only on both
+    sides of every pair of ranks that have rows for each other.
     """
 
     rank: int
@@ -34,27 +40,30 @@ class Channel(ABC):
     meter: Meter
 
     def widen(self, levels: ProcessGroups) -> None:
-        """Learn of more levels; all ranks do so between the same two messages."""
+        """Add the groups of more levels; all ranks do so between the same two messages."""
         self.levels = self.levels.and_more(levels)
 
     @abstractmethod
     def start(self, message: Message) -> Pending:
-        """Hand a message over; it is counted when it is started."""
+        """Start sending a message and count its bytes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what it holds. Starting a message on a closed channel is an error."""
+        """Free the channel's resources. Starting a message on a closed channel is an error."""
 
 
 def gathered(channel: Channel, row: Sequence[float]) -> Tensor:
-    """Everybody's `row`, (ranks, len(row)) float64, while no pump step is under way; all ranks call it."""
+    """All-gather `row` over all ranks; return (ranks, len(row)) float64.
+
+    All ranks call it, while no step of the communication thread is in flight.
+    """
     mine = torch.tensor(row, dtype=torch.float64)
     (rows,) = channel.start(Message((mine,), Collective.GATHER, channel.levels.whole)).wait()
     return rows
 
 
 def carry(channel: Channel, method: Rounds) -> Outcome:
-    """Run one job to its end, here and now: for whoever needs the result before anything else can go on."""
+    """Run one exchange to its end in this thread, for callers that need its outcome before anything else."""
     try:
         message = next(method)
         while True:

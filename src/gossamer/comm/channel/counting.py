@@ -1,4 +1,4 @@
-"""Priced: carries nothing, counts everything. What planning sends its messages through."""
+"""The counting channel, through which the planner sends its messages: it counts bytes and sends nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Nothing(Pending):
 
 
 class CountingChannel(Channel):
-    """Replies have the right shapes and no storage (device "meta")."""
+    """A channel that sends nothing. Replies have the right shapes and no storage (device "meta")."""
 
     def __init__(self, rank: int, levels: ProcessGroups) -> None:
         self.rank, self.levels, self.meter = rank, levels, Meter(rank)

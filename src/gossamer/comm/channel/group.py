@@ -1,8 +1,8 @@
-"""Group: the channel over torch's process groups (gloo on CPU, NCCL on CUDA), one set per generation.
+"""The channel over torch's process groups (gloo on CPU, NCCL on CUDA), one set of groups per generation.
 
-A generation is one set of groups under its own store prefix. When a collective fails or times out, its groups AND
-its buffers are poisoned: on gloo a stopped peer that wakes up later still writes into the buffers of the dropped
-step. So the channel refuses everything after the first failure, and keeps what was in flight alive until it is closed.
+A generation is one set of groups under its own store prefix. When a collective fails or times out, its groups AND its
+buffers are poisoned: on gloo a stopped peer that wakes up later still writes into the buffers of the dropped step. So
+the channel refuses every message after the first failure, and keeps the buffers in flight allocated.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """How the ranks of a group find each other: a store, a generation, a backend, and how long is too long: between
-    islands that train apart, so long for each of the `AHEAD` steps that one may wait for another.
+    """The settings by which the ranks of a group connect: store, generation, backend, timeout.
+
+    Between islands in local-update training the timeout counts once for each of the `AHEAD` steps that one island may
+    wait for another.
     """
 
     store: dist.Store
@@ -39,25 +41,23 @@ class Rendezvous:
     interface: str = ""  # network device of gloo; empty: the one of the host's name
     timeout_s: float = 120.0
     generation: int = 0
-    moves: Callable[[], None] = (
-        _nothing  # told of every message that goes out or has come, but for the words of waiting
-    )
+    moves: Callable[[], None] = _nothing  # called for every message sent or received, except status messages
 
     def timeout(self, level: str) -> timedelta:
-        """Of the groups at `level`."""
+        """Return the timeout of the groups at `level`."""
         is_apart = WORD in self.levels.groups and level != "island"
         return timedelta(seconds=self.timeout_s * (AHEAD if is_apart else 1))
 
 
 class ProcessGroupChannel(Channel):
-    """One rank's end of the process groups of every level."""
+    """The channel of one rank over the process groups of every level."""
 
     def __init__(self, meeting: Rendezvous) -> None:
         self.rank, self.levels, self.meter = meeting.rank, meeting.levels, Meter(meeting.rank)
         self._meeting = meeting
         self._poison = ""
         self._in_flight: dict[int, tuple[Tensor, ...]] = {}
-        # Small facts (weights, votes) live on the CPU whatever the gradients do, so gloo is always there.
+        # Small messages (weights, votes) are on the CPU wherever the gradients are, so gloo is always there.
         self._groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         for level in meeting.levels.groups:
             self._join(level)
@@ -92,7 +92,7 @@ class ProcessGroupChannel(Channel):
             ) from error
 
     def widen(self, levels: ProcessGroups) -> None:
-        """Join the groups of levels that were not known when the ranks met; all ranks call it between messages."""
+        """Create the groups of levels that the rendezvous did not know; all ranks call it between messages."""
         levels = self.levels.and_more(levels)
         self._meeting = replace(self._meeting, levels=levels)
         for (level, _), group in self._groups.items():
@@ -123,7 +123,7 @@ class ProcessGroupChannel(Channel):
         self._moved(message)
 
     def _moved(self, message: Message) -> None:
-        if message.level != WORD:  # those go to and fro however long a rank stands still
+        if message.level != WORD:  # status messages flow even when a rank makes no progress
             self._meeting.moves()
 
     def _poisoned(self, message: Message, error: RuntimeError) -> PeerLost:

@@ -1,7 +1,8 @@
-"""Lockstep: all ranks in one process, taking turns. Sums run in rank order, in the parts' own type.
+"""Lockstep: all ranks in one process, taking turns. Sums run in rank order, in the parts' own dtype.
 
-Messages of a group meet at posts, one per turn. An uneven shuffle is letters instead, as it is over process groups: one
-from every rank to every other that it has something for, in the order of sending, whoever else takes part.
+The messages of one group and turn are collected in a post. An uneven all-to-all is point-to-point, as over process
+groups: one letter from every rank to every other that it has rows for, in the order of sending. The group's other ranks
+need not take part.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gossamer.spec.errors import PeerLost, WireMismatch
 
 @dataclass(slots=True)
 class _Post:
-    """Where the messages of one group and turn meet."""
+    """The messages of one group and turn, and the replies."""
 
     messages: dict[int, Message] = field(default_factory=dict)
     replies: dict[int, tuple[Tensor, ...]] | None = None
@@ -33,7 +34,7 @@ _Letter = tuple[str, int, int, int]  # level, from, to, number
 
 @dataclass(slots=True)
 class _Office:
-    """What the ranks share."""
+    """The messages in flight between the ranks of one process."""
 
     patience_s: float
     posts: dict[tuple[tuple[int, ...], str, int], _Post] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class _Office:
     news: threading.Condition = field(default_factory=threading.Condition)
 
     def await_(self, missing: Callable[[], list[int]]) -> None:
-        """Wait, holding `news`, until no rank is missing any more."""
+        """Wait, holding the condition `news`, until `missing` returns no rank any more."""
         if self.news.wait_for(lambda: not missing(), self.patience_s):
             return
         assert self.patience_s, f"ranks {missing()} have not sent yet: drive all ranks before waiting"
@@ -90,7 +91,7 @@ class _Awaited(Pending):
 
 
 class LocalChannel(Channel):
-    """The channel of one rank; `LocalChannel.world` makes all of them."""
+    """The channel of one rank among ranks in one process; `LocalChannel.world` makes all of them."""
 
     def __init__(self, rank: int, levels: ProcessGroups, office: _Office) -> None:
         self.rank, self.levels, self.meter = rank, levels, Meter(rank)
@@ -99,7 +100,11 @@ class LocalChannel(Channel):
 
     @staticmethod
     def world(ranks: int, levels: ProcessGroups | None = None, *, patience_s: float = 0.0) -> list[LocalChannel]:
-        """One channel per rank, joined with each other. With patience they may be threads, which wait."""
+        """Return one channel per rank, connected with each other.
+
+        patience_s: seconds that ranks wait for each other's messages, if they are threads; 0: all ranks must send
+        before one waits.
+        """
         office = _Office(patience_s)
         levels = levels or ProcessGroups.flat(ranks)
         return [LocalChannel(rank, levels, office) for rank in range(ranks)]
@@ -146,7 +151,7 @@ class LocalChannel(Channel):
 
 
 def combine(messages: dict[int, Message], group: Sequence[int]) -> dict[int, tuple[Tensor, ...]]:
-    """The replies to every rank of `group`; raises WireMismatch when shapes, types or ways of combining differ."""
+    """Return the reply to every rank of `group`; raises WireMismatch when shapes, dtypes or collectives differ."""
     first = messages[group[0]]
     for rank in group[1:]:
         other = messages[rank]
@@ -179,7 +184,10 @@ def _signature(message: Message) -> tuple[object, ...]:
 
 
 def run_lockstep(channels: Sequence[Channel], methods: Sequence[Rounds]) -> list[Outcome]:
-    """Drive one exchange per rank to its end, in turns. All ranks must want the same number of rounds."""
+    """Run one exchange per rank to its end, in turns, and return the outcomes in rank order.
+
+    Raises WireMismatch where ranks have different numbers of rounds.
+    """
     outcomes: dict[int, Outcome] = {}
     wanted: dict[int, Message] = {}
     for rank, method in enumerate(methods):

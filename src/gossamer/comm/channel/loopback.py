@@ -1,4 +1,7 @@
-"""Echo: answers at once, as if every rank had sent what I did. For measuring what a method costs besides the wire."""
+"""The loopback channel: it replies at once, as if every rank had sent the same message.
+
+It measures what a method costs besides the network.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class _There(Pending):
 
 
 class LoopbackChannel(Channel):
-    """One rank of many, without the others. Sums are my own parts; what others would send has my values."""
+    """A channel of one rank without peers. Sums are this rank's own parts; parts of other ranks have its values."""
 
     def __init__(self, rank: int, levels: ProcessGroups) -> None:
         self.rank, self.levels, self.meter = rank, levels, Meter(rank)

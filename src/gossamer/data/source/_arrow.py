@@ -14,7 +14,7 @@ from gossamer.spec.suggest import nearest
 
 
 def parquet_texts(file: Path, column: str) -> Iterator[tuple[int, str]]:
-    """(row, text) of every row whose text is not empty, a row group at a time."""
+    """Yield (row, text) of every row of a Parquet file whose text is not empty, a row group at a time."""
     try:
         table = _pyarrow("pyarrow.parquet").ParquetFile(file)
         _check(table.schema_arrow, column, file)
@@ -26,7 +26,7 @@ def parquet_texts(file: Path, column: str) -> Iterator[tuple[int, str]]:
 
 
 def arrow_texts(file: Path, column: str) -> Iterator[tuple[int, str]]:
-    """The same for a file in Arrow's stream format, as `datasets.save_to_disk` writes them; memory-mapped."""
+    """Yield (row, text) of a file in Arrow's stream format, as `datasets.save_to_disk` writes them; memory-mapped."""
     try:
         with _pyarrow("pyarrow").memory_map(str(file)) as mapped:
             stream = _pyarrow("pyarrow.ipc").open_stream(mapped)

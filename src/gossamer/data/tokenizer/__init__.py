@@ -1,4 +1,4 @@
-"""Text to numbers and back: one tokenizer per file."""
+"""Tokenizers: convert text to token ids and back; one tokenizer per file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Ids = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Spans:
-    """One text in tokens: `ids` (n,), and `lengths` (n,), the UTF-8 bytes each token stands for.
+    """The tokens of one text: `ids` (n,), and `lengths` (n,), the UTF-8 bytes each token stands for.
 
-    The lengths of a text add up to its bytes, whatever the tokenizer does to it on the way; a text without any
-    token leaves `rest` bytes, which the separator that follows takes over.
+    The lengths of a text add up to its bytes, whatever the tokenizer normalizes. A text without any token leaves `rest`
+    bytes, which count for the separator that follows.
     """
 
     ids: Ids
@@ -41,27 +41,27 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def spans(self, texts: Sequence[str]) -> list[Spans]:
-        """Tokens of several texts, without separators."""
+        """Return the tokens of several texts, without separators."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, separators left out; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `ids`, separators left out; bytes that are no UTF-8 become U+FFFD."""
 
     @abstractmethod
     def save(self, directory: Path) -> tuple[Path, ...]:
-        """Write the files by which transformers' AutoTokenizer loads this tokenizer; returns them."""
+        """Write the files from which transformers' AutoTokenizer loads this tokenizer; return their paths."""
 
     def encode(self, text: str) -> Ids:
-        """Token ids (n,) of one text, without separator."""
+        """Return the token ids (n,) of one text, without separator."""
         return self.spans([text])[0].ids
 
 
 class Recipe(ABC):
-    """How a tokenizer is come by, as the configuration writes it: its fields are its whole configuration."""
+    """The configuration from which a tokenizer is made: loaded, or trained on the corpus."""
 
     @abstractmethod
     def make(self, texts: Callable[[], Iterable[str]], *, identity: str, cache: Path) -> Tokenizer:
-        """The tokenizer. `texts` gives the training text, which `identity` (a hash) stands for in `cache`."""
+        """Make the tokenizer. `texts` returns the training text, which `identity` (a hash) represents in `cache`."""
 
 
 REGISTRY = Registry(__name__, Recipe)  # type: ignore[type-abstract]
@@ -69,5 +69,5 @@ names, build = REGISTRY.names, REGISTRY.build
 
 
 def parse_tokenizer(written: Written, key: str = "data.tokenizer") -> Recipe:
-    """`byte`, `bpe:N` or `hf:DIR`; raises BadInput."""
+    """Parse a tokenizer's configuration: `byte`, `bpe:N` or `hf:DIR`; raises BadInput."""
     return parse_written(REGISTRY, written, key=key)

@@ -18,7 +18,7 @@ _SEPARATOR_ID = 256
 
 @dataclass(frozen=True)
 class Bytes(Tokenizer):
-    """One token per byte of UTF-8."""
+    """The tokenizer with one token per byte of UTF-8."""
 
     vocabulary: int = 257
     separator: int = _SEPARATOR_ID
@@ -34,7 +34,7 @@ class Bytes(Tokenizer):
         return given[given < _SEPARATOR_ID].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def save(self, directory: Path) -> tuple[Path, ...]:
-        """As a byte-level BPE without merges, whose ids are the bytes."""
+        """Write the tokenizer as a byte-level BPE without merges, whose ids are the bytes."""
         return write_files(directory, json.dumps(_tokenizer_json(), ensure_ascii=False), separator=SEPARATOR)
 
 
@@ -58,7 +58,7 @@ def _tokenizer_json() -> dict[str, Any]:
 
 
 def _byte_letters() -> list[str]:
-    """GPT-2's printable stand-ins for the 256 bytes: a byte that prints stands for itself, the others from 256 up."""
+    """Return GPT-2's printable stand-ins for the 256 bytes: printable bytes as they are, the others from 256 up."""
     prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in prints else next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Any tokenizer of the `tokenizers` library."""
+"""Tokenizers of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Fast(Tokenizer):
 
 
 def load(text: str, *, separator: str, key: str) -> Fast:
-    """The tokenizer in a tokenizer.json whose token `separator` ends documents; raises BadInput."""
+    """Load the tokenizer in a tokenizer.json whose token `separator` ends documents; raises BadInput."""
     kit = library(key)
     try:
         inner = kit.Tokenizer.from_str(text)
@@ -57,7 +57,7 @@ def load(text: str, *, separator: str, key: str) -> Fast:
 
 
 def library(key: str) -> Any:
-    """The `tokenizers` package, imported when first needed; BadInput where it is not installed."""
+    """Import the `tokenizers` package, when first needed; raises BadInput where it is not installed."""
     try:
         return importlib.import_module("tokenizers")
     except ImportError:

@@ -1,4 +1,4 @@
-"""The two files by which transformers knows a tokenizer."""
+"""The two files from which transformers loads a tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEPARATOR = "<|endoftext|>"
 
 
 def write_files(directory: Path, tokenizer_json: str, *, separator: str) -> tuple[Path, ...]:
-    """`tokenizer.json` and the `tokenizer_config.json` that names the separator; returns their paths."""
+    """Write `tokenizer.json` and the `tokenizer_config.json` that names the separator; return their paths."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": separator,

@@ -20,7 +20,9 @@ _SMALLEST = 257  # every byte and the separator
 
 @dataclass(frozen=True)
 class Bpe(Recipe):
-    """`vocabulary` tokens at most: 256 bytes, merges as in GPT-2, and a separator; fewer where the text has fewer.
+    """The BPE tokenizer with at most `vocabulary` tokens: 256 bytes, merges as in GPT-2, and a separator.
+
+    Short texts give fewer.
 
     Trained once on the training documents and kept in the cache under a hash of them.
     """

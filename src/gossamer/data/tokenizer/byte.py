@@ -12,7 +12,7 @@ from gossamer.data.tokenizer._bytes import Bytes
 
 @dataclass(frozen=True)
 class Byte(Recipe):
-    """Ids 0 to 255 are the bytes of UTF-8, 256 ends a document: vocabulary 257, not padded."""
+    """The byte tokenizer: ids 0 to 255 are the bytes of UTF-8, 256 ends a document; vocabulary 257, not padded."""
 
     def make(self, texts: Callable[[], Iterable[str]], *, identity: str, cache: Path) -> Tokenizer:
         return Bytes()

@@ -20,9 +20,9 @@ _USUAL = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[S
 
 @dataclass(frozen=True)
 class Hf(Recipe):
-    """`directory` holds a tokenizer.json, or what transformers can turn into one, or is a GGUF file.
+    """The tokenizer in `directory`: a folder with tokenizer.json or files that transformers converts, or a GGUF file.
 
-    Documents are separated by its end-of-text token (eos_token, else sep_token), no other special token is added.
+    Documents are separated by its end-of-text token (eos_token, else sep_token); no other special token is added.
     """
 
     directory: str
@@ -45,7 +45,7 @@ class Hf(Recipe):
 
 
 def _separator(where: Path, tokenizer_json: str) -> str:
-    """The end-of-text token by name: what the configuration says, else the one usual name the vocabulary has."""
+    """Return the end-of-text token: the one the configuration names, else the usual one that the vocabulary has."""
     known = _added(tokenizer_json, where)
     named: list[str] = []
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -71,7 +71,7 @@ def _added(tokenizer_json: str, where: Path) -> set[str]:
 
 
 def _converted(where: Path, **options: str) -> Tokenizer:
-    """Through transformers, which converts older formats; from local files only."""
+    """Load through transformers, which converts older formats; from local files only."""
     try:
         auto: Any = importlib.import_module("transformers").AutoTokenizer
     except ImportError:

@@ -1,4 +1,4 @@
-"""What codecs share that send every number as a whole number of steps, with one float32 step size per block."""
+"""Uniform quantization with one float32 step size per block, the base of int8, int4 and ternary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from gossamer.spec.errors import bad_input
 
 
 class UniformQuantizer(Codec):
-    """Message: the step sizes, then `bits` per number, padded to 4 bytes; `levels` steps to either side of zero."""
+    """A codec that sends the step sizes, then `bits` per number, padded to 4 bytes.
+
+    Each number is an integer of at most `levels` steps to either side of zero.
+    """
 
     __slots__ = ()
     levels: ClassVar[int]
@@ -25,7 +28,7 @@ class UniformQuantizer(Codec):
     @property
     @abstractmethod
     def rounds_at_random(self) -> bool:
-        """Whether steps are drawn so that the mean is right, instead of the nearest."""
+        """Return whether rounding is stochastic, so that the mean is unbiased, and not to nearest."""
 
     def nbytes(self, numel: int) -> int:
         return 4 * -(-numel // self.block) + 4 * -(-numel * self.bits // 32)
@@ -52,7 +55,10 @@ class UniformQuantizer(Codec):
         add_dequantised(total, codes, scales * share, self.block, bits=self.bits)
 
     def nearest_contraction(self) -> float | None:
-        """Of rounding to nearest: one large number in a block, all others just below half a step."""
+        """Return delta of rounding to nearest.
+
+        Its worst case is one large number in a block, all others just below half a step.
+        """
         worst = self.block / (2 * self.levels) ** 2
         return 1 - worst if worst < 1 else None
 
@@ -62,7 +68,7 @@ class UniformQuantizer(Codec):
 
 
 def check_block(block_numel: int, *, multiple: int, typical: int) -> None:
-    """Raises BadInput where a block is no whole number of words."""
+    """Raise BadInput where a block's bits do not fill whole words."""
     if block_numel < multiple or block_numel % multiple:
         wanted, do = f"a multiple of {multiple}", f"give {typical}, say"
         raise bad_input(wanted=wanted, got=repr(block_numel), do=do, key="block_numel")

@@ -31,7 +31,7 @@ _BLOCK = 1024  # numbers that share a power of two with float16
 
 @dataclass(frozen=True, slots=True)
 class Cast(Codec):
-    """`dtype` is bfloat16 or float16."""
+    """A codec to a 16-bit floating-point type, `dtype`: bfloat16 or float16."""
 
     dtype: str = "bfloat16"
 

@@ -32,7 +32,7 @@ _ABSOLUTE = {"e4m3": 2.0**-17, "e5m2": 2.0**-31}  # of the block's largest magni
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Codec):
-    """`form` is e4m3 or e5m2; `block_numel` numbers share a scale."""
+    """A codec to 8-bit floating point. `form` is e4m3 or e5m2; `block_numel` numbers share a scale."""
 
     form: str = "e4m3"
     block_numel: int = 256

@@ -27,7 +27,7 @@ from gossamer.ops.hadamard import GROUP, hadamard
 
 @dataclass(frozen=True, slots=True)
 class Hadamard(Codec):
-    """`inner` encodes the rotated numbers; `signs` turns the rotation into another one at every step."""
+    """A codec that rotates numbers and encodes them with `inner`; `signs` draws another rotation for every step."""
 
     inner: Codec
     signs: bool = False

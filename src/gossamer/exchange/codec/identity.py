@@ -18,7 +18,7 @@ from gossamer.exchange.codec import Codec, CodecTraits
 
 @dataclass(frozen=True, slots=True)
 class Identity(Codec):
-    """Loses nothing, saves nothing."""
+    """A codec that copies float32 numbers as they are."""
 
     @property
     def traits(self) -> CodecTraits:

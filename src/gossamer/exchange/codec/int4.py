@@ -21,7 +21,7 @@ from gossamer.exchange.codec._uniform import UniformQuantizer, check_block
 
 @dataclass(frozen=True, slots=True)
 class Int4(UniformQuantizer):
-    """`block_numel` numbers share a scale."""
+    """A 4-bit codec; `block_numel` numbers share a scale."""
 
     block_numel: int = 128
     stochastic: bool = False

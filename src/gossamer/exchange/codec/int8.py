@@ -19,7 +19,7 @@ from gossamer.exchange.codec._uniform import UniformQuantizer, check_block
 
 @dataclass(frozen=True, slots=True)
 class Int8(UniformQuantizer):
-    """`block_numel` numbers share a scale."""
+    """An 8-bit codec; `block_numel` numbers share a scale."""
 
     block_numel: int = 256
     stochastic: bool = False

@@ -29,7 +29,7 @@ _WORTH = 0.95  # of its size; a plane that shrinks by less is not worth the time
 
 @dataclass(frozen=True, slots=True)
 class Lossless(Codec):
-    """It has no parameters."""
+    """A lossless codec for float32 numbers. It has no parameters."""
 
     @property
     def traits(self) -> CodecTraits:
@@ -70,7 +70,7 @@ def _decoded(message: Tensor, numel: int) -> Tensor:
 
 
 def _shrunk(plane: Tensor) -> memoryview | bytes:
-    """What is sent of plane (n,) uint8: nothing of zeros, a shorter stream, or all of it."""
+    """Return the bytes to send of plane (n,) uint8: none for zeros, a shorter stream, or all of it."""
     if not bool(plane.any()):
         return b""
     piece = _SAMPLE // _PIECES

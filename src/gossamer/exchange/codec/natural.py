@@ -32,7 +32,7 @@ _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
 
 @dataclass(frozen=True, slots=True)
 class Natural(Codec):
-    """It has no parameters."""
+    """A codec to powers of two, rounded at random. It has no parameters."""
 
     @property
     def traits(self) -> CodecTraits:
@@ -70,7 +70,7 @@ def _parts(message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(values: Tensor, room: Tensor, scale: Tensor) -> Tensor:
-    """Over a power of two that leaves every magnitude below one: their exponents then have seven bits."""
+    """Divide by a power of two so that every magnitude is below one: their exponents then have seven bits."""
     top = largest(values, room)
     power = (top.view(torch.int32) & _EXPONENT).view(torch.float32)
     torch.mul(power, 2.0, out=scale)

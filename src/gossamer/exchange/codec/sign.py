@@ -30,7 +30,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class Sign(Codec):
-    """`block_numel` numbers share a scale."""
+    """A 1-bit codec; `block_numel` numbers share a scale."""
 
     block_numel: int = 1024
 

@@ -20,7 +20,7 @@ from gossamer.exchange.codec._uniform import UniformQuantizer, check_block
 
 @dataclass(frozen=True, slots=True)
 class Ternary(UniformQuantizer):
-    """`block_numel` numbers share a scale."""
+    """A ternary codec, rounded at random; `block_numel` numbers share a scale."""
 
     block_numel: int = 128
     levels: ClassVar[int] = 1

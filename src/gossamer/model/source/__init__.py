@@ -1,4 +1,4 @@
-"""Where a model comes from: one kind of place per file."""
+"""Model sources: the kinds of places a model is built from, one per file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Files: TypeAlias = dict[str, bytes | Path]  # name in a directory -> its content
 
 
 class ModelSource(ABC):
-    """A model that can be built, known well enough before that to compare it with the data.
+    """A source of a model: builds it, and knows enough before that to compare it with the data.
 
     Frozen; two processes with equal `fingerprint` and seed build equal weights.
     """
@@ -25,30 +25,30 @@ class ModelSource(ABC):
     @classmethod
     @abstractmethod
     def read(cls, section: ModelSection) -> ModelSource:
-        """The origin that the configuration writes; raises BadInput."""
+        """Return the source that the configuration names; raise BadInput if it is wrong."""
 
     @abstractmethod
     def suited_to(self, vocabulary: int, separator: int) -> ModelSource:
-        """This model for a tokenizer of `vocabulary` ids whose documents end with the id `separator`.
+        """Return this source adapted to a tokenizer of `vocabulary` ids whose documents end with the id `separator`.
 
         Only what the user left open is filled in; a model with weights, or with a written vocabulary, stays itself.
         """
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for people."""
+        """Return a description in one line."""
 
     @abstractmethod
     def vocabulary(self) -> int | None:
-        """Number of token ids the model takes, without building it; None where that cannot be known."""
+        """Return the number of token ids that the model takes, without building it; None if unknown."""
 
     @abstractmethod
     def positions(self) -> int | None:
-        """Longest sequence in tokens the model takes, without building it; None: no limit is known."""
+        """Return the longest sequence that the model takes, in tokens, without building it; None: no limit is known."""
 
     @abstractmethod
     def build(self, seed: int) -> nn.Module:
-        """The module on the CPU in training mode. Random weights are a function of `seed` alone.
+        """Build the module, on the CPU and in training mode. Random weights are a function of `seed` alone.
 
         The generators of torch, numpy and `random` are left as they were. Raises BadInput.
         """
@@ -56,36 +56,38 @@ class ModelSource(ABC):
     @property
     @abstractmethod
     def code(self) -> Callable[..., Any] | None:
-        """The user's function that `build` calls, which may keep state outside of the module; None: there is none."""
+        """Return the user's function that `build` calls, which may keep state outside of the module; None if none."""
 
     @abstractmethod
     def bare(self, seed: int) -> nn.Module:
-        """`build` without reading any weights: random ones, a function of `seed` alone, in place of those to load."""
+        """Build the module without reading any weights: they are random, a function of `seed` alone."""
 
     @property
     @abstractmethod
     def has_weights(self) -> bool:
-        """Whether there is anything to load: then `load` fills all that it is asked for."""
+        """Return whether there are weights to load: then `load` fills all tensors that it is asked for."""
 
     @abstractmethod
     def load(self, module: nn.Module, names: frozenset[str]) -> None:
-        """Read those of the weights that are named in `names` (first names, where tied), and no others, into a module
-        from `bare`, even where it has no memory for them. Nothing to do where there are none. Raises BadInput.
+        """Read the weights named in `names` (first names, where tied), and no others, into a module from `bare`.
+
+        The module's parameters need not have memory. Does nothing if there are no weights. Raises BadInput.
         """
 
     @abstractmethod
     def files(self) -> Files:
-        """What belongs beside the weights in an export: tokenizer files and the like."""
+        """Return the files that belong beside the weights in an export: tokenizer files and the like."""
 
     @abstractmethod
     def kept(self) -> Files:
-        """What of the files this model came from it takes to build it once more, without any weights: config.json and
-        `files`. Empty where a folder cannot stand for it.
+        """Return the files needed to build this model again without any weights: config.json and `files`.
+
+        Empty if a folder cannot replace the source.
         """
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Hash of everything that `build` depends on, but the seed; large files enter by size and samples."""
+        """Return a hash of all that `build` depends on, except the seed; large files enter by size and samples."""
 
 
 REGISTRY = Registry(__name__, ModelSource)  # type: ignore[type-abstract]
@@ -93,7 +95,7 @@ names, build = REGISTRY.names, REGISTRY.build
 
 
 def origin_of(section: ModelSection) -> ModelSource:
-    """The origin a configuration writes; raises BadInput, also where none is written."""
+    """Return the model source that the configuration names; raise BadInput, also if it names none."""
     given = [name for name in REGISTRY.names() if getattr(section, name) is not None]
     if len(given) != 1:
         raise bad_input(

@@ -12,7 +12,7 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def digest(value: Any, files: Iterable[Path] = ()) -> str:
-    """16 hex digits over a JSON value and files: name, size, first and last MiB of each."""
+    """Return 16 hex digits over a JSON value and files: name, size, first and last MiB of each."""
     hashed = hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode())
     for file in sorted(files):
         size = file.stat().st_size

@@ -1,4 +1,4 @@
-"""Building under a seed of one's own."""
+"""Seeded construction of a model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gossamer.model.unit_seeds import mix
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run the body with torch's, numpy's and `random`'s generators seeded; they are put back afterwards.
+    """Run the body with torch's, numpy's and `random`'s generators seeded; they are restored afterwards.
 
-    Every random operation of torch is keyed on its own, by the parameter it is for: its numbers are the same where
+    Every random operation of torch is keyed on its own, by the parameter it is for. So its numbers are the same if
     those before it drew nothing, as when parts of a model are built without memory.
     """
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -50,10 +50,11 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class _Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds the generators before every operation that draws from them.
+    """A mode that seeds the generators before every operation that draws from them.
 
-    The key is the parameter that was last an argument of anything, how often others came between, and the number of
-    the draw since. So an initialiser that draws until it has luck (a truncated normal) changes no other's numbers.
+    The key is the parameter that was last an argument of any operator, the number of times that others came between,
+    and the number of the draw since. So an initializer that draws until it accepts (a truncated normal) changes no
+    other's numbers.
     """
 
     def __init__(self, seed: int) -> None:
@@ -65,7 +66,7 @@ class _Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current, self.draws = 0, 0
 
     def register(self, _: nn.Module, __: str, parameter: nn.Parameter | None) -> None:
-        """Called with every parameter that a module is given."""
+        """Number a parameter that a module is given."""
         if parameter is not None and _memory(parameter) and self._number(parameter) is None:
             self.count += 1
             self.known[_memory(parameter)] = (_reference(parameter), self.count)
@@ -96,7 +97,7 @@ class _Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """0: it has none, as sparse ones, or none yet, as a lazy module's."""
+    """Return a number for the tensor's memory; 0 if it has none (sparse), or none yet (of a lazy module)."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError, ValueError):
@@ -104,5 +105,8 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _reference(parameter: nn.Parameter) -> Callable[[], nn.Parameter | None]:
-    """Weak, so that one that is replaced at once frees its memory. Not of fake ones: these could not change type."""
+    """Return a weak reference, so that a parameter that is replaced at once frees its memory.
+
+    Fake parameters are held instead: with a weak reference they could not change their type.
+    """
     return (lambda: parameter) if isinstance(parameter, FakeTensor) else weakref.ref(parameter)

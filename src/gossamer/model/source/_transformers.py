@@ -1,4 +1,4 @@
-"""The one place that imports transformers to build models: quietly, without the network, and with clear complaints."""
+"""The only module that imports transformers to build models: no log output, no network access, clear errors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 def library(key: str) -> ModuleType:
-    """transformers, imported when first needed (seconds); BadInput where it is not installed.
+    """Import transformers when first needed (seconds), and return it; raise BadInput if it is not installed.
 
-    Its warnings are switched off for good (errors stay): most concern keys nobody wrote, and they come from
-    every rank and at any later forward.
+    Its warnings are switched off for good (errors stay): most concern keys nobody wrote, and they come from every rank
+    and at any later forward.
     """
     try:
         transformers = importlib.import_module("transformers")
@@ -38,7 +38,7 @@ def library(key: str) -> ModuleType:
 
 @contextmanager
 def quietly(key: str, *, wanted: str) -> Iterator[ModuleType]:
-    """transformers without progress bars, Python warnings and network; what it raises becomes a BadInput."""
+    """Yield transformers without progress bars, Python warnings and network; turn its exceptions into BadInput."""
     transformers = library(key)
     log = transformers.utils.logging
     constants: Any = importlib.import_module("huggingface_hub.constants")
@@ -51,7 +51,7 @@ def quietly(key: str, *, wanted: str) -> Iterator[ModuleType]:
             yield transformers
     except BadInput:
         raise
-    except Exception as error:  # whatever a model's own code makes of what the user wrote
+    except Exception as error:  # whatever a model's own code raises for the user's config
         said = " ".join(str(error).split()) or "no message"
         said = said if len(said) <= 500 else f"{said[:500].rpartition(' ')[0]} ..."
         raise bad_input(
@@ -65,7 +65,7 @@ def quietly(key: str, *, wanted: str) -> Iterator[ModuleType]:
 
 @contextmanager
 def replaced(module: ModuleType, name: str, by: Callable[[Any], Any]) -> Iterator[None]:
-    """`module.name` as `by` makes it from what it is."""
+    """Replace `module.name` by `by(module.name)` in this context."""
     before = getattr(module, name)
     setattr(module, name, by(before))
     try:
@@ -75,7 +75,7 @@ def replaced(module: ModuleType, name: str, by: Callable[[Any], Any]) -> Iterato
 
 
 def causal_types() -> tuple[str, ...]:
-    """Model types that have a language model with a causal head."""
+    """Return the model types that have a language model with a causal head."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     return tuple(sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
@@ -111,26 +111,26 @@ def drop_foreign_ids(config: Any, written: Mapping[str, Any]) -> None:
 
 
 def written(config: Any) -> bytes:
-    """A config.json that says every key: the defaults of another version of transformers may be others."""
+    """Return a config.json with every key: other versions of transformers may have other defaults."""
     keys: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     keys.pop("_name_or_path", None)
     return (json.dumps(keys, indent=2) + "\n").encode()
 
 
 def vocabulary_of(config: Any) -> int | None:
-    """Token ids, of the text part where there are several."""
+    """Return the number of token ids, of the text part if there are several; None if unknown."""
     size = getattr(config.get_text_config(), "vocab_size", None)
     return size if isinstance(size, int) else None
 
 
 def positions_of(config: Any) -> int | None:
-    """Longest sequence, where the config limits it."""
+    """Return the longest sequence in tokens, if the config limits it; else None."""
     size = getattr(config.get_text_config(), "max_position_embeddings", None)
     return size if isinstance(size, int) and size > 0 else None
 
 
 def fresh(transformers: ModuleType, config: Any, dtype: str) -> nn.Module:
-    """A module with random weights."""
+    """Build a module with random weights, in training mode."""
     module = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     assert isinstance(module, nn.Module)
     return module.train()

@@ -1,4 +1,4 @@
-"""Reading some of a model's weights, tensor by tensor."""
+"""Read some of a model's weights, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gossamer.spec.errors import BadInput, bad_input
 
 
 def load_safetensors(directory: Path, module: nn.Module, names: frozenset[str]) -> frozenset[str]:
-    """Fill the tensors of `module` named in `names` from the files of `directory`; those that no file has.
+    """Fill the tensors of `module` named in `names` from the files of `directory`; return the names that no file has.
 
     A tied parameter may be stored under any of its names.
     """
@@ -29,8 +29,9 @@ def load_safetensors(directory: Path, module: nn.Module, names: frozenset[str]) 
 
 
 def give(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Let a parameter or buffer of `module` have the memory of `tensor`, which its own may lack; raises BadInput where
-    the shape differs.
+    """Let a parameter or buffer of `module` use the memory of `tensor`; its own may have none.
+
+    Raises BadInput if the shapes differ.
     """
     path, _, leaf = name.rpartition(".")
     held: Tensor = getattr(module.get_submodule(path), leaf)

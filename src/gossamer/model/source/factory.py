@@ -24,14 +24,16 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
 
 _KEY = "model.factory"
-_VOCABULARY = ("vocabulary", "vocab_size")  # a parameter of one of these names tells, or is told, the token ids
+_VOCABULARY = ("vocabulary", "vocab_size")  # a parameter of one of these names is the number of token ids
 _NOT_THEIRS = ("importlib", "site-packages", "dist-packages", str(Path(__file__).parent))
 
 
 @dataclass(frozen=True)
 class Factory(ModelSource):
-    """`of` is "package.module:function", called with the keys of `config`. The module is looked for in the working
-    directory too. A parameter `vocabulary` or `vocab_size` that `config` leaves out gets the tokenizer's size.
+    """A model source that calls the user's function `of`, "package.module:function", with the keys of `config`.
+
+    The Python module is looked for in the working directory too. A parameter `vocabulary` or `vocab_size` that `config`
+    leaves out gets the tokenizer's size.
     """
 
     of: str
@@ -135,8 +137,10 @@ def _check_shapes(module: nn.Module) -> None:
 
 
 def _hold_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """As `module.to(dtype)`, tensor by tensor, and nothing at all where they are of that type already: module.to makes
-    objects anew, by which those who build only a part of a model know what is what."""
+    """Convert tensors as `module.to(dtype)` does, one by one, and only those of another type.
+
+    module.to makes new objects, but a build of a part of a model tells parameters apart by identity.
+    """
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.is_floating_point() and tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)
@@ -159,7 +163,7 @@ def _check_arguments(function: Callable[..., Any], name: str, given: Mapping[str
 
 
 def _complaint(wanted: str, error: Exception) -> BadInput:
-    """What the user's own code raised, and where in it."""
+    """Return a BadInput for an exception of the user's own code, with its place in that code."""
     where = ""
     if isinstance(error, SyntaxError):
         where = f" at {error.filename}:{error.lineno}"

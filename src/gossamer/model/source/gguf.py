@@ -27,15 +27,16 @@ from gossamer.store.gguf import GgufSummary, read_summary, without_words
 
 _KEY = "model.gguf"
 _READER = "transformers.modeling_gguf_pytorch_utils"
-_SLAB = 1 << 18  # numbers that are dequantised at a time
+_SLAB = 1 << 18  # elements that are dequantized at a time
 
 Take = Callable[[str, Tensor], None]  # a tensor's name in the model, and the tensor
 
 
 @dataclass(frozen=True)
 class Gguf(ModelSource):
-    """The model in the file `of`. Quantised tensors are dequantised to fp32 and then held in `dtype`: treat the
-    result as a checkpoint of its own. `config` sets keys of the model's config, such as a dropout.
+    """A model source that reads the GGUF file `of`. `config` sets keys of the model's config, such as a dropout.
+
+    Quantized tensors are dequantized to fp32 and then held in `dtype`: treat the result as a checkpoint of its own.
     """
 
     of: str
@@ -96,7 +97,7 @@ class Gguf(ModelSource):
             )
 
     def files(self) -> Files:
-        """The tokenizer in the file, as transformers writes it."""
+        """Return the tokenizer in the file, in the files that transformers writes."""
         with kit.quietly(_KEY, wanted=f"a tokenizer in {self.of}") as library, tempfile.TemporaryDirectory() as folder:
             tokenizer = library.AutoTokenizer.from_pretrained(
                 str(self._file.parent), gguf_file=self._file.name, local_files_only=True
@@ -116,7 +117,7 @@ class Gguf(ModelSource):
 
     @cached_property
     def _summary(self) -> GgufSummary:
-        """What the file says of itself; a file that is cut or no GGUF is refused here."""
+        """Read the file's own summary; raise BadInput for a truncated file, or one that is no GGUF."""
         try:
             return read_summary(Path(self.of).expanduser())
         except BadInput as error:
@@ -135,7 +136,7 @@ class Gguf(ModelSource):
 
 
 def _read(file: Path, module: nn.Module, wanted: frozenset[str], take: Take) -> None:
-    """Hand over the tensors in `file` that are called one of `wanted` in `module`, fp32, one after the other."""
+    """Pass the tensors of `file` that are named in `wanted` in `module` to `take`, in fp32, one after the other."""
     reader, package = importlib.import_module(_READER), importlib.import_module("gguf")
     # the reader asks for one and the same table once per module: 4 of 10 seconds for a model of 30 blocks
     with without_words(), kit.replaced(package, "get_tensor_name_map", lru_cache(maxsize=None)):
@@ -152,12 +153,12 @@ def _read(file: Path, module: nn.Module, wanted: frozenset[str], take: Take) -> 
         )
         if made.name in names:
             take(names[made.name], torch.from_numpy(np.ascontiguousarray(made.weights)))
-    for name, tensor in parsed["tensors"].items():  # put together from several
+    for name, tensor in parsed["tensors"].items():  # assembled from several tensors
         take(name, tensor)
 
 
 def _dequantised(held: Any) -> Any:
-    """In slabs of rows: the package would hold all numbers twice."""
+    """Return a tensor dequantized in slabs of rows: at once, the package would hold all elements twice."""
     package = importlib.import_module("gguf")
     rows = max(1, len(held.data) * _SLAB // held.n_elements)
     whole: Any = None
@@ -166,5 +167,5 @@ def _dequantised(held: Any) -> Any:
         if whole is None:
             whole = np.empty((len(held.data), *slab.shape[1:]), dtype=slab.dtype)
         whole[start : start + rows] = slab
-        held.data._mmap.madvise(mmap.MADV_DONTNEED)  # what was read of the file need not stay in memory
+        held.data._mmap.madvise(mmap.MADV_DONTNEED)  # pages that were read need not stay in memory
     return whole

@@ -24,7 +24,7 @@ from gossamer.spec.suggest import nearest
 
 _KEY = "model.hf"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-_BESIDE = (  # what a directory may hold beside config and weights, all of it data
+_BESIDE = (  # files beside config and weights, all of them data
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "generation_config.json"),
 )
@@ -32,9 +32,11 @@ _BESIDE = (  # what a directory may hold beside config and weights, all of it da
 
 @dataclass(frozen=True)
 class Hf(ModelSource):
-    """`of` is a directory with config.json (its safetensors are loaded where there are any), a model type such as
-    `llama`, or the name of a model that lies in the local Hugging Face cache. Nothing is downloaded, no code from
-    a directory is run, no pickle is read. `config` sets keys of the model's config.
+    """A model source for Hugging Face models. `config` sets keys of the model's config.
+
+    `of` is one of three: a directory with config.json (its safetensors are loaded if there are any), a model type such
+    as `llama`, or the name of a model in the local Hugging Face cache. Nothing is downloaded, no code from a directory
+    is run, no pickle is read.
     """
 
     of: str
@@ -59,7 +61,7 @@ class Hf(ModelSource):
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is anything to load."""
+        """Return whether there are weights to load."""
         return self._directory is not None and any(self._directory.glob("*.safetensors"))
 
     def vocabulary(self) -> int | None:
@@ -100,7 +102,7 @@ class Hf(ModelSource):
             return kit.fresh(transformers, self._config, self.dtype)
 
     def load(self, module: nn.Module, names: frozenset[str]) -> None:
-        """By name, where files name tensors as the model does; else (fused experts) the whole model is read once."""
+        """Read weights by name if files name tensors as the model does; else (fused experts) read the model once."""
         if not self.has_weights:
             return
         assert self._directory is not None
@@ -123,7 +125,7 @@ class Hf(ModelSource):
 
     @cached_property
     def _directory(self) -> Path | None:
-        """Where config.json lies; None for a model type."""
+        """Return the directory of config.json; None for a model type."""
         path = Path(self.of).expanduser()
         if path.is_dir():
             return _checked(path)
@@ -204,12 +206,12 @@ def _checked(directory: Path) -> Path:
 
 
 def _cached(name: str) -> Path:
-    """The directory of a model the user has downloaded to the local cache before."""
+    """Return the directory of a model that the user has downloaded to the local cache before."""
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise bad_input(wanted="a model's directory", got=f"{name}, which is not there", do="give its path", key=_KEY)
     try:
         found = importlib.import_module("huggingface_hub").try_to_load_from_cache(name, "config.json")
-    except ValueError:  # not even the form of a name
+    except ValueError:  # no valid repository name
         found = None
     if not isinstance(found, str):
         raise bad_input(

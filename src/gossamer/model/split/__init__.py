@@ -1,11 +1,13 @@
-"""Cutting an unmodified model: every stage runs the user's forward, and what it does not own are ghosts.
+"""Split of an unmodified model into pipeline stages.
 
-flow       what a forward was seen to do: calls of units, and which value reaches whom
-trace      seeing it: one run under watch
-cuts       the first unit of every stage; what a stage then owns, receives and sends
-stage      a module in which the others' units are ghosts
-live       a micro-batch in it: backward, or its two parts (split), or its forward once more (again)
-partial    building only the parameters that a stage holds
-ways       one flow for every kind of batch
-lockstep   all stages in one process: the reference
+Every stage runs the user's forward, with placeholders for the modules of other stages.
+
+dataflow         calls of units in one forward, and which call reads which tensor
+trace, tracer    trace one forward to find that data flow
+split_points     the first unit of every stage; what a stage then owns, receives and sends
+stage            a module in which the units of other stages are placeholders
+in_flight        a micro-batch in a stage: backward, its two parts (split_backward), or its forward again (recompute)
+meta_init        build only the parameters that a stage holds
+input_variants   one data flow per kind of batch
+reference        all stages in one process: the reference
 """

@@ -1,13 +1,13 @@
-"""Absent tensors: what a stage does not have. They have a shape, a type and a device, and no numbers.
+"""Absent tensors: placeholders for tensors that this stage does not hold. They have a shape, dtype and device, no data.
 
-A stage runs the user's whole forward. What other stages compute, and parameters that others hold, are absent in it:
-whatever is computed from them is absent too, and nothing else comes of it. A number of an absent tensor can not be
-read: Python that asks for one, a unit of this stage that computes with one, a loss or a border made of one are refused
-by name, in any forward. Where a stage has no unit left to run, its forward just ends there.
+A stage runs the user's whole forward. The outputs of other stages' units and the parameters of other stages are absent
+tensors. Whatever is computed from them is absent too. In any forward, a read of their values by Python raises BadInput
+with the tensor's name, and so does a unit of this stage or a loss computed from one. If a stage has no unit left to
+run, its forward ends there instead.
 
-An operator that writes an absent tensor into memory that is there marks that memory: from then on it is absent too,
-as long as it lives, or until all of it is written anew. To see it read, a mode watches while there are such marks.
-Cost: none where nothing is absent; some 50 us for an operator on absent tensors.
+An operator that writes an absent tensor into real memory marks that memory as absent until it is freed or fully
+overwritten. A dispatch mode checks reads of memory while there are such marks.
+Cost: none without absent tensors; about 50 us for each operator on absent tensors.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _LIKE = (
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
     "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
 )  # fmt: skip
-_FACTORIES = frozenset(f"aten::{name}" for name in _LIKE)  # they take a shape, and no number, of what they are given
-_WHOLE = frozenset(("aten::copy_", "aten::zero_", "aten::fill_"))  # they write all of their first argument
-_TURNED = frozenset(  # they change the shape and strides of what they are given, and no number
+_FACTORIES = frozenset(f"aten::{name}" for name in _LIKE)  # they read the shape of their argument, no values
+_WHOLE = frozenset(("aten::copy_", "aten::zero_", "aten::fill_"))  # they overwrite their first argument entirely
+_TURNED = frozenset(  # they change shape and strides of their argument, no values
     getattr(torch.ops.aten, name).default for name in ("transpose_", "t_", "swapaxes_", "swapdims_", "unsqueeze_")
 ) | {torch.ops.aten.squeeze_.default, torch.ops.aten.squeeze_.dim, torch.ops.aten.squeeze_.dims}
 _UNKNOWN = (
@@ -59,9 +59,9 @@ _HERE = str(Path(__file__).parents[2])
 
 
 class AbsentTensor(Tensor):
-    """A tensor without numbers. `origin`: whose output it is, or is computed from."""
+    """A tensor without data on this stage. `origin`: describes the unit output or parameter it is computed from."""
 
-    shadow: Tensor  # its shape, strides, type and device
+    shadow: Tensor  # a fake tensor: shape, strides, dtype and device
     origin: str
     absence: AbsenceMode
 
@@ -95,11 +95,11 @@ class AbsentTensor(Tensor):
         return repr(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Numbers that are not there."""
+        """Return the value that the owning stage recorded, in a shadow run; otherwise raise, as there is no data."""
         return self.absence.look("numpy", self.origin)
 
     def tolist(self) -> Any:
-        """Numbers that are not there."""
+        """Return the value that the owning stage recorded, in a shadow run; otherwise raise, as there is no data."""
         return self.absence.look("tolist", self.origin)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,35 +121,35 @@ class AbsentTensor(Tensor):
 
 @functools.cache
 def _fakes() -> FakeTensorMode:
-    """One for all: what is absent on a stage may be copied with its module."""
+    """Return the one mode of all fake tensors: an absent tensor may be copied with its module."""
     return FakeTensorMode(allow_fallback_kernels=False)
 
 
 class Over(BaseException):
-    """This stage has no unit left to run, and what follows depends on numbers that it has not.
+    """A signal that ends the forward of a stage: no unit of it is left to run, and the next code needs absent values.
 
-    Not an Exception: a forward that catches those must not see it.
+    Not an Exception: a forward that catches those must not catch this one.
     """
 
 
 @dataclass
 class AbsenceMode:
-    """What is absent on one stage, and what it may be used for just now."""
+    """A per-stage record of which tensors are absent; it creates them and runs or refuses operators on them."""
 
     stage: int
-    unit: str = ""  # of this stage, that is running
-    is_over: bool = False  # no unit of this stage is left to run, and another one computes the loss
+    unit: str = ""  # the unit of this stage that is running
+    is_over: bool = False  # no unit of this stage is left to run, and another stage computes the loss
     is_on: bool = False  # whether a forward runs
-    refused: BadInput | None = None  # the first that was, whoever may catch it
-    marks: dict[int, tuple[StorageWeakRef, str]] = field(default_factory=dict)  # memory -> what was written there
+    refused: BadInput | None = None  # the first error, even if user code catches it
+    marks: dict[int, tuple[StorageWeakRef, str]] = field(default_factory=dict)  # memory -> origin of the write
     fakes: FakeTensorMode = field(default_factory=_fakes)
     watch: _FunctionMode | None = None
-    told: Callable[[str], Any] | None = None  # what the unit itself saw, where it ran
+    told: Callable[[str], Any] | None = None  # returns the value that the owning stage recorded
     is_again: Callable[[], bool] = bool  # whether a backward runs code between units once more
 
     def tensor(self, made: Produced, origin: str) -> Tensor:
-        """One that looks like `made`."""
-        if made.written:  # in place, perhaps by what was received: so it has memory
+        """Return an absent tensor like `made`; if it is written in place later, real memory marked as absent."""
+        if made.written:  # in place, perhaps with a received tensor: so it has memory
             real = torch.empty(made.shape, dtype=made.dtype, device=made.device)
             self.mark(real, origin)
             return real
@@ -157,11 +157,11 @@ class AbsenceMode:
             shadow = torch.empty_strided(*made.layout, dtype=made.dtype, device=made.device)
         if not made.needs_grad:
             return AbsentTensor(shadow, origin, self)
-        with torch.enable_grad():  # no leaf: what changes those in place is an error
+        with torch.enable_grad():  # not a leaf: autograd refuses in-place writes to leaves
             return AbsentTensor(shadow, origin, self, requires_grad=True).clone()
 
     def like(self, tensor: Tensor, origin: str) -> Tensor:
-        """In the place of a parameter or buffer."""
+        """Return an absent tensor that replaces the parameter or buffer `tensor`."""
         device = torch.device("cpu") if tensor.is_meta else tensor.device
         with self.fakes:
             shadow = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -171,14 +171,14 @@ class AbsenceMode:
         return absent
 
     def shaped(self, other: AbsentTensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """One of another shape, on the device of `other`."""
+        """Return an absent tensor of another `shape` and `dtype`, on the device and with the origin of `other`."""
         with self.fakes:
             shadow = torch.empty(shape, dtype=dtype, device=other.device)
         return AbsentTensor(shadow, other.origin, self)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A forward of the stage runs in here. Raises what was refused in it."""
+        """Run a forward of the stage in this context; on exit raise the first BadInput that was refused in it."""
         self.is_on, self.is_over, self.unit, self.refused = True, False, "", None
         self.marks = {key: mark for key, mark in self.marks.items() if not mark[0].expired()}  # type: ignore[no-untyped-call]
         try:
@@ -194,7 +194,7 @@ class AbsenceMode:
                 raise self.refused
 
     def origin_of(self, held: Any) -> str:
-        """Of the first of these that is absent; "" where all is there."""
+        """Return the origin of the first absent tensor in `held`; "" if all are present."""
         for x in held:
             if isinstance(x, AbsentTensor):
                 return x.origin
@@ -203,7 +203,7 @@ class AbsenceMode:
         return ""
 
     def mark(self, tensor: Tensor, origin: str) -> None:
-        """Its memory holds nothing any more."""
+        """Mark the memory of `tensor` as absent: it holds no valid data any more. `origin`: describes the write."""
         if isinstance(tensor, AbsentTensor):
             return
         storage = tensor.untyped_storage()
@@ -212,7 +212,7 @@ class AbsenceMode:
             self._begin_watch()
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """An operator that may have absent arguments."""
+        """Run an operator that may have absent arguments."""
         origin = self.origin_of(tree_leaves((args, kwargs)))
         if not origin or _is_view_of_memory(func, args):
             return func(*args, **kwargs)
@@ -236,7 +236,11 @@ class AbsenceMode:
             self.refuse(origin, f"{name} does not take it, of the shape it had when the model was cut ({said})", error)
 
     def look(self, name: str, origin: str, why: BaseException | None = None) -> Any:
-        """Python asks for a number, or for what depends on one."""
+        """Handle a read of tensor values by Python, or of a shape that depends on them. `name`: the operator or method.
+
+        Returns the value that the owning stage recorded, in a shadow run. Raises Over if no unit of this stage is left
+        to run, else BadInput.
+        """
         if self.told is not None and name in ("numpy", "tolist"):
             return self.told(name)
         if self.is_on and self.is_over and not self.unit:
@@ -244,7 +248,7 @@ class AbsenceMode:
         self.refuse(origin, f"the model's code reads a number of it ({name})", why)
 
     def refuse(self, origin: str, how: str, cause: BaseException | None = None) -> NoReturn:
-        """Raise BadInput, now and when the forward ends."""
+        """Raise BadInput, now and once more when the forward ends (user code may catch the first)."""
         at = user_line()
         error = bad_input(
             wanted=f"stage {self.stage} to read what it read when the model was cut",
@@ -278,7 +282,7 @@ class AbsenceMode:
         with unlogged(), self.fakes:
             out = like_bf16(func, *given) if func is GROUPED else func(*given[0], **given[1])
         if func in _TURNED and isinstance(args[0], AbsentTensor):
-            with no_dispatch():  # it has a shape and strides of its own, and no memory
+            with no_dispatch():  # the wrapper has a shape and strides of its own, and no memory
                 func(*args, **kwargs)
 
         def wrap(x: Tensor) -> Tensor:
@@ -291,7 +295,7 @@ class AbsenceMode:
             raise NotImplementedError(f"{_name(func)} changes the shape of an absent tensor")
 
     def _writes_all(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether memory that held nothing is given numbers, all of it."""
+        """Return whether an operator overwrites marked memory entirely, with real data."""
         if not self.marks or _name(func).partition(".")[0] not in _WHOLE:
             return False
         into = args[0]
@@ -305,7 +309,7 @@ class AbsenceMode:
 
 
 class _FunctionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees operators read memory that is marked."""
+    """A mode that sees operators read marked memory."""
 
     supports_higher_order_operators = True
 
@@ -317,12 +321,12 @@ class _FunctionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.absence.run(func, args, kwargs or {})
 
     def leave(self) -> None:
-        """Whatever modes the model's code may have left entered above it."""
+        """Exit this mode, whatever modes the model's code may have left entered above it."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Masks that are there as the places where they are true, of which there is a number."""
+    """Replace real masks by the indices at which they are true, whose number is known."""
     if func not in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):
         return tuple(args)
     places: list[Any] = []
@@ -333,20 +337,20 @@ def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _draw(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Draw what the operator would: what is drawn after it is as in one process."""
+    """Draw as the operator would, so that the random numbers after it are those of one process."""
     given = tree_map_only(Tensor, lambda x: torch.ones_like(_hollow(x)), (tuple(args), dict(kwargs)))
     func(*given[0], **given[1])
 
 
 def _hollow(x: Tensor) -> Tensor:
-    """As large, with any numbers: real, so that what is made like it is."""
+    """Return a real tensor of the same shape in place of an absent one, so that tensors made like it are real."""
     if not isinstance(x, AbsentTensor):
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _is_view_of_memory(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator only gives marked memory another shape."""
+    """Return whether an operator only gives marked memory another shape."""
     if not isinstance(func, OpOverload) or not (func.is_view or torch.Tag.inplace_view in func.tags):
         return False
     return not isinstance(args[0], AbsentTensor) and torch._C._current_graph_task_id() == -1
@@ -359,12 +363,12 @@ def _name(func: Any) -> str:
 def _memory(tensor: Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # a kind of tensor without
+    except (RuntimeError, NotImplementedError):  # a kind of tensor without storage
         return 0
 
 
 def user_line() -> str:
-    """file:line of the user's code that is running."""
+    """Return file:line of the user's code that is running; "" if there is none."""
     frame = sys._getframe(1)
     torchs = str(Path(torch.__file__).parent)
     while frame is not None:

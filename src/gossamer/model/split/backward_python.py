@@ -1,8 +1,9 @@
-"""Code of the model's own that runs in a backward (hooks, Functions, what is recomputed), and what it finds in Python.
+"""Python code of the model that runs in a backward pass (hooks, autograd Functions, recomputed regions), and its state.
 
-In one process every backward comes right after its forward. In stages other forwards run in between, so around the
-backward of a micro-batch Python holds what the forward of that micro-batch has left. What such code changes itself is
-kept where nobody but it uses it, and refused by name otherwise. Models without such code pay nothing.
+In one process every backward comes right after its forward. With pipeline stages other forwards run in between. So the
+backward of a micro-batch runs on the Python state that the forward of that micro-batch left. A change that such code
+makes is kept if only the code of its own unit uses it; otherwise BadInput names it. Models without such code pay
+nothing.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _SETS = frozenset(
     )
 )  # fmt: skip
 _RECOMPUTES = (checkpoint.checkpoint, checkpoint.checkpoint_sequential)
-BackwardWrapper = Callable[[bool], AbstractContextManager[None]]  # around a backward; whether that is one of two parts
+BackwardWrapper = Callable[[bool], AbstractContextManager[None]]  # is the backward split? -> the context it runs in
 
 
 def runs_in_backward(module: nn.Module) -> bool:
-    """Whether code of the user's may run in a backward of `module`: it is there, or something names what sets it."""
+    """Return whether user code may run in a backward of `module`: a hook is set, or the code names what sets one."""
     if torchs._global_backward_hooks or torchs._global_backward_pre_hooks:
         return True
     if any(inner._backward_hooks or inner._backward_pre_hooks for inner in module.modules()):
@@ -54,17 +55,17 @@ def runs_in_backward(module: nn.Module) -> bool:
 
 @dataclass
 class BackwardPython:
-    """Of one stage. `owned`: paths of its units."""
+    """The Python state that backward passes of one stage read and change. `owned`: paths of the stage's units."""
 
     module: nn.Module
     stage: int
     owned: frozenset[str]
-    holds: frozenset[str]  # buffers that it has, by path
+    holds: frozenset[str]  # buffers that the stage holds, by path
     stale: StaleAttributes
-    carried: dict[tuple[int, str], Any] = field(default_factory=dict)  # what backwards left: (module, attribute)
+    carried: dict[tuple[int, str], Any] = field(default_factory=dict)  # (module, attribute) -> value set by a backward
 
     def leave(self, flow: DataFlow) -> BackwardWrapper:
-        """A forward is over: what is to be put around its backward."""
+        """Capture the Python state after a forward; return the factory of the context in which its backward runs."""
         changed = {name for name, use in flow.buffers.items() if use.changes} & self.holds
         left = python_of(self.module)
         versions = {id(x): (x, x._version) for x in left.tensors if not isinstance(x, AbsentTensor)}
@@ -146,7 +147,7 @@ class BackwardPython:
 
     @contextmanager
     def _reading(self, flow: DataFlow) -> Iterator[None]:
-        """What a unit of another stage has left in its attributes is not here."""
+        """Raise BadInput at a read of an attribute that a unit of another stage has set."""
         calls = flow.calls
         foreign = {key for key, at in flow.kept.items() if any(calls[i].unit not in self.owned for i in at)}
         paths = {id(m): path for path, m in self.module.named_modules()} if foreign else {}
@@ -179,7 +180,10 @@ class BackwardPython:
 
 
 def check_left(flow: DataFlow, part: StageSpec) -> None:
-    """Raises BadInput where a backward may read a tensor that units have left outside of all modules: on a class."""
+    """Raise BadInput if a backward may read a tensor that units of several stages store outside all modules.
+
+    For example, as an attribute of a class.
+    """
     for name, at in flow.left.items():
         if any(part.owns(i) for i in at) and not all(part.owns(i) for i in at):
             raise bad_input(

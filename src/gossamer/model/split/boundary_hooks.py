@@ -1,7 +1,8 @@
-"""Backward hooks of units. torch has them run around `forward` and the forward hooks of a module, where a border of
-stages is right behind `forward`: of a unit that is called in one stage, what it gives would leave without them.
+"""Backward hooks of units at a stage boundary.
 
-So they run around `forward` alone, where the unit is owned, and nowhere else.
+torch runs them around `forward` and the forward hooks of a module, but the stage boundary is directly after `forward`:
+the output of a unit called in one stage would be sent without them. So they run around `forward` alone, on the stage
+that owns the unit, and nowhere else.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Hooks = Mapping[int, Callable[..., Any]]
 
 
 class BoundaryHooks:
-    """The calls of one unit, on one stage."""
+    """The calls of one unit on one stage, with the unit's backward hooks moved inside the stage boundary."""
 
     def __init__(self, name: str, unit: nn.Module) -> None:
         self.name, self.unit = name, unit
@@ -32,7 +33,10 @@ class BoundaryHooks:
         unit._call_impl = self.call  # type: ignore[method-assign]
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The unit is called."""
+        """Call the unit, with its backward hooks run in `forward`.
+
+        Raises BadInput if a forward hook replaces the output.
+        """
         unit = self.unit
         if not unit._backward_hooks and not unit._backward_pre_hooks:
             return self._call(*args, **kwargs)
@@ -45,7 +49,10 @@ class BoundaryHooks:
         return output
 
     def forward(self, real: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The unit's own, where this stage has it."""
+        """Run the unit's own forward `real` with its backward hooks, on the stage that owns it.
+
+        Raises BadInput for a hook of `register_backward_hook`, which is not a full backward hook.
+        """
         hooks, self._hooks = self._hooks, None
         if hooks is None:
             return real(*args, **kwargs)
@@ -76,7 +83,7 @@ class BoundaryHooks:
 
 
 def check_around(module: nn.Module, called: Mapping[str, set[int]]) -> None:
-    """Raises BadInput where backward hooks are set on a module whose units several stages call: {unit: stages}."""
+    """Raise BadInput if a module with backward hooks contains units of several stages. `called`: {unit: stages}."""
     for path, outer in module.named_modules():
         if not path or not (outer._backward_hooks or outer._backward_pre_hooks):
             continue

@@ -1,8 +1,9 @@
-"""Keepers: the stages in which a buffer that the forward changes is what it would be in one process.
+"""Buffer owners: the stages in which a buffer that the forward changes equals that of a single-process run.
 
-Every stage runs the model's own code as far as its last unit, and so changes what that code changes; but only where it
-gets there, and where it has what the new value is computed from, is the outcome right. A buffer that a unit changes is
-right where the unit lies. It is then held by these stages alone, and what reads it elsewhere is refused.
+Every stage runs the model's own code up to its last unit, and so makes the buffer updates of that code. The result is
+right only if the stage reaches the update and has the tensors that the new value is computed from. A buffer that a unit
+changes is right on the stage that owns the unit. Only these stages hold the buffer; a read on another one raises
+BadInput.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ Keepers = Mapping[str, frozenset[int]]  # buffer -> stages
 
 
 def keepers_of(flow: DataFlow, bounds: Sequence[int], receives: Sequence[Sequence[CallOutput]]) -> Keepers:
-    """Of every buffer that changes. Stage s owns the calls from `bounds[s]` to `bounds[s + 1]`. Raises BadInput."""
+    """Return the owner stages of every buffer that the forward changes.
+
+    `bounds`: stage s owns the calls from bounds[s] up to bounds[s + 1], exclusive. `receives`: tensors received by each
+    stage. Raises BadInput if no stage has all that a buffer's new value needs.
+    """
     found: dict[str, frozenset[int]] = {}
     for name, use in flow.buffers.items():
         if not use.changes:
@@ -36,7 +41,7 @@ def keepers_of(flow: DataFlow, bounds: Sequence[int], receives: Sequence[Sequenc
 
 
 def check_readers(flow: DataFlow, bounds: Sequence[int], keepers: Keepers) -> None:
-    """Raises BadInput where a stage needs a buffer that is right elsewhere."""
+    """Raise BadInput if a stage reads a buffer that is right on other stages only."""
     last = len(bounds) - 2
     for name, stages in keepers.items():
         use = flow.buffers.get(name)

@@ -1,4 +1,4 @@
-"""Buffers that a forward changes (running means): who changes them, and what depends on what they hold."""
+"""Trace of the buffers that a forward changes (running means): what changes them, and what depends on them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Nothing: frozenset[Any] = frozenset()
 
 @dataclass
 class BufferTrace:
-    """Follows the buffers of `module` through one forward. Positions are those of Flow."""
+    """A trace of the buffers of `module` through one forward. Positions are those of `DataFlow`."""
 
     module: nn.Module
     key: Callable[[Tensor], int]
     names: dict[int, str] = field(default_factory=dict)  # memory -> buffer
     put: dict[int, frozenset[CallOutput]] = field(
         default_factory=dict
-    )  # memory of buffers -> what the model's code puts in
-    stains: dict[int, frozenset[str]] = field(default_factory=dict)  # memory -> buffers that this code computes it from
+    )  # memory of buffers -> unit outputs written to it
+    stains: dict[int, frozenset[str]] = field(default_factory=dict)  # memory -> buffers that it is computed from
     changes: dict[str, set[BufferWrite]] = field(default_factory=dict)
     readers: dict[str, set[int]] = field(default_factory=dict)
     looks: dict[str, set[int]] = field(default_factory=dict)
-    places: list[tuple[dict[str, Tensor | None], str, str]] = field(default_factory=list)  # where one is kept, its name
-    last: list[Tensor | None] = field(default_factory=list)  # what was there when last seen
+    places: list[tuple[dict[str, Tensor | None], str, str]] = field(default_factory=list)  # dict, key, buffer name
+    last: list[Tensor | None] = field(default_factory=list)  # the buffer tensor when last compared
 
     def __post_init__(self) -> None:
         canonical: dict[int, str] = {}
@@ -43,20 +43,23 @@ class BufferTrace:
                     self.last.append(tensor)
 
     def ran(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> BufferAccess:
-        """An operator, and the buffers in it."""
+        """Return the buffers that an operator has read and changed, and the memory of its outputs."""
         outs = [self.key(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
         names = [self.names[k] for x in changed(func, args, kwargs) if (k := self.key(x)) in self.names]
         return BufferAccess(self.read(tree_leaves((args, kwargs))), names, outs)
 
     def in_unit(self, step: BufferAccess, call: int) -> None:
-        """The operator ran in a call of a unit."""
+        """Record an operator that ran in unit call number `call`."""
         for name in step.read:
             self.readers.setdefault(name, set()).add(call)
         for name in step.changed:
             self.changes.setdefault(name, set()).add(BufferWrite(call, False))
 
     def in_code(self, step: BufferAccess, position: int, values: frozenset[CallOutput]) -> bool:
-        """The operator ran between units, on what depends on `values`. Whether it changed a buffer."""
+        """Record an operator that ran between units, on tensors that depend on `values`.
+
+        Returns whether it changed a buffer.
+        """
         for key in step.outs:
             if key in self.names:
                 if self.names[key] in step.changed:
@@ -68,12 +71,12 @@ class BufferTrace:
         return bool(step.changed)
 
     def look(self, step: BufferAccess, position: int) -> None:
-        """Python looks at a number, between units."""
+        """Record that code between units reads a tensor value at `position`."""
         for name in step.read:
             self.looks.setdefault(name, set()).add(position)
 
     def read(self, held: Iterable[Any]) -> frozenset[str]:
-        """The buffers that these depend on."""
+        """Return the names of the buffers that the tensors in `held` depend on."""
         found: frozenset[str] = Nothing
         for key in (self.key(x) for x in held if isinstance(x, Tensor)):
             found |= self.stains.get(key, Nothing) | ({self.names[key]} if key in self.names else Nothing)
@@ -82,7 +85,10 @@ class BufferTrace:
     def assigned(
         self, position: int, taint: Mapping[int, frozenset[CallOutput]], *, loose: bool
     ) -> Iterator[CallOutput]:
-        """Note buffers in whose place there is another tensor now; what the model's code has put there."""
+        """Record buffers that were replaced by another tensor; yield the unit outputs these tensors are computed from.
+
+        `loose`: code between units assigned them, and not the unit call at `position`.
+        """
         for i, (owner, leaf, name) in enumerate(self.places):
             now = owner.get(leaf)
             if now is self.last[i]:
@@ -96,7 +102,7 @@ class BufferTrace:
             yield from values
 
     def uses(self) -> dict[str, BufferUse]:
-        """Of all buffers that something was done with."""
+        """Return the uses of all buffers that the forward read or changed."""
         names = self.changes.keys() | self.readers.keys() | self.looks.keys()
         return {
             name: BufferUse(*(frozenset(kind.get(name, ())) for kind in (self.changes, self.readers, self.looks)))  # type: ignore[arg-type]
@@ -106,7 +112,11 @@ class BufferTrace:
 
 @dataclass(frozen=True, slots=True)
 class BufferAccess:
-    """What an operator does with buffers: those that its arguments depend on, those it changes, the memory it gives."""
+    """The buffer access of one operator.
+
+    `read`: buffers that its arguments depend on; `changed`: buffers that it writes; `outs`: memory of its output
+    tensors.
+    """
 
     read: frozenset[str]
     changed: list[str]

@@ -1,6 +1,7 @@
-"""Checkpointed regions of the model's own code (torch.utils.checkpoint, not reentrant) around calls of units.
+"""Checkpointed regions (torch.utils.checkpoint, non-reentrant) of the model's own code around calls of units.
 
-torch runs such a region once more in the backward. What was a ghost in the forward is one then: it gives what it gave.
+torch runs such a region again in the backward. A unit that was a placeholder in the forward is one again then: it
+returns the same output.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderRegion:
-    """What a unit of another stage gave. `versions`: how often each of its tensors had been written to."""
+    """The output of another stage's unit in a checkpointed region. `versions`: write counters of its tensors."""
 
     output: Any
     versions: tuple[int, ...]
-    is_shadow: bool  # it was run, for what it does in Python
+    is_shadow: bool  # its forward ran on absent tensors, for its Python effects
 
     def again(self, unit: str) -> Any:
-        """The same once more; raises BadInput where it is not there any more."""
+        """Return the same output again.
+
+        Raises BadInput if one of its tensors was written in place, or the unit ran as a shadow.
+        """
         if self.is_shadow or self.versions != _versions(self.output):
             what = "something in Python that others may read" if self.is_shadow else "a tensor that is changed in place"
             raise bad_input(
@@ -42,23 +46,23 @@ class PlaceholderRegion:
 
 @dataclass(slots=True)
 class CheckpointRegions:
-    """Of one stage."""
+    """The checkpointed regions of one stage, and the units that its forwards called in them."""
 
     _calls: weakref.WeakKeyDictionary[Any, list[PlaceholderRegion | None]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    _run: Any = None  # of a region that is under way in a backward
+    _run: Any = None  # the present run of a region in a backward
     _at: int = 0  # number of its next call
 
     def note(self, output: Any, *, is_own: bool, is_shadow: bool) -> None:
-        """A forward has called a unit."""
+        """Record that a forward called a unit. `is_own`: this stage owns it; `is_shadow`: it ran on absent tensors."""
         frame, _ = _region()
         if frame is not None:
             ghostly = None if is_own else PlaceholderRegion(output, _versions(output), is_shadow)
             self._calls.setdefault(frame, []).append(ghostly)
 
     def next(self) -> PlaceholderRegion | None:
-        """A backward calls a unit: what it was in the forward; None where it is to run itself."""
+        """Return the placeholder of the next unit call in a region that a backward runs again; None: run the unit."""
         frame, run = _region()
         calls = self._calls.get(frame) if frame is not None else None
         if calls is None:
@@ -69,13 +73,13 @@ class CheckpointRegions:
         return calls[self._at - 1] if self._at <= len(calls) else None
 
     def is_run_again(self) -> bool:
-        """Whether a backward runs a region with units in it, and none of them just now."""
+        """Return whether the checkpointed region that is running contains units. Call it in a backward only."""
         frame, _ = _region()
         return frame is not None and frame in self._calls
 
 
 def _region() -> tuple[Any, Any]:
-    """What torch knows the innermost region by that is running, and what this run of it is known by."""
+    """Return torch's key of the innermost region that is running, and a key of this run; None, None if none runs."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
     pack: Callable[..., Any] | None = inspect.unwrap(hooks[0]) if hooks else None
     if pack is None or getattr(pack, "__module__", "") != "torch.utils.checkpoint":

@@ -1,6 +1,6 @@
-"""What a constructor leaves behind besides parameters and buffers: tensors in one memory, and tensors computed once.
+"""State that a constructor leaves besides parameters and buffers: tensors that share memory, and tensors computed once.
 
-Both are as in one process where one stage has all of them, and are refused by name where stages would drift apart.
+Both equal those of a single-process run if one stage has all of them. BadInput names them if stages would diverge.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from gossamer.ops.fingerprint import digest
 from gossamer.spec.errors import bad_input
 
-_UNREAD = {  # what may be asked of a tensor without reading it
+_UNREAD = {  # attributes and methods that read no values
     *("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda", "grad_fn", "is_meta"),
     *("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__hash__", "__repr__"),
 }
@@ -28,25 +28,31 @@ TensorPlace = tuple[str, str]  # path of a module, name of an attribute
 
 @dataclass(frozen=True, slots=True)
 class ConstructorState:
-    """How a model was made. `reason`: why its constructor had to run for real; "": it is built without memory."""
+    """A record of how a model's tensors were built.
+
+    `reason`: why its constructor had to run with real parameters; "" if it is built without memory.
+    """
 
     reason: str = ""
-    shared: tuple[frozenset[str], ...] = ()  # parameters and buffers that lie in one memory, and are not one
-    computed: tuple[TensorPlace, ...] = ()  # kept tensors, computed from parameters or lying in their memory
+    shared: tuple[frozenset[str], ...] = ()  # different parameters and buffers in one memory
+    computed: tuple[TensorPlace, ...] = ()  # derived tensors: computed from parameters, or in their memory
 
     @staticmethod
     def of(module: nn.Module, reason: str) -> ConstructorState:
-        """Of a module that has its memory."""
+        """Return the record of a module whose parameters have memory."""
         return ConstructorState(reason, shared_memory(module), tuple(_computed(module)))
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, each once, by its first name."""
+    """Return parameters and buffers, each once, by its first name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def digests_of(module: nn.Module, names: frozenset[str] | None = None) -> dict[str, int]:
-    """48 bits over the numbers of each parameter and buffer, or of those named; equal where all bits are."""
+    """Return a 48-bit hash of the values of each parameter and buffer, or of those in `names`; equal if all bits are.
+
+    Tensors on the meta device and those that are not strided have none.
+    """
     found = {}
     for name, tensor in tensors_of(module).items():
         if (names is None or name in names) and tensor.layout is torch.strided and not tensor.is_meta:
@@ -57,7 +63,10 @@ def digests_of(module: nn.Module, names: frozenset[str] | None = None) -> dict[s
 
 
 def check_held(module: nn.Module, names: frozenset[str]) -> None:
-    """That all buffers, and the parameters in `names`, have numbers, and these memory of their own. Raises BadInput."""
+    """Raise BadInput unless all buffers and the parameters in `names` have data.
+
+    These parameters also need memory of their own.
+    """
     for name, tensor in tensors_of(module).items():
         is_parameter = isinstance(tensor, nn.Parameter)
         if isinstance(tensor, FakeTensor) or (is_parameter and name in names and not has_memory(tensor)):
@@ -70,7 +79,7 @@ def check_held(module: nn.Module, names: frozenset[str]) -> None:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether each number of it has a place of its own."""
+    """Return whether every element of a tensor has memory of its own: it is neither on the meta device nor expanded."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return True
     repeats = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -78,7 +87,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def check_twice(before: dict[str, int], again: dict[str, int]) -> None:
-    """That a constructor gave the same numbers twice. Raises BadInput."""
+    """Raise BadInput if a constructor gave other values the second time. `before`, `again`: digests by tensor name."""
     for name in before.keys() & again.keys():
         if before[name] != again[name]:
             raise bad_input(
@@ -91,7 +100,7 @@ def check_twice(before: dict[str, int], again: dict[str, int]) -> None:
 
 
 def shared_memory(module: nn.Module) -> tuple[frozenset[str], ...]:
-    """Groups of parameters and buffers whose memory overlaps."""
+    """Return groups of parameters and buffers whose memory overlaps."""
     by_storage: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in tensors_of(module).items():
         if tensor.numel() and (key := _memory(tensor)):
@@ -100,7 +109,7 @@ def shared_memory(module: nn.Module) -> tuple[frozenset[str], ...]:
 
 
 class Readers(TorchFunctionMode):
-    """Notes which kept tensors a forward reads."""
+    """A mode that records which derived tensors (computed from parameters by the constructor) a forward reads."""
 
     def __init__(self, module: nn.Module, places: Sequence[TensorPlace]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -115,7 +124,7 @@ class Readers(TorchFunctionMode):
                 self._held.append(tensor)
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, and what it reads is noted: the forward alone, for whoever traces it looks at all there is."""
+        """Return `run` with its reads recorded: the forward alone, as the code that traces it reads every tensor."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -131,7 +140,7 @@ class Readers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def check(self) -> None:
-        """Raises BadInput where one of them was read: its stage may not hold what it was computed from."""
+        """Raise BadInput if a derived tensor was read: its stage may not hold the parameters it was computed from."""
         for name in sorted(self.found):
             raise bad_input(
                 wanted="a forward that computes what it needs of its parameters when it runs",
@@ -158,7 +167,7 @@ def _overlapping(spans: Sequence[tuple[int, int, str]]) -> Iterator[frozenset[st
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte in its storage, and the one behind its last."""
+    """Return the first byte of a tensor in its storage, and the byte after its last."""
     last: int = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.element_size()
     return start, start + (last + 1) * tensor.element_size()

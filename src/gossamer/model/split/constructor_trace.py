@@ -1,12 +1,12 @@
-"""Watching a constructor whose parameters have no memory: is what it makes what it makes for real?
+"""Trace of a constructor whose parameters have no memory: does it build the same model as with real tensors?
 
-It is where each parameter is initialised from constants, from the default generator, and from itself alone. Whatever
-else a constructor does with the numbers of a parameter is found here, operator by operator, and is a reason to run it
-for real: a number that Python looks at, a parameter or buffer that is computed from another parameter, a copy of one,
-a generator of its own, a tensor without numbers that outlives the constructor.
+It does if each parameter is initialized from constants, from the default generator, and from itself alone. Anything
+else that a constructor does with parameter values is found here, operator by operator, and is a reason to run it with
+real tensors: a value that Python reads, a parameter or buffer that is computed from another parameter, a copy of one, a
+generator of its own, a tensor without data that outlives the constructor.
 
-What it does is also kept as a tape, one hash of all operators with their arguments: a constructor that does other
-things every time, or on every rank, shows in it.
+The trace also keeps a tape, one hash of all operators with their arguments. It reveals a constructor that does other
+things every time, or on every rank.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ _SHAPE_ALONE = _CONSTANT | {
     *(_aten.rand_like, _aten.randn_like, _aten.randint_like),
 }
 _LOOKS = {Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__}
-# Draws until it has luck, and touches nothing but its tensor: how often does not matter, as draws are keyed.
+# Draws until it accepts, and writes nothing but its tensor: the number of draws does not matter, as draws are keyed.
 _REPEATS = torch.nn.init._no_grad_trunc_normal_.__code__
-_FOREIGN = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}  # numbers that torch did not make
-_MARK = "gossamer_constructor"  # on the mode of the fake tensors that are made in it
+_FOREIGN = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}  # elements that torch did not make
+_MARK = "gossamer_constructor"  # attribute of the trace's fake mode, to recognize its tensors
 _DEEP = 24  # frames between an initialiser and its operator, at most
 _SCALARS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True, slots=True)
 class ConstructorFinding:
-    """Why a constructor must run for real. `{}` in `said` stands for each of the parameters, by number."""
+    """A reason why a constructor must run with real parameters. `{}` in `said` is replaced by a parameter's name."""
 
     said: str
     numbers: tuple[int, ...] = ()
-    matters_to_loaded: bool = True  # also where all parameters are loaded afterwards
+    matters_to_loaded: bool = True  # also if all parameters are loaded afterwards
 
     def told(self, names: Sequence[str]) -> str:
-        """For people; `names` of the parameters in the order of their registration."""
+        """Return the reason as text. `names`: parameter names in the order of their registration."""
         return self.said.format(*(names[n] if n < len(names) else f"parameter {n}" for n in self.numbers))
 
 
 class NotSimple(Exception):
-    """A constructor that must run for real."""
+    """An error that says that a constructor must run with real parameters."""
 
     def __init__(self, finding: ConstructorFinding) -> None:
         super().__init__(finding.told(()))
@@ -72,8 +72,10 @@ class NotSimple(Exception):
 
 
 class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs a constructor once. Parameters get numbers in the order they are first registered; those that are not
-    `wanted` become fake at that moment. `is_loaded`: their numbers come from elsewhere later.
+    """A trace of one run of a constructor. Parameters are numbered in the order of their first registration.
+
+    `wanted`: numbers of the parameters that keep their memory; the others become fake tensors when they are registered.
+    `is_loaded`: parameter values are loaded from a file later.
     """
 
     def __init__(self, wanted: frozenset[int], *, is_loaded: bool = False) -> None:
@@ -84,21 +86,21 @@ class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         setattr(self._mode, _MARK, id(self))
         self._memory = EagerOps()
         self._tape = hashlib.blake2b(digest_size=6)
-        self._made: dict[int, tuple[nn.Parameter, int]] = {}  # by id: what is registered, its number
-        self._given: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # -> instead of it
-        self._replaced: dict[int, tuple[StorageWeakRef, int]] = {}  # memory of what was replaced
+        self._made: dict[int, tuple[nn.Parameter, int]] = {}  # by id: registered parameter, its number
+        self._given: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # by id: parameter, its replacement
+        self._replaced: dict[int, tuple[StorageWeakRef, int]] = {}  # memory of replaced parameters
         self._sources: dict[int, frozenset[int]] = {}  # memory -> parameters it is computed from
         self._known: set[int] = set()  # memory that operators made
-        self._is_ours = False  # what runs now is no part of the constructor
+        self._is_ours = False  # our own operators run, not the constructor's
 
     @property
     def tape(self) -> int:
-        """48 bits over all that was done so far."""
+        """Return a 48-bit hash of all operators run so far."""
         return int.from_bytes(self._tape.digest(), "big")
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The constructor runs in here."""
+        """Trace the constructor that runs in this context."""
         handle = register_module_parameter_registration_hook(self._register)  # type: ignore[arg-type]
         dtype = torch.get_default_dtype()
         try:
@@ -110,12 +112,12 @@ class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.set_default_dtype(dtype)
 
     def order(self, module: nn.Module) -> dict[str, int]:
-        """Number of each parameter of the finished module; -1: it was never registered, but copied."""
+        """Return the number of each parameter of the finished module; -1 if it was never registered, but copied."""
         return {name: self._number(p) for name, p in module.named_parameters()}
 
     def check(self, module: nn.Module) -> None:
-        """What parameters and buffers are computed from, once all is built. Raises NotSimple."""
-        if self.finding is not None:  # the constructor may have caught what was raised
+        """Raise NotSimple if a parameter or buffer of the finished module is a copy, or computed from another one."""
+        if self.finding is not None:  # the constructor may have caught the exception
             raise NotSimple(self.finding)
         for name, parameter in module.named_parameters():
             number = self._number(parameter)
@@ -132,13 +134,15 @@ class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._stop(f"{_safe(name)} is computed from {'{}' if others else 'the numbers of a parameter'}", others)
 
     def check_left(self, module: nn.Module) -> None:
-        """That nothing without numbers outlives the constructor. After fake parameters were taken out of `module`;
-        numbers are forgotten. Raises NotSimple."""
+        """Raise NotSimple if a tensor without data outlives the constructor.
+
+        Call it after fake parameters were removed from `module`. It forgets the numbers of the parameters.
+        """
         self._made.clear()
         self._given.clear()
         if not self._is_left():
             return
-        gc.collect()  # what only refers to itself
+        gc.collect()  # frees reference cycles
         if self._fakes_alive():
             self._stop(f"{_place_of_fake(module)} is computed from the numbers of a parameter")
         for memory, number in self._replaced.values():
@@ -147,7 +151,7 @@ class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_ours or func.namespace == "prim":  # which device a fake tensor says it is on
+        if self._is_ours or func.namespace == "prim":  # asks for the device of a fake tensor
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         fakes = [x for x in leaves if isinstance(x, FakeTensor)]
@@ -172,7 +176,7 @@ class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def looked(self, tensor: Tensor) -> None:
-        """Python wants numbers. Raises NotSimple."""
+        """Raise NotSimple, as Python reads the values of `tensor`."""
         numbers = self._from([tensor])[:1]
         self._stop(f"a number is read from {'{}' if numbers else 'what a parameter is initialised with'}", numbers)
 
@@ -201,7 +205,7 @@ class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._sources[key] = self._sources.get(key, frozenset()) | found
 
     def _register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """What is registered instead; None: the parameter itself."""
+        """Return the parameter to register, itself or a fake one; None if there is none."""
         if parameter is None:
             return None
         if id(parameter) in self._made:
@@ -239,19 +243,19 @@ class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._fakes_alive() or not all(memory.expired() for memory, _ in self._replaced.values())  # type: ignore[no-untyped-call]
 
     def _fakes_alive(self) -> bool:
-        """Also those of a copy of the mode, as deepcopy makes one."""
+        """Return whether fake tensors of this trace are alive, also those of a copy of the mode (made by deepcopy)."""
         alive = [x for x in gc.get_objects() if type(x) is FakeTensor]
         return any(getattr(x.fake_mode, _MARK, 0) == id(self) for x in alive)
 
     def _forget_fakes(self) -> None:
-        """Weak references to them, with which they could not change their type, as `module.to` makes them."""
+        """Drop weak references to fake tensors: with them `module.to` could not change their type."""
         self._mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
     def _number(self, parameter: nn.Parameter) -> int:
         return self._made[id(parameter)][1] if id(parameter) in self._made else -1
 
     def _from(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Numbers of the parameters that these are computed from."""
+        """Return the numbers of the parameters that tensors are computed from."""
         return tuple(sorted({n for x in tensors for n in self._sources.get(self._memory.key(x), frozenset())}))
 
     def _is_meta(self, fake: FakeTensor) -> bool:
@@ -273,7 +277,7 @@ class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tape.update("\0".join(said).encode())
 
     def _content(self, tensor: Tensor) -> str:
-        """Numbers that no operator made: of numpy, of lists, of files."""
+        """Return a hash of elements that no operator made: of numpy arrays, lists, files; "" for other tensors."""
         key = self._memory.key(tensor)
         if isinstance(tensor, FakeTensor) or key in self._known or tensor.layout is not torch.strided:
             return ""
@@ -285,7 +289,7 @@ class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Looks(TorchFunctionMode):
-    """Ways to numbers that no operator shows."""
+    """A mode that sees reads of tensor values that no operator shows."""
 
     def __init__(self, constructor: ConstructorTrace) -> None:
         self._constructor = constructor
@@ -297,7 +301,7 @@ class _Looks(TorchFunctionMode):
 
 
 def _repeating() -> FrameType | None:
-    """The call of an initialiser that repeats, if it is what calls an operator."""
+    """Return the frame of an initializer that draws repeatedly, if one calls the present operator."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_DEEP):
         if frame is None or frame.f_code is _REPEATS:
@@ -307,7 +311,7 @@ def _repeating() -> FrameType | None:
 
 
 def _real_like(fake: Tensor) -> Tensor:
-    """Zeros, ones and the like of a parameter have numbers, also where it has none."""
+    """Return a real tensor like a fake one: zeros, ones and the like of a parameter have data even if it has none."""
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
@@ -316,7 +320,7 @@ def _weakly(tensor: Tensor) -> StorageWeakRef:
 
 
 def _place_of_fake(module: nn.Module) -> str:
-    """The attribute that holds one."""
+    """Return the name of the attribute that holds a fake tensor."""
     for path, inner in module.named_modules():
         for name, held in vars(inner).items():
             if any(isinstance(x, FakeTensor) for x in tree_leaves(held)):

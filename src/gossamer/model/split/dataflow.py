@@ -1,4 +1,4 @@
-"""Flow: what a forward was seen to do, in units: who is called when, what each call gives, and who reads it."""
+"""Data flow of one traced forward between units: their calls in order, the output tensors, and the readers of these."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from gossamer.model.split.pytree import TreeShape
 
-TOLD = -2  # the place of what a call looked at, as bytes
+TOLD = -2  # CallOutput.place of the values that a call read, as a message of bytes
 TOLD_BYTES = 2048
-KEPT = -2  # in place of the number of a container: it is an attribute of a module
+KEPT = -2  # SideOutput.container: the list or dict is an attribute of a module
 FIRST = -1.0  # before all that a forward does
-HIDDEN = -1  # the place of a tensor that was made inside a call and that nothing outside is known to hold
+HIDDEN = -1  # CallOutput.place of a tensor made inside a call that no output is known to hold
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CallOutput:
-    """A tensor that call number `call` makes: `place` counts the leaves of its output, then those of its insides."""
+    """A tensor that unit call number `call` makes. `place`: its index among the leaves of all outputs of the call."""
 
     call: int
     place: int
@@ -28,19 +28,20 @@ class CallOutput:
 
 @dataclass(frozen=True, slots=True)
 class OutputLeaf:
-    """One leaf of what a call returns: passed through (`source`), `made`, or else a `constant`. Both of the former:
-    made by writing into the argument.
+    """A leaf of a unit call's output: an argument passed through (`source`), a tensor (`made`), or a `constant`.
+
+    Both `source` and `made`: the unit wrote the argument in place.
     """
 
     constant: Any = None
-    source: int | None = None  # number of the argument leaf that it is
+    source: int | None = None  # index of the argument leaf that it is
     made: Produced | None = None
-    opaque: str = ""  # type of a constant that nobody can repeat
-    same: int | None = None  # an earlier leaf of the output that is this very object
+    opaque: str = ""  # type of a value that other stages cannot reproduce
+    same: int | None = None  # index of an earlier output leaf that is the same object
 
     @property
     def is_python(self) -> bool:
-        """Whether it is a number, a word or an object, which another forward may give as another."""
+        """Return whether the leaf is a number, a string or an object, which may be another one in the next forward."""
         return (
             self.made is None
             and self.source is None
@@ -51,33 +52,34 @@ class OutputLeaf:
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """A tensor that a call makes. `written`: somebody changes it in place later."""
+    """The shape, dtype, device and layout of a tensor that a unit call makes. `written`: changed in place later."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     needs_grad: bool
     written: bool = False
-    strides: tuple[int, ...] | None = field(default=None, compare=False)  # None: as torch lays them out
+    strides: tuple[int, ...] | None = field(default=None, compare=False)  # None: contiguous
 
     @staticmethod
     def of(tensor: Tensor) -> Produced:
-        """What it looks like."""
+        """Return the description of `tensor`."""
         strides = None if tensor.layout is not torch.strided or tensor.is_contiguous() else tensor.stride()
         return Produced(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, strides=strides)
 
     @property
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Its shape and strides."""
+        """Return the shape and strides."""
         return self.shape, self.strides or torch.empty(self.shape, device="meta").stride()
 
 
 @dataclass(frozen=True, slots=True)
 class SideOutput:
-    """What a call leaves behind besides its output, and others read: the output of a module within the unit, taken by
-    a hook, an attribute of one, or what it puts into a list or dict it was given.
+    """A tensor, or a structure of tensors, that a unit call leaves for other code besides its return value.
 
-    `places[i]` is the Value.place of leaf i; several leaves may be one value.
+    It is one of three: the output of a module within the unit that a forward hook takes, an attribute of such a module,
+    or an element added to a list or dict. `places[i]` is the `CallOutput.place` of leaf i; several leaves may be one
+    value.
     """
 
     module: str  # path from the root
@@ -86,42 +88,42 @@ class SideOutput:
     leaves: tuple[OutputLeaf, ...]
     places: tuple[int, ...]
     spec: TreeShape
-    container: int = -1  # number of the list or dict among the arguments; KEPT: it is the attribute
-    key: Any = None  # under which a dict holds it; None: appended to a list
+    container: int = -1  # index of the list or dict among the arguments; KEPT: it is the attribute
+    key: Any = None  # key in the dict; None: appended to a list
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCall:
-    """One call of a unit."""
+    """A call of a unit in one forward: its output tensors, its Python side effects and its cost."""
 
     unit: str
     turn: int  # how often the unit was called before
     leaves: tuple[OutputLeaf, ...]
     spec: TreeShape
     insides: tuple[SideOutput, ...] = ()
-    overlaps: tuple[tuple[int, ...], ...] = ()  # places whose tensors lie in one memory, which somebody changes later
-    effects: tuple[str, ...] = ()  # what it does in Python, that others may read
-    is_told: bool = False  # what it gives in Python may depend on numbers of tensors: where it ran tells the rest
+    overlaps: tuple[tuple[int, ...], ...] = ()  # places whose tensors share memory that is changed later
+    effects: tuple[str, ...] = ()  # Python side effects that others may read
+    is_told: bool = False  # its Python outputs may depend on tensor values: its stage sends them
     flop: float = 0.0  # of its forward
     parameter_bytes: int = 0  # of the unit
 
     @property
     def name(self) -> str:
-        """As a cut names it: the unit, and where it is called again, @ and which time it is."""
+        """Return the name used in split points: the unit, and for later calls @ and the number of earlier calls."""
         return f"{self.unit}@{self.turn}" if self.turn else self.unit
 
     @property
     def is_pure(self) -> bool:
-        """Whether nothing comes of it but tensors, None, and what it was given."""
+        """Return whether the call returns only tensors, None and its arguments, and has no Python side effects."""
         return not self.is_told and not self.is_python
 
     @property
     def is_python(self) -> bool:
-        """Whether it gives or does anything in Python, beside giving None."""
+        """Return whether the call returns Python values other than None, or has Python side effects."""
         return bool(self.effects) or any(leaf.is_python for leaf in self.leaves)
 
     def made(self, place: int) -> Produced:
-        """What the value at `place` looks like."""
+        """Return the description of the tensor at `place`."""
         if place == TOLD:
             return Produced((TOLD_BYTES,), torch.uint8, self._device(), needs_grad=False)
         leaves = [*self.leaves] if place < len(self.leaves) else []
@@ -140,7 +142,7 @@ class UnitCall:
 
 @dataclass(frozen=True, slots=True)
 class BufferWrite:
-    """A buffer is changed by call `at`; if `loose` by the code before that, to what it computes from `values`."""
+    """A write to a buffer by unit call `at`, or if `loose` by the code before it, computed from `values`."""
 
     at: int
     loose: bool
@@ -149,8 +151,10 @@ class BufferWrite:
 
 @dataclass(frozen=True, slots=True)
 class BufferUse:
-    """What a forward does with a buffer. `readers`: calls, and the end, that depend on it; `looks`: positions where
-    Python looks at a number computed from it.
+    """The use of a buffer tensor in one forward.
+
+    `changes`: writes to it; `readers`: unit calls, and the end of the forward, that depend on it; `looks`: positions
+    where Python reads a value computed from it.
     """
 
     changes: frozenset[BufferWrite]
@@ -160,8 +164,10 @@ class BufferUse:
 
 @dataclass(frozen=True, slots=True)
 class LateOutput:
-    """What Python holds and the forward changes, after the look at a number at `after` (FIRST: at all). `readers`, and
-    `written` last: calls, and for the code between them numbers between theirs.
+    """A piece of Python state that the forward changes after the tensor value read at `after` (FIRST: at any time).
+
+    `readers`, and `written` for the last write, are numbers of unit calls; code between two calls has a number between
+    theirs.
     """
 
     name: str
@@ -170,33 +176,36 @@ class LateOutput:
     after: float = FIRST
 
     def matters(self, end: float) -> bool:
-        """Whether the next forward is another one where this one ends there."""
+        """Return whether the next forward would differ if this one ended at `end`."""
         is_behind = self.after == end if self.after != FIRST else self.written >= end
         return is_behind and any(reader <= end for reader in self.readers)
 
 
 @dataclass(frozen=True, slots=True)
 class DataFlow:
-    """One forward of one kind of batch. Position p is the code between call p - 1 and call p; `len(calls)` the end."""
+    """The data flow of one forward for one kind of batch: unit calls, and the readers of each tensor.
+
+    Position p is the code between call p - 1 and call p; `len(calls)` is the end of the forward.
+    """
 
     calls: tuple[UnitCall, ...]
     readers: Mapping[CallOutput, frozenset[int]]  # -> calls, and the end, that depend on it
-    branches: Mapping[CallOutput, frozenset[int]]  # -> positions where Python looks at a number computed from it
+    branches: Mapping[CallOutput, frozenset[int]]  # -> positions where Python reads a value computed from it
     loose: Mapping[str, frozenset[int]]  # parameter or buffer read outside of its units -> positions
     lent: Mapping[str, frozenset[int]]  # the same, read inside other units' calls -> those calls
     units: tuple[str, ...]
     late: tuple[LateOutput, ...] = ()
-    stirred: tuple[LateOutput, ...] = ()  # what the forward changes before the look at `after`
-    stirs: frozenset[float] = frozenset()  # when, as in Late, the forward changes tensors that stay
-    by_chance: bool = False  # the code between units may have looked at a random number
+    stirred: tuple[LateOutput, ...] = ()  # state that the forward changes before the read at `after`
+    stirs: frozenset[float] = frozenset()  # when (as in LateOutput) the forward changes lasting tensors
+    by_chance: bool = False  # the code between units may have read a random number
     buffers: Mapping[str, BufferUse] = field(default_factory=dict)
-    written: frozenset[str] = frozenset()  # parameters, buffers and attributes of modules that it writes to in place
-    nodes: frozenset[CallOutput] = frozenset()  # whose nodes in the graph (grad_fn) the code between units takes
+    written: frozenset[str] = frozenset()  # parameters, buffers, attributes written in place
+    nodes: frozenset[CallOutput] = frozenset()  # whose grad_fn the code between units takes
     touched: frozenset[str] = frozenset()  # attributes of modules that the forward reads or sets
-    looked_into: Mapping[str, frozenset[float]] = field(default_factory=dict)  # of these, by whom: see Late.readers
+    looked_into: Mapping[str, frozenset[float]] = field(default_factory=dict)  # their readers: see LateOutput.readers
     kept: Mapping[str, frozenset[int]] = field(default_factory=dict)  # attribute of a module -> calls that change it
-    left: Mapping[str, frozenset[int]] = field(default_factory=dict)  # outside of modules, a tensor -> the same
-    slope: str = ""  # a call through which the code between units takes a gradient
+    left: Mapping[str, frozenset[int]] = field(default_factory=dict)  # tensor held outside of modules -> the same
+    slope: str = ""  # a unit through which the code between units computes a gradient
     names: Mapping[str, int] = field(default_factory=dict)  # call name -> number
 
     def __post_init__(self) -> None:
@@ -204,17 +213,18 @@ class DataFlow:
 
     @property
     def end(self) -> int:
+        """Return the position of the end of the forward."""
         return len(self.calls)
 
     def last_reader(self, value: CallOutput) -> int:
-        """The last call that depends on `value`; -1 where nothing does."""
+        """Return the last call that depends on `value`; -1 if none does."""
         return max(self.readers.get(value, frozenset()), default=-1)
 
 
 def hollow(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, own: bool = False, fill: float = float("nan")
 ) -> Tensor:
-    """A tensor of one repeated element: `fill`, or 0 where the type has no nan. `own`: with memory."""
+    """Return a tensor that repeats one element: `fill`, or 0 if the dtype has no NaN. `own`: elements have memory."""
     number: float = fill if dtype.is_floating_point or dtype.is_complex else 0
     if own:
         return torch.full(shape, number, dtype=dtype, device=device)
@@ -222,8 +232,9 @@ def hollow(
 
 
 def containers_of(arguments: Any) -> list[MutableMapping[Any, Any] | list[Any]]:
-    """The lists, and the dicts and what acts as one, among the arguments of a call, which may put something there; also
-    attributes of dataclasses.
+    """Return the lists and mappings among the arguments of a call, which the call may add to.
+
+    Containers in containers count, and attributes of dataclasses.
     """
     found: list[MutableMapping[Any, Any] | list[Any]] = []
     if is_dataclass(arguments) and not isinstance(arguments, type | nn.Module) and hasattr(arguments, "__dict__"):

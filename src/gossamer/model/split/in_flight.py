@@ -1,4 +1,4 @@
-"""A micro-batch on its way through a stage, from its forward to the end of its backward."""
+"""A micro-batch in flight on a stage, from its forward to the end of its backward."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from gossamer.model.split.split_backward import Later, backward_input
 class InFlight:
     """A micro-batch between its forward and its backward on one stage."""
 
-    received: dict[CallOutput, Tensor]  # leaves; those of `needs_grad` gather gradients
+    received: dict[CallOutput, Tensor]  # leaves; those with `needs_grad` accumulate gradients
     sent: dict[CallOutput, Tensor]
     result: Any = None  # what `run` returned, on the last stage
     again: Callable[[], InFlight] | None = None  # set where no graph was kept
     later: Later | None = None  # between the two parts of a backward
-    around: BackwardWrapper | None = None  # its backward, where code of the model's own runs in that
+    around: BackwardWrapper | None = None  # wraps the backward, if model code runs in it
 
     def backward(
         self, gradients: Mapping[CallOutput, Tensor], *, loss: Tensor | None = None
     ) -> dict[CallOutput, Tensor]:
-        """Add the parameters' gradients, given those of what was sent (or the loss, on the last stage).
+        """Accumulate parameter gradients, given the gradients of the sent tensors (or the loss, on the last stage).
 
-        Returns the gradients of what was received; a value that nothing depended on has none.
+        Returns the gradients of the received tensors; a tensor that nothing depends on has none.
         """
         tensors, grads = self._roots(gradients, loss)
         if tensors:
@@ -43,9 +43,10 @@ class InFlight:
     def backward_input(
         self, gradients: Mapping[CallOutput, Tensor], *, loss: Tensor | None = None
     ) -> dict[CallOutput, Tensor]:
-        """What `backward` returns, without the parameters' gradients, as far as that saves work (see split.py).
+        """Return what `backward` returns, and defer the parameter gradients where that saves work.
 
-        Until `backward_weight` nothing may write to the tensors given and returned. Both run under the forward's key.
+        See `split_backward.py`. Until `backward_weight` nothing may write to the tensors given and returned. Run both
+        under the random key of the forward (`UnitSeeds.at`).
         """
         with refused_by_name(), self._around(is_split=True):
             self.later = backward_input(*self._roots(gradients, loss), list(self.received.values()))
@@ -54,16 +55,17 @@ class InFlight:
         return found
 
     def backward_weight(self) -> None:
-        """Add the parameters' gradients that `backward_input` left, and free the graph."""
+        """Accumulate the parameter gradients that `backward_input` deferred, and free the graph."""
         assert self.later is not None, "the backward of the weights comes after that of the inputs"
         later, self.later = self.later, None
         with refused_by_name(), self._around(is_split=True):
             later.run()
 
     def recompute(self) -> None:
-        """Build the graph, and `result` anew, of a forward that did not keep it, from what was received.
+        """Rebuild the graph and `result` of a forward that kept no graph, from the received tensors.
 
-        `sent` is the same once more, not to be sent. The closure of the forward is called again, under its own key.
+        `sent` is rebuilt too, and not to be sent again. The closure of the forward is called again: run it under the
+        random key of that forward.
         """
         assert self.again is not None, "the graph is there"
         live = self.again()

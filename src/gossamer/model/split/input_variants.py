@@ -1,4 +1,4 @@
-"""One flow for every kind of batch: other shapes, other keys, another way through the model's own code."""
+"""One data flow for every kind of batch: other shapes, other keys, another path through the model's own code."""
 
 from __future__ import annotations
 
@@ -21,27 +21,33 @@ Known = dict[tuple[bool, Signature], tuple[DataFlow, tuple[StageSpec, ...]]]
 
 
 def signature_of(batch: Mapping[str, Tensor]) -> Signature:
-    """What a flow may depend on."""
+    """Return the signature of a batch, which its data flow may depend on: key, shape and dtype of each tensor."""
     return tuple((key, tuple(tensor.shape), tensor.dtype) for key, tensor in sorted(batch.items()))
 
 
 @dataclass
 class InputVariants:
-    """Flows and parts of one cut model. Every rank traces on its own, and all find the same."""
+    """The data flows and stage specifications of one split model, by kind of batch.
 
-    module: nn.Module  # a skeleton: only ever traced
+    Every rank traces on its own, and all get the same result.
+    """
+
+    module: nn.Module  # only traced: it needs no parameter memory
     run: Callable[[nn.Module, Mapping[str, Tensor]], Any]  # as in training: the loss of a batch
     cuts: SplitPoints
     units: tuple[str, ...] = ()  # none: those of `unit_names`
     known: Known = field(default_factory=dict, repr=False)
 
     def running(self, run: Callable[[nn.Module, Mapping[str, Tensor]], Any]) -> InputVariants:
-        """The same model in the same stages, of whose forwards something else is wanted. No training comes of it."""
+        """Return variants of the same model and stages for another function `run`, such as an evaluation.
+
+        Not for training.
+        """
         trained = {kind: found for kind, found in self.known.items() if kind[0]}
         return InputVariants(self.module, run, self.cuts, self.units, trained)
 
     def of(self, batch: Mapping[str, Tensor], *, training: bool = True) -> tuple[DataFlow, tuple[StageSpec, ...]]:
-        """Costs a forward of the whole model where there was no such batch before."""
+        """Return the data flow and the stages of a batch. A new kind of batch costs a forward of the full model."""
         kind = (training, signature_of(batch))
         if kind not in self.known:
             flow = self.flow(batch, training=training)
@@ -51,35 +57,35 @@ class InputVariants:
     def flow(
         self, batch: Mapping[str, Tensor], *, training: bool = True, lot: RandomExtreme = RandomExtreme.ANY
     ) -> DataFlow:
-        """What the model does with a batch, however it is cut."""
+        """Trace the model on a batch; the result does not depend on the split points. `lot`: see `RandomExtreme`."""
         self.module.train(training)
         return trace(
             self.module, lambda: self.run(self.module, batch), units=self.units or unit_names(self.module), lot=lot
         )
 
     def check_chance(self, batch: Mapping[str, Tensor], flow: DataFlow) -> None:
-        """That no random number decides which units a batch in training calls, as far as can be seen. Raises BadInput.
+        """Raise BadInput if a random number decides which units a training batch calls, as far as a trace can show.
 
-        Costs two forwards more, where the code between units may look at random numbers.
+        Costs two more forwards, if the code between units may read random numbers.
         """
         for lot in (RandomExtreme.LOWEST, RandomExtreme.HIGHEST) if flow.by_chance else ():
             try:
                 other = self.flow(batch, lot=lot)
-            except Exception:  # such numbers may be too strange for what else they are drawn for
+            except Exception:  # the forward may not accept such extreme numbers
                 continue
             check_way(self.module, flow, other)
 
     def know(self, batch: Mapping[str, Tensor], flow: DataFlow, parts: tuple[StageSpec, ...]) -> None:
-        """What a batch in training was found to do.
+        """Store the data flow and stages of a training batch.
 
-        Raises BadInput where an evaluation would read a buffer in a stage that does not keep it.
+        Raises BadInput if an evaluation would read a buffer in a stage that does not keep it.
         """
         self.known[True, signature_of(batch)] = flow, parts
         if any(change.loose for use in flow.buffers.values() for change in use.changes):
             self.of(batch, training=False)
 
     def _keepers(self) -> Keepers:
-        """Of the buffers that training changes."""
+        """Return the owner stages of the buffers that training changes."""
         trained = next((found for (training, _), found in self.known.items() if training), None)
         if trained is None:
             return {}

@@ -1,7 +1,8 @@
-"""What a unit begins to do in Python after the model was cut. In the trace it did not, so other stages do not follow.
+"""Python side effects that a unit begins to have after the model was split.
 
-Only units whose own code assigns something, or calls what changes a container, are looked at: after every call on the
-stage that has them. A unit whose code does neither costs nothing.
+The trace did not see them, so other stages do not reproduce them. Only units whose own code assigns something, or calls
+a method that changes a container, are checked: after every call, on the stage that owns them. A unit whose code does
+neither costs nothing.
 """
 
 from __future__ import annotations
@@ -31,41 +32,44 @@ NOT_RUN = frozenset(("__init__", "__new__", "extra_repr", "reset_parameters", "_
 
 
 def changes_python(unit: nn.Module) -> bool:
-    """Whether the user's code that can be found from a unit may change anything."""
+    """Return whether the user's code that can be found from a unit may change Python state."""
     found = Snapshot.of_python(unit, "")
     own = (held for held in found.found() if isinstance(held, FunctionType) and found.is_own(held))
     return any(changes(held.__code__) for held in own if held.__name__ not in NOT_RUN)
 
 
 def changes(code: CodeType) -> bool:
-    """Whether it may change anything."""
+    """Return whether a code object may change Python state."""
     stores = any(one.opname in _STORES for one in dis.get_instructions(code))
     return stores or not _CHANGES.isdisjoint(code.co_names) or any(map(changes, inner(code)))
 
 
 def inner(code: CodeType) -> Iterator[CodeType]:
-    """Of functions that it defines."""
+    """Return the code objects of the functions that `code` defines."""
     return (one for one in code.co_consts if isinstance(one, CodeType))
 
 
 @dataclass
 class LaterEffects:
-    """Of the units of one stage."""
+    """A check of the units of one stage for Python side effects that the trace did not have."""
 
     module: nn.Module
     stage: int
-    units: frozenset[str]  # that are looked at
+    units: frozenset[str]  # that are checked
     _before: dict[int, Snapshot] = field(default_factory=dict)
 
     def begin(self, flow: DataFlow, number: int, given: Any) -> None:
-        """A call is about to be made."""
+        """Take a snapshot of Python state before unit call `number`."""
         call = flow.calls[number]
         if call.unit in self.units and not call.is_python:
             with unseen():
                 self._before[number] = Snapshot.of_python(self.module.get_submodule(call.unit), call.unit, given)
 
     def end(self, flow: DataFlow, number: int) -> None:
-        """It was made. Raises BadInput where it has changed what others may read, and had not when it was traced."""
+        """Compare Python state after the call.
+
+        Raises BadInput if the call changed state that others may read, and did not when it was traced.
+        """
         before = self._before.pop(number, None)
         if before is None:
             return

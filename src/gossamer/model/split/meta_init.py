@@ -1,13 +1,13 @@
-"""Building only a part: the user's own constructor runs, and parameters that are not wanted never hold memory.
+"""Construction of a part of a model: the user's own constructor runs, and unwanted parameters never hold memory.
 
-A parameter is replaced by a fake tensor at the moment it is registered; what initialises it afterwards costs nothing.
-At most one unwanted parameter exists at a time. Random numbers do not depend on what is wanted: each random operation
-of the constructor is keyed by its parameter (see `origin/_seeded.py`), and the same ones happen on a fake tensor. Not
-so on the meta device, which some initialisers ask about and then draw nothing.
+A parameter is replaced by a fake tensor when it is registered; its initialization afterwards costs nothing. At most one
+unwanted parameter exists at a time. Random numbers do not depend on what is wanted: each random operation of the
+constructor is keyed by its parameter (see `source/_seeded.py`), and the same ones run on a fake tensor. The meta device
+does not guarantee this: some initializers check for it and then draw nothing.
 
-Which parameter has which name is known only when the constructor is over, so there are two passes: `MetaModel.of`
-without any parameter, and `MetaModel.build` with those of one stage. Both are watched (`constructor.py`): where a
-number of a parameter goes anywhere but into itself, the constructor is not simple, and has to run for real.
+The name of each parameter is known only when the constructor is over, so there are two passes: `MetaModel.of` without
+any parameter, and `MetaModel.build` with those of one stage. Both are traced (`constructor_trace.py`): if a parameter
+value is used for anything but the parameter itself, the constructor is not simple, and has to run with real tensors.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ Build = Callable[[], nn.Module]
 class MetaModel:
     """A model without its parameters' storage, and the order in which its constructor makes them."""
 
-    module: nn.Module  # runs: its parameters are zeros that take no memory
+    module: nn.Module  # can run: its parameters are zeros without memory
     order: dict[str, int]  # canonical name -> number of the registration
-    tape: int  # of what the constructor does
-    is_loaded: bool = False  # the numbers of all parameters are loaded afterwards
+    tape: int  # hash of the constructor's operators
+    is_loaded: bool = False  # all parameter values are loaded afterwards
 
     @staticmethod
     def of(build: Build, *, is_loaded: bool = False) -> MetaModel:
-        """Run `build` once; the same one every time, as `Origin.build` is for one seed. Raises NotSimple."""
+        """Run `build` once, and trace it. Raises NotSimple.
+
+        It must do the same every time, as `ModelSource.build` does for one seed.
+        """
         return _run(build, ConstructorTrace(frozenset(), is_loaded=is_loaded))
 
     def build(self, build: Build, holds: frozenset[str]) -> nn.Module:
-        """`build` again, with memory for the parameters named in `holds` alone; the others are zeros without.
+        """Run `build` again, with memory for the parameters named in `holds` alone; the others are zeros without it.
 
-        Raises NotSimple, also where it does something else than before.
+        Raises NotSimple, also if the constructor does something else than before.
         """
         wanted = frozenset(self.order[name] for name in holds if name in self.order)
         again = _run(build, ConstructorTrace(wanted, is_loaded=self.is_loaded))
@@ -57,8 +60,9 @@ class MetaModel:
 
 
 def without_storage(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters are zeros without memory. What it keeps of a graph is kept without it, what
-    nobody can copy (locks, files) is the module's own.
+    """Return a copy of a module whose parameters are zeros without memory.
+
+    Tensors of an autograd graph are copied without the graph. Objects that cannot be copied (locks, files) are shared.
     """
     blanks: dict[int, object] = {}
     for parameter in module.parameters():
@@ -75,7 +79,7 @@ def without_storage(module: nn.Module) -> nn.Module:
 
 
 def hollow_out(module: nn.Module, holds: frozenset[str]) -> None:
-    """Take the memory of all parameters that are not named in `holds`; they stay the same objects, as zeros."""
+    """Free the memory of all parameters that are not named in `holds`; they stay the same objects, as zeros."""
     for name, parameter in module.named_parameters():
         if name not in holds:
             parameter.data = hollow(tuple(parameter.shape), parameter.dtype, parameter.device, fill=0.0)
@@ -83,7 +87,7 @@ def hollow_out(module: nn.Module, holds: frozenset[str]) -> None:
 
 @contextmanager
 def registered() -> Iterator[Callable[[nn.Module], list[str]]]:
-    """What is given tells, of a module that was built in here, the names of its parameters as they were registered."""
+    """Yield a function that returns the parameter names, in registration order, of a module built in this context."""
     order: dict[int, weakref.ref[nn.Parameter]] = {}
     places: list[tuple[weakref.ref[nn.Parameter], str]] = []
 
@@ -120,8 +124,8 @@ def _run(build: Build, constructor: ConstructorTrace) -> MetaModel:
 
 
 def _fill(module: nn.Module) -> None:
-    """Zeros in place of fake parameters; tied ones stay tied, and what is kept on them stays there."""
-    blanks: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id: a fake one, which is held, and what replaces it
+    """Put zeros in place of fake parameters; tied ones stay tied, and keep their attributes."""
+    blanks: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id: a fake parameter (held), its replacement
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
             if isinstance(parameter, FakeTensor):

@@ -1,4 +1,4 @@
-"""From where in Python an object can be got at: which attributes of modules lead to it, and what else does."""
+"""Paths to Python objects: which attributes of modules lead to an object, and what else does."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ _KINDS = (
 def ways_to(
     wanted: Collection[int], module: nn.Module, ignored: Collection[str], until: Any
 ) -> dict[int, frozenset[Root | None]]:
-    """Of objects, by id: the attributes of modules through which each can be got at. None stands for what belongs to no
-    module: globals and classes that the code of `module` names, and variables of the functions that are running, up to
-    the one whose code is `until` (None: the forward is over, and nobody else's are its business).
+    """Return, for each object id in `wanted`, the attributes of modules through which the object can be reached.
+
+    None is for state outside of modules: globals and classes that the code of `module` names, and local variables of
+    the functions that are running. Of these, only functions up to the one whose code is `until` count (None: the
+    forward is over, no local variable counts). `ignored`: names of attributes to skip.
     """
     found: dict[int, set[Root | None]] = {key: set() for key in wanted}
     for inner in module.modules():
@@ -64,7 +66,7 @@ def _variables(frame: FrameType | None, until: Any) -> Iterator[Any]:
 
 
 def reached(held: Any) -> set[int]:
-    """What can be got at from it without going through a module, by id."""
+    """Return the ids of the objects that can be reached from `held` without going through a module."""
     found, waiting = set[int](), [held]
     while waiting:
         one = waiting.pop()

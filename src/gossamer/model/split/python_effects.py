@@ -1,8 +1,8 @@
-"""What the call of a unit does in Python beside what it returns: attributes, arguments, globals, iterators.
+"""Python side effects of a unit call besides its return value: on attributes, arguments, globals, iterators.
 
-Found in a trace, by comparing what Python holds before and after every call. What only the unit itself reads again is
-nobody else's concern; where the model's code or another call may read it, ghosts have to do it as well: they run the
-unit's forward as a shadow, on absent tensors (see `stage.py`).
+A trace finds them by comparing Python state before and after every call. State that only the unit itself reads again
+matters to no other stage. If the model's code or another call may read it, placeholders have to reproduce it: they run
+the unit's forward on absent tensors, a shadow run (see `stage.py`).
 """
 
 from __future__ import annotations
@@ -30,37 +30,39 @@ BEGINNING = -0.5  # code that runs before the first call
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """What is done in here is not the model's doing."""
+    """Run the code in this context outside of all torch modes, so that no trace takes it for the model's."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():  # type: ignore[no-untyped-call]
         yield
 
 
 @dataclass
 class Reads:
-    """Who reads which attribute of which module during a forward."""
+    """A record of the module attributes, tensors or not, that unit calls and code between them read and set."""
 
     now: Callable[[], float]  # the number of the running call; between two of them, a number between theirs
     of: dict[Root, set[float]] = field(default_factory=dict)
     writers: dict[Root, set[float]] = field(default_factory=dict)
     put: set[float] = field(default_factory=set)  # when a tensor is assigned
-    touched: set[Root] = field(default_factory=set)  # whatever lies there
-    renewed: set[Root] = field(default_factory=set)  # that the forward sets before anything reads them
+    touched: set[Root] = field(default_factory=set)  # read or set, of any type
+    renewed: set[Root] = field(default_factory=set)  # set by the forward before any read
 
     def late(self) -> Iterator[tuple[Root, float]]:
-        """Attributes that a forward finds as the one before has left them, and when they are set for the last time."""
+        """Yield the attributes that a forward may read as the one before left them, with the position of their last
+        write.
+        """
         for root, writers in self.writers.items():
             if root not in self.renewed and root[1] not in OF_TORCH:
                 yield root, max(writers)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """In the forwards of all modules."""
+        """Record the attribute reads and writes of all modules in this context."""
         outer, assign = vars(nn.Module).get("__getattribute__"), nn.Module.__setattr__
 
         def read(module: nn.Module, name: str) -> Any:
             try:
                 held = object.__getattribute__(module, name)
-            except AttributeError:  # perhaps it is there later
+            except AttributeError:  # it may exist later
                 if not _is_registered(module, name):
                     self.of.setdefault((id(module), name), set()).add(self.now())
                 raise
@@ -94,30 +96,32 @@ class Reads:
                 nn.Module.__getattribute__ = outer  # type: ignore[method-assign]
 
     def others(self, root: Root, call: int) -> set[float]:
-        """Whoever reads it beside a call."""
+        """Return the readers of the attribute `root` except `call`."""
         return self.of.get(root, set()) - {call}
 
 
 @dataclass
 class PythonEffects:
-    """Of one call."""
+    """The Python side effects of one unit call, the attributes that lead to them, and the tensors it stored."""
 
     before: Snapshot
     found: list[Difference] = field(default_factory=list)
-    ways: list[frozenset[Root | None]] = field(default_factory=list)  # to each of these; None: of no module
-    tensors: list[Tensor] = field(default_factory=list)  # that were left somewhere
-    kept: frozenset[Root] = frozenset()  # attributes that are others now, or hold something else
-    left: frozenset[str] = frozenset()  # outside of modules, where a tensor is now
+    ways: list[frozenset[Root | None]] = field(default_factory=list)  # to each of `found`; None: of no module
+    tensors: list[Tensor] = field(default_factory=list)  # that the call stored
+    kept: frozenset[Root] = frozenset()  # attributes that were set or whose content changed
+    left: frozenset[str] = frozenset()  # names outside of modules that hold a new tensor
 
     @staticmethod
     def begin(unit: nn.Module, path: str, given: Any) -> PythonEffects:
-        """A call is about to be made."""
+        """Take a snapshot of Python state before a call of `unit`."""
         with unseen():
             return PythonEffects(Snapshot.of_python(unit, path, given))
 
     def end(self, module: nn.Module, given: Any, until: Any) -> None:
-        """It was made: what is another now, and from where in `module`, or in the functions that run up to the one with
-        the code `until`, it can be read. Tensors in what it was `given` are followed as tensors.
+        """Compare Python state after the call: find what differs, and from where it can be read.
+
+        It may be read from `module`, or from the functions that run up to the one with the code `until`. Tensors put
+        into the arguments `given` are followed as tensors.
         """
         with unseen():
             changed = [one for one in self.before.differences() if one.root is None or one.root[1] not in OF_TORCH]
@@ -132,7 +136,7 @@ class PythonEffects:
         self.before = Snapshot()
 
     def outside(self, call: int, reads: Reads, followed: Collection[Root]) -> Iterator[Difference]:
-        """What others may read, but for attributes that are `followed` as tensors."""
+        """Yield the differences that code outside of `call` may read, but attributes that are `followed` as tensors."""
         for one, ways in zip(self.found, self.ways, strict=True):
             is_followed = one.root in followed and one.holder is None
             if not is_followed and any(way is None or reads.others(way, call) for way in ways):
@@ -144,7 +148,7 @@ def _caller() -> str:
 
 
 def _is_own_function(module: nn.Module, name: str, held: Any) -> bool:
-    """Whether a function is kept as an attribute, and may know what others change."""
+    """Return whether a function is kept as an attribute, and may hold state that other code changes."""
     return isinstance(held, _FUNCTIONS) and name in object.__getattribute__(module, "__dict__")
 
 
@@ -154,8 +158,9 @@ def _is_registered(module: nn.Module, name: str) -> bool:
 
 
 def _is_followed(one: Difference) -> bool:
-    """Whether a ghost leaves the same tensors there: as an attribute, or in what it was given. How many lie in another
-    list or dict others may ask.
+    """Return whether a placeholder leaves the same tensors there: as an attribute, or in an argument.
+
+    Other code may ask for the length of another list or dict.
     """
     if one.root is None:
         return one.name.startswith("its argument")
@@ -163,7 +168,7 @@ def _is_followed(one: Difference) -> bool:
 
 
 def _is_of_tensors(one: Difference) -> bool:
-    """Whether tensors (or weak references to some) were added or put there, which are followed as tensors."""
+    """Return whether only tensors (or weak references to some) were added or stored, which are followed as tensors."""
     if one.now is one.before or one.now is GONE:
         return False
     leaves = [x() if isinstance(x, weakref.ref) else x for x in leaves_of(one.now)]

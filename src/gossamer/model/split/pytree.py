@@ -1,4 +1,4 @@
-"""Taking apart what modules pass around, and putting it together: as torch's pytrees, and dataclasses too."""
+"""Flatten and rebuild the structures that modules pass around: torch's pytrees, and dataclasses too."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """What is left of a structure without its leaves."""
+    """A structure of containers and dataclasses without its leaves (tensors and Python values)."""
 
     tree: TreeSpec
-    records: tuple[_Record | None, ...]  # per leaf of `tree`: None where it is one
+    records: tuple[_Record | None, ...]  # per leaf of `tree`: the dataclass in its place, or None
 
     def fill(self, leaves: Sequence[Any]) -> Any:
-        """The structure, with these leaves."""
+        """Return the structure with these leaves."""
         return self._fill(iter(leaves))
 
     def _fill(self, rest: Iterator[Any]) -> Any:
@@ -34,14 +34,14 @@ class _Record:
     shape: TreeShape
 
     def fill(self, rest: Iterator[Any]) -> Any:
-        made: Any = object.__new__(self.kind)  # its constructor might compute with what is a placeholder
+        made: Any = object.__new__(self.kind)  # its constructor might compute with a placeholder
         for name, held in zip(self.names, self.shape._fill(rest), strict=True):
             object.__setattr__(made, name, held)
         return made
 
 
 def flatten(held: Any) -> tuple[list[Any], TreeShape]:
-    """The leaves of lists, tuples, dicts, dataclasses and what else torch was told of; and what holds them."""
+    """Return the leaves of lists, tuples, dicts, dataclasses and other types of torch's pytree, and their structure."""
     flat, tree = tree_flatten(held)
     leaves: list[Any] = []
     records: list[_Record | None] = []
@@ -53,7 +53,7 @@ def flatten(held: Any) -> tuple[list[Any], TreeShape]:
 
 
 def leaves_of(held: Any) -> list[Any]:
-    """The leaves alone."""
+    """Return the leaves of a structure."""
     return flatten(held)[0]
 
 

@@ -1,7 +1,7 @@
-"""Random numbers that decide which way a forward takes: layers that are dropped, and the like.
+"""Random numbers that decide which units a forward calls: layers that are dropped, and the like.
 
-A stage must know the way before it runs. Where the code between units looks at a random number, the forward is traced
-at both ends of what may be drawn: with the smallest numbers that generators give, and with the largest.
+A stage must know the calls before it runs. If the code between units reads a random number, the forward is traced at
+both extremes of what may be drawn: with the smallest numbers that generators give, and with the largest.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _BELOW_ONE = 1 - 2**-11  # in half precision, too
 
 
 class RandomExtreme(Enum):
-    """What generators give in a trace."""
+    """The random numbers in the tensors of a trace: any (equal on every rank), the lowest, or the highest."""
 
     ANY = 0  # the same on every rank
     LOWEST = 1
     HIGHEST = 2
 
     def begin(self) -> None:
-        """Seed all generators."""
+        """Seed the generators of torch, Python and numpy."""
         torch.manual_seed(self.value)
         random.seed(self.value)
         np.random.seed(self.value)
@@ -44,7 +44,10 @@ class RandomExtreme(Enum):
             np.random.set_state(("MT19937", np.array(words, np.uint32), 0, 0, 0.0))
 
     def bend(self, func: Any, out: Any) -> None:
-        """`out`, which the operator `func` gave, is at this end too where it is drawn evenly from 0 to 1."""
+        """Set `out`, the output of the operator `func`, to this extreme if it is drawn uniformly.
+
+        The range is taken to be from 0 to 1.
+        """
         is_even = func.name().partition(".")[0] in ("aten::rand", "aten::rand_like", "aten::uniform_", "aten::uniform")
         if self is not RandomExtreme.ANY and is_even and not isinstance(out, FakeTensor):
             out.fill_(_BELOW_ONE if self is RandomExtreme.HIGHEST else 0.0)
@@ -52,25 +55,27 @@ class RandomExtreme(Enum):
 
 @dataclass
 class RandomBranchTrace:
-    """What was seen of random numbers outside of units. `decide`: Python may have looked at one."""
+    """A trace of the random tensors outside of units. `decide`: Python may have read a random number."""
 
     decide: bool = False
     _of: set[int] = field(default_factory=set)  # memory that depends on one
     _state: Any = None
 
     def follow(self, func: Any, read: Collection[int], made: Collection[int]) -> None:
+        """Mark the memory `made` by the operator `func` as random, if it draws or its inputs `read` are random."""
         if torch.Tag.nondeterministic_seeded in func.tags or not self._of.isdisjoint(read):
             self._of.update(made)
 
     def look(self, read: Collection[int]) -> None:
+        """Record that Python reads values in the memory `read`."""
         self.decide |= not self._of.isdisjoint(read)
 
     def enter(self) -> None:
-        """The code between units goes on."""
+        """Note the state of Python's and numpy's generators: code between units runs from here on."""
         self._state = None if self.decide else _others()
 
     def leave(self) -> None:
-        """It calls a unit, or ends."""
+        """Compare that state, before a unit call or at the end: a generator that was drawn from may decide a branch."""
         if self._state is not None and self._state != _others():
             self.decide = True
 
@@ -81,7 +86,7 @@ def _others() -> tuple[Any, bytes, int]:
 
 
 def check_way(module: nn.Module, flow: DataFlow, other: DataFlow) -> None:
-    """That both take the same way through the units; raises BadInput."""
+    """Raise BadInput unless both data flows call the same units in the same order."""
     ways = [[call.name for call in one.calls] for one in (flow, other)]
     if ways[0] == ways[1]:
         return
@@ -99,7 +104,7 @@ def check_way(module: nn.Module, flow: DataFlow, other: DataFlow) -> None:
 
 
 def _switches(module: nn.Module) -> Iterator[str]:
-    """Names of probabilities by which layers may be dropped, of the module and its config."""
+    """Yield the names of probabilities by which layers may be dropped, of the module and its config."""
     for inner in module.modules():
         for holder in (inner, getattr(inner, "config", None)):
             for name, held in vars(holder).items() if hasattr(holder, "__dict__") else ():

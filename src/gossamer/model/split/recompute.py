@@ -1,10 +1,10 @@
-"""Recompute as an action: a forward that keeps no graph, and the same forward once more before its backward.
+"""Activation recomputation as an action: a forward that keeps no graph, and the same forward again before its backward.
 
-The first run is one with a graph, of which nothing is saved: under no_grad a model may take another way, or a compiled
-one be another program, and its numbers would differ. What either run changes of the module's buffers (running means)
-and of what Python keeps (counters, iterators, attributes) counts once: the second run starts from what they were before
-the first. What it writes to in other places is refused by name.
-Memory: what was received, and a copy of the stage's buffers, for every micro-batch that waits.
+The first run builds a graph in which no tensor is saved: under no_grad a model may take another path, or a compiled one
+be another program, and its numbers would differ. Changes to the module's buffers (running means) and to Python state
+(counters, iterators, attributes) count once: the second run starts from their state before the first. BadInput names
+other memory that a forward writes to.
+Memory: the received tensors, and a copy of the stage's buffers, for every micro-batch that waits for its backward.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gossamer.model.snapshot import Copies, Snapshot
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.spec.errors import BadInput, bad_input
 
-BufferNames = list[tuple[dict[str, Any], str, Tensor]]  # where it is kept, its name there, value
+BufferNames = list[tuple[dict[str, Any], str, Tensor]]  # (dict that holds a buffer, key, saved value)
 
 
 def nothing_saved() -> saved_tensors_hooks:
-    """A graph that is made in here holds no tensor, and cannot be run."""
+    """Return a context in which autograd saves no tensor. A graph built in it cannot run its backward."""
     return saved_tensors_hooks(lambda _: None, _gone)
 
 
@@ -35,13 +35,14 @@ def _gone(_: None) -> Tensor:
 
 
 def detached(held: Any) -> Any:
-    """The same without graphs."""
+    """Return the same structure with all tensors detached."""
     return tree_map_only(Tensor, Tensor.detach, held)
 
 
 def buffers_of(module: nn.Module, names: Collection[str], written: Collection[str] = ()) -> BufferNames:
-    """Copies of the buffers that are called `names`, and of the attributes and untrained parameters that are called
-    `written`; what was one tensor is one copy. Raises BadInput where a trained parameter is.
+    """Return copies of the buffers in `names`, and of the attributes and untrained parameters in `written`.
+
+    Names of one tensor share one copy. Raises BadInput if a trained parameter is in `written`.
     """
     copies: dict[int, Tensor] = {}
     found = []
@@ -59,7 +60,7 @@ def buffers_of(module: nn.Module, names: Collection[str], written: Collection[st
 
 @contextmanager
 def in_place_of(buffers: BufferNames) -> Iterator[None]:
-    """The module has `buffers` in here, and after it what it had before."""
+    """Put `buffers` into the module in this context, and put the previous tensors back on exit."""
     had = [(space, name, space[name]) for space, name, _ in buffers]
     for space, name, tensor in buffers:
         space[name] = tensor
@@ -71,7 +72,10 @@ def in_place_of(buffers: BufferNames) -> Iterator[None]:
 
 
 def once_more(forward: Callable[[], Any], module: nn.Module, buffers: BufferNames, python: Snapshot) -> Any:
-    """What `forward` gives where the module still has `buffers`, which it may change, and Python what it had then."""
+    """Run `forward` again with the saved `buffers`, which it may change, and the saved Python state; return its result.
+
+    The present Python state and buffers are restored afterwards.
+    """
     now = python_of(module)
     python.put_back()
     try:
@@ -83,12 +87,18 @@ def once_more(forward: Callable[[], Any], module: nn.Module, buffers: BufferName
 
 @dataclass
 class InPlaceWrites:
-    """What the first runs of one whole module write to in place, beside its buffers. Known after the first of them."""
+    """A record of the tensors besides buffers that forwards of an unsplit module write in place.
+
+    Known after the first forward.
+    """
 
     names: frozenset[str] | None = None  # of attributes and untrained parameters
 
     def run(self, forward: Callable[[], Any], module: nn.Module, python: Snapshot) -> tuple[Any, BufferNames]:
-        """What `forward` gives, and what it found. Raises BadInput where it writes to what nobody has a copy of."""
+        """Run `forward`; return its result, and copies of the module's buffers and written tensors from before.
+
+        Raises BadInput if it writes to a tensor of which there is no copy.
+        """
         every = {name for name, _ in module.named_buffers(remove_duplicate=False)}
         buffers = buffers_of(module, every, self.names or ())
         others = [x for x in python.tensors if not x.requires_grad]
@@ -112,7 +122,10 @@ def _copied(module: nn.Module, copies: Copies) -> Iterator[tuple[str, tuple[dict
 
 @contextmanager
 def once(module: nn.Module, python: Snapshot, buffers: BufferNames, copies: Copies | None = None) -> Iterator[None]:
-    """A forward that is run again runs in here. Raises BadInput where it writes to what the second finds changed."""
+    """Run a forward in this context that will be run again.
+
+    Raises BadInput if it writes to a tensor that the second run would find changed.
+    """
     copied = {id(space[name]) for space, name, _ in buffers}
     held = (
         x for x in (*python.tensors, *module.parameters()) if id(x) not in copied and not isinstance(x, AbsentTensor)
@@ -126,7 +139,7 @@ def once(module: nn.Module, python: Snapshot, buffers: BufferNames, copies: Copi
 
 
 def _is_kept(module: nn.Module, tensor: Tensor) -> bool:
-    """Whether it is an attribute or a parameter."""
+    """Return whether a tensor is an attribute or a parameter of a module."""
     spaces = (space for m in module.modules() for space in (m._parameters, vars(m)))
     return any(held is tensor for space in spaces for held in space.values())
 
@@ -141,5 +154,5 @@ def _written_to(what: str) -> BadInput:
 
 
 def python_of(module: nn.Module) -> Snapshot:
-    """What Python holds of a module, without its parameters and buffers."""
+    """Return a snapshot of the Python state of a module, without its parameters and buffers."""
     return Snapshot.of_python(module, "")

@@ -1,4 +1,7 @@
-"""Lockstep: all stages in one process, one after the other, with real autograd. What a cut means, and its reference."""
+"""Lockstep reference: all stages in one process, one after the other, with real autograd.
+
+It defines what a split model computes.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,21 @@ LossFunction = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # of a module o
 
 @dataclass(frozen=True, slots=True)
 class LockstepResult:
-    """`losses` of the micro-batches; `gradients` by canonical name, those of several stages added up."""
+    """The losses of the micro-batches, and the gradients by canonical name, summed over the stages."""
 
     losses: list[Tensor]
     gradients: dict[str, Tensor]
 
 
 def stages_of(module: nn.Module, flow: DataFlow, cuts: SplitPoints) -> list[StageModule]:
-    """Every stage of a copy of `module`."""
+    """Build every stage, each from a copy of `module`."""
     return [StageModule(copy.deepcopy(module), flow, part) for part in stage_specs(module, flow, cuts)]
 
 
 def run_lockstep(
     stages: Sequence[StageModule], loss: LossFunction, batches: Sequence[Mapping[str, Any]]
 ) -> LockstepResult:
-    """Forward and backward of every batch through all stages; the gradients of the sum of the losses."""
+    """Run forward and backward of every batch through all stages. Return the losses and the gradients of their sum."""
     losses = []
     for batch in batches:
         lives: list[InFlight] = []
@@ -50,7 +53,7 @@ def run_lockstep(
 
 
 def gradients_of(stages: Sequence[StageModule]) -> dict[str, Tensor]:
-    """Gradients by canonical name, of parameters that have one; of a shared one the sum, last stage first."""
+    """Return gradients by canonical name, for parameters that have one; sum those of a shared one, last stage first."""
     found: dict[str, Tensor] = {}
     for stage in reversed(stages):
         for name, parameter in stage.parameters().items():

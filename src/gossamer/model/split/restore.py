@@ -1,4 +1,4 @@
-"""Leaving a module as it was before its forward ran."""
+"""Restore a module to its state before a forward."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from gossamer.model.split.trace_backends import written
 
 @dataclass
 class SavedBuffers:
-    """Copies of what stays and a forward changes (buffers, memories), each made right before that."""
+    """The copies of lasting tensors (buffers, memory banks) that a forward changes, made right before each change."""
 
     key: Callable[[Tensor], int]
     known: dict[int, list[Tensor]] = field(default_factory=dict)  # memory -> buffers in it
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """They may be changed."""
+        """Register tensors that the forward may change."""
         for tensor in tensors:
             if tensor.numel() > 1 and not any(tensor.stride()):
                 continue  # without memory of its own
             self.known.setdefault(self.key(tensor), []).append(tensor)
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """`func` is about to run."""
+        """Copy the registered tensors that the operator `func` is about to change."""
         changed = [*written(func, args, kwargs)]
-        if func.namespace != "aten" or "batch_norm" in func.name():  # these do not say what they change
+        if func.namespace != "aten" or "batch_norm" in func.name():  # their schema need not name what they change
             changed = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         for key in {self.key(x) for x in changed} & (self.known.keys() - self.kept.keys()):
             self.kept[key] = [buffer.detach().clone() for buffer in self.known[key]]
 
     def put_back(self) -> None:
-        """As before the forward."""
+        """Restore the copied tensors to their values before the forward."""
         with torch.no_grad():
             for key, copies in self.kept.items():
                 for buffer, was in zip(self.known[key], copies, strict=True):
@@ -49,8 +49,10 @@ class SavedBuffers:
 
 @contextmanager
 def undone(module: nn.Module, buffers: SavedBuffers, *, parameters: bool) -> Iterator[None]:
-    """Python state, generators, tensors and caches of functions as before: nothing of the forward stays, least of all
-    tensors of a graph, or without numbers. Without `parameters` these are nobody's to write to.
+    """Restore Python state, generators, tensors and function caches on exit, so that nothing of a forward remains.
+
+    Above all, tensors of a graph and tensors without data must not remain. Without `parameters`, parameters are not
+    saved: the forward must not write to them.
     """
     snapshot = Snapshot.of(module, without=() if parameters else list(module.parameters()))
     buffers.know(snapshot.tensors)
@@ -70,7 +72,7 @@ def undone(module: nn.Module, buffers: SavedBuffers, *, parameters: bool) -> Ite
 
 @contextmanager
 def backwards_seen(see: Callable[[Any, Any], None]) -> Iterator[None]:
-    """`see` is called with the outputs and inputs of every gradient that is taken in here."""
+    """Call `see` with the outputs and inputs of every gradient computation in this context."""
     space: Any = torch.autograd
     real = space._engine_run_backward
 

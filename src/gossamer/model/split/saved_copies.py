@@ -1,7 +1,8 @@
-"""What a graph keeps of memory that every forward writes to: a copy, as the forward that made the graph had it.
+"""Copies of tensors that a graph saves from memory that every forward writes to.
 
 Several micro-batches are between their forward and their backward at once. In one process a backward follows its
-forward, and finds a memory bank or a running average as that forward left it; here another forward has been there.
+forward, and finds a memory bank or a running average as that forward left it. In a pipeline, later forwards have
+written to it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gossamer.spec.errors import BadInput, bad_input
 
-_SAID = "modified by an inplace operation"  # by autograd, of what a graph has kept
+_SAID = "modified by an inplace operation"  # part of autograd's error for a saved tensor
 
 
 def copies_of(memory: frozenset[int]) -> saved_tensors_hooks:
-    """A graph that is made in here keeps a copy of what lies in `memory`."""
+    """Return a context in which autograd saves a copy of each tensor that lies in `memory`.
+
+    The backward raises BadInput if another saved tensor was written in place since.
+    """
 
     def keep(x: Tensor) -> Any:
         x = x.detach()
@@ -38,7 +42,7 @@ def copies_of(memory: frozenset[int]) -> saved_tensors_hooks:
 
 
 def memory_of_names(module: nn.Module, names: frozenset[str]) -> frozenset[int]:
-    """Where the parameters, buffers and attributes with these names lie now."""
+    """Return the memory in which the parameters, buffers and attributes with these names lie now."""
     found = set()
     for name in names:
         path, _, attribute = name.rpartition(".")
@@ -49,7 +53,7 @@ def memory_of_names(module: nn.Module, names: frozenset[str]) -> frozenset[int]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The same number for tensors in the same memory; 0 for those without."""
+    """Return a number that is equal for tensors in the same memory; 0 for tensors without memory."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
@@ -58,7 +62,7 @@ def memory_of(tensor: Tensor) -> int:
 
 @contextmanager
 def refused_by_name() -> Iterator[None]:
-    """A backward runs in here: what it needs and a later forward has written is refused. Raises BadInput."""
+    """Run a backward in this context. Raises BadInput, naming the tensor, if a later forward wrote to a saved one."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -70,6 +74,7 @@ def refused_by_name() -> Iterator[None]:
 
 
 def written_meanwhile(what: str) -> BadInput:
+    """Return the BadInput for a tensor (`what`) that a backward needs and a later forward wrote in place."""
     return bad_input(
         wanted="what a backward needs to be as its forward left it, while other micro-batches go forward",
         got=f"{what}, which a forward has written to in place",

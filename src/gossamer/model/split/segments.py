@@ -1,9 +1,9 @@
-"""Segments: units for a model that has none, from its graph as torch.export sees it.
+"""Segments: units for a model without blocks, made from its torch.export graph.
 
-The model keeps its parameters and their names. It gets children without parameters, each of which runs a stretch of
-the graph, and a forward that calls them one after the other; borders lie where as few tensors as possible are alive.
-What is in the graph is what the forward did for one kind of batch, so every kind is exported on its own, and has to
-give the same graph but for its sizes.
+The model keeps its parameters and their names. It gets child modules without parameters, each of which runs a range of
+graph nodes, and a forward that calls them one after the other. Ranges begin where the fewest tensors are alive. A graph
+is what the forward did for one kind of batch. So every kind is exported on its own, and has to give the same graph
+except for sizes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _KEY = "plan.mesh.pipe"
 
 
 def with_segments(module: nn.Module, run: Callable[[], Any]) -> tuple[str, ...]:
-    """Give `module` segments, in place; their names, to be its units. `run` calls it once, as training does.
+    """Give `module` segments, in place, and return their names, to be its units. `run` calls it once, as training does.
 
-    Raises BadInput where torch.export cannot see through its forward, or there is no parameter to divide.
+    Raises BadInput if torch.export cannot trace its forward, or there is no parameter to divide the graph by.
     """
     given = _arguments(module, run)
     driver = _Driver(module, module.forward, [])
@@ -42,15 +42,16 @@ def with_segments(module: nn.Module, run: Callable[[], Any]) -> tuple[str, ...]:
 
 
 class Segment(nn.Module):
-    """A stretch of a graph. Owns nothing; what it reads is the model's."""
+    """A module that runs a range of graph nodes. It owns no parameters, and reads those of the model."""
 
     def forward(self, stretch: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run `stretch`, a range of graph nodes, on the tensors that it takes."""
         return stretch(*inputs)
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """One exported forward: `nodes` compute, in order; `fixed` are the graph's own constants."""
+    """An exported forward: `nodes` compute, in order; `fixed` are the graph's own constants."""
 
     inputs: tuple[str, ...]
     nodes: tuple[Node, ...]
@@ -61,7 +62,7 @@ class _Graph:
 
     @property
     def shape(self) -> tuple[str, ...]:
-        """What graphs of other sizes have in common."""
+        """Return the operators, which graphs of other sizes have in common."""
         return tuple(str(node.target) for node in self.nodes)
 
 
@@ -117,7 +118,7 @@ class _Driver:
 
 
 class _Stretch:
-    """Nodes [low, high) of a graph: which values they take, and give to later ones."""
+    """A range of graph nodes, [low, high): the tensors that it takes, and those it gives to later ranges."""
 
     def __init__(self, module: nn.Module, graph: _Graph, low: int, high: int) -> None:
         self._module, self._graph, self._nodes = module, graph, graph.nodes[low:high]
@@ -161,7 +162,7 @@ def _read(module: GraphModule, spec: TreeSpec) -> _Graph:
 
 
 def _borders(graph: _Graph) -> list[int]:
-    """Where segments begin: every stretch up to the next reads a parameter, and few values cross."""
+    """Return where segments begin: every range up to the next reads a parameter, and few tensors are alive there."""
     place = {node.name: i for i, node in enumerate(graph.nodes)}
     last = dict(place)
     for i, node in enumerate(graph.nodes):
@@ -180,7 +181,7 @@ def _borders(graph: _Graph) -> list[int]:
 
 
 def _arguments(module: nn.Module, run: Callable[[], Any]) -> Any:
-    """What `run` calls the module with."""
+    """Return the arguments with which `run` calls the module."""
     seen: list[Any] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -198,7 +199,7 @@ def _arguments(module: nn.Module, run: Callable[[], Any]) -> Any:
 
 
 class _Noted(BaseException):
-    """The call has been seen."""
+    """A signal that the call of the module has been seen."""
 
 
 def _at(owner: Any, path: str) -> Any:

@@ -1,4 +1,4 @@
-"""Whether arguments fit what is called: where they do not, Python says so before anything of it has run."""
+"""Check of arguments against a signature: Python raises TypeError for a misfit before any code of the callee runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gossamer.model.unit_seeds import Keyed
 
 
 def signature_of(real: Callable[..., Any]) -> inspect.Signature | None:
-    """Of the code that gets the arguments, though something else may be written under its name; None: unknown."""
+    """Return the signature of the code that gets the arguments, below the wrappers of units; None if unknown."""
     while isinstance(real, Keyed):
         real = real.real
     try:
@@ -20,7 +20,7 @@ def signature_of(real: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def fits(real: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether it can be called so."""
+    """Return whether `real` can be called with these arguments; True if its signature is unknown."""
     if (signature := signature_of(real)) is None:
         return True
     try:

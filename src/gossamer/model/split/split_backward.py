@@ -1,23 +1,24 @@
-"""Split backward: first the gradients of what a stage received, later those of its parameters.
+"""Split backward: first the gradients of the tensors a stage received (B_INPUT), later those of its parameters
+(B_WEIGHT).
 
 Paper: Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241.
 
-The chain is every node of the graph from which something received can be reached. B_INPUT runs the chain, and of its
-nodes only what leads on along it. A node of the chain that also leads to parameters (the product of a linear layer) is
-a use: the gradients that arrive there are kept, and B_WEIGHT starts from them. Nothing of the chain is run twice.
+The chain is every node of the autograd graph from which a received tensor can be reached. B_INPUT runs the chain, and
+of its nodes only the part that continues along it. A chain node that also leads to parameters (the matmul of a linear
+layer) is a use: the gradients that arrive there are kept, and B_WEIGHT starts from them. No chain node is run twice.
 
-A parameter's gradient is made in B_INPUT instead, whole and once, where it cannot be put off without doing work twice:
+A parameter's gradient is computed in B_INPUT instead, complete and once, where to defer it would do work twice:
     it has several uses on the chain (a shared block): from the first, the chain leads to the others
-    its use is a Function written in Python: that makes all of its gradients together
-    something saved for its use has hooks (checkpointing): unpacking it later would recompute the region again
-and so is everything of a graph that holds compiled code, or a reentrant checkpoint, which torch runs in a backward of
-everything alone. Roots off the chain (all of them, where nothing was received)
-wait for B_WEIGHT.
+    its use is a Function written in Python: that computes all of its gradients together
+    a tensor saved for its use has hooks (checkpointing): unpacking it later would recompute the region again
+A graph that holds compiled code or a reentrant checkpoint, which torch runs only in a full backward, is run in B_INPUT
+entirely. Roots off the chain (all of them, if nothing was received) wait for B_WEIGHT.
 
-Gradients are added in place to a `.grad` that is there, by the parameters' own accumulators, so their hooks fire, but
-in B_INPUT or B_WEIGHT, and perhaps in both: whoever exchanges gradients starts when all are done (REDUCE_GRADS). Hooks
-on tensors within the model are called once more in B_WEIGHT, on the same gradients; what they return then is not used.
-Memory: activations of the chain stay until B_WEIGHT; autograd has no way to free some nodes of a graph and not others.
+Gradients are added in place to an existing `.grad` by the parameters' own accumulators, so their hooks fire, in B_INPUT
+or B_WEIGHT, and perhaps in both: average gradients only when all are done (REDUCE_GRADS). Hooks on tensors within the
+model are called again in B_WEIGHT, on the same gradients; what they return then is not used.
+
+Memory: activations of the chain stay until B_WEIGHT; autograd cannot free some nodes of a graph and keep others.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Grads = tuple[Tensor | None, ...]
 
 @dataclass(slots=True)
 class _Use:
-    """A node of the chain, and the parameters that are off the chain from there."""
+    """A chain node, and the parameters off the chain that it leads to."""
 
     node: Node
     parameters: set[Node]  # their accumulators
@@ -47,14 +48,17 @@ class _Use:
 
 @dataclass(slots=True)
 class Later:
-    """What B_INPUT leaves to B_WEIGHT. It holds the graph: drop other references to it, so that `run` frees it."""
+    """The parameter gradients that B_INPUT defers to B_WEIGHT.
+
+    It holds the graph: drop other references to it, so that `run` frees it.
+    """
 
     uses: list[_Use] = field(default_factory=list)  # first to run first
     roots: list[GradientEdge] = field(default_factory=list)  # off the chain
     gradients: list[Tensor] = field(default_factory=list)  # of these
 
     def run(self) -> None:
-        """Add the parameters' gradients. Once."""
+        """Accumulate the deferred parameter gradients. Call it once."""
         while self.uses:
             _run(self.uses.pop(0), keep_graph=bool(self.roots))
         if self.roots:
@@ -63,10 +67,10 @@ class Later:
 
 
 def backward_input(roots: Sequence[Tensor], gradients: Sequence[Tensor], received: Sequence[Tensor]) -> Later:
-    """Add to `.grad` of the leaves `received`; what is left for the parameters is returned.
+    """Accumulate into `.grad` of the leaves `received`, and return the deferred work for the parameters.
 
-    `gradients` are those of `roots`, each of its shape. Neither they nor what was added to the leaves may be written to
-    before the rest has run: it may be the same memory.
+    `gradients` are those of `roots`, each of its shape. Neither they nor the gradients of the leaves may be written to
+    before the deferred work has run: they may share memory.
     """
     edges = [get_gradient_edge(root) for root in roots]
     nodes = _nodes([edge.node for edge in edges])
@@ -88,7 +92,7 @@ def backward_input(roots: Sequence[Tensor], gradients: Sequence[Tensor], receive
 
 
 def _nodes(roots: Sequence[Node]) -> list[Node]:
-    """All nodes of the graph, each after those that it leads to."""
+    """Return all nodes of the graph, each after those that it leads to."""
     found: dict[Node, None] = {}
     entered: set[Node] = set()
     stack = [(node, False) for node in roots]
@@ -112,12 +116,12 @@ def _chain(nodes: Sequence[Node], leaves: dict[Node, Tensor]) -> dict[Node, None
 
 
 def _beside(node: Node, chain: dict[Node, None]) -> list[list[Node]]:
-    """What `node` leads to off the chain, by its ways there."""
+    """Return the nodes off the chain that `node` leads to, in one list for each of its edges."""
     return [_nodes([n]) for n, _ in node.next_functions if n is not None and n not in chain]
 
 
 def _divided(chain: dict[Node, None]) -> tuple[list[_Use], list[Node]]:
-    """The uses whose parameters can wait, and the accumulators that cannot."""
+    """Return the uses whose parameters can be deferred, and the accumulators that cannot."""
     counts: dict[Node, int] = {}
     groups: list[set[Node]] = []  # of accumulators with nodes between them and the chain that run once for all of them
     uses, at_once = [], set[Node]()
@@ -141,7 +145,7 @@ def _divided(chain: dict[Node, None]) -> tuple[list[_Use], list[Node]]:
 
 @contextmanager
 def _kept(uses: Sequence[_Use]) -> Iterator[list[_Use]]:
-    """Yields a list in which the uses are, in the order that they were reached in, with what arrived at them."""
+    """Yield a list that collects the uses as a backward reaches them, with the gradients that arrive."""
     reached: list[_Use] = []
     handles = [use.node.register_prehook(_keeper(use, reached)) for use in uses]
     try:
@@ -190,7 +194,7 @@ def _is_reentrant(node: Node) -> bool:
 
 
 def _has_hooks(node: Node) -> bool:
-    """Whether somebody packed a tensor that was saved for `node`."""
+    """Return whether a tensor saved for `node` has saved-tensor hooks."""
     for name in _saved_names(type(node)):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, list | tuple) else (saved,):

@@ -1,4 +1,4 @@
-"""Where a model is cut, and what every stage then owns, receives and sends."""
+"""Split points of a model, and what every pipeline stage then owns, receives and sends."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ _FLOP_PER_BYTE = (
 class SplitPoints:
     """The first unit of every stage, in the order of the forward: `("embed", "blocks.2", "head")` are three stages.
 
-    A unit that is called again is named with @ and how often it was called before: "shared@2". The name of a module
-    that holds units stands for the first of them to be called.
+    A unit that is called again is named with @ and the number of earlier calls: "shared@2". The name of a module that
+    holds units stands for the first of them to be called.
     """
 
     first: tuple[str, ...]
 
     @property
     def stages(self) -> int:
+        """Return the number of stages."""
         return len(self.first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """One stage of a cut model, for one kind of batch. Values are in the order in which they go over the wire."""
+    """A specification of one stage of a split model, for one kind of batch. Tensors are in the order of sending."""
 
     stage: int
     stages: int
@@ -47,22 +48,24 @@ class StageSpec:
     receives: tuple[CallOutput, ...]
     sends: tuple[CallOutput, ...]
     holds: frozenset[str]  # parameters and buffers, canonical names
-    shared: frozenset[str] = frozenset()  # of these, parameters that other stages hold too
+    shared: frozenset[str] = frozenset()  # held parameters that other stages hold too
 
     @property
     def is_last(self) -> bool:
+        """Return whether this is the last stage."""
         return self.stage + 1 == self.stages
 
     def owns(self, call: int) -> bool:
+        """Return whether unit call number `call` runs on this stage."""
         return self.low <= call < self.high
 
 
 def balanced_split(flow: DataFlow, stages: int, *, costs: Mapping[str, float] | None = None) -> SplitPoints:
-    """`stages` contiguous runs of calls, the dearest as cheap as possible. `costs`: of one call of each unit.
+    """Return the split into `stages` contiguous runs of calls that minimizes the cost of the most expensive run.
 
-    Default: the flop of the call, and 10 for every byte of parameters that it reads: an embedding, which multiplies
-    nothing, has a price too, and where tokens are few parameters decide, as they do on machines. Raises BadInput where
-    there are fewer units than stages.
+    `costs`: cost of one call of each unit. Default: the flop of the call, plus 10 for every byte of parameters that it
+    reads. So an embedding, which multiplies nothing, has a cost too. With few tokens the parameters dominate, as on
+    real machines. Raises BadInput if there are fewer unit calls than stages.
     """
     _check_count(flow, stages)
     price = [_work(call) if costs is None else costs.get(call.unit, 0.0) for call in flow.calls]
@@ -76,9 +79,10 @@ def _work(call: UnitCall) -> float:
 def stage_specs(
     module: nn.Module, flow: DataFlow, cuts: SplitPoints, keepers: Keepers | None = None
 ) -> tuple[StageSpec, ...]:
-    """What every stage is; raises BadInput where the model cannot be cut there, and says which tensor is in the way.
+    """Return the specification of every stage; raise BadInput, naming the tensor, if the model cannot be split there.
 
-    `keepers`: as another flow has them, where this one is of a forward that changes nothing (an evaluation).
+    `keepers`: owner stages of the buffers, from another data flow, if this one is of a forward that changes none (an
+    evaluation).
     """
     starts = _starts(module, flow, cuts)
     bounds = [*starts, flow.end]
@@ -116,20 +120,20 @@ def stage_specs(
 
 
 def shared_names(parts: Sequence[StageSpec], module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Parameters held by several stages, whose gradients are to be added, and these stages."""
+    """Return the parameters held by several stages, whose gradients are to be summed, and these stages."""
     found = {name: tuple(p.stage for p in parts if name in p.holds) for name, _ in module.named_parameters()}
     return {name: stages for name, stages in found.items() if len(stages) > 1}
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
-    """Every name of every parameter and buffer -> the first name of the same one."""
+    """Map every name of every parameter and buffer to the first name of the same tensor."""
     first: dict[int, str] = {}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def _edges(flow: DataFlow, at: int) -> tuple[CallOutput, ...]:
-    """Values made before call `at` that it or later ones depend on."""
+    """Return the tensors made before call `at` that it or later ones depend on."""
     told = [CallOutput(i, TOLD) for i, call in enumerate(flow.calls[:at]) if call.is_told and at < flow.end]
     return tuple(sorted([*told, *(v for v in flow.readers if v.call < at <= flow.last_reader(v))]))
 
@@ -140,7 +144,7 @@ def _holds(module: nn.Module, flow: DataFlow, low: int, high: int) -> frozenset[
     mine = {call.unit for call in flow.calls[low:high]}
     is_last = high == flow.end
     if is_last:
-        mine |= set(flow.units) - used  # nobody calls them, somebody must keep them
+        mine |= set(flow.units) - used  # never called: the last stage keeps their parameters
     inside = {name for name in canonical if any(_is_in(name, unit) for unit in flow.units)}
     names = {canonical[name] for name in canonical if any(_is_in(name, unit) for unit in mine)}
     loose = {name for name, at in flow.loose.items() if is_last or min(at) < high}
@@ -177,7 +181,7 @@ def _number(module: nn.Module, flow: DataFlow, name: str) -> int:
         return flow.names[name]
     inner = (number for number, call in enumerate(flow.calls) if call.unit.startswith(name + "."))
     if (first := next(inner, None)) is not None:
-        return first  # a container, by which its first unit is meant
+        return first  # a container stands for its first unit
     outer = next((unit for unit in flow.units if name.startswith(unit + ".")), None)
     if outer is not None and any(path == name for path, _ in module.named_modules()):
         times = sum(call.unit == outer for call in flow.calls)
@@ -218,7 +222,7 @@ def _never_called(flow: DataFlow) -> str:
 
 
 def _check(flow: DataFlow, part: StageSpec) -> None:
-    """Nothing that this stage computes with may be absent."""
+    """Raise BadInput if this stage would compute with an absent tensor."""
     for call in flow.calls[: part.low]:
         strange = next((leaf.opaque for leaf in call.leaves if leaf.opaque), "")
         if strange and any(v.place == HIDDEN for v in part.receives):
@@ -269,14 +273,17 @@ def _check(flow: DataFlow, part: StageSpec) -> None:
 
 
 def end_of(flow: DataFlow, part: StageSpec) -> float:
-    """Where the forward of a stage ends, as it has not what is looked at there: as in `LateOutput`; inf: nowhere."""
+    """Return the position where the forward of a stage ends, for lack of a tensor value read there; inf if nowhere.
+
+    Positions are those of `LateOutput`.
+    """
     ends = [p - 0.5 for v, at in flow.branches.items() for p in at if p >= part.high and not _has(part, v)]
     ends += [float(i) for i in range(part.high, flow.end) if flow.calls[i].is_told]
     return math.inf if part.is_last else min(ends, default=math.inf)
 
 
 def check_late(flow: DataFlow, part: StageSpec, end: float, lates: Sequence[LateOutput]) -> None:
-    """Raises BadInput where what Python keeps of the rest of a forward that ends there matters to the next one."""
+    """Raise BadInput if the forward ends at `end`, and the next one needs Python state that the rest would change."""
     late = next((one for one in lates if one.matters(end) and _stays(flow, one, end)), None)
     if late is not None:
         raise bad_input(
@@ -293,7 +300,11 @@ def _has(part: StageSpec, value: CallOutput) -> bool:
 
 
 def _stays(flow: DataFlow, late: LateOutput, end: float) -> bool:
-    """Who reads it right before the end can only change what stays; which is then read before, or is a tensor."""
+    """Return whether the state changed after `end` lasts to the next forward.
+
+    A reader right before the end can only pass it on by a change that lasts: of a tensor, or of state that is read
+    earlier.
+    """
     if late.after == FIRST or min(late.readers) < end or end in flow.stirs:
         return True
     stirred = (one for one in flow.stirred if one.after == end and one.written >= end)
@@ -305,7 +316,7 @@ def _reader(flow: DataFlow, position: int) -> str:
 
 
 def _balanced(price: Sequence[float], stages: int) -> list[int]:
-    """Where each of `stages` non-empty runs begins, their largest sum minimal; ties: earlier stages get more."""
+    """Return where each of `stages` non-empty runs begins, their largest sum minimal; ties: earlier stages get more."""
     count = len(price)
     total = [0.0]
     for p in price:

@@ -1,9 +1,11 @@
-"""A stage: the user's whole forward, in which what other stages own are ghosts.
+"""Pipeline stage: the user's whole forward, in which units of other stages are placeholders.
 
-A ghost holds no storage and returns what the real unit would have: the tensor received from an earlier stage, the
-argument that the unit passed through, or an absent tensor where nothing of this stage depends on it. The module objects
-stay, with their attributes and hooks; only their parameters are absent and their `forward` is another. Every stage runs
-the forward to its end, so that what the model keeps (counters, switches, memories) is what one process would keep.
+A placeholder holds no storage and returns what the real unit would have. This is the tensor received from an earlier
+stage, the argument that the unit passed through, or an absent tensor if nothing of this stage depends on it. The module
+objects stay, with their attributes and hooks; only their parameters are absent and their `forward` is replaced.
+
+Every stage runs the forward to its end, or until it needs an absent value after its last unit. So the state that the
+model keeps (counters, switches, memories) equals that of one process.
 """
 
 from __future__ import annotations
@@ -53,23 +55,24 @@ _KEY = "plan.mesh.pipe"
 
 @dataclass(slots=True)
 class _Turn:
-    """One forward while it runs."""
+    """The state of one forward while it runs."""
 
-    given: dict[CallOutput, Tensor]  # what ghosts return: views of what was received
+    given: dict[CallOutput, Tensor]  # outputs of placeholders: views of the received tensors
     made: dict[CallOutput, Tensor] = field(default_factory=dict)
-    hooks: dict[CallOutput, frozenset[int]] = field(default_factory=dict)  # that the unit has set on what it made
+    hooks: dict[CallOutput, frozenset[int]] = field(default_factory=dict)  # set by the unit on its outputs
     at: int = 0  # number of the next call
     inside: UnitCall | None = None  # the owned call that is running
     turns: dict[str, int] = field(default_factory=dict)  # of inner modules, in that call
     is_shadow: bool = False  # the call that is running is another stage's
-    is_begun: bool = False  # it ended within such a call
-    is_cut_short: bool = False  # it ended before its end
+    is_begun: bool = False  # the forward ended within such a call
+    is_cut_short: bool = False  # the forward ended early
 
 
 class StageModule:
-    """`module` as stage `part` of `flow`; the module is changed in place, and cannot be used as before.
+    """A pipeline stage made from `module`: stage `part` of the data flow `flow`.
 
-    One module may be several stages: then `keep` names what all of them hold.
+    The module is changed in place, and cannot be used as before. One module may be several stages: then `keep` names
+    the parameters and buffers that all of them hold.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class StageModule:
         self._regions, self._is_again = CheckpointRegions(), False
         self._absence.is_again = self._regions.is_run_again
         self._stale = StaleAttributes(module, self._refuse_stale)
-        self._changing: dict[str, bool] = {}  # units that were not called when the model was cut
+        self._changing: dict[str, bool] = {}  # units that the trace never called -> do they change Python state
         mine = {call.unit for call in flow.calls[part.low : part.high]} if part.high - part.low < flow.end else set()
         changing = frozenset(name for name in mine if changes_python(module.get_submodule(name)))
         self._beginnings = LaterEffects(module, part.stage, changing)
@@ -105,7 +108,10 @@ class StageModule:
         self.follow(flow, part)
 
     def follow(self, flow: DataFlow, part: StageSpec) -> None:
-        """From the next forward on, batches are of another kind: the same calls, with other shapes and edges."""
+        """Use the data flow of another kind of batch from the next forward on: same calls, other shapes and edges.
+
+        Raises BadInput if the stage would have other units or parameters.
+        """
         if (part.low, part.high) != (self.part.low, self.part.high) or not part.holds <= self.part.holds:
             raise bad_input(
                 wanted=f"batches by which stage {self.part.stage} has the same units",
@@ -123,20 +129,21 @@ class StageModule:
             inner.forward = self._inner(path, inner.forward)  # type: ignore[method-assign]
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What this stage holds, by canonical name."""
+        """Return the parameters that this stage holds, by canonical name."""
         return {name: p for name, p in self.module.named_parameters() if self.names[name] in self.part.holds}
 
     def receive(self, tensors: Mapping[CallOutput, Tensor]) -> dict[CallOutput, Tensor]:
-        """Leaves of a graph, of what came over the wire."""
+        """Return the received tensors as leaves of this stage's graph."""
         made = {v: self.flow.calls[v.call].made(v.place) for v in self.part.receives}
         return {v: laid_out(tensors[v].detach(), m).requires_grad_(m.needs_grad) for v, m in made.items()}
 
     def forward(
         self, run: Callable[[], Any], tensors: Mapping[CallOutput, Tensor], *, keep_graph: bool = True
     ) -> InFlight:
-        """Run this stage's part of `run`, which calls `self.module`, on what stage - 1 sent.
+        """Run this stage's part of `run`, which calls `self.module`, on the tensors that the previous stage sent.
 
-        Without `keep_graph` only what was received is kept, and `InFlight.recompute` comes before the backward.
+        Without `keep_graph` only the received tensors and copies of buffers are kept, and `InFlight.recompute` has to
+        come before the backward.
         """
         if keep_graph:
             return self._forward(run, tensors)
@@ -152,7 +159,7 @@ class StageModule:
     def _way_of(
         self, flow: DataFlow, part: StageSpec, run: Callable[[], Any], tensors: Mapping[CallOutput, Tensor]
     ) -> InFlight:
-        """The forward of a batch, when `follow` may have gone on to others."""
+        """Run the forward of a batch, though `follow` may have switched to another kind of batch since."""
         now = self.flow, self.part
         self.flow, self.part = flow, part
         try:
@@ -200,7 +207,7 @@ class StageModule:
         return InFlight(leaves, sent, result, around=around)
 
     def _check_late(self, turn: _Turn, cause: BaseException | None) -> None:
-        """The forward ended, perhaps at a look that it had not made when the model was cut, or because of `cause`."""
+        """Check a forward that ended early, perhaps at a value read that the trace did not have, or due to `cause`."""
         if self._end == math.inf or turn.at != math.ceil(self._end):
             lates = [one for one in self.flow.late if one.after == FIRST]
             try:
@@ -223,7 +230,7 @@ class StageModule:
         )
 
     def _check_shared(self) -> None:
-        """A hook on a parameter that several stages hold would see parts of its gradient."""
+        """Raise BadInput for a hook on a parameter that several stages hold: it would see a part of its gradient."""
         for name, parameter in self.parameters().items():
             if self.names[name] not in self.part.shared:
                 continue
@@ -245,12 +252,12 @@ class StageModule:
                 do="set the hook within the unit, or cut so that one stage has all readers",
                 key=_KEY,
             )
-        for hook in later:  # the same code has set it in the stage that reads the tensor, and there it runs
+        for hook in later:  # the stage that reads the tensor has set the same hook, and runs it
             del tensor._backward_hooks[hook]  # type: ignore[union-attr]
         return tensor
 
     def _advance(self, turn: _Turn) -> None:
-        """Whether a unit of this stage is still to run."""
+        """Note whether a unit of this stage is still to run."""
         self._absence.is_over = turn.at >= self.part.high and not self.part.is_last
 
     def _unit(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,7 +272,7 @@ class StageModule:
             if turn is None or is_again:
                 return self._once_more(name, real, (args, kwargs))
             if signature is not None:
-                signature.bind(*args, **kwargs)  # raises TypeError, as the unit does where it lies
+                signature.bind(*args, **kwargs)  # raises TypeError, as the unit does on its own stage
             if self._is_extra(name) and self._absence.refused is None:
                 return self._extra(turn, name, real, (args, kwargs))
             call = self._next(turn, name)
@@ -283,7 +290,7 @@ class StageModule:
         return forward
 
     def _once_more(self, name: str, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
-        """A backward runs a checkpointed region, which calls the unit."""
+        """Run the call of a unit in a checkpointed region that a backward runs again."""
         if (ghostly := self._regions.next()) is not None:
             return ghostly.again(name)
         self._is_again, self._absence.unit = True, name
@@ -293,7 +300,7 @@ class StageModule:
             self._is_again, self._absence.unit = False, ""
 
     def _own(self, turn: _Turn, call: UnitCall, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
-        """The unit itself."""
+        """Run the unit itself, which this stage owns, and keep the outputs that later stages read."""
         turn.inside, turn.turns = call, {}
         self._absence.unit = call.name
         arguments = flatten(given)[0]
@@ -325,7 +332,7 @@ class StageModule:
             turn.inside, self._absence.unit = None, ""
 
     def _shadow(self, turn: _Turn, call: UnitCall, real: Callable[..., Any], given: tuple[Any, Any]) -> Any:
-        """What the unit does and gives in Python: its own forward, on what is absent or was received."""
+        """Run the forward of another stage's unit on absent and received tensors, for its Python effects and values."""
         arguments, containers = flatten(given)[0], containers_of(given)
         lengths = [len(container) for container in containers]
         kept = self._kept_lengths(call)
@@ -372,16 +379,16 @@ class StageModule:
                 setattr(target, inside.attribute, self._received(turn, inside, getattr(target, inside.attribute)))
 
     def _kept_lengths(self, call: UnitCall) -> dict[tuple[str, str], int]:
-        """Of the lists and dicts of modules that a call may put tensors into."""
+        """Return the lengths of the lists and dicts of modules that a call may put tensors into."""
         places = {(i.module, i.attribute) for i in call.insides if i.container == KEPT}
         return {place: len(self._kept_at(*place) or ()) for place in places}
 
     def _kept_at(self, path: str, attribute: str) -> Any:
-        found = vars(self.module.get_submodule(path)).get(attribute)  # not by getattr: nobody asks what is stale
+        found = vars(self.module.get_submodule(path)).get(attribute)  # not by getattr, which checks for old values
         return found if isinstance(found, list | dict) else None
 
     def _put_there(self, call: UnitCall, lengths: dict[tuple[str, str], int]) -> Iterator[tuple[SideOutput, Any, Any]]:
-        """Each with the list or dict and the place in it; None where nothing was put there this time."""
+        """Yield each side output with its list or dict and its key; None if the call added nothing this time."""
         for inside in (i for i in call.insides if i.container == KEPT):
             place = inside.module, inside.attribute
             container, key = self._kept_at(*place), inside.key
@@ -405,7 +412,7 @@ class StageModule:
             self._keep_inside(turn, inside, container[key])
 
     def _received(self, turn: _Turn, inside: SideOutput, came: Any) -> Any:
-        """What a shadow left behind, with what was received of it."""
+        """Return a side output of a shadow run, with the received tensors in it."""
         leaves, spec = flatten(came)
         if not any(CallOutput(turn.at, place) in turn.given for place in inside.places) or len(leaves) != len(
             inside.leaves
@@ -416,7 +423,7 @@ class StageModule:
 
     def _next(self, turn: _Turn, name: str) -> UnitCall:
         if self._absence.refused is not None:
-            raise self._absence.refused  # the model's code caught it
+            raise self._absence.refused  # the model's code caught the error
         there = (i for i in range(turn.at, self.flow.end) if self.flow.calls[i].unit == name)
         if (at := next(there, None)) is None or not self._may_skip(turn, at):
             error = self._strayed(turn, name)
@@ -427,12 +434,12 @@ class StageModule:
         return self.flow.calls[at]
 
     def _may_skip(self, turn: _Turn, until: int) -> bool:
-        """Whether calls may be left out this time: only this stage has to do with them."""
+        """Return whether calls may be left out in this forward: only this stage depends on them."""
         left_out = range(turn.at, until)
         return all(map(self.part.owns, left_out)) and not any(value.call in left_out for value in self.part.sends)
 
     def _is_extra(self, name: str) -> bool:
-        """Whether the call is one that nobody made when the model was cut: the last stage has what nobody called."""
+        """Return whether the call is of a unit that the trace never called: the last stage owns those."""
         if not self.part.is_last or name in self._called:
             return False
         if name not in self._changing:
@@ -473,8 +480,8 @@ class StageModule:
                 setattr(target, inside.attribute, structure)
             else:
                 self._answers.append(structure)
-                target()  # its hooks take it from there
-        self._place_kept(turn, call, kept)  # what hooks have put there
+                target()  # runs its forward hooks on `structure`
+        self._place_kept(turn, call, kept)  # tensors that hooks have added
         leaves: list[Any] = []
         for place, leaf in enumerate(call.leaves):
             leaves.append(self._leaf(turn, leaf, place, given, leaves))
@@ -484,11 +491,11 @@ class StageModule:
         return call.spec.fill(leaves)
 
     def _kinds(self, turn: _Turn, call: UnitCall) -> dict[int, tuple[tuple[int, ...], torch.dtype] | None]:
-        """What a call that looks at numbers gave this time, where that is another kind of thing."""
+        """Return the outputs of a call that this time are of another kind than in the trace, by place."""
         if not call.is_told:
             return {}
         told = turn.given.get(CallOutput(turn.at, TOLD))
-        if told is None:  # it runs later, elsewhere
+        if told is None:  # it runs on a later stage
             raise Over
         return ValueReads.of_bytes(told).kinds()
 
@@ -503,7 +510,7 @@ class StageModule:
         if leaf.made is None:
             return leaf.constant if leaf.source is None else given[leaf.source]
         received = turn.given.get(CallOutput(turn.at, place))
-        if leaf.source is not None:  # whoever else holds the argument finds in it what the unit has written
+        if leaf.source is not None:  # other holders of the argument see the unit's write
             return self._written(given[leaf.source], received, self._origin(turn, place))
         if received is None or received.numel() != math.prod(leaf.made.shape):
             return self._absence.tensor(leaf.made, self._origin(turn, place))
@@ -512,7 +519,7 @@ class StageModule:
         return received.clone() if leaf.made.written else received
 
     def _written(self, given: Tensor, received: Tensor | None, origin: str) -> Tensor:
-        """An argument that the unit has changed in place."""
+        """Return an argument that the unit has changed in place."""
         if received is None:
             self._absence.mark(given, origin)
             return given
@@ -545,7 +552,7 @@ class StageModule:
         return forward
 
     def _keep(self, turn: _Turn, call: UnitCall, output: Any, given: Sequence[Any]) -> None:
-        """Remember what later stages will ask for, which must be what the trace says they do."""
+        """Keep the outputs that later stages receive; raise BadInput unless they are as in the trace."""
         leaves = flatten(output)[0]
         self._check_structure(turn, call, leaves)
         for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
@@ -603,7 +610,7 @@ class StageModule:
             value, made = CallOutput(turn.at, place), leaf.made
             if value not in self.part.sends or made is None:
                 continue
-            if not isinstance(tensor, Tensor):  # None this time, of which the shadows are told
+            if not isinstance(tensor, Tensor):  # None this time: the message to placeholders says so
                 turn.made.setdefault(value, torch.zeros(made.shape, dtype=made.dtype, device=made.device))
             elif made.shape == self.flow.calls[turn.at].made(place).shape:
                 self._check_like(turn, made, tensor)
@@ -641,14 +648,14 @@ def _put(container: MutableMapping[Any, Any] | list[Any], key: Any, held: Any) -
 
 
 def laid_out(tensor: Tensor, made: Produced) -> Tensor:
-    """With the strides that it has where it was made."""
+    """Return `tensor` with the strides that it had on the stage that made it."""
     if made.strides is None or sorted(made.strides) != sorted(_permuted(made)):
         return tensor
     return torch.empty_strided(made.shape, made.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _permuted(made: Produced) -> list[int]:
-    """The strides of its dims, were they all laid out one within the other in the order of their strides."""
+    """Return the strides that the dims would have if they were laid out densely, in the order of their strides."""
     assert made.strides is not None
     step, found = 1, []
     for stride, size in sorted(zip(made.strides, made.shape, strict=True)):

@@ -1,7 +1,8 @@
-"""Attributes that units of other stages change for themselves. In the trace nobody else read them, so they are not
-followed, and here they are as they were long ago: whoever reads one in a later forward, or in a backward, is refused.
+"""Attributes that units of other stages change for their own use.
 
-The modules of such units get a class of their own, in which these attributes say so. Nobody else pays for that.
+In the trace nothing else read them, so they are not followed, and on this stage they have old values. A read of one in
+a later forward, or in a backward, raises BadInput. The modules of such units get a subclass whose descriptors raise at
+such a read. Other modules have no cost.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, nn.Module, 
 
 @dataclass
 class StaleAttributes:
-    """Of one stage. `refuse` raises what is said of an attribute's name."""
+    """The module attributes that have old values on one stage. `refuse` raises the error for an attribute's name."""
 
     module: nn.Module
     refuse: Callable[[str], NoReturn]
-    is_on: bool = False  # whether code of the model's own runs for this stage
+    is_on: bool = False  # whether model code runs on this stage
     _names: dict[int, set[str]] = field(default_factory=dict)  # by id of the module, which is held here
     _kinds: dict[tuple[type, frozenset[str]], type] = field(default_factory=dict)
     _of_flows: dict[int, tuple[DataFlow, dict[int, AttributePlaces]]] = field(default_factory=dict)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """What is read in here is looked at."""
+        """Check attribute reads in this context."""
         was, self.is_on = self.is_on, True
         try:
             yield
@@ -45,12 +46,12 @@ class StaleAttributes:
             self.is_on = was
 
     def passed(self, flow: DataFlow, number: int) -> None:
-        """A unit of another stage has run there, and what it did for itself was not done here."""
+        """Mark the attributes that unit call `number` of another stage changes: this stage did not make that change."""
         for module, names in self._places(flow, number):
             self._names[id(module)] |= names
 
     def ended(self, flow: DataFlow, at: int) -> None:
-        """The forward ended here before that call."""
+        """Mark the attributes that the calls from `at` on change: the forward of this stage ended before them."""
         for number in range(at, flow.end):
             self.passed(flow, number)
         for late in flow.late:
@@ -60,13 +61,15 @@ class StaleAttributes:
                 self._names[id(found)].add(name)
 
     def holds(self, module: nn.Module, name: str) -> bool:
+        """Return whether an attribute has an old value while reads are checked."""
         return self.is_on and name in self._names.get(id(module), ())
 
     def renew(self, module: nn.Module, name: str) -> None:
-        """It was set here."""
+        """Unmark an attribute: this stage has set it."""
         self._names.get(id(module), set()).discard(name)
 
     def path(self, module: nn.Module, name: str) -> str:
+        """Return the path of an attribute from the root module."""
         found = next((path for path, one in self.module.named_modules() if one is module), "")
         return f"{found}.{name}" if found else name
 
@@ -92,7 +95,7 @@ class StaleAttributes:
 
 
 class _Guard:
-    """An attribute of a module, as it is, but where it is stale."""
+    """A descriptor for a module attribute that raises if its value is old, and else returns it."""
 
     def __init__(self, name: str, stale: StaleAttributes) -> None:
         self.name, self.stale = name, stale
@@ -121,7 +124,7 @@ class _Guard:
 
 
 def _of_class(kind: type, name: str) -> Any:
-    """What the class has under that name; behind a guard what that hides, or itself where there is nothing."""
+    """Return the class attribute of that name; behind a guard the one it hides, or the guard if there is none."""
     held = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
     hidden = [one for one in held if not isinstance(one, _Guard)]
     return (hidden or held or [None])[0]
@@ -135,7 +138,7 @@ def _module(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def _places(module: nn.Module, flow: DataFlow, number: int) -> Iterator[tuple[nn.Module, frozenset[str]]]:
-    """What a unit changes for itself, or may: where its code sets it, and no other code was seen to read it."""
+    """Yield modules, and their attributes that a unit changes for its own use: it sets them, and alone reads them."""
     call = flow.calls[number]
     followed = {f"{i.module}.{i.attribute}" for i in call.insides if i.attribute and i.container != KEPT}
     kept = [name for name, at in flow.kept.items() if number in at and name not in followed]
@@ -155,7 +158,7 @@ def _is_read(flow: DataFlow, call: UnitCall, name: str) -> bool:
 
 
 def _set_by(module: nn.Module) -> Iterator[str]:
-    """Names of attributes that the user's code of a module's class assigns, and of those that can change otherwise."""
+    """Yield the names of attributes that the user's code of a module's class assigns, or may change otherwise."""
     found, names = Snapshot(), set[str]()
     functions = [one for kind in type(module).__mro__ for one in vars(kind).values() if isinstance(one, FunctionType)]
     for one in functions:

@@ -1,4 +1,4 @@
-"""torch's switches for a whole thread, which a forward may turn and turn back: put back where it never got there."""
+"""Thread-wide switches of torch that a forward may change and reset: restored if the forward ends before its reset."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass
 class TorchSwitches:
-    """How they stood. Some us to read."""
+    """The saved values of torch's switches: gradient mode, default dtype, determinism, autocast.
+
+    Reading them takes some us.
+    """
 
     is_kept: bool = False
     _was: list[tuple[Callable[[Any], Any], Any]] = field(default_factory=list)
 
     @staticmethod
     def now() -> TorchSwitches:
-        """As they stand."""
+        """Read the switches."""
         found = TorchSwitches()
         found._was = [
             (torch.set_grad_enabled, torch.is_grad_enabled()),
@@ -38,18 +41,18 @@ class TorchSwitches:
         return found
 
     def keep(self) -> None:
-        """The forward got to its end: they are as it left them."""
+        """Keep the switches as the forward left them: it ran to its end."""
         self.is_kept = True
 
     def put_back(self) -> None:
-        """As they stood."""
+        """Restore the saved values."""
         for turn, was in self._was:
             turn(was)
 
 
 @contextmanager
 def switches_put_back() -> Iterator[TorchSwitches]:
-    """What is in here leaves them as they were, unless it gets to its end and says so."""
+    """Restore the switches on exit, unless the code in this context runs to its end and calls `keep`."""
     switches = TorchSwitches.now()
     try:
         yield switches

@@ -1,4 +1,4 @@
-"""Tracing: one forward run under watch, on shapes alone where that says all there is to say (see `operators.py`)."""
+"""Trace of one forward, on shapes alone if these determine the data flow (see `trace_backends.py`)."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def trace(
     fake: bool = True,
     lot: RandomExtreme = RandomExtreme.ANY,
 ) -> DataFlow:
-    """Run `run`, which calls `module` once and returns all that its caller wants of it (a loss); say what it did.
+    """Trace `run`, which calls `module` once and returns all that its caller needs (a loss). Return the data flow.
 
-    Parameters, buffers and generators are left as they were. Under gradients, as training does. First without
-    activations; where the forward needs numbers that are not there (or not `fake`) `run` is called again, on real
-    tensors and without their graph, and where it needs that too (a gradient within the forward), as in training.
-    Generators begin as `lot` says: every rank sees the same.
+    Parameters, buffers and generators are left as they were. Gradients are enabled, as in training. The first trace has
+    no activations. If the forward needs values that are not there (or not `fake`), `run` is called again on real
+    tensors, without saving tensors for a backward. If it needs these too (a gradient within the forward), it is called
+    as in training. `lot`: random numbers that generators begin with, equal on every rank.
     """
     if fake:
         unreal = FakeTensorOps(module)
         try:
             flow = _traced(ForwardTracer(module, tuple(units), unreal, lot), run, unlogged())
-        except Exception:  # whatever it was, the real run goes on, or says it better
+        except Exception:  # whatever it was: the run on real tensors works, or fails with a better error
             unreal.refused = True
         if not unreal.refused:
             return flow
@@ -71,14 +71,14 @@ def _run(watch: ForwardTracer, run: Callable[[], Any]) -> Any:
     try:
         return run()
     except Exception:
-        if watch.refused is not None:  # in a thread of the model's own, whose code went on
+        if watch.refused is not None:  # raised in a thread of the model's own, and lost there
             raise watch.refused from None
         raise
 
 
 @contextmanager
 def _without_graph() -> Iterator[None]:
-    """What an operator keeps for its backward is let go."""
+    """Drop the tensors that operators save for their backward."""
 
     def absent(_: None) -> Tensor:
         raise RunFailed("a gradient within a forward, whose graph was not kept")
@@ -89,7 +89,7 @@ def _without_graph() -> Iterator[None]:
 
 @contextmanager
 def _uncached() -> Iterator[None]:
-    """Autocast casts a weight wherever it is used: no stage has the copy that another one made."""
+    """Let autocast cast a weight wherever it is used: no stage has the copy that another one made."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -1,8 +1,9 @@
-"""How a traced forward runs its operators: for real, or on shapes alone.
+"""Backends that run the operators of a traced forward: on real tensors, or on shapes alone.
 
-Unreal: what depends on a parameter has a shape and no numbers, so it takes no memory and no time. What depends on the
-batch, on buffers and on nothing else stays real: masks, positions, and the branches that Python takes on them are those
-of the real forward. An operator that needs a number which is not there raises, and the forward has to run for real.
+On shapes alone, a tensor that depends on a parameter has no data, so it takes no memory and no time. A tensor that
+depends on nothing but the batch and buffers stays real: masks, positions, and the branches that Python takes on them
+are those of the real forward. An operator that needs a missing value raises, and the forward has to run on real
+tensors.
 """
 
 from __future__ import annotations
@@ -24,43 +25,43 @@ GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class TraceBackend(Protocol):
-    """Runs operators, and names the memory that tensors lie in."""
+    """A backend that runs operators, and numbers the memory that tensors lie in."""
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` gives."""
+        """Run `func` and return its output."""
 
     def key(self, tensor: Tensor) -> int:
-        """The same number for tensors in the same memory, and never given twice."""
+        """Return a number that is equal for tensors in the same memory, and never used for other memory."""
 
     def refuse(self) -> None:
-        """A number was asked for that is not there."""
+        """Record that a value was read that a fake tensor does not have."""
 
 
 class EagerOps:
-    """Operators run as they are."""
+    """A backend that runs operators on real tensors."""
 
     def __init__(self) -> None:
-        # While somebody refers to a storage, even if weakly, its address names nothing else; its memory is let go.
+        # While a storage is referenced, even weakly, its address is not reused; its memory is freed.
         self._seen: dict[int, StorageWeakRef] = {}
         self._without: dict[int, Tensor] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` gives."""
+        """Run `func` and return its output."""
         try:
             return func(*args, **kwargs)
         except RuntimeError:
             given = (args, kwargs)
             if not any(_is_one_element(x) for x in tree_leaves(given)):
                 raise
-        # A kernel that wants the strides of a real parameter, and was given one without memory: this once it has some.
+        # The kernel needs the strides of a real parameter, and this one has no memory: allocate it for this call.
         args, kwargs = tree_map_only(Tensor, lambda x: x.contiguous() if _is_one_element(x) else x, given)
         return func(*args, **kwargs)
 
     def refuse(self) -> None:
-        """All are there."""
+        """Do nothing: no value is missing."""
 
     def key(self, tensor: Tensor) -> int:
-        """The same number for tensors in the same memory, and never given twice."""
+        """Return a number that is equal for tensors in the same memory, and never used for other memory."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # tensors without storage
@@ -73,32 +74,35 @@ class EagerOps:
 
 
 class FakeTensorOps(EagerOps):
-    """Operators that depend on a parameter of `module` run on shapes alone. `refused`: one of them could not."""
+    """A backend that runs operators on fake tensors if they depend on a parameter of `module`.
+
+    `refused`: one of them could not run so.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.refused = False
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self._same: dict[int, int] = {}  # memory of a stand-in -> of what it stands for
-        self._unknown = {self.key(p) for p in module.parameters()}  # real tensors whose numbers mean nothing
+        self._same: dict[int, int] = {}  # memory of a fake copy -> of its real tensor
+        self._unknown = {self.key(p) for p in module.parameters()}  # real tensors whose values mean nothing
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` gives; raises where that cannot be said."""
+        """Run `func` and return its output; raise if shapes alone do not determine it."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not any(isinstance(x, FakeTensor) or self.key(x) in self._unknown for x in tensors):
             return func(*args, **kwargs)
         try:
             return self._shapes(func, args, kwargs)
         except Exception:
-            self.refused = True  # whoever may catch this
+            self.refused = True  # even if the model's code catches this
             raise
 
     def refuse(self) -> None:
-        """A number was asked for that is not there."""
+        """Record that a value was read that a fake tensor does not have."""
         self.refused = True
 
     def key(self, tensor: Tensor) -> int:
-        """That of the real tensor, where this lies in the memory of its stand-in."""
+        """Return the number of the real tensor, if `tensor` lies in the memory of its fake copy."""
         key = super().key(tensor)
         return self._same.get(key, key)
 
@@ -134,7 +138,7 @@ class FakeTensorOps(EagerOps):
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """An operator whose shapes cannot be told is no error of the run, though torch logs it as one."""
+    """Silence torch's log of operators whose output shapes are unknown: the run goes on without them."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(_no)
     try:
@@ -148,14 +152,17 @@ def _no(_: logging.LogRecord) -> bool:
 
 
 def like_bf16(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """torch 2.13 says what grouped products give in bf16 alone, and runs others too; to be removed when it does."""
+    """Run a grouped matmul on fake tensors as if in bfloat16, and return the type it has.
+
+    torch 2.13 infers the output of grouped matmuls in bfloat16 alone, and runs others too. To be removed when it does.
+    """
     given = (args, {**kwargs, "out_dtype": None})
     halves, named = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, given)
     return func(*halves, **named).to(kwargs.get("out_dtype") or args[0].dtype)
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator says it changes in place."""
+    """Yield the tensors that an operator says it changes in place."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -163,7 +170,10 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
 
 
 def changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """What an operator changes; of a normalisation, which need not say so, everything where it trains."""
+    """Yield the tensors that an operator changes.
+
+    For a batch norm in training these are its running statistics, which its schema need not name.
+    """
     if "batch_norm" not in func.name():
         yield from written(func, args, kwargs)
         return
@@ -174,5 +184,5 @@ def changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
 
 
 def _is_one_element(tensor: Any) -> bool:
-    """As the parameters of a `MetaModel` are, in all of their dims."""
+    """Return whether a tensor repeats one element in all of its dims, as the parameters of a `MetaModel` do."""
     return isinstance(tensor, Tensor) and tensor.numel() > 1 and not any(tensor.stride())

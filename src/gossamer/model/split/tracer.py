@@ -1,8 +1,8 @@
-"""Watching one forward, to learn which unit's output reaches which unit through the model's own code.
+"""Tracer of one forward: finds which unit's output reaches which unit through the model's own code.
 
-Every storage carries the set of values it was computed from. Within a call of a unit nothing is followed: what it reads
-is an edge, what it returns is a value. A tensor that was born inside a call and is read outside without having been
-returned is a leak: followed where a hook or an attribute holds it (it can be put back there), else a hidden value.
+Every storage carries the set of unit outputs it was computed from. Within a unit call nothing is followed: what it
+reads is an edge, what it returns is a value. A tensor made within a call may be read outside without having been
+returned. If a hook or an attribute holds it, it is a side output (placeholders can put it there); else a hidden value.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _REPEATABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device,
 
 @dataclass
 class TracedCall:
-    """A call while it is being watched."""
+    """A record of one unit call while it is traced: arguments, output tensors, side effects."""
 
     unit: str
     turn: int
@@ -62,25 +62,25 @@ class TracedCall:
     spec: TreeShape | None = None
     containers: list[Any] = field(default_factory=list)  # lists and dicts among the arguments
     before: list[Any] = field(default_factory=list)  # copies of them
-    kept: list[tuple[str, str, Any, Any]] = field(default_factory=list)  # those of modules: path, attribute, it, a copy
+    kept: list[tuple[str, str, Any, Any]] = field(default_factory=list)  # of modules: path, attribute, object, a copy
     inner: list[tuple[str, int, str, Any]] = field(default_factory=list)  # module, turn, attribute, output
     insides: list[SideOutput] = field(default_factory=list)
     turns: dict[str, int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # storages from elsewhere
     looked: bool = False
-    is_used: bool = False  # whether it computes with anything that the unit owns
+    is_used: bool = False  # whether it computes with a parameter or buffer of the unit
     effects: PythonEffects | None = None
     flop: float = 0.0
 
 
 class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The mode and the hooks of one traced forward."""
+    """A dispatch mode, with hooks on the units, that traces one forward."""
 
     def __init__(
         self, module: nn.Module, units: tuple[str, ...], operators: TraceBackend, lot: RandomExtreme = RandomExtreme.ANY
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.until: Any = None  # the code of the function that calls what is watched
+        self.until: Any = None  # the code of the function that calls the traced forward
         self.module, self.units, self.operators = module, units, operators
         self.key, self.lot, self.draws = operators.key, lot, RandomBranchTrace()
         self.buffers = SavedBuffers(self.key)
@@ -88,23 +88,23 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[TracedCall] = []
         self.current: int | None = None
         self.reads = Reads(self._now)
-        self.early: dict[float, Snapshot] = {}  # what Python held at the beginning, and where it looked at numbers
-        self.stirred: list[tuple[float, Difference, float]] = []  # what was changed up to a look, and when
-        self.stirs: set[float] = set()  # when the code between units changes tensors that stay
+        self.early: dict[float, Snapshot] = {}  # Python state at the start, and at each value read
+        self.stirred: list[tuple[float, Difference, float]] = []  # changes before a value read, and their positions
+        self.stirs: set[float] = set()  # when the code between units changes lasting tensors
         self.late: tuple[LateOutput, ...] = ()
-        self.holders: list[nn.Module] = []  # that have lists or dicts
+        self.holders: list[nn.Module] = []  # modules that have lists or dicts
         self.thread = threading.get_ident()
         self.refused: BadInput | None = None
-        self.slope = ""  # a call through which the code between units takes a gradient
-        self.caught: BadInput | None = None  # a unit raised something; refused where the forward goes on
-        self.constant: set[int] = set()  # memory that is made of nothing: anybody makes the same
+        self.slope = ""  # a unit through which the code between units computes a gradient
+        self.caught: BadInput | None = None  # a unit raised an exception; refused if the forward goes on
+        self.constant: set[int] = set()  # memory computed from constants: every stage computes the same
         self.taint: dict[int, frozenset[CallOutput]] = {}
         self.born: dict[int, int] = {}  # storage -> call in which it was made
         self.where: dict[CallOutput, int] = {}  # storage of each value
-        self.named: dict[int, list[CallOutput]] = {}  # the other way round
-        self.nodes: set[CallOutput] = set()  # whose nodes in the graph the model's code takes
+        self.named: dict[int, list[CallOutput]] = {}  # storage -> values
+        self.nodes: set[CallOutput] = set()  # whose grad_fn the model's code takes
         self.changed: set[CallOutput] = set()  # written in place after they were made
-        self.without_grad: list[tuple[str, Tensor]] = []  # what units gave while no graph was recorded
+        self.without_grad: list[tuple[str, Tensor]] = []  # unit outputs while no graph was recorded
         self.readers: dict[CallOutput, set[int]] = {}
         self.branches: dict[CallOutput, set[int]] = {}
         self.loose: dict[str, set[int]] = {}
@@ -117,10 +117,11 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.within = {name: {id(m) for m in module.get_submodule(name).modules()} for name in units}
 
     def _now(self) -> float:
-        """The number of the running call; between two of them, one between theirs."""
+        """Return the number of the running call; between two calls, a number between theirs."""
         return len(self.calls) + BEGINNING if self.current is None else self.current
 
     def install(self, stack: ExitStack) -> None:
+        """Install the hooks of the trace; `stack` removes them."""
         self.draws.enter()
         self._note(FIRST)
         stack.enter_context(self.reads.watching())
@@ -181,7 +182,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.current is not None:
             self.running.in_unit(step, self.current)
             return
-        if self.running.in_code(step, len(self.calls), values):  # whoever runs this needs them
+        if self.running.in_code(step, len(self.calls), values):  # every stage that runs this needs them
             self._reach(values)
         if is_look:
             self.running.look(step, len(self.calls))
@@ -191,14 +192,14 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.readers.setdefault(value, set()).add(len(self.calls))
 
     def _static(self, module: nn.Module) -> dict[int, str]:
-        """Storage -> canonical name of every parameter and buffer."""
+        """Return the canonical name of every parameter and buffer, by storage."""
         found: dict[int, str] = {}
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             found.setdefault(self.key(tensor), name)
         return found
 
     def _kept(self, module: nn.Module) -> dict[int, tuple[str, ...]]:
-        """Storage -> parameters, buffers and attributes of modules that lie in it."""
+        """Return the parameters, buffers and attributes of modules in each storage."""
         found: dict[int, tuple[str, ...]] = {}
         for path, inner in module.named_modules():
             for name, held in [*inner._parameters.items(), *inner._buffers.items(), *vars(inner).items()]:
@@ -208,7 +209,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _differentiated(self, outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
-        """The model's code takes a gradient in the forward. Through a unit it cannot, for its graph lies elsewhere."""
+        """Note that code between units computes a gradient in the forward. It cannot do so through a unit."""
         if self.current is not None:
             return
         ends = self._read([x for x in outputs if isinstance(x, Tensor)])
@@ -236,12 +237,12 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.lent.setdefault(name, set()).add(self.current)
 
     def _held(self, tensor: Tensor) -> None:
-        """The model's code takes the node that made a tensor, perhaps to set a hook on it."""
+        """Note that the model's code takes the `grad_fn` of a tensor, perhaps to set a hook on it."""
         if self.current is None:
             self.nodes.update(self.named.get(self.key(tensor), ()))
 
     def _looked(self, tensor: Tensor) -> None:
-        """Python takes all numbers of a tensor."""
+        """Note that Python takes all values of a tensor."""
         key = self.key(tensor)
         if isinstance(tensor, FakeTensor):
             self.operators.refuse()
@@ -305,7 +306,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.current
 
     def _lists_and_dicts(self, unit: str, known: set[int]) -> Iterator[tuple[str, str, Any, Any]]:
-        """Attributes of modules that a call may put something into."""
+        """Yield the attributes of modules that are lists or dicts, to which a call may add."""
         if not self.holders:
             self.holders = [m for m in self.module.modules() if any(self._containers_in(m))]
         for module in (*self.holders, *self.module.get_submodule(unit).modules()):
@@ -319,7 +320,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ((n, x) for n, x in vars(module).items() if n not in OF_TORCH and type(x) in (list, dict))
 
     def _raised(self, name: str, error: BaseException, *, is_fitting: bool) -> None:
-        """The call never ended. Where its arguments did not fit it never began, on no stage."""
+        """Undo the record of a call that raised. If its arguments did not fit, it never began, on no stage."""
         self.calls.pop()
         self.current = None
         self.draws.enter()
@@ -336,7 +337,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seen = self.calls[number]
         assert seen.effects is not None
         seen.effects.end(self.module, seen.arguments, self.until)
-        self.constant.difference_update(self.key(x) for x in seen.effects.tensors)  # nobody else finds it there
+        self.constant.difference_update(self.key(x) for x in seen.effects.tensors)  # other stages do not compute it
         self.current = None
         leaves, seen.spec = flatten(output)
         first: dict[int, int] = {}
@@ -368,19 +369,19 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._name(key, value)
         if not torch.is_grad_enabled():
             self.without_grad.append((seen.unit, leaf))
-        if is_skipped and key not in seen.written:  # this time: another time it gives what it computes
+        if is_skipped and key not in seen.written:  # this time; another time it returns what it computes
             return OutputLeaf(made=self._to_come(leaf, seen.unit))
         return OutputLeaf(source=same, made=Produced.of(leaf))
 
     def _to_come(self, leaf: Tensor, unit: str) -> Produced:
-        """What a unit that has given its argument this time gives when it computes."""
+        """Return the output of a unit when it computes, which has passed its argument through this time."""
         made = Produced.of(leaf)
         is_trained = any(p.requires_grad for p in self.module.get_submodule(unit).parameters())
         is_grown = is_trained and torch.is_grad_enabled() and leaf.is_floating_point()
         return replace(made, needs_grad=made.needs_grad or is_grown)
 
     def _name(self, key: int, value: CallOutput) -> None:
-        """From here on the storage is `value`; a view of older storage is that too."""
+        """Call the storage `value` from here on; a view of older storage is that value too."""
         older = frozenset() if self.born.pop(key, None) is not None else self.taint.get(key, frozenset())
         self.taint[key] = older | {value}
         self.where[value] = key
@@ -390,7 +391,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.current is None:
             return
         seen = self.calls[self.current]
-        hooked = module._forward_hooks  # only by a hook does what it gives get out, beside the unit's own output
+        hooked = module._forward_hooks  # its output leaves the unit only through a forward hook
         if hooked and id(module) in self.within[seen.unit] and self.paths[id(module)] != seen.unit:
             path = self.paths[id(module)]
             turn = seen.turns.get(path, 0)
@@ -423,7 +424,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seen.insides.append(replace(inside, leaves=kept, places=places))
 
     def _inner_leaf(self, seen: TracedCall, leaf: Any, value: CallOutput) -> tuple[OutputLeaf, int]:
-        """The leaf, and the place of the value that it is: a new one, or the one its memory has a name for."""
+        """Return the leaf, and the place of its value: a new one, or the one that its memory already has."""
         if not isinstance(leaf, Tensor):
             return OutputLeaf(constant=leaf if type(leaf) in _REPEATABLE else None), HIDDEN
         same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
@@ -437,7 +438,10 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return OutputLeaf(made=made), next(named, HIDDEN)
 
     def finish(self, ends: list[Tensor]) -> None:
-        """What the caller got depends on these."""
+        """Record that the caller's result depends on the tensors `ends`, and close the trace.
+
+        Raises BadInput for a forward that cannot be split.
+        """
         self.draws.leave()
         if (refused := self.refused or self.caught) is not None:
             raise refused
@@ -458,6 +462,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.running.readers.setdefault(name, set()).add(len(self.calls))
 
     def flow(self) -> DataFlow:
+        """Return the data flow that was traced."""
         calls = tuple(self._call(i, seen) for i, seen in enumerate(self.calls))
         return DataFlow(
             calls=calls,
@@ -537,12 +542,12 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _readers(self, ways: Iterable[Root | None]) -> frozenset[float]:
-        """Who may read it in the next forward."""
+        """Return the readers of a piece of state in the next forward."""
         found = (self.reads.others(way, -1) if way is not None else {BEGINNING} for way in ways)
         return frozenset(reader for some in found for reader in some)
 
     def _written(self, one: Difference) -> float:
-        """When for the last time; the end, where it was not a unit."""
+        """Return the last call that changed it; the end of the forward if no unit did."""
         changed = (
             any(d.name == one.name for d in seen.effects.found) for seen in self.calls if seen.effects is not None
         )
@@ -553,7 +558,10 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(tuple(p) for p in of_call if len(p) > 1 and CallOutput(number, p[0]) in self.changed)
 
     def _effects(self, number: int, seen: TracedCall) -> tuple[str, ...]:
-        """Of a call, that others may read; where its outputs may be of another kind by what only it reads, all."""
+        """Return the side effects of a call that others may read.
+
+        If its outputs may change in kind with state that only it reads, return all.
+        """
         assert seen.effects is not None
         ids = {path: key for key, path in self.paths.items()}
         followed = {(ids[i.module], i.attribute) for i in seen.insides if i.attribute and i.container != KEPT}
@@ -573,7 +581,7 @@ def _is_none(leaf: OutputLeaf) -> bool:
 
 
 def _added(container: Any, before: Any) -> list[tuple[Any, Any]]:
-    """(key, held) of what a dict has now and had not; (None, held) of what was appended to a list."""
+    """Return (key, element) of what was added to a dict; (None, element) of what was appended to a list."""
     if isinstance(container, list):
         return [(None, held) for held in container[len(before) :]]
     return [(key, held) for key, held in container.items() if key not in before or before[key] is not held]

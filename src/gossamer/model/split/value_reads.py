@@ -1,9 +1,9 @@
-"""Looks: the moments at which Python takes numbers out of tensors, or shapes that depend on them.
+"""Value reads: the moments at which Python reads values of tensors, or shapes that depend on them.
 
-A unit whose Python values depend on numbers is run for real where it lies, and its looks are noted. They go to the
-later stages in the message of the border, and there its shadow, on absent tensors, is told them in the same order: so
-it takes the same branches, and gives and keeps the same values. As JSON in a message of fixed size: nothing else than
-numbers, lists and names of types comes out of it.
+A unit whose Python outputs depend on tensor values runs on real tensors on its own stage, which records its value
+reads. They are sent to the later stages in the message of the stage boundary. The shadow run of the unit there, on
+absent tensors, gets them in the same order. So it takes the same branches, and returns and keeps the same values. They
+are JSON in a message of fixed size: it decodes to numbers, lists and names of types alone.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from gossamer.spec.errors import WireMismatch, bad_input
 
 _TAKES_ALL = {Tensor.numpy: "numpy", Tensor.__array__: "numpy", Tensor.tolist: "list"}
 _SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
-_HEAD = 4  # bytes of the length in front
+_HEAD = 4  # bytes of the length field in front
 
 
 def takes_number(func: Any) -> bool:
-    """Whether an operator gives Python a number."""
+    """Return whether an operator gives Python a tensor value."""
     return func in _SCALARS or (isinstance(func, OpOverload) and torch.Tag.data_dependent_output in func.tags)
 
 
 def takes_shape(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator gives a tensor whose shape depends on numbers."""
+    """Return whether an operator gives a tensor whose shape depends on values."""
     if not isinstance(func, OpOverload) or torch.Tag.dynamic_output_shape not in func.tags:
         return False
     if func is torch.ops.aten.index.Tensor:
@@ -49,7 +49,7 @@ def takes_shape(func: Any, args: Sequence[Any]) -> bool:
 
 
 def looked_at(func: Any, args: Sequence[Any]) -> list[Tensor] | None:
-    """The tensors of whose numbers Python sees something in an operator; None where it does not."""
+    """Return the tensors of which Python reads values through an operator; None if it reads none."""
     if takes_number(func):
         return [x for x in tree_leaves(args) if isinstance(x, Tensor)]
     if not takes_shape(func, args):
@@ -64,8 +64,10 @@ _NODE: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
 class ReadMode(TorchFunctionMode):
-    """Calls `look` with every tensor of which Python takes all numbers, and `hold` with those whose node in the graph
-    code outside of torch takes.
+    """A mode that reports reads of tensors.
+
+    `look` is called with every tensor that Python converts as a whole (numpy, list). `hold` is called with every tensor
+    whose `grad_fn` is taken by code outside of torch.
     """
 
     def __init__(self, look: Callable[[Tensor], None], hold: Callable[[Tensor], None]) -> None:
@@ -81,7 +83,7 @@ class ReadMode(TorchFunctionMode):
 
 
 def _caller() -> str:
-    """The module of the code that called, behind the modes of ours that stand between."""
+    """Return the module name of the calling code, skipping our own modes."""
     frame = sys._getframe(2)
     while (name := str(frame.f_globals.get("__name__", ""))).startswith("gossamer.") and frame.f_back is not None:
         frame = frame.f_back
@@ -90,25 +92,25 @@ def _caller() -> str:
 
 @dataclass
 class ValueReads:
-    """What was seen, in order."""
+    """A queue of recorded reads of tensor values, in order."""
 
     seen: deque[Any] = field(default_factory=deque)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """All looks in here are noted."""
+        """Record all value reads in this context."""
         with _Operators(self._note), _Methods(self._note):
             yield
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """In here Python sees what was noted."""
+        """Answer the value reads in this context with the recorded values."""
         with _Operators(self._tell), _Methods(self._tell):
             yield
 
     @staticmethod
     def of_kinds(leaves: Sequence[Any], traced: Sequence[OutputLeaf]) -> ValueReads:
-        """Of a call that gives tensors or None: which it gave, where that is another than when the model was cut."""
+        """Record which outputs of a call are tensors or None, where that differs from the trace."""
         kinds: list[Any] = []
         for place, (leaf, came) in enumerate(zip(traced, leaves, strict=True)):
             was = leaf.made is not None or leaf.source is not None or leaf.same is not None
@@ -119,7 +121,7 @@ class ValueReads:
         return ValueReads(deque(kinds))
 
     def kinds(self) -> dict[int, tuple[tuple[int, ...], torch.dtype] | None]:
-        """As `of_kinds` was given them, by place; raises WireMismatch."""
+        """Return the outputs that `of_kinds` recorded, by place: shape and dtype, or None. Raises WireMismatch."""
         found: dict[int, tuple[tuple[int, ...], torch.dtype] | None] = {}
         for place, kind in self.seen:
             _checked(place, (int,))
@@ -130,12 +132,12 @@ class ValueReads:
         return found
 
     def of_method(self, name: str) -> Any:
-        """What `numpy` or `tolist` of an absent tensor gives."""
+        """Return the recorded value of `numpy` or `tolist` of an absent tensor."""
         is_list = name == "tolist"
         return self._tell("list" if is_list else "numpy", lambda: None, _listed if is_list else _array)
 
     def to_bytes(self, unit: str, device: torch.device) -> Tensor:
-        """(TOLD_BYTES,) uint8. Raises BadInput where it does not fit."""
+        """Encode the reads as a tensor of shape (TOLD_BYTES,), uint8. Raises BadInput if they do not fit."""
         text = json.dumps(list(self.seen)).encode()
         if len(text) > TOLD_BYTES - _HEAD:
             raise bad_input(
@@ -149,7 +151,7 @@ class ValueReads:
 
     @staticmethod
     def of_bytes(message: Tensor) -> ValueReads:
-        """As `to_bytes` made it; raises WireMismatch."""
+        """Decode a tensor made by `to_bytes`; raise WireMismatch if it is malformed."""
         given = bytes(message.cpu().numpy())
         length = int.from_bytes(given[:_HEAD], "big")
         if len(given) != TOLD_BYTES or length > TOLD_BYTES - _HEAD:
@@ -228,7 +230,7 @@ def _array(told: Any) -> Any:
 
 
 def _of_shapes(args: Any, kwargs: Any, run: Callable[[], Any], told: Any) -> Any:
-    """Absent tensors of these shapes; where all is there, what the operator gives."""
+    """Return absent tensors of these shapes; if no argument is absent, the operator's own output."""
     first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, AbsentTensor)), None)
     if first is None:
         return run()

@@ -1,4 +1,4 @@
-"""Learning rates over time: a pure function of the step, so that a resumed run goes on where it was."""
+"""Learning-rate schedules: pure functions of the step, so that a resumed run continues the schedule."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from gossamer.spec.registry import Registry
 
 
 class LRSchedule(ABC):
-    """A frozen dataclass; multiplies a rule's `lr`."""
+    """A learning-rate schedule: a frozen dataclass whose factor multiplies an optimizer's `lr`."""
 
     @abstractmethod
     def factor(self, step: int, steps: int) -> float:
-        """What the update number `step` (0 .. steps - 1) multiplies the rate with: from 0 to 1.
+        """Return the factor on the learning rate of update `step` (0 .. steps - 1), from 0 to 1.
 
-        Raises BadInput where the fields do not fit into `steps`: ask for step 0 before a run starts.
+        Raise BadInput where the settings do not fit into `steps`: call it for step 0 before a run starts.
         """
 
 

@@ -7,7 +7,7 @@ from gossamer.spec.validate import not_negative
 
 
 def demand_span(name: str, value: float) -> None:
-    """Below 1: a fraction of the run; from 1 on: a whole number of steps."""
+    """Raise BadInput unless `value` is a fraction of the run (below 1) or a whole number of steps."""
     not_negative(name, value)
     if value >= 1 and value != int(value):
         raise bad_input(
@@ -19,7 +19,7 @@ def demand_span(name: str, value: float) -> None:
 
 
 def span(name: str, value: float, steps: int) -> int:
-    """`value` in steps of a run of `steps`, which must leave at least one step beside it."""
+    """Return `value` in steps; at least one of the run's `steps` must remain beside it. Raise BadInput otherwise."""
     count = round(value * steps) if value < 1 else int(value)
     if value >= 1 and count >= steps:
         raise bad_input(
@@ -32,5 +32,5 @@ def span(name: str, value: float, steps: int) -> int:
 
 
 def rise(step: int, warmup_steps: int) -> float:
-    """Equal steps from 1 / (w + 1) at step 0 to 1 at step w: no update is made with a rate of 0."""
+    """Return the warm-up factor: linear from 1 / (w + 1) at step 0 to 1 at step w, so that no update has rate 0."""
     return min(1.0, (step + 1) / (warmup_steps + 1))

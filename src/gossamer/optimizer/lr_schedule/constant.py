@@ -1,4 +1,4 @@
-"""A rate that stays, after an optional warm-up."""
+"""A constant learning rate, after an optional warm-up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gossamer.optimizer.lr_schedule._span import demand_span, rise, span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant(LRSchedule):
-    """`warmup`: a fraction of the run (below 1) or a number of steps."""
+    """A constant learning-rate schedule. `warmup`: a fraction of the run (below 1) or a number of steps."""
 
     warmup: float = 0.0
 

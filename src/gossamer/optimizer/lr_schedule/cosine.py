@@ -1,4 +1,4 @@
-"""A rate that falls along half a cosine.
+"""A learning rate that falls along half a cosine, after a warm-up.
 
 Paper: Loshchilov, Hutter, ICLR 2017, arXiv:1608.03983 (one period, no restart).
 Equation: f = floor + (1 - floor) (1 + cos(pi x)) / 2 with x = (step - w) / (steps - w), after w steps of warm-up.
@@ -17,7 +17,10 @@ from gossamer.spec.validate import below_one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine(LRSchedule):
-    """`warmup`: a fraction of the run (below 1) or a number of steps; `floor`: the factor it falls towards."""
+    """A cosine learning-rate schedule.
+
+    `warmup`: a fraction of the run (below 1) or a number of steps; `floor`: the factor it decays towards.
+    """
 
     warmup: float = 0.02
     floor: float = 0.0

@@ -1,4 +1,4 @@
-"""A rate that rises, stays, and falls at the end: a run can be prolonged from any point before the fall.
+"""A learning rate that rises, stays, and falls at the end: a run can be prolonged from any point before the fall.
 
 Paper: Hu et al. 2024 (MiniCPM), arXiv:2404.06395; shapes of the fall: Haegele et al. 2024, arXiv:2405.18392.
 Equation: over the last d steps, f = floor + (1 - floor) (1 - x) for linear, (1 - sqrt(x)) for sqrt,
@@ -19,7 +19,10 @@ from gossamer.spec.validate import below_one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupStableDecay(LRSchedule):
-    """`warmup` and `decay`: fractions of the run (below 1) or numbers of steps; `floor`: factor it falls towards."""
+    """A warmup-stable-decay learning-rate schedule.
+
+    `warmup` and `decay`: fractions of the run (below 1) or numbers of steps; `floor`: the factor it decays towards.
+    """
 
     warmup: float = 0.02
     decay: float = 0.2

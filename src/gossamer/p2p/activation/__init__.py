@@ -1,6 +1,6 @@
-"""Crossings: how a tensor crosses from one rank to another and how its gradient comes back, one per file.
+"""Activation codecs: encode a tensor that one rank sends to another, and its gradient back; one codec per file.
 
-Both sides know the form of the tensor before the step, so both know every size; nothing is sent to describe a message.
+Both sides know shape and dtype of the tensor before the step, and so every size: no message describes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gossamer.spec.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and type of a tensor that crosses, and of its gradient; `device` is where it arrives."""
+    """The shape and dtype of a tensor that is sent, and of its gradient; `device` is that of the received tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class TensorSpec:
 
     @staticmethod
     def of(x: Tensor) -> TensorSpec:
-        """The form of `x`."""
+        """Return the shape, dtype and device of `x`."""
         return TensorSpec(tuple(x.shape), x.dtype, x.device)
 
     @property
@@ -43,7 +43,10 @@ class TensorSpec:
 
 
 class ActivationCodec(ABC):
-    """A frozen dataclass. What one side must remember until the gradient crosses is a State that it is handed back."""
+    """The base class of codecs for activations and their gradients; each is a frozen dataclass.
+
+    What a side needs later to encode or decode the gradient is an ExchangeState that it is given back.
+    """
 
     @property
     @abstractmethod
@@ -52,30 +55,33 @@ class ActivationCodec(ABC):
 
     @abstractmethod
     def nbytes(self, form: TensorSpec) -> int:
-        """Bytes of the message of a tensor, exactly."""
+        """Return the exact bytes of the message of a tensor."""
 
     @abstractmethod
     def nbytes_back(self, form: TensorSpec) -> int:
-        """Bytes of the message of its gradient, exactly."""
+        """Return the exact bytes of the message of its gradient."""
 
     @abstractmethod
     def encode(self, x: Tensor, key: Key) -> tuple[Tensor, ExchangeState]:
-        """The message, (nbytes,) uint8, perhaps in x's own storage, and what the sender remembers."""
+        """Encode `x`; return the message and the sender's state.
+
+        The message is (nbytes,) uint8, perhaps in x's own storage.
+        """
 
     @abstractmethod
     def decode(self, message: Tensor, form: TensorSpec, key: Key) -> tuple[Tensor, ExchangeState]:
-        """The tensor, perhaps in the message's storage, and what the receiver remembers."""
+        """Decode a message; return the tensor, perhaps in the message's storage, and the receiver's state."""
 
     @abstractmethod
     def encode_back(self, gradient: Tensor, memory: ExchangeState, key: Key) -> Tensor:
-        """The message of the gradient of what was received; (nbytes_back,) uint8."""
+        """Encode the gradient of the received tensor as (nbytes_back,) uint8."""
 
     @abstractmethod
     def decode_back(self, message: Tensor, form: TensorSpec, memory: ExchangeState, key: Key) -> Tensor:
-        """The gradient of what was sent."""
+        """Decode the gradient of the sent tensor."""
 
     def check(self, form: TensorSpec) -> None:
-        """Raises BadInput where tensors of this form cannot cross so: asked when a plan is built."""
+        """Raise BadInput where the codec cannot send tensors of this form; called when a plan is built."""
         return None
 
 

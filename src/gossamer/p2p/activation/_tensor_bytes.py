@@ -1,4 +1,4 @@
-"""Tensors as bytes: as they are, or through a codec."""
+"""Convert tensors to bytes and back: unchanged, or through a codec."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gossamer.spec.errors import bad_input
 
 
 def nbytes_of(codec: Codec | None, numel: int, dtype: torch.dtype) -> int:
-    """Bytes of `numel` numbers of `dtype`."""
+    """Return the bytes of `numel` elements of `dtype`, encoded by `codec` (None: unchanged)."""
     return numel * dtype.itemsize if codec is None or not numel else codec.nbytes(numel)
 
 
 def to_bytes(codec: Codec | None, rows: Tensor, key: Key) -> Tensor:
-    """(..., numel) to (..., nbytes_of) uint8, row by row; without a codec perhaps a view."""
+    """Encode (..., numel) as (..., nbytes_of) uint8, row by row; without a codec perhaps as a view."""
     if codec is not None and rows.numel():
         return codec.encode(rows.float().contiguous(), key)
     raw = rows.contiguous()
@@ -27,7 +27,7 @@ def to_bytes(codec: Codec | None, rows: Tensor, key: Key) -> Tensor:
 
 
 def from_bytes(codec: Codec | None, message: Tensor, numel: int, dtype: torch.dtype, key: Key) -> Tensor:
-    """Back to (..., numel) of `dtype`; without a codec perhaps a view."""
+    """Decode a message to (..., numel) of `dtype`; without a codec perhaps as a view."""
     if not message.numel():
         return torch.empty((*message.shape[:-1], numel), dtype=dtype, device=message.device)
     if codec is not None:
@@ -37,7 +37,7 @@ def from_bytes(codec: Codec | None, message: Tensor, numel: int, dtype: torch.dt
 
 
 def check_codec(codec: Codec | None, key: str) -> None:
-    """Raises BadInput for a codec whose messages have no size that both sides know."""
+    """Raise BadInput for a codec whose message size both sides do not know in advance."""
     if codec is not None and not codec.traits.fixed_size:
         raise bad_input(
             wanted="a codec of fixed size: the receiver makes room before the message comes",
@@ -48,6 +48,6 @@ def check_codec(codec: Codec | None, key: str) -> None:
 
 
 def check_floating(dtype: torch.dtype, *, coded: bool) -> None:
-    """Raises BadInput for types that may not lose anything, or that a codec (of float32) would narrow unasked."""
+    """Raise BadInput for a dtype that is not floating point, or that a codec (of float32) would narrow (`coded`)."""
     if not dtype.is_floating_point or (coded and dtype.itemsize > 4):
         raise bad_input(wanted="floating-point numbers, float32 or narrower", got=str(dtype), do="send them plain")

@@ -1,4 +1,4 @@
-"""Places of a fixed number of entries per row: finding those of the largest, and saying them in few bytes."""
+"""Indices of the k largest elements per row: find them, and encode them in few bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GATHER = 0x0102040810204080  # times a word of eight bytes 0 or 1: the top byte
 
 @dataclass(frozen=True, slots=True)
 class TopKIndices:
-    """`count` places in each of `rows` rows of `width` entries; as tensors (rows, count) int64, ascending."""
+    """The indices of `count` elements in each of `rows` rows of `width`; as tensors (rows, count) int64, ascending."""
 
     rows: int
     width: int
@@ -23,12 +23,12 @@ class TopKIndices:
 
     @property
     def is_all(self) -> bool:
-        """Every entry: there is nothing to say."""
+        """Whether every element is selected, so that no index is sent."""
         return self.count == self.width
 
     @property
     def dtype(self) -> torch.dtype:
-        """The narrowest type that holds a place."""
+        """The narrowest dtype that holds an index."""
         return torch.int16 if self.width <= 1 << 15 else torch.int32
 
     @property
@@ -44,7 +44,10 @@ class TopKIndices:
         return -(-self.rows * self.width // 8)
 
     def largest(self, x: Tensor) -> Tensor:
-        """Where x (rows, width) has its largest magnitudes; of equal ones the first, and not-a-number is largest."""
+        """Return the indices of the largest magnitudes of x (rows, width).
+
+        Of equal magnitudes the first counts; NaN is largest.
+        """
         kind = _BITS[x.dtype.itemsize]
         bits = x.contiguous().view(kind) & torch.iinfo(kind).max  # without the sign, ordered like magnitudes
         least = _least(bits, self.count)
@@ -56,7 +59,7 @@ class TopKIndices:
         return self._in_rows(places)
 
     def to_bytes(self, places: Tensor) -> Tensor:
-        """(nbytes,) uint8: a list of places, or one bit per entry."""
+        """Encode indices as (nbytes,) uint8: a list of indices, or one bit per element."""
         if self._listed <= self._marked:
             return places.to(self.dtype).view(-1).view(torch.uint8)
         marks = torch.zeros(8 * self._marked, dtype=torch.uint8, device=places.device)
@@ -64,7 +67,7 @@ class TopKIndices:
         return marks.view(torch.int64).mul_(_GATHER).bitwise_right_shift_(56).bitwise_and_(0xFF).to(torch.uint8)
 
     def from_bytes(self, message: Tensor) -> Tensor:
-        """(rows, count) int64."""
+        """Decode indices to (rows, count) int64."""
         if self._listed <= self._marked:
             return message.clone().view(self.dtype).view(self.rows, self.count).long()
         marks = _spread(message.device)[message.int()].view(torch.bool)
@@ -76,12 +79,12 @@ class TopKIndices:
         return places.view(self.rows, self.count).sub_(starts.unsqueeze(-1))
 
     def scattered(self, values: Tensor, places: Tensor) -> Tensor:
-        """(rows, width): `values` at `places`, zero elsewhere."""
+        """Return (rows, width) with `values` at `places`, zero elsewhere."""
         return values.new_zeros((self.rows, self.width)).scatter_(-1, places, values)
 
 
 def _least(bits: Tensor, count: int) -> Tensor:
-    """The smallest of the `count` largest of every row, (rows, 1)."""
+    """Return the smallest of the `count` largest of every row, (rows, 1)."""
     if bits.device.type != "cpu":
         return bits.topk(count).values[:, -1:]
     at = bits.shape[-1] - count
@@ -90,13 +93,13 @@ def _least(bits: Tensor, count: int) -> Tensor:
 
 
 def _found(mask: Tensor) -> Tensor:
-    """Places of a mask, flat and ascending; numpy finds them up to 20 times faster than torch does."""
+    """Return the indices of a mask, flat and ascending; numpy finds them up to 20 times faster than torch does."""
     flat = mask.view(-1)
     return flat.nonzero().view(-1) if mask.device.type != "cpu" else torch.from_numpy(np.flatnonzero(flat.numpy()))
 
 
 @cache
 def _spread(device: torch.device) -> Tensor:
-    """(256,) int64: the bits of every byte as eight bytes 0 or 1."""
+    """Return (256,) int64: the bits of every byte as eight bytes 0 or 1."""
     byte = torch.arange(256).unsqueeze(-1)
     return (byte >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64).flatten().to(device)

@@ -25,7 +25,7 @@ from gossamer.p2p.activation._tensor_bytes import check_codec, check_floating, f
 
 @dataclass(frozen=True, slots=True)
 class Coded(ActivationCodec):
-    """`codec` for tensors, `back` for their gradients."""
+    """An activation codec by element codecs: `codec` for tensors, `back` for their gradients (None: the same)."""
 
     codec: Codec
     back: Codec | None = None

@@ -19,7 +19,7 @@ from gossamer.p2p.activation._tensor_bytes import from_bytes, to_bytes
 
 @dataclass(frozen=True, slots=True)
 class Plain(ActivationCodec):
-    """No fields: there is nothing to set."""
+    """An activation codec that sends tensors and gradients unchanged; it has no parameters."""
 
     @property
     def lossless(self) -> bool:

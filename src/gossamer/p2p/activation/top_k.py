@@ -34,7 +34,10 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class TopK(ActivationCodec):
-    """`fraction` of the entries crosses: of every row, or of the whole tensor where `per_row` is off."""
+    """An activation codec that sends `fraction` of the elements of every row, or of the whole tensor without `per_row`.
+
+    masked: the gradient comes back for these elements alone; values: codec of the values, None to send them unchanged.
+    """
 
     fraction: float = 0.1
     per_row: bool = True

@@ -1,4 +1,4 @@
-"""Schedules, one maker per file: stages x micro-batches become one list of actions per rank."""
+"""Pipeline schedules, one builder per file: from stages and micro-batches to one list of actions per rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["REGISTRY", "Schedule", "PipelineSchedule", "StageCosts", "build", "n
 
 
 class PipelineSchedule(ABC):
-    """A frozen dataclass."""
+    """The base class of pipeline schedules; each is a frozen dataclass of its parameters."""
 
     @abstractmethod
     def make(
@@ -25,9 +25,10 @@ class PipelineSchedule(ABC):
         costs: Sequence[StageCosts] | None = None,
         memory_cap: Sequence[int] | None = None,
     ) -> Schedule:
-        """Compute actions and the placement of the stages; `passes` add the rest. Raises BadInput where it cannot.
+        """Return the compute actions and the placement of the stages; `passes` add the other actions.
 
-        costs: per stage, for makers that weigh them (None: all alike); memory_cap: bytes per rank (None: no limit).
+        costs: per stage, for schedules that use them (None: equal costs); memory_cap: bytes per rank (None: no limit).
+        Raises BadInput where the schedule does not support these numbers.
         """
 
 

@@ -1,4 +1,4 @@
-"""Who of a stage's ranks does which micro-batch."""
+"""Assign the micro-batches of a stage to its ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 
 def deal(ranks: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """The rank of every micro-batch where `ranks[i]` does `counts[i]` of them, as evenly mixed as may be: so all ranks
-    of a stage have their first soon, and none waits until the others have all of theirs.
+    """Return the rank of every micro-batch, where `ranks[i]` gets `counts[i]` of them, interleaved evenly.
+
+    So all ranks of a stage get their first micro-batch soon, and none waits until the others have all of theirs.
     """
     turns = sorted(((j + 0.5) / count, i) for i, count in enumerate(counts) for j in range(count))
     return tuple(ranks[i] for _, i in turns)

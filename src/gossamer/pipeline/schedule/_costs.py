@@ -1,4 +1,4 @@
-"""What the actions of one stage take."""
+"""The time and memory costs of one stage's actions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gossamer.spec.action import Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """`seconds` per action (0 where an op is not named) and bytes per micro-batch.
+    """The costs of one stage: `seconds` per action (0 where an op is not named) and bytes per micro-batch.
 
     live_bytes: kept from F to the end of backward; kept_bytes: the same where the schedule recomputes the stage, until
-    RECOMPUTE brings it up to live_bytes; boundary_bytes: what the stage hands on, and gets a gradient for.
+    RECOMPUTE restores live_bytes; boundary_bytes: output sent to the next stage, and the size of its gradient.
     """
 
     seconds: Mapping[Op, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The value all of this is about."""
+"""A pipeline schedule as a value, and its printed grid."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MARGIN = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One list of actions per rank, in the order they are done, and the rank of each stage.
+    """A pipeline schedule: one list of actions per rank, in the order they are done, and the rank of each stage.
 
     `trains`: every F has its backward, and every stage its REDUCE_GRADS; else there are forwards only.
-    `dealt`: where stages lie on several ranks each, who does which micro-batch; actions about a whole stage are then
+    `dealt`: the rank of each micro-batch, where stages are on several ranks each; actions about a whole stage are then
     in the lists of all its ranks. `placement` names the first of them.
     """
 
@@ -32,24 +32,24 @@ class Schedule:
         return len(self.placement)
 
     def rank_of(self, stage: int, batch: int) -> int:
-        """Who does the micro-batch on the stage."""
+        """Return the rank that runs the micro-batch on the stage."""
         return self.dealt[stage][batch] if self.dealt else self.placement[stage]
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """All that have a part in the stage, ascending."""
+        """Return all ranks of the stage, ascending."""
         return tuple(sorted(set(self.dealt[stage]))) if self.dealt else (self.placement[stage],)
 
     def crosses(self, stage: int, batch: int) -> bool:
-        """Whether the micro-batch changes its rank behind the stage."""
+        """Return whether the micro-batch changes its rank after the stage."""
         behind = 0 <= stage < self.stages - 1
         return behind and self.rank_of(stage, batch) != self.rank_of(stage + 1, batch)
 
     def batches_of(self, rank: int) -> frozenset[int]:
-        """The micro-batches that some stage of `rank` has a part in."""
+        """Return the micro-batches that `rank` runs on any of its stages."""
         return frozenset(action.batch for action in self.ranks[rank] if action.batch >= 0)
 
     def actions(self) -> Iterator[tuple[int, int, Action]]:
-        """(rank, place in its list, action), rank by rank."""
+        """Yield (rank, index in its list, action), rank by rank."""
         for rank, row in enumerate(self.ranks):
             for place, action in enumerate(row):
                 yield rank, place, action
@@ -59,9 +59,9 @@ class Schedule:
 
 
 def grid(rows: Sequence[Sequence[Action]], *, at: tuple[int, int] | None = None) -> list[str]:
-    """Lines of print: a row per rank, a column per place in its list, wrapped to blocks.
+    """Return the printed lines of a schedule: a row per rank, a column per index in its list, wrapped to blocks.
 
-    With `at` = (rank, place): the one block that holds it, and an arrow below it.
+    With `at` = (rank, index): only the block that holds it, and an arrow below it.
     """
     cell = 1 + max((len(str(a)) for row in rows for a in row), default=2)
     per_block = (WIDTH - MARGIN) // cell

@@ -1,4 +1,4 @@
-"""Limits on what a maker can be asked for."""
+"""Checks of the numbers that a pipeline schedule is built for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from gossamer.spec.units import show_gib
 
 
 def at_least_one(**counts: int) -> None:
-    """Stages, ranks and micro-batches are counts of something."""
+    """Raise BadInput where a count (stages, ranks, micro-batches) is below 1."""
     for name, count in counts.items():
         if count < 1:
             raise bad_input(wanted=f"at least 1 for {name}", got=str(count), do="give a whole number above 0", key=name)
 
 
 def one_stage_per_rank(name: str, *, stages: int, ranks: int) -> None:
-    """Schedules that know no other placement."""
+    """Raise BadInput unless there is one stage per rank, for schedules that support no other placement."""
     if stages != ranks:
         raise bad_input(
             wanted=f"as many stages as ranks for the schedule {name}",
@@ -30,7 +30,7 @@ def one_stage_per_rank(name: str, *, stages: int, ranks: int) -> None:
 def within(
     live: Sequence[int], costs: Sequence[StageCosts] | None, memory_cap: Sequence[int] | None, *, do: str
 ) -> None:
-    """That `live[s]` micro-batches of stage s fit on rank s, where there is a limit."""
+    """Raise BadInput unless `live[s]` micro-batches of stage s fit on rank s, where there is a memory limit."""
     if costs is None or memory_cap is None:
         return
     for stage, (count, cost, cap) in enumerate(zip(live, costs, memory_cap, strict=True)):

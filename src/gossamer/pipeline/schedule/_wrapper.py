@@ -1,4 +1,4 @@
-"""Makers that change what another one has made."""
+"""Pipeline schedules that change the schedule of another one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from gossamer.pipeline.schedule import PipelineSchedule, Schedule, StageCosts
 
 
 class ScheduleWrapper(PipelineSchedule):
-    """A frozen dataclass with a maker for its field `inner`."""
+    """The base class of pipeline schedules around another schedule, their field `inner`; a frozen dataclass."""
 
     inner: PipelineSchedule
 
     @abstractmethod
     def changed(self, made: Schedule) -> Schedule:
-        """What becomes of the inner maker's schedule."""
+        """Return the inner schedule with the wrapper's changes."""
 
     def make(
         self,

@@ -18,7 +18,10 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class ForwardOnly(PipelineSchedule):
-    """`placement[stage]` = rank, as in the schedule that trains the same stages; empty: round and round the ranks."""
+    """The forward-only pipeline schedule. `placement[stage]` = rank, as in the schedule that trains the same stages.
+
+    Empty: stages are assigned to ranks in turn (stage modulo ranks).
+    """
 
     placement: tuple[int, ...] = ()
 

@@ -17,7 +17,7 @@ from gossamer.spec.action import Action, Op
 
 @dataclass(frozen=True, slots=True)
 class GPipe(PipelineSchedule):
-    """Has no parameters."""
+    """The GPipe schedule; it has no parameters."""
 
     def make(
         self,

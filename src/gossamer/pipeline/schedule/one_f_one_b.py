@@ -17,7 +17,7 @@ from gossamer.spec.action import Action, Op
 
 @dataclass(frozen=True, slots=True)
 class OneFOneB(PipelineSchedule):
-    """Has no parameters."""
+    """The 1F1B pipeline schedule; it has no parameters."""
 
     def make(
         self,

@@ -16,7 +16,7 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class OneStage(PipelineSchedule):
-    """Has no parameters."""
+    """The schedule of one pipeline stage; it has no parameters."""
 
     def make(
         self,

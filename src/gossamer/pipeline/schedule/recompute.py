@@ -17,7 +17,7 @@ from gossamer.pipeline.schedule.one_f_one_b import OneFOneB
 
 @dataclass(frozen=True, slots=True)
 class Recompute(ScheduleWrapper):
-    """Around any other schedule."""
+    """A wrapper that adds activation recomputation to any other pipeline schedule."""
 
     inner: PipelineSchedule = field(default_factory=OneFOneB)
 

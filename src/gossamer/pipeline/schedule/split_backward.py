@@ -17,7 +17,7 @@ from gossamer.pipeline.schedule.one_f_one_b import OneFOneB
 
 @dataclass(frozen=True, slots=True)
 class SplitBackward(ScheduleWrapper):
-    """Around any other schedule."""
+    """A wrapper that splits every backward of any other pipeline schedule."""
 
     inner: PipelineSchedule = field(default_factory=OneFOneB)
 

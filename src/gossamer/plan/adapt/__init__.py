@@ -1,7 +1,7 @@
-"""Adaptive policies: from what a run has measured to the settings it goes on with, one policy per file. Pure.
+"""Adaptive compression policies: choose exchange settings from a run's measurements, one policy per file. Pure.
 
-A policy is asked at a step border, on every rank with the same numbers or on one rank for all; what it answers goes
-into a plan, and a run obeys it from the next step on. Nothing here touches a tensor of the run.
+A policy is called between two steps, on every rank with the same numbers or on one rank for all. Its answer goes into
+the plan, and takes effect with the next step. A policy touches no tensor of the run.
 """
 
 from __future__ import annotations
@@ -19,31 +19,36 @@ AdaptRule: TypeAlias = tuple[str, str, Written]  # pattern of parameter names, l
 
 @dataclass(frozen=True, slots=True)
 class AdaptChoices:
-    """`rules`: for a parameter and level the first rule that matches holds. `reason`: one line for whoever asks."""
+    """The answer of a policy: exchange settings per parameter and link.
+
+    `rules`: for a parameter and level the first rule that matches applies. `reason`: one line for the user.
+    """
 
     rules: tuple[AdaptRule, ...]
     reason: str
 
 
 class Policy(ABC):
-    """A frozen dataclass; its fields are what the user may set.
+    """An adaptive compression policy: a frozen dataclass whose fields are what the user may set.
 
-    needs_paths: it looks at every rank's own way out and in; for_links: it speaks of pipeline links, not of gradients.
+    `needs_paths`: the policy uses every rank's uplink and downlink. `for_links`: it sets the compression of pipeline
+    links, not of gradients.
     """
 
     needs_paths: ClassVar[bool] = False
     for_links: ClassVar[bool] = False
 
     def to_measure(self, now: Written) -> tuple[Written, ...]:
-        """The settings to measure for parameters that `now` serves: the default first; none: nothing to choose there.
+        """Return the settings to measure for parameters with the exchange `now`: the default first; empty for no
+        choice.
 
-        A policy that measures no setting at all speaks for all parameters at once.
+        A policy that never measures a setting decides for all parameters at once.
         """
         return ()
 
     @abstractmethod
     def choose(self, statistics: Statistics, paths: Paths) -> AdaptChoices:
-        """The settings to go on with. Never raises for odd measurements: what cannot be judged stays as it is."""
+        """Return the settings to use from now on. Never raises for odd measurements: an unjudged setting stays."""
 
 
 REGISTRY: Registry[Policy] = Registry(__name__, Policy)

@@ -1,4 +1,4 @@
-"""Settings near a given one: what an adaptive policy may vary where nobody has listed the candidates."""
+"""Exchange settings near a given one: the candidates of an adaptive policy if the user has listed none."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _CODECS = ("int4", "int8", "bfloat16")  # from fewest to most bits
 
 
 def near(written: Written) -> tuple[Written, ...]:
-    """Ranks from half to twice as many, or codecs of other widths, with all that is around them (feedback, levels) as
-    it is; nothing where neither is there.
+    """Return the variants of an exchange: low-rank factors of half to twice the rank, or codecs of other widths.
+
+    Enclosing methods (error feedback, levels) stay as they are. Empty for an exchange with neither rank nor codec.
     """
     choice = exchange_methods.REGISTRY.read(written)
     cls, given = exchange_methods.REGISTRY.type(choice.name), choice.parameters

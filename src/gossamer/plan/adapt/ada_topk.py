@@ -23,8 +23,10 @@ from gossamer.spec.statistics import Paths, Statistics
 
 @dataclass(frozen=True, slots=True)
 class AdaTopK(Policy):
-    """`ratio` is that of the slowest link, in bytes. `method` takes a `fraction`, `dense` is for all other links; both
-    are of the room compress/transfer/crossing.
+    """A policy that sets the top-k fraction of every pipeline link from its measured bandwidth.
+
+    `ratio`: compression of the slowest link, in bytes. `method`: the activation codec with a `fraction`; `dense`: the
+    activation codec of all other links.
     """
 
     ratio: float = 8.0
@@ -52,7 +54,7 @@ class AdaTopK(Policy):
 
 
 def ratios(seconds: Mapping[str, float], ratio: float, overhead: float) -> dict[str, float]:
-    """Entries of the tensor per entry sent, of every link; 1 is dense."""
+    """Return by link how many elements the tensor has per element sent; 1 is dense."""
     slowest = max(seconds.values(), default=0.0)
     if not 0 < slowest < float("inf"):
         return dict.fromkeys(seconds, 1.0)

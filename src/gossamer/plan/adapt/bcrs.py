@@ -28,7 +28,11 @@ KEPT_BYTES, DENSE_BYTES = 8, 4  # value and place; value
 
 @dataclass(frozen=True, slots=True)
 class BCRS(Policy):
-    """`fraction` is c0. `feedback`: the method to go around the exchange; "" leaves it bare."""
+    """A policy that sets every rank's top-k fraction from the bandwidth of its uplink.
+
+    `fraction`: c0. `feedback`: the method around the exchange; "" for none. `gamma`, `overlap` and `tilt` go to
+    uneven_topk.
+    """
 
     fraction: float = 0.01
     gamma: float = 1.0
@@ -66,7 +70,7 @@ class BCRS(Policy):
 
 
 def fractions(base: float, numel: int, paths: Paths) -> tuple[float, ...]:
-    """c_i of every rank."""
+    """Return the top-k fraction c_i of every rank."""
     whole = (len(paths.up) - 1) * numel
     if base * KEPT_BYTES >= DENSE_BYTES:
         return (1.0,) * max(1, len(paths.up))
@@ -78,7 +82,7 @@ def fractions(base: float, numel: int, paths: Paths) -> tuple[float, ...]:
 
 
 def sent(fraction: float) -> float:
-    """Bytes per number of a message that keeps `fraction`."""
+    """Return the bytes per gradient element of a message that keeps `fraction` of them."""
     return min(DENSE_BYTES, KEPT_BYTES * fraction)
 
 
@@ -88,7 +92,7 @@ def _within(end: float, link: Link, whole: int, base: float) -> float:
 
 
 def _squeezed(kept: list[float], base: float, rooms: list[float]) -> list[float]:
-    """`kept`, drawn back towards `base` until what arrives at every rank fits its room (bytes per number)."""
+    """Return `kept`, moved towards `base` until what every rank receives fits its downlink (bytes per element)."""
     more = [sent(c) / KEPT_BYTES - base for c in kept]  # a dense message counts as half of the entries with places
     least = (len(kept) - 1) * base
     part = 1.0

@@ -35,8 +35,10 @@ from gossamer.spec.statistics import Paths, Statistics
 
 @dataclass(frozen=True, slots=True)
 class LGreco(Policy):
-    """`default` is the uniform setting to be beaten, "" the exchange the run has; it is always among the candidates.
-    `candidates`: none means ranks from half to twice the default's, or codecs beside its own.
+    """A policy that chooses the compression of each parameter (layer) by dynamic programming over an error budget.
+
+    `default`: the uniform setting to beat, "" for the run's exchange; it is always among the candidates. `candidates`:
+    empty means ranks from half to twice the default's, or other codecs than its own.
     """
 
     default: Written = ""
@@ -99,7 +101,7 @@ class LGreco(Policy):
 def cheapest(
     error: NDArray[np.float64], size: NDArray[np.float64], default: int, *, budget: float, bins: int
 ) -> list[int] | None:
-    """The candidate of every layer, sizes least under the error budget; None where that cannot be said."""
+    """Return the candidate of every layer with the least total size in the error budget; None for unusable errors."""
     layers = len(error)
     if not layers or not np.isfinite(error[:, default]).all() or not 0 < budget < math.inf:
         return None
@@ -126,7 +128,9 @@ def _extend(
     order: NDArray[np.int64],
     taken: NDArray[np.int16],
 ) -> NDArray[np.float64]:
-    """One layer more: least[b] for budgets b, and into `taken` the candidate that gives it; of equals, the first."""
+    """Return least[b] for budgets b with one layer more, and write the candidate that gives it to `taken`; of equals,
+    the first.
+    """
     best = np.full_like(least, np.inf)
     for c in order:
         if cost[c] >= len(least):

@@ -1,9 +1,11 @@
-"""Which exchange for which parameters, on which link: what `plan.exchange: auto` means. And, with `plan.sync: auto`,
-whether gradients meet at every step at all (`period`).
+"""Choose the exchange of each parameter and link: the solver of `plan.exchange: auto`.
 
-A pure function of measured numbers (`Facts`). Buckets that are ready early hide under the backward pass and stay exact;
-the later one is ready, the harsher the candidate it may get. Where each candidate begins is chosen so that a step's
-seconds, made dearer by the part of the gradient that it leaves for later, are fewest.
+With `plan.sync: auto` it also chooses between synchronous training and local updates (`sync_period`). Pure functions of
+measured numbers (`StepMeasurements`, `RoundMeasurements`).
+
+Buckets that are ready early overlap with the backward pass and stay exact; the later a bucket is ready, the stronger
+the compression it may get. The solver chooses the bucket at which each candidate begins. It minimizes the seconds of a
+step, increased by a penalty for the part of the gradient that compression defers.
 """
 
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_islands

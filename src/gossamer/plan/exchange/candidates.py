@@ -1,4 +1,4 @@
-"""What `auto` may choose from, from exact to harsh: tests/claims/test_candidates.py trains with every one of them."""
+"""The candidate exchanges of `auto`, from exact to strongest; tests/claims/test_candidates.py trains with each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from gossamer.spec.method_config import Written
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`said`: what people call it. `lossy`: whether the user must have allowed it. `least_numel`: buckets below it are
-    not worth its calls. `within`: what is between islands in it, which loses what it loses.
+    """A candidate exchange for a gradient bucket.
+
+    `said`: its name for the user. `lossy`: needs the user's permission. `least_numel`: buckets with fewer elements are
+    not worth its calls. `within`: the exchange between islands inside it, whose compression error is its own.
     """
 
     written: Written
@@ -22,7 +24,7 @@ class Candidate:
 
     @property
     def loses_as(self) -> Written:
-        """The exchange whose loss is its own, and is measured once for both."""
+        """Return the exchange with the same compression error, which is measured once for both."""
         return self.within or self.written
 
 
@@ -31,7 +33,7 @@ def _fed_back(inner: Written) -> Written:
 
 
 def across_islands(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """For ranks on islands: the plain all-reduce over all of them, then every candidate between islands alone."""
+    """Return the candidates for islands: the all-reduce over all ranks, then each candidate between islands only."""
     return (candidates[0], *map(_between, candidates))
 
 

@@ -1,4 +1,4 @@
-"""The choice itself: where in the order of readiness each candidate begins, so that steps are short and lose little."""
+"""Choose the bucket, in the order of readiness, at which each candidate exchange begins: short steps, small errors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from gossamer.plan.exchange.timeline import Timeline, timeline, waited_for
 from gossamer.spec.method_config import Exchanges
 from gossamer.spec.units import show_bytes, show_seconds
 
-WORTH = 0.05  # of a step: what must be saved, or nothing is changed; less is within the error of the forecast
-_PRICE = 0.1  # of a step: what a step that sends none of its gradient at once must save to be as good
+WORTH = 0.05  # of a step: the least saving that justifies a change; less is within the error of the estimate
+_PRICE = 0.1  # of a step: the saving that compensates for deferring all of its gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`written`: what plan.exchange becomes. `reason`: one line for people. `plain`: the forecast with all-reduce.
-    `waited`: by parameter, the part of its exchange's time on the wire that the step waits for. `dearer`: the part of a
-    step that losing some of the gradient is taken to cost.
+    """The chosen exchanges of all gradient buckets, with the estimates behind the choice.
+
+    `written`: the value for plan.exchange. `reason`: one line for the user. `plain`: the estimate with all-reduce.
+    `waited`: by parameter, the part of its exchange's time on the wire that the step waits for. `dearer`: the fraction
+    of a step that the compression error is taken to cost.
     """
 
     written: Exchanges
@@ -32,8 +34,9 @@ class Decision:
 
 
 def choose(facts: StepMeasurements, *, lossy: bool, candidates: Sequence[Candidate] = CANDIDATES) -> Decision:
-    """The exchange of every bucket. With `lossy` false only what is exact, or bf16; the reason then says what lossy
-    exchanges would gain.
+    """Choose the exchange of every bucket.
+
+    `lossy` false allows only exact exchanges or bf16; the reason then says what lossy exchanges would save.
     """
     plain = timeline(facts, _options(facts, [0] * len(facts.buckets)))
     picked, forecast = _best(facts, candidates, lossy=lossy)
@@ -52,10 +55,12 @@ def choose(facts: StepMeasurements, *, lossy: bool, candidates: Sequence[Candida
 
 
 def _best(facts: StepMeasurements, candidates: Sequence[Candidate], *, lossy: bool) -> tuple[list[int], Timeline]:
-    """(candidate of every bucket, forecast). The later a bucket is ready the more of it is waited for: so candidates
-    come in their order, from exact to harsh, and what is looked for is where each begins. One border after the other is
-    moved to its best place until none moves any more, at most as often as there are borders, from every choice of one
-    candidate for all.
+    """Return the candidate of every bucket, and the estimate.
+
+    The later a bucket is ready, the more of its exchange is exposed. So candidates follow in order, from exact to
+    strongest, and the search is for the bucket where each begins. It moves one beginning after the other to its best
+    bucket until none moves, at most as often as there are beginnings. It starts from every choice of a single candidate
+    for all.
     """
     usable = [c for c, one in enumerate(candidates) if c == 0 or one.lossy == lossy]
     plain = timeline(facts, _options(facts, [0] * len(facts.buckets)))
@@ -86,18 +91,18 @@ def _settled(facts: StepMeasurements, usable: Sequence[int], borders: tuple[int,
 
 
 def _value(facts: StepMeasurements, usable: Sequence[int], borders: tuple[int, ...]) -> float:
-    """Seconds of a step, made dearer by what it loses."""
+    """Return the seconds of a step, increased by the cost of its compression error."""
     picked = _picked(facts, usable, borders)
     return timeline(facts, _options(facts, picked)).step_s * (1 + _dearer(facts, picked))
 
 
 def _dearer(facts: StepMeasurements, picked: Sequence[int]) -> float:
-    """The part of a step that losing some of the gradient costs."""
+    """Return the fraction of a step that the compression error costs."""
     return _PRICE * sum(b.weight * o.loss for b, o in zip(facts.buckets, _options(facts, picked), strict=True))
 
 
 def _picked(facts: StepMeasurements, usable: Sequence[int], borders: tuple[int, ...]) -> list[int]:
-    """Bucket b has the candidate whose border is the last at or before b, or the next milder one that serves it."""
+    """Return the candidate of each bucket: the last that begins there or before, or the next weaker that serves it."""
     found = []
     for b, bucket in enumerate(facts.buckets):
         level = sum(border <= b for border in borders)
@@ -112,7 +117,7 @@ def _options(facts: StepMeasurements, picked: Sequence[int]) -> list[Option]:
 
 
 def _written(facts: StepMeasurements, picked: Sequence[int], candidates: Sequence[Candidate]) -> Exchanges:
-    """One choice, or rules: for every candidate but the commonest a pattern of names, that one for all the rest."""
+    """Return one exchange, or rules: patterns of names for all candidates but the most common, which gets the rest."""
     kinds = sorted(set(picked), key=lambda c: sum(p == c for p in picked)) or [0]  # of no bucket: as they are
     if len(kinds) == 1:
         return candidates[kinds[0]].written

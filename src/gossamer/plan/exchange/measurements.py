@@ -1,4 +1,4 @@
-"""The numbers a choice of exchanges is made from. Measured by others; the slowest rank's wherever ranks differ."""
+"""The measurements that the choice of exchanges is based on; where ranks differ, those of the slowest rank."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from gossamer.spec.network import Network
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One candidate for one bucket."""
+    """The measured cost of one candidate exchange for one bucket."""
 
     cpu_s: float  # encoding and decoding
-    wire_s: float  # as long as the link is its own
+    wire_s: float  # on a link without other traffic
     sent_bytes: int  # by the rank that sends most
-    loss: float  # |x - kept|^2 / |x|^2 of a gradient: what one exchange leaves out
+    loss: float  # |x - kept|^2 / |x|^2 of a gradient: the compression error of one exchange
 
 
 @dataclass(frozen=True, slots=True)
 class BucketMeasurements:
-    """`ready_s`: after the step's last backward began, its gradients are complete. `options` follow the candidates;
-    None where a candidate cannot or should not serve this bucket. `weight`: its part of |x|^2.
+    """The measurements of one gradient bucket.
+
+    `ready_s`: seconds from the start of the step's last backward until its gradients are complete. `weight`: its part
+    of |x|^2. `options`: one per candidate; None if the candidate cannot or should not serve this bucket.
     """
 
     names: tuple[str, ...]
@@ -36,9 +38,10 @@ class BucketMeasurements:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurements:
-    """One step: `compute_s` of it all without exchange, `backward_s` of the last backward, in which buckets fill.
+    """The measurements of one step.
 
-    `stolen`: the part of encoding that the backward pass loses; 0 where encoding has a core of its own, 1 where not.
+    `compute_s`: seconds of the step without any exchange; `backward_s`: of the last backward, in which buckets fill.
+    `stolen`: the fraction of encode time that slows the backward pass: 0 if encoding has a core of its own, 1 if not.
     """
 
     buckets: tuple[BucketMeasurements, ...]
@@ -47,7 +50,7 @@ class StepMeasurements:
     stolen: float
 
     def __post_init__(self) -> None:
-        """Raises BadInput for a number that is not finite: nothing is less than it, so nothing could be chosen."""
+        """Raise BadInput for a number that is not finite: no comparison with it would choose anything."""
         for name in ("compute_s", "backward_s", "stolen"):
             check_finite(name, getattr(self, name))
         for place, bucket in enumerate(self.buckets):
@@ -59,14 +62,17 @@ class StepMeasurements:
 
 
 def check_finite(name: str, value: float, where: str = "") -> None:
-    """Raises BadInput where a measured number is none."""
+    """Raise BadInput if the measured number `value` is not finite. `name` and `where` describe it in the error."""
     if not math.isfinite(value):
         do = "measure again, or name the exchange in plan.exchange"
         raise bad_input(wanted=f"a finite {name}", got=f"{value:g}{where}", do=do, key="plan.exchange")
 
 
 def wire_seconds(per_rank: dict[int, tuple[Traffic, ...]], levels: ProcessGroups, links: Network) -> tuple[float, int]:
-    """(seconds, bytes of the rank that sends most) of one exchange: messages follow one another, ranks send at once."""
+    """Return (seconds, bytes of the rank that sends most) of one exchange.
+
+    Messages follow one another; ranks send at the same time.
+    """
     seconds, rounds = 0.0, len(next(iter(per_rank.values())))
     total = dict.fromkeys(per_rank, 0)
     for turn in range(rounds):
@@ -89,5 +95,5 @@ def _sent(one: Traffic, levels: ProcessGroups, rank: int) -> int:
 
 
 def _hops(combine: Collective, ranks: int) -> int:
-    """Messages that wait for one another."""
+    """Return the number of messages that wait for one another."""
     return {Collective.SHUFFLE: 1, Collective.GATHER: ranks - 1}.get(combine, 2 * (ranks - 1))

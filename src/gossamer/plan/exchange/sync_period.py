@@ -1,8 +1,8 @@
-"""How often islands come together: what `plan.sync: auto` means, with `plan.lossy: true`.
+"""Choose the sync period: the solver of `plan.sync: auto` with `plan.lossy: true`.
 
-Gradients that meet at every step (the best exchange `choose` knows) against islands that train apart and meet every
-`SyncPeriod.every` steps, fragment by fragment in four bits, with a delay that hides what is under way. The seconds of a
-step, made dearer by the steps more that it takes to the same loss, decide. Pure, as `choose` is.
+It compares synchronous training (with the best exchange from `choose`) and local-update training. In the latter,
+islands average every `SyncPeriod.every` steps, fragment by fragment in 4 bits, with a sync delay that hides the
+communication. The seconds of a step decide, increased by the extra steps to the same loss. Pure, as `choose` is.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ FRAGMENTS = 4  # as in Streaming DiLoCo: a quarter of the peak rate
 
 @dataclass(frozen=True, slots=True)
 class SyncPeriod:
-    """Islands that meet every so many steps. `dearer`: the part more of steps that the same loss takes, as measured
-    (benchmarks/links_apart.py). `second_moments`: every so many rounds these meet too, where the update rule has any
-    that can; then the anchor goes to the islands' mean, else by Nesterov's momentum.
+    """A candidate period of local-update training: islands synchronize every `every` steps.
+
+    `dearer`: the fraction of extra steps to the same loss, as measured (benchmarks/links_apart.py). `second_moments`:
+    average them every so many rounds too, for optimizers that have them. The global parameters then become the islands'
+    mean; otherwise Nesterov momentum updates them.
     """
 
     every: int
@@ -33,9 +35,11 @@ class SyncPeriod:
 
 @dataclass(frozen=True, slots=True)
 class RoundMeasurements:
-    """`step_s`: of an island by itself, with the exchange inside of it. Of one round: `fragments_s`, how long each
-    fragment is on its way between islands; `cpu_s`, encoding; `stolen`, the part of that which steps lose.
-    `second_moments_s`: how long all of them are on their way, when they are.
+    """The measurements of one sync round of local-update training.
+
+    `step_s`: seconds of an island's own step, with its exchange. `fragments_s`: seconds of each fragment on the links
+    between islands. `cpu_s`: seconds of encoding; `stolen`: the fraction of them that slows the steps.
+    `second_moments_s`: seconds on the links for all second moments, when they are averaged.
     """
 
     step_s: float
@@ -47,7 +51,7 @@ class RoundMeasurements:
 
 @dataclass(frozen=True, slots=True)
 class LocalUpdateEstimate:
-    """Forecast of islands apart: seconds of a mean step, how many wait for the wire, and the delay."""
+    """The estimate of local-update training: mean seconds of a step, exposed seconds, and the sync delay in steps."""
 
     step_s: float
     exposed_s: float
@@ -56,7 +60,7 @@ class LocalUpdateEstimate:
 
 @dataclass(frozen=True, slots=True)
 class SyncDecision:
-    """The choice. `sync` is None where gradients should meet at every step; `reason`: one line for people."""
+    """The chosen sync method. `sync` is None for synchronous training; `reason`: one line for the user."""
 
     sync: Written | None
     reason: str
@@ -66,8 +70,10 @@ class SyncDecision:
 def choose_period(
     decision: Decision, facts: RoundMeasurements, *, steps: int, lossy: bool, periods: Sequence[SyncPeriod]
 ) -> SyncDecision:
-    """For a run of so many steps. Without `lossy` all gradients meet at every step; the reason says what it would gain.
-    A period that the run has not four rounds for is none.
+    """Choose the sync method for a run of `steps` steps.
+
+    Without `lossy` the choice is synchronous training, and the reason says what local updates would save. A period of
+    which the run has fewer than four rounds is excluded.
     """
     usable = [p for p in periods if 4 * p.every <= steps]
     at_once = decision.forecast.step_s * (1 + decision.dearer)
@@ -91,9 +97,10 @@ def choose_period(
 
 
 def forecast_apart(period: SyncPeriod, facts: RoundMeasurements) -> LocalUpdateEstimate:
-    """Steps are as long as an island's own, unless the wire has not done with a round when the next one begins.
+    """Return the estimate of local-update training with `period`.
 
-    The delay is the shortest that hides the longest fragment, and one step for what comes late.
+    A step takes as long as an island's own, unless a round is still on the links when the next begins. The sync delay
+    is the shortest that hides the longest fragment, plus one step of margin.
     """
     own = facts.step_s + facts.stolen * facts.cpu_s / period.every
     beside = facts.second_moments_s / period.second_moments if period.second_moments else 0.0
@@ -105,7 +112,10 @@ def forecast_apart(period: SyncPeriod, facts: RoundMeasurements) -> LocalUpdateE
 
 
 def written_of(period: SyncPeriod, delay: int, steps: int) -> Written:
-    """What the losses were measured with, but for the delay: a run of so many steps parts after a tenth of them."""
+    """Return the plan.sync value with the settings of the measurements, except the sync delay.
+
+    A run of `steps` steps starts local updates after a tenth of them.
+    """
     with_own: dict[str, Any] = {"mix": 0.5, "outer": {"nesterov": {"lr": 0.4}}}
     with_common: dict[str, Any] = {"carry": True, "outer": "average", "second_moments": period.second_moments}
     return {

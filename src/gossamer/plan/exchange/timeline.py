@@ -1,4 +1,4 @@
-"""When everything of a step's exchange happens: buckets fill, are encoded, wait for the wire, and are decoded."""
+"""The timeline of one step's exchange: buckets fill, are encoded, wait for the wire, and are decoded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gossamer.plan.exchange.measurements import Option, StepMeasurements
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Forecast of one step."""
+    """The estimate of one step: seconds in total, exposed, on the wire and of encoding, and bytes sent."""
 
     step_s: float
     exposed_s: float  # waited for after the backward pass
@@ -20,7 +20,7 @@ class Timeline:
 
 
 def waited_for(facts: StepMeasurements, chosen: Sequence[Option]) -> tuple[float, ...]:
-    """By bucket, the part of its time on the wire that the step waits for: what halving it would save."""
+    """Return by bucket the exposed fraction of its time on the wire: what halving that time would save."""
     now, found = timeline(facts, chosen).step_s, []
     for b, option in enumerate(chosen):
         half = replace(option, wire_s=option.wire_s / 2)
@@ -30,9 +30,10 @@ def waited_for(facts: StepMeasurements, chosen: Sequence[Option]) -> tuple[float
 
 
 def timeline(facts: StepMeasurements, chosen: Sequence[Option]) -> Timeline:
-    """One wire and one thread that encodes, both first come, first served; buckets come as backward fills them.
+    """Estimate a step with the chosen exchange of each bucket.
 
-    What encoding steals from the backward pass (`facts.stolen`) makes everything after it later.
+    One wire and one encoding thread serve buckets first come, first served, in the order in which backward fills them.
+    Encoding slows the backward pass by `facts.stolen` of its time, which delays everything after it.
     """
     thread = wire = late = 0.0
     sent = []

@@ -1,7 +1,7 @@
-"""What goes together: the laws that every plan is asked, wherever it came from.
+"""Check that the methods of a plan can be combined, whether the plan is new, read from a file, or of a resumed run.
 
-A plan is a value of words. A planner writes one, a file has one, a run that is resumed had one; each of them is built
-into objects here (`Terms`), and the laws are asked of what these declare of themselves, never of their names.
+A plan holds method names and settings. `Terms` builds each into its object; the laws then check what these objects
+declare about themselves, never their names.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["EVERY_STEP", "LAWS", "Law", "Terms", "check", "check_loop", "not_use
 
 
 def check(config: RunConfig, plan: Plan) -> Terms:
-    """What the words of a plan and of its configuration stand for.
+    """Build the methods of a plan and its configuration, check that they can be combined, and return them.
 
-    Raises BadInput with the key that is to blame: where a word names no method, two methods do not go together, or a
-    key that was written would be read by nobody.
+    Raises BadInput that names the key at fault: for an unknown method, for two methods that exclude each other, or for
+    a key that has no effect.
     """
     check_given(config)
     terms = Terms.of(config, plan)

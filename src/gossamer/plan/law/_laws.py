@@ -1,4 +1,4 @@
-"""The laws, in the order in which they are asked: each is a question to what a plan's methods say of themselves."""
+"""The laws in the order of their checks: each asks a plan's methods for the properties that they declare."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _said(written: Exchanges) -> str:
 def clipped(
     exchanges: Sequence[Exchange], clip: float, *, key: str = "plan.exchange", clip_key: str = "train.clip"
 ) -> BadInput | None:
-    """An error where gradients are clipped by a norm that is not theirs."""
+    """Return an error for gradient clipping around an exchange whose result does not have the gradient's norm."""
     inside = [one for outer in exchanges for one in exchange_methods.nested(outer)]
     wrong = next((one for one in inside if not one.has_true_norm), None)
     if not clip or wrong is None:
@@ -85,7 +85,7 @@ def clipped(
 
 
 def _name(method: Exchange) -> str:
-    """That of its file."""
+    """Return the method's name, that of its file."""
     return type(method).__module__.rpartition(".")[2]
 
 
@@ -94,7 +94,7 @@ def _clip(terms: Terms) -> BadInput | None:
 
 
 def _clip_adapted(terms: Terms) -> BadInput | None:
-    """What a policy may come to choose is clipped as well."""
+    """Apply the clipping law to the settings that a policy may choose."""
     if terms.policy is None or terms.exchange is None:
         return None
     settings = [w for line in terms.exchange.lines for w in terms.policy.to_measure(line.written)]
@@ -166,7 +166,9 @@ def _adapts_links(terms: Terms) -> BadInput | None:
 
 
 def _adapts_as_it_goes(terms: Terms) -> BadInput | None:
-    """Borders between stages, and what goes between islands, are chosen once, before the first step."""
+    """Check `adapt_every` and `adapt_window`: stage boundaries and exchanges between islands are chosen once, before
+    step 1.
+    """
     asked, before = terms.config.plan, terms.stages > 1 or terms.sync.loop is not None
     for key in ("adapt_every", "adapt_window"):
         if before and getattr(asked, key) != getattr(_PLAN, key):
@@ -195,7 +197,7 @@ def _states_of_whole_replicas(terms: Terms) -> BadInput | None:
 
 
 def _states_apart(terms: Terms) -> BadInput | None:
-    """Where states cannot be sharded so while islands train apart: each has its own."""
+    """Check that the sharding keeps states inside each island, as local-update training needs."""
     sharding, loop = terms.sharding, terms.sync.loop
     if not sharding.is_sharded or loop is None:
         return None
@@ -365,7 +367,7 @@ def _everybody_on_an_island(terms: Terms) -> BadInput | None:
 
 
 def _lossy_is_asked(terms: Terms) -> BadInput | None:
-    """Beside an exchange that is named, for which `spec.given` asks: where `auto` chooses nothing that could lose."""
+    """Check that `plan.lossy` has an effect: `auto` must choose something; `spec.unread_keys` checks the rest."""
     is_open = terms.config.plan.sync == "auto" or terms.sync.is_plain
     if not terms.config.plan.lossy or (terms.stages == 1 and is_open):
         return None
@@ -420,7 +422,7 @@ LAWS: tuple[Law, ...] = (
 
 
 def not_used_inside(loop: OuterLoopConfig, islands: Sequence[Sequence[int]], exchange: Exchanges) -> str:
-    """Why nothing of an exchange of gradients is ever used; "" where it is."""
+    """Return why the gradient exchange is never used in local-update training; "" if it is used."""
     if exchange == "dense" or not loop.apart(0) or not islands or any(len(island) > 1 for island in islands):
         return ""
     return f"{_said(exchange)} is not used: every island is one rank, which meets nobody inside of it"

@@ -1,4 +1,4 @@
-"""The laws of a loop that is not ours: an exchange and a clipping, and no plan."""
+"""Check the exchange and the gradient clipping of a user's own training loop, which has no plan."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from gossamer.spec.method_config import Exchanges
 def check_loop(
     *, exchange: Exchanges, clip: float, key: str = "exchange", clip_key: str = "clip"
 ) -> ParameterRules[Exchange]:
-    """The exchange of one's own loop, by parameter; of one that is still to be chosen, what serves until then. Raises
-    BadInput where it cannot be clipped so, or where it speaks of links that such a loop knows nothing of.
+    """Return the exchange of each parameter in a user's own training loop; for `auto`, all-reduce until it is chosen.
+
+    `key` and `clip_key` are named in errors. Raises BadInput for an exchange that excludes clipping, or that needs
+    islands, which such a loop does not know.
     """
     exchange = "dense" if exchange == "auto" else exchange
     found = exchange_methods.rules(exchange, key=key)

@@ -1,4 +1,4 @@
-"""The objects that the words of a plan stand for."""
+"""The method objects of a plan, built from their names and settings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gossamer.spec.plan import Plan
 from gossamer.sync import Sync
 
 RULE = "train.optimizer"
-EVERY_STEP = "every_step"  # what auto stands for until it is chosen
+EVERY_STEP = "every_step"  # the value of auto until it is chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """A plan with its configuration, and what their words stand for.
+    """A plan and its configuration with the methods they name: optimizer, sync, sharding, exchange, policy.
 
-    `exchange` is None where it is still to be chosen, `policy` where nothing is adapted.
+    `exchange` is None if it is still to be chosen, `policy` None without adaptive compression.
     """
 
     config: RunConfig
@@ -39,7 +39,7 @@ class Terms:
 
     @staticmethod
     def of(config: RunConfig, plan: Plan) -> Terms:
-        """Raises BadInput for a word that names no method, or a method with other parameters."""
+        """Build the methods of a plan. Raises BadInput for an unknown name or wrong settings of a method."""
         asked, adapts = plan.exchange, config.plan.adapt
         return Terms(
             config=config,
@@ -53,17 +53,17 @@ class Terms:
 
     @property
     def stages(self) -> int:
-        """How many the model is cut into; 1: it is whole."""
+        """Return the number of pipeline stages; 1: the model is not split."""
         return self.plan.mesh.pipe
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """Of gradients, one for every line that is written; none where they are still to be chosen."""
+        """Return the gradient exchanges, one per rule; empty if they are still to be chosen."""
         return () if self.exchange is None else self.exchange.written
 
     @property
     def is_lossy(self) -> bool:
-        """Whether anything that meets may be less than what was to meet, or is left to be chosen."""
+        """Return whether any exchange loses part of what it averages, or is left to be chosen."""
         loop, asked = self.sync.loop, self.config.plan
         met = [*self.exchanges, *([loop.exchange] if loop is not None else [])]
         chosen = asked.exchange == "auto" and self.stages == 1 and self.sync.is_plain
@@ -72,6 +72,9 @@ class Terms:
 
 
 def rule_of(terms: Terms) -> Optimizer:
-    """The update rule as it runs. Raises BadInput where islands cannot bring together what it knows, as they should."""
+    """Return the optimizer as it runs.
+
+    Raises BadInput if second moments are to be averaged over islands, and the optimizer has none that can be.
+    """
     loop = terms.sync.loop
     return CommonAdamW.around(terms.rule, 1.0) if loop is not None and loop.second_moments else terms.rule

@@ -3,12 +3,13 @@
     checkpoints/
         step-00000100/              committed: complete, read back, durable
             manifest.json           format, global shapes, dtypes, slices, byte ranges, checksums, meta; sealed
-            rank-00000.safetensors  what rank 0 held
-        step-00000150.partial/      being written, or left by a run that died: never read, swept at the next start
+            rank-00000.safetensors  the tensors of rank 0
+        step-00000150.partial/      in progress, or of a run that died: never read, removed at the next start
 
-Ranks meet in the directory alone: each writes its shard, reads it back, and publishes its part of the manifest; the
-leader (rank 0) waits for all parts, merges them, renames, and only then removes what is older than `keep`.
-At any instant the newest committed checkpoint is whole. No network, no pickle.
+Ranks coordinate through the directory alone: each writes its shard, reads it back, and publishes its part of the
+manifest. The leader (rank 0) waits for all parts, merges them, renames the folder, and only then removes what is older
+than `keep`.
+At any instant the newest committed checkpoint is complete. No network, no pickle.
 """
 
 from gossamer.store.checkpoint.commit import latest_step, list_checkpoints, set_aside

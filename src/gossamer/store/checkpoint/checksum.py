@@ -1,9 +1,9 @@
-"""Checksums bound to identity: the same bytes under another name, place or replica have another checksum.
+"""Checksums bound to identity: equal bytes under another name, position or replica have another checksum.
 
-Slices carry CRC-32 over (name, dtype, shape, start, size, replica) followed by the data. Measured on one core of an
-AMD EPYC with zlib 1.2.13, 256 MiB: crc32 6.8 GB/s, sha256 2.0, blake2b 1.4 (copying memory: 17). A checkpoint is
-written beside training, on cores that training wants; the fast one finds every single flipped bit and every burst up
-to 32 bits for certain, and misses other damage once in 4e9. It guards against accidents, not against an author.
+Slices carry CRC-32 over (name, dtype, shape, start, size, replica) followed by the data. Measured on one core of an AMD
+EPYC with zlib 1.2.13, 256 MiB: crc32 6.8 GB/s, sha256 2.0, blake2b 1.4 (copying memory: 17). A checkpoint is written
+beside training, on cores that training uses. The fast checksum finds every single flipped bit and every burst up to 32
+bits for certain, and misses other damage once in 4e9. It guards against accidents, not against tampering.
 Headers and manifests are small: they carry blake2b.
 """
 
@@ -40,12 +40,12 @@ CODES = {
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """torch.float32, "torch.float32" -> "float32"."""
+    """Return the name of a dtype: torch.float32 or "torch.float32" -> "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """ "float32" -> torch.float32; KeyError for what the format does not hold."""
+    """Return the dtype called `name`: "float32" -> torch.float32; raises KeyError for one that safetensors lacks."""
     if name not in CODES:
         raise KeyError(name)
     found: torch.dtype = getattr(torch, name)
@@ -53,22 +53,22 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def identity(where: Slice, dtype: str) -> int:
-    """The CRC-32 of what a slice is; its data are folded in after it."""
+    """Return the CRC-32 of a slice's name, dtype, shape, start, size and replica; its data are folded in after it."""
     what = [where.name, dtype, where.shape, where.start, where.size, where.replica]
     return zlib.crc32(json.dumps(what).encode())
 
 
 def checksum(where: Slice, tensor: Tensor) -> int:
-    """CRC-32 over identity and data of a contiguous CPU tensor."""
+    """Return the CRC-32 over identity and data of a contiguous CPU tensor."""
     return zlib.crc32(raw_bytes(tensor), identity(where, dtype_name(tensor.dtype)))
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """Return the bytes of a contiguous CPU tensor, not copied."""
     flat: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return flat
 
 
 def digest(data: bytes) -> str:
-    """blake2b, 128 bits, in hex."""
+    """Return the blake2b digest of `data`, 128 bits, in hex."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""The directory protocol: names, who may see what when, and how a checkpoint becomes one."""
+"""The directory protocol of checkpoints: folder names, their visibility, and the atomic commit."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _PARTIAL = re.compile(r"step-(\d{8,})(\..+)?\.partial")
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """Where step `step` lies once committed."""
+    """Return the folder of the committed checkpoint of `step`."""
     return directory / f"step-{step:08d}"
 
 
 def partial_folder(directory: Path, step: int, token: str) -> Path:
-    """Where its parts are gathered before that."""
+    """Return the folder in which ranks gather the parts of the checkpoint of `step` before the commit."""
     return directory / (f"step-{step:08d}.{token}.partial" if token else f"step-{step:08d}.partial")
 
 
 def list_checkpoints(directory: Path | str) -> tuple[int, ...]:
-    """Steps of the committed checkpoints, newest first; none where the directory is missing."""
+    """Return the steps of the committed checkpoints, newest first; none where the directory is missing."""
     return tuple(sorted({step for step, _ in _committed(Path(directory))}, reverse=True))
 
 
 def latest_step(directory: Path | str) -> int | None:
-    """The newest committed step, not verified."""
+    """Return the newest committed step, not verified; None where there is none."""
     return next(iter(list_checkpoints(directory)), None)
 
 
 def locate(directory: Path, step: int) -> Path | None:
-    """The folder of a committed step; while a new save of the same step replaces one, the old one counts."""
+    """Return the folder of a committed step, or None; while a new save replaces it, the old folder counts."""
     folder = step_folder(directory, step)
     old = folder.with_name(folder.name + ".replaced")
     return folder if folder.is_dir() else old if old.is_dir() else None
@@ -64,7 +64,10 @@ def prepare(directory: Path) -> None:
 
 
 def sweep(directory: Path, token: str, below: int | None = None) -> None:
-    """Remove what dead runs left behind (the leader, at start) or what this one gave up (steps under `below`)."""
+    """Remove partial folders: those of dead runs (by the leader, at start), or all of steps below `below`.
+
+    It also removes a replaced checkpoint, or puts it back where the new one of its step is missing.
+    """
     for path in _entries(directory):
         match = _PARTIAL.fullmatch(path.name)
         if match is None:
@@ -82,7 +85,7 @@ def sweep(directory: Path, token: str, below: int | None = None) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that others may still write into: renamed first, so that they fail instead of refilling it."""
+    """Remove a folder that others may still write into: renamed first, so that their writes fail."""
     doomed = folder.with_name(f"{folder.name.split('.')[0]}.{os.getpid()}-{time.monotonic_ns()}.partial")
     try:
         folder.rename(doomed)
@@ -92,7 +95,7 @@ def discard(folder: Path) -> None:
 
 
 def commit(partial: Path, target: Path) -> None:
-    """Make the complete and durable `partial` visible under its final name, in one step, durably."""
+    """Make the complete and durable `partial` visible under its final name, atomically and durably."""
     sync_folder(partial)
     old = target.with_name(target.name + ".replaced")
     if target.is_dir():
@@ -104,7 +107,7 @@ def commit(partial: Path, target: Path) -> None:
 
 
 def prune(directory: Path, newest: int, keep: int) -> None:
-    """Remove all but the `keep` newest steps up to `newest`. Later steps are of another history: left alone."""
+    """Remove all but the `keep` newest steps up to `newest`. Later steps belong to another history and stay."""
     steps = [step for step in list_checkpoints(directory) if step <= newest]
     for step in steps[keep:]:
         folder = locate(directory, step)
@@ -113,7 +116,10 @@ def prune(directory: Path, newest: int, keep: int) -> None:
 
 
 def set_aside(directory: Path | str, step: int) -> Path:
-    """Take a committed checkpoint out of the list without removing it (a bad one); returns where it lies now."""
+    """Quarantine a damaged checkpoint: take it out of the list without removing it; return its new folder.
+
+    Raises BadInput where there is no checkpoint of that step.
+    """
     folder = locate(Path(directory), step)
     if folder is None:
         raise bad_input(wanted=f"a checkpoint of step {step} in {directory}", got="none", do="list what is there")
@@ -126,7 +132,7 @@ def set_aside(directory: Path | str, step: int) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new files in a folder durable."""
+    """Make renames and new files in a folder durable (fsync)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -137,7 +143,9 @@ def sync_folder(folder: Path) -> None:
 def wait_until(
     done: Callable[[], bool], *, deadline_s: float, abort: Callable[[], bool], what: Callable[[], str]
 ) -> None:
-    """Poll until `done`; raises RunFailed with `what()` after `deadline_s`, or at once when `abort` says so."""
+    """Poll until `done` returns true; raises RunFailed with `what()` after `deadline_s`, or at once when `abort` is
+    true.
+    """
     end, pause_s = time.monotonic() + deadline_s, 0.002
     while not done():
         if abort():

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, sealed so that any altered byte of it is noticed."""
+"""The manifest of a checkpoint: its shards and slices, sealed with a digest that reveals any altered byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class RankManifest:
-    """What one rank contributes."""
+    """The part of the manifest that one rank contributes: its shard and its `meta`."""
 
     step: int
     rank: int
@@ -32,14 +32,14 @@ class RankManifest:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A whole checkpoint: the parts of all ranks, in rank order."""
+    """The manifest of a complete checkpoint: the parts of all ranks, in rank order."""
 
     step: int
     parts: tuple[RankManifest, ...]
 
 
 def merge(parts: Sequence[RankManifest]) -> Manifest:
-    """Put the parts together; raises RunFailed where slices leave a gap, overlap, or replicas disagree."""
+    """Merge the parts of all ranks; raises RunFailed where slices leave a gap, overlap, or replicas disagree."""
     parts = sorted(parts, key=lambda part: part.rank)
     boxes: dict[tuple[str, int], list[tuple[int, Placed]]] = defaultdict(list)
     for part in parts:
@@ -76,7 +76,7 @@ def _check_tiling(held: list[tuple[int, Placed]]) -> None:
 
 
 def seal(body: Any) -> bytes:
-    """JSON with its own digest in front."""
+    """Return `body` as JSON with its own digest in front."""
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     return _sealed(text)
 
@@ -86,7 +86,7 @@ def _sealed(text: bytes) -> bytes:
 
 
 def unseal(path: Path) -> Any:
-    """The body of a sealed file; raises CheckpointMismatch where it is missing, altered or of another format."""
+    """Return the body of a sealed file; raises CheckpointMismatch where it is missing, altered or of another format."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -109,7 +109,7 @@ def _why_not(data: bytes) -> str:
 
 
 def encode_part(part: RankManifest) -> dict[str, Any]:
-    """A value for `seal`."""
+    """Return the JSON value of a rank's part, for `seal`."""
     shard = part.shard
     slices = [
         {
@@ -138,7 +138,7 @@ def encode_part(part: RankManifest) -> dict[str, Any]:
 
 
 def decode_part(body: Any, path: Path) -> RankManifest:
-    """The inverse; raises CheckpointMismatch for a sealed file that is no such thing."""
+    """Return the part that `encode_part` encoded; raises CheckpointMismatch for a sealed file without one."""
     try:
         placed = tuple(_decode_slice(each) for each in body["slices"])
         if Path(body["file"]).name != body["file"]:
@@ -159,12 +159,12 @@ def _decode_slice(body: Any) -> Placed:
 
 
 def encode_manifest(manifest: Manifest) -> dict[str, Any]:
-    """A value for `seal`."""
+    """Return the JSON value of a manifest, for `seal`."""
     return {"step": manifest.step, "parts": [encode_part(part) for part in manifest.parts]}
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """Raises CheckpointMismatch where the manifest is damaged, or that of another checkpoint."""
+    """Read the manifest in `folder`; raises CheckpointMismatch where it is damaged, or of another step than `step`."""
     path = folder / MANIFEST
     body = unseal(path)
     if not isinstance(body, dict) or "parts" not in body:
@@ -175,7 +175,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
 
 
 def check_json(value: Any, path: str = "meta") -> None:
-    """Raises BadInput where `value` would not come back from JSON as it is: tuples, integer keys, NaN, objects."""
+    """Raise BadInput where `value` would not come back from JSON unchanged: tuples, integer keys, NaN, objects."""
     if value is None or isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return
     inside: Iterable[tuple[str, Any]]

@@ -1,4 +1,4 @@
-"""Reading: any region of any tensor from any stored layout, every byte checked before it is used."""
+"""Reading a checkpoint: any region of any tensor from any stored layout (resharding), each slice checked before use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from gossamer.store.slices import REPLICATED, Extent, Slice
 
 
 class Checkpoint:
-    """One committed checkpoint. Opening reads the manifest alone; files are mapped and checked when first touched."""
+    """A committed checkpoint. Opening reads the manifest alone; files are mapped and checked when first touched."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Raises CheckpointMismatch where the manifest is missing, damaged, or of another step."""
+        """Raise CheckpointMismatch where the manifest is missing, damaged, or of another step."""
         self.folder = folder
         self.step = step
         manifest = read_manifest(folder, step)
@@ -39,31 +39,31 @@ class Checkpoint:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What the leader gave to `save`."""
+        """The `meta` that the leader (rank 0) gave to `save`."""
         return self._meta[0]
 
     def rank_meta(self, rank: int) -> Mapping[str, Any]:
-        """What rank `rank` of the saving run gave to `save`."""
+        """Return the `meta` that rank `rank` of the saving run gave to `save`."""
         return self._meta[rank]
 
     def names(self) -> tuple[str, ...]:
-        """All tensors, sorted."""
+        """Return the names of all tensors, sorted."""
         return tuple(sorted({name for name, _ in self._held}))
 
     def replicas(self, name: str) -> tuple[int, ...]:
-        """Whose versions of a tensor are stored: -1 for the one that all share, else ranks."""
+        """Return the replicas stored of a tensor: -1 for a replicated one, else the ranks whose state it is."""
         return tuple(sorted(replica for held, replica in self._held if held == name))
 
     def slices(self) -> tuple[Slice, ...]:
-        """All stored slices."""
+        """Return all stored slices."""
         return tuple(where for held in self._held.values() for where in held)
 
     def shape(self, name: str, replica: int = REPLICATED) -> Extent:
-        """Global shape."""
+        """Return the global shape of a tensor."""
         return next(iter(self._find(name, replica))).shape
 
     def dtype(self, name: str, replica: int = REPLICATED) -> torch.dtype:
-        """Stored dtype."""
+        """Return the stored dtype of a tensor."""
         _, placed = next(iter(self._find(name, replica).values()))
         return dtype_of(placed.dtype)
 
@@ -75,11 +75,11 @@ class Checkpoint:
         replica: int = REPLICATED,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The box `start .. start + size` of a tensor (default: all of it), put together from whatever slices hold it.
+        """Read the box `start .. start + size` of a tensor (default: all of it), assembled from its stored slices.
 
         `out` of shape `size` receives it, on its own device and in its own dtype; else a CPU tensor of the stored
-        dtype. Only the slices that the box touches are read; the first touch of each checks all of that slice.
-        Raises CheckpointMismatch where one is damaged, BadInput where the tensor or the box is not there.
+        dtype. Only the slices that overlap with the box are read; the first use of each checks all of that slice.
+        Raises CheckpointMismatch where one is damaged, BadInput where the tensor or the box does not exist.
         """
         held = self._find(name, replica)
         shape = next(iter(held)).shape
@@ -98,7 +98,7 @@ class Checkpoint:
         return out
 
     def verify(self, *, beat: Callable[[], None] = lambda: None) -> None:
-        """Read everything; raises CheckpointMismatch naming the first file, tensor and slice that is not as written.
+        """Read and check all shards; raises CheckpointMismatch naming the first altered file, tensor and slice.
 
         `beat` is called after every file.
         """
@@ -114,9 +114,12 @@ class Checkpoint:
         prefix: str = "",
         elsewhere: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """Raises CheckpointMismatch where the replicated tensors under `prefix` are not `expected`: full name -> shape
-        and dtype. What differs per rank belongs to ranks, not to a model, and is left out; so is what the caller does
-        not expect, but knows to be `elsewhere`.
+        """Raise CheckpointMismatch where the replicated tensors under `prefix` are not those of `expected`.
+
+            expected:  full name -> shape and dtype.
+            elsewhere: returns true for a name that is not in `expected`, but may be stored; such tensors are ignored.
+
+        Tensors that differ per rank belong to ranks, not to a model, and are ignored too.
         """
         wanted = {name: (tuple(shape), dtype_name(dtype)) for name, (shape, dtype) in expected.items()}
         stored = {
@@ -163,7 +166,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path | str, step: int) -> Checkpoint:
-    """A committed checkpoint; raises BadInput where there is none, CheckpointMismatch where its manifest is damaged."""
+    """Open a committed checkpoint; raises BadInput where there is none, CheckpointMismatch for a damaged manifest."""
     folder = locate(Path(directory), step)
     if folder is None:
         steps = list_checkpoints(directory)
@@ -177,10 +180,11 @@ def open_checkpoint(directory: Path | str, step: int) -> Checkpoint:
 def latest_good(
     directory: Path | str, *, until: int | None = None, beat: Callable[[], None] = lambda: None
 ) -> tuple[Checkpoint, dict[int, str]]:
-    """The newest checkpoint (of a step up to `until`) that verifies, and what is wrong with each newer one, by step.
+    """Return the newest checkpoint (of a step up to `until`) that verifies, and the damage of each newer one, by step.
 
-    Reads all of it: in a run of several ranks one calls this and tells the others the step. `beat` is called after
-    every file. Raises CheckpointMismatch where there are checkpoints but none is good, BadInput where there are none.
+    Reads all of it: in a run of several ranks one rank calls this and sends the step to the others. `beat` is called
+    after every file. Raises CheckpointMismatch where there are checkpoints but none is good, BadInput where there are
+    none.
     """
     problems: dict[int, str] = {}
     for step in list_checkpoints(directory):
@@ -208,7 +212,7 @@ def _check_box(whole: Slice, start: Extent, size: Extent) -> None:
 
 
 def _box(tensor: Tensor, origin: Extent, start: Extent, size: Extent) -> Tensor:
-    """The box of a tensor whose first element lies at `origin` of the global one."""
+    """Return the box of a tensor whose first element lies at `origin` of the global tensor."""
     for dim, (zero, at, count) in enumerate(zip(origin, start, size, strict=True)):
         tensor = tensor.narrow(dim, at - zero, count)
     return tensor

@@ -1,4 +1,4 @@
-"""One attempt to save one step: what each rank does in the `.partial` folder, and how it ends."""
+"""One attempt to save the checkpoint of one step: the work of each rank in the `.partial` folder, up to the commit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SETTLE_S = 2.0  # a shared file system may show the end of the old name before 
 
 @dataclass(frozen=True, slots=True)
 class SaveGroup:
-    """Who saves together: rank `rank` of `ranks`, all of one run (`token`), rank 0 leading."""
+    """The ranks that save a checkpoint together: rank `rank` of `ranks`, all of one run (`token`), led by rank 0."""
 
     directory: Path
     rank: int
@@ -58,16 +58,17 @@ class SaveGroup:
 
 @dataclass(frozen=True, slots=True)
 class SaveAttempt:
-    """A save of `step` by `crew`."""
+    """One attempt of the ranks in `crew` to save the checkpoint of `step`."""
 
     crew: SaveGroup
     step: int
 
     def run(self, pieces: Sequence[NamedSlice], meta: Mapping[str, Any]) -> None:
-        """Write, read back, publish, and see it committed. Raises what went wrong.
+        """Write this rank's shard, read it back, publish its manifest, and wait for the commit; raises the error of a
+        failure.
 
-        A failed attempt leaves nothing on disk, except that a follower never takes back what it has published: the
-        leader may be committing it at that moment. If nobody does, it is swept with the folder.
+        A failed attempt leaves nothing on disk, with one exception. A follower never removes what it has published, as
+        the leader may be committing it at that moment; the next sweep removes it with the folder.
         """
         if self.crew.is_leader:
             self._lead(pieces, meta)
@@ -75,7 +76,7 @@ class SaveAttempt:
             self._follow(pieces, meta)
 
     def refuse(self, reason: str) -> None:
-        """Tell the others that this rank takes no part. Best effort: at worst they wait until the deadline."""
+        """Announce to the other ranks that this rank does not save. Best effort: else they wait until the deadline."""
         try:
             self._partial.mkdir(exist_ok=True)
             note = self._own("writing")
@@ -86,7 +87,7 @@ class SaveAttempt:
             return
 
     def explain(self, error: BaseException, pieces: Sequence[NamedSlice]) -> str:
-        """What the user should read."""
+        """Return the message for the user about a checkpoint that was not saved because of `error`."""
         return f"the checkpoint of step {self.step} was not saved: {self._say(error, pieces)}"
 
     @property
@@ -111,12 +112,12 @@ class SaveAttempt:
         return part
 
     def _forget_earlier(self) -> None:
-        """Files of this rank from an attempt that failed or died; the leader swept at start, but it may be late."""
+        """Remove this rank's files of an attempt that failed or died; the leader sweeps at start, but may be late."""
         for suffix in ("json", "writing", "safetensors", "failed"):
             self._own(suffix).unlink(missing_ok=True)
 
     def _publish(self, data: bytes, path: Path) -> None:
-        """The reader sees all of it or nothing."""
+        """Write `data` atomically: the reader sees all of it or nothing."""
         written = path.with_suffix(".writing")
         with written.open("xb") as file:
             file.write(data)
@@ -164,7 +165,7 @@ class SaveAttempt:
         return part
 
     def _follow(self, pieces: Sequence[NamedSlice], meta: Mapping[str, Any]) -> None:
-        """Wait for the leader's verdict: the partial folder goes, and the shard stands under the final name or not."""
+        """Wait for the leader's result: the partial folder disappears, and the final one has this shard or not."""
         crew = self.crew
         try:
             part = self._write(pieces, meta)
@@ -210,7 +211,7 @@ class SaveAttempt:
 
 
 def _check_shards(folder: Path, parts: Sequence[RankManifest]) -> None:
-    """Lengths and headers, as the leader sees them; the data have been read back by the rank that wrote them."""
+    """Check lengths and headers as the leader sees them; each rank has read back the data that it wrote."""
     for part in parts:
         ShardReader(folder, part.shard)
 

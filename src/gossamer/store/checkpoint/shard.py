@@ -1,8 +1,8 @@
-"""One shard: a safetensors file written in a stream, with the place and checksum of every slice in it.
+"""One shard of a checkpoint: a safetensors file, written as a stream, with offset and checksum of every slice.
 
-The file is an ordinary one that the safetensors library opens. It is written here because that library's writer makes
-a second copy of every tensor and hashes nothing: this one checksums each block while it is in the cache, copies
-nothing, and lets go of the interpreter lock for all of it, so that training goes on.
+The file is an ordinary one that the safetensors library opens. That library's writer makes a second copy of every
+tensor and hashes nothing. This one checksums each block while it is in the cache, copies nothing, and releases the
+interpreter lock for all of it, so that training continues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One slice in a shard: `offset` bytes from the start of the file, `size_bytes` long."""
+    """The position of one slice in a shard: `offset` bytes from the start of the file, `size_bytes` long."""
 
     where: Slice
     dtype: str
@@ -40,7 +40,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file and everything needed to tell whether it is still the one that was written."""
+    """The description of one shard file: its size, header digest and slices, to detect any later change."""
 
     file: str
     size_bytes: int
@@ -50,7 +50,10 @@ class Shard:
 
 
 def write_shard(path: Path, pieces: Sequence[NamedSlice], info: dict[str, str]) -> Shard:
-    """Write contiguous CPU tensors and make them durable. Raises BadInput for a dtype safetensors lacks, OSError."""
+    """Write contiguous CPU tensors to a new shard and make it durable.
+
+    Raises BadInput for a dtype safetensors lacks, OSError.
+    """
     pieces = sorted(pieces, key=lambda piece: (-piece[1].element_size(), str(piece[0])))  # big items first: aligned
     header = _header(pieces, info)
     offset = len(header)
@@ -76,7 +79,7 @@ def _write_block_by_block(file: BinaryIO, data: memoryview, crc: int) -> int:
 
 
 def _forget_cached(file: BinaryIO) -> None:
-    """Reading back should ask the disk, not the page cache it was just put in. Best effort."""
+    """Drop the file from the page cache, so that reading back asks the disk. Best effort."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -110,10 +113,10 @@ def _header(pieces: Iterable[NamedSlice], info: dict[str, str]) -> bytes:
 
 
 class ShardReader:
-    """Maps one shard; opening checks length and header, `data` gives a slice's tensor without checking it."""
+    """A memory-mapped shard; opening checks length and header, `data` returns a slice's tensor without checking it."""
 
     def __init__(self, folder: Path, shard: Shard) -> None:
-        """Raises CheckpointMismatch where the file is missing, of another length, or has another header."""
+        """Raise CheckpointMismatch where the file is missing, of another length, or has another header."""
         self._path = folder / shard.file
         self._shard = shard
         _check_size(self._path, shard)
@@ -124,14 +127,14 @@ class ShardReader:
             )
 
     def data(self, placed: Placed) -> Tensor:
-        """The slice as a tensor that lies in the file: pages are read when touched."""
+        """Return the slice as a tensor backed by the mapped file: pages are read when touched."""
         if placed.size_bytes == 0:
             return torch.empty(placed.where.size, dtype=dtype_of(placed.dtype))
         flat = torch.from_numpy(self._bytes[placed.offset : placed.offset + placed.size_bytes])
         return flat.view(dtype_of(placed.dtype)).view(placed.where.size)
 
     def check(self, placed: Placed) -> None:
-        """Raises CheckpointMismatch, naming file and slice, where the data are not those that were written."""
+        """Raise CheckpointMismatch, naming file and slice, where the data differ from those that were written."""
         data = self._bytes[placed.offset : placed.offset + placed.size_bytes].data
         got = zlib.crc32(data, identity(placed.where, placed.dtype))
         if got != placed.crc:
@@ -141,7 +144,7 @@ class ShardReader:
             )
 
     def check_all(self) -> None:
-        """Every slice, and that the safetensors library reads the file as the manifest says."""
+        """Check every slice, and that the safetensors library finds the slices of the manifest in the file."""
         for placed in self._shard.placed:
             self.check(placed)
         try:

@@ -1,4 +1,4 @@
-"""Host buffers that a save copies into: the only part of it that training waits for."""
+"""Staging buffers in host memory: the copy into them is the only part of a save that training waits for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from gossamer.store.slices import NamedSlice, Slice
 
 
 class Staging:
-    """Buffers kept from save to save, one per slice; pinned where the source is on a CUDA device."""
+    """The host buffers kept from save to save, one per slice; pinned where the source is on a CUDA device."""
 
     def __init__(self) -> None:
         self._buffers: dict[Slice, Tensor] = {}
 
     def copy(self, pieces: Iterable[NamedSlice]) -> list[NamedSlice]:
-        """Contiguous host copies of `pieces`, finished when this returns. The copies of the last call are reused."""
+        """Return contiguous host copies of `pieces`, finished when this returns; they overwrite those of the previous
+        call.
+        """
         old, self._buffers = self._buffers, {}
         copied: list[NamedSlice] = []
         on_device = False

@@ -1,4 +1,4 @@
-"""Writing: copy, return, and let one background thread do the rest."""
+"""Writing checkpoints: copy into staging buffers, return to training, and write in one background thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gossamer.store.slices import NamedSlice
 
 
 class SaveStatus(Enum):
-    """What became of a request to save."""
+    """The answer to a request to save a checkpoint."""
 
     STARTED = "started"
     SKIPPED = "skipped: the previous save is still being written"
@@ -27,7 +27,10 @@ class SaveStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """How a save ended. `copy_s` is what training waited for, `write_s` what the thread took until the commit."""
+    """The result of a checkpoint save.
+
+    `copy_s`: seconds that training waited; `write_s`: seconds of the thread until the commit.
+    """
 
     step: int
     ok: bool
@@ -42,9 +45,9 @@ def _never() -> bool:
 
 
 class CheckpointWriter:
-    """Rank `rank` of `ranks` that share a file system; all of them save the same steps. Rank 0 leads.
+    """The checkpoint writer of rank `rank` of `ranks`, which share a file system and save the same steps. Rank 0 leads.
 
-    Staging costs a host copy of everything saved. On disk there is room for `keep` + 1 checkpoints at most.
+    Staging costs a host copy of everything saved. The disk holds `keep` + 1 checkpoints at most.
     """
 
     def __init__(
@@ -58,10 +61,14 @@ class CheckpointWriter:
         deadline_s: float = 600.0,
         abort: Callable[[], bool] = _never,
     ) -> None:
-        """`token` tells this start of the run (and each generation of its ranks) from earlier ones and is equal on
-        all ranks: what another left is never mistaken for a part of this one. A rank that waits longer than
-        `deadline_s`, or is told so by `abort` (asked often, from the thread), gives up that save.
-        Raises BadInput where the directory cannot be made.
+        """Make the checkpoint directory; the leader also sweeps it.
+
+            token:      identifies this start of the run (and each generation of its ranks); equal on all ranks.
+                        It keeps files of earlier starts from being taken for parts of a save.
+            deadline_s: a rank that waits longer than this gives up the save.
+            abort:      called often from the thread; the rank gives up the save when it returns true.
+
+        Raises BadInput where the directory cannot be made, and for a wrong `keep` or `rank`.
         """
         if keep < 1:
             raise bad_input(wanted="keep >= 1", got=str(keep), do="keep at least the newest checkpoint")
@@ -80,16 +87,16 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """A save is being written."""
+        """Whether a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(
         self, step: int, pieces: Sequence[NamedSlice], meta: Mapping[str, Any], *, patience_s: float | None = 1.0
     ) -> SaveStatus:
-        """Copy `pieces` and return; `poll` tells how it ended. The tensors may be changed at once.
+        """Copy `pieces` into staging and return; `poll` returns the result later. The tensors may be changed at once.
 
-        While an earlier save is being written this waits up to `patience_s` (None: until it is done), then skips this
-        one and lets the other ranks know. Raises BadInput for a `meta` that is not plain JSON.
+        While an earlier save is being written this waits up to `patience_s` seconds (None: until it is done), then
+        skips this save and notifies the other ranks. Raises BadInput for a `meta` that is not plain JSON.
         """
         check_json(dict(meta))
         self._last_step = step
@@ -107,17 +114,17 @@ class CheckpointWriter:
         return SaveStatus.STARTED
 
     def wait(self, patience_s: float) -> bool:
-        """Wait for the save in flight; False where it is still being written after `patience_s`."""
+        """Wait for the save in flight; return False where it is still being written after `patience_s` seconds."""
         return self._join(patience_s)
 
     def poll(self) -> list[SaveResult]:
-        """How the saves ended that did so since the last call."""
+        """Return the results of the saves that ended since the last call."""
         with self._lock:
             results, self._results = self._results, []
         return results
 
     def finish(self) -> None:
-        """Wait for the save in flight; no thread is left. `poll` then tells how it ended."""
+        """Wait for the save in flight and its thread. `poll` then returns its result."""
         self._join(None)
         if self._crew.is_leader and self._last_step is not None:
             sweep(self._crew.directory, self._crew.token, below=self._last_step + 1)
@@ -131,7 +138,7 @@ class CheckpointWriter:
         return True
 
     def _skip(self, step: int) -> None:
-        """The note for the others goes to the slow target, so the thread leaves it there when it is done."""
+        """Queue the notice to the other ranks; the busy thread writes it, as the target may be slow."""
         with self._lock:
             self._refused.append(step)
         if not self.is_busy:
@@ -142,7 +149,7 @@ class CheckpointWriter:
         attempt, error_text = SaveAttempt(self._crew, step), ""
         try:
             attempt.run(pieces, meta)
-        except Exception as error:  # nobody is above this thread: whatever it was, the result carries it
+        except Exception as error:  # no caller above this thread: the result carries any error
             error_text = attempt.explain(error, pieces)
         size = sum(tensor.nbytes for _, tensor in pieces)
         result = SaveResult(step, not error_text, error_text, size, copy_s, time.perf_counter() - began_s)

@@ -1,7 +1,7 @@
-"""Outer rules: how the parameters that all islands share move, once their displacements have met.
+"""Outer optimizers: they update the global parameters by the mean pseudo-gradient of all islands.
 
-A displacement is where an island was minus where it came to: it points like a gradient. All islands apply the same
-rule to the same numbers, so nothing here may depend on the rank.
+A pseudo-gradient is the global parameters minus an island's local ones, so it points like a gradient. All islands run
+the same optimizer on the same numbers, so nothing here may depend on the rank.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ OuterState: TypeAlias = dict[str, list[Tensor]]  # slot -> tensors like the anch
 
 @dataclass(frozen=True, slots=True)
 class OuterStep:
-    """One round of one fragment: how many there were before, its steps, the sum of their learning rates (where islands
-    differ in them, the means over the samples), a random key that is the same on all islands.
+    """The round of one fragment, as the outer optimizer sees it.
+
+    `number`: rounds before it; `steps`: its inner steps; `rates`: the sum of their learning rates (where islands differ
+    in these two, means weighted by samples); `key`: a random key, equal on all islands.
     """
 
     number: int
@@ -32,34 +34,34 @@ class OuterStep:
 
     @property
     def rate(self) -> float:
-        """The mean learning rate of its steps."""
+        """Return the mean learning rate of its steps."""
         return self.rates / max(1.0, self.steps)
 
 
 class OuterOptimizer(ABC):
-    """A frozen dataclass: its fields are its whole configuration; state is passed in and updated in place."""
+    """An outer optimizer: a frozen dataclass of settings, whose state is passed in and updated in place."""
 
     @property
     @abstractmethod
     def slots(self) -> tuple[str, ...]:
-        """Names of the tensors that are kept beside the anchor, each as large as it."""
+        """Return the names of its state tensors, each as large as the anchor (the global parameters)."""
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Names of the single numbers that are kept, zero at first."""
+        """Return the names of its single-number states, zero at first."""
         return ()
 
     def init(self, anchor: Sequence[Tensor]) -> OuterState:
-        """The state before the first round."""
+        """Return the state before the first round."""
         tensors = {slot: [torch.zeros_like(a) for a in anchor] for slot in self.slots}
         return tensors | {name: [torch.zeros((), dtype=torch.float64)] for name in self.numbers}
 
     @abstractmethod
     def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> None:
-        """Move a fragment's anchor, in place, by the mean displacement; both are flat float32 buffers."""
+        """Update a fragment's anchor, in place, by the mean pseudo-gradient; both are flat float32 buffers."""
 
     def inner_factor(self, state: OuterState) -> float:
-        """What the learning rate of the islands' own steps is to be multiplied with from now on."""
+        """Return the factor on the learning rate of the inner steps from now on."""
         return 1.0
 
 

@@ -20,7 +20,7 @@ from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 @dataclass(frozen=True, slots=True)
 class Average(OuterOptimizer):
-    """The plain mean."""
+    """The outer optimizer that replaces the global parameters by the weighted mean of the local ones."""
 
     @property
     def slots(self) -> tuple[str, ...]:

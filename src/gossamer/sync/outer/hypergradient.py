@@ -28,7 +28,7 @@ from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypergradient(OuterOptimizer):
-    """Around any outer rule; with low = high = 1, that rule."""
+    """A wrapper of any outer optimizer that adapts its learning rate or the inner one; with low = high = 1, neither."""
 
     inner: OuterOptimizer
     of: Literal["outer", "inner"] = "outer"
@@ -68,7 +68,7 @@ class Hypergradient(OuterOptimizer):
         return own * self.inner.inner_factor(state)
 
     def _adapt(self, mean: Sequence[Tensor], state: OuterState) -> float:
-        """The factor from this round on."""
+        """Return the factor from this round on."""
         log = state["log_factor"][0]
         both, own, former = (0.0, 0.0, 0.0)
         for d, was in zip(mean, state["displacement"], strict=True):

@@ -21,7 +21,7 @@ from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nesterov(OuterOptimizer):
-    """As torch.optim.SGD(nesterov=True) does it; with mu = 0, plain steps of the outer rate."""
+    """An outer optimizer as torch.optim.SGD(nesterov=True); with mu = 0, plain SGD at the outer learning rate."""
 
     lr: float = 0.7
     mu: float = 0.9

@@ -27,7 +27,10 @@ from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignMomentum(OuterOptimizer):
-    """With one step per round, SGD inside and no decay: Lion on the mean gradient, at the rate lr r."""
+    """A sign-based outer optimizer with momentum.
+
+    With one step per round, SGD as the inner optimizer and no decay it is Lion on the mean gradient, at the rate lr r.
+    """
 
     lr: float = 1.0
     b1: float = 0.95

@@ -25,7 +25,10 @@ from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleMomentum(OuterOptimizer):
-    """`gap`: weight of the penalty, 0 for none; `clip`: largest entry of the momentum, 0 for no limit."""
+    """An outer optimizer with momentum for pseudo-gradients that are one round old.
+
+    `gap`: weight of the staleness penalty, 0 for none; `clip`: largest entry of the momentum, 0 for no limit.
+    """
 
     lr: float = 1.0
     mu: float = 0.5
@@ -54,7 +57,7 @@ class StaleMomentum(OuterOptimizer):
 
     def _penalty(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> float:
         moved = float(global_norm_squared(list(mean)))
-        if not self.gap or not moved or at.number == 0:  # before the first one arrives the anchor stays where it is
+        if not self.gap or not moved or at.number == 0:  # the anchor does not move before the first
             return 1.0
         went = global_norm_squared([x - before for x, before in zip(anchor, state["before"], strict=True)])
         return 1.0 + self.gap * math.sqrt(float(went) / moved)

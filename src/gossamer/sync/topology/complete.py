@@ -16,7 +16,7 @@ from gossamer.sync.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Complete(Topology):
-    """Local SGD by way of gossip."""
+    """The complete graph: every rank averages with all others, which makes gossip equal to local SGD."""
 
     def near(self, place: int, ranks: int, key: tuple[int, int]) -> tuple[int, ...]:
         return tuple(i for i in range(ranks) if i != place)

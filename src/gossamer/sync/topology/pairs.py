@@ -24,7 +24,7 @@ from gossamer.sync.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Pairs(Topology):
-    """A matching that nobody has to be told."""
+    """A random matching of the ranks, drawn anew in every round from the shared key, without a message."""
 
     def near(self, place: int, ranks: int, key: tuple[int, int]) -> tuple[int, ...]:
         seed = key_at((*key, "pairs"), 0).shared

@@ -18,7 +18,7 @@ from gossamer.sync.topology import Topology, metropolis
 
 @dataclass(frozen=True, slots=True)
 class Ring(Topology):
-    """In the order of the ranks."""
+    """A ring of the ranks in their order: every rank averages with the one before and the one after."""
 
     @property
     def stays(self) -> int:

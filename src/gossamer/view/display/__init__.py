@@ -1,4 +1,4 @@
-"""Displays: what a person sees while a run goes on. `gossamer.view.open_display.open_display` chooses one."""
+"""Displays: the progress of a run, for people. `gossamer.view.open_display.open_display` chooses one."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from gossamer.spec.records import Record
 
 
 class Display(ABC):
-    """Is fed with the records of one run. Whoever opens it closes it; it owns no thread and no file."""
+    """A display of one run's records. Its opener closes it; it owns no thread and no file."""
 
     @abstractmethod
     def show(self, record: Record) -> None:
-        """News: fold it in, and show it now or a little later."""
+        """Take a new record in, and show it now or a little later."""
 
     @abstractmethod
     def recall(self, record: Record) -> None:
-        """A record from before a resume: it is known, and no news."""
+        """Take in a record from before a resume, without showing it."""
 
     @abstractmethod
     def tick(self) -> None:
-        """Time has passed without news; what waits to be shown may be shown now."""
+        """Show what is pending, where no new record has come for a while."""
 
     @abstractmethod
     def close(self) -> None:
-        """Show the last state and leave the terminal as it was; a second call does nothing."""
+        """Show the last state and restore the terminal; a second call does nothing."""

@@ -26,7 +26,10 @@ class _Terminal(Console):
 
 
 class Live(Display):
-    """Draws when fed or ticked, in the caller's thread. `close`, at exit at the latest, gives the terminal back."""
+    """The live display: one panel, redrawn in the caller's thread by `show` and `tick`.
+
+    `close`, at exit at the latest, restores the terminal.
+    """
 
     def __init__(
         self,

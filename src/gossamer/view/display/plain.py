@@ -22,7 +22,7 @@ from gossamer.view.progress import RunProgress
 
 
 class Plain(Display):
-    """Steps at most every `every_s` seconds of the run's own time; all other records always."""
+    """The plain display: steps at most every `every_s` seconds of the run's own time; all other records always."""
 
     def __init__(self, out: TextIO, *, every_s: float = 5.0) -> None:
         self._out = out
@@ -73,7 +73,7 @@ class Plain(Display):
 
 
 def step_words(progress: RunProgress, step: Step) -> str:
-    """One step in columns of fixed width, as far as the figures are known."""
+    """Return one step as text in columns of fixed width, with the figures that are known."""
     steps = f"{progress.steps}"
     loss = progress.loss if progress.loss is not None else step.loss
     words = [

@@ -10,6 +10,8 @@ from gossamer.view.format import event_words, saved_words
 
 
 class Quiet(Display):
+    """The quiet display: prints warnings and failures alone."""
+
     def __init__(self, out: TextIO) -> None:
         self._out = out
 

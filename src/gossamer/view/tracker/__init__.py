@@ -1,4 +1,4 @@
-"""Trackers: other people's tools, fed with a run's figures. Each is a few lines; nothing is sent unless one is named.
+"""Trackers: experiment-tracking tools, fed with a run's figures. Nothing is sent unless a tracker is configured.
 
 A tracker is a frozen configuration; `start` imports its package (an extra of this one) and returns a session.
 """
@@ -15,18 +15,20 @@ from gossamer.spec.registry import Registry
 
 
 class Session(ABC):
-    """One run in one tracker."""
+    """The session of one run in one tracker."""
 
     @abstractmethod
     def log(self, record: Record) -> None:
-        """Pass on what the tool has a place for; other records are passed over."""
+        """Pass on the figures that the tool can store; other records are ignored."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write out what is left; nothing is logged afterwards."""
+        """Write out what is pending; nothing is logged afterwards."""
 
 
 class Tracker(ABC):
+    """The configuration of an experiment tracker."""
+
     @abstractmethod
     def start(self, run_name: str, config: Mapping[str, Any], directory: Path) -> Session:
         """Begin a run. Files, if the tool writes any, go under `directory`; raises BadInput without its package."""

@@ -1,4 +1,4 @@
-"""What the trackers share: finding their package, and flattening records and configurations."""
+"""Shared parts of the trackers: import their package, and flatten records and configurations."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def need(module: str, *, extra: str) -> Any:
 
 
 def hush(*variables: tuple[str, str]) -> None:
-    """Turn off what a package would tell its makers, unless the user has said otherwise. Before it is imported."""
+    """Turn off a package's telemetry by environment variables, unless the user has set them. Call before the import."""
     for name, value in variables:
         os.environ.setdefault(name, value)
 
 
 def scalars(record: Record) -> tuple[int, dict[str, float]]:
-    """(step, figures by name): empty for records without figures. What is not finite is left out."""
+    """Return (step, figures by name): empty for records without figures. Non-finite figures are left out."""
     if isinstance(record, Step):
         values = {
             "train/learning_rate": record.lr,
@@ -55,7 +55,7 @@ def scalars(record: Record) -> tuple[int, dict[str, float]]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"train": {"steps": 5}} -> {"train.steps": "5"}."""
+    """Flatten a nested configuration: {"train": {"steps": 5}} -> {"train.steps": "5"}."""
     out: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:

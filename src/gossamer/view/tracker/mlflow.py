@@ -15,7 +15,7 @@ from gossamer.view.tracker._parts import flat, hush, need, scalars
 
 @dataclass(frozen=True)
 class Mlflow(Tracker):
-    """`uri`: where to; empty: MLFLOW_TRACKING_URI, else the folder mlflow/ of the run."""
+    """The MLflow tracker. `uri`: tracking server; empty: MLFLOW_TRACKING_URI, else the folder mlflow/ of the run."""
 
     experiment: str = "gossamer"
     uri: str = ""

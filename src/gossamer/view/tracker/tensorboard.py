@@ -14,7 +14,10 @@ from gossamer.view.tracker._parts import need, scalars
 
 @dataclass(frozen=True)
 class Tensorboard(Tracker):
-    """`flush_s`: how long figures may wait in memory. The configuration stays in run.yaml beside the event files."""
+    """The TensorBoard tracker. `flush_s`: seconds that figures may wait in memory.
+
+    The configuration stays in run.yaml beside the event files.
+    """
 
     flush_s: int = 10
 

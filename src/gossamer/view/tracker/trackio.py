@@ -14,7 +14,7 @@ from gossamer.view.tracker._parts import flat, hush, need, scalars
 
 @dataclass(frozen=True)
 class Trackio(Tracker):
-    """All runs of a `project` are compared on one page."""
+    """The Trackio tracker: it compares all runs of a `project` on one page."""
 
     project: str = "gossamer"
 
@@ -36,4 +36,4 @@ class _Session(Session):
             self.run.log(values, step=step)
 
     def close(self) -> None:
-        self.trackio.finish()  # the run's own finish leaves it to be finished, and told, again as Python exits
+        self.trackio.finish()  # run.finish() alone makes trackio finish, and print, again as Python exits

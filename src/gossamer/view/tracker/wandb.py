@@ -15,7 +15,7 @@ from gossamer.view.tracker._parts import hush, need, scalars
 
 @dataclass(frozen=True)
 class Wandb(Tracker):
-    """`mode`: "online", "offline" or "disabled"; empty: what WANDB_MODE says, else offline."""
+    """The Weights & Biases tracker. `mode`: "online", "offline" or "disabled"; empty: WANDB_MODE, else offline."""
 
     project: str = "gossamer"
     mode: str = ""
