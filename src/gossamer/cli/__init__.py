@@ -32,7 +32,7 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Hand the model of a run over to another library.",
         "export runs/NAME --to hf DIR",
     ),
-    "methods": ("methods:methods", "List the rooms of methods, or explain one method.", "methods compress dense"),
+    "methods": ("methods:methods", "List the rooms of methods, or explain one method.", "methods exchange dense"),
     "config": ("config:app", "Show, check or describe configuration files.", ""),
     "doctor": ("doctor:doctor", "Look at this machine: what works, what is missing, how to get it.", ""),
     "lab": ("lab:app", "Real hosts and shaped links on this machine (Linux, root).", ""),

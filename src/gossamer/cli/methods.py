@@ -16,7 +16,7 @@ def methods(room: str | None = None, method: str | None = None, /, *, json: Json
     Parameters
     ----------
     room
-        A room such as compress, optim or optim/rate.
+        A room such as exchange, optimizer or optimizer/lr_schedule.
     method
         A method of that room: its equations, symbols, cost and paper.
     """
