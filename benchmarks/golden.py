@@ -46,7 +46,7 @@ from golden.compare import PARTS, compare
 from golden.runs import RUNS, Run
 from result import publish
 
-BEFORE = "922c35c005b3c6e21f2b9e68e8cb234825979114"  # the last commit before the redraw of the code base
+BEFORE = "922c35c"  # the last commit before the redraw of the code base
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def categories(package: Path = PACKAGE) -> dict[str, Category]:
     found = {}
     for file in sorted(package.rglob("__init__.py")):
         text = file.read_text("utf-8")
-        if "REGISTRY" in text and (base := _base(tree := ast.parse(text))):
+        if "REGISTRY" in text and (base := _base(tree := ast.parse(text, str(file)))):
             name = file.parent.relative_to(package).as_posix()
             found[name] = Category(name, ast.get_docstring(tree) or "", base, dict(_methods(file.parent)))
     return found
@@ -104,7 +104,7 @@ def _base(tree: ast.Module) -> str:
 def _methods(folder: Path) -> Iterator[tuple[str, Method]]:
     found = {}
     for file in sorted(folder.glob("[!_]*.py")):
-        tree = ast.parse(file.read_text("utf-8"))
+        tree = ast.parse(file.read_text("utf-8"), str(file))
         found[file.stem] = Method(file.stem, ast.get_docstring(tree) or "", tuple(_parameters(tree, file.stem)))
     presets = folder / "presets.toml"
     for name, preset in tomllib.loads(presets.read_text("utf-8")).items() if presets.exists() else ():
