@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None,
 
 OWNER = """
 import json, sys, time
-from gossamer.netlab import Lab, Topology
-with Lab(Topology(2, delay_s=0.001, cpu=(0.5, 0.5), memory_bytes=(2**28,))) as lab:
+from gossamer.netlab import Lab, LabTopology
+with Lab(LabTopology(2, delay_s=0.001, cpu=(0.5, 0.5), memory_bytes=(2**28,))) as lab:
     for host in range(2):
         lab.spawn(host, ["sh", "-c", "(setsid sleep 1000 &) ; sleep 1000"])
     print(lab.prefix, flush=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from gossamer import loss
-from gossamer.partition.rank_model import Asked, OriginSource, hold
-from gossamer.model.split.absent_tensor import Absent
+from gossamer.partition.rank_model import PartitionRequest, OriginSource, build_rank_model
+from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.source import origin_of
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
@@ -44,15 +44,15 @@ def held(width):
         "model": {"factory": "__main__:Blocks", "config": {"width": width}},
         "train": {"batch": 8}, "plan": {"mesh": {"pipe": 4}},
     })
-    asked = Asked(config=config, ranks=4, rank=int(sys.argv[1]), batches=DatasetBatches(rows), objective=objective,
+    asked = PartitionRequest(config=config, ranks=4, rank=int(sys.argv[1]), batches=DatasetBatches(rows), objective=objective,
                   device=torch.device("cpu"))
-    return hold(OriginSource(origin_of(config.model), 0), asked).module
+    return build_rank_model(OriginSource(origin_of(config.model), 0), asked).module
 
 held(16)
 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
 before = mebibytes("VmRSS")
 module = held(2896)
-held = [p.untyped_storage() for p in module.parameters() if not isinstance(p, Absent)]
+held = [p.untyped_storage() for p in module.parameters() if not isinstance(p, AbsentTensor)]
 part = sum({one.data_ptr(): one.nbytes() for one in held}.values())
 print(json.dumps([part / 2**20, mebibytes("VmHWM") - before]))
 """

@@ -195,11 +195,11 @@ def test_ranks_that_all_leave_in_a_save_have_not_finished(place: Place) -> None:
     (place.folder / "leaves.py").write_text(
         "import os\n"
         "from watched import make\n"
-        "from gossamer.run.checkpoint_manager import Saver\n"
-        "save = Saver.save\n"
+        "from gossamer.run.checkpoint_manager import CheckpointManager\n"
+        "save = CheckpointManager.save\n"
         "def leave(self, progress, *, last=False):\n"
         "    os._exit(0) if progress.step == 4 else save(self, progress, last=last)\n"
-        "Saver.save = leave\n"
+        "CheckpointManager.save = leave\n"
     )
     done = place.run("train", place.config(model={"factory": "leaves:make"}, machines={"processes": 2}))
     said = " ".join(done.err.replace("|", " ").split())

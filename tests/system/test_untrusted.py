@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 def make():
     if os.environ["RANK"] == "2":
-        from gossamer.sharding import States
-        update = States.update
+        from gossamer.sharding import ShardedOptimizer
+        update = ShardedOptimizer.update
         def more(self, grads, *, lr_scale, step, apart):
             update(self, grads, lr_scale=lr_scale * (1.01 if step > 1 else 1.0), step=step, apart=apart)
-        States.update = more
+        ShardedOptimizer.update = more
     return LlamaForCausalLM(LlamaConfig(**{SIZES!r}))
 """
 
