@@ -44,8 +44,8 @@ def held(width):
         "model": {"factory": "__main__:Blocks", "config": {"width": width}},
         "train": {"batch": 8}, "plan": {"mesh": {"pipe": 4}},
     })
-    asked = PartitionRequest(config=config, ranks=4, rank=int(sys.argv[1]), batches=DatasetBatches(rows), objective=objective,
-                  device=torch.device("cpu"))
+    asked = PartitionRequest(config=config, ranks=4, rank=int(sys.argv[1]), batches=DatasetBatches(rows),
+                             objective=objective, device=torch.device("cpu"))
     return build_rank_model(OriginSource(origin_of(config.model), 0), asked).module
 
 held(16)
