@@ -3,7 +3,7 @@ process?
 
     python benchmarks/zoo.py [--classes causal,masked] [--types llama,vision/vit] [--stages 2,3] [--jobs 2] [--json]
                              [--through gloo|lockstep] [--schedules gpipe,one_f_one_b]
-                             [--proofs fp32,bf16] [--found FILE]
+                             [--proofs fp32,bf16] [--found docs/results/zoo_found.jsonl]
 
 Classes: causal (language models), masked (encoders), seq2seq, vision (image classification), ctc, audio
 (classification), speech (to text). A type of a class other than causal is called class/type.
