@@ -3,7 +3,7 @@ process?
 
     python benchmarks/zoo.py [--classes causal,masked] [--types llama,vision/vit] [--stages 2,3] [--jobs 2] [--json]
                              [--through gloo|lockstep] [--schedules gpipe,one_f_one_b]
-                             [--proofs fp32,bf16] [--found docs/results/zoo_found.jsonl]
+                             [--proofs fp32,bf16] [--found rows.jsonl]
 
 Classes: causal (language models), masked (encoders), seq2seq, vision (image classification), ctc, audio
 (classification), speech (to text). A type of a class other than causal is called class/type.
@@ -22,7 +22,8 @@ passed, which used only a part of their parameters, and how much (a model of tex
 it runs so). `thin`: which have fewer than two blocks in some stage, and how many in each. `whole`: of which each rank
 builds the whole model before it gives back what it does not hold, and why. `proofs`: in how many trials, by what the
 proof said (equal | not proved); `not_proved`: why, of each. --limit: seconds for each number of stages, and for the
-reference. --found: a file of results, a line each, of types that are not run again; what is found is added to it.
+reference. --found: a file of results, a line each, of types that are not run again; what is found is added to it, with
+its commit. `commits`: how many of the results are of which.
 The record: zoo.json where causal is among the classes, zoo_others.json of all others.
 """
 
@@ -45,7 +46,7 @@ from typing import Any
 
 import torch
 
-from result import publish
+from result import commit, publish
 from zoo.case import short
 from zoo.check import check
 from zoo.crew import Failed, check_through_gloo
@@ -72,7 +73,7 @@ def main() -> None:
     kinds = asked.types.split(",") if asked.types else [k for c in asked.classes.split(",") for k in kinds_of(c)]
     stages = [int(n) for n in asked.stages.split(",")]
     found = {} if asked.found is None else known(asked.found, kinds)
-    began = time.monotonic()
+    began, now = time.monotonic(), commit()
     checked = partial(check, stages=stages)
     if asked.through == "gloo":
         checked = partial(
@@ -84,10 +85,10 @@ def main() -> None:
         )
     patience_s = asked.limit * (len(stages) + 2 if asked.through == "gloo" else 1)
     for kind, result in run([kind for kind in kinds if kind not in found], checked, asked.jobs, patience_s):
-        found[kind] = result
+        found[kind] = {**result, "commit": now}
         if asked.found is not None:
             with asked.found.open("a") as lines:
-                lines.write(json.dumps([kind, result]) + "\n")
+                lines.write(json.dumps([kind, found[kind]]) + "\n")
         if not asked.json:
             print(f"{len(found)}/{len(kinds)} {kind}: {result}", file=sys.stderr, flush=True)
     figures = {
@@ -103,6 +104,7 @@ def main() -> None:
         "through": asked.through,
         **({"schedules": asked.schedules.split(",")} if asked.through == "gloo" else {}),
         "counts": counts(found),
+        "commits": dict(Counter(r["commit"] for r in found.values())),
         "seconds": round(time.monotonic() - began),
     }
     classes = set(asked.classes.split(","))
