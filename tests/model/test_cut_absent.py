@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.split.absent_tensor import AbsenceMode, AbsentTensor, Over
+from gossamer.model.split.absent_tensor import AbsentTensor, Over, StageAbsence
 from gossamer.model.split.dataflow import Produced
 from gossamer.model.split.reference import LossFunction, run_lockstep, stages_of
 from gossamer.model.split.split_points import SplitPoints
@@ -82,8 +82,8 @@ def test_what_is_read_and_not_there_is_refused_by_name(kind: str) -> None:
         compare(make())
 
 
-def absent(*shape: int, dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> tuple[Tensor, AbsenceMode]:
-    absence = AbsenceMode(1)
+def absent(*shape: int, dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> tuple[Tensor, StageAbsence]:
+    absence = StageAbsence(1)
     return absence.tensor(Produced(shape, dtype, torch.device("cpu"), needs_grad), "what blocks.0 gives"), absence
 
 

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import torch
 
+import gossamer
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import Collective, Message
 from gossamer.process import stack_position
@@ -32,7 +33,6 @@ def leaves():
 
 def users(tmp_path: Path, name: str = "net.py") -> types.ModuleType:
     file = tmp_path / name
-    file.parent.mkdir(parents=True, exist_ok=True)
     module = types.ModuleType("net")
     exec(compile(USERS, str(file), "exec"), module.__dict__)
     return module
@@ -66,6 +66,34 @@ def test_an_installed_package_where_there_is_nothing_of_the_user_s(tmp_path: Pat
         assert place_of(ValueError("never raised")) == ""
     finally:
         stack_position._whose.cache_clear()
+
+
+def held_in(file: Path) -> bool:
+    """Whether a thread that waits in a function of `file` is seen as one that waits for others."""
+    there, go = threading.Event(), threading.Event()
+    scope = {"there": there, "go": go}
+    exec(compile("def hold():\n    there.set()\n    go.wait()\n", str(file), "exec"), scope)
+    asking = threading.Thread(target=scope["hold"])  # type: ignore[arg-type]
+    asking.start()
+    try:
+        assert there.wait(20)
+        return any(stand().waits for _ in range(100) if not threading.Event().wait(0.001))
+    finally:
+        go.set()
+        asking.join()
+
+
+def test_only_the_code_of_comm_waits_for_others() -> None:
+    package = Path(gossamer.__file__).parent
+    assert held_in(package / "comm" / "a_file.py")
+    assert not held_in(package / "run" / "a_file.py")
+    assert not held_in(package.parent / "gossamer_comm" / "a_file.py")
+
+
+def test_a_file_beside_the_package_is_the_user_s(monkeypatch) -> None:
+    package = Path(gossamer.__file__).parent
+    beside = users(package.with_name("gossamer_nets"))
+    assert place_of(caught(beside.forward, torch.zeros(3, 3))).endswith("gossamer_nets/net.py:3 in forward")
 
 
 class Nowhere:

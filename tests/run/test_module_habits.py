@@ -17,6 +17,7 @@ HABITS = (
     *("callback_that_collects_tensors", "last_activations_of_a_block", "positions_made_lazily"),
     *("center_of_the_logits", "blocks_that_skip_themselves", "function_returned"),
     *("codebooks", "old_spectral_norm", "mixtral", "replicas_batch_norm"),
+    *("distances_kept_by_length", "full_backward_hooks_on_blocks"),
 )
 
 

@@ -56,7 +56,7 @@ class IslandShare:
     runs: tuple[OwnerRange, ...]
 
     @staticmethod
-    def of(layout: Layout, levels: ProcessGroups, rank: int, divided: DividedTraffic | None = None) -> IslandShare:
+    def of(layout: Layout, levels: ProcessGroups, rank: int, divided: RangeSplitter | None = None) -> IslandShare:
         """Divide a bucket: on every island as many ranks own a range as the smallest island has ranks.
 
         So every owner has a counterpart on all islands. `divided`: returns the ranges of so many owners; by default
@@ -95,7 +95,7 @@ class IslandShare:
         return [*((islands[0][k], run.layout) for k, run in enumerate(self.runs)), *alone[:1]]
 
 
-DividedTraffic = Callable[[Layout, int], tuple[OwnerRange, ...]]
+RangeSplitter = Callable[[Layout, int], tuple[OwnerRange, ...]]
 
 
 def across(between: Exchange, x: Bucket, state: ExchangeState, at: ExchangeContext, here: IslandShare) -> Rounds:
@@ -131,7 +131,7 @@ def rounds_across(between: Exchange, here: IslandShare) -> int:
 
 
 def check_across(
-    between: Exchange, layout: Layout, levels: ProcessGroups, divided: DividedTraffic | None = None
+    between: Exchange, layout: Layout, levels: ProcessGroups, divided: RangeSplitter | None = None
 ) -> None:
     """Raise BadInput where there are no islands, or where `between` cannot serve an owner's range."""
     if not {"island", "between"} <= set(levels.groups):

@@ -15,7 +15,7 @@ from gossamer.spec.parameter_rules import ParameterRule, lines
 _OWED, _SUM = "e", "agg"
 
 
-class ResidualExchange(Protocol):
+class StatefulExchange(Protocol):
     """The part of the exchange interface that shows its state."""
 
     def init(self, layout: Layout) -> ExchangeState:
@@ -27,17 +27,17 @@ def is_residual(path: str) -> bool:
     return path.partition("@")[0].rpartition("/")[2] == _OWED
 
 
-def has_residual(exchange: ResidualExchange) -> bool:
+def has_residual(exchange: StatefulExchange) -> bool:
     """Return whether an exchange keeps an error-feedback residual."""
     return any(is_residual(path) for path in _kept(exchange))
 
 
-def is_cumulative(exchange: ResidualExchange) -> bool:
+def is_cumulative(exchange: StatefulExchange) -> bool:
     """Return whether an exchange averages all that ranks have sent so far, also ranks that send nothing now (EF21)."""
     return any(path.rpartition("/")[2] == _SUM for path in _kept(exchange))
 
 
-def _kept(exchange: ResidualExchange) -> list[str]:
+def _kept(exchange: StatefulExchange) -> list[str]:
     """Return the paths of an exchange's state."""
     return [path for path, _ in exchange.init(Layout.of({"x": torch.empty(1)})).flatten()]
 

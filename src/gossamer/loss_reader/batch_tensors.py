@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.loss_reader.row_dims import PART, ROWS, RowDims, RowsLost, RowsTogether, plain, refolded, with_rows
+from gossamer.loss_reader.row_dims import PART, ROWS, RowDims, RowsLost, RowsMixed, plain, refolded, with_rows
 from gossamer.loss_reader.row_flow import RowOrigin
 
 _COUNTED = 1 << 20  # elements inspected of a tensor, at most
@@ -160,7 +160,7 @@ def _is_square(tensor: Tensor) -> bool:
 def _refolded(layout: RowDims, sizes: Sequence[int], rows: int) -> RowDims | None:
     try:
         return refolded(layout, sizes, rows, "a view")
-    except (RowsTogether, RowsLost):
+    except (RowsMixed, RowsLost):
         return None  # it was made from the batch by unknown operations
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from gossamer.loss_reader import row_dims as lay
 from gossamer.loss_reader.graph_nodes import below, kept, made, name_of
 from gossamer.loss_reader.normalized import is_normalised
-from gossamer.loss_reader.row_dims import RowDims, RowsTogether
+from gossamer.loss_reader.row_dims import RowDims, RowsMixed
 from gossamer.loss_reader.row_flow import FREE, GraphStep, RowFlow, RowPath, RowPlace, known_of, without_layout
 
 
 def _by_element(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
-    """Return the row dimension of an elementwise result; raise RowsTogether if the inputs' rows differ in dimension."""
+    """Return the row dimension of an elementwise result; raise RowsMixed if the inputs' rows differ in dimension."""
     if None not in inputs and not known_of(inputs):
         return FREE
     is_linear = name in ("Add", "Sub", "Neg", "Where", "MaskedFill") or (
@@ -28,7 +28,7 @@ def _by_element(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | Non
     if name in ("Mul", "Div") and None in inputs[:2]:
         other = kept(node, "other" if inputs[0] is not None else "self")
         if other is not None and is_normalised(other, layouts[0], flow.origin.rows):
-            raise RowsTogether(f"{name} with numbers that were normalised over rows")
+            raise RowsMixed(f"{name} with numbers that were normalised over rows")
         if other is not None and other.dim():
             entered = flow.origin.layout(other, is_input=False)
             layouts += [entered] if entered is not None and _spreads(layouts[0], other.shape, len(sizes)) else []
@@ -76,12 +76,12 @@ def _spreads(layout: RowDims, sizes: Sequence[int], ndim: int) -> bool:
 
 
 def _refuse_spread(name: str, layouts: Sequence[RowDims], sizes: Sequence[int], known: Sequence[Sequence[int]]) -> None:
-    """Raise RowsTogether if an unseen tensor broadcasts a dimension to the number of rows: it may have rows there."""
+    """Raise RowsMixed if an unseen tensor broadcasts a dimension to the number of rows: it may have rows there."""
     counts = {lay.size_of(layout[at]) for layout in layouts for at in lay.where(layout)} - {1}
     for back in range(1, len(sizes) + 1):
         seen = {one[-back] if back <= len(one) else 1 for one in known}
         if sizes[-back] in counts and seen == {1}:
-            raise RowsTogether(
+            raise RowsMixed(
                 f"{name} with something that has as many numbers in a dimension of its own as there are rows"
             )
 

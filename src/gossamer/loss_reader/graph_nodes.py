@@ -20,7 +20,7 @@ PASSING = {
 
 
 @dataclass(frozen=True, slots=True)
-class NodeInputs:
+class GraphScalar:
     """A scalar in a loss's graph. `is_computed`: whether it is a tensor's value, not a Python number of the loop."""
 
     value: float
@@ -101,16 +101,16 @@ def sizes_before(node: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def constant(node: Any, name: str) -> NodeInputs | None:
+def constant(node: Any, name: str) -> GraphScalar | None:
     """Return the scalar that the node has saved under `name`; None if it is no scalar."""
     return number(saved(node, name))
 
 
-def number(value: Any) -> NodeInputs | None:
+def number(value: Any) -> GraphScalar | None:
     """Return a Python number or one-element tensor as a scalar; None for anything else."""
     if isinstance(value, Tensor):
-        return NodeInputs(float(value), _is_tensors_own(value)) if value.numel() == 1 else None
-    return NodeInputs(float(value), is_computed=False) if isinstance(value, (int, float)) else None
+        return GraphScalar(float(value), _is_tensors_own(value)) if value.numel() == 1 else None
+    return GraphScalar(float(value), is_computed=False) if isinstance(value, (int, float)) else None
 
 
 def _is_tensors_own(value: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.loss_reader import row_dims as lay
 from gossamer.loss_reader.graph_nodes import kept, made, saved, several_kept, signed
-from gossamer.loss_reader.row_dims import RowDims, RowsLost, RowsTogether
+from gossamer.loss_reader.row_dims import RowDims, RowsLost, RowsMixed
 from gossamer.loss_reader.row_flow import (
     LOST,
     GraphStep,
@@ -133,7 +133,7 @@ def _put_back(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]
 
 
 def _where_put(flow: RowFlow, dim: lay.Dim, index: Tensor | None, whole: int, into: lay.Dim, name: str) -> lay.Dim:
-    """Return the dimension of size `whole` that rows of `dim` were put into. Raises RowsTogether if two rows share a
+    """Return the dimension of size `whole` that rows of `dim` were put into. Raises RowsMixed if two rows share a
     place.
     """
     numbers = flow.numbers.of(dim)
@@ -143,11 +143,11 @@ def _where_put(flow: RowFlow, dim: lay.Dim, index: Tensor | None, whole: int, in
     low = torch.full((whole,), -1).scatter_reduce(0, index, numbers, "amin", include_self=False)
     high = torch.full((whole,), -1).scatter_reduce(0, index, numbers, "amax", include_self=False)
     if not torch.equal(low, high):
-        raise RowsTogether(name)
+        raise RowsMixed(name)
     is_filled = low >= 0
     there = flow.numbers.of(into) if into else None
     if there is not None and not torch.equal(there[is_filled], low[is_filled]):
-        raise RowsTogether(name)
+        raise RowsMixed(name)
     if into:
         return into
     if bool(is_filled.all()):
@@ -177,7 +177,7 @@ def _gather(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) 
         index = kept(node, "index")
         column = _of_one_column(index, dim) if index is not None and flow.origin.rows > 1 else None
         if column is None:
-            raise RowsTogether(name)
+            raise RowsMixed(name)
         return RowPlace(RowPath.ROWS, with_dim(one.layout, dim, *_picked(flow, one.layout[dim], column, (sizes[dim],))))
     if any(lay.size_of(one.layout[at]) != sizes[at] for at in lay.where(one.layout)):
         raise RowsLost(name)

@@ -7,7 +7,7 @@ from typing import Any
 from gossamer.loss_reader import row_dims as lay
 from gossamer.loss_reader.graph_nodes import kept, made, saved
 from gossamer.loss_reader.normalized import refuse_standardised
-from gossamer.loss_reader.row_dims import RowDims, RowsTogether
+from gossamer.loss_reader.row_dims import RowDims, RowsMixed
 from gossamer.loss_reader.row_flow import (
     FREE,
     LOST,
@@ -51,7 +51,7 @@ def _sizes_of(node: Any, named: str) -> tuple[int, ...]:
 def _of_product(
     flow: RowFlow, left: RowDims | None, right: RowDims | None, sizes: tuple[int, ...], name: str
 ) -> RowDims:
-    """Return the layout of (..., i, k) times (..., k, j). Raises RowsTogether if rows are summed over or paired."""
+    """Return the layout of (..., i, k) times (..., k, j). Raises RowsMixed if rows are summed over or paired."""
     is_vector = "v" in name.lower()[-1:]
     left = None if left is None else _without_inner(left, len(left) - 1, name)
     right = None if right is None else _without_inner(right, len(right) - (1 if is_vector else 2), name)
@@ -62,7 +62,7 @@ def _of_product(
         if lay.is_loose(left[-2]) and lay.is_loose(right[-1]):
             return lay.joined([left, lay.stripped(right, len(right) - 1)], sizes, name)
         if lay.is_alike(left, right):
-            raise RowsTogether(name)
+            raise RowsMixed(name)
         flow.strangers |= lay.parts_of((left[-2], right[-1]))
         layouts = [right] if lay.is_part(left) and not lay.is_part(right) else [left]
     return lay.joined(layouts, sizes, name)
@@ -71,7 +71,7 @@ def _of_product(
 def _without_inner(layout: RowDims, at: int, name: str) -> RowDims:
     """Return a factor's layout with its summed dimension `at` reduced to 1."""
     if lay.labels(layout[at]) and not lay.is_loose(layout[at]):
-        raise RowsTogether(name)
+        raise RowsMixed(name)
     left = lay.without(layout, (at,))
     return (*left[:at], ((1, ""),), *left[at:])
 
@@ -83,7 +83,7 @@ def _attention(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None
     known = known_of(inputs[:3])
     for one in known:
         if any(lay.labels(dim) and not lay.is_loose(dim) for dim in one.layout[-2:]):
-            raise RowsTogether(name)
+            raise RowsMixed(name)
     place = known[0].layout if known else known_of(inputs)[0].layout
     sizes = made(node)
     for output in range(1, len(node._input_metadata)):
@@ -127,14 +127,14 @@ def _pairs(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -
     ]
     known = [one for one in given if one.way is RowPath.ROWS]
     if name == "Pdist" or any(lay.labels(one.layout[-1]) and not lay.is_loose(one.layout[-1]) for one in known):
-        raise RowsTogether(name)
+        raise RowsMixed(name)
     if (
         len(known) == 2
         and all(lay.labels(one.layout[-2]) for one in known)
         and not all(lay.is_loose(one.layout[-2]) for one in known)
         and lay.is_alike(known[0].layout, known[1].layout)
     ):
-        raise RowsTogether(name)
+        raise RowsMixed(name)
     turned = [
         (*one.layout[:-2], one.layout[-2], ((1, ""),))
         if one is given[0]

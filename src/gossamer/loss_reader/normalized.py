@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.loss_reader import row_dims as lay
-from gossamer.loss_reader.row_dims import RowDims, RowsTogether
+from gossamer.loss_reader.row_dims import RowDims, RowsMixed
 from gossamer.loss_reader.row_flow import RowPath, RowPlace
 
 _LOOKED_THROUGH = 1 << 22  # numbers of one tensor
@@ -52,11 +52,11 @@ def _is_centred(wide: Tensor, dim: int | None) -> bool:
 
 
 def refuse_standardised(name: str, given: Tensor | None, place: RowPlace, rows: int) -> None:
-    """Raise RowsTogether if a layer's input was normalized over this rank's rows, in total or per feature."""
+    """Raise RowsMixed if a layer's input was normalized over this rank's rows, in total or per feature."""
     if given is None or place.way is not RowPath.ROWS or given.dim() < 2 or given.numel() > _LOOKED_THROUGH:
         return
     if is_normalised(given, place.layout, rows) and has_spread_one(given, place.layout):
-        raise RowsTogether(f"{name} of numbers that were normalised over rows")
+        raise RowsMixed(f"{name} of numbers that were normalised over rows")
 
 
 def has_spread_one(target: Tensor, layout: RowDims) -> bool:

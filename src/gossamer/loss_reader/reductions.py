@@ -9,7 +9,7 @@ from gossamer.loss_reader import row_dims as lay
 from gossamer.loss_reader.graph_nodes import dims_of, kept, made, saved
 from gossamer.loss_reader.indexing import broadcast
 from gossamer.loss_reader.normalized import has_spread_one, is_normalised
-from gossamer.loss_reader.row_dims import RowDims, RowsTogether
+from gossamer.loss_reader.row_dims import RowDims, RowsMixed
 from gossamer.loss_reader.row_flow import SUMMED, GraphStep, RowFlow, RowPath, RowPlace, known_of, without_layout
 
 
@@ -21,7 +21,7 @@ def _sum(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> 
     dims = dims_of(node, lay.sizes_of(one.layout))
     if rows := [at for at in dims if lay.labels(one.layout[at]) and not _stays(one.layout, at, dims)]:
         if any(label.startswith(lay.PICKED) for at in rows for label in lay.labels(one.layout[at])):
-            raise RowsTogether(f"{name} over rows in an order of their own")
+            raise RowsMixed(f"{name} over rows in an order of their own")
         return SUMMED
     return RowPlace(RowPath.ROWS, _reduced(one.layout, dims, sizes))
 
@@ -42,7 +42,7 @@ def _along(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -
     one = known_of(inputs)[0]
     dims = dims_of(node, lay.sizes_of(one.layout))
     if any(lay.labels(one.layout[at]) and not _stays(one.layout, at, dims) for at in dims):
-        raise RowsTogether(name)
+        raise RowsMixed(name)
     for output in range(len(node._input_metadata)):
         sizes = made(node, output)
         if len(sizes) == len(one.layout):
@@ -68,13 +68,13 @@ def _loss(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) ->
         and is_normalised(target, layouts[0], flow.origin.rows)
         and has_spread_one(target, layouts[0])
     ):
-        raise RowsTogether(f"{name} with a target that was normalised over rows")
+        raise RowsMixed(f"{name} with a target that was normalised over rows")
     if not name.startswith(("NllLoss", "Multi")):
         joined = lay.joined(layouts, broadcast([lay.sizes_of(one) for one in layouts]), name)
         return RowPlace(RowPath.ROWS, joined) if saved(node, "reduction") == 0 else SUMMED
     classes = 0 if len(layouts[0]) == 1 else 1
     if lay.labels(layouts[0][classes]) and not lay.is_loose(layouts[0][classes]):
-        raise RowsTogether(name)
+        raise RowsMixed(name)
     return RowPlace(RowPath.ROWS, lay.without(layouts[0], (classes,))) if sizes else SUMMED
 
 

@@ -21,7 +21,7 @@ Dim: TypeAlias = tuple[Factor, ...]
 RowDims: TypeAlias = tuple[Dim, ...]
 
 
-class RowsTogether(Exception):
+class RowsMixed(Exception):
     """The error of a graph node that mixes the rows of a batch."""
 
 
@@ -97,7 +97,7 @@ def without(layout: RowDims, dims: Sequence[int], *, keeps: bool = False) -> Row
 
 
 def refolded(layout: RowDims, sizes: Sequence[int], rows: int, name: str) -> RowDims:
-    """Return the layout of a view as a tensor of `sizes`. Raises RowsTogether or RowsLost if the view splits rows
+    """Return the layout of a view as a tensor of `sizes`. Raises RowsMixed or RowsLost if the view splits rows
     apart.
     """
     left = [one for dim in layout for one in dim if one[0] != 1 or labels((one,))]
@@ -151,7 +151,7 @@ def _as_one(one: Factor, left: list[Factor], rows: int, name: str) -> Factor:
         size, label = left.pop(0)
         return one[0] * size, one[1] if one[1] == label else ""
     if rows > 1 and one[1] == ROWS:
-        raise RowsTogether(name)
+        raise RowsMixed(name)
     raise RowsLost(name)
 
 
@@ -168,7 +168,7 @@ def _cut(one: Factor, outer: int, rows: int, name: str) -> tuple[Factor, Factor]
         return (outer, label), (inner, "")
     if rows and inner % rows == 0:
         return (outer, ""), (inner, label)
-    raise RowsTogether(name)
+    raise RowsMixed(name)
 
 
 def _unfolded(label: str) -> str:
@@ -179,11 +179,11 @@ def _unfolded(label: str) -> str:
 def joined(layouts: Sequence[RowDims], sizes: Sequence[int], name: str) -> RowDims:
     """Return the layout of an elementwise result of tensors broadcast to `sizes`.
 
-    Raises RowsTogether if the rows of two tensors are in different dimensions, or in another order.
+    Raises RowsMixed if the rows of two tensors are in different dimensions, or in another order.
     """
     spread = sorted((_spread(layout, len(sizes)) for layout in layouts), key=is_part)
     if any(_crosses(one, other) for at, one in enumerate(spread) for other in spread[:at]):
-        raise RowsTogether(name)
+        raise RowsMixed(name)
     found, *others = spread
     for layout in others:
         found = _met(found, layout, name)
@@ -237,7 +237,7 @@ def _same(first: Dim, second: Dim, name: str) -> Dim:
     if labels(first)[0].startswith(PART) or labels(second)[0].startswith(PART):
         return second if labels(first)[0].startswith(PART) else first
     if labels(first) != labels(second):
-        raise RowsTogether(name)
+        raise RowsMixed(name)
     return first if len(first) >= len(second) else second
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gossamer.loss_reader import row_dims as lay
 from gossamer.loss_reader.graph_nodes import below, made, name_of
-from gossamer.loss_reader.row_dims import RowDims, RowsLost, RowsTogether
+from gossamer.loss_reader.row_dims import RowDims, RowsLost, RowsMixed
 from gossamer.loss_reader.row_labels import RowLabels
 from gossamer.ops.fingerprint import digest
 
@@ -91,7 +91,7 @@ class RowFlow:
         self._rows: dict[int, int] = {}  # number of rows, by source
 
     def run(self, roots: Iterable[Any]) -> None:
-        """Visit all nodes below `roots`. Raises RowsTogether if a node mixes rows, or only some rows were selected."""
+        """Visit all nodes below `roots`. Raises RowsMixed if a node mixes rows, or only some rows were selected."""
         todo = list(roots)
         while todo:
             node = todo[-1]
@@ -103,7 +103,7 @@ class RowFlow:
                 self.places[node] = _checked(self._place(node))
         for key, taken in self._taken.items():
             if taken and len(taken) < self._rows[key]:
-                raise RowsTogether(f"a choice of {len(taken)} of {self._rows[key]} rows")
+                raise RowsMixed(f"a choice of {len(taken)} of {self._rows[key]} rows")
 
     def _place(self, node: Any) -> RowPlace:
         name = name_of(node)
@@ -119,8 +119,8 @@ class RowFlow:
             step = entered
         try:
             found = step(self, node, name, inputs)
-        except (RowsLost, RowsTogether) as error:
-            if isinstance(error, RowsTogether) and not self._is_guess(error):
+        except (RowsLost, RowsMixed) as error:
+            if isinstance(error, RowsMixed) and not self._is_guess(error):
                 raise
             for output in range(1, len(node._input_metadata)):
                 self.put(node, output, LOST)
@@ -141,7 +141,7 @@ class RowFlow:
             self._taken[found.row[0]].add(found.row[1])
         return found
 
-    def _is_guess(self, found: RowsTogether) -> bool:
+    def _is_guess(self, found: RowsMixed) -> bool:
         """Return whether only a size of one suggests rows, which may as well be of heads or of experts."""
         if self.origin.rows != 1:
             return False
@@ -206,13 +206,13 @@ def without_layout(name: str, inputs: Sequence[RowPlace | None], *, is_linear: b
     """Return the place of a result of row sums, single rows or lost rows; None if all inputs that depend on rows have a
     layout.
 
-    Raises RowsTogether if the operation mixes rows; `is_linear`: whether it is a sum or a multiple of its inputs.
+    Raises RowsMixed if the operation mixes rows; `is_linear`: whether it is a sum or a multiple of its inputs.
     """
     known = known_of(inputs)
     ways = {one.way for one in known}
     if RowPath.SUMMED in ways:
         if not is_linear or ways - {RowPath.SUMMED, RowPath.ROW}:
-            raise RowsTogether(f"{name} of a mean or sum over rows")
+            raise RowsMixed(f"{name} of a mean or sum over rows")
         return EACH if RowPath.ROW in ways or EACH in known else SUMMED
     if RowPath.LOST in ways:
         return LOST
@@ -220,7 +220,7 @@ def without_layout(name: str, inputs: Sequence[RowPlace | None], *, is_linear: b
         if len({one.row for one in known}) == 1 and ways == {RowPath.ROW}:
             return known[0]
         if not is_linear or ways != {RowPath.ROW}:
-            raise RowsTogether(f"{name} of several rows")
+            raise RowsMixed(f"{name} of several rows")
         return EACH
     return None
 

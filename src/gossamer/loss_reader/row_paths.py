@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gossamer.loss_reader import elementwise, indexing, matmul, reductions, views
 from gossamer.loss_reader.by_size import across_rows
-from gossamer.loss_reader.row_dims import RowsTogether
+from gossamer.loss_reader.row_dims import RowsMixed
 from gossamer.loss_reader.row_flow import EACH, RowFlow, RowOrigin, RowPath
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def followed(roots: Sequence[Tensor], origin: RowOrigin) -> LossPath:
     flow = RowFlow(origin, _STEPS, _ENTERING)
     try:
         flow.run(nodes)
-    except RowsTogether as found:
+    except RowsMixed as found:
         return LossPath(str(found))
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:  # an unexpected graph
         _log.debug("the rows of a loss cannot be followed: %s: %s", type(error).__name__, error)

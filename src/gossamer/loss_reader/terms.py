@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gossamer.loss_reader.graph_nodes import (
     PASSING,
-    NodeInputs,
+    GraphScalar,
     below,
     constant,
     dims_of,
@@ -54,7 +54,7 @@ class Term:
     what: str  # the nodes, in words
     count: float = 1.0
     factor: float = 1.0  # product of factors outside of its reduction
-    divisors: tuple[NodeInputs, ...] = ()  # each divisor of a divided sum
+    divisors: tuple[GraphScalar, ...] = ()  # each divisor of a divided sum
     fixed: int = 0  # 32-bit hash of class weights, which must be equal on all ranks
     nodes: tuple[Any, ...] = ()  # of its sum
     by: Any = None  # the node that is taken to have reduced the rows
@@ -110,7 +110,7 @@ def _weighted(term: Term, given: Tensor) -> Term:
     if term.kind is not Kind.SUM or not first:
         return term
     if bool((given == first).all()):
-        return term if first == 1.0 else times(term, "Div", NodeInputs(1 / first, is_computed=False))
+        return term if first == 1.0 else times(term, "Div", GraphScalar(1 / first, is_computed=False))
     return Term(Kind.UNKNOWN, _OWN_WEIGHTS) if _adds_up(given) else term
 
 
@@ -133,7 +133,7 @@ class _TermReader:
             return self._scaled(node, name, under, factor)
         if name in (*_REDUCING, "Dot") and (losses := self._losses(node, name, under)) is not None:
             each = factor / len(losses) if name == "Mean" else factor
-            return [times(term, "Mul", NodeInputs(each, is_computed=False)) for terms in losses for term in terms]
+            return [times(term, "Mul", GraphScalar(each, is_computed=False)) for terms in losses for term in terms]
         if name in _REDUCING:
             return [_reduced([], [], node, "a sum", factor, self.rows)]
         if name == "Dot":
@@ -220,7 +220,7 @@ def _each_times(losses: list[list[Term]], name: str, weights: Tensor) -> list[li
     one = number(weights)
     is_computed = one is None or one.is_computed
     return [
-        [times(term, name, NodeInputs(each, is_computed)) for term in terms] if each else []
+        [times(term, name, GraphScalar(each, is_computed)) for term in terms] if each else []
         for each, terms in zip(numbers, losses, strict=True)
     ]
 
@@ -238,13 +238,13 @@ def _product(name: str, first: list[Term], second: list[Term]) -> list[Term]:
     return [Term(Kind.UNKNOWN, f"{name} of two terms that both depend on the batch")]
 
 
-def times(term: Term, name: str, other: NodeInputs) -> Term:
+def times(term: Term, name: str, other: GraphScalar) -> Term:
     """Return the term times, or divided by, a scalar. A divided sum may be a mean; other terms keep their kind."""
     is_sum, value = term.kind in (Kind.SUM, Kind.DIVIDED), other.value
     if is_sum and name == "Mul" and other.is_computed and abs(value) < 1:  # times the inverse of a tensor
         name, value = "Div", 1 / value
     if is_sum and name == "Div":
-        what, divisors = f"{term.what} / {value:g}", (*term.divisors, NodeInputs(abs(value), other.is_computed))
+        what, divisors = f"{term.what} / {value:g}", (*term.divisors, GraphScalar(abs(value), other.is_computed))
         return replace(term, kind=Kind.DIVIDED, what=what, count=term.count * abs(value), divisors=divisors)
     if not value:
         return Term(Kind.UNKNOWN, f"{term.what} {'times' if name == 'Mul' else '/'} 0")
@@ -298,7 +298,7 @@ def _of_columns(term: Term, name: str, weights: Tensor) -> Term:
     if term.kind is Kind.MEAN:
         return replace(term, fixed=zlib.crc32(_bits(flat).to_bytes(4, "big"), term.fixed))
     if bool((flat == flat[0]).all()):
-        return times(term, name, NodeInputs(float(flat[0]), is_computed=True))
+        return times(term, name, GraphScalar(float(flat[0]), is_computed=True))
     return Term(
         Kind.UNKNOWN, f"{term.what}, of which each column was {'multiplied' if name == 'Mul' else 'divided'} by its own"
     )

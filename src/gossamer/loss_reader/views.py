@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.loss_reader import row_dims as lay
 from gossamer.loss_reader.graph_nodes import made, saved, signed
-from gossamer.loss_reader.row_dims import RowDims, RowsLost, RowsTogether
+from gossamer.loss_reader.row_dims import RowDims, RowsLost, RowsMixed
 from gossamer.loss_reader.row_flow import (
     EACH,
     LOST,
@@ -170,7 +170,7 @@ def _cut_to(flow: RowFlow, node: Any, name: str, one: RowPlace, dim: int, output
     if len(old) > 1 and lay.labels(old[-1:]) and step == 1 and size % old[-1][0] == 0 == start % old[-1][0]:
         return ((size // old[-1][0], ""), old[-1])
     if len(old) == 1 and old[0][1] == lay.ROWS:
-        raise RowsTogether(name)
+        raise RowsMixed(name)
     numbers = flow.numbers.of(old)
     if numbers is None:
         raise RowsLost(name)
@@ -194,7 +194,7 @@ def _join(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) ->
         layouts = [(*one[:dim], ((1, ""),), *one[dim:]) for one in layouts]
     if not all(lay.labels(one[dim]) for one in layouts):
         if any(lay.labels(one[dim]) for one in layouts):
-            raise RowsTogether(name)
+            raise RowsMixed(name)
         return RowPlace(RowPath.ROWS, lay.joined([with_dim(one, dim, ((1, ""),)) for one in layouts], sizes, name))
     if (numbers := _numbers_of(flow, [one[dim] for one in layouts])) is not None:
         return RowPlace(RowPath.ROWS, with_dim(layouts[0], dim, flow.numbers.dim(numbers)))

@@ -32,7 +32,7 @@ from gossamer.exchange.dense import Dense
 from gossamer.loss_reader.count import Kind, LossCount
 from gossamer.ops.fingerprint import digest
 from gossamer.own_loop.blocking_exchange import BlockingExchange
-from gossamer.own_loop.exchange_choice import WATCHED, PassWatch
+from gossamer.own_loop.exchange_choice import WATCHED, PassProfile
 from gossamer.own_loop.losses import BackwardCall, watched
 from gossamer.own_loop.pass_inputs import PassInputs
 from gossamer.own_loop.process_group import LoopGroup
@@ -123,7 +123,7 @@ class BackwardPasses:
         """
         self.trained, self.party, self.pump, self.hand, self.manner = trained, party, pump, hand, manner
         self._words = words
-        self._watch = PassWatch(lossy=manner.lossy) if exchanges == AUTO else None
+        self._watch = PassProfile(lossy=manner.lossy) if exchanges == AUTO else None
         self._rules = exchange_methods.rules("dense" if exchanges == AUTO else exchanges, key="exchange")
         self._bucket_bytes = manner.bucket_bytes
         self.is_closed = False

@@ -39,7 +39,7 @@ class ExchangeChoice:
 
 
 @dataclass(slots=True)
-class PassWatch:
+class PassProfile:
     """The profile of one backward pass on one rank: gradients, the times they were ready, and step times."""
 
     lossy: bool

@@ -18,8 +18,8 @@ from gossamer.process.json_lines import JsonLineReader, read_line
 from gossamer.process.liveness import Liveness
 from gossamer.spec.errors import WireMismatch
 
-HeartbeatHandler: TypeAlias = Annotated[HeartbeatHello | Beat | Goodbye, Field(discriminator="kind")]
-_HEARD: TypeAdapter[HeartbeatHello | Beat | Goodbye] = TypeAdapter(HeartbeatHandler)
+HeartbeatMessage: TypeAlias = Annotated[HeartbeatHello | Beat | Goodbye, Field(discriminator="kind")]
+_HEARD: TypeAdapter[HeartbeatHello | Beat | Goodbye] = TypeAdapter(HeartbeatMessage)
 _LINE_BYTES = 4096
 
 

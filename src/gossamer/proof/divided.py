@@ -15,7 +15,7 @@ from gossamer.model.split.input_variants import InputVariants
 from gossamer.proof.entries import Picked
 from gossamer.proof.fingerprints import FingerprintTable, TensorNames, digests_of, rows_of
 from gossamer.proof.sides import ProofSide, world_kept
-from gossamer.proof.tensor_log import LoggedModule, ReceivedTensor, TensorLog
+from gossamer.proof.tensor_log import LoggedPart, LossRecorder, TensorLog
 from gossamer.proof.trials import Trial, TrialSet, move, owned
 from gossamer.run.build import Parts, engine_of, pieces_of, pipeline_of, tied_of
 from gossamer.run.checkpoint import trainable
@@ -67,9 +67,9 @@ class DividedSide(ProofSide):
                     move({n: t for n, t in held.items() if isinstance(t, nn.Parameter)}, question.seed)
                 pieces = pieces_of(_computing(parts, one), replace(engine, precision=one.precision))
                 if self.tracks is not None:
-                    pieces = {stage: LoggedModule(piece, self.tracks, one.number) for stage, piece in pieces.items()}
+                    pieces = {stage: LoggedPart(piece, self.tracks, one.number) for stage, piece in pieces.items()}
                 heard: dict[int, float] = {}
-                pieces = {stage: ReceivedTensor(piece, heard) for stage, piece in pieces.items()}
+                pieces = {stage: LossRecorder(piece, heard) for stage, piece in pieces.items()}
                 descent = Gradients(
                     pieces=pieces, pipeline=pipeline, tied=tied, pump=self.pump, replica=replica, at=self.at
                 )

@@ -20,7 +20,7 @@ from gossamer.run.step_runner import ModelRuntime
 
 
 @dataclass(slots=True)
-class BatchCounts:
+class ProofWork:
     """The number of model builds and micro-batches that this process ran for a proof."""
 
     builds: int = 0
@@ -45,7 +45,7 @@ class OneProcess(ProofSide):
     tracks: TensorLog | None = None  # logs the forward values, if given
     units: tuple[str, ...] = ()  # the model's units, for `tracks`
     picked: Picked | None = None  # keeps one gradient, if given
-    tally: BatchCounts = field(default_factory=BatchCounts)
+    tally: ProofWork = field(default_factory=ProofWork)
 
     def answer(self, question: TrialSet) -> FingerprintTable:
         """Run all rounds in this process and return their fingerprint table."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.split.constructor_state import digests_of
-from gossamer.proof.sides import ProofRanks
+from gossamer.proof.sides import ModuleState
 from gossamer.proof.trials import move, nudge
 from gossamer.run.step_runner import ModelRuntime
 
@@ -30,10 +30,10 @@ class ReplicaTurns:
     writes: bool = False  # whether it changed parameters
     counted: str = ""  # its first persistent buffer that changed
     engines: list[ModelRuntime] = field(default_factory=list)  # of the replicas, or one for all of them
-    _begun: ProofRanks | None = None
+    _begun: ModuleState | None = None
     _digests: Mapping[str, int] = field(default_factory=dict)
     _buffers: Mapping[str, int] = field(default_factory=dict)
-    _worlds: dict[int, ProofRanks] = field(default_factory=dict)  # saved state of the inactive replicas
+    _worlds: dict[int, ModuleState] = field(default_factory=dict)  # saved state of the inactive replicas
     _at: int = 0
 
     def begin(self, replicas: int) -> nn.Module:
@@ -41,7 +41,7 @@ class ReplicaTurns:
         self.engines.append(self.make())
         module = self.engines[0].module
         if replicas > 1:
-            self._begun, self._digests, self._buffers = ProofRanks.of(module), _digests(module), _of_buffers(module)
+            self._begun, self._digests, self._buffers = ModuleState.of(module), _digests(module), _of_buffers(module)
         return module
 
     def round(self, *, moves: bool, seed: int) -> None:
@@ -64,7 +64,7 @@ class ReplicaTurns:
             return self.engines[place]
         engine = self.engines[0]
         if place != self._at:
-            self._worlds[self._at] = ProofRanks.of(engine.module)
+            self._worlds[self._at] = ModuleState.of(engine.module)
             if place in self._worlds:
                 self._worlds.pop(place).put_back()
             self._at = place

@@ -23,7 +23,7 @@ class ProofSide(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class ProofRanks:
+class ModuleState:
     """A snapshot of the state that a module keeps between forward passes: buffers, Python attributes and random
     generators, but no parameters. It can be restored once.
     """
@@ -32,10 +32,10 @@ class ProofRanks:
     copies: Copies
 
     @staticmethod
-    def of(module: nn.Module) -> ProofRanks:
+    def of(module: nn.Module) -> ModuleState:
         """Return a snapshot of the module's current state."""
         snapshot = Snapshot.of(module, without=list(module.parameters()))
-        found = ProofRanks(snapshot, Copies(snapshot.tensors))
+        found = ModuleState(snapshot, Copies(snapshot.tensors))
         found.copies.make()
         return found
 

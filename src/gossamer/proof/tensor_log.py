@@ -45,7 +45,7 @@ class TensorLog:
         """Log the outputs of `units` from now on. The module must not be used for anything else afterwards."""
         for name in units:
             unit = engine.module.get_submodule(name)
-            unit.forward = _LogMode(self, name, unit.forward)  # type: ignore[method-assign]
+            unit.forward = _LoggedForward(self, name, unit.forward)  # type: ignore[method-assign]
 
     def begin(self, round: int, key: int) -> None:
         """Start logging the forward pass of micro-batch `key` in a round."""
@@ -78,7 +78,7 @@ class TensorLog:
             self.found[_text(Spot(*self._at, call, place, into))] = _said(leaf)
 
 
-class _LogMode:
+class _LoggedForward:
     """A unit's forward function that also logs its output."""
 
     def __init__(self, tracks: TensorLog, name: str, real: Callable[..., Any]) -> None:
@@ -91,7 +91,7 @@ class _LogMode:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceivedTensor(ModelPart):
+class LossRecorder(ModelPart):
     """A stage of the model that records its losses by micro-batch."""
 
     inner: ModelPart
@@ -117,7 +117,7 @@ class ReceivedTensor(ModelPart):
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedModule(ModelPart):
+class LoggedPart(ModelPart):
     """A stage of the model that logs its received tensors and unit outputs."""
 
     inner: ModelPart

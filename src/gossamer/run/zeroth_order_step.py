@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gossamer.comm.comm_thread import CommThread
-from gossamer.model.split.recompute import BufferNames, buffers_of, in_place_of
+from gossamer.model.split.recompute import BufferValues, buffers_of, in_place_of
 from gossamer.run.forward import Pipeline, run_forward
 from gossamer.run.step_algorithm import At, ReplayedSteps, StepAlgorithm, StepAttempt, Task
 from gossamer.run.step_log import NAME, StepLog
@@ -36,7 +36,7 @@ class ZerothOrderStep(StepAlgorithm):
     clip: float
     log: StepLog
     at: At
-    _before: BufferNames = field(default_factory=list)
+    _before: BufferValues = field(default_factory=list)
     _compute_s: float = 0.0
 
     def attempt(self, task: Task) -> StepAttempt:

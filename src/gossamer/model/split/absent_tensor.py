@@ -63,10 +63,12 @@ class AbsentTensor(Tensor):
 
     shadow: Tensor  # a fake tensor: shape, strides, dtype and device
     origin: str
-    absence: AbsenceMode
+    absence: StageAbsence
 
     @staticmethod
-    def __new__(cls, shadow: Tensor, origin: str, absence: AbsenceMode, *, requires_grad: bool = False) -> AbsentTensor:
+    def __new__(
+        cls, shadow: Tensor, origin: str, absence: StageAbsence, *, requires_grad: bool = False
+    ) -> AbsentTensor:
         made: AbsentTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             shadow.shape,
@@ -133,7 +135,7 @@ class Over(BaseException):
 
 
 @dataclass
-class AbsenceMode:
+class StageAbsence:
     """A per-stage record of which tensors are absent; it creates them and runs or refuses operators on them."""
 
     stage: int
@@ -143,7 +145,7 @@ class AbsenceMode:
     refused: BadInput | None = None  # the first error, even if user code catches it
     marks: dict[int, tuple[StorageWeakRef, str]] = field(default_factory=dict)  # memory -> origin of the write
     fakes: FakeTensorMode = field(default_factory=_fakes)
-    watch: _FunctionMode | None = None
+    watch: _AbsenceMode | None = None
     told: Callable[[str], Any] | None = None  # returns the value that the owning stage recorded
     is_again: Callable[[], bool] = bool  # whether a backward runs code between units once more
 
@@ -304,16 +306,16 @@ class AbsenceMode:
         return not self.origin_of(x for x in args[1:] if isinstance(x, Tensor))
 
     def _begin_watch(self) -> None:
-        self.watch = _FunctionMode(self)
+        self.watch = _AbsenceMode(self)
         self.watch.__enter__()  # type: ignore[no-untyped-call]
 
 
-class _FunctionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _AbsenceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that sees operators read marked memory."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, absence: AbsenceMode) -> None:
+    def __init__(self, absence: StageAbsence) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.absence = absence
 

@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 from gossamer.model.snapshot import Difference, Snapshot
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.split.dataflow import DataFlow
-from gossamer.model.split.recompute import BufferNames, buffers_of, in_place_of, python_of
+from gossamer.model.split.recompute import BufferValues, buffers_of, in_place_of, python_of
 from gossamer.model.split.split_points import StageSpec
 from gossamer.model.split.stale_attributes import StaleAttributes
 from gossamer.spec.errors import BadInput, bad_input
@@ -76,7 +76,7 @@ class BackwardPython:
         self,
         flow: DataFlow,
         left: Snapshot,
-        buffers: BufferNames,
+        buffers: BufferValues,
         versions: Mapping[int, tuple[Tensor, int]],
         is_split: bool,
     ) -> Iterator[None]:

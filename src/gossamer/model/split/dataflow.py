@@ -163,7 +163,7 @@ class BufferUse:
 
 
 @dataclass(frozen=True, slots=True)
-class LateOutput:
+class LateWrite:
     """A piece of Python state that the forward changes after the tensor value read at `after` (FIRST: at any time).
 
     `readers`, and `written` for the last write, are numbers of unit calls; code between two calls has a number between
@@ -194,15 +194,15 @@ class DataFlow:
     loose: Mapping[str, frozenset[int]]  # parameter or buffer read outside of its units -> positions
     lent: Mapping[str, frozenset[int]]  # the same, read inside other units' calls -> those calls
     units: tuple[str, ...]
-    late: tuple[LateOutput, ...] = ()
-    stirred: tuple[LateOutput, ...] = ()  # state that the forward changes before the read at `after`
-    stirs: frozenset[float] = frozenset()  # when (as in LateOutput) the forward changes lasting tensors
+    late: tuple[LateWrite, ...] = ()
+    stirred: tuple[LateWrite, ...] = ()  # state that the forward changes before the read at `after`
+    stirs: frozenset[float] = frozenset()  # when (as in LateWrite) the forward changes lasting tensors
     by_chance: bool = False  # the code between units may have read a random number
     buffers: Mapping[str, BufferUse] = field(default_factory=dict)
     written: frozenset[str] = frozenset()  # parameters, buffers, attributes written in place
     nodes: frozenset[CallOutput] = frozenset()  # whose grad_fn the code between units takes
     touched: frozenset[str] = frozenset()  # attributes of modules that the forward reads or sets
-    looked_into: Mapping[str, frozenset[float]] = field(default_factory=dict)  # their readers: see LateOutput.readers
+    looked_into: Mapping[str, frozenset[float]] = field(default_factory=dict)  # their readers: see LateWrite.readers
     kept: Mapping[str, frozenset[int]] = field(default_factory=dict)  # attribute of a module -> calls that change it
     left: Mapping[str, frozenset[int]] = field(default_factory=dict)  # tensor held outside of modules -> the same
     slope: str = ""  # a unit through which the code between units computes a gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from gossamer.model.snapshot import Root, Snapshot
 
-_OURS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+_OURS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
 _KINDS = (
     ModuleType,
     bool,

@@ -22,7 +22,7 @@ from gossamer.model.snapshot import Copies, Snapshot
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.spec.errors import BadInput, bad_input
 
-BufferNames = list[tuple[dict[str, Any], str, Tensor]]  # (dict that holds a buffer, key, saved value)
+BufferValues = list[tuple[dict[str, Any], str, Tensor]]  # (dict that holds a buffer, key, saved value)
 
 
 def nothing_saved() -> saved_tensors_hooks:
@@ -39,7 +39,7 @@ def detached(held: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, held)
 
 
-def buffers_of(module: nn.Module, names: Collection[str], written: Collection[str] = ()) -> BufferNames:
+def buffers_of(module: nn.Module, names: Collection[str], written: Collection[str] = ()) -> BufferValues:
     """Return copies of the buffers in `names`, and of the attributes and untrained parameters in `written`.
 
     Names of one tensor share one copy. Raises BadInput if a trained parameter is in `written`.
@@ -59,7 +59,7 @@ def buffers_of(module: nn.Module, names: Collection[str], written: Collection[st
 
 
 @contextmanager
-def in_place_of(buffers: BufferNames) -> Iterator[None]:
+def in_place_of(buffers: BufferValues) -> Iterator[None]:
     """Put `buffers` into the module in this context, and put the previous tensors back on exit."""
     had = [(space, name, space[name]) for space, name, _ in buffers]
     for space, name, tensor in buffers:
@@ -71,7 +71,7 @@ def in_place_of(buffers: BufferNames) -> Iterator[None]:
             space[name] = before
 
 
-def once_more(forward: Callable[[], Any], module: nn.Module, buffers: BufferNames, python: Snapshot) -> Any:
+def once_more(forward: Callable[[], Any], module: nn.Module, buffers: BufferValues, python: Snapshot) -> Any:
     """Run `forward` again with the saved `buffers`, which it may change, and the saved Python state; return its result.
 
     The present Python state and buffers are restored afterwards.
@@ -94,7 +94,7 @@ class InPlaceWrites:
 
     names: frozenset[str] | None = None  # of attributes and untrained parameters
 
-    def run(self, forward: Callable[[], Any], module: nn.Module, python: Snapshot) -> tuple[Any, BufferNames]:
+    def run(self, forward: Callable[[], Any], module: nn.Module, python: Snapshot) -> tuple[Any, BufferValues]:
         """Run `forward`; return its result, and copies of the module's buffers and written tensors from before.
 
         Raises BadInput if it writes to a tensor of which there is no copy.
@@ -121,7 +121,7 @@ def _copied(module: nn.Module, copies: Copies) -> Iterator[tuple[str, tuple[dict
 
 
 @contextmanager
-def once(module: nn.Module, python: Snapshot, buffers: BufferNames, copies: Copies | None = None) -> Iterator[None]:
+def once(module: nn.Module, python: Snapshot, buffers: BufferValues, copies: Copies | None = None) -> Iterator[None]:
     """Run a forward in this context that will be run again.
 
     Raises BadInput if it writes to a tensor that the second run would find changed.

@@ -11,7 +11,7 @@ from torch import nn
 
 from gossamer.model.split.boundary_hooks import check_around
 from gossamer.model.split.buffer_owners import Keepers, check_readers, keepers_of
-from gossamer.model.split.dataflow import FIRST, HIDDEN, TOLD, CallOutput, DataFlow, LateOutput, UnitCall
+from gossamer.model.split.dataflow import FIRST, HIDDEN, TOLD, CallOutput, DataFlow, LateWrite, UnitCall
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
 
@@ -275,14 +275,14 @@ def _check(flow: DataFlow, part: StageSpec) -> None:
 def end_of(flow: DataFlow, part: StageSpec) -> float:
     """Return the position where the forward of a stage ends, for lack of a tensor value read there; inf if nowhere.
 
-    Positions are those of `LateOutput`.
+    Positions are those of `LateWrite`.
     """
     ends = [p - 0.5 for v, at in flow.branches.items() for p in at if p >= part.high and not _has(part, v)]
     ends += [float(i) for i in range(part.high, flow.end) if flow.calls[i].is_told]
     return math.inf if part.is_last else min(ends, default=math.inf)
 
 
-def check_late(flow: DataFlow, part: StageSpec, end: float, lates: Sequence[LateOutput]) -> None:
+def check_late(flow: DataFlow, part: StageSpec, end: float, lates: Sequence[LateWrite]) -> None:
     """Raise BadInput if the forward ends at `end`, and the next one needs Python state that the rest would change."""
     late = next((one for one in lates if one.matters(end) and _stays(flow, one, end)), None)
     if late is not None:
@@ -299,7 +299,7 @@ def _has(part: StageSpec, value: CallOutput) -> bool:
     return part.owns(value.call) or value in part.receives
 
 
-def _stays(flow: DataFlow, late: LateOutput, end: float) -> bool:
+def _stays(flow: DataFlow, late: LateWrite, end: float) -> bool:
     """Return whether the state changed after `end` lasts to the next forward.
 
     A reader right before the end can only pass it on by a change that lasts: of a tensor, or of state that is read

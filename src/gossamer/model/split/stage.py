@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.split.absent_tensor import AbsenceMode, AbsentTensor, Over, user_line
+from gossamer.model.split.absent_tensor import AbsentTensor, Over, StageAbsence, user_line
 from gossamer.model.split.backward_python import BackwardPython, check_left, runs_in_backward
 from gossamer.model.split.boundary_hooks import BoundaryHooks
 from gossamer.model.split.checkpoint_regions import CheckpointRegions
@@ -82,7 +82,7 @@ class StageModule:
         self.names = canonical_names(module)
         self._turn: _Turn | None = None
         self._answers: list[Any] = []
-        self._absence = AbsenceMode(part.stage)
+        self._absence = StageAbsence(part.stage)
         self._hindsight: BackwardPython | None = None
         self._regions, self._is_again = CheckpointRegions(), False
         self._absence.is_again = self._regions.is_run_again
@@ -664,7 +664,7 @@ def _permuted(made: Produced) -> list[int]:
     return found
 
 
-def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str], absence: AbsenceMode) -> None:
+def _hollow_out(module: nn.Module, holds: frozenset[str], names: Mapping[str, str], absence: StageAbsence) -> None:
     """Replace every parameter and buffer outside `holds` by an absent one; tied ones stay tied."""
     empty: dict[str, Tensor] = {}
     for path, owner in module.named_modules():

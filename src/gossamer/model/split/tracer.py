@@ -31,7 +31,7 @@ from gossamer.model.split.dataflow import (
     KEPT,
     CallOutput,
     DataFlow,
-    LateOutput,
+    LateWrite,
     OutputLeaf,
     Produced,
     SideOutput,
@@ -91,7 +91,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.early: dict[float, Snapshot] = {}  # Python state at the start, and at each value read
         self.stirred: list[tuple[float, Difference, float]] = []  # changes before a value read, and their positions
         self.stirs: set[float] = set()  # when the code between units changes lasting tensors
-        self.late: tuple[LateOutput, ...] = ()
+        self.late: tuple[LateWrite, ...] = ()
         self.holders: list[nn.Module] = []  # modules that have lists or dicts
         self.thread = threading.get_ident()
         self.refused: BadInput | None = None
@@ -521,9 +521,9 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter_bytes=held,
         )
 
-    def _late(self) -> Iterator[LateOutput]:
+    def _late(self) -> Iterator[LateWrite]:
         for root, at in self.reads.late():
-            yield LateOutput(self._path(root), self._readers([root]), at)
+            yield LateWrite(self._path(root), self._readers([root]), at)
         changed = [(at, one) for at, early in self.early.items() for one in early.differences()]
         changed = [(at, one) for at, one in changed if one.root is None or one.root[1] not in OF_TORCH]
         held = {id(one.holder) for _, one in changed if one.holder is not None and one.root is not None}
@@ -531,13 +531,13 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for at, one in changed:
             if one.holder is not None or one.root not in self.reads.renewed:
                 readers = self._readers({*ways.get(id(one.holder), ()), one.root})
-                yield LateOutput(one.name, readers, self._written(one), at)
+                yield LateWrite(one.name, readers, self._written(one), at)
 
-    def _stirred(self) -> tuple[LateOutput, ...]:
+    def _stirred(self) -> tuple[LateWrite, ...]:
         held = {id(one.holder) for _, one, _ in self.stirred if one.holder is not None and one.root is not None}
         ways = ways_to(held, self.module, OF_TORCH, None) if held else {}
         return tuple(
-            LateOutput(one.name, self._readers({*ways.get(id(one.holder), ()), one.root}), written, at)
+            LateWrite(one.name, self._readers({*ways.get(id(one.holder), ()), one.root}), written, at)
             for at, one, written in self.stirred
         )
 
