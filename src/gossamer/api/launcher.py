@@ -121,7 +121,7 @@ class Launcher:
             argv=(sys.executable, "-m", "gossamer.job.worker", str(rundir.absolute())),
             processes=machines.processes,
             rundir=rundir,
-            limits=Limits(heartbeat_s=machines.heartbeat_s, progress_timeout_s=machines.timeout_s),
+            limits=Limits(heartbeat_s=machines.heartbeat_timeout_s, progress_timeout_s=machines.timeout_s),
             env={"GOSSAMER_RESUME": "1" if self.resume else "0", "GOSSAMER_FOLDER": str(self.folder or "")},
             echo=False,
             threads=0 if machines.threads == "auto" else machines.threads,

@@ -102,14 +102,14 @@ def _planned(resolved: Resolved, plan: Path | None, hosts: list[str] | None, hos
 
 def _check_ranks(config: RunConfig, ranks: int) -> None:
     stages = 1 if config.plan.mesh.pipe == "auto" else config.plan.mesh.pipe
-    if config.train.batch * stages < ranks and config.plan.stages == "auto":
+    if config.train.batch * stages < ranks and config.plan.stage_ranks == "auto":
         raise bad_input(
             wanted="at least one sequence per process and step",
             got=f"a batch of {config.train.batch} for {ranks} processes",
             do=f"set train.batch to {ranks} or more, or machines.processes to at most {config.train.batch}",
             key="train.batch",
         )
-    if config.plan.stages == "auto" and ranks % stages:
+    if config.plan.stage_ranks == "auto" and ranks % stages:
         raise bad_input(
             wanted=f"a multiple of {stages} processes, one for every stage",
             got=f"{ranks}",

@@ -52,8 +52,8 @@ def with_activation_compression(parts: Parts, channel: Channel, tell: Tell) -> P
 
 def _pairs(plan: Plan, stage: int) -> list[tuple[int, int]]:
     """Return the pairs of ranks before and after a stage boundary, of all replicas."""
-    if plan.stages:
-        return list(product(plan.stages[stage], plan.stages[stage + 1]))
+    if plan.stage_ranks:
+        return list(product(plan.stage_ranks[stage], plan.stage_ranks[stage + 1]))
     return [(rank, rank + 1) for rank in range(stage, plan.mesh.size, plan.mesh.pipe)]
 
 

@@ -152,11 +152,11 @@ class ExchangeSelector:
 
     def _shards(self, hosts: int) -> bool:
         """Return whether sharded states follow the islands, if any; sharded parameters do only if asked to."""
-        sharding = sharding_methods.build(self.plan.states, key="plan.states")
+        sharding = sharding_methods.build(self.plan.sharding, key="plan.states")
         return hosts > 1 and sharding.is_sharded and (sharding.needs_islands or not sharding.takes_parameters)
 
     def _states_are_sharded(self) -> bool:
-        return sharding_methods.build(self.plan.states, key="plan.states").is_sharded
+        return sharding_methods.build(self.plan.sharding, key="plan.states").is_sharded
 
     def _part(self, loop: OuterLoopConfig, hosts: int) -> None:
         """Set up local-update training: islands as given, else as the links suggest, else one per rank."""
@@ -310,7 +310,7 @@ class ExchangeSelector:
             shapes,
             levels,
             bucket_bytes=plan.bucket_bytes,
-            states=plan.states,
+            states=plan.sharding,
             walk=self.walk,
             microbatches=plan.microbatches[0],
         )

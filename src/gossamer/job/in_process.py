@@ -75,7 +75,7 @@ def _train(
     place = read_environment() if launcher_of(os.environ) else _ALONE
     _one_rank_per_process(settings, place)
     set_threads(settings.machines.threads, place.local_ranks)
-    set_memory(settings.plan.states)
+    set_memory(settings.plan.sharding)
     corpus, train, validation, fingerprint = _data(data, settings)
     source, described, origin = _source(model, settings, corpus)
     device, objective = device_of(place), objective_of(settings)

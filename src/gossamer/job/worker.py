@@ -54,7 +54,7 @@ def run_rank(
     """Build the model and the data of the configuration and train, as one rank."""
     place = ready.place
     ready.heartbeat.at(phase="build")
-    set_memory(config.plan.states)
+    set_memory(config.plan.sharding)
     set_threads(config.machines.threads, place.local_ranks)
     corpus = corpus_of(config.data)
     origin = origin_for(config, corpus)
@@ -119,7 +119,7 @@ def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:
 
 def objective_of(config: RunConfig) -> Loss:
     """Return the loss of a configuration."""
-    return loss.build(config.train.objective, key="train.objective")
+    return loss.build(config.train.loss, key="train.objective")
 
 
 def corpus_of(data: DataSection) -> Corpus:

@@ -341,7 +341,7 @@ def build_rank_model(source: ModelProvider, asked: PartitionRequest, plan: Plan 
 def planned(source: ModelProvider, asked: PartitionRequest, plan: Plan | None = None) -> Planned:
     """Return the plan of a model and its split into pipeline stages, if any; no stage is built. Raises BadInput."""
     wanted = asked.config.plan
-    in_stages = plan.mesh.pipe > 1 if plan else wanted.mesh.pipe not in (1, "auto") or wanted.stages != "auto"
+    in_stages = plan.mesh.pipe > 1 if plan else wanted.mesh.pipe not in (1, "auto") or wanted.stage_ranks != "auto"
     if not in_stages:
         module = source.whole().to(asked.device)
         return Planned(source, asked, _begun(plan, module, asked), module, None)

@@ -19,12 +19,12 @@ def schedule_of(plan: Plan, replica: int) -> Schedule:
 
     Raises BadInput where the schedule does not support the plan's stages or micro-batches.
     """
-    maker, microbatches = schedule.build(plan.schedule, key="plan.schedule"), plan.microbatches[replica]
+    maker, microbatches = schedule.build(plan.pipeline_schedule, key="plan.schedule"), plan.microbatches[replica]
 
     def straight(stages: int) -> Schedule:
         return maker.make(stages=stages, ranks=stages, microbatches=microbatches)
 
-    if plan.stages:
+    if plan.stage_ranks:
         lowered = with_transfers(_spread(plan, straight, microbatches))
     else:
         stages = max(1, len(plan.cuts))
@@ -42,19 +42,19 @@ def forward_only_of(plan: Plan, trained: Schedule, microbatches: int) -> Schedul
     def straight(stages: int) -> Schedule:
         return ForwardOnly().make(stages=stages, ranks=stages, microbatches=microbatches)
 
-    if plan.stages:
+    if plan.stage_ranks:
         return with_transfers(_spread(plan, straight, microbatches))
     made = ForwardOnly(trained.placement)
     return with_transfers(made.make(stages=trained.stages, ranks=len(trained.ranks), microbatches=microbatches))
 
 
 def _spread(plan: Plan, straight: Callable[[int], Schedule], microbatches: int) -> Schedule:
-    dealt = [_deal(plan, group, microbatches) for group in plan.stages]
-    return spread(straight, plan.stages, dealt)
+    dealt = [_deal(plan, group, microbatches) for group in plan.stage_ranks]
+    return spread(straight, plan.stage_ranks, dealt)
 
 
 def _deal(plan: Plan, group: tuple[int, ...], microbatches: int) -> tuple[int, ...]:
     """By the ranks' shares, one at least; where there are too few for that, the first ranks have one each."""
     if microbatches < len(group):
         return group[:microbatches]
-    return deal(group, share_rows(microbatches, [plan.share[rank] for rank in group]))
+    return deal(group, share_rows(microbatches, [plan.batch_fractions[rank] for rank in group]))

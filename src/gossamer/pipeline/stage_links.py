@@ -39,7 +39,7 @@ def links_of(plan: Plan, levels: ProcessGroups, schedule: Schedule, replica: int
 
 def levels_of_stages(plan: Plan) -> ProcessGroups:
     """Return the process groups of a model in pipeline stages."""
-    return ProcessGroups.staged(plan.stages) if plan.stages else ProcessGroups.mesh(plan.mesh.replica, plan.mesh.pipe)
+    return ProcessGroups.staged(plan.stage_ranks) if plan.stage_ranks else ProcessGroups.mesh(plan.mesh.replica, plan.mesh.pipe)
 
 
 def way_of(link: StageLink, form: TensorSpec) -> StageLink:

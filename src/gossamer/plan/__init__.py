@@ -91,7 +91,7 @@ def price_apart(loop: OuterLoopConfig, plan: Plan, shapes: Shapes, levels: Proce
 
     Raises BadInput for a gradient exchange that cannot run inside an island.
     """
-    sharding = sharding_methods.build(plan.states, key="plan.states")
+    sharding = sharding_methods.build(plan.sharding, key="plan.states")
     deal = sharding.deal(levels)
     buckets = state_buckets(plan.exchange, shapes, sharding, deal, bucket_bytes=plan.bucket_bytes)
     island = levels.only("island")

@@ -13,9 +13,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 def stages_of(asked: PlanSection, ranks: int) -> Groups:
     """Return the ranks of every stage; empty if the configuration lists none. Raises BadInput."""
-    if asked.stages == "auto":
+    if asked.stage_ranks == "auto":
         return ()
-    groups = tuple(tuple(sorted(group)) for group in asked.stages)
+    groups = tuple(tuple(sorted(group)) for group in asked.stage_ranks)
     _check_mesh(asked, len(groups))
     _check_ranks(groups, ranks)
     return groups
@@ -61,7 +61,7 @@ def _check_ranks(groups: Groups, ranks: int) -> None:
 def shares_of(asked: PlanSection, groups: Groups) -> tuple[float, ...]:
     """Return every rank's fraction of the micro-batches of its stage. Raises BadInput."""
     ranks = sum(map(len, groups))
-    given = [1.0] * ranks if asked.share == "auto" else asked.share
+    given = [1.0] * ranks if asked.batch_fractions == "auto" else asked.batch_fractions
     if len(given) != ranks:
         raise bad_input(
             wanted=f"a share for each of {ranks} ranks, of the work of its stage",

@@ -51,7 +51,7 @@ class DataParallel(Planner):
         mesh = Mesh(pipe=len(stages)) if stages else _mesh(config.plan.mesh, request.ranks)
         share = shares_of(config.plan, stages) if stages else _share(config, mesh.replica)
         whose = "the ranks of each stage" if stages else f"{mesh.replica} replicas"
-        reasons["share"] = "given" if config.plan.share != "auto" else f"equal parts for {whose}"
+        reasons["share"] = "given" if config.plan.batch_fractions != "auto" else f"equal parts for {whose}"
         rows = (config.train.batch,) if stages else share_rows(config.train.batch, share)
         pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe, stages)
         pieces = _in_step(config, rows, pieces)
@@ -64,16 +64,16 @@ class DataParallel(Planner):
             )
         plan = Plan(
             mesh=mesh,
-            share=share,
+            batch_fractions=share,
             rows=rows,
             microbatches=pieces,
-            schedule=_schedule(config, mesh),
-            stages=stages,
+            pipeline_schedule=_schedule(config, mesh),
+            stage_ranks=stages,
             units=request.units,
-            boundary=_boundary(config),
+            activation_compression=_boundary(config),
             exchange=exchange,
             islands=_islands(config),
-            states=config.plan.states,
+            sharding=config.plan.sharding,
             sync=sync,
             bucket_bytes=_bucket_bytes(config, request),
             backend="nccl" if request.device == "cuda" else "gloo",
@@ -137,7 +137,7 @@ def _sync(config: RunConfig, mesh: Mesh) -> tuple[Written, str]:
         return asked.sync, ""
     against = {
         "a model in stages": mesh.pipe > 1,
-        "sharded states": sharding_methods.build(asked.states, key="plan.states").is_sharded,
+        "sharded states": sharding_methods.build(asked.sharding, key="plan.states").is_sharded,
         "plan.adapt": asked.adapt != "none",
         "verification": config.train.verify.every > 0,
     }
@@ -174,19 +174,19 @@ def _reasons(terms: Terms) -> dict[str, str]:
 
 
 def _schedule(config: RunConfig, mesh: Mesh) -> Written:
-    if config.plan.schedule != "auto":
-        return config.plan.schedule
+    if config.plan.pipeline_schedule != "auto":
+        return config.plan.pipeline_schedule
     return "one_stage" if mesh.pipe == 1 else "one_f_one_b"
 
 
 def _boundary(config: RunConfig) -> Written | tuple[Written, ...]:
-    asked = config.plan.boundary
+    asked = config.plan.activation_compression
     return tuple(asked) if isinstance(asked, list) else asked
 
 
 def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) -> tuple[int, ...]:
     """Return the micro-batches per replica, equal if all ranks gather sharded parameters together. Raises BadInput."""
-    if not sharding_methods.build(config.plan.states, key="plan.states").takes_parameters:
+    if not sharding_methods.build(config.plan.sharding, key="plan.states").takes_parameters:
         return pieces
     if max(pieces) > min(rows):
         raise bad_input(
@@ -203,7 +203,7 @@ def _bucket_bytes(config: RunConfig, request: Request) -> int:
 
     With sharded states buckets are small, because every bucket in flight is held several times.
     """
-    if not sharding_methods.build(config.plan.states, key="plan.states").is_sharded:
+    if not sharding_methods.build(config.plan.sharding, key="plan.states").is_sharded:
         return BUCKET_BYTES
     gradients = 4 * sum(prod(shape) for _, shape in request.shapes)
     return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, gradients // _BUCKETS))
@@ -215,7 +215,7 @@ def _islands(config: RunConfig) -> tuple[tuple[int, ...], ...]:
 
 
 def _share(config: RunConfig, replicas: int) -> tuple[float, ...]:
-    asked = config.plan.share
+    asked = config.plan.batch_fractions
     if asked == "auto":
         return (1.0 / replicas,) * replicas
     if len(asked) != replicas:
@@ -243,7 +243,7 @@ def _forecast(terms: Terms, request: Request) -> Cost:
             request.shapes,
             levels,
             bucket_bytes=plan.bucket_bytes,
-            states=plan.states,
+            states=plan.sharding,
             walk=request.walk,
             microbatches=plan.microbatches[0],
         )

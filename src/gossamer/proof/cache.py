@@ -31,7 +31,7 @@ def digest_of(parts: Parts, described: str, data: str) -> str:
         "plan": parts.plan.model_dump(mode="json", exclude=_PLAN),
         "model": [described, config.model.model_dump(mode="json"), _code_of(parts.outline)],
         "shapes": [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in parts.outline.named_parameters()],
-        "train": [config.train.seed, config.train.precision, config.train.objective, config.train.batch],
+        "train": [config.train.seed, config.train.precision, config.train.loss, config.train.batch],
         "data": [data, config.data.model_dump(mode="json", exclude={"cache"})],
     }
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

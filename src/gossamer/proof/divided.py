@@ -126,7 +126,7 @@ def _losses(one: Trial, heard: Mapping[int, float]) -> Tensor:
 
 def _is_shared(parts: Parts, rank: int) -> bool:
     """Return whether another rank runs some micro-batches of this rank's stages, and so updates some buffers."""
-    return any(len(group) > 1 for group in parts.plan.stages if rank in group)
+    return any(len(group) > 1 for group in parts.plan.stage_ranks if rank in group)
 
 
 def _owned(cut: StagedModel) -> frozenset[str]:

@@ -66,7 +66,7 @@ def refusal_of(verdict: ProofVerdict, plan: Plan) -> BadInput:
 def layout_of(plan: Plan) -> str:
     """Return the plan's stages and replicas in words."""
     stages, replicas = plan.mesh.pipe, plan.mesh.replica
-    if plan.stages:
+    if plan.stage_ranks:
         return f"{stages} stages on {plan.ranks} ranks"
     if stages == 1:
         return f"{replicas} replicas"

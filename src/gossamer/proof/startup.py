@@ -201,7 +201,7 @@ def of_proof(plan: Plan) -> Plan:
     """Return the plan of the proof: the same stages and replicas, with as many micro-batches per replica as a proof has
     and without compression, sharding or local-update training.
     """
-    count = max([2, *map(len, plan.stages)])
+    count = max([2, *map(len, plan.stage_ranks)])
     replicas = plan.mesh.replica
     return plan.model_copy(
         update={

@@ -75,7 +75,7 @@ def question_of(
     computes in another precision than `exact`, a third round has some in `precision`.
     """
     replicas = sorted({0, plan.mesh.replica - 1})
-    count = max([2, *map(len, plan.stages)])
+    count = max([2, *map(len, plan.stage_ranks)])
     asked = [(exact, False, 0), (exact, True, max(1, steps - 1))]
     if precision.compute is not exact.compute:
         asked.append((precision, False, max(1, steps // 2)))

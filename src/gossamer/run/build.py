@@ -112,11 +112,11 @@ def check_before_start(parts: Parts) -> None:
             do="lower train.batch or data.sequence, or give more text",
             key="train.batch",
         )
-    if config.train.sample and parts.words is None:
+    if config.train.sample_prompt and parts.words is None:
         raise bad_input(
             wanted="data that is text", got="sequences without a tokenizer", do="leave it out", key="train.sample"
         )
-    lr_schedule.build(config.train.schedule, key="train.schedule").factor(0, config.train.steps)  # a warm-up that fits
+    lr_schedule.build(config.train.lr_schedule, key="train.schedule").factor(0, config.train.steps)  # a warm-up that fits
     if not trainable(parts.outline):
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
     precision = precision_of(config.train.precision)
@@ -134,7 +134,7 @@ def _check_copies(parts: Parts) -> None:
     if plan.sync == "auto" or sync.build(plan.sync, key="plan.sync").loop is None:
         return
     halves = [name for name, param in trainable(parts.outline).items() if param.dtype in HALF]
-    if halves and sharding_methods.build(plan.states, key="plan.states").is_sharded:
+    if halves and sharding_methods.build(plan.sharding, key="plan.states").is_sharded:
         raise bad_input(
             wanted="parameters in float32, to shard the states of islands that train apart",
             got=f"{len(halves)} in half types, such as {halves[0]}",
@@ -173,7 +173,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
     tied = tied_of(parts, rank, levels)
     together = sync.build(plan.sync, key="plan.sync")
     rule = Master(inner=_rule(config, plan, together, levels, rank))  # copies half types alone
-    sharding = sharding_methods.build(plan.states, key="plan.states")
+    sharding = sharding_methods.build(plan.sharding, key="plan.states")
     sharding.check(levels)
     deal = sharding.deal(levels)
     written = exchange_methods.rules(plan.exchange).by_name(params)
@@ -212,7 +212,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
     descent: StepAlgorithm = GradientStep(
         gradients=Gradients(pieces=pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at),
         states=states,
-        clip=config.train.clip,
+        clip=config.train.max_grad_norm,
     )
     if together.probe is not None:
         descent = ZerothOrderStep(
@@ -222,7 +222,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
             pipeline=pipeline,
             pump=pump,
             rate=rule.lr,
-            clip=config.train.clip,
+            clip=config.train.max_grad_norm,
             log=StepLog(around.saver.directory, is_writer=around.saver.writer == 0),
             at=around.at,
         )
@@ -239,7 +239,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
         rule=rule,
         states=states,
         sharding=sharding,
-        rate=lr_schedule.build(config.train.schedule, key="train.schedule"),
+        rate=lr_schedule.build(config.train.lr_schedule, key="train.schedule"),
         feed=feed,
         validation=parts.validation,
         sampler=_sampler(parts, engine, pipeline, pump),
@@ -303,15 +303,15 @@ def pieces_of(parts: Parts, engine: ModelRuntime) -> dict[int, ModelPart]:
 
 def _sampler(parts: Parts, engine: ModelRuntime, pipeline: Pipeline, pump: CommThread) -> Sampler | None:
     train, cut = parts.config.train, parts.cut
-    if not train.sample:
+    if not train.sample_prompt:
         return None
     assert parts.words is not None  # see check_before_start
     logits = replace(engine, objective=Logits(), caller=caller_of(engine.module))
     if cut is not None:
         cut = replace(cut, ways=cut.ways.running(Forward(Logits(), engine.precision, engine.device)))
     found = Sampler(
-        prompt=train.sample,
-        tokens=train.sample_tokens,
+        prompt=train.sample_prompt,
+        tokens=train.sample_max_new_tokens,
         window=parts.config.data.sequence,
         seed=train.seed,
         words=parts.words,

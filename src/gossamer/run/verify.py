@@ -78,8 +78,8 @@ class Verifier:
         reruns = self._reruns(step, replica=0, seed=0, scale=scale)
         centre = reruns.flatten(0, 1).median(0).values
         noise = [max(distance(row, centre) for row in rows) for rows in reruns]
-        usual, far = max(_middle(noise), self._floor), max(_OUTLIER, self.wanted.margin)
-        self.tolerance = self.wanted.margin * usual
+        usual, far = max(_middle(noise), self._floor), max(_OUTLIER, self.wanted.tolerance_factor)
+        self.tolerance = self.wanted.tolerance_factor * usual
         outliers = [rank for rank, n in enumerate(noise) if not n <= far * usual]
         named = {
             rank: [f"its gradient of rank 0's samples is {noise[rank]:.2g} of its size from that of most ranks"]
@@ -164,7 +164,7 @@ class Verifier:
         if not disputed:
             return []
         noise = self._noise(step, disputed[0].ranks[0], scale)
-        tolerance = max(self.tolerance, self.wanted.margin * noise)
+        tolerance = max(self.tolerance, self.wanted.tolerance_factor * noise)
         undecided = []
         for trio in disputed:
             if trio.word(tolerance) is Majority.UNDECIDED:

@@ -81,21 +81,21 @@ def _compared(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, Any, An
     asked, replicas = config.plan, set(plan.microbatches)
     yield "plan.mesh.replica", "mesh.replica", asked.mesh.replica, plan.mesh.replica
     yield "plan.mesh.pipe", "mesh.pipe", asked.mesh.pipe, plan.mesh.pipe
-    yield "plan.stages", "stages", _tuples(asked.stages), plan.stages
-    share = asked.share if asked.share == "auto" else [one / sum(asked.share) for one in asked.share]
-    if not plan.stages:
-        yield "plan.share", "share", share, list(plan.share)
+    yield "plan.stages", "stages", _tuples(asked.stage_ranks), plan.stage_ranks
+    share = asked.batch_fractions if asked.batch_fractions == "auto" else [one / sum(asked.batch_fractions) for one in asked.batch_fractions]
+    if not plan.stage_ranks:
+        yield "plan.share", "share", share, list(plan.batch_fractions)
     counts = next(iter(replicas)) if len(replicas) == 1 else list(plan.microbatches)
     yield "plan.microbatches", "microbatches", asked.microbatches, counts
     yield "train.accumulate", "microbatches", config.train.accumulate, counts
-    yield "plan.schedule", "schedule", asked.schedule, plan.schedule
-    boundary = tuple(asked.boundary) if isinstance(asked.boundary, list) else asked.boundary
+    yield "plan.schedule", "schedule", asked.pipeline_schedule, plan.pipeline_schedule
+    boundary = tuple(asked.activation_compression) if isinstance(asked.activation_compression, list) else asked.activation_compression
     if asked.adapt == "none":  # else a policy chooses them anew
-        yield "plan.boundary", "boundary", boundary, plan.boundary
+        yield "plan.boundary", "boundary", boundary, plan.activation_compression
     exchange = plan.adapted_from or plan.exchange
     yield "plan.exchange", "exchange", asked.exchange, exchange
     yield "plan.sync", "sync", asked.sync, plan.sync
-    yield "plan.states", "states", asked.states, plan.states
+    yield "plan.states", "states", asked.sharding, plan.sharding
     yield "machines.islands", "islands", _tuples(config.machines.islands), plan.islands
     yield "train.batch", "rows", config.train.batch, plan.batch
 
@@ -128,19 +128,19 @@ def _told(value: Any) -> str:
 def _decisions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
     """Yield (key, value, field of the plan) of the decisions that a new plan keeps, on a resume with other settings."""
     yield "train.batch", plan.batch, "rows"
-    if plan.stages:
-        yield "plan.stages", [list(group) for group in plan.stages], "stages"
+    if plan.stage_ranks:
+        yield "plan.stages", [list(group) for group in plan.stage_ranks], "stages"
     else:
         yield "plan.mesh.pipe", plan.mesh.pipe, "mesh"
-    if not plan.stages and len(set(plan.share)) > 1:
-        yield "plan.share", list(plan.share), "share"
-    yield "plan.states", plan.states, "states"
+    if not plan.stage_ranks and len(set(plan.batch_fractions)) > 1:
+        yield "plan.share", list(plan.batch_fractions), "share"
+    yield "plan.states", plan.sharding, "states"
     yield "plan.sync", plan.sync, "sync"
     if plan.exchange != "auto":
         yield "plan.exchange", plan.adapted_from or plan.exchange, "exchange"
     if plan.mesh.pipe > 1:
-        yield "plan.schedule", plan.schedule, "schedule"
-        boundary = plan.boundary
+        yield "plan.schedule", plan.pipeline_schedule, "schedule"
+        boundary = plan.activation_compression
         yield "plan.boundary", list(boundary) if isinstance(boundary, tuple) else boundary, "boundary"
     elif plan.islands and plan.sync not in ("auto", "every_step"):
         yield "machines.islands", [list(island) for island in plan.islands], "islands"

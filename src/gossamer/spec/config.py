@@ -90,7 +90,7 @@ class VerifySection(Section):
     every: Annotated[int, Field(ge=0)] = Field(
         0, description="one step in so many, which nobody can foresee, is done again by others; 0: none"
     )
-    margin: Annotated[float, Field(ge=1)] = Field(
+    tolerance_factor: Annotated[float, Field(ge=1)] = Field(
         8.0, description="times the measured noise that honest gradients of the same samples may be apart"
     )
     on_failure: Literal["stop", "tell"] = Field("stop", description="what it leads to that a rank is named")
@@ -102,11 +102,11 @@ class TrainSection(Section):
     steps: Positive = 1000
     batch: Positive = Field(64, description="sequences per step, over all replicas")
     optimizer: Written = Field({"adamw": {"lr": 3e-4}}, description="a method of `gossamer methods optimizer`")
-    schedule: Written = Field(
+    lr_schedule: Written = Field(
         {"cosine": {"warmup": 0.02}}, description="a method of `gossamer methods optimizer/lr_schedule`"
     )
-    objective: Written = Field("next_token", description="a method of `gossamer methods loss`")
-    clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    loss: Written = Field("next_token", description="a method of `gossamer methods loss`")
+    max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
     accumulate: Positive | Auto = Field("auto", description="micro-batches per replica and step")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "fp32", description="type the forward and backward compute in; auto: bf16 where it is measured to be faster"
@@ -117,8 +117,8 @@ class TrainSection(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     evaluate_every: Annotated[int, Field(ge=0)] = Field(200, description="steps; 0: only at the end")
     evaluate_sequences: Positive = Field(256, description="validation sequences per evaluation, at most")
-    sample: str = Field("", description="a text the model is to go on with after every evaluation; empty: none")
-    sample_tokens: Positive = Field(40, description="how many tokens of it")
+    sample_prompt: str = Field("", description="a text the model is to go on with after every evaluation; empty: none")
+    sample_max_new_tokens: Positive = Field(40, description="how many tokens of it")
     checkpoint_every: Annotated[int, Field(ge=0)] = Field(500, description="steps; 0: only at the end")
     keep_checkpoints: Positive = 2
     on_nonfinite: Literal["retry_skip_stop", "skip", "stop"] = Field(
@@ -146,7 +146,7 @@ class MachinesSection(Section):
     timeout_s: Annotated[float, Field(gt=0)] = Field(
         120.0, description="a rank that others wait for so long has failed"
     )
-    heartbeat_s: Annotated[float, Field(gt=0)] = Field(5.0, description="a rank silent for so long is named")
+    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = Field(5.0, description="a rank silent for so long is named")
 
 
 class MeshSection(Section):
@@ -162,10 +162,10 @@ class PlanSection(Section):
 
     gone = {"savers": "auto"}
     mesh: MeshSection = MeshSection()
-    share: list[Annotated[float, Field(gt=0)]] | Auto = Field(
-        "auto", description="part of the batch per replica; with `stages`, of its stage's work per rank"
+    batch_fractions: list[Annotated[float, Field(gt=0)]] | Auto = Field(
+        "auto", description="part of the batch per replica; with `stage_ranks`, of its stage's work per rank"
     )
-    stages: list[list[int]] | Auto = Field(
+    stage_ranks: list[list[int]] | Auto = Field(
         "auto", description="the ranks of every stage, as many as each needs; auto: one of every replica"
     )
     cuts: list[int | str] | Auto = Field(
@@ -173,8 +173,8 @@ class PlanSection(Section):
     )
     units: list[str] | Auto = Field("auto", description="the modules to cut between; auto: the repeated blocks")
     microbatches: Positive | Auto = Field("auto", description="micro-batches per replica and step, as train.accumulate")
-    schedule: Written = Field("auto", description="a method of `gossamer methods pipeline/schedule`")
-    boundary: Written | list[Written] = Field(
+    pipeline_schedule: Written = Field("auto", description="a method of `gossamer methods pipeline/schedule`")
+    activation_compression: Written | list[Written] = Field(
         "plain",
         description="how tensors cross between stages: a method of `gossamer methods p2p/activation`, or "
         "one per border",
@@ -187,9 +187,9 @@ class PlanSection(Section):
     sync: Written = Field(
         "every_step", description="a method of `gossamer methods sync`; auto: from the links, with exchange auto"
     )
-    states: Written = Field("whole", description="a method of `gossamer methods sharding`: where the model state lies")
+    sharding: Written = Field("whole", description="a method of `gossamer methods sharding`: where the model state lies")
     lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
-    residuals: Literal["merge", "drop"] = Field(
+    residuals_on_resume: Literal["merge", "drop"] = Field(
         "merge", description="of lossy exchanges, when a run resumes on another number of processes"
     )
     adapt: Written = Field(

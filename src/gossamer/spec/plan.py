@@ -39,8 +39,8 @@ class Plan(BaseModel):
     """The complete split of a run's work over its ranks; holds no parameter values.
 
     `rows[r]` is the number of sequences per step of replica r, `microbatches[r]` the number of micro-batches they form.
-    `stages`: the ranks of each stage, where the plan is one replica that divides its micro-batches stage by stage.
-    `share` is then each rank's fraction of the work of its stage, otherwise each replica's fraction of the batch.
+    `stage_ranks`: the ranks of each stage, where the plan is one replica that divides its micro-batches stage by stage.
+    `batch_fractions` is then each rank's fraction of the work of its stage, otherwise each replica's fraction of the batch.
     `reasons` holds the reason for each decision.
     """
 
@@ -48,18 +48,18 @@ class Plan(BaseModel):
 
     format: Annotated[int, Field(ge=1, le=PLAN_FORMAT)] = PLAN_FORMAT
     mesh: Mesh = Mesh()
-    share: tuple[float, ...] = (1.0,)
+    batch_fractions: tuple[float, ...] = (1.0,)
     rows: tuple[int, ...]
     microbatches: tuple[int, ...]
-    schedule: Written = "one_stage"
+    pipeline_schedule: Written = "one_stage"
     units: tuple[str, ...] = ()  # modules that are never divided, each with its own random state; empty: not known yet
     cuts: tuple[str, ...] = ()  # the first unit of every stage; empty: the model is one stage
-    stages: tuple[tuple[int, ...], ...] = ()  # the ranks of every stage; empty: each replica has one of its own
-    boundary: Written | tuple[Written, ...] = "plain"  # activation compression: for all stage boundaries, or one each
+    stage_ranks: tuple[tuple[int, ...], ...] = ()  # the ranks of every stage; empty: each replica has one of its own
+    activation_compression: Written | tuple[Written, ...] = "plain"  # activation compression: for all stage boundaries, or one each
     exchange: Exchanges = "dense"
     adapted_from: Exchanges = ""  # what `plan.adapt` started from and compares with; "": it changed nothing
     sync: Written = "every_step"
-    states: Written = "whole"  # how the optimizer states are sharded
+    sharding: Written = "whole"  # how the optimizer states are sharded
     islands: tuple[tuple[int, ...], ...] = ()  # ranks behind one fast link each; empty: not known, or no islands
     bucket_bytes: int = BUCKET_BYTES
     look_ahead: int = 4
@@ -71,7 +71,7 @@ class Plan(BaseModel):
     def _consistent(self) -> Plan:
         replicas = self.mesh.replica
         for name in ("share", "rows", "microbatches"):
-            wanted = self.ranks if self.stages and name == "share" else replicas
+            wanted = self.ranks if self.stage_ranks and name == "share" else replicas
             if len(getattr(self, name)) != wanted:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries, the mesh has {wanted} replicas")
         for replica, (rows, pieces) in enumerate(zip(self.rows, self.microbatches, strict=True)):
@@ -79,27 +79,27 @@ class Plan(BaseModel):
                 raise ValueError(
                     f"replica {replica} has {rows} rows and {pieces} micro-batches: need 1 <= that <= rows"
                 )
-        if self.stages:
+        if self.stage_ranks:
             self._check_stages()
         return self
 
     def _check_stages(self) -> None:
-        if (self.mesh.replica, self.mesh.pipe) != (1, len(self.stages)):
-            raise ValueError(f"stages lists {len(self.stages)} for a mesh of {self.mesh.replica} x {self.mesh.pipe}")
-        if sorted(rank for group in self.stages for rank in group) != list(range(self.ranks)):
-            raise ValueError(f"stages {self.stages} must name every rank once, from 0 on")
-        if self.microbatches[0] < max(map(len, self.stages)):
-            raise ValueError(f"{self.microbatches[0]} micro-batches are fewer than the ranks of a stage: {self.stages}")
+        if (self.mesh.replica, self.mesh.pipe) != (1, len(self.stage_ranks)):
+            raise ValueError(f"stages lists {len(self.stage_ranks)} for a mesh of {self.mesh.replica} x {self.mesh.pipe}")
+        if sorted(rank for group in self.stage_ranks for rank in group) != list(range(self.ranks)):
+            raise ValueError(f"stages {self.stage_ranks} must name every rank once, from 0 on")
+        if self.microbatches[0] < max(map(len, self.stage_ranks)):
+            raise ValueError(f"{self.microbatches[0]} micro-batches are fewer than the ranks of a stage: {self.stage_ranks}")
 
     @property
     def width(self) -> int:
         """The number of ranks that hold one replica of the model."""
-        return sum(map(len, self.stages)) or self.mesh.pipe
+        return sum(map(len, self.stage_ranks)) or self.mesh.pipe
 
     @property
     def ranks(self) -> int:
         """The number of ranks in the run."""
-        return self.width if self.stages else self.mesh.size
+        return self.width if self.stage_ranks else self.mesh.size
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return (replica, rank within the replica) of `rank`."""
@@ -107,7 +107,7 @@ class Plan(BaseModel):
 
     def boundary_of(self, stage: int) -> Written:
         """Return the activation compression between `stage` and the next stage."""
-        return self.boundary[stage] if isinstance(self.boundary, tuple) else self.boundary
+        return self.activation_compression[stage] if isinstance(self.activation_compression, tuple) else self.activation_compression
 
     @property
     def batch(self) -> int:

@@ -17,7 +17,7 @@ _PLAN, _TRAIN, _VERIFY = PlanSection(), TrainSection(), VerifySection()
 
 def in_stages(config: RunConfig) -> bool:
     """Return whether the configuration splits the model into pipeline stages."""
-    return config.plan.stages != "auto" or config.plan.mesh.pipe not in (1, "auto")
+    return config.plan.stage_ranks != "auto" or config.plan.mesh.pipe not in (1, "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ UNREAD = (
     ),
     Unread(
         key="plan.boundary",
-        is_written=lambda c: c.plan.boundary != _PLAN.boundary,
+        is_written=lambda c: c.plan.activation_compression != _PLAN.activation_compression,
         is_read=in_stages,
         wanted=_STAGES,
         got=lambda c: _NO_STAGES,
@@ -99,7 +99,7 @@ UNREAD = (
     ),
     Unread(
         key="train.verify.margin",
-        is_written=lambda c: c.train.verify.margin != _VERIFY.margin,
+        is_written=lambda c: c.train.verify.tolerance_factor != _VERIFY.tolerance_factor,
         is_read=lambda c: c.train.verify.every > 0,
         wanted="verification, whose margin it is",
         got=lambda c: "train.verify.every 0",
@@ -115,8 +115,8 @@ UNREAD = (
     ),
     Unread(
         key="train.sample_tokens",
-        is_written=lambda c: c.train.sample_tokens != _TRAIN.sample_tokens,
-        is_read=lambda c: bool(c.train.sample),
+        is_written=lambda c: c.train.sample_max_new_tokens != _TRAIN.sample_max_new_tokens,
+        is_read=lambda c: bool(c.train.sample_prompt),
         wanted="a text to go on with",
         got=lambda c: "no train.sample",
         do="set train.sample, or leave train.sample_tokens out",

@@ -90,7 +90,7 @@ def _name(method: Exchange) -> str:
 
 
 def _clip(terms: Terms) -> BadInput | None:
-    return clipped(terms.exchanges, terms.config.train.clip)
+    return clipped(terms.exchanges, terms.config.train.max_grad_norm)
 
 
 def _clip_adapted(terms: Terms) -> BadInput | None:
@@ -99,7 +99,7 @@ def _clip_adapted(terms: Terms) -> BadInput | None:
         return None
     settings = [w for line in terms.exchange.lines for w in terms.policy.to_measure(line.written)]
     built = [exchange_methods.build(written, key="plan.adapt") for written in settings]
-    return clipped(built, terms.config.train.clip, key="plan.adapt")
+    return clipped(built, terms.config.train.max_grad_norm, key="plan.adapt")
 
 
 def _islands_in_stages(terms: Terms) -> BadInput | None:
@@ -183,7 +183,7 @@ def _adapts_as_it_goes(terms: Terms) -> BadInput | None:
 
 
 def _states_of_whole_replicas(terms: Terms) -> BadInput | None:
-    sharding, schedule = terms.sharding, terms.plan.schedule
+    sharding, schedule = terms.sharding, terms.plan.pipeline_schedule
     if not sharding.is_sharded:
         return None
     key, do = "plan.states", _WHOLE
@@ -201,7 +201,7 @@ def _states_apart(terms: Terms) -> BadInput | None:
     sharding, loop = terms.sharding, terms.sync.loop
     if not sharding.is_sharded or loop is None:
         return None
-    key, got = "plan.states", told(terms.plan.states)
+    key, got = "plan.states", told(terms.plan.sharding)
     if sharding.takes_parameters or sharding.differences is not None:
         return bad_input(
             wanted="zero1 or zero2, where islands train apart: what meets between them is whole parameters, as each "
@@ -218,7 +218,7 @@ def _states_apart(terms: Terms) -> BadInput | None:
             key=key,
         )
     if not sharding.needs_islands:
-        name = MethodConfig.parse(terms.plan.states).name
+        name = MethodConfig.parse(terms.plan.sharding).name
         return bad_input(
             wanted="states that are shared out inside every island, where islands train apart: each has its own",
             got=f"{got}, over all ranks",
@@ -300,7 +300,7 @@ def _verified(terms: Terms) -> BadInput | None:
         return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sync to every_step", key=key)
     if terms.sharding.is_sharded:
         wanted = "plan.states whole, as a rank that updates its rows wrongly gives all the others the same wrong ones"
-        got = f"plan.states {told(terms.plan.states)}"
+        got = f"plan.states {told(terms.plan.sharding)}"
         return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.states to whole", key=key)
     replicas = terms.plan.mesh.replica
     if replicas < 3:
@@ -335,12 +335,12 @@ def _borders(terms: Terms) -> BadInput | None:
     plan = terms.plan
     if terms.stages == 1 and plan.cuts:
         return without_stages("plan.cuts")
-    if terms.stages == 1 and plan.boundary != _PLAN.boundary:
+    if terms.stages == 1 and plan.activation_compression != _PLAN.activation_compression:
         return without_stages("plan.boundary")
-    if isinstance(plan.boundary, tuple) and len(plan.boundary) != terms.stages - 1:
+    if isinstance(plan.activation_compression, tuple) and len(plan.activation_compression) != terms.stages - 1:
         return bad_input(
             wanted=f"one way for each of the {terms.stages - 1} borders between {terms.stages} stages",
-            got=f"{len(plan.boundary)}",
+            got=f"{len(plan.activation_compression)}",
             do="list as many, or give one for all",
             key="plan.boundary",
         )
@@ -381,7 +381,7 @@ def _lossy_is_asked(terms: Terms) -> BadInput | None:
 
 
 def _residuals_are_kept(terms: Terms) -> BadInput | None:
-    if terms.config.plan.residuals == _PLAN.residuals or terms.is_lossy:
+    if terms.config.plan.residuals_on_resume == _PLAN.residuals_on_resume or terms.is_lossy:
         return None
     return bad_input(
         wanted="an exchange that may lose something, and keeps it",

@@ -46,7 +46,7 @@ class Terms:
             plan=plan,
             rule=optimizer_methods.build(config.train.optimizer, key=RULE),
             sync=sync.build(EVERY_STEP if plan.sync == "auto" else plan.sync, key="plan.sync"),
-            sharding=sharding_methods.build(plan.states, key="plan.states"),
+            sharding=sharding_methods.build(plan.sharding, key="plan.states"),
             exchange=None if asked == "auto" else exchange_methods.rules(asked),
             policy=None if adapts == "none" else adapt.build(adapts, key="plan.adapt"),
         )
