@@ -41,7 +41,7 @@ INNER = {"Codec": "int8", "Exchange": {"two_shot": "int8"}}  # what is put into 
 CODECS: dict[str, Any] = {
     "int8 stochastic": {"int8": {"stochastic": True}},
     "int4 stochastic": {"int4": {"stochastic": True}},
-    "fp8 e5m2": {"fp8": {"form": "e5m2"}},
+    "fp8 e5m2": {"fp8": {"format": "e5m2"}},
     "hadamard int4": {"hadamard": "int4"},
 }
 EXCHANGES: dict[str, Any] = {

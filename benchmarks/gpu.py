@@ -147,7 +147,7 @@ def ours(steps: int) -> None:
             "accumulate": 1,
             "precision": "bf16",
             "optimizer": {"adamw": {"lr": 3e-4, "weight_decay": 0.01}},
-            "schedule": "constant",
+            "lr_schedule": "constant",
             "evaluate_every": 0,
             "checkpoint_every": 0,
         },

@@ -96,14 +96,16 @@ def config(folder: Path, patience_s: float) -> dict[str, Any]:
             "steps": STEPS,
             "batch": 2 * setting.ROWS,
             "optimizer": {"adamw": rule},
-            "clip": setting.CLIP,
+            "max_grad_norm": setting.CLIP,
             "precision": "fp32",
             "evaluate_every": 0,
             "evaluate_sequences": 64,
             "checkpoint_every": 0,
         },
-        "machines": {"processes": 2, "threads": 1, "timeout_s": 600.0, "heartbeat_s": 600.0},
-        "plan": {"sync": {"diloco": {"every": EVERY, "outer": "average", "patience_s": patience_s}}},
+        "machines": {"processes": 2, "threads": 1, "timeout_s": 600.0, "heartbeat_timeout_s": 600.0},
+        "plan": {
+            "sync": {"diloco": {"sync_every": EVERY, "outer_optimizer": "average", "straggler_timeout_s": patience_s}}
+        },
         "run": {"directory": str(folder), "name": "run", "display": "quiet"},
     }
 

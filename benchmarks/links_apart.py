@@ -79,10 +79,10 @@ def sync_of(every: int, asked: argparse.Namespace) -> Any:
     if asked.outer == "mean":
         (loop,) = written.values()  # type: ignore[union-attr]
         kept = {name: value for name, value in loop.items() if name != "mix"}
-        written = {"diloco": {**kept, "carry": True, "outer": "average"}}
+        written = {"diloco": {**kept, "keep_local_progress": True, "outer_optimizer": "average"}}
     if asked.second_moments:
         (loop,) = written.values()  # type: ignore[union-attr]
-        written = {"diloco": {**loop, "second_moments": asked.second_moments}}
+        written = {"diloco": {**loop, "average_second_moments_every": asked.second_moments}}
     return written
 
 

@@ -1,4 +1,4 @@
-"""What sharded states save: the resident memory of a rank, and what a step takes, by plan.states.
+"""What sharded states save: the resident memory of a rank, and what a step takes, by plan.sharding.
 
     python benchmarks/states.py [--states whole,zero1,zero2,zero3] [--alternations 3]
 
@@ -66,7 +66,7 @@ def once(folder: Path, states: str) -> dict[str, Any]:
         "data": {"source": "stdlib", "tokenizer": f"bpe:{VOCABULARY}", "sequence": SEQUENCE},
         "train": {"steps": STEPS, "batch": 2, "evaluate_every": 0, "evaluate_sequences": 2, "checkpoint_every": 0},
         "machines": {"processes": 2, "threads": 1},
-        "plan": {"states": states, "exchange": "dense"},
+        "plan": {"sharding": states, "exchange": "dense"},
         "run": {"directory": str(folder), "name": states, "display": "quiet"},
     }
     (folder / "run.yaml").write_text(json.dumps(config))

@@ -116,7 +116,7 @@ def run(place: Place, way: Way, asked: argparse.Namespace) -> dict[str, Any]:
             "steps": steps,
             "batch": 2 * ROWS,
             "optimizer": {"adamw": {"lr": way.lr, "weight_decay": 0.0}},
-            "schedule": {"cosine": {"warmup": 0.1}} if not way.steps else "constant",
+            "lr_schedule": {"cosine": {"warmup": 0.1}} if not way.steps else "constant",
             "evaluate_every": 0,
             "evaluate_sequences": 32 if not way.steps else 2,
             "checkpoint_every": 0,

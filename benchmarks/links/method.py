@@ -46,11 +46,11 @@ OURS = [
     _ours("ef_powersgd", {"error_feedback": {"powersgd": {"rank": 4}}}),
     Method("sync_auto", False, {"exchange": "auto", "lossy": True, "sync": "auto"}, period=64),
     _ours("states_zero1", "dense", states="zero1"),
-    _apart("local_sgd", 8, {"local_sgd": {"every": 8}}),
-    _apart("diloco", 48, {"diloco": {"every": 48}}),
-    _apart("diloco_int4", 48, {"diloco": {"every": 48, "exchange": {"two_shot": {"codec": "int4"}}}}),
-    _apart("streaming_diloco", 48, {"streaming_diloco": {"every": 48}}),
-    _apart("co2_int4", 24, {"co2": {"every": 24, "exchange": {"two_shot": {"codec": "int4"}}}}),
+    _apart("local_sgd", 8, {"local_sgd": {"sync_every": 8}}),
+    _apart("diloco", 48, {"diloco": {"sync_every": 48}}),
+    _apart("diloco_int4", 48, {"diloco": {"sync_every": 48, "exchange": {"two_shot": {"codec": "int4"}}}}),
+    _apart("streaming_diloco", 48, {"streaming_diloco": {"sync_every": 48}}),
+    _apart("co2_int4", 24, {"co2": {"sync_every": 24, "exchange": {"two_shot": {"codec": "int4"}}}}),
 ]
 PEERS = [
     Method("ddp", True, like="dense"),

@@ -87,8 +87,8 @@ def _argv(method: Method, link: Link, length: Length, folder: Path) -> list[str]
             "steps": length.steps + length.warm + 1,  # the last one meets once more, where islands train apart
             "batch": link.hosts * setting.ROWS,
             "optimizer": {"adamw": {"lr": setting.LR, "betas": setting.BETAS, "weight_decay": setting.WEIGHT_DECAY}},
-            "schedule": "constant",
-            "clip": setting.CLIP,
+            "lr_schedule": "constant",
+            "max_grad_norm": setting.CLIP,
             "seed": setting.SEED,
             "evaluate_every": 0,
             "evaluate_sequences": 1,

@@ -35,7 +35,7 @@ class Method:
     @property
     def boundary(self) -> Any:
         """As a plan writes it."""
-        return {"coded": {"codec": self.codec}} if self.codec else "plain"
+        return {"codec": {"codec": self.codec}} if self.codec else "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ def _argv(method: Method, length: Length, folder: Path) -> list[str]:
             "steps": length.all,
             "batch": length.rows,
             "optimizer": {"adamw": setting.ADAMW},
-            "schedule": "constant",
-            "clip": 0.0,
+            "lr_schedule": "constant",
+            "max_grad_norm": 0.0,
             "seed": setting.SEED,
             "evaluate_every": 0,
             "checkpoint_every": 0,
@@ -87,8 +87,8 @@ def _argv(method: Method, length: Length, folder: Path) -> list[str]:
             "mesh": {"pipe": setting.STAGES},
             "cuts": setting.CUTS,
             "microbatches": setting.MICROBATCHES,
-            "schedule": method.schedule,
-            "boundary": method.boundary,
+            "pipeline_schedule": method.schedule,
+            "activation_compression": method.boundary,
         },
         "run": {"directory": str(folder), "name": "round", "display": "quiet"},
     }

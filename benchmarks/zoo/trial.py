@@ -83,9 +83,9 @@ class Trial:
             "steps": STEPS,
             "batch": MICROBATCHES,
             "accumulate": MICROBATCHES,
-            "clip": 0.0,
+            "max_grad_norm": 0.0,
             "optimizer": {"sgd": {"lr": 1e-2, "momentum": 0.9}},
-            "schedule": "constant",
+            "lr_schedule": "constant",
             "on_nonfinite": "stop",
         }
         plan |= {"cuts": list(self.cuts)} if self.cuts else {}

@@ -63,7 +63,7 @@ def tune(seat: Seat, *, way: str, steps: int, rate: float) -> dict[str, Any]:
         params if by_gradients else {}, exchange_methods.build("dense"), pump, bucket_bytes=1 << 20
     )
     truth = {n: p.detach() for n, p in params.items()}
-    probing = ZerothOrderRank(ZerothOrderConfig(samples=1, epsilon=EPSILON), params, truth, replica, 0)
+    probing = ZerothOrderRank(ZerothOrderConfig(directions=1, epsilon=EPSILON), params, truth, replica, 0)
     before, said, sent = unseen(model), [], []
     for step in range(steps):
         window = StepContext(step, 0, 1.0, float(BATCH))

@@ -43,21 +43,21 @@ def sgd(lr: float) -> Any:
 
 
 def blocks(fraction: float) -> Any:
-    return {"random_blocks": {"fraction": fraction, "block_numel": 64}}
+    return {"random_blocks": {"fraction": fraction, "block_size": 64}}
 
 
 def test_streaming_sends_a_third_at_a_time_at_no_loss(pool: Pool) -> None:
     common = {"every": 21, "exchange": {"two_shot": {"codec": "int4"}}}
     at_once, sent = learn(pool, {"diloco": common}, adam(3e-3))
-    streaming, pieces = learn(pool, {"diloco": {**common, "fragments": 3, "delay": 2, "mix": 0.5}}, adam(3e-3))
+    streaming, pieces = learn(pool, {"diloco": {**common, "fragments": 3, "sync_delay": 2, "alpha": 0.5}}, adam(3e-3))
     assert max(pieces[:-1]) < 0.36 * max(sent[:-1])  # in the last step all that is left meets
     assert streaming < 1.01 * at_once
 
 
 def test_gossip_ends_where_averaging_with_all_does(pool: Pool) -> None:
-    together, all_sent = learn(pool, {"local_sgd": {"every": 2}}, sgd(0.5))
+    together, all_sent = learn(pool, {"local_sgd": {"sync_every": 2}}, sgd(0.5))
     for part, given in ((0.7, {"graph": "pairs"}), (0.26, {"graph": "ring", "codec": "int4"})):
-        gossip, sent = learn(pool, {"gossip": {"every": 2, "full": 16, **given}}, sgd(0.5))
+        gossip, sent = learn(pool, {"gossip": {"sync_every": 2, "global_sync_every": 16, **given}}, sgd(0.5))
         assert sum(sent) < part * sum(all_sent)
         assert gossip < 1.02 * together
 
@@ -65,12 +65,12 @@ def test_gossip_ends_where_averaging_with_all_does(pool: Pool) -> None:
 @pytest.mark.parametrize("factor", [0.25, 4.0])
 def test_a_hypergradient_mends_an_outer_rate_that_is_four_times_off(pool: Pool, factor: float) -> None:
     def outer(lr: float) -> Any:
-        return {"nesterov": {"lr": lr, "mu": 0.0}}
+        return {"nesterov": {"lr": lr, "momentum": 0.0}}
 
-    right, _ = learn(pool, {"diloco": {"every": 10, "outer": outer(1.0)}}, sgd(0.5))
-    off, _ = learn(pool, {"diloco": {"every": 10, "outer": outer(factor)}}, sgd(0.5))
+    right, _ = learn(pool, {"diloco": {"sync_every": 10, "outer_optimizer": outer(1.0)}}, sgd(0.5))
+    off, _ = learn(pool, {"diloco": {"sync_every": 10, "outer_optimizer": outer(factor)}}, sgd(0.5))
     adapted = {"hypergradient": {"inner": outer(factor), "kappa": 0.4}}
-    mended, _ = learn(pool, {"diloco": {"every": 10, "outer": adapted}}, sgd(0.5))
+    mended, _ = learn(pool, {"diloco": {"sync_every": 10, "outer_optimizer": adapted}}, sgd(0.5))
     assert mended - right < 0.5 * (off - right)
 
 
@@ -80,10 +80,10 @@ def test_cser_goes_on_where_feedback_comes_too_late(pool: Pool) -> None:
     """
     ratio = 32
     cser, sent = learn(
-        pool, {"cser": {"every": 8, "each": blocks(0.5 / ratio), "exchange": blocks(4 / ratio)}}, sgd(0.5)
+        pool, {"cser": {"sync_every": 8, "step_exchange": blocks(0.5 / ratio), "exchange": blocks(4 / ratio)}}, sgd(0.5)
     )
     feedback = {"error_feedback": blocks(4 / ratio)}
-    qsparse, others = learn(pool, {"local_sgd": {"every": 4, "exchange": feedback}}, sgd(0.5))
+    qsparse, others = learn(pool, {"local_sgd": {"sync_every": 4, "exchange": feedback}}, sgd(0.5))
     assert sum(sent[:-1]) == pytest.approx(sum(others[:-1]), rel=0.1)
     assert cser < 0.9 * qsparse
     with pytest.raises(AssertionError, match="finite"):
@@ -96,7 +96,7 @@ def test_bcrs_and_opwa_between_islands_are_ahead_of_averaging_with_topk(pool: Po
     policy = BCRS(fraction=0.01, feedback="", gamma=4.0, overlap=2)
     mine = policy.choose(Statistics(names=("all",), numel=(24864,)), ways).rules[0][2]
     same = {"uneven_topk": {"fractions": [0.01]}}
-    by_way, sent = learn(pool, {"local_sgd": {"every": 10, "exchange": mine}}, sgd(0.5))
-    topk, least = learn(pool, {"local_sgd": {"every": 10, "exchange": same}}, sgd(0.5))
+    by_way, sent = learn(pool, {"local_sgd": {"sync_every": 10, "exchange": mine}}, sgd(0.5))
+    topk, least = learn(pool, {"local_sgd": {"sync_every": 10, "exchange": same}}, sgd(0.5))
     assert sent == least  # of rank 0, whose way out is the slowest
     assert by_way < 0.93 * topk

@@ -27,6 +27,6 @@ def test_the_loss_of_lans_at_a_fraction_of_its_bytes(pool: Pool) -> None:
     four_bits, bytes_ = learn(pool, {"error_feedback": {"two_shot": {"codec": "int4"}}})
     assert bytes_ < plain_bytes / 7
     assert four_bits < 1.005 * plain
-    one_bit, bytes_ = learn(pool, {"warm_up": {"steps": 120, "inner": "byteps_compress"}})
+    one_bit, bytes_ = learn(pool, {"warmup": {"steps": 120, "inner": "byteps_compress"}})
     assert bytes_ < plain_bytes / 3
     assert one_bit < 1.015 * plain

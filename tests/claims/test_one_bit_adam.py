@@ -24,11 +24,11 @@ def test_the_loss_of_adam_at_a_fifth_of_its_bytes(pool: Pool) -> None:
         return found[0]["loss"], sum(found[0]["sent"])
 
     feedback = {"error_feedback": {"inner": SIGNS, "track_lr": False}}
-    one_bit = {"momentum": {"inner": {"warm_up": {"steps": WARM, "inner": feedback}}}}
-    on_gradients = {"warm_up": {"steps": WARM, "inner": {"error_feedback": {"inner": SIGNS}}}}
+    one_bit = {"momentum": {"inner": {"warmup": {"steps": WARM, "inner": feedback}}}}
+    on_gradients = {"warmup": {"steps": WARM, "inner": {"error_feedback": {"inner": SIGNS}}}}
     adam = {"adamw": {"lr": LR, "weight_decay": 0.0}}
     plain, plain_bytes = learn("dense", adam)
-    ours, bytes_ = learn(one_bit, {"one_bit_adam": {"lr": LR, "weight_decay": 0.0, "freeze": WARM}})
+    ours, bytes_ = learn(one_bit, {"one_bit_adam": {"lr": LR, "weight_decay": 0.0, "freeze_step": WARM}})
     unfrozen, _ = learn(on_gradients, adam)
     assert bytes_ < plain_bytes / 5
     assert ours < 1.01 * plain

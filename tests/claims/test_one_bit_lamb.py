@@ -26,9 +26,9 @@ def test_nearly_the_loss_of_lamb_at_a_fifth_of_its_bytes(pool: Pool) -> None:
         assert all(one["kept"] == found[0]["kept"] for one in found)
         return found[0]["loss"], sum(found[0]["sent"])
 
-    feedback = {"error_feedback": {"two_shot": {"sign": {"block_numel": 64}}}}
-    one_bit = {"momentum": {"inner": {"warm_up": {"steps": WARM, "inner": feedback}}}}
+    feedback = {"error_feedback": {"two_shot": {"sign": {"block_size": 64}}}}
+    one_bit = {"momentum": {"inner": {"warmup": {"steps": WARM, "inner": feedback}}}}
     plain, plain_bytes = learn("dense", {"lamb": {"lr": LR}})
-    ours, bytes_ = learn(one_bit, {"one_bit_lamb": {"lr": LR, "freeze": WARM}})
+    ours, bytes_ = learn(one_bit, {"one_bit_lamb": {"lr": LR, "freeze_step": WARM}})
     assert bytes_ < plain_bytes / 5
     assert ours < 1.02 * plain

@@ -18,7 +18,7 @@ from pool import Pool
 
 ISLANDS = [[0, 1], [2, 3]]
 VOTES = 2 * 3 * 48  # bytes of the ranks' agreement on a step, in a ring which crosses twice
-PARTITION: Any = {"zero3": {"weights": "island"}}
+PARTITION: Any = {"zero3": {"weights_group": "island"}}
 
 
 def crossing(ran: Sequence[dict[str, Any]]) -> int:

@@ -5,7 +5,7 @@ gradient on every rank.
 What holds here: the accuracy, with 84% fewer bytes than dense. What does not hold for few ranks: fewer bytes than
 gathering values and places. A reduction carries everybody's union where gathering carries each rank's own entries, and
 these supports overlap little, so that the sketch is behind gathering entries below 16 ranks, and behind gathering whole
-rows at all of these sizes. Summing the union exactly (`union_sum`) sends half of the sketch, is ahead of gathering
+rows at all of these sizes. Summing the union exactly (`block_sparse`) sends half of the sketch, is ahead of gathering
 entries from 2 ranks on, and of gathering rows from 16 on.
 """
 
@@ -30,7 +30,7 @@ RATE, RATE_WORDS = 0.5, 40.0  # a word is one of a thousand tokens: its gradient
 METHODS: dict[str, Any] = {
     "dense": "dense",
     "s2_reducer": {"s2_reducer": {"cells": 1.5}},
-    "union_sum": {"union_sum": {"block_numel": WIDTH}},
+    "block_sparse": {"block_sparse": {"block_size": WIDTH}},
     "topk": {"error_feedback": {"inner": {"topk": {"fraction": 0.01}}}},
     "random_k": {"error_feedback": {"inner": {"random_k": {"fraction": 0.14}}}},  # as many bytes as the sketch
 }
@@ -119,7 +119,7 @@ def test_the_gradients_are_sparse_by_themselves() -> None:
         assert float((x.view(WORDS, WIDTH) == 0).all(1).float().mean()) > 0.9
 
 
-@pytest.mark.parametrize("name", ["s2_reducer", "union_sum", "topk"])
+@pytest.mark.parametrize("name", ["s2_reducer", "block_sparse", "topk"])
 def test_the_accuracy_is_that_of_dense(name: str) -> None:
     """Within 1%; that the embedding matters is seen from `random_k` below."""
     dense, one = trained("dense"), trained(name)
@@ -127,7 +127,7 @@ def test_the_accuracy_is_that_of_dense(name: str) -> None:
     assert abs(one.accuracy - dense.accuracy) < 0.01
 
 
-@pytest.mark.parametrize("name", ["s2_reducer", "union_sum"])
+@pytest.mark.parametrize("name", ["s2_reducer", "block_sparse"])
 def test_81_percent_fewer_bytes_than_dense(name: str) -> None:
     assert trained(name).sent < 0.19 * trained("dense").sent
 
@@ -143,11 +143,11 @@ def test_with_four_ranks_gathering_and_the_exact_sum_send_less() -> None:
     sketch = trained("s2_reducer")
     assert sketch.entries < 0.8 * sketch.sent
     assert sketch.rows < 0.5 * sketch.sent
-    assert trained("union_sum").sent < 0.6 * sketch.sent
+    assert trained("block_sparse").sent < 0.6 * sketch.sent
     assert trained("topk").sent < 0.3 * sketch.sent
 
 
-@pytest.mark.parametrize("name,entries_from,rows_from", [("union_sum", 2, 16), ("s2_reducer", 16, 64)])
+@pytest.mark.parametrize("name,entries_from,rows_from", [("block_sparse", 2, 16), ("s2_reducer", 16, 64)])
 def test_from_how_many_ranks_on_it_beats_gathering(name: str, entries_from: int, rows_from: int) -> None:
     for ranks in (2, 4, 8, 16, 32):
         one = trained(name, ranks, 2)

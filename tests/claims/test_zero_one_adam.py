@@ -27,11 +27,19 @@ def test_the_loss_of_adam_at_fewer_bytes_than_1_bit_adam(pool: Pool) -> None:
         return found[0]["loss"], sum(found[0]["sent"])
 
     feedback = {"error_feedback": {"inner": {"two_shot": {"codec": "sign"}}, "track_lr": False}}
-    momentum = {"momentum": {"inner": {"warm_up": {"steps": WARM, "inner": feedback}}}}
-    finer = {"error_feedback": {"two_shot": {"sign": {"block_numel": 64}}}}
+    momentum = {"momentum": {"inner": {"warmup": {"steps": WARM, "inner": feedback}}}}
+    finer = {"error_feedback": {"two_shot": {"sign": {"block_size": 64}}}}
     plain, plain_bytes = learn("adamw")
     one_bit, one_bit_bytes = learn("one_bit_adam", exchange=momentum, freeze=WARM)
-    rounds = {"zero_one": {"start": WARM, "spaced": 4, "doubles": 100, "every": 16, "exchange": finer}}
+    rounds = {
+        "zero_one": {
+            "var_freeze_step": WARM,
+            "var_update_scaler": 4,
+            "local_step_scaler": 100,
+            "local_step_clipper": 16,
+            "exchange": finer,
+        }
+    }
     ours, bytes_ = learn("zero_one_adam", rounds)
     assert bytes_ < one_bit_bytes / 2 and bytes_ < plain_bytes / 14
     assert ours < 1.01 * plain

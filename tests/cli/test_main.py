@@ -103,7 +103,12 @@ USAGE = {
     ("train", "run.yaml", "--batch-size", "8"): "write train.batch=8",
     ("train", "run.yaml", "--lr=1e-3"): "write train.optimizer.adamw.lr=1e-3",
     ("train", "run.yaml", "--seed"): "write train.seed=VALUE",
-    ("train", "run.yaml", "--schedule", "constant"): "write train.schedule=constant or plan.schedule=constant",
+    (
+        "train",
+        "run.yaml",
+        "--schedule",
+        "constant",
+    ): "write train.lr_schedule=constant or plan.pipeline_schedule=constant",
     ("train", "run.yaml", "--nothing-alike", "8"): "--nothing-alike",
     ("resume", "runs/none", "--steps", "3"): "write train.steps=3",
     ("config", "check", "run.yaml", "--steps", "3"): "write train.steps=3",
@@ -306,11 +311,11 @@ def test_letters_of_the_command_line_are_utf_8_under_any_locale(encoding: str, t
     def shown(*more: bytes) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run([*command, *more], capture_output=True, env=environ, cwd=tmp_path, check=False)
 
-    done = shown("train.sample=für 猫".encode())
+    done = shown("train.sample_prompt=für 猫".encode())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["config"]["train"]["sample"] == "für 猫"
-    done = shown(b"train.sample=f\xfcr")
-    assert done.returncode == 2 and b"train.sample: wanted text, got" in done.stderr, done.stderr
+    done = shown(b"train.sample_prompt=f\xfcr")
+    assert done.returncode == 2 and b"train.sample_prompt: wanted text, got" in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -50,7 +50,7 @@ def members() -> dict[str, Any]:
     """
     found: dict[str, Any] = {n: n for n in exchange_methods.names() if n not in (*AROUND, *CODED)}
     found |= {f"{n} of {c}": {n: {"codec": c}} for n in CODED for c in ("sign", "int4")}
-    found["powersgd of sign"] = {"powersgd": {"rank": 2, "left": {"two_shot": {"codec": "sign"}}}}
+    found["powersgd of sign"] = {"powersgd": {"rank": 2, "p_exchange": {"two_shot": {"codec": "sign"}}}}
     return {name: written for name, written in found.items() if not exchange_methods.build(written).traits.lossless}
 
 
@@ -64,12 +64,12 @@ def nested() -> dict[str, Any]:
         place = next(f for f in ("inner", "between") if f in _takes(outer, "Exchange"))
         found |= {f"{outer} around {name}": {outer: {place: written}} for name, written in MEMBERS.items()}
     sign = {"two_shot": {"codec": "sign"}}
-    inside = {"hierarchical": {"between": sign, "inside": "int4"}}
+    inside = {"hierarchical": {"inter": sign, "intra_codec": "int4"}}
     found["error_feedback around islands"] = {"error_feedback": {"inner": inside}}
     found["econtrol around islands"] = {"econtrol": {"inner": inside}}
     found["ef21 around islands"] = {"ef21": {"inner": inside}}
     found["error_feedback around momentum"] = {"error_feedback": {"inner": {"momentum": {"inner": sign}}}}
-    found["error_feedback around warm_up"] = {"error_feedback": {"inner": {"warm_up": {"inner": sign, "steps": 2}}}}
+    found["error_feedback around warmup"] = {"error_feedback": {"inner": {"warmup": {"inner": sign, "steps": 2}}}}
     found["error_feedback around delta_reference"] = {"error_feedback": {"inner": {"delta_reference": {"inner": sign}}}}
     return found
 
@@ -79,7 +79,7 @@ NESTED = nested()
 
 def test_members_are_found() -> None:
     assert {"topk", "powersgd", "acp_sgd", "random_k", "two_shot of sign", "gather of int4"} <= set(MEMBERS)
-    assert {"error_feedback", "econtrol", "ef21", "ef21_sgdm", "momentum", "delta_reference", "warm_up"} <= set(AROUND)
+    assert {"error_feedback", "econtrol", "ef21", "ef21_sgdm", "momentum", "delta_reference", "warmup"} <= set(AROUND)
     assert len(NESTED) > len(AROUND) * len(MEMBERS)
 
 
@@ -197,7 +197,7 @@ def test_what_is_owed_of_the_mean_is_no_loss_of_my_own() -> None:
 def test_what_stays_with_an_island_is_what_the_mean_lacks(weights: tuple[int, ...]) -> None:
     """The same on all its ranks, whoever of them encoded, had weight or not."""
     one, levels = (
-        GroupError(exchange_methods.build({"hierarchical": {"between": {"two_shot": "sign"}}})),
+        GroupError(exchange_methods.build({"hierarchical": {"inter": {"two_shot": "sign"}}})),
         levels_of((2, 2)),
     )
     shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)

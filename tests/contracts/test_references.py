@@ -199,11 +199,11 @@ REFERENCES: dict[str, tuple[Any, Reference]] = {
     "ef21": ({"ef21": {"inner": TOP}}, tracked()),
     "ef21_sgdm": ({"ef21_sgdm": {"inner": TOP, "a": 0.3}}, tracked(news=0.3)),
     "error_feedback": ({"error_feedback": {"inner": TOP}}, error_feedback),
-    "gather": ({"gather": {"codec": "int8"}}, coded),
-    "hierarchical": ({"hierarchical": {"between": "dense"}}, exact),
+    "gather": ({"all_gather": {"codec": "int8"}}, coded),
+    "hierarchical": ({"hierarchical": {"inter": "dense"}}, exact),
     "momentum": ({"momentum": {"inner": TOP, "beta": 0.9}}, momentum),
     "powersgd": ({"powersgd": {"rank": 2}}, low_rank(2, alternating=False)),
-    "random_blocks": ({"random_blocks": {"fraction": 0.25, "block_numel": 8}}, agreed_places),
+    "random_blocks": ({"random_blocks": {"fraction": 0.25, "block_size": 8}}, agreed_places),
     "random_k": ({"random_k": {"fraction": 0.25}}, agreed_places),
     "s2_reducer": ("s2_reducer", exact),  # what is not sparse goes as it is
     "sampled_topk": ({"sampled_topk": {"fraction": 0.25}}, sparse(0.25)),  # of so few numbers all are the sample
@@ -212,8 +212,8 @@ REFERENCES: dict[str, tuple[Any, Reference]] = {
     "tree": ("tree", exact),
     "two_shot": ({"two_shot": {"codec": "int8"}}, two_shot),
     "uneven_topk": ({"uneven_topk": {"fractions": [0.25]}}, sparse(0.25)),
-    "union_sum": ("union_sum", exact),
-    "warm_up": ({"warm_up": {"inner": TOP, "steps": 1}}, warm_up),
+    "block_sparse": ("block_sparse", exact),
+    "warmup": ({"warmup": {"inner": TOP, "steps": 1}}, warm_up),
 }
 PRESETS = {"byteps_compress", "mem_sgd", "qsgd", "sign_sgd"}  # other members, with their fields set
 

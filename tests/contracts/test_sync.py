@@ -17,22 +17,24 @@ from sync.apart_jobs import RATE, SHAPES, gradient, start
 # Every member, with rounds short enough for a few steps.
 SETTINGS: dict[str, Any] = {
     "every_step": "every_step",
-    "local_sgd": {"local_sgd": {"every": 3}},
-    "post_local_sgd": {"post_local_sgd": {"every": 2, "start": 2}},
+    "local_sgd": {"local_sgd": {"sync_every": 3}},
+    "post_local_sgd": {"post_local_sgd": {"sync_every": 2, "warmup_steps": 2}},
     "qsparse_local_sgd": {
-        "qsparse_local_sgd": {"every": 2, "exchange": {"error_feedback": {"topk": {"fraction": 0.2}}}}
+        "qsparse_local_sgd": {"sync_every": 2, "exchange": {"error_feedback": {"topk": {"fraction": 0.2}}}}
     },
-    "diloco": {"diloco": {"every": 3}},
-    "streaming_diloco": {"streaming_diloco": {"every": 4, "fragments": 2, "delay": 1}},
-    "dasgd": {"dasgd": {"every": 3}},
-    "dsm": {"dsm": {"every": 3, "outer": {"sign_momentum": {"randomized": True, "decay": 0.01}}}},
-    "slowmo": {"slowmo": {"every": 3}},
-    "fedhyper": {"fedhyper": {"every": 2}},
-    "co2": {"co2": {"every": 2}},
-    "cser": {"cser": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
-    "gossip": {"gossip": {"every": 2, "full": 2}},
-    "zero_one": {"zero_one": {"every": 2, "start": 3, "spaced": 1, "doubles": 1}},
-    "cser_pl": {"cser_pl": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
+    "diloco": {"diloco": {"sync_every": 3}},
+    "streaming_diloco": {"streaming_diloco": {"sync_every": 4, "fragments": 2, "sync_delay": 1}},
+    "dasgd": {"dasgd": {"sync_every": 3}},
+    "dsm": {"dsm": {"sync_every": 3, "outer_optimizer": {"sign_momentum": {"randomized": True, "weight_decay": 0.01}}}},
+    "slowmo": {"slowmo": {"sync_every": 3}},
+    "fedhyper": {"fedhyper": {"sync_every": 2}},
+    "co2": {"co2": {"sync_every": 2}},
+    "cser": {"cser": {"sync_every": 3, "step_exchange": {"random_blocks": {"fraction": 0.25, "block_size": 8}}}},
+    "gossip": {"gossip": {"sync_every": 2, "global_sync_every": 2}},
+    "zero_one": {
+        "zero_one": {"local_step_clipper": 2, "var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 1}
+    },
+    "cser_pl": {"cser_pl": {"sync_every": 3, "step_exchange": {"random_blocks": {"fraction": 0.25, "block_size": 8}}}},
 }
 APART = sorted(set(SETTINGS) - {"every_step"})
 BY_LOSSES = {"just_one_byte"}  # what they keep is in tests/sync/test_probing.py
@@ -103,8 +105,8 @@ def reference(
 
 
 def test_an_island_of_slow_machines_makes_some_steps_and_counts_by_what_it_saw(pool: Pool) -> None:
-    outer = {"nesterov": {"lr": 0.7, "mu": 0.9}}
-    written = {"diloco": {"every": 4, "steps": [4, 1, 3], "outer": outer}}
+    outer = {"nesterov": {"lr": 0.7, "momentum": 0.9}}
+    written = {"diloco": {"sync_every": 4, "local_steps": [4, 1, 3], "outer_optimizer": outer}}
     found = pool.run("sync.apart_jobs:rounds", 3, written=written, steps=10, samples=[1.0, 2.0, 1.0])
     assert found[0]["at"][-1] == found[1]["at"][-1] == found[2]["at"][-1]
     made = [set(range(10)), {3, 7}, {1, 2, 3, 5, 6, 7, 9}]
@@ -124,18 +126,18 @@ def test_islands_that_make_other_steps_agree_in_the_end(pool: Pool, name: str) -
 
 # What reduces to plain data parallelism, which all members share: SGD steps of the mean gradient.
 TOGETHER = [
-    {"local_sgd": {"every": 1}},
-    {"diloco": {"every": 1, "outer": {"nesterov": {"lr": 1.0, "mu": 0.0}}}},
-    {"diloco": {"every": 1, "outer": {"slow_momentum": {"beta": 0.0}}}},
-    {"diloco": {"every": 1, "outer": {"hypergradient": {"inner": "average", "low": 1.0, "high": 1.0}}}},
-    {"cser": {"every": 3, "each": "dense"}},
-    {"cser": {"every": 1, "each": None, "exchange": "dense"}},
-    {"local_sgd": {"every": 3, "start": 100}},
-    {"gossip": {"graph": "complete", "full": 100}},
-    {"gossip": {"full": 1}},
-    {"zero_one": {"start": 100, "spaced": 0}},
-    {"zero_one": {"start": 100, "spaced": 2, "exchange": "dense"}},
-    {"zero_one": {"start": 0, "doubles": 100, "exchange": "dense"}},
+    {"local_sgd": {"sync_every": 1}},
+    {"diloco": {"sync_every": 1, "outer_optimizer": {"nesterov": {"lr": 1.0, "momentum": 0.0}}}},
+    {"diloco": {"sync_every": 1, "outer_optimizer": {"slow_momentum": {"momentum": 0.0}}}},
+    {"diloco": {"sync_every": 1, "outer_optimizer": {"hypergradient": {"inner": "average", "low": 1.0, "high": 1.0}}}},
+    {"cser": {"sync_every": 3, "step_exchange": "dense"}},
+    {"cser": {"sync_every": 1, "step_exchange": None, "exchange": "dense"}},
+    {"local_sgd": {"sync_every": 3, "warmup_steps": 100}},
+    {"gossip": {"topology": "complete", "global_sync_every": 100}},
+    {"gossip": {"global_sync_every": 1}},
+    {"zero_one": {"var_freeze_step": 100, "var_update_scaler": 0}},
+    {"zero_one": {"var_freeze_step": 100, "var_update_scaler": 2, "exchange": "dense"}},
+    {"zero_one": {"var_freeze_step": 0, "local_step_scaler": 100, "exchange": "dense"}},
 ]
 
 
@@ -153,14 +155,16 @@ def test_all_gradients_meet_at_distances_that_double() -> None:
         for j in range(200):
             wanted.add(at)
             at += 2 ** min(j // kappa, 20)
-        loop = sync.build({"zero_one": {"start": 300, "spaced": kappa}}).loop
+        loop = sync.build({"zero_one": {"var_freeze_step": 300, "var_update_scaler": kappa}}).loop
         assert loop is not None and not loop.apart(-1)
         assert [step for step in range(300) if not loop.apart(step)] == sorted(t for t in wanted if t < 300)
         assert all(loop.sends(0, step + 1) == loop.apart(step) for step in range(300))
 
 
 def test_rounds_grow_until_they_are_as_long_as_said() -> None:
-    loop = sync.build({"zero_one": {"start": 5, "spaced": 0, "doubles": 8, "every": 6}}).loop
+    loop = sync.build(
+        {"zero_one": {"var_freeze_step": 5, "var_update_scaler": 0, "local_step_scaler": 8, "local_step_clipper": 6}}
+    ).loop
     assert loop is not None
     ends = [done for done in range(60) if loop.sends(0, done)]
     assert ends == [*range(6, 14), 15, 17, 19, 21, 25, 29, 35, 41, 47, 53, 59]  # rounds of 1, 2, 4 and then 6 steps
@@ -170,10 +174,10 @@ def test_rounds_grow_until_they_are_as_long_as_said() -> None:
 @pytest.mark.parametrize(
     "written",
     [
-        {"local_sgd": {"every": 3}},
-        {"local_sgd": {"every": 3, "exchange": {"two_shot": {"codec": "int4"}}}},
-        {"diloco": {"every": 4, "fragments": 2, "outer": "average", "mix": 0.5}},
-        {"cser": {"every": 3}},
+        {"local_sgd": {"sync_every": 3}},
+        {"local_sgd": {"sync_every": 3, "exchange": {"two_shot": {"codec": "int4"}}}},
+        {"diloco": {"sync_every": 4, "fragments": 2, "outer_optimizer": "average", "alpha": 0.5}},
+        {"cser": {"sync_every": 3}},
     ],
     ids=json.dumps,
 )
@@ -184,14 +188,16 @@ def test_one_island_trains_as_if_there_were_no_rounds(pool: Pool, written: Any) 
 
 
 def test_no_fragments_no_delay_no_mix_is_diloco_bit_for_bit(pool: Pool) -> None:
-    streaming = {"streaming_diloco": {"every": 3, "fragments": 1, "delay": 0, "mix": 0.0, "exchange": "dense"}}
-    plain = {"diloco": {"every": 3, "outer": {"nesterov": {"lr": 0.4}}}}
+    streaming = {
+        "streaming_diloco": {"sync_every": 3, "fragments": 1, "sync_delay": 0, "alpha": 0.0, "exchange": "dense"}
+    }
+    plain = {"diloco": {"sync_every": 3, "outer_optimizer": {"nesterov": {"lr": 0.4}}}}
     one, other = (pool.run("sync.apart_jobs:rounds", 2, written=w, steps=7) for w in (streaming, plain))
     assert one == other
 
 
 def test_who_takes_nothing_over_goes_on_alone(pool: Pool) -> None:
-    written = {"diloco": {"every": 2, "mix": 1.0}}
+    written = {"diloco": {"sync_every": 2, "alpha": 1.0}}
     found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=5, finish=False)
     for rank, one in enumerate(found):
         alone = {n: t.clone() for n, t in start().items()}
@@ -221,12 +227,12 @@ def test_what_is_carried_on_is_not_lost(pool: Pool, fragments: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "each", [None, {"random_blocks": {"fraction": 0.25, "block_numel": 8}}, {"topk": {"fraction": 0.1}}]
+    "each", [None, {"random_blocks": {"fraction": 0.25, "block_size": 8}}, {"topk": {"fraction": 0.1}}]
 )
 def test_cser_s_mean_is_that_of_plain_sgd(pool: Pool, each: Any) -> None:
     """Nothing is held back: the mean of the islands follows SGD with the gradients where they are, whatever is lost."""
-    exchange = {"random_blocks": {"fraction": 0.5, "block_numel": 8}}
-    written = {"cser": {"every": 2, "each": each, "exchange": exchange}}
+    exchange = {"random_blocks": {"fraction": 0.5, "block_size": 8}}
+    written = {"cser": {"sync_every": 2, "step_exchange": each, "exchange": exchange}}
     found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=5, finish=False)
     at = torch.tensor([one["at"] for one in found])  # (rank, step, number)
     names = sorted(SHAPES)
@@ -254,8 +260,8 @@ def test_the_last_steps_count_though_a_fragment_is_under_way(pool: Pool) -> None
 
 
 def test_what_is_quantised_is_bounded_by_the_displacement(pool: Pool) -> None:
-    exact = pool.run("sync.apart_jobs:rounds", 2, written={"local_sgd": {"every": 3}}, steps=3)
-    coded = {"local_sgd": {"every": 3, "exchange": {"two_shot": {"codec": "int8"}}}}
+    exact = pool.run("sync.apart_jobs:rounds", 2, written={"local_sgd": {"sync_every": 3}}, steps=3)
+    coded = {"local_sgd": {"sync_every": 3, "exchange": {"two_shot": {"codec": "int8"}}}}
     found = pool.run("sync.apart_jobs:rounds", 2, written=coded, steps=3)
     off = torch.tensor(found[0]["at"][-1]) - torch.tensor(exact[0]["at"][-1])
     moved = torch.tensor(exact[0]["at"][-1]) - torch.cat([start()[n].flatten() for n in sorted(SHAPES)])
@@ -265,7 +271,7 @@ def test_what_is_quantised_is_bounded_by_the_displacement(pool: Pool) -> None:
 POISONED = [SETTINGS[name] for name in ("local_sgd", "diloco", "streaming_diloco", "dsm", "co2", "cser", "gossip")]
 
 
-@pytest.mark.parametrize("written", [*POISONED, {"cser": {"every": 3, "each": "dense"}}], ids=json.dumps)
+@pytest.mark.parametrize("written", [*POISONED, {"cser": {"sync_every": 3, "step_exchange": "dense"}}], ids=json.dumps)
 def test_an_island_that_is_not_finite_is_left_out_and_comes_back(pool: Pool, written: Any) -> None:
     apart = [[0], [1], [2]]
     found = pool.run("sync.apart_jobs:rounds", 3, written=written, steps=2, islands=apart, poison=[1, 1])
@@ -274,12 +280,12 @@ def test_an_island_that_is_not_finite_is_left_out_and_comes_back(pool: Pool, wri
 
 
 def test_who_is_left_out_does_not_count(pool: Pool) -> None:
-    written = {"local_sgd": {"every": 2}}
+    written = {"local_sgd": {"sync_every": 2}}
     three = pool.run("sync.apart_jobs:rounds", 3, written=written, steps=2, poison=[2, 1], samples=[1.0, 3.0, 5.0])
     two = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=2, samples=[1.0, 3.0])
     assert torch.allclose(torch.tensor(three[2]["at"][-1]), torch.tensor(two[0]["at"][-1]), rtol=1e-6, atol=1e-7)
 
 
 def test_where_nobody_is_finite_all_go_back(pool: Pool) -> None:
-    found = pool.run("sync.apart_jobs:rounds", 1, written={"local_sgd": {"every": 2}}, steps=2, poison=[0, 1])
+    found = pool.run("sync.apart_jobs:rounds", 1, written={"local_sgd": {"sync_every": 2}}, steps=2, poison=[0, 1])
     assert found[0]["at"][-1] == [x for n in sorted(SHAPES) for x in start()[n].flatten().tolist()]

@@ -22,7 +22,7 @@ from pool import Seat
 SHAPES = {"w": (24, 16), "bias": (24,), "scalar": (), "none": (0,), "conv": (4, 3, 3, 3), "wide": (7, 61)}
 
 
-NESTED = {"powersgd of int8": {"powersgd": {"rank": 2, "left": {"two_shot": {"codec": "int8"}}}}}
+NESTED = {"powersgd of int8": {"powersgd": {"rank": 2, "p_exchange": {"two_shot": {"codec": "int8"}}}}}
 
 
 def example(name: str) -> Exchange:

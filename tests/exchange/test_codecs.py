@@ -127,12 +127,12 @@ def test_the_error_of_an_element_is_bounded(name: str, scale: float) -> None:
 
 def test_e5m2_is_coarser_and_reaches_further() -> None:
     x = gaussian(4096)
-    near, far = ((there_and_back({"fp8": {"form": f}}, x) - x).norm() / x.norm() for f in ("e4m3", "e5m2"))
+    near, far = ((there_and_back({"fp8": {"format": f}}, x) - x).norm() / x.norm() for f in ("e4m3", "e5m2"))
     assert near < far < 2.5 * near
     x[::256] = 3e4
     small = torch.ones_like(x, dtype=torch.bool)
     small[::256] = False
-    near, far = ((there_and_back({"fp8": {"form": f}}, x) - x)[small].norm() for f in ("e4m3", "e5m2"))
+    near, far = ((there_and_back({"fp8": {"format": f}}, x) - x)[small].norm() for f in ("e4m3", "e5m2"))
     assert far < near
 
 
@@ -328,12 +328,12 @@ def test_two_shot_says_what_any_codec_lost(name: str, ranks: int) -> None:
     ("written", "key"),
     [
         ({"cast": {"dtype": "float64"}}, "cast.dtype"),
-        ({"fp8": {"form": "e3m4"}}, "fp8.form"),
-        ({"fp8": {"block_numel": 3}}, "fp8.block_numel"),
-        ({"int4": {"block_numel": 100}}, "int4.block_numel"),
-        ({"ternary": {"block_numel": 0}}, "ternary.block_numel"),
-        ({"sign": {"block_numel": 12}}, "sign.block_numel"),
-        ({"hadamard": {"inner": {"int4": {"block_numel": 5}}}}, "hadamard.inner.int4.block_numel"),
+        ({"fp8": {"format": "e3m4"}}, "fp8.format"),
+        ({"fp8": {"block_size": 3}}, "fp8.block_size"),
+        ({"int4": {"block_size": 100}}, "int4.block_size"),
+        ({"ternary": {"block_size": 0}}, "ternary.block_size"),
+        ({"sign": {"block_size": 12}}, "sign.block_size"),
+        ({"hadamard": {"inner": {"int4": {"block_size": 5}}}}, "hadamard.inner.int4.block_size"),
     ],
 )
 def test_wrong_parameters_are_named(written, key: str) -> None:
@@ -342,7 +342,7 @@ def test_wrong_parameters_are_named(written, key: str) -> None:
     assert error.value.key == key
 
 
-@pytest.mark.parametrize("written", ["float16", {"fp8": {"form": "e4m3"}}, {"fp8": {"form": "e5m2"}}], ids=str)
+@pytest.mark.parametrize("written", ["float16", {"fp8": {"format": "e4m3"}}, {"fp8": {"format": "e5m2"}}], ids=str)
 @pytest.mark.parametrize("number", [1.5e38, 2.0**127, 3.3e38, torch.finfo(torch.float32).max])
 def test_what_is_finite_stays_finite_to_the_last_number_there_is(written, number: float) -> None:
     x = gaussian(600)

@@ -228,8 +228,8 @@ def test_the_virtual_iterate_of_econtrol_descends_by_the_plain_mean() -> None:
     "inner",
     [
         {"two_shot": {"codec": "int8"}},
-        {"hierarchical": {"between": SPARSE}},
-        {"hierarchical": {"between": {"two_shot": {"codec": "int8"}}}},
+        {"hierarchical": {"inter": SPARSE}},
+        {"hierarchical": {"inter": {"two_shot": {"codec": "int8"}}}},
         {"random_k": {"fraction": 0.1}},
     ],
     ids=str,

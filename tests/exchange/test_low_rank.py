@@ -20,7 +20,7 @@ from gossamer.exchange.error_feedback import ErrorFeedback
 from gossamer.exchange.powersgd import PowerSgd
 from gossamer.exchange.topk import TopK
 from gossamer.exchange.two_shot import TwoShot
-from gossamer.exchange.warm_up import WarmUp
+from gossamer.exchange.warmup import Warmup
 from gossamer.ops.orthogonalize import orthonormal
 from gossamer.spec.errors import BadInput
 
@@ -71,7 +71,7 @@ def test_it_is_linear(one: Exchange) -> None:
 
 def test_a_left_factor_in_eight_bits_spans_nearly_the_same_space_and_loses_nothing_besides() -> None:
     """What is kept is a projection of what was given, whatever space the rounded factor spans."""
-    where, coded = crew.layout({"w": (300, 40)}), PowerSgd(rank=3, left=TwoShot(Int8()))
+    where, coded = crew.layout({"w": (300, 40)}), PowerSgd(rank=3, p_exchange=TwoShot(Int8()))
     rng = torch.Generator().manual_seed(5)
     strong = torch.randn(300, 3, generator=rng) @ torch.randn(3, 40, generator=rng)
     drawn = [strong.flatten() + 0.1 * crew.bucket(where, r).flat for r in range(RANKS)]
@@ -92,7 +92,7 @@ def test_a_left_factor_in_eight_bits_spans_nearly_the_same_space_and_loses_nothi
 
 def test_feedback_inside_a_factor_is_refused() -> None:
     with pytest.raises(BadInput, match="put feedback around"):
-        PowerSgd(left=ErrorFeedback(TwoShot(Int8())))
+        PowerSgd(p_exchange=ErrorFeedback(TwoShot(Int8())))
 
 
 @both
@@ -270,7 +270,7 @@ def test_a_rank_below_one_is_refused(one: type[Exchange]) -> None:
     "inner", [PowerSgd(rank=2), AcpSgd(rank=2), TopK(0.1), TwoShot(Int8()), ErrorFeedback(PowerSgd(rank=2))], ids=repr
 )
 def test_warm_up_is_the_first_exchange_and_then_the_other(inner: Exchange) -> None:
-    where, warm = crew.layout(), WarmUp(inner, steps=2)
+    where, warm = crew.layout(), Warmup(inner, steps=2)
     states, alone = [warm.init(where)] * RANKS, [inner.init(where)] * RANKS
     for step in range(4):
         inputs = [crew.bucket(where, r, step) for r in range(RANKS)]
@@ -292,7 +292,7 @@ def test_warm_up_is_the_first_exchange_and_then_the_other(inner: Exchange) -> No
 
 
 def test_warm_up_may_be_longer_before_than_after() -> None:
-    where, warm = crew.layout(), WarmUp(Dense(), first=TwoShot(Int8()), steps=1)
+    where, warm = crew.layout(), Warmup(Dense(), first=TwoShot(Int8()), steps=1)
     assert len(warm.traffic(where, ProcessGroups.flat(2), 0)) == 2
     outcomes, channels = crew.world(warm, 2, [crew.bucket(where, r) for r in range(2)], [warm.init(where)] * 2, step=1)
     assert outcomes[0].lost is None and channels[0].meter.messages == 2
@@ -300,14 +300,14 @@ def test_warm_up_may_be_longer_before_than_after() -> None:
 
 def test_warm_up_says_what_both_hold() -> None:
     where = crew.layout()
-    assert WarmUp(Dense()).traits.lossless
-    assert not WarmUp(TopK()).traits.remembers and WarmUp(ErrorFeedback(TopK())).traits.remembers
-    assert not WarmUp(ErrorFeedback(TopK()), first=TopK()).traits.remembers
-    assert WarmUp(TopK(0.5)).contraction(where) == TopK(0.5).contraction(where)
-    assert WarmUp(PowerSgd()).contraction(where) is None
+    assert Warmup(Dense()).traits.lossless
+    assert not Warmup(TopK()).traits.remembers and Warmup(ErrorFeedback(TopK())).traits.remembers
+    assert not Warmup(ErrorFeedback(TopK()), first=TopK()).traits.remembers
+    assert Warmup(TopK(0.5)).contraction(where) == TopK(0.5).contraction(where)
+    assert Warmup(PowerSgd()).contraction(where) is None
     with pytest.raises(BadInput, match="steps >= 0"):
-        WarmUp(TopK(), steps=-1)
-    assert replace(WarmUp(TopK()), steps=3).steps == 3
+        Warmup(TopK(), steps=-1)
+    assert replace(Warmup(TopK()), steps=3).steps == 3
 
 
 def over_gloo(seat) -> dict[str, list]:
@@ -315,7 +315,7 @@ def over_gloo(seat) -> dict[str, list]:
     from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
     from gossamer.comm.comm_thread import CommThread
 
-    one, where, levels = WarmUp(PowerSgd(rank=2), steps=1), crew.layout(), crew.levels_of(seat.ranks)
+    one, where, levels = Warmup(PowerSgd(rank=2), steps=1), crew.layout(), crew.levels_of(seat.ranks)
     channel = ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0))
     pump, state, means = CommThread(channel), one.init(where), []
     for step in range(3):
@@ -330,7 +330,7 @@ def over_gloo(seat) -> dict[str, list]:
 
 
 def test_warm_up_over_gloo(pool) -> None:
-    one, where = WarmUp(PowerSgd(rank=2), steps=1), crew.layout()
+    one, where = Warmup(PowerSgd(rank=2), steps=1), crew.layout()
     answers = pool.run("exchange.test_low_rank:over_gloo", 2)
     found = crew.steps_in_lockstep(one, 2, 3, where)
     for answer in answers:
@@ -340,7 +340,7 @@ def test_warm_up_over_gloo(pool) -> None:
 
 def test_buckets_that_begin_with_a_vector_draw_noise_of_their_own() -> None:
     """What a coded left factor carries as it is, is rounded at random: not alike in two buckets."""
-    one, found = PowerSgd(rank=2, left=TwoShot(Int8(stochastic=True))), []
+    one, found = PowerSgd(rank=2, p_exchange=TwoShot(Int8(stochastic=True))), []
     for name in ("a", "b"):
         where = crew.layout({f"{name}.bias": (64,), f"{name}.weight": (24, 16)})
         outcomes, _ = crew.world(one, 2, [crew.bucket(where, r) for r in range(2)], [one.init(where)] * 2)

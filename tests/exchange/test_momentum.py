@@ -39,7 +39,7 @@ def test_before_the_freeze_it_is_adam_and_after_it_the_second_moment_stays() -> 
     generator = torch.Generator().manual_seed(0)
     start = {"w": torch.randn(30, 4, generator=generator), "b": torch.randn(4, generator=generator)}
     ours, theirs = ({n: t.clone() for n, t in start.items()} for _ in range(2))
-    one, other = OneBitAdam(lr=1e-2, freeze=4, floor=0.0), AdamW(lr=1e-2)
+    one, other = OneBitAdam(lr=1e-2, freeze_step=4, floor=0.0), AdamW(lr=1e-2)
     state, kept = one.init(ours), other.init(theirs)
     for step in range(8):
         grads = {n: torch.randn(t.shape, generator=generator) for n, t in start.items()}
@@ -62,7 +62,7 @@ def test_before_the_freeze_it_is_lamb_and_after_it_its_paper_s() -> None:
     generator = torch.Generator().manual_seed(0)
     start = {"w": torch.randn(30, 4, generator=generator), "b": torch.randn(4, generator=generator)}
     ours, theirs = ({n: t.clone() for n, t in start.items()} for _ in range(2))
-    one, other = OneBitLamb(lr=1e-2, freeze=4, floor=0.0), Lamb(lr=1e-2)
+    one, other = OneBitLamb(lr=1e-2, freeze_step=4, floor=0.0), Lamb(lr=1e-2)
     state, kept = one.init(ours), other.init(theirs)
     average, factor = 0.0, 1.0
     for step in range(40):
@@ -98,7 +98,7 @@ def test_before_the_freeze_it_is_lamb_and_after_it_its_paper_s() -> None:
 
 def test_what_never_had_a_gradient_does_not_explode() -> None:
     """A row nobody used before the freeze stays; one that was hardly used moves no further than the floor lets it."""
-    rule = OneBitAdam(lr=1e-2, freeze=5, weight_decay=0.0)
+    rule = OneBitAdam(lr=1e-2, freeze_step=5, weight_decay=0.0)
     params = {"w": torch.zeros(3, 100)}
     state = rule.init(params)
     for step in range(5):

@@ -17,7 +17,7 @@ TOPK = {"topk": {"fraction": 0.1}}
         ({"ef21": TOPK}, False),  # it sends differences: nothing is owed
         ({"error_feedback": "dense"}, True),
         ({"econtrol": TOPK}, True),
-        ({"hierarchical": {"between": {"error_feedback": TOPK}}}, True),
+        ({"hierarchical": {"inter": {"error_feedback": TOPK}}}, True),
     ],
 )
 def test_who_owes(written, owing: bool) -> None:

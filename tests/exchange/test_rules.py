@@ -50,10 +50,10 @@ def test_parameters_of_one_line_may_share_a_bucket() -> None:
 def test_island_and_between_become_one_hierarchical() -> None:
     rules = exchange_methods.rules([(".*", "island", "dense"), ("bias", "between", "dense"), (".*", "between", TOPK)])
     found = rules.by_name(NAMES)
-    assert found["embed.weight"] == Hierarchical(between=ErrorFeedback(TopK(fraction=0.1)))
-    assert found["blocks.0.norm.bias"] == Hierarchical(between=Dense())
+    assert found["embed.weight"] == Hierarchical(inter=ErrorFeedback(TopK(fraction=0.1)))
+    assert found["blocks.0.norm.bias"] == Hierarchical(inter=Dense())
     coded = exchange_methods.rules(
-        [("a", "between", INT8), ("a", "island", {"int8": {"block_numel": 64}}), ("b", "all", INT8)]
+        [("a", "between", INT8), ("a", "island", {"int8": {"block_size": 64}}), ("b", "all", INT8)]
     )
     one = coded.of("a")
     assert isinstance(one, Hierarchical) and isinstance(one.between, TwoShot)
@@ -93,8 +93,8 @@ WRONG = {
     ),
     "codec misspelt": ([("a", "island", "int9"), ("a", "between", INT8)], "did you mean 'int8'"),
     "codec's value": (
-        [("a", "island", {"int8": {"block_numel": 3}}), ("a", "between", INT8)],
-        "plan.exchange.0.2.int8.block_numel: wanted a multiple of 4",
+        [("a", "island", {"int8": {"block_size": 3}}), ("a", "between", INT8)],
+        "plan.exchange.0.2.int8.block_size: wanted a multiple of 4",
     ),
 }
 

@@ -161,7 +161,7 @@ def test_random_k_is_unbiased_where_it_says_so() -> None:
         ({"topk": {"fraction": 0.01}}, (Collective.GATHER, 8 * 500)),
         ({"sampled_topk": {"fraction": 0.01}}, (Collective.GATHER, 8 * 500)),
         ({"random_k": {"fraction": 0.01}}, (Collective.SUM, 4 * 500)),
-        ({"random_blocks": {"fraction": 0.1, "block_numel": 500}}, (Collective.SUM, 4 * 5000)),
+        ({"random_blocks": {"fraction": 0.1, "block_size": 500}}, (Collective.SUM, 4 * 5000)),
         ({"gather": "int8"}, (Collective.GATHER, NUMEL + 4 * 196)),
     ],
 )
@@ -195,7 +195,7 @@ def codec_named(name: str) -> Any:
 def test_gather_serves_every_codec(name: str, numel: int) -> None:
     """Messages of different lengths too: the third rank has nothing to say."""
     inputs = [gaussian(numel), gaussian(numel, 1).round(), torch.zeros(numel)]
-    one = exchange_methods.build({"gather": {"codec": codec_named(name)}})
+    one = exchange_methods.build({"all_gather": {"codec": codec_named(name)}})
     outcomes, _ = exchanged(one, inputs)
     assert all(torch.equal(o.mean, outcomes[0].mean) for o in outcomes)
     wanted = weighted([kept(x, o) for x, o in zip(inputs, outcomes, strict=True)])
@@ -208,10 +208,10 @@ def test_gather_serves_every_codec(name: str, numel: int) -> None:
     [
         {"sampled_topk": {"fraction": 0.0}},
         {"random_k": {"fraction": 1.5}},
-        {"random_blocks": {"block_numel": 0}},
+        {"random_blocks": {"block_size": 0}},
         {"s2_reducer": {"rows": 2}},
         {"s2_reducer": {"cells": -1.0}},
-        {"union_sum": {"block_numel": 12}},
+        {"block_sparse": {"block_size": 12}},
     ],
 )
 def test_senseless_settings_are_refused(method: dict) -> None:

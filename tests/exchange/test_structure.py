@@ -62,7 +62,7 @@ def kept_mean(where: Layout, outcomes: Sequence[Outcome]) -> torch.Tensor:
 
 
 @each_islands
-@pytest.mark.parametrize("written", ["star", {"star": {"hub": "auto"}}, "tree", {"hierarchical": {"between": "dense"}}])
+@pytest.mark.parametrize("written", ["star", {"star": {"hub": "auto"}}, "tree", {"hierarchical": {"inter": "dense"}}])
 def test_the_mean_is_that_of_dense(written, islands: tuple[int, ...]) -> None:
     where, levels = crew.layout(), levels_of(islands)
     outcomes, _ = world(exchange_methods.build(written), levels, where)
@@ -192,7 +192,7 @@ def test_what_is_lost_between_islands_is_said_to_whoever_asks(between: str, isla
 @pytest.mark.parametrize("between", ["dense", "int8", "feedback"])
 def test_a_codec_inside_islands_leaves_all_ranks_with_one_mean(between: str, islands: tuple[int, ...]) -> None:
     one = exchange_methods.build(
-        {"hierarchical": {"between": BETWEEN[between], "inside": {"int8": {"stochastic": True}}}}
+        {"hierarchical": {"inter": BETWEEN[between], "intra_codec": {"int8": {"stochastic": True}}}}
     )
     where, levels = crew.layout(), levels_of(islands)
     outcomes, _ = world(one, levels, where)
@@ -282,7 +282,7 @@ def test_entries_stay_whole_and_owners_get_about_as_much() -> None:
 
 
 def test_without_islands_it_says_what_is_missing() -> None:
-    one = exchange_methods.build({"hierarchical": {"between": "dense"}})
+    one = exchange_methods.build({"hierarchical": {"inter": "dense"}})
     with pytest.raises(BadInput, match="islands of ranks"):
         one.check(crew.layout(), ProcessGroups.flat(4))
     with pytest.raises(BadInput, match="islands of ranks"):
@@ -308,4 +308,4 @@ class Growing(Codec):
 
 def test_a_codec_of_no_fixed_size_is_refused_inside() -> None:
     with pytest.raises(BadInput, match="fixed size"):
-        Hierarchical(exchange_methods.build("dense"), inside=Growing())
+        Hierarchical(exchange_methods.build("dense"), intra_codec=Growing())

@@ -17,23 +17,23 @@ from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import codec as codecs
 from gossamer.exchange.codec import Codec, CodecTraits
-from gossamer.exchange.codec.identity import Identity
+from gossamer.exchange.codec.float32 import Float32
 from gossamer.exchange.codec.int8 import Int8
 from gossamer.p2p import ActivationCodec, RowAllToAll, RowSplits, StageLink, TensorSpec
 from gossamer.p2p import activation as crossings
-from gossamer.p2p.activation.coded import Coded
-from gossamer.p2p.activation.plain import Plain
-from gossamer.p2p.activation.top_k import TopK
+from gossamer.p2p.activation.codec import CodecCompression
+from gossamer.p2p.activation.none import NoCompression
+from gossamer.p2p.activation.topk import TopKCompression
 from gossamer.spec.errors import BadInput, WireMismatch
 
 LEVELS = ProcessGroups.flat(2)
 LOSSY: list[Any] = [
-    {"coded": {"codec": "int8"}},
-    {"coded": {"codec": {"int8": {"stochastic": True}}, "back": "identity"}},
-    {"top_k": {"fraction": 0.25}},
-    {"top_k": {"fraction": 0.02, "per_row": False}},
-    {"top_k": {"fraction": 0.25, "masked": False}},
-    {"top_k": {"fraction": 0.25, "values": "int8"}},
+    {"codec": {"codec": "int8"}},
+    {"codec": {"codec": {"int8": {"stochastic": True}}, "return_codec": "float32"}},
+    {"topk": {"fraction": 0.25}},
+    {"topk": {"fraction": 0.02, "per_row": False}},
+    {"topk": {"fraction": 0.25, "masked": False}},
+    {"topk": {"fraction": 0.25, "values": "int8"}},
 ]
 FORMS = [(), (0,), (1,), (3, 0), (0, 5), (7,), (4, 33), (2, 5, 64), (1, 40_000)]
 
@@ -77,8 +77,8 @@ def test_a_plain_pipeline_equals_the_uncut_model_bit_for_bit(pool, ranks: int, d
 
 
 def test_the_loss_free_setting_is_the_plain_pipeline() -> None:
-    whole = uncut(3, crossing={"top_k": {"fraction": 1.0}})
-    assert whole == uncut(3, crossing="plain") == uncut(3, crossing={"coded": {"codec": "identity"}})
+    whole = uncut(3, crossing={"topk": {"fraction": 1.0}})
+    assert whole == uncut(3, crossing="plain") == uncut(3, crossing={"codec": {"codec": "float32"}})
 
 
 @pytest.mark.parametrize("crossing", LOSSY, ids=str)
@@ -122,23 +122,26 @@ def test_strided_tensors_cross_like_their_copies(crossing: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64, torch.int8, torch.float16])
 def test_plain_carries_every_type(dtype: torch.dtype) -> None:
     x = (gaussian(5, 7) * 3).to(dtype)
-    arrived, _, _ = cross(Plain(), x, None)
+    arrived, _, _ = cross(NoCompression(), x, None)
     assert torch.equal(arrived, x) and arrived.dtype == dtype
     assert arrived.requires_grad == dtype.is_floating_point
 
 
 def test_loss_free_means_every_bit() -> None:
     x = torch.tensor([[-0.0, 1e-42, float("inf"), float("nan"), -3.0]])
-    for one in (Plain(), TopK(fraction=1.0), Coded(Identity())):
+    for one in (NoCompression(), TopKCompression(fraction=1.0), CodecCompression(Float32())):
         assert one.lossless
         for y in cross(one, x, x)[:2]:
             assert torch.equal(y.view(torch.int32), x.view(torch.int32))
-    assert not TopK(fraction=1.0, values=Int8()).lossless and not Coded(Identity(), back=Int8()).lossless
+    assert (
+        not TopKCompression(fraction=1.0, values=Int8()).lossless
+        and not CodecCompression(Float32(), return_codec=Int8()).lossless
+    )
 
 
 def test_int8_activations_and_gradients_are_off_by_half_a_step_at_most() -> None:
     x, g = gaussian(8, 512) * 5, gaussian(8, 512, seed=1) * 1e-4
-    arrived, gradient, channels = cross(Coded(Int8()), x, g)
+    arrived, gradient, channels = cross(CodecCompression(Int8()), x, g)
     for got, sent in ((arrived.detach(), x), (gradient, g)):
         step = sent.view(-1, 256).abs().amax(-1, keepdim=True) / 127
         off = (got - sent).view(-1, 256).abs() / step
@@ -147,7 +150,7 @@ def test_int8_activations_and_gradients_are_off_by_half_a_step_at_most() -> None
 
 
 def test_random_numbers_depend_on_seed_step_batch_and_direction() -> None:
-    one, x = Coded(Int8(stochastic=True)), gaussian(1000)
+    one, x = CodecCompression(Int8(stochastic=True)), gaussian(1000)
     form, way = TensorSpec.of(x), link(one)
     seen = [cross(one, x, x)[0], cross(one, x, x)[1], cross(one, x, x, batch=1)[0]]
     seen += [way.passage(form, at).through(x) for at in ((2, 2, 0), (1, 3, 0))]
@@ -173,7 +176,7 @@ def test_the_largest_entries_cross_and_their_gradients_come_back(per_row: bool, 
     rows = x if per_row else x.view(1, -1)
     k = round(fraction * rows.shape[-1])
     mask = torch.zeros_like(rows).scatter_(-1, rows.abs().argsort(-1, descending=True)[:, :k], 1.0).view_as(x)
-    arrived, gradient, channels = cross(TopK(fraction=fraction, per_row=per_row), x, g)
+    arrived, gradient, channels = cross(TopKCompression(fraction=fraction, per_row=per_row), x, g)
     assert torch.equal(arrived, x * mask)
     assert torch.equal(gradient, g * mask)
     values, entries = 4 * k * rows.shape[0], x.numel()
@@ -183,7 +186,7 @@ def test_the_largest_entries_cross_and_their_gradients_come_back(per_row: bool, 
 
 def test_straight_through_sends_the_gradients_own_largest_entries() -> None:
     x, g = gaussian(6, 200), gaussian(6, 200, seed=1)
-    one = TopK(fraction=0.1, masked=False)
+    one = TopKCompression(fraction=0.1, masked=False)
     _, gradient, channels = cross(one, x, g)
     assert torch.equal(gradient, cross(one, g, g)[0])
     assert channels[1].meter.total_bytes == channels[0].meter.total_bytes
@@ -192,9 +195,9 @@ def test_straight_through_sends_the_gradients_own_largest_entries() -> None:
 def test_masked_top_k_passes_gradcheck_through_encode_and_decode() -> None:
     x = gaussian(3, 4, 16).double().requires_grad_()
     for per_row in (True, False):
-        passage = link(TopK(fraction=0.25, per_row=per_row)).passage(TensorSpec.of(x), (0, 0, 0))
+        passage = link(TopKCompression(fraction=0.25, per_row=per_row)).passage(TensorSpec.of(x), (0, 0, 0))
         assert torch.autograd.gradcheck(passage.through, (x,))
-    straight = link(TopK(fraction=0.25, masked=False)).passage(TensorSpec.of(x), (0, 0, 0))
+    straight = link(TopKCompression(fraction=0.25, masked=False)).passage(TensorSpec.of(x), (0, 0, 0))
     assert not torch.autograd.gradcheck(straight.through, (x,), raise_exception=False)
 
 
@@ -207,7 +210,7 @@ def test_of_equal_entries_the_first_cross(fraction: float, dtype: torch.dtype) -
     x[3] = torch.arange(40)
     x[3, :2] = torch.tensor([float("nan"), -float("inf")])
     k = int(40 * fraction)
-    arrived, gradient, _ = cross(TopK(fraction=fraction), x, torch.ones_like(x))
+    arrived, gradient, _ = cross(TopKCompression(fraction=fraction), x, torch.ones_like(x))
     assert torch.equal(gradient.count_nonzero(-1), torch.full((4,), k))
     assert gradient[0, :k].all() and gradient[2, :k].all() and gradient[1, : k - 1].all()
     assert arrived[1, 30] == -2 and arrived[3, 0].isnan() and arrived[3, 1] == -float("inf")
@@ -217,16 +220,16 @@ def test_of_equal_entries_the_first_cross(fraction: float, dtype: torch.dtype) -
 def test_wide_rows_have_wide_places() -> None:
     x = gaussian(2, (1 << 15) + 9)
     x[1, -1] = 100.0
-    arrived = cross(TopK(fraction=0.001), x, None)[0]
+    arrived = cross(TopKCompression(fraction=0.001), x, None)[0]
     assert arrived[1, -1] == 100 and int(arrived.count_nonzero()) == 66
-    assert TopK(fraction=0.001).nbytes(TensorSpec.of(x)) == 66 * 8
+    assert TopKCompression(fraction=0.001).nbytes(TensorSpec.of(x)) == 66 * 8
 
 
 # ---- bad input
 
 
 @dataclass(frozen=True, slots=True)
-class Elastic(Identity):
+class Elastic(Float32):
     """A codec whose messages are as long as they need to be."""
 
     @property
@@ -236,17 +239,21 @@ class Elastic(Identity):
 
 def test_what_cannot_cross_is_refused_when_it_is_planned() -> None:
     with pytest.raises(BadInput, match="fraction"):
-        TopK(fraction=0)
-    for refused in (Coded, lambda c: Coded(Int8(), back=c), lambda c: TopK(values=c)):
+        TopKCompression(fraction=0)
+    for refused in (
+        CodecCompression,
+        lambda c: CodecCompression(Int8(), return_codec=c),
+        lambda c: TopKCompression(values=c),
+    ):
         with pytest.raises(BadInput, match="fixed size"):
             refused(Elastic())
     with pytest.raises(BadInput, match="fixed size"):
         RowAllToAll(rank=0, levels=LEVELS, back=Elastic())
-    for one in (Coded(Int8()), TopK()):
+    for one in (CodecCompression(Int8()), TopKCompression()):
         with pytest.raises(BadInput, match="floating-point"):
             link(one).passage(TensorSpec((3,), torch.int64), (0, 0, 0))
     with pytest.raises(BadInput, match="float32 or narrower"):
-        link(Coded(Int8())).passage(TensorSpec((3,), torch.float64), (0, 0, 0))
+        link(CodecCompression(Int8())).passage(TensorSpec((3,), torch.float64), (0, 0, 0))
     islands = ProcessGroups.islands([[0, 1], [2, 3]])
     for target in (0, 2):
         with pytest.raises(BadInput, match="rank 0 can reach \\[1\\] there"):
@@ -254,7 +261,7 @@ def test_what_cannot_cross_is_refused_when_it_is_planned() -> None:
 
 
 def test_a_tensor_that_was_not_promised_is_refused() -> None:
-    passage = link(Plain()).passage(TensorSpec((3, 2), torch.float32), (0, 0, 0))
+    passage = link(NoCompression()).passage(TensorSpec((3, 2), torch.float32), (0, 0, 0))
     for x in (torch.zeros(2, 3), torch.zeros(3, 2, dtype=torch.bfloat16)):
         with pytest.raises(WireMismatch, match="was promised"):
             next(passage.send(x))

@@ -20,12 +20,12 @@ def test_one_row_of_a_sketch_is_unbiased() -> None:
     assert float(error[:40].min()) > 0, "nothing collided: the test says nothing"
 
 
-@pytest.mark.parametrize("name", ["s2_reducer", "union_sum"])
+@pytest.mark.parametrize("name", ["s2_reducer", "block_sparse"])
 def test_the_support_is_the_union_of_supports(name: str) -> None:
     inputs = [sparse(0.03, seed=r) for r in range(3)]
     one = (
-        exchange_methods.build({"union_sum": {"block_numel": 1}})
-        if name == "union_sum"
+        exchange_methods.build({"block_sparse": {"block_size": 1}})
+        if name == "block_sparse"
         else exchange_methods.build(name)
     )
     outcomes, _ = exchanged(one, inputs)
@@ -70,7 +70,7 @@ def test_the_median_is_one_of_the_rows(rows: int) -> None:
     assert torch.equal(x.gather(0, median(x))[0], x.median(0).values)
 
 
-@pytest.mark.parametrize("name", ["s2_reducer", "union_sum"])
+@pytest.mark.parametrize("name", ["s2_reducer", "block_sparse"])
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
 def test_what_is_not_sparse_goes_dense(name: str, density: float) -> None:
     """At most the bitmap more than dense, and exact; nothing at all costs the bitmap."""
@@ -89,7 +89,7 @@ def test_negative_zero_and_denormals_count_as_non_zero(small: float) -> None:
     _, empty = exchanged(exchange_methods.build("s2_reducer"), [torch.zeros(NUMEL)] * 2)
     _, sent = exchanged(exchange_methods.build("s2_reducer"), [x, torch.zeros(NUMEL)])
     assert sent > empty
-    exact, _ = exchanged(exchange_methods.build("union_sum"), [x, torch.zeros(NUMEL)])
+    exact, _ = exchanged(exchange_methods.build("block_sparse"), [x, torch.zeros(NUMEL)])
     assert torch.equal(exact[0].mean, (x.double() / 3).float()), "the first of two ranks has a third of the weight"
 
 
@@ -98,7 +98,7 @@ def test_rows_that_nobody_used_cost_a_bit_per_block() -> None:
     inputs = [torch.zeros(1000, 64) for _ in range(2)]
     for x, rows in zip(inputs, ((3, 7), (7, 9)), strict=True):
         x[list(rows)] = gaussian(64).view(1, 64)
-    outcomes, sent = exchanged(exchange_methods.build("union_sum"), [x.flatten() for x in inputs])
+    outcomes, sent = exchanged(exchange_methods.build("block_sparse"), [x.flatten() for x in inputs])
     torch.testing.assert_close(outcomes[1].mean.double(), weighted([x.flatten() for x in inputs]))
     assert sent == pytest.approx(1000 * 64 / 32 / 8 + 3 * 64 * 4, abs=16)
 

@@ -131,8 +131,8 @@ def test_running_means_of_a_block_that_several_stages_call_are_refused() -> None
     said = r"buffer blocks\.1\.norm\.\w+ to be changed in one.*blocks\.1 \(stage 0\), by blocks\.1@1 \(stage 1\): cut"
     with pytest.raises(BadInput, match=said):
         stage_specs(module, flow, HALVES)
-    one_stage = SplitPoints(("blocks.0", "blocks.3"))
-    held = [part.holds for part in stage_specs(module, flow, one_stage)]
+    single_stage = SplitPoints(("blocks.0", "blocks.3"))
+    held = [part.holds for part in stage_specs(module, flow, single_stage)]
     assert ["blocks.1.norm.running_mean" in names for names in held] == [True, False]
 
 

@@ -57,10 +57,14 @@ def test_every_key_is_one_of_the_configuration() -> None:
     assert len(texts) == 11
     for text in texts:
         plan = RunConfig.model_validate(yaml.safe_load(text)).plan
-        for way in plan.boundary if isinstance(plan.boundary, list) else [plan.boundary]:
-            activation.build(way, key="plan.boundary")
-        if plan.schedule != "auto":
-            schedule.build(plan.schedule, key="plan.schedule")
+        for way in (
+            plan.activation_compression
+            if isinstance(plan.activation_compression, list)
+            else [plan.activation_compression]
+        ):
+            activation.build(way, key="plan.activation_compression")
+        if plan.pipeline_schedule != "auto":
+            schedule.build(plan.pipeline_schedule, key="plan.pipeline_schedule")
 
 
 def _refuse(module: nn.Module, cuts: int | tuple[str, ...], width: int = 12) -> None:

@@ -27,7 +27,7 @@ def test_constant_without_warmup() -> None:
 
 
 def test_cosine_points() -> None:
-    curve = lr_schedule.build({"cosine": {"warmup": 0.2, "floor": 0.1}})
+    curve = lr_schedule.build({"cosine": {"warmup": 0.2, "min_lr_factor": 0.1}})
     assert curve.factor(2, 10) == 1.0
     assert curve.factor(6, 10) == pytest.approx(0.55)
     assert curve.factor(10, 10) == pytest.approx(0.1)  # one past the end
@@ -35,7 +35,7 @@ def test_cosine_points() -> None:
 
 @pytest.mark.parametrize(("shape", "middle"), [("linear", 0.5), ("sqrt", 1 - 0.5**0.5)])
 def test_warmup_stable_decay_points(shape: str, middle: float) -> None:
-    curve = lr_schedule.build({"warmup_stable_decay": {"warmup": 2, "decay": 3, "shape": shape}})
+    curve = lr_schedule.build({"warmup_stable_decay": {"warmup": 2, "decay": 3, "decay_type": shape}})
     assert [curve.factor(s, 10) for s in range(2, 7)] == [1.0] * 5
     assert curve.factor(8, 10) == pytest.approx(middle)
     assert curve.factor(7, 10) > curve.factor(8, 10) > curve.factor(9, 10) > 0
@@ -46,16 +46,16 @@ def test_warmup_stable_decay_points(shape: str, middle: float) -> None:
     [
         ({"cosine": {"warmup": -0.1}}, "cosine.warmup"),
         ({"cosine": {"warmup": 1.5}}, "cosine.warmup"),
-        ({"cosine": {"floor": 1.0}}, "cosine.floor"),
+        ({"cosine": {"min_lr_factor": 1.0}}, "cosine.min_lr_factor"),
         ({"constant": {"warmup": float("nan")}}, "constant.warmup"),
         ({"warmup_stable_decay": {"warmup": 0.6, "decay": 0.6}}, "warmup_stable_decay.decay"),
-        ({"warmup_stable_decay": {"shape": "round"}}, "warmup_stable_decay.shape"),
+        ({"warmup_stable_decay": {"decay_type": "round"}}, "warmup_stable_decay.decay_type"),
     ],
 )
 def test_impossible_values_are_named(written: dict, key: str) -> None:
     with pytest.raises(BadInput) as caught:
-        lr_schedule.build(written, key="train.schedule")
-    assert caught.value.key == f"train.schedule.{key}"
+        lr_schedule.build(written, key="train.lr_schedule")
+    assert caught.value.key == f"train.lr_schedule.{key}"
 
 
 @pytest.mark.parametrize(

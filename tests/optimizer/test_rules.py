@@ -137,9 +137,9 @@ def test_nesterov_against_numpy() -> None:
         ({"adamw": {"betas": [-0.1, 0.9]}}, "adamw.betas"),
         ({"adamw": {"eps": 0}}, "adamw.eps"),
         ({"adamw": {"weight_decay": -1}}, "adamw.weight_decay"),
-        ({"one_bit_lamb": {"freeze": 0}}, "one_bit_lamb.freeze"),
-        ({"one_bit_lamb": {"average": 1}}, "one_bit_lamb.average"),
-        ({"one_bit_lamb": {"least": 5}}, "one_bit_lamb.least"),
+        ({"one_bit_lamb": {"freeze_step": 0}}, "one_bit_lamb.freeze_step"),
+        ({"one_bit_lamb": {"coeff_beta": 1}}, "one_bit_lamb.coeff_beta"),
+        ({"one_bit_lamb": {"factor_min": 5}}, "one_bit_lamb.factor_min"),
         ({"zero_one_adam": {"floor": -1}}, "zero_one_adam.floor"),
         ({"sgd": {"lr": 0}}, "sgd.lr"),
         ({"sgd": {"momentum": 1}}, "sgd.momentum"),
@@ -210,7 +210,7 @@ def test_lars_is_its_paper_s() -> None:
                 g = 0.02 * np.linalg.norm(w) / np.linalg.norm(g) * g
             momenta[name] = 0.9 * momenta[name] + g / (1 + step)
             params[name] = w - momenta[name]
-    assert close(ours(Lars(lr=1.0, trust=0.02)), {n: torch.as_tensor(w) for n, w in params.items()})
+    assert close(ours(Lars(lr=1.0, trust_coefficient=0.02)), {n: torch.as_tensor(w) for n, w in params.items()})
 
 
 @pytest.mark.parametrize("rule", [Lamb(), Lans(), Lars()])

@@ -60,7 +60,7 @@ def test_makers_give_the_textbook_orders(stages: int, microbatches: int) -> None
 
 
 def test_one_stage_has_no_bubble() -> None:
-    trace = forecast(build("one_stage").make(stages=1, ranks=1, microbatches=6), unit_costs(1))
+    trace = forecast(build("single_stage").make(stages=1, ranks=1, microbatches=6), unit_costs(1))
     assert (trace.makespan_s, trace.bubble, trace.peak_chunks) == (18, 0.0, (1,))
 
 

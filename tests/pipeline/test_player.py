@@ -38,7 +38,7 @@ class Notes:
 
 def test_a_rank_does_its_list() -> None:
     notes = Notes()
-    schedule = build("one_stage").make(stages=1, ranks=1, microbatches=3)
+    schedule = build("single_stage").make(stages=1, ranks=1, microbatches=3)
     execute(schedule, RankBackend(0, notes))
     assert notes.said == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2", "0RG"] == [str(a) for a in schedule.ranks[0]]
 
@@ -52,7 +52,7 @@ def test_a_rank_does_its_own_list_only() -> None:
 def test_what_work_raises_ends_the_play() -> None:
     notes = Notes()
     with pytest.raises(FloatingPointError):
-        execute(build("one_stage").make(stages=1, ranks=1, microbatches=9), RankBackend(0, notes))
+        execute(build("single_stage").make(stages=1, ranks=1, microbatches=9), RankBackend(0, notes))
     assert notes.said[-1] == "0F7"
 
 

@@ -16,8 +16,8 @@ from gossamer.comm.bucket import Layout
 from gossamer.comm.message import ProcessGroups
 from gossamer.exchange._compression_error import error_of, measure
 from gossamer.p2p import activation
-from gossamer.p2p.activation.plain import Plain
-from gossamer.p2p.activation.top_k import TopK
+from gossamer.p2p.activation.none import NoCompression
+from gossamer.p2p.activation.topk import TopKCompression
 from gossamer.plan import adapt
 from gossamer.plan.adapt.ada_topk import AdaTopK, ratios
 from gossamer.plan.adapt.bcrs import BCRS, fractions, sent
@@ -264,15 +264,15 @@ def test_rules_by_link() -> None:
     measured = Statistics(names=(), crossing={"0>1": 10**6, "1>2": 10**6})
     choices = AdaTopK(ratio=10).choose(measured, paths)
     assert choices.rules == (
-        (".*", "0>1", {"top_k": {"fraction": 0.05}}),
+        (".*", "0>1", {"topk": {"fraction": 0.05}}),
         (".*", "1>2", "plain"),
         (".*", "all", "plain"),
     )
     assert choices.reason.startswith("1 of 2 links compressed, the slowest by 10")
     assert AdaTopK().choose(Statistics(names=()), Paths()).rules == ((".*", "all", "plain"),)
     assert [activation.build(written) for _, _, written in choices.rules[:2]] == [
-        TopK(fraction=0.05),
-        Plain(),
+        TopKCompression(fraction=0.05),
+        NoCompression(),
     ]
 
 
@@ -328,7 +328,7 @@ def test_settings_near_the_one_a_run_has() -> None:
     assert ranks == [4, 2, 3, 6, 8]
     built = [exchange_methods.build(w) for w in LGreco().to_measure(alone)]
     assert [type(one.codec).__name__ for one in built] == ["Int8", "Int4", "Cast"] and built[1].codec.stochastic
-    across = {"hierarchical": {"between": {"error_feedback": "powersgd"}}}
+    across = {"hierarchical": {"inter": {"error_feedback": "powersgd"}}}
     assert [exchange_methods.build(w).between.inner.rank for w in LGreco().to_measure(across)] == [4, 2, 3, 6, 8]
     assert LGreco().to_measure("dense") == LGreco().to_measure("topk") == ()
     assert BCRS().to_measure(fed) == AdaTopK().to_measure(fed) == ()

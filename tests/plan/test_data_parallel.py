@@ -18,7 +18,9 @@ MIB = 1 << 20
 
 def planned(mib: int, states: Any, *, ranks: int = 2) -> Plan:
     """For so much of float32 gradients."""
-    config = RunConfig.model_validate({"model": {"hf": "x"}, "data": {"source": "stdlib"}, "plan": {"states": states}})
+    config = RunConfig.model_validate(
+        {"model": {"hf": "x"}, "data": {"source": "stdlib"}, "plan": {"sharding": states}}
+    )
     module = nn.Linear(1024, mib * MIB // 4096, bias=False, device="meta")
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
     return plan.build("data_parallel").plan(Request(config, ranks, shapes=shapes, walk=UnshardOrder.of(module, ())))

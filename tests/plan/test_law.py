@@ -54,20 +54,20 @@ def exchange(written: Any, **train: Any) -> Sections:
 SHAPES: dict[str, Sections] = {
     "alone": {},
     "stages": {"plan": {"mesh": {"pipe": 2}}},
-    "zero1": {"plan": {"states": "zero1"}},
-    "zero2": {"plan": {"states": "zero2"}},
-    "zero3": {"plan": {"states": "zero3"}},
-    "sdp4bit": {"plan": {"states": "sdp4bit"}, **ISLANDS},
-    "diloco": {"plan": {"sync": {"diloco": {"every": 2}}}, **ISLANDS},
-    "diloco alone": {"plan": {"sync": {"diloco": {"every": 2}}}, "machines": {"islands": [[0], [1], [2], [3]]}},
-    "gossip": {"plan": {"sync": {"gossip": {"every": 2}}}, "machines": {"islands": [[0], [1], [2], [3]]}},
+    "zero1": {"plan": {"sharding": "zero1"}},
+    "zero2": {"plan": {"sharding": "zero2"}},
+    "zero3": {"plan": {"sharding": "zero3"}},
+    "sdp4bit": {"plan": {"sharding": "sdp4bit"}, **ISLANDS},
+    "diloco": {"plan": {"sync": {"diloco": {"sync_every": 2}}}, **ISLANDS},
+    "diloco alone": {"plan": {"sync": {"diloco": {"sync_every": 2}}}, "machines": {"islands": [[0], [1], [2], [3]]}},
+    "gossip": {"plan": {"sync": {"gossip": {"sync_every": 2}}}, "machines": {"islands": [[0], [1], [2], [3]]}},
     "just_one_byte": {"plan": {"sync": "just_one_byte"}, **SLOW},
 }
 OTHERS: dict[str, Sections] = {
     **{name: shape for name, shape in SHAPES.items() if name != "alone"},
-    "zero1 on islands": {"plan": {"states": {"zero1": {"level": "island"}}}, **ISLANDS},
-    "cser": {"plan": {"sync": {"cser": {"every": 2}}}, **ISLANDS},
-    "second moments": {"plan": {"sync": {"diloco": {"second_moments": 2}}}, **ISLANDS},
+    "zero1 on islands": {"plan": {"sharding": {"zero1": {"shard_group": "island"}}}, **ISLANDS},
+    "cser": {"plan": {"sync": {"cser": {"sync_every": 2}}}, **ISLANDS},
+    "second moments": {"plan": {"sync": {"diloco": {"average_second_moments_every": 2}}}, **ISLANDS},
     "tree": exchange("tree"),
     "star": exchange("star"),
     "int8": exchange({"two_shot": "int8"}),
@@ -75,8 +75,8 @@ OTHERS: dict[str, Sections] = {
     "powersgd": exchange({"error_feedback": "powersgd"}),
     "momentum": exchange({"momentum": "dense"}),
     "momentum, not clipped": exchange({"momentum": "dense"}, clip=0.0),
-    "momentum inside": exchange({"warm_up": {"inner": {"momentum": {"two_shot": "int4"}}}}),
-    "hierarchical": exchange({"hierarchical": {"between": "dense"}}),
+    "momentum inside": exchange({"warmup": {"inner": {"momentum": {"two_shot": "int4"}}}}),
+    "hierarchical": exchange({"hierarchical": {"inter": "dense"}}),
     "lines": exchange([[".*", "between", "dense"], [".*", "island", "int8"]]),
     "accumulate": {"train": {"accumulate": 2}},
     "fp16": {"train": {"precision": "fp16"}},
@@ -84,16 +84,16 @@ OTHERS: dict[str, Sections] = {
     "lamb": {"train": {"optimizer": "lamb"}},
     "one_bit_adam": {"train": {"optimizer": "one_bit_adam"}},
     "zero_one_adam": {"train": {"optimizer": "zero_one_adam"}},
-    "shares": {"plan": {"share": [3.0, 1.0, 1.0, 1.0]}},
+    "shares": {"plan": {"batch_fractions": [3.0, 1.0, 1.0, 1.0]}},
     "l_greco": {"plan": {"adapt": "l_greco"}},
     "bcrs": {"plan": {"adapt": "bcrs"}},
     "ada_topk": {"plan": {"adapt": "ada_topk"}},
     "verify": {"train": {"verify": {"every": 2}}},
     "prove": {"train": {"prove": "always"}},
-    "gpipe": {"plan": {"schedule": "gpipe"}},
-    "boundary": {"plan": {"boundary": "coded"}},
+    "gpipe": {"plan": {"pipeline_schedule": "gpipe"}},
+    "boundary": {"plan": {"activation_compression": "coded"}},
     "lossy": {"plan": {"lossy": True}},
-    "drop": {"plan": {"residuals": "drop"}},
+    "drop": {"plan": {"residuals_on_resume": "drop"}},
     "adapt_every": {"plan": {"adapt_every": 20}},
 }
 
@@ -173,13 +173,13 @@ def by_file(shape: Sections, other: Sections, folder: Path) -> None:
     boundary = words.pop("boundary", "plain")
     plan = Plan(
         mesh=Mesh(replica=replicas, pipe=stages),
-        share=tuple(one / sum(share) for one in share),
+        batch_fractions=tuple(one / sum(share) for one in share),
         rows=(8 // replicas,) * replicas,
         microbatches=(given["train"].get("accumulate", 1),) * replicas,
-        schedule=words.pop("schedule", "one_stage" if stages == 1 else "one_f_one_b"),
+        pipeline_schedule=words.pop("schedule", "single_stage" if stages == 1 else "one_f_one_b"),
         exchange=words.pop("exchange", "auto" if plain else "dense"),
         islands=tuple(map(tuple, given["machines"].pop("islands", ()))),
-        boundary=boundary,
+        activation_compression=boundary,
         **words,
     )
     file = folder / "plan.yaml"
@@ -302,6 +302,8 @@ def test_ones_own_loop_is_asked_too(other: str, at_the_doors: Path) -> None:
         check_loop(exchange=written["plan"]["exchange"], clip=written["train"].get("clip", 1.0))
     except BadInput as error:
         speaks_of_islands = other in ("hierarchical", "lines")
-        assert speaks_of_islands or law.replace("plan.exchange", "exchange").replace("train.clip", "clip") == str(error)
+        assert speaks_of_islands or law.replace("plan.exchange", "exchange").replace(
+            "train.max_grad_norm", "clip"
+        ) == str(error)
     else:
         assert not law

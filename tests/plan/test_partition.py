@@ -37,7 +37,7 @@ def test_what_every_place_costs() -> None:
     ("room", "hidden_s", "chosen"),
     [
         (8 * NUMBERS, 10.0, "whole"),
-        (5 * NUMBERS, 10.0, {"zero1": {"level": "island"}}),
+        (5 * NUMBERS, 10.0, {"zero1": {"shard_group": "island"}}),
         (3 * NUMBERS, 10.0, "zero1"),
         (8 * NUMBERS, 0.0, "zero1"),
     ],

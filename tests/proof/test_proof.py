@@ -67,7 +67,7 @@ def test_the_first_gradient_is_fetched_whole_and_looked_at(pool: Pool, fault: st
         (3, {"mesh": {"pipe": 3}, "schedule": "gpipe"}, {}, "2 micro-batches: 3 stages = 1 process, "),
         (2, {"mesh": {"pipe": 2}, "schedule": {"split_backward": {"inner": "gpipe"}}}, {}, "2 stages = 1 process, "),
         (2, {"mesh": {"pipe": 2}}, {"precision": "bf16"}, "2 stages = 1 process, "),
-        (2, {"mesh": {"pipe": 2}, "boundary": {"coded": {"codec": "int8"}}}, {}, "2 stages = 1 process, "),
+        (2, {"mesh": {"pipe": 2}, "boundary": {"codec": {"codec": "int8"}}}, {}, "2 stages = 1 process, "),
     ],
 )
 def test_an_honest_layout_is_one_process(
@@ -97,7 +97,7 @@ def test_an_honest_layout_of_a_model_without_state_is_one_process(pool: Pool, ra
 
 
 def test_statistics_that_ranks_of_a_stage_keep_for_themselves_change_no_gradient(pool: Pool) -> None:
-    plan = {"mesh": {"pipe": 2}, "stages": [[0, 1], [2]], "units": ["norm"]}
+    plan = {"mesh": {"pipe": 2}, "stage_ranks": [[0, 1], [2]], "units": ["norm"]}
     record = proved(pool, 3, kind="normed", sections={"plan": plan})
     assert record["outcome"] == "equal"
 
@@ -157,7 +157,7 @@ def test_no_layout_takes_more_than_24_microbatches_and_two_builds(
 
 
 def test_unequal_replicas_are_one_process(pool: Pool) -> None:
-    record = proved(pool, 2, kind="opened", sections={"plan": {"share": [3, 1], "microbatches": 2}})
+    record = proved(pool, 2, kind="opened", sections={"plan": {"batch_fractions": [3, 1], "microbatches": 2}})
     assert "2 replicas = 1 process, " in record["message"]
 
 

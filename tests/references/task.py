@@ -33,7 +33,7 @@ def model() -> Small:
 
 @dataclass(frozen=True)
 class Task:
-    """`rows` of every rank in a step, `lr` the largest rate, `clip` as in train.clip; `frozen`: what stays."""
+    """`rows` of every rank in a step, `lr` the largest rate, `clip` as in train.max_grad_norm; `frozen`: what stays."""
 
     rows: tuple[int, ...]
     lr: float

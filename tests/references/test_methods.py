@@ -44,7 +44,7 @@ class Row:
     @property
     def sections(self) -> dict[str, dict[str, Any]]:
         share = {"share": list(self.rows)}
-        train = {"batch": sum(self.rows), "clip": self.clip, "optimizer": self.rule}
+        train = {"batch": sum(self.rows), "max_grad_norm": self.clip, "optimizer": self.rule}
         train["schedule"] = {"cosine": {"warmup": WARMUP}}
         machines = {"islands": [list(one) for one in self.islands]} if self.islands else {}
         return {"plan": {**share, **self.plan}, "train": {**train, **self.train}, "machines": machines}
@@ -70,7 +70,7 @@ def synced(name: str, **fields: Any) -> dict[str, Any]:
 
 SIGNS = {"error_feedback": {"two_shot": "sign"}}
 TOP = {"topk": {"fraction": 0.2}}
-MOMENTUM = {"momentum": {"inner": {"warm_up": {"steps": 5, "inner": {"error_feedback": {
+MOMENTUM = {"momentum": {"inner": {"warmup": {"steps": 5, "inner": {"error_feedback": {
     "inner": {"two_shot": "sign"}, "track_lr": False}}}}}}  # fmt: skip
 
 
@@ -91,29 +91,29 @@ TABLE: dict[str, Row] = {
     "adamw, frozen layers": Row(rule=ADAM, to=every_step(), frozen=("layers.0", "norm")),
     "lamb": Row(rule={"lamb": {"lr": 0.02}}, to=every_step(Lamb)),
     "lans": Row(rule={"lans": {"lr": 0.02}}, to=every_step(Lans)),
-    "lars": Row(rule={"lars": {"lr": 1.0, "trust": 0.02}}, to=every_step(Lars)),
+    "lars": Row(rule={"lars": {"lr": 1.0, "trust_coefficient": 0.02}}, to=every_step(Lars)),
     "error feedback, topk": Row(rule=SGD, to=every_step(Sgd, lambda: Feedback(TopK(0.2))), plan={
         "exchange": {"error_feedback": TOP}}),
     "error feedback, signs": Row(rule={"sgd": {"lr": 0.5}}, to=every_step(Sgd, lambda: Feedback(TwoShot(sign))), plan={
         "exchange": SIGNS}),
     "1-bit adam: frozen": Row(
-        rule={"one_bit_adam": {"lr": 0.01, "freeze": 5, "floor": 0.3}}, to=every_step(partial(OneBitAdam, floor=0.3))
+        rule={"one_bit_adam": {"lr": 0.01, "freeze_step": 5, "floor": 0.3}}, to=every_step(partial(OneBitAdam, floor=0.3))
     ),
     "1-bit adam: signs": Row(
-        rule={"one_bit_adam": {"lr": 0.01, "freeze": 5}}, to=every_step(OneBitAdam, one_bit), clip=0.0,
+        rule={"one_bit_adam": {"lr": 0.01, "freeze_step": 5}}, to=every_step(OneBitAdam, one_bit), clip=0.0,
         plan={"exchange": MOMENTUM},
     ),
     "1-bit lamb: frozen": Row(
-        rule={"one_bit_lamb": {"lr": 0.02, "freeze": 5, "floor": 0.3}}, to=every_step(partial(OneBitLamb, floor=0.3)),
+        rule={"one_bit_lamb": {"lr": 0.02, "freeze_step": 5, "floor": 0.3}}, to=every_step(partial(OneBitLamb, floor=0.3)),
         steps=14,
     ),
     "1-bit lamb: wide limits": Row(
         rule={"one_bit_lamb": {
-            "lr": 0.02, "betas": [0.9, 0.9], "freeze": 4, "change": 0.9, "floor": 0.5, "least": 0.1}},
+            "lr": 0.02, "betas": [0.9, 0.9], "freeze_step": 4, "factor_threshold": 0.9, "floor": 0.5, "factor_min": 0.1}},
         to=every_step(partial(OneBitLamb, b2=0.9, freeze=4, change=0.9, floor=0.5, least=0.1)), steps=14,
     ),
     "1-bit lamb: signs": Row(
-        rule={"one_bit_lamb": {"lr": 0.02, "freeze": 5}}, to=every_step(OneBitLamb, one_bit), clip=0.0,
+        rule={"one_bit_lamb": {"lr": 0.02, "freeze_step": 5}}, to=every_step(OneBitLamb, one_bit), clip=0.0,
         plan={"exchange": MOMENTUM},
     ),
     "just one byte": Row(
@@ -121,22 +121,22 @@ TABLE: dict[str, Row] = {
         plan=synced("just_one_byte", samples=2, epsilon=1e-2),
     ),
     # Where the state lies changes nothing.
-    "zero1": Row(rule=ADAM, to=every_step(), plan={"states": "zero1"}),
-    "zero2": Row(rule=ADAM, to=every_step(), plan={"states": "zero2"}, frozen=("layers.1",)),
-    "zero3": Row(rule=ADAM, to=every_step(), plan={"states": "zero3"}, rows=(4, 4)),
+    "zero1": Row(rule=ADAM, to=every_step(), plan={"sharding": "zero1"}),
+    "zero2": Row(rule=ADAM, to=every_step(), plan={"sharding": "zero2"}, frozen=("layers.1",)),
+    "zero3": Row(rule=ADAM, to=every_step(), plan={"sharding": "zero3"}, rows=(4, 4)),
     "zero1 on islands": Row(
-        rule=ADAM, to=every_step(), plan={"states": {"zero1": {"level": "island"}}}, islands=PAIRS, rows=(3, 2, 1, 2)
+        rule=ADAM, to=every_step(), plan={"sharding": {"zero1": {"shard_group": "island"}}}, islands=PAIRS, rows=(3, 2, 1, 2)
     ),
-    "zero1 in two hops": Row(rule=ADAM, to=every_step(), plan={"states": "zero1"}, islands=PAIRS, rows=(3, 2, 1, 2)),
+    "zero1 in two hops": Row(rule=ADAM, to=every_step(), plan={"sharding": "zero1"}, islands=PAIRS, rows=(3, 2, 1, 2)),
     "zero3, weights on islands": Row(
-        rule=ADAM, to=every_step(), plan={"states": {"zero3": {"weights": "island"}}}, islands=PAIRS, rows=(2, 2, 2, 2)
+        rule=ADAM, to=every_step(), plan={"sharding": {"zero3": {"weights_group": "island"}}}, islands=PAIRS, rows=(2, 2, 2, 2)
     ),
     "zero3, all on islands": Row(
-        rule=ADAM, to=every_step(), plan={"states": {"zero3": {"weights": "island", "states": "island"}}},
+        rule=ADAM, to=every_step(), plan={"sharding": {"zero3": {"weights_group": "island", "states_group": "island"}}},
         islands=PAIRS, rows=(2, 2, 2, 2),
     ),
     "sdp4bit without codes": Row(
-        rule=ADAM, to=every_step(), plan={"states": {"sdp4bit": {"weights": None, "gradients": None}}}
+        rule=ADAM, to=every_step(), plan={"sharding": {"sdp4bit": {"weights": None, "gradients": None}}}
     ),
     # Islands.
     "local_sgd": Row(rule=SGD, to=apart(Apart(Average, 4), Sgd), plan=synced("local_sgd", every=4), steps=13),
@@ -146,7 +146,7 @@ TABLE: dict[str, Row] = {
     ),
     "local_sgd on islands of two and one, zero1": Row(
         rule=ADAM, to=apart(Apart(Average, 4), groups=((0, 1), (2,))), islands=((0, 1), (2,)), rows=(2, 3, 3),
-        plan={**synced("local_sgd", every=4), "states": {"zero1": {"level": "island"}}},
+        plan={**synced("local_sgd", every=4), "sharding": {"zero1": {"shard_group": "island"}}},
     ),
     "qsparse": Row(
         rule=SGD, to=apart(Apart(Average, 3, exchange=lambda: Feedback(TopK(0.2))), Sgd),
@@ -166,11 +166,11 @@ TABLE: dict[str, Row] = {
     "dasgd": Row(rule=ADAM, to=apart(Apart(Average, 4, delay=2, carry=True)), plan=synced("dasgd", every=4), steps=14),
     "slowmo": Row(
         rule=SGD, to=apart(Apart(partial(SlowMomentum, lr=0.5, beta=0.9), 3), Sgd),
-        plan=synced("slowmo", every=3, outer={"slow_momentum": {"lr": 0.5, "beta": 0.9}}),
+        plan=synced("slowmo", every=3, outer={"slow_momentum": {"lr": 0.5, "momentum": 0.9}}),
     ),
     "dsm": Row(
         rule=ADAM, to=apart(Apart(partial(SignMomentum, lr=2.0, b1=0.8, b2=0.9, decay=0.5), 3)),
-        plan=synced("dsm", every=3, outer={"sign_momentum": {"lr": 2.0, "b1": 0.8, "b2": 0.9, "decay": 0.5}}),
+        plan=synced("dsm", every=3, outer={"sign_momentum": {"lr": 2.0, "b1": 0.8, "b2": 0.9, "weight_decay": 0.5}}),
     ),
     "fedhyper, outer": Row(
         rule=SGD, to=apart(Apart(Hypergradient, 2), Sgd), plan=synced("fedhyper", every=2)

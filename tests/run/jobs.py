@@ -398,7 +398,7 @@ def train(
     parameters.
     """
     given = {
-        "train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "clip": 0.5},
+        "train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "max_grad_norm": 0.5},
         "machines": {"timeout_s": 40},
     }
     for name, section in (sections or {}).items():
@@ -490,9 +490,9 @@ def train(
     found = {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held), "bytes": there}
     if values:
         found["values"] = [x for _, p in sorted(held.module.named_parameters()) for x in p.detach().flatten().tolist()]
-    if config.train.sample and held.cut is None:
-        of = {"tokens": config.train.sample_tokens, "window": config.data.sequence, "top_k": 50}
-        found["text"] = generate(held.module, Letters(), config.train.sample, seed=config.train.seed, **of)
+    if config.train.sample_prompt and held.cut is None:
+        of = {"tokens": config.train.sample_max_new_tokens, "window": config.data.sequence, "top_k": 50}
+        found["text"] = generate(held.module, Letters(), config.train.sample_prompt, seed=config.train.seed, **of)
     return found
 
 

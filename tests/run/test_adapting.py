@@ -161,7 +161,9 @@ def test_a_change_to_an_exchange_without_feedback_is_made_once() -> None:
         pump=SimpleNamespace(channel=channel),
         lossy=True,
         steps=100,
-        plan=Plan(mesh=Mesh(replica=2), share=(0.5, 0.5), rows=(1, 1), microbatches=(1, 1), exchange=POWERSGD),
+        plan=Plan(
+            mesh=Mesh(replica=2), batch_fractions=(0.5, 0.5), rows=(1, 1), microbatches=(1, 1), exchange=POWERSGD
+        ),
         tell=lambda message, step: None,
         keep=kept.append,
     )

@@ -67,7 +67,7 @@ def test_trained_together_then_apart_then_together(pool: Pool, tmp_path: Path) -
 
 
 def test_islands_of_unequal_size_and_share(pool: Pool, tmp_path: Path) -> None:
-    given = sections({"diloco": {"every": 3}}, islands=[[0, 1], [2]])
+    given = sections({"diloco": {"sync_every": 3}}, islands=[[0, 1], [2]])
     given["plan"]["share"] = [1, 1, 2]
     found = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=7, sections=given)
     assert all(one["digest"] == found[0]["digest"] for one in found)
@@ -77,12 +77,12 @@ def test_islands_of_unequal_size_and_share(pool: Pool, tmp_path: Path) -> None:
     assert [n > 10 * small for n in across] == [False, False, True, False, False, True, True]
 
 
-PACED = {"diloco": {"every": 4, "steps": [4, 2]}}
+PACED = {"diloco": {"sync_every": 4, "local_steps": [4, 2]}}
 
 
 @pytest.mark.parametrize("steps", [[4, 2], [2, 4]])
 def test_an_island_of_slow_machines_leaves_no_sample_out(pool: Pool, tmp_path: Path, steps: list[int]) -> None:
-    given = sections({"diloco": {"every": 4, "steps": steps}}, islands=[[0, 1], [2]])
+    given = sections({"diloco": {"sync_every": 4, "local_steps": steps}}, islands=[[0, 1], [2]])
     given["plan"]["share"] = [3, 3, 2]
     found = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=8, sections=given)
     assert all(one["digest"] == found[0]["digest"] for one in found)
@@ -104,7 +104,7 @@ def test_islands_of_unequal_pace_go_on_bit_for_bit(pool: Pool, tmp_path: Path) -
 
 
 def test_auto_steps_are_measured_and_kept(pool: Pool, tmp_path: Path) -> None:
-    given = sections({"streaming_diloco": {"every": 4, "fragments": 2, "delay": 1, "steps": "auto"}})
+    given = sections({"streaming_diloco": {"sync_every": 4, "fragments": 2, "sync_delay": 1, "local_steps": "auto"}})
     pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=5, sections=given)
     plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
     steps = plan["sync"]["streaming_diloco"]["steps"]
@@ -114,7 +114,7 @@ def test_auto_steps_are_measured_and_kept(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_islands_send_as_much_as_their_ways_out_carry(pool: Pool, tmp_path: Path) -> None:
-    given = sections({"diloco": {"every": 3}})
+    given = sections({"diloco": {"sync_every": 3}})
     given["plan"]["adapt"] = {"bcrs": {"fraction": 0.05, "feedback": "", "gamma": 2.0}}
     found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=7, sections=given)
     assert found[0]["digest"] == found[1]["digest"]
@@ -127,8 +127,8 @@ def test_islands_send_as_much_as_their_ways_out_carry(pool: Pool, tmp_path: Path
 def test_what_islands_send_may_differ_and_is_known_before(
     pool: Pool, tmp_path: Path, islands: list[list[int]], steps: list[int]
 ) -> None:
-    one = {"uneven_topk": {"fractions": [0.01, 0.02, 0.2], "gamma": 2.0, "overlap": 1}}
-    given = sections({"local_sgd": {"every": 4, "exchange": one, "steps": steps}}, islands=islands)
+    one = {"uneven_topk": {"fractions": [0.01, 0.02, 0.2], "gamma": 2.0, "overlap_max_senders": 1}}
+    given = sections({"local_sgd": {"sync_every": 4, "exchange": one, "local_steps": steps}}, islands=islands)
     found = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=8, sections=given)
     assert all(each["digest"] == found[0]["digest"] for each in found)
     plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
@@ -140,7 +140,7 @@ def test_what_is_frozen_neither_moves_nor_travels(pool: Pool, tmp_path: Path) ->
     """Adapters alone, or any part: the anchor, the displacements and the forecast are of what is trained."""
     sent = {}
     for name, frozen in (("all", []), ("part", ["layers.0", "norm"])):
-        given = {"steps": 4, "frozen": frozen, "values": True, "sections": sections({"local_sgd": {"every": 2}})}
+        given = {"steps": 4, "frozen": frozen, "values": True, "sections": sections({"local_sgd": {"sync_every": 2}})}
         found = pool.run("run.jobs:train", 2, folder=str(tmp_path / name), **given)
         assert found[0]["digest"] == found[1]["digest"]
         steps = [one for one in records(tmp_path / name) if one["kind"] == "step"]
@@ -150,13 +150,13 @@ def test_what_is_frozen_neither_moves_nor_travels(pool: Pool, tmp_path: Path) ->
 
 
 def test_tied_and_frozen_parameters_and_buffers(pool: Pool, tmp_path: Path) -> None:
-    given = {"folder": str(tmp_path), "steps": 6, "sections": sections({"diloco": {"every": 2, "fragments": 2}})}
+    given = {"folder": str(tmp_path), "steps": 6, "sections": sections({"diloco": {"sync_every": 2, "fragments": 2}})}
     found = pool.run("run.jobs:train", 2, kind="late", frozen=["layers.1"], **given)
     assert found[0]["digest"] == found[1]["digest"]
 
 
 def test_a_rejected_step_does_not_shift_the_rounds(pool: Pool, tmp_path: Path) -> None:
-    given = sections({"local_sgd": {"every": 2}})
+    given = sections({"local_sgd": {"sync_every": 2}})
     given["train"] = {"on_nonfinite": "skip"}
     found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=6, bad=9, sections=given)
     assert found[0]["digest"] == found[1]["digest"]
@@ -172,7 +172,7 @@ def test_a_rejected_step_does_not_shift_the_rounds(pool: Pool, tmp_path: Path) -
 
 def test_what_an_island_rejected_is_its_own_after_a_resume(pool: Pool, tmp_path: Path) -> None:
     """Bias corrections count the updates that its rule has made."""
-    given = {"steps": 8, "bad": 9, "sections": sections({"diloco": {"every": 4}})}
+    given = {"steps": 8, "bad": 9, "sections": sections({"diloco": {"sync_every": 4}})}
     given["sections"]["train"] = {"on_nonfinite": "skip", "checkpoint_every": 6}
     whole = pool.run("run.jobs:train", 2, folder=str(tmp_path), **given)
     assert any(one["kind"] == "event" and "rejected" in one["message"] for one in records(tmp_path))
@@ -182,7 +182,7 @@ def test_what_an_island_rejected_is_its_own_after_a_resume(pool: Pool, tmp_path:
 
 
 def test_an_island_that_gives_up_says_why_and_the_others_see_it_go(pool: Pool, tmp_path: Path) -> None:
-    given = sections({"local_sgd": {"every": 50}})
+    given = sections({"local_sgd": {"sync_every": 50}})
     given["train"] = {"on_nonfinite": "stop"}
     answers = pool.attempt("run.jobs:train", 2, folder=str(tmp_path), steps=6, bad=9, sections=given)
     assert answers[0]["kind"] == "PeerLost"
@@ -191,7 +191,7 @@ def test_an_island_that_gives_up_says_why_and_the_others_see_it_go(pool: Pool, t
 
 def test_islands_tell_each_other_how_they_fare(pool: Pool, tmp_path: Path) -> None:
     """Of step 1 all; from then on rank 0's own, and of all islands every other step."""
-    given = sections({"post_local_sgd": {"every": 4, "start": 1}}, islands=[[0, 1], [2]])
+    given = sections({"post_local_sgd": {"sync_every": 4, "warmup_steps": 1}}, islands=[[0, 1], [2]])
     pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=8, sections=given)
     steps = {one["step"]: one for one in records(tmp_path) if one["kind"] == "step"}
     islands = [one for one in records(tmp_path) if one["kind"] == "islands"]
@@ -207,12 +207,14 @@ def test_islands_tell_each_other_how_they_fare(pool: Pool, tmp_path: Path) -> No
 
 def test_a_period_longer_than_the_run_meets_once(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(
-        "run.jobs:train", 2, folder=str(tmp_path), steps=5, sections=sections({"local_sgd": {"every": 50}})
+        "run.jobs:train", 2, folder=str(tmp_path), steps=5, sections=sections({"local_sgd": {"sync_every": 50}})
     )
     assert found[0]["digest"] == found[1]["digest"]
 
 
-ZERO_ONE = {"zero_one": {"every": 4, "start": 5, "spaced": 1, "doubles": 2}}  # rounds end after 3, 5, 6, 7, 9 steps
+ZERO_ONE = {
+    "zero_one": {"local_step_clipper": 4, "var_freeze_step": 5, "var_update_scaler": 1, "local_step_scaler": 2}
+}  # rounds end after 3, 5, 6, 7, 9 steps
 
 
 @pytest.mark.parametrize(("kind", "stops"), [("small", (2, 4, 8)), ("halves", (10,))])
@@ -232,7 +234,10 @@ def test_zero_one_adam_stopped_anywhere_goes_on_bit_for_bit(
 def test_zero_one_adam_whose_gradients_always_meet_is_adamw_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
     found = []
     for name in ("adamw", "zero_one_adam"):
-        given = {**sections({"zero_one": {"start": 100, "spaced": 0}}), "train": {"optimizer": {name: {"lr": 1e-2}}}}
+        given = {
+            **sections({"zero_one": {"var_freeze_step": 100, "var_update_scaler": 0}}),
+            "train": {"optimizer": {name: {"lr": 1e-2}}},
+        }
         found += pool.run("run.jobs:train", 2, folder=str(tmp_path / name), steps=6, sections=given)
     plain = {"train": {"optimizer": {"adamw": {"lr": 1e-2}}}}
     found += pool.run("run.jobs:train", 2, folder=str(tmp_path / "plain"), steps=6, sections=plain)
@@ -241,7 +246,7 @@ def test_zero_one_adam_whose_gradients_always_meet_is_adamw_bit_for_bit(pool: Po
 
 def test_an_island_that_skips_a_step_of_its_own_keeps_the_others_second_moment(pool: Pool, tmp_path: Path) -> None:
     """Gradients of all meet in steps 1, 2, 4, 8; what follows a meeting is the same everywhere, bit for bit."""
-    given = sections({"zero_one": {"start": 40, "spaced": 1}})
+    given = sections({"zero_one": {"var_freeze_step": 40, "var_update_scaler": 1}})
     given["train"] = {"optimizer": "zero_one_adam", "on_nonfinite": "skip"}
     found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=10, bad=9, sections=given)
     assert found[0]["digest"] == found[1]["digest"]
@@ -260,9 +265,9 @@ def test_in_an_island_nothing_is_left_of_what_goes_between_islands(
 ) -> None:
     """So one exchange serves both the steps before the islands part and those after."""
     between = {"error_feedback": {"two_shot": {"codec": "int8"}}}
-    written = {"local_sgd": {"every": 3}}
+    written = {"local_sgd": {"sync_every": 3}}
     found = []
-    for name, exchange in (("dense", "dense"), ("levels", {"hierarchical": {"between": between}})):
+    for name, exchange in (("dense", "dense"), ("levels", {"hierarchical": {"inter": between}})):
         given = sections(written, islands=islands)
         given["plan"]["exchange"] = exchange
         found.append(pool.run("run.jobs:train", 2, folder=str(tmp_path / name), steps=7, sections=given))
@@ -275,7 +280,7 @@ def test_in_an_island_nothing_is_left_of_what_goes_between_islands(
 
 
 def test_half_parameters_follow_their_float32_copies(pool: Pool, tmp_path: Path) -> None:
-    given = {"steps": 8, "kind": "halves", "sections": sections({"diloco": {"every": 3}})}
+    given = {"steps": 8, "kind": "halves", "sections": sections({"diloco": {"sync_every": 3}})}
     whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
     assert whole[0]["digest"] == whole[1]["digest"]
     pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), until=4, **given)
@@ -284,29 +289,50 @@ def test_half_parameters_follow_their_float32_copies(pool: Pool, tmp_path: Path)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    (sections({"diloco": {"every": 0}}), "plan.sync.diloco.every: wanted a period of at least 1 step, got 0"),
-    (sections({"diloco": {"every": 4, "fragments": 5}}), "plan.sync.diloco.fragments: wanted 1 to 4 fragments"),
-    (sections({"diloco": {"every": 4, "delay": 4}}), "plan.sync.diloco.delay: wanted a delay of 0 to 3 steps, got 4"),
-    (sections({"diloco": {"mix": 1.5}}), "plan.sync.diloco.mix: wanted a part from 0 to 1, got 1.5"),
-    (sections({"local_sgd": {"start": -1}}), "plan.sync.local_sgd.start: wanted a number of steps from 0 on, got -1"),
-    (sections({"diloco": {"outer": {"nesterov": {"mu": 1.0}}}}), "plan.sync.diloco.outer.nesterov.mu"),
-    (sections({"zero_one": {"spaced": -1}}), "plan.sync.zero_one.spaced: wanted a number of steps from 0 on, got -1"),
-    (sections({"zero_one": {"doubles": -1}}), "plan.sync.zero_one.doubles: wanted a number of steps from 0 on, got -1"),
+    (sections({"diloco": {"sync_every": 0}}), "plan.sync.diloco.sync_every: wanted a period of at least 1 step, got 0"),
+    (sections({"diloco": {"sync_every": 4, "fragments": 5}}), "plan.sync.diloco.fragments: wanted 1 to 4 fragments"),
+    (
+        sections({"diloco": {"sync_every": 4, "sync_delay": 4}}),
+        "plan.sync.diloco.sync_delay: wanted a delay of 0 to 3 steps, got 4",
+    ),
+    (sections({"diloco": {"alpha": 1.5}}), "plan.sync.diloco.alpha: wanted a part from 0 to 1, got 1.5"),
+    (
+        sections({"local_sgd": {"warmup_steps": -1}}),
+        "plan.sync.local_sgd.warmup_steps: wanted a number of steps from 0 on, got -1",
+    ),
+    (
+        sections({"diloco": {"outer_optimizer": {"nesterov": {"momentum": 1.0}}}}),
+        "plan.sync.diloco.outer.nesterov.momentum",
+    ),
+    (
+        sections({"zero_one": {"var_update_scaler": -1}}),
+        "plan.sync.zero_one.var_update_scaler: wanted a number of steps from 0 on, got -1",
+    ),
+    (
+        sections({"zero_one": {"local_step_scaler": -1}}),
+        "plan.sync.zero_one.local_step_scaler: wanted a number of steps from 0 on, got -1",
+    ),
     (
         {"plan": {"sync": "local_sgd"}, "train": {"optimizer": "zero_one_adam"}},
         "train.optimizer: wanted first steps in which all gradients meet",
     ),
-    (sections({"diloco": {"every": 4, "steps": [4, 5]}}), "plan.sync.diloco.steps: wanted 1 to 4 steps"),
-    (sections({"diloco": {"every": 4, "steps": [3, 2]}}), "and of one island 4 (every), got [3, 2]"),
-    (sections({"local_sgd": {"every": 4, "steps": [4]}}), "plan.sync.steps: wanted the steps of 2 islands"),
-    (sections({"cser": {"every": 4, "steps": [4, 2]}}), "plan.sync.cser: Cser has no parameter 'steps'"),
-    (sections({"gossip": {"full": 0}}), "plan.sync.gossip.full: wanted a full average every 1 or more rounds, got 0"),
+    (
+        sections({"diloco": {"sync_every": 4, "local_steps": [4, 5]}}),
+        "plan.sync.diloco.local_steps: wanted 1 to 4 steps",
+    ),
+    (sections({"diloco": {"sync_every": 4, "local_steps": [3, 2]}}), "and of one island 4 (every), got [3, 2]"),
+    (sections({"local_sgd": {"sync_every": 4, "local_steps": [4]}}), "plan.sync.steps: wanted the steps of 2 islands"),
+    (sections({"cser": {"sync_every": 4, "steps": [4, 2]}}), "plan.sync.cser: Cser has no parameter 'steps'"),
+    (
+        sections({"gossip": {"global_sync_every": 0}}),
+        "plan.sync.gossip.global_sync_every: wanted a full average every 1 or more rounds, got 0",
+    ),
     (
         sections({"gossip": {"gamma": 2}}),
         "plan.sync.gossip.gamma: wanted a step towards the neighbours in (0, 1], got 2",
     ),
     (sections({"gossip": {"codec": "lossless"}}), "plan.sync.gossip.codec: wanted a codec whose messages have a fixed"),
-    (sections({"gossip": {"graph": "rings"}}), "plan.sync.gossip.graph: no topology is called 'rings'"),
+    (sections({"gossip": {"topology": "rings"}}), "plan.sync.gossip.topology: no topology is called 'rings'"),
     (sections({"dilocco": {}}), "no sync is called 'dilocco'"),
     ({"plan": {"sync": "diloco", "adapt": "l_greco"}}, "plan.adapt: wanted bcrs, or gradients that all ranks exchange"),
     (

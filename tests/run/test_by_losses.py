@@ -15,7 +15,7 @@ from pool import Pool
 def sections(written: Any = "just_one_byte", **train: Any) -> dict[str, dict[str, Any]]:
     return {
         "plan": {"sync": written},
-        "train": {"optimizer": {"sgd": {"lr": 0.01}}, "schedule": "constant", **train},
+        "train": {"optimizer": {"sgd": {"lr": 0.01}}, "lr_schedule": "constant", **train},
     }
 
 
@@ -105,7 +105,7 @@ def test_bytes_for_another_model_are_told_of_and_not_taken(
 
 
 def test_a_run_stopped_and_resumed_is_the_same_run(pool: Pool, tmp_path: Path) -> None:
-    given = {"steps": 6, "kind": "small", "dropout": 0.3, "sections": sections({"just_one_byte": {"samples": 2}})}
+    given = {"steps": 6, "kind": "small", "dropout": 0.3, "sections": sections({"just_one_byte": {"directions": 2}})}
     wanted = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
     pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), until=3, **given)
     found = pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), resume=True, **given)
@@ -201,9 +201,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asking(plan={"adapt": "l_greco"}), "plan.adapt: wanted gradients that all ranks exchange"),
     (asking(plan={"adapt": "bcrs"}), "plan.adapt: wanted gradients that all ranks exchange"),
     (asking(train={"verify": {"every": 2}}), "train.verify.every: wanted whole replicas"),
-    (asking(plan={"states": "zero1"}), "plan.states: wanted whole replicas whose gradients meet"),
+    (asking(plan={"sharding": "zero1"}), "plan.sharding: wanted whole replicas whose gradients meet"),
     (asking(plan={"mesh": {"pipe": 2}}), "plan.sync: wanted every process to hold the whole model"),
-    (asking(plan={"sync": {"just_one_byte": {"samples": 0}}}), "plan.sync.just_one_byte.samples"),
+    (asking(plan={"sync": {"just_one_byte": {"directions": 0}}}), "plan.sync.just_one_byte.directions"),
 ]
 
 

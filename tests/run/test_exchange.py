@@ -30,7 +30,7 @@ def test_a_lossy_run_resumes_to_the_bit(pool, tmp_path: Path, exchange) -> None:
 
 @pytest.mark.parametrize(("policy", "said"), [("merge", "residuals were merged"), ("drop", "residuals start anew")])
 def test_on_other_ranks_residuals_are_merged_or_dropped_and_it_is_said(pool, tmp_path: Path, policy, said) -> None:
-    plan = {"exchange": {"error_feedback": {"topk": {"fraction": 0.05}}}, "residuals": policy}
+    plan = {"exchange": {"error_feedback": {"topk": {"fraction": 0.05}}}, "residuals_on_resume": policy}
     pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=8, until=4, sections={"plan": plan})
     runs = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=8, resume=True, sections={"plan": plan})
     assert len({r["digest"] for r in runs}) == 1
@@ -66,7 +66,7 @@ def test_an_exchange_changed_between_steps_keeps_its_residuals(pool) -> None:
 
 
 def test_what_is_owed_goes_on_when_feedback_moves_between_islands(pool) -> None:
-    turns = [{"error_feedback": {"topk": {"fraction": 0.1}}}, {"hierarchical": {"between": PAYING}}]
+    turns = [{"error_feedback": {"topk": {"fraction": 0.1}}}, {"hierarchical": {"inter": PAYING}}]
     first, _ = pool.run("run.jobs:changing", 2, exchanges=turns)
     assert first["carried"] == first["owed"] and first["owed"][0] > 0
 

@@ -52,10 +52,10 @@ def test_one_process_is_torch(tmp_path: Path) -> None:
     "sections",
     [
         {},
-        {"plan": {"states": "zero1"}},
-        {"plan": {"states": "zero3"}},
+        {"plan": {"sharding": "zero1"}},
+        {"plan": {"sharding": "zero3"}},
         {"plan": {"exchange": {"error_feedback": {"topk": {"fraction": 0.2}}}}},
-        {"plan": {"sync": {"local_sgd": {"every": 2}}}, "machines": {"islands": [[0], [1]]}},
+        {"plan": {"sync": {"local_sgd": {"sync_every": 2}}}, "machines": {"islands": [[0], [1]]}},
         {"train": {"optimizer": {"lamb": {"lr": 0.05, "weight_decay": 0.5}}}},
     ],
     ids=json.dumps,

@@ -13,16 +13,16 @@ from pool import Pool
 from run.test_sharding import records
 
 WAYS: dict[str, Any] = {
-    "local_sgd": {"local_sgd": {"every": 4, "patience_s": 0.3}},
+    "local_sgd": {"local_sgd": {"sync_every": 4, "straggler_timeout_s": 0.3}},
     "streaming": {
         "diloco": {
-            "every": 4,
+            "sync_every": 4,
             "fragments": 2,
-            "delay": 2,
-            "carry": True,
-            "outer": "average",
-            "second_moments": 1,
-            "patience_s": 0.3,
+            "sync_delay": 2,
+            "keep_local_progress": True,
+            "outer_optimizer": "average",
+            "average_second_moments_every": 1,
+            "straggler_timeout_s": 0.3,
         }
     },
 }
@@ -84,7 +84,7 @@ def test_what_it_left_out_is_no_update_also_at_another_pace(pool: Pool, tmp_path
     pool.run("run.jobs:train", 2, **given, **first)
     before = updates(tmp_path, 16)
     assert before[0] == 16 and before[1] <= 16 - 8
-    slower = sections({"local_sgd": {"every": 4, "steps": [4, 1]}})
+    slower = sections({"local_sgd": {"sync_every": 4, "local_steps": [4, 1]}})
     found = pool.run("run.jobs:train", 2, resume=True, fresh_plan=True, sections=slower, **given)
     assert found[0]["digest"] == found[1]["digest"]
     assert updates(tmp_path, 32) == [32, before[1] + 4]
@@ -92,7 +92,7 @@ def test_what_it_left_out_is_no_update_also_at_another_pace(pool: Pool, tmp_path
 
 def test_states_sharded_in_an_island(pool: Pool, tmp_path: Path) -> None:
     given = sections(WAYS["local_sgd"], machines={"islands": [[0, 1], [2]]})
-    given["plan"]["states"] = {"zero2": {"level": "island"}}
+    given["plan"]["states"] = {"zero2": {"shard_group": "island"}}
     found = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=16, held_up=[1, 5, 9], sections=given)
     assert all(one["digest"] == found[0]["digest"] for one in found)
     said = [one["message"] for one in records(tmp_path, "event") if "was late" in one["message"]]
@@ -100,7 +100,7 @@ def test_states_sharded_in_an_island(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_whoever_waits_is_told_when_another_gives_up(pool: Pool, tmp_path: Path) -> None:
-    given = sections({"local_sgd": {"every": 50, "patience_s": 30.0}}, train={"on_nonfinite": "stop"})
+    given = sections({"local_sgd": {"sync_every": 50, "straggler_timeout_s": 30.0}}, train={"on_nonfinite": "stop"})
     answers = pool.attempt("run.jobs:train", 2, folder=str(tmp_path), steps=6, bad=9, sections=given)
     assert answers[0]["kind"] == "PeerLost"
     assert "not finite on rank 1" in answers[1]["result"]["ended"]

@@ -61,7 +61,7 @@ def test_units_that_the_user_names(pool, tmp_path: Path) -> None:
 def test_replicas_of_stages(pool, tmp_path: Path) -> None:
     """Two unequal replicas of two stages, tied weights and all."""
     pool.run("run.jobs:train", 1, folder=str(tmp_path / "one"), steps=8)
-    sections = {"train": {"accumulate": 2}, "plan": {"mesh": {"pipe": 2}, "share": [0.7, 0.3]}}
+    sections = {"train": {"accumulate": 2}, "plan": {"mesh": {"pipe": 2}, "batch_fractions": [0.7, 0.3]}}
     pool.run("run.jobs:train", 4, folder=str(tmp_path / "many"), steps=8, sections=sections)
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
@@ -94,7 +94,7 @@ def test_bytes_are_those_forecast(pool, tmp_path: Path) -> None:
     from gossamer.spec.plan import Plan
     from gossamer.view.run_directory import RunDirectory
 
-    sections = staged(2, boundary={"coded": {"codec": "int8"}})
+    sections = staged(2, boundary={"codec": {"codec": "int8"}})
     sections["train"] = {"accumulate": 3}
     pool.run("run.jobs:train", 4, folder=str(tmp_path), steps=3, sections=sections)
     plan = RunDirectory(tmp_path / "run").plan()
@@ -141,7 +141,7 @@ def test_evaluation_and_gradients_of_frozen_parts(pool, tmp_path: Path) -> None:
         (2, {"mesh": {"pipe": 2}, "cuts": [0, 9]}, "the number of a block, 0 to 1"),
         (2, {"mesh": {"pipe": 2}, "cuts": [0]}, "the first unit of each of 2 stages"),
         (2, {"mesh": {"pipe": 2}, "microbatches": 9}, "9 micro-batches on every replica"),
-        (2, {"mesh": {"pipe": 2}, "schedule": "one_stage"}, "1 stage on 1 rank"),
+        (2, {"mesh": {"pipe": 2}, "schedule": "single_stage"}, "1 stage on 1 rank"),
         (2, {"mesh": {"pipe": 2}, "boundary": ["plain", "plain"]}, "one way for each of the 1 borders"),
         (2, {"mesh": {"pipe": 2}, "boundary": "int8"}, "no activation codec is called 'int8'"),
         (2, {"mesh": {"pipe": 2}, "adapt": "l_greco"}, "a policy for the links between stages"),
@@ -162,8 +162,8 @@ def test_each_border_has_its_own_way_by_its_link(pool, tmp_path: Path) -> None:
     sections = staged(3, adapt={"ada_topk": {"ratio": 4.0}})
     pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=2, sections=sections)
     plan = RunDirectory(tmp_path / "run").plan()
-    assert plan is not None and isinstance(plan.boundary, tuple) and len(plan.boundary) == 2
-    fractions = [way["top_k"]["fraction"] for way in plan.boundary if isinstance(way, dict)]
+    assert plan is not None and isinstance(plan.activation_compression, tuple) and len(plan.activation_compression) == 2
+    fractions = [way["top_k"]["fraction"] for way in plan.activation_compression if isinstance(way, dict)]
     assert min(fractions) == pytest.approx(1 / 8), "half of an entry sent is its place"
     mine = {link: n for link, n in plan.forecast.wire_bytes.items() if link.startswith("0>")}
     assert [step["wire_bytes"] for step in records(tmp_path, "step")] == [mine, mine]

@@ -17,7 +17,7 @@ LAYOUTS = [[[0, 1], [2]], [[0], [1, 2]], [[0], [1, 2, 3], [4]], [[0, 2], [1, 3]]
 
 
 def spread(stages: list[list[int]], **plan: Any) -> dict[str, Any]:
-    return {**ONE, "plan": {"mesh": {"pipe": len(stages)}, "stages": stages, **plan}}
+    return {**ONE, "plan": {"mesh": {"pipe": len(stages)}, "stage_ranks": stages, **plan}}
 
 
 def ranks_of(stages: list[list[int]]) -> int:
@@ -106,9 +106,9 @@ def test_half_precision(pool, tmp_path: Path, precision: str) -> None:
 
 @pytest.mark.parametrize("stages", LAYOUTS[:3], ids=str)
 def test_bytes_are_those_forecast(pool, tmp_path: Path, stages: list[list[int]]) -> None:
-    trained(pool, tmp_path, stages, steps=3, plan={"boundary": {"coded": {"codec": "int8"}}})
+    trained(pool, tmp_path, stages, steps=3, plan={"activation_compression": {"codec": {"codec": "int8"}}})
     plan = RunDirectory(tmp_path / "run").plan()
-    assert plan is not None and plan.stages == tuple(map(tuple, stages))
+    assert plan is not None and plan.stage_ranks == tuple(map(tuple, stages))
     mine = {link: n for link, n in plan.forecast.wire_bytes.items() if link.startswith("0>")}
     assert [step["wire_bytes"] for step in records(tmp_path, "step")] == [mine] * 3
 
@@ -139,7 +139,9 @@ def test_a_checkpoint_is_read_in_any_layout(
 def test_a_border_goes_by_the_slowest_of_its_links(pool, tmp_path: Path) -> None:
     trained(pool, tmp_path, [[0, 1], [2]], steps=1, plan={"adapt": {"ada_topk": {"ratio": 4.0}}})
     plan = RunDirectory(tmp_path / "run").plan()
-    assert plan is not None and plan.boundary == ({"top_k": {"fraction": 0.125}},), "half of an entry sent is its place"
+    assert plan is not None and plan.activation_compression == ({"topk": {"fraction": 0.125}},), (
+        "half of an entry sent is its place"
+    )
     mine = {link: n for link, n in plan.forecast.wire_bytes.items() if link.startswith("0>")}
     assert [step["wire_bytes"] for step in records(tmp_path, "step")] == [mine]
 

@@ -17,7 +17,7 @@ SCHEDULES: list[Any] = ["one_f_one_b", {"recompute": {"split_backward": {"inner"
 @pytest.mark.parametrize("kind", [*sorted(MODULES), "bare"])
 def test_every_parameter_moves_as_in_one_process(pool, tmp_path: Path, kind: str, schedule: Any) -> None:
     (whole,) = pool.run("run.remote_jobs:train", 1, kind=kind, folder=str(tmp_path / "one"), plan={})
-    plan = {"mesh": {"pipe": 3}, "schedule": schedule}
+    plan = {"mesh": {"pipe": 3}, "pipeline_schedule": schedule}
     ranks = pool.run("run.remote_jobs:train", 3, kind=kind, folder=str(tmp_path / "three"), plan=plan)
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert {name for held in ranks for name in held} == set(whole)

@@ -65,15 +65,15 @@ def test_what_cannot_be_sampled_is_told_and_training_is_what_it_is(pool, tmp_pat
 
 
 def test_data_without_a_tokenizer_is_refused(pool, tmp_path: Path) -> None:
-    sections = {"train": {"sample": "a"}}
+    sections = {"train": {"sample_prompt": "a"}}
     arguments = {"folder": str(tmp_path), "words": False, "kind": "causal", "sections": sections}
     (answer,) = pool.attempt("run.jobs:train", 1, **arguments)
-    assert "train.sample: wanted data that is text" in answer["error"]
+    assert "train.sample_prompt: wanted data that is text" in answer["error"]
 
 
 def test_a_model_without_logits_is_refused_at_once(pool, tmp_path: Path) -> None:
     for ranks, plan in ((1, {}), (2, {"mesh": {"pipe": 2}})):
-        sections = {"train": {**TRAIN, "sample": "a"}, "plan": plan}
+        sections = {"train": {**TRAIN, "sample_prompt": "a"}, "plan": plan}
         folder = tmp_path / str(ranks)
         answers = pool.attempt("run.jobs:train", ranks, folder=str(folder), kind="wordless", sections=sections)
         assert all("wanted logits" in answer["error"] for answer in answers)

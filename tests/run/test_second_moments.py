@@ -20,11 +20,18 @@ from run.test_sharding import records
 from sync.apart_jobs import SHAPES
 
 MOMENTS: dict[str, Any] = {
-    "diloco": {"diloco": {"every": 2, "second_moments": 2}},
+    "diloco": {"diloco": {"sync_every": 2, "average_second_moments_every": 2}},
     "late": {
-        "diloco": {"every": 4, "fragments": 2, "delay": 2, "carry": True, "outer": "average", "second_moments": 1}
+        "diloco": {
+            "sync_every": 4,
+            "fragments": 2,
+            "sync_delay": 2,
+            "keep_local_progress": True,
+            "outer_optimizer": "average",
+            "average_second_moments_every": 1,
+        }
     },
-    "after": {"diloco": {"every": 2, "start": 3, "second_moments": 4}},
+    "after": {"diloco": {"sync_every": 2, "warmup_steps": 3, "average_second_moments_every": 4}},
 }
 each_way = pytest.mark.parametrize("name", MOMENTS)
 
@@ -52,7 +59,7 @@ def test_all_islands_learn_the_same(pool: Pool, tmp_path: Path, name: str) -> No
 
 def test_what_is_learnt_is_the_mean_of_what_they_knew(pool: Pool, tmp_path: Path) -> None:
     """Sent with the first round, in a byte a number; learnt with the second."""
-    written = sections({"diloco": {"every": 5, "second_moments": 9}})
+    written = sections({"diloco": {"sync_every": 5, "average_second_moments_every": 9}})
     pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=10, sections=written)
     before, after = (open_checkpoint(tmp_path / "run" / "checkpoints", step) for step in (5, 10))
     names = sorted(n for n in before.names() if n.startswith("optim/square/"))
@@ -75,7 +82,7 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, 
 
 def test_it_goes_on_from_any_other_way_and_into_any_other(pool: Pool, tmp_path: Path) -> None:
     """Together, apart each with its own, with common ones, with its own, together."""
-    ways = ["every_step", {"diloco": {"every": 2}}, MOMENTS["diloco"], {"diloco": {"every": 2}}, "every_step"]
+    ways = ["every_step", {"diloco": {"sync_every": 2}}, MOMENTS["diloco"], {"diloco": {"sync_every": 2}}, "every_step"]
     for turn, written in enumerate([*ways, MOMENTS["late"]]):
         given = {"folder": str(tmp_path), "steps": 19, "resume": turn > 0, "fresh_plan": True}
         until = {} if turn == len(ways) else {"until": 3 * (turn + 1)}
@@ -97,13 +104,13 @@ def test_other_islands_go_on_from_what_was_agreed(pool: Pool, tmp_path: Path, ra
     ("every", "rounds"), [(0, []), (1, range(1, 41)), (3, [1, *range(3, 41, 3)]), (16, [1, 4, 16, 32])]
 )
 def test_rounds_in_which_they_meet(every: int, rounds: Sequence[int]) -> None:
-    loop = sync.build({"diloco": {"every": 4, "second_moments": every}}).loop
+    loop = sync.build({"diloco": {"sync_every": 4, "average_second_moments_every": every}}).loop
     assert loop is not None and [n for n in range(1, 41) if loop.tells(n - 1)] == list(rounds)
 
 
 def test_bytes_of_a_round_are_known_before(pool: Pool) -> None:
     """Over a whole cycle, when second moments no longer meet as often as at first."""
-    written = {"diloco": {"every": 4, "fragments": 2, "delay": 1, "second_moments": 3}}
+    written = {"diloco": {"sync_every": 4, "fragments": 2, "sync_delay": 1, "average_second_moments_every": 3}}
     loop, levels = sync.build(written).loop, ProcessGroups.islands([[0], [1]])
     assert loop is not None and loop.cycle == 12
     found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=36, finish=False)
@@ -126,7 +133,7 @@ def test_ranks_of_an_island_learn_the_same(pool: Pool, tmp_path: Path) -> None:
 
 def test_an_island_that_has_made_no_step_yet_keeps_nobody_waiting(pool: Pool, tmp_path: Path) -> None:
     """Its first step is rejected, and it has nothing to tell: it says so, and counts for nothing."""
-    written = sections({"diloco": {"every": 1, "second_moments": 1}})
+    written = sections({"diloco": {"sync_every": 1, "average_second_moments_every": 1}})
     written["train"]["on_nonfinite"] = "skip"
     found = pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=5, bad=5, sections=written)
     assert found[0]["digest"] == found[1]["digest"]
@@ -141,7 +148,7 @@ def test_alone_it_is_adamw(pool: Pool, tmp_path: Path, start: int) -> None:
     """One island has nobody to learn from, apart from the first step on or later."""
     found = {}
     for name, more in (("common", {"second_moments": 2}), ("own", {})):
-        written = {"diloco": {"every": 2, "start": start, **more}}
+        written = {"diloco": {"sync_every": 2, "warmup_steps": start, **more}}
         given = {"folder": str(tmp_path / name), "steps": 6, "values": True, "sections": sections(written)}
         found[name] = torch.tensor(pool.run("run.jobs:train", 1, **given)[0]["values"])
     torch.testing.assert_close(found["common"], found["own"], rtol=1e-6, atol=1e-6)
@@ -149,8 +156,14 @@ def test_alone_it_is_adamw(pool: Pool, tmp_path: Path, start: int) -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"train": {"optimizer": {"sgd": {"lr": 0.1}}}}, "adamw, whose second moments islands can bring together"),
-    ({"plan": {"states": {"zero1": {"level": "island"}}}}, "whole states, where islands bring their second moments"),
-    ({"plan": {"sync": {"diloco": {"every": 2, "second_moments": -1}}}}, "a number of rounds from 0 on"),
+    (
+        {"plan": {"sharding": {"zero1": {"shard_group": "island"}}}},
+        "whole states, where islands bring their second moments",
+    ),
+    (
+        {"plan": {"sync": {"diloco": {"sync_every": 2, "average_second_moments_every": -1}}}},
+        "a number of rounds from 0 on",
+    ),
 ]
 
 

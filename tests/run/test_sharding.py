@@ -29,7 +29,7 @@ EXCHANGES: list[Any] = [
 
 
 def sections(states: str, exchange: Any = "dense", **train: Any) -> dict[str, dict[str, Any]]:
-    return {"plan": {"states": states, "exchange": exchange}, "train": train}
+    return {"plan": {"sharding": states, "exchange": exchange}, "train": train}
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def test_hosts_with_disks_of_their_own(pool: Pool, tmp_path: Path, states: str) 
     answers = pool.attempt(
         "run.jobs:train", 2, resume=True, fresh_plan=True, **{**apart, "sections": sections("whole")}
     )
-    assert all("the plan.states that it was saved with" in one["error"] for one in answers)
+    assert all("the plan.sharding that it was saved with" in one["error"] for one in answers)
     if states == "zero3":
         with pytest.raises(CheckpointMismatch, match="holds sharded parameters rank by rank"):
             read_model(nn.Linear(1, 1), tmp_path / "disk0" / "run" / "checkpoints")
@@ -264,18 +264,27 @@ def test_half_parameters(pool: Pool, tmp_path: Path) -> None:
 
 
 BAD = [
-    ({"plan": {"states": "zero1", "sync": "just_one_byte"}}, "plan.states: wanted whole replicas whose gradients meet"),
-    ({"plan": {"states": "zero1", "mesh": {"pipe": 2}}}, "plan.states: wanted whole replicas whose gradients meet"),
-    ({"plan": {"states": "zero1"}, "train": {"optimizer": "lamb"}}, "wanted a rule that moves each number by itself"),
-    ({"plan": {"states": "zero1", "adapt": "l_greco"}}, "plan.states: wanted no policy"),
+    (
+        {"plan": {"sharding": "zero1", "sync": "just_one_byte"}},
+        "plan.sharding: wanted whole replicas whose gradients meet",
+    ),
+    ({"plan": {"sharding": "zero1", "mesh": {"pipe": 2}}}, "plan.sharding: wanted whole replicas whose gradients meet"),
+    ({"plan": {"sharding": "zero1"}, "train": {"optimizer": "lamb"}}, "wanted a rule that moves each number by itself"),
+    ({"plan": {"sharding": "zero1", "adapt": "l_greco"}}, "plan.sharding: wanted no policy"),
     ({"plan": {"exchange": {"momentum": "dense"}}}, "plan.exchange: wanted no clipping around the exchange `momentum`"),
     (
-        {"plan": {"states": "zero3", "share": [7.0, 1.0]}, "data": {"sequence": 16384}},
-        "plan.share: wanted as many micro-batches on every replica",
+        {"plan": {"sharding": "zero3", "batch_fractions": [7.0, 1.0]}, "data": {"sequence": 16384}},
+        "plan.batch_fractions: wanted as many micro-batches on every replica",
     ),
-    ({"plan": {"states": "zero2"}, "train": {"verify": {"every": 2}}}, "train.verify.every: wanted plan.states whole"),
-    ({"plan": {"states": "zero3", "schedule": "gpipe"}}, "plan.states: wanted plan.schedule one_stage"),
-    ({"plan": {"states": "zero9"}}, "no sharding is called 'zero9'"),
+    (
+        {"plan": {"sharding": "zero2"}, "train": {"verify": {"every": 2}}},
+        "train.verify.every: wanted plan.sharding whole",
+    ),
+    (
+        {"plan": {"sharding": "zero3", "pipeline_schedule": "gpipe"}},
+        "plan.sharding: wanted plan.pipeline_schedule single_stage",
+    ),
+    ({"plan": {"sharding": "zero9"}}, "no sharding is called 'zero9'"),
 ]
 
 

@@ -19,9 +19,9 @@ from gossamer.store.checkpoint import Checkpoint, open_checkpoint
 from pool import Pool
 from run.test_sharding import records
 
-SHARDED: list[Any] = [{"zero1": {"level": "island"}}, {"zero2": {"level": "island"}}]
+SHARDED: list[Any] = [{"zero1": {"shard_group": "island"}}, {"zero2": {"shard_group": "island"}}]
 EVEN, UNEVEN, LONE = ((0, 1), (2, 3)), ((0, 1, 2), (3, 4)), ((0, 1), (2,))
-DILOCO = {"diloco": {"every": 3}}
+DILOCO = {"diloco": {"sync_every": 3}}
 each_sharding = pytest.mark.parametrize("states", SHARDED, ids=["zero1", "zero2"])
 
 
@@ -29,7 +29,7 @@ def sections(
     states: Any, written: Any = DILOCO, islands: Any = EVEN, exchange: Any = "auto", **train: Any
 ) -> dict[str, Any]:
     return {
-        "plan": {"states": states, "sync": written, "exchange": exchange},
+        "plan": {"sharding": states, "sync": written, "exchange": exchange},
         "machines": {"islands": [list(i) for i in islands]},
         "train": {"batch": 4 * sum(map(len, islands)), **train},
     }
@@ -67,11 +67,11 @@ def test_islands_of_unequal_size(pool: Pool, tmp_path: Path, islands: Any, state
 @pytest.mark.parametrize(
     "written",
     [
-        {"diloco": {"every": 1}},
-        {"post_local_sgd": {"every": 2, "start": 3}},
-        {"streaming_diloco": {"every": 4, "fragments": 2, "delay": 1}},
-        {"cser": {"every": 3, "each": {"random_blocks": {"fraction": 0.25, "block_numel": 8}}}},
-        {"diloco": {"every": 3, "steps": [3, 2]}},
+        {"diloco": {"sync_every": 1}},
+        {"post_local_sgd": {"sync_every": 2, "warmup_steps": 3}},
+        {"streaming_diloco": {"sync_every": 4, "fragments": 2, "sync_delay": 1}},
+        {"cser": {"sync_every": 3, "step_exchange": {"random_blocks": {"fraction": 0.25, "block_size": 8}}}},
+        {"diloco": {"sync_every": 3, "local_steps": [3, 2]}},
     ],
     ids=json.dumps,
 )
@@ -87,7 +87,7 @@ def test_parameters_of_fewer_rows_than_ranks(pool: Pool, tmp_path: Path) -> None
 CODED = {"error_feedback": {"two_shot": {"codec": "int8"}}}
 BYTES: list[Any] = [
     (0, EVEN, "dense"),
-    (1, EVEN, {"hierarchical": {"between": CODED, "inside": "bfloat16"}}),
+    (1, EVEN, {"hierarchical": {"inter": CODED, "intra_codec": "bfloat16"}}),
     (0, UNEVEN, CODED),
     (1, UNEVEN, "dense"),
     (0, UNEVEN, {"error_feedback": {"topk": {"fraction": 0.1}}}),
@@ -115,7 +115,9 @@ def test_feedback_goes_on_inside_an_island_when_it_parts(pool: Pool, tmp_path: P
     """What is owed from the steps together is paid apart: with dense feedback at the end all has come, as of whole."""
     found = {}
     for name, states in (("whole", "whole"), ("parts", SHARDED[0])):
-        given = sections(states, {"post_local_sgd": {"every": 2, "start": 3}}, EVEN, {"error_feedback": "dense"})
+        given = sections(
+            states, {"post_local_sgd": {"sync_every": 2, "warmup_steps": 3}}, EVEN, {"error_feedback": "dense"}
+        )
         ran = {"folder": str(tmp_path / name), "steps": 6, "values": True, "sections": given}
         found[name] = torch.tensor(pool.run("run.jobs:train", 4, **ran)[0]["values"])
     torch.testing.assert_close(found["parts"], found["whole"], rtol=1e-6, atol=1e-6)
@@ -220,7 +222,7 @@ def test_model_state_is_what_the_plan_says(pool: Pool, tmp_path: Path) -> None:
     found, said = {}, {}
     for name, states in (("whole", "whole"), ("zero1", SHARDED[0]), ("zero2", SHARDED[1])):
         given = {"folder": str(tmp_path / name), "steps": 3, "kind": "wide", "counts": True}
-        ran = pool.run("run.jobs:train", 4, sections=sections(states, {"diloco": {"every": 50}}), **given)
+        ran = pool.run("run.jobs:train", 4, sections=sections(states, {"diloco": {"sync_every": 50}}), **given)
         found[name] = [one["bytes"][-1] for one in ran]
         plan = yaml.safe_load((tmp_path / name / "run" / "plan.yaml").read_text())
         said[name] = plan["forecast"]["state_bytes"]
@@ -246,16 +248,20 @@ def plan_of(states: Any, **more: Any) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    (plan_of("zero1"), "small", "plan.states: wanted states that are shared out inside every island"),
-    (plan_of("zero2"), "small", "write plan.states: {zero2: {level: island}}"),
-    (plan_of("zero3"), "small", "plan.states: wanted zero1 or zero2, where islands train apart"),
-    (plan_of({"sdp4bit": {"level": "island"}}), "small", "plan.states: wanted zero1 or zero2, where islands train"),
-    (plan_of(SHARDED[0]), "halves", "plan.states: wanted parameters in float32"),
-    (plan_of(SHARDED[0], adapt={"bcrs": {"fraction": 0.05}}), "small", "plan.states: wanted no policy"),
+    (plan_of("zero1"), "small", "plan.sharding: wanted states that are shared out inside every island"),
+    (plan_of("zero2"), "small", "write plan.sharding: {zero2: {shard_group: island}}"),
+    (plan_of("zero3"), "small", "plan.sharding: wanted zero1 or zero2, where islands train apart"),
     (
-        {**plan_of(SHARDED[0], sync={"zero_one": {"start": 2}}), "train": {"optimizer": "zero_one_adam"}},
+        plan_of({"sdp4bit": {"shard_group": "island"}}),
         "small",
-        "plan.states: wanted a rule that moves each number by itself",
+        "plan.sharding: wanted zero1 or zero2, where islands train",
+    ),
+    (plan_of(SHARDED[0]), "halves", "plan.sharding: wanted parameters in float32"),
+    (plan_of(SHARDED[0], adapt={"bcrs": {"fraction": 0.05}}), "small", "plan.sharding: wanted no policy"),
+    (
+        {**plan_of(SHARDED[0], sync={"zero_one": {"var_freeze_step": 2}}), "train": {"optimizer": "zero_one_adam"}},
+        "small",
+        "plan.sharding: wanted a rule that moves each number by itself",
     ),
 ]
 

@@ -16,25 +16,25 @@ from pool import Pool
 from run.test_sharding import records
 
 PLAIN = {"weights": None, "gradients": None, "gradients_inside": None}
-INSIDE: dict[str, Any] = {"zero1": {"level": "island"}}
-WEIGHTS: dict[str, Any] = {"zero3": {"weights": "island"}}
-ISLAND: dict[str, Any] = {"zero3": {"weights": "island", "states": "island"}}
+INSIDE: dict[str, Any] = {"zero1": {"shard_group": "island"}}
+WEIGHTS: dict[str, Any] = {"zero3": {"weights_group": "island"}}
+ISLAND: dict[str, Any] = {"zero3": {"weights_group": "island", "states_group": "island"}}
 EXACT: list[Any] = [
-    *("zero1", "zero2", "zero3", INSIDE, {"zero2": {"level": "island"}}, WEIGHTS, ISLAND),
+    *("zero1", "zero2", "zero3", INSIDE, {"zero2": {"shard_group": "island"}}, WEIGHTS, ISLAND),
     *({"sdp4bit": PLAIN}, {"sdp4bit": PLAIN | {"level": "island"}}),
 ]
 SEPARATE: list[Any] = [
     {"sdp4bit": PLAIN | {"weights": "int8"}},
     {"sdp4bit": PLAIN | {"gradients": "int4"}},
     {"sdp4bit": PLAIN | {"gradients_inside": "int8"}},
-    {"sdp4bit": {"level": "island"}},
+    {"sdp4bit": {"shard_group": "island"}},
     "zeropp",
 ]
 
 
 def sections(states: Any, exchange: Any = "dense", islands: Any = ((0, 1), (2, 3)), **train: Any) -> dict[str, Any]:
     return {
-        "plan": {"states": states, "exchange": exchange},
+        "plan": {"sharding": states, "exchange": exchange},
         "machines": {"islands": [list(i) for i in islands] if islands else "auto"},
         "train": train,
     }
@@ -80,7 +80,7 @@ def test_every_component_alone_leaves_all_ranks_in_the_same_place(pool: Pool, tm
 @pytest.mark.parametrize("states", ["zero1", INSIDE], ids=str)
 def test_feedback_between_islands(pool: Pool, tmp_path: Path, states: Any) -> None:
     """What is written of hierarchical is done on the way to the owners; residuals go over a stop."""
-    between = {"hierarchical": {"between": {"error_feedback": {"two_shot": "int8"}}, "inside": "bfloat16"}}
+    between = {"hierarchical": {"inter": {"error_feedback": {"two_shot": "int8"}}, "intra_codec": "bfloat16"}}
     given = {"steps": 4, "sections": sections(states, between)}
     whole = pool.run("run.jobs:train", 4, folder=str(tmp_path / "whole"), **given)
     check_bytes(tmp_path / "whole")
@@ -159,7 +159,7 @@ def test_parameters_of_an_island_go_on_after_a_stop(pool: Pool, tmp_path: Path, 
     of them once, and every owner its rows of the states.
     """
     ranks = sum(map(len, islands))
-    feedback = {"hierarchical": {"between": {"error_feedback": {"two_shot": "int8"}}}}
+    feedback = {"hierarchical": {"inter": {"error_feedback": {"two_shot": "int8"}}}}
     given = {"steps": 4, "dropout": 0.1, "values": True, "sections": sections(WEIGHTS, feedback, islands)}
     whole = pool.run("run.jobs:train", ranks, folder=str(tmp_path / "whole"), **given)
     for name, more in (("parts", {}), ("disk{rank}", {"disks": True})):
@@ -244,4 +244,4 @@ def test_parameters_go_by_islands_that_links_show(pool: Pool, tmp_path: Path) ->
 def test_links_that_are_all_alike_have_no_islands(pool: Pool, tmp_path: Path, states: Any) -> None:
     answers = pool.attempt("run.jobs:train", 2, folder=str(tmp_path), steps=2, sections=sections(states, islands=()))
     assert all(one["kind"] == "BadInput" for one in answers), answers
-    assert "plan.states: wanted islands of ranks, to hold the states on each of them" in answers[0]["error"]
+    assert "plan.sharding: wanted islands of ranks, to hold the states on each of them" in answers[0]["error"]

@@ -15,6 +15,6 @@ STAGES = {"train": {"accumulate": 4}, "plan": {"mesh": {"pipe": 2}, "cuts": ["em
 @pytest.mark.parametrize("kind", ["counting", "telling", "masking"])
 def test_python_values_cross(pool, tmp_path: Path, kind: str, schedule: object) -> None:
     pool.run("run.jobs:train", 1, folder=str(tmp_path / "1"), steps=4, kind=kind, sections={"train": STAGES["train"]})
-    sections = {**STAGES, "plan": {**STAGES["plan"], "schedule": schedule}}
+    sections = {**STAGES, "plan": {**STAGES["plan"], "pipeline_schedule": schedule}}
     pool.run("run.jobs:train", 2, folder=str(tmp_path / "2"), steps=4, kind=kind, sections=sections)
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)

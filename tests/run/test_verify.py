@@ -81,7 +81,7 @@ def test_training_is_the_same_with_and_without_it(pool: Pool, tmp_path: Path) ->
     "sections",
     [
         {"plan": {"exchange": {"error_feedback": {"topk": {"fraction": 0.1}}}}},
-        {"plan": {"share": [2, 1, 1]}, "train": {"accumulate": 2}},
+        {"plan": {"batch_fractions": [2, 1, 1]}, "train": {"accumulate": 2}},
         {"train": {"precision": "bf16"}},
     ],
     ids=json.dumps,
@@ -136,11 +136,11 @@ def test_a_run_goes_on_from_before(pool: Pool, tmp_path: Path) -> None:
     [
         (2, {}, "train.verify.every: wanted 3 replicas, of which two can outvote one, got 2"),
         *(
-            (3, {"states": one}, "train.verify.every: wanted plan.states whole")
+            (3, {"states": one}, "train.verify.every: wanted plan.sharding whole")
             for one in ("zero1", "zero3", "sdp4bit")
         ),
         (3, {"sync": "diloco"}, "train.verify.every: wanted whole replicas that hold the same at every step"),
-        (3, {"states": "zero1"}, "train.verify.every: wanted plan.states whole"),
+        (3, {"states": "zero1"}, "train.verify.every: wanted plan.sharding whole"),
     ],
 )
 def test_bad_input(pool: Pool, tmp_path: Path, ranks: int, plan: dict[str, Any], said: str) -> None:

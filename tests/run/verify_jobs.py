@@ -165,7 +165,7 @@ def reruns(seat: Seat, *, count: int) -> dict[str, Any]:
     torch.manual_seed(0)
     data, module = DatasetBatches(Lines()), Broad()
     config = RunConfig.model_validate({"train": {"verify": {"every": 1}}})
-    plan = Plan(mesh=Mesh(replica=3), share=(1 / 3,) * 3, rows=(16,) * 3, microbatches=(2,) * 3)
+    plan = Plan(mesh=Mesh(replica=3), batch_fractions=(1 / 3,) * 3, rows=(16,) * 3, microbatches=(2,) * 3)
     parts = Parts(
         module=module,
         objective=loss.build("next_token"),

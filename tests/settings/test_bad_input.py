@@ -34,7 +34,7 @@ MISTAKES = {
     ),
     "a half": ("train: {steps: 1.5}", "run.yaml:1: train.steps: wanted a whole number >= 1, got 1.5"),
     "true for a number": ("train:\n  steps: true", "run.yaml:2: train.steps: wanted a whole number >= 1, got true"),
-    "not a number": ("train: {clip: .nan}", "train.clip: wanted a number >= 0"),
+    "not a number": ("train: {max_grad_norm: .nan}", "train.max_grad_norm: wanted a number >= 0"),
     "number out of range": ("data: {validation: 1}", "wanted a number >= 0 and < 1 (fraction held out, by hash of"),
     "auto misspelt": ("train: {accumulate: atuo}", "wanted a whole number >= 1 or auto (micro-batches per replica"),
     "none of the choices": ("train: {precision: fp8}", "wanted one of auto, fp32, bf16, fp16 (type the forward and"),
@@ -42,14 +42,14 @@ MISTAKES = {
     "number for text": ("model: {factory: 7}", 'got 7: quote it: "7"'),
     "text for a switch": ("model: {compile: maybe}", "model.compile: wanted true or false (run the forward"),
     "list for a method": ("train: {optimizer: [adamw]}", "wanted a method: a name or {name: {parameter: value}}"),
-    "bad entry of a list": ("plan: {share: [0.5, 0]}", "wanted a list [...] of numbers > 0 or auto"),
+    "bad entry of a list": ("plan: {batch_fractions: [0.5, 0]}", "wanted a list [...] of numbers > 0 or auto"),
     "value for a section": ("machines: 2", "wanted keys (processes, hosts, islands"),
     "two models": ("model:\n  hf: llama\n  gguf: a.gguf", "run.yaml:1: model: give one of hf, gguf, factory"),
     "a key twice": ("train:\n  seed: 1\n  steps: 5\n  seed: 2", "run.yaml:4: seed is written twice (first in line 2)"),
     "a section twice": ("train: {}\ndata: {}\ntrain: {}", "run.yaml:3: train is written twice (first in line 1)"),
     "half a letter": (
-        'train: {sample: "a\\ud800"}',
-        "run.yaml:1: train.sample: wanted text, got 'a\\ud800', in which bytes are no UTF-8: write it anew",
+        'train: {sample_prompt: "a\\ud800"}',
+        "run.yaml:1: train.sample_prompt: wanted text, got 'a\\ud800', in which bytes are no UTF-8: write it anew",
     ),
     "half a letter in a method": (
         'data: {source: {text: "\\udcff"}}',
@@ -60,7 +60,7 @@ MISTAKES = {
     "a list": ("- train", "run.yaml:1: wanted keys such as `train:`, got a list"),
     "a word": ("hello", "run.yaml:1: wanted keys such as `train:`, got only 'hello'"),
     "a tab": ("train:\n\tsteps: 1", "run.yaml:2: this is not YAML"),
-    "an open bracket": ("plan: {share: [1, 2", "this is not YAML"),
+    "an open bracket": ("plan: {batch_fractions: [1, 2", "this is not YAML"),
     "two documents": ("train: {}\n---\ndata: {}", "run.yaml:2: this is not YAML"),
     "an unknown tag": ("train: !!python/object:os.system {}", "this is not YAML: could not determine a constructor"),
     "an alias to itself": ("model: {config: &a {b: *a}}", "this contains itself"),
@@ -76,7 +76,7 @@ def test_a_mistake_is_told_with_its_place(what: str, tmp_path: Path) -> None:
 
 def test_the_message_has_one_line_for_each_mistake_in_the_order_of_the_file(tmp_path: Path) -> None:
     text = "data:\n  sequence: 1\ntrain:\n  bach: 3\n  steps: true\nbatch: 3\n"
-    lines = said(tmp_path, text, "train.clip=-1", "nonsense").splitlines()
+    lines = said(tmp_path, text, "train.max_grad_norm=-1", "nonsense").splitlines()
     assert lines[0] == "6 mistakes:"
     assert [line.split(": ")[0] for line in lines[1:5]] == [f"run.yaml:{n}" for n in (2, 4, 5, 6)]
     assert all(line.startswith("command line: ") for line in lines[5:])
@@ -119,7 +119,7 @@ OVERRIDES = {
     "train.batch=": "got nothing",
     "train.steps.warm=3": "train.steps has no keys below it, it takes a whole number >= 1: write train.steps=1000",
     "train=5": "wanted keys (steps, batch",
-    "plan.share=[1": "is not YAML",
+    "plan.batch_fractions=[1": "is not YAML",
     "machines.hosts=a": "wanted a list [...] of text",
 }
 
@@ -153,7 +153,7 @@ def test_values_from_python_say_so() -> None:
 METHODS = {
     "train.optimizer=adamv": "command line: train.optimizer: ",
     "train.optimizer.adamw.learning_rate=1": "command line: train.optimizer.adamw",
-    "train.schedule=cosin": "did you mean 'cosine'?",
+    "train.lr_schedule=cosin": "did you mean 'cosine'?",
     "plan.exchange=dens": "did you mean 'dense'?",
     "plan.sync=evry_step": "did you mean 'every_step'?",
     "run.trackers=[tensorbord]": "command line: run.trackers.0: ",
@@ -161,7 +161,7 @@ METHODS = {
     "data.tokenizer=bite": "did you mean 'byte' or",
     "plan={exchange: {dense: {x: 1}, topk: {}}}": "plan.exchange: wanted a method",
     "plan.exchange.two_shot.codec=int9": "command line: plan.exchange.two_shot.codec",
-    "plan.exchange.hierarchical={between: dense, inside: int9}": "inside: ",
+    "plan.exchange.hierarchical={inter: dense, intra_codec: int9}": "inside: ",
     "plan.exchange=[[bias, all, dens]]": "plan.exchange.0.2: ",
     "plan.exchange=[[bias, al, dense]]": "plan.exchange.0.1: there is no link level 'al': did you mean 'all'?",
     "plan.exchange=[['(', all, dense]]": "plan.exchange.0.0: wanted a regular expression, got '('",

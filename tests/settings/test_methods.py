@@ -146,12 +146,12 @@ def test_a_typo_in_a_nested_method_is_told_as_what_it_is(written: Any, wanted: s
 @pytest.mark.parametrize(
     ("key", "written"),
     [
-        ("train.objective", "next_tokn"),
+        ("train.loss", "next_tokn"),
         ("train.optimizer", "auto"),
-        ("train.schedule", "none"),
-        ("plan.boundary", "plian"),
-        ("plan.boundary", ["plain", "plian"]),
-        ("plan.states", "auto"),
+        ("train.lr_schedule", "none"),
+        ("plan.activation_compression", "plian"),
+        ("plan.activation_compression", ["plain", "plian"]),
+        ("plan.sharding", "auto"),
         ("run.trackers", ["tensorbord"]),
         ("data.tokenizer", "bite"),
     ],

@@ -17,7 +17,14 @@ from gossamer.spec.plan import Mesh, Plan
 from gossamer.spec.unread_keys import UNREAD, check_given
 from gossamer.view.run_directory import plan_in
 
-PLAN = Plan(mesh=Mesh(replica=2), share=(0.5, 0.5), rows=(4, 4), microbatches=(1, 1), states="zero2", exchange="tree")
+PLAN = Plan(
+    mesh=Mesh(replica=2),
+    batch_fractions=(0.5, 0.5),
+    rows=(4, 4),
+    microbatches=(1, 1),
+    sharding="zero2",
+    exchange="recursive_doubling",
+)
 
 
 @pytest.fixture
@@ -30,8 +37,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_plan_decides_is_a_setting_with_the_line_it_stands_on(file: Path) -> None:
     resolved = with_plan(load(None, ["plan.lossy=true"]), file, ranks=2)
     config, line = resolved.config, 1 + file.read_text().splitlines().index("states: zero2")
-    assert (config.plan.states, config.plan.exchange, config.train.batch) == ("zero2", "tree", 8)
-    assert resolved.origin["plan.states"] == f"plan.yaml:{line}"
+    assert (config.plan.sharding, config.plan.exchange, config.train.batch) == ("zero2", "tree", 8)
+    assert resolved.origin["plan.sharding"] == f"plan.yaml:{line}"
     assert not config.plan.lossy, "the permission was for a choice that the plan has made"
 
 
@@ -43,12 +50,12 @@ def test_what_a_plan_decides_is_a_setting_with_the_line_it_stands_on(file: Path)
         "train.batch=16",
         "train.accumulate=4",
         "plan.microbatches=2",
-        "plan.states=whole",
+        "plan.sharding=none",
         "plan.sync=diloco",
         "plan.exchange=dense",
-        "plan.share=[3, 1]",
-        "plan.schedule=gpipe",
-        "plan.stages=[[0], [1]]",
+        "plan.batch_fractions=[3, 1]",
+        "plan.pipeline_schedule=gpipe",
+        "plan.stage_ranks=[[0], [1]]",
         "machines.islands=[[0], [1]]",
     ],
 )
@@ -59,19 +66,21 @@ def test_what_is_written_and_not_what_the_plan_says_is_refused_with_both_places(
     assert error.value.key == key
 
 
-@pytest.mark.parametrize("given", ["plan.states=zero2", "train.batch=8", "plan.share=[2, 2]", "train.accumulate=1"])
+@pytest.mark.parametrize(
+    "given", ["plan.sharding=zero2", "train.batch=8", "plan.batch_fractions=[2, 2]", "train.accumulate=1"]
+)
 def test_what_is_written_and_is_what_the_plan_says_is_taken(given: str, file: Path) -> None:
-    assert with_plan(load(None, [given]), file, ranks=2).config.plan.states == "zero2"
+    assert with_plan(load(None, [given]), file, ranks=2).config.plan.sharding == "zero2"
 
 
 def test_what_a_run_measured_for_itself_contradicts_nothing(tmp_path: Path) -> None:
-    paced = PLAN.model_copy(update={"states": "whole", "sync": {"diloco": {"every": 4, "steps": [4, 2]}}})
+    paced = PLAN.model_copy(update={"states": "whole", "sync": {"diloco": {"sync_every": 4, "local_steps": [4, 2]}}})
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(paced.model_dump(mode="json")))
     for steps in ("auto", [4, 2]):
         given = [f"plan.sync={{diloco: {{every: 4, steps: {steps}}}}}"]
         assert with_plan(load(None, given), tmp_path / "p.yaml").config.plan.sync
     with pytest.raises(BadInput, match=r"plan\.sync: wanted what the plan says"):
-        with_plan(load(None, ["plan.sync={diloco: {every: 4, steps: [2, 4]}}"]), tmp_path / "p.yaml")
+        with_plan(load(None, ["plan.sync={diloco: {sync_every: 4, local_steps: [2, 4]}}"]), tmp_path / "p.yaml")
 
 
 @pytest.mark.parametrize(
@@ -97,22 +106,22 @@ def test_another_value_of_anything_a_planner_reads_is_another_plan() -> None:
     assert read, "the planner reads these of a configuration"
     assert all(any(f"{key}.".startswith(f"{one}.") for one in PLANNED) for key in read)
     before = load(None).config
-    for given in ("train.accumulate=4", "train.optimizer=lamb", "train.batch=8", "plan.states=zero1"):
+    for given in ("train.accumulate=4", "train.optimizer=lamb", "train.batch=8", "plan.sharding=zero1"):
         assert asks_for_another_plan(before, load(None, [given]).config)
-    for given in ("train.steps=4", "train.clip=0", "train.seed=1", "run.display=quiet"):
+    for given in ("train.steps=4", "train.max_grad_norm=0", "train.seed=1", "run.display=quiet"):
         assert not asks_for_another_plan(before, load(None, [given]).config)
 
 
 WRITTEN: dict[str, list[Any]] = {
     "plan.cuts": ["plan.cuts=[0, 1]", "plan.mesh.pipe=2"],
-    "plan.boundary": ["plan.boundary=coded", "plan.mesh.pipe=2"],
+    "plan.activation_compression": ["plan.activation_compression=codec", "plan.mesh.pipe=2"],
     "train.accumulate": ["train.accumulate=2", "plan.microbatches=2"],
     "plan.adapt_every": ["plan.adapt_every=20", "plan.adapt=l_greco"],
     "plan.adapt_window": ["plan.adapt_window=5", "plan.adapt=l_greco"],
     "plan.lossy": ["plan.lossy=true", "plan.exchange=auto"],
-    "train.verify.margin": ["train.verify.margin=9", "train.verify.every=3"],
+    "train.verify.tolerance_factor": ["train.verify.tolerance_factor=9", "train.verify.every=3"],
     "train.verify.on_failure": ["train.verify.on_failure=tell", "train.verify.every=3"],
-    "train.sample_tokens": ["train.sample_tokens=3", "train.sample=x"],
+    "train.sample_max_new_tokens": ["train.sample_max_new_tokens=3", "train.sample_prompt=x"],
 }
 
 

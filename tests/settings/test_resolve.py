@@ -47,8 +47,8 @@ def test_a_file_without_values_is_all_defaults(text: str, tmp_path: Path) -> Non
 
 
 VALUES = {
-    "train.clip=1e-4": 1e-4,
-    "train.clip=1E2": 100.0,
+    "train.max_grad_norm=1e-4": 1e-4,
+    "train.max_grad_norm=1E2": 100.0,
     "train.steps=1e3": 1000,
     "train.steps='12'": 12,
     "data.source=*.txt": "*.txt",
@@ -62,7 +62,7 @@ VALUES = {
     "run.directory=on": "on",
     "machines.hosts=[a, b]": ["a", "b"],
     "model.compile=yes": True,
-    "plan.share=[0.6, 0.4]": [0.6, 0.4],
+    "plan.batch_fractions=[0.6, 0.4]": [0.6, 0.4],
     "plan.mesh.replica=auto": "auto",
     "model.config={initializer_range: 2e-2, layers: [1, 2]}": {"initializer_range": 0.02, "layers": [1, 2]},
     "model.config.a.b=3": {"a": {"b": 3}},
@@ -118,9 +118,11 @@ def test_another_method_on_the_command_line_owes_nothing_to_the_file(file: Path)
 
 
 def test_merge_keys_and_aliases_of_yaml_work(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("model:\n  config: &a {x: 1}\nplan: {schedule: {one_stage: {<<: *a, y: 2}}}\n")
+    (tmp_path / "run.yaml").write_text(
+        "model:\n  config: &a {x: 1}\nplan: {schedule: {single_stage: {<<: *a, y: 2}}}\n"
+    )
     config = load(tmp_path / "run.yaml").config
-    assert config.plan.schedule == {"one_stage": {"x": 1, "y": 2}}
+    assert config.plan.pipeline_schedule == {"single_stage": {"x": 1, "y": 2}}
 
 
 def test_toml_says_the_same_as_yaml(file: Path, tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ ODD: dict[str, Any] = {
     "model": {"config": {"text": "1e5", "number": 1e-9, "none": None, "list": [True, "no", "~"], "dash": "- a: #b"}},
     "data": {"source": "text:*.txt"},
     "run": {"name": "2026-01-01", "directory": "a b: c"},
-    "train": {"clip": float("inf")},
+    "train": {"max_grad_norm": float("inf")},
 }
 
 

@@ -167,11 +167,11 @@ def test_what_a_narrow_type_rounds_off_is_owed_whole(hops: bool, between: Exchan
 def test_feedback_between_islands_pays_in_the_end(islands: tuple[int, ...], level: str) -> None:
     """The residual stays with the rows of its owner: with dense at the last step all that was owed has come."""
     where, deal = crew.layout(), deal_of(islands, level)
-    sharding, ranks = sharding_methods.build({"zero1": {"level": level}}), sum(islands)
-    written = {"hierarchical": {"between": {"error_feedback": {"two_shot": "int4"}}}}
+    sharding, ranks = sharding_methods.build({"zero1": {"shard_group": level}}), sum(islands)
+    written = {"hierarchical": {"inter": {"error_feedback": {"two_shot": "int4"}}}}
     one = sharding.exchange(exchange_methods.build(written), deal.path)
     last = sharding.exchange(
-        exchange_methods.build({"hierarchical": {"between": {"error_feedback": "dense"}}}), deal.path
+        exchange_methods.build({"hierarchical": {"inter": {"error_feedback": "dense"}}}), deal.path
     )
     assert isinstance(one, HierarchicalReduceScatter) and isinstance(last, HierarchicalReduceScatter)
     states, total, wanted = [one.init(where)] * ranks, [torch.zeros(where.numel)] * ranks, torch.zeros(where.numel)
@@ -244,7 +244,9 @@ def gathered(islands: Sequence[int], written: Any) -> tuple[list[dict[str, torch
 
 
 @each_islands
-@pytest.mark.parametrize("written", [{"zero1": {"level": one}} for one in ("all", "island")], ids=["all", "island"])
+@pytest.mark.parametrize(
+    "written", [{"zero1": {"shard_group": one}} for one in ("all", "island")], ids=["all", "island"]
+)
 def test_what_is_updated_reaches_all(islands: tuple[int, ...], written: Any) -> None:
     held, where = gathered(islands, written)
     before, gradient = dict(crew.bucket(where, 99).slices()), dict(crew.bucket(where, 7).slices())
@@ -256,7 +258,7 @@ def test_what_is_updated_reaches_all(islands: tuple[int, ...], written: Any) -> 
 @each_level
 def test_coded_differences_are_the_same_everywhere(islands: tuple[int, ...], level: str) -> None:
     """Also where several islands code the same rows, rounding at random."""
-    held, where = gathered(islands, {"sdp4bit": {"level": level}})
+    held, where = gathered(islands, {"sdp4bit": {"shard_group": level}})
     before, gradient = dict(crew.bucket(where, 99).slices()), dict(crew.bucket(where, 7).slices())
     for params in held:
         assert all(torch.equal(params[n], held[0][n]) for n in params)
@@ -276,7 +278,9 @@ def by_level(channels: Sequence[LocalChannel], levels: ProcessGroups) -> tuple[i
 @each_level
 def test_bytes_by_level(islands: tuple[int, ...], k: int, m: int, level: str, coded: bool) -> None:
     """Of d numbers on m islands of k ranks; b bytes for each, as they are or in four and eight bits."""
-    sharding = sharding_methods.build({"sdp4bit": CODED | {"level": level}} if coded else {"zero1": {"level": level}})
+    sharding = sharding_methods.build(
+        {"sdp4bit": CODED | {"level": level}} if coded else {"zero1": {"shard_group": level}}
+    )
     levels, where = levels_of(islands), crew.layout({"w": (48 * k * m, 256)})
     deal, d = RowPartition(levels, sharding.path(levels)), where.numel
     one = sharding.exchange(exchange_methods.build("dense"), deal.path)
@@ -298,7 +302,7 @@ def test_bytes_by_level(islands: tuple[int, ...], k: int, m: int, level: str, co
 def test_an_exchange_whose_state_is_no_number_of_the_bucket_stays_what_it_is() -> None:
     """Low rank factors are of whole matrices: then the whole mean goes everywhere, as under any other exchange."""
     sharding = sharding_methods.build("zero1")
-    for written in ({"hierarchical": {"between": {"powersgd": {"rank": 2}}}}, {"topk": {"fraction": 0.1}}):
+    for written in ({"hierarchical": {"inter": {"powersgd": {"rank": 2}}}}, {"topk": {"fraction": 0.1}}):
         given = exchange_methods.build(written)
         assert sharding.exchange(given, ("island", "between")) is given
     flat = {"error_feedback": {"two_shot": "int8"}}
@@ -314,9 +318,9 @@ def test_flat_links_have_one_hop() -> None:
         )
         assert sharding_methods.build("whole").path(levels) == ()
     with pytest.raises(BadInput, match=r"plan\.states: wanted islands of ranks"):
-        sharding_methods.build({"zero1": {"level": "island"}}).check(ProcessGroups.flat(3))
+        sharding_methods.build({"zero1": {"shard_group": "island"}}).check(ProcessGroups.flat(3))
     with pytest.raises(BadInput, match="level"):
-        sharding_methods.build({"zero1": {"level": "planet"}}, key="plan.states")
+        sharding_methods.build({"zero1": {"shard_group": "planet"}}, key="plan.sharding")
 
 
 def test_gradients_by_rows_go_as_states_do_and_parameters_flat() -> None:
@@ -327,12 +331,12 @@ def test_gradients_by_rows_go_as_states_do_and_parameters_flat() -> None:
         == ("island", "between")
     )
     assert sharding_methods.build("zero3").path(levels) == ("all",)
-    assert sharding_methods.build({"zero2": {"level": "island"}}).path(levels) == ("island",)
+    assert sharding_methods.build({"zero2": {"shard_group": "island"}}).path(levels) == ("island",)
     dense = exchange_methods.build("dense")
     assert sharding_methods.build("zero2").exchange(dense, ("island", "between")) == HierarchicalReduceScatter(
         ReduceScatter()
     )
-    assert sharding_methods.build({"zero2": {"level": "island"}}).exchange(
+    assert sharding_methods.build({"zero2": {"shard_group": "island"}}).exchange(
         dense, ("island",)
     ) == HierarchicalReduceScatter(dense)
     assert sharding_methods.build("zero3").exchange(dense, ("all",)) == ReduceScatter()

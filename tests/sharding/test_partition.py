@@ -28,8 +28,8 @@ from sharding.test_hops import EVEN, by_level, each_islands
 
 WAYS: dict[str, Any] = {
     "all": "zero3",
-    "weights": {"zero3": {"weights": "island"}},
-    "states": {"zero3": {"weights": "island", "states": "island"}},
+    "weights": {"zero3": {"weights_group": "island"}},
+    "states": {"zero3": {"weights_group": "island", "states_group": "island"}},
 }
 each_way = pytest.mark.parametrize("written", WAYS.values(), ids=WAYS)
 on_islands = pytest.mark.parametrize("written", [WAYS["weights"], WAYS["states"]], ids=["weights", "states"])
@@ -159,6 +159,6 @@ def test_where_islands_are() -> None:
         with pytest.raises(BadInput, match=r"plan\.states: wanted islands of ranks"):
             one.check(ProcessGroups.flat(4))
     with pytest.raises(BadInput, match=r"plan\.states\.zero3\.states: wanted weights: island"):
-        sharding_methods.build({"zero3": {"states": "island"}}, key="plan.states")
+        sharding_methods.build({"zero3": {"states_group": "island"}}, key="plan.sharding")
     with pytest.raises(BadInput, match="weights"):
-        sharding_methods.build({"zero3": {"weights": "planet"}}, key="plan.states")
+        sharding_methods.build({"zero3": {"weights_group": "planet"}}, key="plan.sharding")

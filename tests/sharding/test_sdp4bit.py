@@ -26,7 +26,7 @@ def test_what_was_lost_is_part_of_the_next_difference(ranks: int) -> None:
     """w <- w + D(Q(m - w)) on all ranks, m <- m - a g at the owner: the replica is the reference, and not the m of the
     step before, so that an error lasts one step.
     """
-    sharding = sharding_methods.build({"sdp4bit": {"weights": {"int4": {"block_numel": 65536}}}})
+    sharding = sharding_methods.build({"sdp4bit": {"weights": {"int4": {"block_size": 65536}}}})
     levels, where = ProcessGroups.flat(ranks), crew.layout()
     deal = sharding.deal(levels)
     start = {n: v.clone() for n, v in Bucket(where, crew.bucket(where, 99).flat).slices()}

@@ -55,7 +55,7 @@ def steps(
     replica = GradientReducer({}, {}, pump, bucket_bytes=1 << 20)
     params = start(getattr(torch, dtype))
     truth = {n: p if p.dtype == torch.float32 else p.float() for n, p in params.items()}
-    probing = ZerothOrderRank(ZerothOrderConfig(samples=samples, epsilon=1e-2), params, truth, replica, 7)
+    probing = ZerothOrderRank(ZerothOrderConfig(directions=samples, epsilon=1e-2), params, truth, replica, 7)
     at, sent, said, finite, norms, losses, back = [], [], [], [], [], [], True
     for step in range(count):
         replica.begin(StepContext(step, 7, 1.0, labels[seat.rank] if labels else 1.0))

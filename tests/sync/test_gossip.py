@@ -141,7 +141,7 @@ ALL = [{"graph": g, "codec": c} for g in topology.names() for c in ("identity", 
 def test_after_a_full_average_all_are_one_and_in_between_they_are_not(
     pool: Pool, given: dict[str, Any], islands: list[list[int]]
 ) -> None:
-    written = {"gossip": {"every": 1, "full": 3, **given}}
+    written = {"gossip": {"sync_every": 1, "global_sync_every": 3, **given}}
     found = pool.run("sync.apart_jobs:rounds", 3, written=written, steps=7, islands=islands, finish=False)
     for step in range(7):
         agree = all(one["at"][step] == found[0]["at"][step] for one in found)
@@ -152,7 +152,7 @@ def test_after_a_full_average_all_are_one_and_in_between_they_are_not(
 
 def test_gossip_s_mean_follows_the_steps_alone(pool: Pool) -> None:
     """Of a linear problem (quadratics), where the mean of the islands' steps is the step of their mean."""
-    apart = pool.run("sync.apart_jobs:rounds", 3, written={"local_sgd": {"every": 50}}, steps=5, finish=False)
+    apart = pool.run("sync.apart_jobs:rounds", 3, written={"local_sgd": {"sync_every": 50}}, steps=5, finish=False)
     found = pool.run("sync.apart_jobs:rounds", 3, written=SETTINGS["gossip"], steps=5, finish=False)
     for step in range(5):
         mean, wanted = (torch.tensor([one["at"][step] for one in ranks]).mean(0) for ranks in (found, apart))

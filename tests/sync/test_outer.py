@@ -94,8 +94,8 @@ def test_a_drawn_sign_is_right_on_average() -> None:
 
 
 def test_stale_momentum_trusts_what_is_near() -> None:
-    plain, _ = run(outer.build({"stale_momentum": {"gap": 0.0, "mu": 0.0}}), [drawn(1), drawn(2)])
-    wary, state = run(outer.build({"stale_momentum": {"mu": 0.0}}), [drawn(1), drawn(2)])
+    plain, _ = run(outer.build({"stale_momentum": {"gap": 0.0, "momentum": 0.0}}), [drawn(1), drawn(2)])
+    wary, state = run(outer.build({"stale_momentum": {"momentum": 0.0}}), [drawn(1), drawn(2)])
     before, second = [a - b for a, b in zip(drawn(99), drawn(1), strict=True)], drawn(2)
     went = math.sqrt(sum(float(d.square().sum()) for d in drawn(1)))
     moved = math.sqrt(sum(float(d.square().sum()) for d in second))
@@ -135,7 +135,7 @@ def test_rounds_at_right_angles_leave_a_hypergradient_where_it_is() -> None:
 
 
 def test_a_hypergradient_multiplies_what_the_inner_rule_does() -> None:
-    rule = outer.build({"hypergradient": {"inner": {"nesterov": {"lr": 0.5, "mu": 0.0}}, "kappa": 0.3}})
+    rule = outer.build({"hypergradient": {"inner": {"nesterov": {"lr": 0.5, "momentum": 0.0}}, "kappa": 0.3}})
     anchor, _ = run(rule, [drawn(1), drawn(1)])
     for x, start, d in zip(anchor, drawn(99), drawn(1), strict=True):
         assert torch.allclose(x, start - 0.5 * d - math.exp(0.3) * 0.5 * d, atol=1e-5)

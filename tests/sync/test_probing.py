@@ -160,7 +160,7 @@ def test_n_ranks_are_one_machine_with_n_times_the_directions(pool: Pool, samples
 @pytest.mark.parametrize(("ranks", "samples"), [(2, 1), (3, 5)])
 def test_one_byte_per_rank_and_direction(pool: Pool, ranks: int, samples: int) -> None:
     found = pool.run("sync.probing_jobs:steps", ranks, count=3, samples=samples)
-    probe = sync.build({"just_one_byte": {"samples": samples}}).probe
+    probe = sync.build({"just_one_byte": {"directions": samples}}).probe
     assert probe is not None
     forecast = price_probed(probe, ProcessGroups.flat(ranks))
     for rank, one in enumerate(found):

@@ -14,23 +14,31 @@ from gossamer.spec.errors import BadInput
 from gossamer.sync._quorum import quorum_timed_out
 from pool import Pool
 
-PLAIN: dict[str, Any] = {"diloco": {"every": 4, "outer": "average", "patience_s": 0.3}}
+PLAIN: dict[str, Any] = {"diloco": {"sync_every": 4, "outer_optimizer": "average", "straggler_timeout_s": 0.3}}
 LATE: dict[str, dict[str, Any]] = {
-    "local_sgd": {"local_sgd": {"every": 4, "patience_s": 0.3}},
-    "diloco": {"diloco": {"every": 4, "patience_s": 0.3}},
-    "fragments": {"diloco": {"every": 4, "fragments": 2, "delay": 1, "patience_s": 0.3, "second_moments": 1}},
+    "local_sgd": {"local_sgd": {"sync_every": 4, "straggler_timeout_s": 0.3}},
+    "diloco": {"diloco": {"sync_every": 4, "straggler_timeout_s": 0.3}},
+    "fragments": {
+        "diloco": {
+            "sync_every": 4,
+            "fragments": 2,
+            "sync_delay": 1,
+            "straggler_timeout_s": 0.3,
+            "average_second_moments_every": 1,
+        }
+    },
     "carried": {
         "diloco": {
-            "every": 4,
+            "sync_every": 4,
             "fragments": 2,
-            "delay": 3,
-            "carry": True,
-            "outer": "average",
-            "patience_s": 0.3,
+            "sync_delay": 3,
+            "keep_local_progress": True,
+            "outer_optimizer": "average",
+            "straggler_timeout_s": 0.3,
             "exchange": {"error_feedback": {"two_shot": {"codec": "int4"}}},
         }
     },
-    "after": {"diloco": {"every": 4, "start": 3, "steps": [4, 2], "patience_s": 0.3}},
+    "after": {"diloco": {"sync_every": 4, "warmup_steps": 3, "local_steps": [4, 2], "straggler_timeout_s": 0.3}},
 }
 
 
@@ -82,7 +90,7 @@ def test_ranks_of_an_island_leave_out_the_same_steps(pool: Pool) -> None:
 def test_weights_are_of_those_who_are_there(pool: Pool) -> None:
     """Of three, two by what they have seen."""
     found = rounds(pool, 3, PLAIN, samples=[1.0, 3.0, 8.0], late=[2, 1, 6], steps=8)
-    alone = rounds(pool, 3, {"local_sgd": {"every": 50}}, steps=4, finish=False)
+    alone = rounds(pool, 3, {"local_sgd": {"sync_every": 50}}, steps=4, finish=False)
     own = [torch.tensor(one["at"][3], dtype=torch.float64) for one in alone]
     met = torch.tensor(found[0]["at"][3], dtype=torch.float64)
     torch.testing.assert_close(met, own[0] / 4 + own[1] * 3 / 4, rtol=0, atol=1e-6)
@@ -107,14 +115,14 @@ def test_half_of_the_islands_must_have_waited(waited_s: list[float], is_enough: 
 @pytest.mark.parametrize(("wait", "sent"), [(0.0, 16), (1.0, 8)])
 def test_words_go_every_other_step_or_with_every_fragment(wait: float, sent: int) -> None:
     """32 bytes each, in a mean step."""
-    loop = sync.build({"diloco": {"every": 8, "fragments": 2, "patience_s": wait}}).loop
+    loop = sync.build({"diloco": {"sync_every": 8, "fragments": 2, "straggler_timeout_s": wait}}).loop
     assert loop is not None
     assert word_bytes(loop, ProcessGroups.islands([[0], [1]])) == {"0>1": sent, "1>0": sent}
 
 
 def test_no_more_rounds_are_missed_than_there_is_room_for(pool: Pool) -> None:
     """What has come of each is kept until the late one has followed: so the others wait for it at last."""
-    written = {"local_sgd": {"every": 1, "patience_s": 0.02}}
+    written = {"local_sgd": {"sync_every": 1, "straggler_timeout_s": 0.02}}
     first, second = rounds(pool, 2, written, steps=40, late=[1, 3, 11, 1.0])
     assert second["idle"][:7] == [4, 5, 6, 7, 8, 9, 10] and 11 not in second["idle"][:8]
     assert first["at"][-1] == second["at"][-1]
@@ -123,13 +131,13 @@ def test_no_more_rounds_are_missed_than_there_is_room_for(pool: Pool) -> None:
 @pytest.mark.parametrize("wait", [-1.0, float("inf"), float("nan")])
 def test_a_patience_that_is_none(wait: float) -> None:
     with pytest.raises(BadInput, match="patience_s: wanted 0 seconds or more"):
-        sync.build({"diloco": {"patience_s": wait}})
+        sync.build({"diloco": {"straggler_timeout_s": wait}})
 
 
-@pytest.mark.parametrize("exchange", [{"ef21": "topk"}, {"hierarchical": {"between": {"econtrol": "topk"}}}])
+@pytest.mark.parametrize("exchange", [{"ef21": "topk"}, {"hierarchical": {"inter": {"econtrol": "topk"}}}])
 def test_an_exchange_in_which_nobody_can_be_left_out(exchange: Any) -> None:
     with pytest.raises(BadInput, match="goes on being counted with what it sent before"):
-        sync.build({"diloco": {"exchange": exchange, "patience_s": 1.0}})
+        sync.build({"diloco": {"exchange": exchange, "straggler_timeout_s": 1.0}})
 
 
 def test_a_loop_whose_islands_owe_each_other_waits_for_all() -> None:

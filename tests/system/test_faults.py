@@ -16,7 +16,7 @@ from system.command import Done, Place, ended, eventually, records
 def held(place: Place, *more: str) -> subprocess.Popen[str]:
     """A run of two ranks that wait in the third or fourth step."""
     (place.folder / "hold").write_text("3")
-    machines = {"processes": 2, "heartbeat_s": 1.0}
+    machines = {"processes": 2, "heartbeat_timeout_s": 1.0}
     config = place.config(model={"factory": "watched:make"}, train={"steps": 40}, machines=machines)
     process = place.start("train", config, *more)
     marks = [place.folder / f"held-{rank}" for rank in (0, 1)]
@@ -94,7 +94,7 @@ def misbehaving(place: Place, how: str, *, rank: int, first: int = 12, timeout_s
     """The configuration of a model that does this on a rank, from its so-many-th forward on."""
     text = MISBEHAVES.replace("RANKED", str(rank)).replace("FIRST", str(first)).replace("HOW", how)
     (place.folder / "net.py").write_text(text)
-    machines = {"processes": 2, "timeout_s": timeout_s, "heartbeat_s": 1.0}
+    machines = {"processes": 2, "timeout_s": timeout_s, "heartbeat_timeout_s": 1.0}
     return place.config(model={"factory": "net:Net"}, train={"steps": 40}, machines=machines)
 
 

@@ -56,7 +56,7 @@ def test_resume_with_more_steps_goes_on_at_the_next_sample(trained: Trained, pla
 
 def test_resume_with_another_plan_plans_again(trained: Trained, place: Place) -> None:
     run = trained.copy(place.folder / "runs" / "copy")
-    wanted = ("plan.sync={local_sgd: {every: 2}}", "plan.states=zero1")
+    wanted = ("plan.sync={local_sgd: {sync_every: 2}}", "plan.sharding=zero1")
     for steps, asked in zip((10, 12), (wanted[:1], ("plan.sync=every_step", wanted[1])), strict=True):
         trained.place.good("resume", run, f"train.steps={steps}", *asked)
     kept = yaml.safe_load((run / "plan.yaml").read_text())
@@ -78,7 +78,7 @@ def test_resume_on_another_number_of_ranks(trained: Trained, place: Place) -> No
 
 def test_of_a_run_by_bytes_no_checkpoint_is_needed(place: Place) -> None:
     """From the model of the configuration to the last step, and further, on another number of ranks."""
-    train = {"optimizer": {"sgd": {"lr": 1e-4}}, "schedule": "constant"}
+    train = {"optimizer": {"sgd": {"lr": 1e-4}}, "lr_schedule": "constant"}
     config = place.config(plan={"sync": "just_one_byte"}, train=train, machines={"processes": 2})
     place.good("train", config)
     (run,) = place.runs()
@@ -148,7 +148,7 @@ def test_ctrl_c_once_saves_and_stops(place: Place) -> None:
 
 
 def test_ctrl_c_does_not_wait_for_a_round_of_islands(place: Place) -> None:
-    process = held(place, watched(place, steps=20, plan={"sync": {"diloco": {"every": 50}}}))
+    process = held(place, watched(place, steps=20, plan={"sync": {"diloco": {"sync_every": 50}}}))
     os.killpg(process.pid, signal.SIGINT)
     assert process.stderr is not None
     assert "ask once more to stop at once" in process.stderr.readline()

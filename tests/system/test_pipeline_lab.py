@@ -96,7 +96,7 @@ def test_four_stages_train_what_one_process_trains(place: Place) -> None:
     counted = sum(link["tx"] for link in about["bytes_per_link"].values())
     assert payload < counted < 1.02 * payload
 
-    in_the_lab(place, "int8", {"coded": {"codec": "int8"}})
+    in_the_lab(place, "int8", {"codec": {"codec": "int8"}})
     assert losses(place.folder / "runs" / "int8") == pytest.approx(expected, rel=1e-3)
     assert losses(place.folder / "runs" / "int8") != losses(place.folder / "runs" / "exact")
     assert 3.6 * boundary_bytes(forecast_of(place, "int8")) < TENSORS

@@ -306,13 +306,13 @@ VISION = {
 }
 
 
-@habit(OR_REFUSED, hard=True, data=Images, train={"objective": "classification"})
+@habit(OR_REFUSED, hard=True, data=Images, train={"loss": "classification"})
 def beit_with_relative_positions():
     """BEiT: an index table behind an lru_cache, shared by its layers."""
     return made("Beit", head="ForImageClassification", **VISION, use_relative_position_bias=True, drop_path_rate=0.0)
 
 
-@habit(EQUAL, data=Images, train={"objective": "classification"})
+@habit(EQUAL, data=Images, train={"loss": "classification"})
 def vit():
     """ViT."""
     return made("ViT", head="ForImageClassification", **VISION)

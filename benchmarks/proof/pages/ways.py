@@ -16,8 +16,8 @@ SPLIT = {"schedule": {"split_backward": {"inner": "one_f_one_b"}}}
 BOTH = {"schedule": {"split_backward": {"inner": {"recompute": {"inner": "one_f_one_b"}}}}}
 GPIPE = {"schedule": "gpipe"}
 TWICE = {"stages": 2, "replicas": 2}
-EIGHT_BITS = {"boundary": {"coded": {"codec": "int8"}}}
-LOSSLESS = {"boundary": {"coded": {"codec": "lossless"}}}
+EIGHT_BITS = {"boundary": {"codec": {"codec": "int8"}}}
+LOSSLESS = {"boundary": {"codec": {"codec": "lossless"}}}
 
 
 def tied(block=Block, vocabulary=VOCABULARY):

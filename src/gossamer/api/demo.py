@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
         "steps": 800,
         "batch": 8,
         "optimizer": {"adamw": {"lr": 2e-3, "weight_decay": 0.1}},
-        "schedule": {"cosine": {"warmup": 0.05, "floor": 0.05}},
+        "lr_schedule": {"cosine": {"warmup": 0.05, "min_lr_factor": 0.05}},
         "precision": "auto",
         "evaluate_every": 200,
         "checkpoint_every": 400,

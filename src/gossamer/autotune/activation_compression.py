@@ -43,8 +43,8 @@ def with_activation_compression(parts: Parts, channel: Channel, tell: Tell) -> P
     )
     by_link = {level: way for _, level, way in choices.rules}
     boundary = tuple(by_link.get(name, by_link["all"]) for name in names.values())
-    reasons = {**parts.plan.reasons, "boundary": choices.reason}
-    plan = parts.plan.model_copy(update={"boundary": boundary, "reasons": reasons})
+    reasons = {**parts.plan.reasons, "activation_compression": choices.reason}
+    plan = parts.plan.model_copy(update={"activation_compression": boundary, "reasons": reasons})
     plan = plan.model_copy(update={"forecast": forecast_of(plan, parts.cut, parts.train, parts.config)})
     tell(f"boundaries: {choices.reason}", 0)
     return replace(parts, plan=plan)

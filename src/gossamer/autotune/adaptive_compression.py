@@ -182,7 +182,7 @@ class AdaptiveCompression:
             names = [n for n, (_, w) in chosen.items() if w == written]
             found.append((f"^({'|'.join(map(re.escape, names))})$", level, written))
         for line in before:
-            if line in left or line.level == "island" or line.pattern == LAST_RESORT:
+            if line in left or line.level == "intra" or line.pattern == LAST_RESORT:
                 found.append((line.pattern or LAST_RESORT, line.level, line.written))
         return _shortest(found)
 

@@ -152,26 +152,26 @@ class ExchangeSelector:
 
     def _shards(self, hosts: int) -> bool:
         """Return whether sharded states follow the islands, if any; sharded parameters do only if asked to."""
-        sharding = sharding_methods.build(self.plan.sharding, key="plan.states")
+        sharding = sharding_methods.build(self.plan.sharding, key="plan.sharding")
         return hosts > 1 and sharding.is_sharded and (sharding.needs_islands or not sharding.takes_parameters)
 
     def _states_are_sharded(self) -> bool:
-        return sharding_methods.build(self.plan.sharding, key="plan.states").is_sharded
+        return sharding_methods.build(self.plan.sharding, key="plan.sharding").is_sharded
 
     def _part(self, loop: OuterLoopConfig, hosts: int) -> None:
         """Set up local-update training: islands as given, else as the links suggest, else one per rank."""
         self._part_into(self.plan.islands or self._islands(hosts))
-        when = f"every {loop.every} steps" + (f", from step {loop.steady} on" if loop.doubles else "")
+        when = f"every {loop.sync_every} steps" + (f", from step {loop.steady} on" if loop.local_step_scaler else "")
         said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet {when}"
         round_s = 0.0
-        if loop.steps:
+        if loop.local_steps:
             loop, round_s, each = self._paced(loop)
             said += f": {each}, {round_s:.3g} s of computing a round"
         if self._states_are_sharded():
             said += f"; in each, states are shared out among {min(map(len, self.plan.islands))} of its ranks"
         if self.policy is not None:
             loop = self._by_ways(loop, self.policy)
-        self._price_apart(loop, compute_s=round_s / loop.every, state_bytes=self.plan.forecast.state_bytes)
+        self._price_apart(loop, compute_s=round_s / loop.sync_every, state_bytes=self.plan.forecast.state_bytes)
         self._adopt("sync", self.plan.sync, said)
         self.tell(f"sync: {said}", 0)
         if unused := law.not_used_inside(loop, self.plan.islands, self.plan.exchange):
@@ -199,8 +199,8 @@ class ExchangeSelector:
         by_rank = gathered(self.pump.channel, [mine])[:, 0].tolist()
         islands = self.plan.islands
         seconds = [max(by_rank[rank] for rank in island) for island in islands]
-        if loop.steps == "auto":
-            loop = self._with(steps=list(sync.by_speed(seconds, loop.every)))
+        if loop.local_steps == "auto":
+            loop = self._with(steps=list(sync.by_speed(seconds, loop.sync_every)))
         pairs = list(zip(loop.steps_of(islands), seconds, strict=True))
         said = ", ".join(
             f"{list(island)} makes {n} of {s:.3g} s" for island, (n, s) in zip(islands, pairs, strict=True)

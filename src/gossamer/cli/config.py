@@ -1,4 +1,4 @@
-"""The commands `gossamer config show`, `check` and `schema`, for configuration files."""
+"""The commands `gossamer config show`, `check`, `upgrade` and `schema`, for configuration files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cyclopts import App
 from gossamer.cli.output import CommandResult, Json
 from gossamer.settings import load, schema, show
 from gossamer.settings.methods import check_methods, check_names
+from gossamer.settings.upgrade_file import upgrade_file
 
 app = App(name="config")
 
@@ -47,8 +48,24 @@ def check_config(run: Path, /, *override: str, json: Json = False) -> CommandRes
     resolved = load(run, override)
     check_methods(resolved)
     changed = sum(where != "default" for where in resolved.origin.values())
-    text = f"{run} is in order: {changed} of {len(resolved.origin)} values are set, the others are defaults"
+    total = len(resolved.origin)
+    text = f"{run} is valid: {changed} of {total} keys set, {total - changed} defaults"
     return CommandResult({"ok": True, "set": changed, "values": len(resolved.origin)}, text)
+
+
+@app.command(name="upgrade")
+def upgrade_config(run: Path, /, *, json: Json = False) -> CommandResult:
+    """Rename the keys and methods of an earlier version in a configuration file; comments and order stay.
+
+    Parameters
+    ----------
+    run
+        The configuration file, in YAML or JSON. It is changed in place.
+    """
+    found = upgrade_file(run)
+    text = "\n".join(f"{run}:{one.line}: {one.old} -> {one.new}" for one in found)
+    data = {"renamed": [{"line": one.line, "old": one.old, "new": one.new} for one in found]}
+    return CommandResult(data, text or f"{run} has the present names already")
 
 
 @app.command(name="schema")

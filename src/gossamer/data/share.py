@@ -21,7 +21,9 @@ def share_rows(batch: int, share: Sequence[float]) -> tuple[int, ...]:
     """
     for part in share:
         if not (math.isfinite(part) and part > 0):
-            raise BadInput(f"every rank needs a positive share of the batch, got {list(share)}", key="plan.share")
+            raise BadInput(
+                f"every rank needs a positive share of the batch, got {list(share)}", key="plan.batch_fractions"
+            )
     if batch < len(share):
         raise bad_input(
             wanted="at least one sequence per rank and step",

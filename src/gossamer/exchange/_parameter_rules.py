@@ -21,7 +21,7 @@ _EXACT = "dense"  # inside an island: as the numbers are; and what serves a para
 class ParameterRules(Generic[T]):
     """A list of rules that assign a method to each parameter by name; the first line that matches holds.
 
-    A line of level `island` or `between` pairs with the first matching line of the other level: together they are one
+    A line of level `intra` or `inter` pairs with the first matching line of the other level: together they are one
     Hierarchical exchange. A parameter that no line matches gets dense.
     """
 
@@ -33,7 +33,7 @@ class ParameterRules(Generic[T]):
         """Build every line once, so that errors in a line that matches nothing are found too; raise BadInput."""
         found = ParameterRules(room, lines(written, key=key))
         for line in found.lines:
-            if line.level == "island":
+            if line.level == "intra":
                 found._join(_EXACT, line)
             else:
                 room.build(line.written, key=line.method_key)
@@ -41,8 +41,8 @@ class ParameterRules(Generic[T]):
 
     @property
     def written(self) -> tuple[T, ...]:
-        """Return the exchange of every line, without lines of level `island`, whose method is a codec."""
-        found = (line for line in self.lines if line.level != "island")
+        """Return the exchange of every line, without lines of level `intra`, whose method is a codec."""
+        found = (line for line in self.lines if line.level != "intra")
         return tuple(self.room.build(line.written, key=line.method_key) for line in found)
 
     @property
@@ -62,7 +62,7 @@ class ParameterRules(Generic[T]):
         return {name: built[those] for name, those in serving.items()}
 
     def _serving(self, name: str) -> tuple[ParameterRule, ...]:
-        """Return the lines of a parameter: none, one line of level `all`, or (between, island)."""
+        """Return the lines of a parameter: none, one line of level `all`, or (inter, intra)."""
         matching = [line for line in self.lines if line.matches(name)]
         if not matching or matching[0].level == "all":
             return tuple(matching[:1])
@@ -75,7 +75,7 @@ class ParameterRules(Generic[T]):
                 do=f"add one with the pattern '{first.pattern}', or '{LAST_RESORT}' at the end",
                 key=f"{first.key}.1",
             )
-        return (first, second) if first.level == "between" else (second, first)
+        return (first, second) if first.level == "inter" else (second, first)
 
     def _build(self, serving: Sequence[ParameterRule]) -> T:
         if not serving:
@@ -89,13 +89,13 @@ class ParameterRules(Generic[T]):
         key = island.method_key
         choice = MethodConfig.parse(island.written, key=key)
         if choice.name == _EXACT:
-            return self.room.build({"hierarchical": {"between": between}}, key=key)
+            return self.room.build({"hierarchical": {"inter": between}}, key=key)
         if choice.name not in codec.names():
             known = (_EXACT, *codec.names())
             said = f"inside an island numbers go dense or through a codec, not as {choice.name!r}"
             raise BadInput(f"{said}: {nearest(choice.name, known)}", key=key)
         codec.build(choice, key=key)
-        return self.room.build({"hierarchical": {"between": between, "inside": choice.written()}}, key=key)
+        return self.room.build({"hierarchical": {"inter": between, "intra_codec": choice.written()}}, key=key)
 
     def _check_used(self, names: list[str], used: set[ParameterRule]) -> None:
         for line in self.lines:

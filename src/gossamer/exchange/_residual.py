@@ -57,8 +57,8 @@ def with_error_feedback(written: Exchanges, names: Iterable[str]) -> Exchanges:
 def matching_rule(found: Sequence[ParameterRule], name: str) -> ParameterRule | None:
     """Return the line whose method sends a parameter's gradient: the first that matches, or its partner `between`."""
     matching = [line for line in found if line.matches(name)]
-    if matching and matching[0].level == "island":
-        return next((line for line in matching if line.level == "between"), None)
+    if matching and matching[0].level == "intra":
+        return next((line for line in matching if line.level == "inter"), None)
     return matching[0] if matching else None
 
 

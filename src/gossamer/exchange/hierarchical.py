@@ -2,18 +2,19 @@
 
 Equations (island I of rank i; W_I = sum of w_i over I; every owner o of an island for its own entries of the bucket):
     m_I    = sum_{i in I} (w_i / W_I) D(C(x_i))       summed by the owner, in rank order
-    M      = sum_I W_I (m_I - lost_I)                 by `between`, among the owners of the same entries in all islands
+    M      = sum_I W_I (m_I - lost_I)                 by `inter`, among the owners of the same entries in all islands
     mean   = D(C(M))                                  sent by the owners to the ranks of their islands
     lost_i = x_i - D(C(x_i)), and at the owner  + (W_I / w_o) (lost_I + M - mean);
     owed_o = W_I (lost_I + M - mean) + owed_I  where w_o = 0
-Symbols: x_i (numel,) input of rank i; w_i its weight; C `inside`, D its inverse (the identity where none is given).
-Levels:  `island` and `between` (see wire.message.Levels.islands). Of every island as many ranks own entries as the
-smallest has; the others run `between` on nothing and in a group of one, so that all ranks send as many messages.
-Wire:    SHUFFLE inside (1 - 1/n of a bucket on every rank), `between` on 1/owners of a bucket, SHUFFLE inside.
-State:   that of `between` for the whole bucket, of which owned entries are used.   Work: 2 numel flop and between's.
+Symbols: x_i (numel,) input of rank i; w_i its weight; C `intra_codec`, D its inverse (the identity where none is
+given).
+Levels:  `island` and `inter` (see wire.message.Levels.islands). Of every island as many ranks own entries as the
+smallest has; the others run `inter` on nothing and in a group of one, so that all ranks send as many messages.
+Wire:    SHUFFLE inside (1 - 1/n of a bucket on every rank), `inter` on 1/owners of a bucket, SHUFFLE inside.
+State:   that of `inter` for the whole bucket, of which owned entries are used.   Work: 2 numel flop and between's.
 Paper:   the hierarchical all-reduce of NCCL and Horovod; lossy between nodes alone: ZeRO++, arXiv 2306.10209.
 Good when: links inside islands are fast.   Not for: one giant entry (an entry has one owner).   Feedback belongs into
-`between`; around all of it, an owner's residual carries the losses of its whole island.
+`inter`; around all of it, an owner's residual carries the losses of its whole island.
 """
 
 from __future__ import annotations
@@ -56,23 +57,23 @@ _Turns = Generator[Message, tuple[Tensor, ...], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Hierarchical(Exchange):
-    """An exchange with `between` across islands, and exact inside an island unless the codec `inside` is given."""
+    """An exchange with `inter` across islands, and exact inside an island unless the codec `intra_codec` is given."""
 
-    between: Exchange
-    inside: Codec | None = None
+    inter: Exchange
+    intra_codec: Codec | None = None
 
     def __post_init__(self) -> None:
-        if self.inside is not None and not self.inside.traits.fixed_size:
+        if self.intra_codec is not None and not self.intra_codec.traits.fixed_size:
             raise bad_input(
                 wanted="a codec whose messages have a fixed size",
-                got=repr(self.inside),
+                got=repr(self.intra_codec),
                 do="give a cast, or leave it out",
-                key="inside",
+                key="intra_codec",
             )
 
     @property
     def traits(self) -> ExchangeTraits:
-        return replace(self.between.traits, lossless=self._exact and self.between.traits.lossless)
+        return replace(self.inter.traits, lossless=self._exact and self.inter.traits.lossless)
 
     @property
     def needs_islands(self) -> bool:
@@ -80,18 +81,18 @@ class Hierarchical(Exchange):
 
     @property
     def _exact(self) -> bool:
-        return self.inside is None or self.inside.traits.lossless
+        return self.intra_codec is None or self.intra_codec.traits.lossless
 
     def init(self, layout: Layout) -> ExchangeState:
-        return ExchangeState(inner=(self.between.init(layout),))
+        return ExchangeState(inner=(self.inter.init(layout),))
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         here, (inner,) = IslandShare.of(x.layout, at.levels, at.rank), state.inner
         keys = [key_of(at, x.layout, turn=-1 - k) for k in range(2 * len(here.runs))]  # there, then back
-        sent = x.flat if self.inside is None else torch.cat(self._encoded(x.flat, here, keys))
+        sent = x.flat if self.intra_codec is None else torch.cat(self._encoded(x.flat, here, keys))
         island = yield from self._reduce(sent, here, at, keys)
         sub = Bucket(here.mine.layout, island.to(x.layout.dtype))
-        out = yield from across(self.between, sub, part_of(inner, here), at, here)
+        out = yield from across(self.inter, sub, part_of(inner, here), at, here)
         mean = yield from self._spread(out.mean, here, keys)
         lost = owed = None
         if at.accounts and (out.lost is not None or not self._exact):
@@ -111,8 +112,8 @@ class Hierarchical(Exchange):
         there, _ = self._inside(here)
         (arrived,) = yield Message((sent,), Collective.SHUFFLE, "island", there.splits, there.arriving)
         rows, shares = arrived.view(len(here.island), self._size(here.mine)), here.shares(at.weights)
-        if self.inside is not None and here.mine.numel:
-            return self.inside.mean(rows, here.mine.numel, shares, keys[here.me])
+        if self.intra_codec is not None and here.mine.numel:
+            return self.intra_codec.mean(rows, here.mine.numel, shares, keys[here.me])
         total = torch.zeros(here.mine.numel, device=sent.device)
         for row, share in zip(rows, shares, strict=True):
             total.add_(row, alpha=share)
@@ -123,50 +124,52 @@ class Hierarchical(Exchange):
         _, back = self._inside(here)
         agreed = [Key(k.shared, k.shared) for k in keys[len(here.runs) :]]  # all islands must decode the same bits
         answer = mine
-        if self.inside is not None:
-            answer = self.inside.encode(mine.float(), agreed[here.me]) if mine.numel() else mine.new_empty(0).byte()
+        if self.intra_codec is not None:
+            answer = (
+                self.intra_codec.encode(mine.float(), agreed[here.me]) if mine.numel() else mine.new_empty(0).byte()
+            )
         part = answer.repeat(len(here.island))
         (arrived,) = yield Message((part,), Collective.SHUFFLE, "island", back.splits, back.arriving)
         return self._decoded(arrived, here, agreed).to(here.whole.dtype)
 
     def _encoded(self, flat: Tensor, here: IslandShare, keys: list[Key]) -> list[Tensor]:
-        assert self.inside is not None
+        assert self.intra_codec is not None
         parts = [flat.new_empty(0, dtype=torch.uint8)]
         for run, key in zip(here.runs, keys, strict=False):
-            parts += [self.inside.encode(flat[run.slice].float(), key)] if run.numel else []
+            parts += [self.intra_codec.encode(flat[run.slice].float(), key)] if run.numel else []
         return parts
 
     def _decoded(self, message: Tensor, here: IslandShare, keys: list[Key]) -> Tensor:
         """Return the bucket that a message of all ranges holds."""
-        if self.inside is None:
+        if self.intra_codec is None:
             return message
         pieces = torch.split(message, [self._size(run) for run in here.runs])
         found = [torch.empty(0, device=message.device)]
         for piece, run, key in zip(pieces, here.runs, keys, strict=False):
-            found += [self.inside.decode(piece, run.numel, key)] if run.numel else []
+            found += [self.intra_codec.decode(piece, run.numel, key)] if run.numel else []
         return torch.cat(found)
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         here = IslandShare.of(layout, levels, rank)
         there, back = self._inside(here)
-        return (there, *traffic_across(self.between, here, rank), back)
+        return (there, *traffic_across(self.inter, here, rank), back)
 
     def for_island(self) -> Exchange:
-        """Return an all-reduce, or two_shot with the codec `inside`."""
-        return Dense() if self.inside is None else TwoShot(self.inside)
+        """Return an all-reduce, or two_shot with the codec `intra_codec`."""
+        return Dense() if self.intra_codec is None else TwoShot(self.intra_codec)
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
-        check_across(self.between, layout, levels)
+        check_across(self.inter, layout, levels)
 
     def _size(self, run: OwnerRange) -> int:
         """Return the elements of the message about a range: numbers, or encoded bytes."""
-        return run.numel if self.inside is None or not run.numel else self.inside.nbytes(run.numel)
+        return run.numel if self.intra_codec is None or not run.numel else self.intra_codec.nbytes(run.numel)
 
     def _inside(self, here: IslandShare) -> tuple[Traffic, Traffic]:
         """Return the messages inside the island: to the owners, and from them."""
         everyone = (self._size(here.mine),) * len(here.island)
         owners = tuple(map(self._size, here.runs)) + (0,) * (len(here.island) - len(here.runs))
-        size = here.whole.dtype.itemsize if self.inside is None else 1
+        size = here.whole.dtype.itemsize if self.intra_codec is None else 1
         return (
             Traffic(Collective.SHUFFLE, sum(owners), size, "island", owners, everyone),
             Traffic(Collective.SHUFFLE, sum(everyone), size, "island", everyone, owners),

@@ -5,17 +5,18 @@ Equations (per matrix of the bucket):
     mean  = P (sum_i w_i M_i^T P)^T = P P^T sum_i w_i M_i;   lost_i = M_i - P P^T M_i
     Q     <- sum_i w_i M_i^T P, every column divided by its largest magnitude (a column of zeros: the one before)
 Symbols: M_i (n1, n2) a tensor of rank i, first dimension against the rest; w_i its weight; P (n1, r); Q (n2, r).
-The sum before orth is `left`, an exchange of its own: dense, or a coded one. What it rounds off turns the space that
-is projected on and loses nothing besides, as Q is computed for the P that all ranks hold in the end: for eight bits
-and an embedding, whose n1 is the vocabulary, that is nearly all of the bytes by four.
-Tensors for which r (n1 + n2) >= n1 n2, r = min(rank, n1, n2), and vectors go along with P as they are.
-Wire:    what `left` sends of r n1 numbers per matrix, then SUM of r n2 float32, which is left out without any matrix.
+The sum before orth is `p_exchange`, an exchange of its own: dense, or a coded one. What it rounds off turns the space
+that is projected on and loses nothing besides, as Q is computed for the P that all ranks hold in the end: for eight
+bits and an embedding, whose n1 is the vocabulary, that is nearly all of the bytes by four. Tensors for which r (n1 +
+n2) >= n1 n2, r = min(rank, n1, n2), and vectors go along with P as they are.
+Wire:    what `p_exchange` sends of r n1 numbers per matrix, then SUM of r n2 float32, which is left out without any
+matrix.
 State:   r n2 float32 per matrix, "q@name", the same on all ranks.   Work: 8 r n1 n2 flop and 2 r^2 n1 for orth.
 Paper:   Vogels, Karimireddy, Jaggi, arXiv 1905.13727.   Contraction: none, M may be orthogonal to Q.
 Good when: links of 1 Gbit/s and less, matrices much larger than r.   Not for: vectors, embeddings at low rank, the
 first steps (see warm_up), machines of several kinds (every rank computes P from the same bytes).   Wants feedback.
-Unlike the paper: `left`; orth by Householder reflections, not Gram-Schmidt; what rank i loses is missing in its own
-part of the mean, not in the mean, so that w_i counts: both leave the same sum for feedback, hence the same means.
+Unlike the paper: `p_exchange`; orth by Householder reflections, not Gram-Schmidt; what rank i loses is missing in its
+own part of the mean, not in the mean, so that w_i counts: both leave the same sum for feedback, hence the same means.
 """
 
 from __future__ import annotations
@@ -45,26 +46,26 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class PowerSgd(Exchange):
-    """An exchange that sends `rank` columns of each matrix's two factors, the left ones by the exchange `left`."""
+    """An exchange that sends `rank` columns of each matrix's two factors, the left ones by `p_exchange`."""
 
     rank: int = 4
-    left: Exchange = field(default_factory=Dense)
+    p_exchange: Exchange = field(default_factory=Dense)
 
     def __post_init__(self) -> None:
         check_rank(self.rank)
-        if self.left.traits.remembers:
+        if self.p_exchange.traits.remembers:
             do = "put feedback around powersgd: a factor that was rounded off owes nothing"
-            raise bad_input(wanted="an exchange without feedback", got=repr(self.left), do=do, key="left")
+            raise bad_input(wanted="an exchange without feedback", got=repr(self.p_exchange), do=do, key="p_exchange")
 
     @property
     def traits(self) -> ExchangeTraits:
-        return ExchangeTraits(fixed_size=self.left.traits.fixed_size)
+        return ExchangeTraits(fixed_size=self.p_exchange.traits.fixed_size)
 
     def init(self, layout: Layout) -> ExchangeState:
         cut = self._split(layout)
         drawn = [b.named(b.random("q", layout.device), "q") for b in cut.batches]
         return ExchangeState(
-            {name: q for named in drawn for name, q in named.items()}, (self.left.init(cut.first(layout)),)
+            {name: q for named in drawn for name, q in named.items()}, (self.p_exchange.init(cut.first(layout)),)
         )
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
@@ -75,7 +76,7 @@ class PowerSgd(Exchange):
         sent = [torch.bmm(q, m.mT) for q, m in zip(before, matrices, strict=True)]  # (batch, r, n1)
         first = Bucket(cut.first(x.layout), cut.pack(flat, sent))
         (inner,) = state.inner
-        out = yield from self.left.run(first, inner, at)
+        out = yield from self.p_exchange.run(first, inner, at)
         lefts = [orthonormal(p) for p in cut.unpack(out.mean, [b.left for b in cut.batches], mean)]
         cut.lose_dense(flat, out.lost)  # from here on, `flat` turns into what is lost
         mine = [torch.bmm(p, m) for p, m in zip(lefts, matrices, strict=True)]  # (batch, r, n2)
@@ -95,16 +96,16 @@ class PowerSgd(Exchange):
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         cut = self._split(layout)
-        first = self.left.traffic(cut.first(layout), levels, rank)
+        first = self.p_exchange.traffic(cut.first(layout), levels, rank)
         right = sum(b.right_numel for b in cut.batches)
         return (*first, Traffic(Collective.SUM, right, 4)) if cut.batches else first
 
     def contraction(self, layout: Layout) -> float | None:
         cut = self._split(layout)
-        return None if cut.batches else self.left.contraction(cut.first(layout))
+        return None if cut.batches else self.p_exchange.contraction(cut.first(layout))
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
-        self.left.check(self._split(layout).first(layout), levels)
+        self.p_exchange.check(self._split(layout).first(layout), levels)
 
     def _split(self, layout: Layout) -> MatrixSplit:
         return split(layout, self.rank, steps=1)

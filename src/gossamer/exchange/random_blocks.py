@@ -2,7 +2,7 @@
 
 Equations:
     kept_i = x_i on m of the B blocks, 0 elsewhere;   mean = sum_i w_i kept_i
-Symbols: x_i (numel,) input of rank i; w_i its weight; B = ceil(numel / b) blocks of b = `block_numel` numbers (the
+Symbols: x_i (numel,) input of rank i; w_i its weight; B = ceil(numel / b) blocks of b = `block_size` numbers (the
 last one may be shorter; small buckets have smaller blocks); m = max(1, round(fraction B)), drawn from the shared key.
 Wire:    SUM of m b float32.   State: none.   Work: copies of m b numbers.
 Paper:   Xie et al., CSER, arXiv 2007.13221 (globally-randomized blockwise sparsifier).   Contraction: delta = m / B.
@@ -38,12 +38,12 @@ class RandomBlocks(Exchange):
     """An exchange that sends `fraction` (1 / R in the paper) of a bucket's blocks, drawn from a shared key."""
 
     fraction: float = 1 / 32
-    block_numel: int = 1024
+    block_size: int = 1024
 
     def __post_init__(self) -> None:
         check_fraction(self.fraction)
-        if self.block_numel < 1:
-            raise bad_input(wanted="1 or more", got=repr(self.block_numel), do="give 1024", key="block_numel")
+        if self.block_size < 1:
+            raise bad_input(wanted="1 or more", got=repr(self.block_size), do="give 1024", key="block_size")
 
     @property
     def traits(self) -> ExchangeTraits:
@@ -70,7 +70,7 @@ class RandomBlocks(Exchange):
 
     def _block(self, layout: Layout) -> int:
         """Return the block length: at most the elements to send, so that a small bucket is not sent completely."""
-        return max(1, min(self.block_numel, round(self.fraction * layout.numel)))
+        return max(1, min(self.block_size, round(self.fraction * layout.numel)))
 
     def _blocks(self, layout: Layout) -> int:
         return -(-layout.numel // self._block(layout))

@@ -13,7 +13,7 @@ Contraction over hashes: delta = 1 - r / cells, that of one row; a median of row
 symmetric, and much better on heavy tails. Unbiased with one row. Exact where nothing in U collides.
 -0.0 and denormals count as non-zero.
 Good when: supports of many ranks overlap and noise does no harm (3 rows where magnitudes differ widely).
-Not for: what must be exact: union_sum sends, after a smaller bitmap, one number per entry where this sends `cells`.
+Not for: what must be exact: block_sparse sends, after a smaller bitmap, one number per entry where this sends `cells`.
 Few ranks: gathering values and places is smaller while supports overlap little (tests/claims). Feedback around it: what
 a collision leaves behind stays in the residual, so supports grow with every step.
 Unlike the paper: the sketch is sized by this step's union, which is known from the bitmap before it is sent, and not

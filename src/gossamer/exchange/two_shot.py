@@ -4,9 +4,9 @@ Equations (n ranks, chunk c belongs to rank c):
     m_c  = w_c x_c[c] + sum_{i != c} w_i D(C(x_i[c]))      what its owner sums: its own numbers need no code
     mean = (D(C'(m_0)), ..., D(C'(m_{n-1})))
     lost_i = x_i - D(C(x_i)), and on its own chunk  (m_i - D(C'(m_i))) / w_i;   owed_i = m_i - D(C'(m_i)) where w_i = 0
-Symbols: x_i (numel,) input of rank i; w_i its weight; C `codec`, C' `back` (the same codec where none is given).
-The owner takes the loss of the second encoding on itself, so that feedback around it sees both; one without weight
-owes it to the mean.
+Symbols: x_i (numel,) input of rank i; w_i its weight; C `codec`, C' `return_codec` (the same codec where none is
+given). The owner takes the loss of the second encoding on itself, so that feedback around it sees both; one without
+weight owes it to the mean.
 Wire:    SHUFFLE of n messages of ceil(numel / n) numbers, then GATHER of one: 2 (n-1)/n of an encoded bucket. Where
 messages are as long as they need to be, a MAX of 4 bytes goes before each, and all are padded to the longest.
 State:   none.   Work: per element one encoding, which finds out what is lost as well, and one decoding.
@@ -41,10 +41,10 @@ from gossamer.exchange.codec import Codec
 
 @dataclass(frozen=True, slots=True)
 class TwoShot(Exchange):
-    """An exchange through codecs: `codec` to the owner of a chunk, `back` from there to all ranks."""
+    """An exchange through codecs: `codec` to the owner of a chunk, `return_codec` from there to all ranks."""
 
     codec: Codec
-    back: Codec | None = None
+    return_codec: Codec | None = None
 
     @property
     def traits(self) -> ExchangeTraits:
@@ -111,7 +111,7 @@ class TwoShot(Exchange):
 
     @property
     def _back(self) -> Codec:
-        return self.back or self.codec
+        return self.return_codec or self.codec
 
     def _chunk(self, numel: int, ranks: int) -> int:
         """Return the numbers per owner, rounded up to blocks where blocks are small beside it."""

@@ -8,11 +8,12 @@ Equations:
 Symbols: x_i (numel,) input of rank i; w_i its weight; f_i = fractions[i] (one fraction: that of every rank).
 Wire:    uneven SHUFFLE: 8 k_i bytes (float32 value, int32 place), or 4 numel of a rank that sends all, to each of the
 others: no rank waits for bytes that another does not have.   State: none.   Work: a selection over numel.
-Paper:   Tang et al., arXiv 2408.14736: fractions by bandwidth (plan.adapt.bcrs), and OPWA, which is `gamma`, `overlap`:
-entries that few ranks kept are diluted by the weights of those that did not, and are scaled up again.
+Paper:   Tang et al., arXiv 2408.14736: fractions by bandwidth (plan.adapt.bcrs), and OPWA, which is `gamma`,
+`overlap_max_senders`: entries that few ranks kept are diluted by the weights of those that did not, and are scaled up
+again.
 Good when: links differ, ways in are wider than ways out.   Not for: many ranks (what arrives grows with n).
-`gamma` > 1 is for bare use on skewed data: feedback around it takes back what it adds; on like data it diverges.
-Unlike the paper: its rule for coefficients by bandwidth is replaced by the power `tilt`, 0 unless given.
+`gamma` > 1 is for bare use on skewed data: feedback around it takes back what it adds; on like data it diverges. Unlike
+the paper: its rule for coefficients by bandwidth is replaced by the power `tilt`, 0 unless given.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class UnevenTopK(Exchange):
 
     fractions: tuple[float, ...] = (0.01,)
     gamma: float = 1.0
-    overlap: int = 1
+    overlap_max_senders: int = 1
     tilt: float = 0.0
 
     def __post_init__(self) -> None:
@@ -62,8 +63,10 @@ class UnevenTopK(Exchange):
             )
         if not 0 < self.gamma < math.inf:
             raise bad_input(wanted="gamma > 0", got=repr(self.gamma), do="give 1", key="gamma")
-        if self.overlap < 1:
-            raise bad_input(wanted="overlap >= 1", got=repr(self.overlap), do="give 1", key="overlap")
+        if self.overlap_max_senders < 1:
+            raise bad_input(
+                wanted="overlap >= 1", got=repr(self.overlap_max_senders), do="give 1", key="overlap_max_senders"
+            )
         if not math.isfinite(self.tilt):
             raise bad_input(wanted="a finite tilt", got=repr(self.tilt), do="give 0", key="tilt")
 
@@ -88,7 +91,7 @@ class UnevenTopK(Exchange):
         kept = _total(flat, [pieces[at.place]], [shares[at.place] / at.share if at.share > 0 else 1.0])
         if self.gamma != 1.0:
             senders = _total(flat, [((v != 0).to(v.dtype), where) for v, where in pieces], [1.0] * len(pieces))
-            mask = torch.where((senders >= 1) & (senders <= self.overlap), self.gamma, 1.0)
+            mask = torch.where((senders >= 1) & (senders <= self.overlap_max_senders), self.gamma, 1.0)
             mean.mul_(mask)
             kept.mul_(mask)
         return Outcome(mean.to(x.layout.dtype), flat - kept, state)

@@ -239,7 +239,7 @@ def _settled(job: RankJob, pump: CommThread, sink: Callable[[records.Record], No
 
 def _walk(parts: Parts, engine: ModelRuntime, pump: CommThread) -> UnshardOrder | None:
     """Return the order in which all ranks unshard the model's units; None if parameters are not sharded."""
-    if not sharding_methods.build(parts.plan.sharding, key="plan.states").takes_parameters:
+    if not sharding_methods.build(parts.plan.sharding, key="plan.sharding").takes_parameters:
         return None
     walk = walk_of(engine, parts.train, parts.units)
     check_agreement(pump, {"order of the units, and what they read": repr(walk)})

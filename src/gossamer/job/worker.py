@@ -119,7 +119,7 @@ def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:
 
 def objective_of(config: RunConfig) -> Loss:
     """Return the loss of a configuration."""
-    return loss.build(config.train.loss, key="train.objective")
+    return loss.build(config.train.loss, key="train.loss")
 
 
 def corpus_of(data: DataSection) -> Corpus:

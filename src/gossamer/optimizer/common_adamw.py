@@ -15,8 +15,8 @@ The floor p_i v: what nobody had seen when c was made would explode.
 State:   3 tensors per parameter.   Work: some eight passes.
 Sources: rules that share states among islands now and then: Iacob et al., DES-LOC, arXiv 2505.22549; a second moment
 that rests between meetings: Lu et al., 0/1 Adam, arXiv 2202.06009. The scale p_i and the floor are Gossamer's.
-Good when: plan.sync has `second_moments`.   Not for: many islands and gradients that are hardly noise: there a step may
-be longer than AdamW's, by up to the root of their number.
+Good when: plan.sync has `average_second_moments_every`.   Not for: many islands and gradients that are hardly noise:
+there a step may be longer than AdamW's, by up to the root of their number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CommonAdamW(Optimizer):
             raise bad_input(
                 wanted="adamw, whose second moments islands can bring together",
                 got=type(rule).__name__,
-                do="set train.optimizer to adamw, or leave second_moments out",
+                do="set train.optimizer to adamw, or leave average_second_moments_every out",
                 key="plan.sync",
             )
         return CommonAdamW(inner=rule, part=part)

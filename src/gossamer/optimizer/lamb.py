@@ -8,7 +8,7 @@ Equations, for update t = 1, 2, ... and rate a = lr * lr_scale:
 Symbols: w parameter, g gradient, m `mean` and v `square` (state), all of one shape; (b1, b2) = betas; |.| is the norm
 of a parameter.
 State:   2 tensors per parameter.   Work: about six passes.
-Unlike the paper: tensors with fewer than two dimensions do not decay and have a ratio of 1, unless `vectors`.
+Unlike the paper: tensors with fewer than two dimensions do not decay and have a ratio of 1, unless `adapt_1d`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from gossamer.spec.validate import positive
 class Lamb(Optimizer):
     """Adam with layer-wise trust ratios.
 
-    `largest`: limit of a parameter's norm in its ratio; `vectors`: trust ratios for 1-D parameters too.
+    `max_coeff`: limit of a parameter's norm in its ratio; `adapt_1d`: trust ratios for 1-D parameters too.
     """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     weight_decay: float = 0.01
-    largest: float = 10.0
-    vectors: bool = False
+    max_coeff: float = 10.0
+    adapt_1d: bool = False
 
     def __post_init__(self) -> None:
         check(self)
-        positive("largest", self.largest)
+        positive("max_coeff", self.max_coeff)
 
     @property
     def by_element(self) -> bool:
@@ -66,7 +66,7 @@ class Lamb(Optimizer):
         step: int,
     ) -> None:
         rate = self.lr * lr_scale
-        for adapts, group in lists(params, grads, state, self.slots, apart=lambda p: self.vectors or p.ndim >= 2):
+        for adapts, group in lists(params, grads, state, self.slots, apart=lambda p: self.adapt_1d or p.ndim >= 2):
             self.move(group, adapts=adapts, rate=rate, step=step)
 
     def move(self, group: Lists, *, adapts: bool, rate: float, step: int) -> list[Tensor]:
@@ -79,7 +79,7 @@ class Lamb(Optimizer):
         found: list[Tensor] = []
         if adapts:
             torch._foreach_add_(updates, group.params, alpha=self.weight_decay)
-            found = ratios(group.params, updates, largest=self.largest)
+            found = ratios(group.params, updates, largest=self.max_coeff)
             torch._foreach_mul_(updates, found)
         torch._foreach_add_(group.params, updates, alpha=-rate)
         return found

@@ -11,7 +11,7 @@ Symbols: w parameter, g gradient, m `mean` and v `square` (state), all of one sh
 of a parameter. The gradient is the one that all ranks agreed on: its norm is that of what was decoded.
 State:   2 tensors per parameter.   Work: about ten passes.
 Unlike the paper: tensors with fewer than two dimensions do not decay and keep the length of their own step, unless
-`vectors`.
+`adapt_1d`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gossamer.spec.validate import positive
 class Lans(Optimizer):
     """LAMB on normalized gradients.
 
-    `largest`: limit of a parameter's norm in its ratio; `vectors`: trust ratios and weight decay for 1-D parameters
+    `max_coeff`: limit of a parameter's norm in its ratio; `adapt_1d`: trust ratios and weight decay for 1-D parameters
     too.
     """
 
@@ -41,12 +41,12 @@ class Lans(Optimizer):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     weight_decay: float = 0.01
-    largest: float = 10.0
-    vectors: bool = False
+    max_coeff: float = 10.0
+    adapt_1d: bool = False
 
     def __post_init__(self) -> None:
         check(self)
-        positive("largest", self.largest)
+        positive("max_coeff", self.max_coeff)
 
     @property
     def by_element(self) -> bool:
@@ -71,7 +71,7 @@ class Lans(Optimizer):
     ) -> None:
         b1, _ = self.betas
         rate = self.lr * lr_scale
-        for adapts, group in lists(params, grads, state, self.slots, apart=lambda p: self.vectors or p.ndim >= 2):
+        for adapts, group in lists(params, grads, state, self.slots, apart=lambda p: self.adapt_1d or p.ndim >= 2):
             units = unit(group.grads)
             slow, below = moments(self, group, units, step)
             torch._foreach_div_(slow, below)
@@ -79,7 +79,7 @@ class Lans(Optimizer):
             for part, moves in ((b1, slow), (1 - b1, units)):
                 if adapts:
                     torch._foreach_add_(moves, group.params, alpha=self.weight_decay)
-                    torch._foreach_mul_(moves, ratios(group.params, moves, largest=self.largest))
+                    torch._foreach_mul_(moves, ratios(group.params, moves, largest=self.max_coeff))
                 torch._foreach_mul_(moves, part)
             torch._foreach_add_(slow, units)
             torch._foreach_add_(group.params, slow, alpha=-rate)

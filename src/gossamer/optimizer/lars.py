@@ -6,7 +6,7 @@ Equations, with rate a = lr * lr_scale:
     m <- momentum m + (trust |w| / |g|) a g ;   w <- w - m          a factor of 1 where w or g is zero
 Symbols: w parameter, g gradient, m `momentum` (state), all of one shape; |.| is the norm of a parameter.
 State:   1 tensor per parameter.   Work: about four passes.   As in the paper, the rate is inside the momentum.
-Unlike the paper: tensors with fewer than two dimensions do not decay and have a ratio of 1, unless `vectors`.
+Unlike the paper: tensors with fewer than two dimensions do not decay and have a ratio of 1, unless `adapt_1d`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from gossamer.spec.validate import below_one, not_negative, positive
 class Lars(Optimizer):
     """SGD with momentum and layer-wise trust ratios.
 
-    `trust`: trust coefficient, a layer's update as a fraction of its norm; `vectors`: also for norms and biases.
+    `trust_coefficient`: trust coefficient, a layer's update as a fraction of its norm; `adapt_1d`: also for norms and
+    biases.
     """
 
     lr: float = 1.0
     momentum: float = 0.9
-    trust: float = 1e-3
+    trust_coefficient: float = 1e-3
     weight_decay: float = 5e-4
-    vectors: bool = False
+    adapt_1d: bool = False
 
     def __post_init__(self) -> None:
         positive("lr", self.lr)
         below_one("momentum", self.momentum)
-        positive("trust", self.trust)
+        positive("trust_coefficient", self.trust_coefficient)
         not_negative("weight_decay", self.weight_decay)
 
     @property
@@ -65,12 +66,12 @@ class Lars(Optimizer):
         step: int,
     ) -> None:
         rate = self.lr * lr_scale
-        for adapts, group in lists(params, grads, state, self.slots, apart=lambda p: self.vectors or p.ndim >= 2):
+        for adapts, group in lists(params, grads, state, self.slots, apart=lambda p: self.adapt_1d or p.ndim >= 2):
             (momenta,) = group.slots
             moves = [g.clone() for g in group.grads]
             if adapts:
                 torch._foreach_add_(moves, group.params, alpha=self.weight_decay)
-                torch._foreach_mul_(moves, ratios(group.params, moves, largest=math.inf, trust=self.trust))
+                torch._foreach_mul_(moves, ratios(group.params, moves, largest=math.inf, trust=self.trust_coefficient))
             torch._foreach_mul_(momenta, self.momentum)
             torch._foreach_add_(momenta, moves, alpha=rate)
             torch._foreach_sub_(group.params, momenta)

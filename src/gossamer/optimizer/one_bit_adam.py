@@ -8,8 +8,8 @@ Equations, for update t = 1, 2, ... and rate a = lr * lr_scale, T = freeze:
     where t > T: h is at least `floor` times the root mean square of h over the parameter, and what has v = 0 stays
 Symbols: w parameter, g gradient, m `mean` and v `square` (state), all of one shape; (b1, b2) = betas.
 State:   2 tensors per parameter.   Work: one fused pass while t <= T, then about six.
-Good when: the exchange is {momentum: {inner: {warm_up: {steps: T, inner: ...}}}} with beta = b1, error feedback and a
-code inside, and train.clip is 0: m is then what the code made of it. With T beyond the run's end it is AdamW.
+Good when: the exchange is {momentum: {inner: {warmup: {steps: T, inner: ...}}}} with beta = b1, error feedback and a
+code inside, and train.max_grad_norm is 0: m is then what the code made of it. With T beyond the run's end it is AdamW.
 Unlike the paper: the floor. A second moment frozen while a row was hardly ever used makes its steps explode.
 """
 
@@ -30,19 +30,19 @@ from gossamer.spec.validate import not_negative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneBitAdam(Optimizer):
-    """Adam with a second moment that is frozen after `freeze` updates (15 to 25% of a run in the paper)."""
+    """Adam with a second moment that is frozen after `freeze_step` updates (15 to 25% of a run in the paper)."""
 
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
     decay_1d: bool = False
-    freeze: int = 100
+    freeze_step: int = 100
     floor: float = 0.05
 
     def __post_init__(self) -> None:
         check(self)
-        not_negative("freeze", self.freeze)
+        not_negative("freeze_step", self.freeze_step)
         not_negative("floor", self.floor)
 
     @property
@@ -70,12 +70,12 @@ class OneBitAdam(Optimizer):
         lr_scale: float,
         step: int,
     ) -> None:
-        if step < self.freeze:
+        if step < self.freeze_step:
             self._warm.update(params, grads, state, lr_scale=lr_scale, step=step)
             return
         rate = self.lr * lr_scale
         for decays, group in lists(params, grads, state, self.slots, apart=lambda p: self.decay_1d or p.ndim >= 2):
-            seen = 1 - self.betas[1] ** self.freeze if self.freeze else 1.0
+            seen = 1 - self.betas[1] ** self.freeze_step if self.freeze_step else 1.0
             below = inverse(group.slots[1], seen=seen, floor=self.floor, eps=self.eps)
             frozen(self, group, below, seen=1 - self.betas[0] ** (step + 1), decays=decays, rate=rate)
 

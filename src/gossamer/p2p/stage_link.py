@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.comm.message import Collective, ExchangeState, Message, Outcome, ProcessGroups, Rounds, Traffic
 from gossamer.comm.random_key import Key, key_at
 from gossamer.p2p.activation import ActivationCodec, TensorSpec
-from gossamer.p2p.activation.plain import Plain
+from gossamer.p2p.activation.none import NoCompression
 from gossamer.spec.errors import WireMismatch, bad_input
 
 
@@ -27,7 +27,7 @@ class StageLink:
     source: int
     target: int
     levels: ProcessGroups
-    crossing: ActivationCodec = field(default_factory=Plain)
+    crossing: ActivationCodec = field(default_factory=NoCompression)
     level: str = "all"
     name: str = ""
 

@@ -19,7 +19,10 @@ def schedule_of(plan: Plan, replica: int) -> Schedule:
 
     Raises BadInput where the schedule does not support the plan's stages or micro-batches.
     """
-    maker, microbatches = schedule.build(plan.pipeline_schedule, key="plan.schedule"), plan.microbatches[replica]
+    maker, microbatches = (
+        schedule.build(plan.pipeline_schedule, key="plan.pipeline_schedule"),
+        plan.microbatches[replica],
+    )
 
     def straight(stages: int) -> Schedule:
         return maker.make(stages=stages, ranks=stages, microbatches=microbatches)

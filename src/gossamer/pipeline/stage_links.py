@@ -8,7 +8,7 @@ from dataclasses import replace
 from gossamer.comm.message import ProcessGroups
 from gossamer.p2p import StageLink, TensorSpec
 from gossamer.p2p import activation as crossings
-from gossamer.p2p.activation.plain import Plain
+from gossamer.p2p.activation.none import NoCompression
 from gossamer.pipeline.schedule import Schedule
 from gossamer.spec.plan import Plan
 
@@ -23,7 +23,7 @@ def links_of(plan: Plan, levels: ProcessGroups, schedule: Schedule, replica: int
     first = replica * plan.width
     found: dict[tuple[int, int], StageLink] = {}
     for stage in range(schedule.stages - 1):
-        crossing = crossings.build(plan.boundary_of(stage), key="plan.boundary")
+        crossing = crossings.build(plan.boundary_of(stage), key="plan.activation_compression")
         for batch in range(schedule.microbatches):
             if schedule.crosses(stage, batch):
                 found[stage, batch] = StageLink(
@@ -39,7 +39,11 @@ def links_of(plan: Plan, levels: ProcessGroups, schedule: Schedule, replica: int
 
 def levels_of_stages(plan: Plan) -> ProcessGroups:
     """Return the process groups of a model in pipeline stages."""
-    return ProcessGroups.staged(plan.stage_ranks) if plan.stage_ranks else ProcessGroups.mesh(plan.mesh.replica, plan.mesh.pipe)
+    return (
+        ProcessGroups.staged(plan.stage_ranks)
+        if plan.stage_ranks
+        else ProcessGroups.mesh(plan.mesh.replica, plan.mesh.pipe)
+    )
 
 
 def way_of(link: StageLink, form: TensorSpec) -> StageLink:
@@ -48,6 +52,6 @@ def way_of(link: StageLink, form: TensorSpec) -> StageLink:
     Tensors that are not floating point (masks, positions) must arrive exactly, so they are sent without compression.
     Raises BadInput where the codec cannot send the tensor.
     """
-    way = link if form.dtype.is_floating_point else replace(link, crossing=Plain())
+    way = link if form.dtype.is_floating_point else replace(link, crossing=NoCompression())
     way.crossing.check(form)
     return way

@@ -65,7 +65,7 @@ def price_of(
     levels: ProcessGroups,
     *,
     bucket_bytes: int,
-    states: Written = "whole",
+    states: Written = "none",
     walk: UnshardOrder | None = None,
     microbatches: int = 1,
 ) -> Cost:
@@ -74,7 +74,7 @@ def price_of(
     `written`: the exchange; `states`: the sharding; `walk`: required for sharded parameters, which are gathered for
     each of a rank's `microbatches`.
     """
-    sharding = sharding_methods.build(states, key="plan.states")
+    sharding = sharding_methods.build(states, key="plan.sharding")
     deal = sharding.deal(levels)
     buckets = state_buckets(written, shapes, sharding, deal, bucket_bytes=bucket_bytes)
     links = Counter(step_bytes(buckets, levels))
@@ -91,7 +91,7 @@ def price_apart(loop: OuterLoopConfig, plan: Plan, shapes: Shapes, levels: Proce
 
     Raises BadInput for a gradient exchange that cannot run inside an island.
     """
-    sharding = sharding_methods.build(plan.sharding, key="plan.states")
+    sharding = sharding_methods.build(plan.sharding, key="plan.sharding")
     deal = sharding.deal(levels)
     buckets = state_buckets(plan.exchange, shapes, sharding, deal, bucket_bytes=plan.bucket_bytes)
     island = levels.only("island")
@@ -99,7 +99,7 @@ def price_apart(loop: OuterLoopConfig, plan: Plan, shapes: Shapes, levels: Proce
     for layout, one in buckets:
         one.check(layout, island)
     islands = levels.groups["island"]
-    part = {r: n / loop.every for ranks, n in zip(islands, loop.steps_of(islands), strict=True) for r in ranks}
+    part = {r: n / loop.sync_every for ranks, n in zip(islands, loop.steps_of(islands), strict=True) for r in ranks}
     inside = Counter(step_bytes(buckets, levels, meets="island"))  # of a step, of which some islands make a part
     inside.update(gather_bytes(buckets, deal, sharding.differences) if sharding.is_sharded else {})
     links = Counter({link: int(sent * part[int(link.partition(">")[0])]) for link, sent in inside.items()})

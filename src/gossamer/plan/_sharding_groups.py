@@ -27,7 +27,7 @@ from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.network import Network
 from gossamer.spec.units import show_bytes
 
-STATES: tuple[Written, ...] = ("whole", {"zero1": {"level": "island"}}, "zero1")
+STATES: tuple[Written, ...] = ("none", {"zero1": {"shard_group": "island"}}, "zero1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def places_of_states(
     """
     found = []
     for written in among:
-        sharding = sharding_methods.build(written, key="plan.states")
+        sharding = sharding_methods.build(written, key="plan.sharding")
         deal = sharding.deal(levels)
         there = back = 0.0
         for layout, one in state_buckets(exchange, shapes, sharding, deal, bucket_bytes=bucket_bytes):

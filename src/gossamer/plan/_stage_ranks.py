@@ -1,4 +1,4 @@
-"""The ranks of every pipeline stage, from `plan.stages` of the configuration."""
+"""The ranks of every pipeline stage, from `plan.stage_ranks` of the configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from gossamer.spec.config import PlanSection
 from gossamer.spec.errors import BadInput, bad_input
 
-_KEY = "plan.stages"
+_KEY = "plan.stage_ranks"
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -23,7 +23,7 @@ def stages_of(asked: PlanSection, ranks: int) -> Groups:
 
 def _check_mesh(asked: PlanSection, stages: int) -> None:
     if stages < 2:
-        raise BadInput("one stage is the whole model: leave plan.stages at auto, or list two or more", key=_KEY)
+        raise BadInput("one stage is the whole model: leave plan.stage_ranks at auto, or list two or more", key=_KEY)
     if asked.mesh.pipe not in ("auto", stages):
         raise bad_input(
             wanted=f"the ranks of each of {asked.mesh.pipe} stages (plan.mesh.pipe)",
@@ -33,7 +33,7 @@ def _check_mesh(asked: PlanSection, stages: int) -> None:
         )
     if asked.mesh.replica not in ("auto", 1):
         raise bad_input(
-            wanted="plan.mesh.replica: auto where plan.stages says how many ranks each stage has",
+            wanted="plan.mesh.replica: auto where plan.stage_ranks says how many ranks each stage has",
             got=str(asked.mesh.replica),
             do="leave one of the two at auto",
             key="plan.mesh.replica",
@@ -67,7 +67,7 @@ def shares_of(asked: PlanSection, groups: Groups) -> tuple[float, ...]:
             wanted=f"a share for each of {ranks} ranks, of the work of its stage",
             got=f"{len(given)} ({given})",
             do="list as many shares as there are processes",
-            key="plan.share",
+            key="plan.batch_fractions",
         )
     totals = {rank: sum(given[r] for r in group) for group in groups for rank in group}
     return tuple(part / totals[rank] for rank, part in enumerate(given))

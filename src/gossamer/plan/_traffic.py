@@ -114,7 +114,7 @@ def word_bytes(loop: OuterLoopConfig, levels: ProcessGroups) -> dict[str, int]:
     """
     if len(levels.groups["island"]) == 1:
         return {}
-    words, steps = (loop.fragments, loop.every) if loop.patience_s else (1, StatusExchange.every)
+    words, steps = (loop.fragments, loop.sync_every) if loop.straggler_timeout_s else (1, StatusExchange.every)
     return {link: sent * words // steps for link, sent in by_link(levels, lambda _: (StatusExchange.traffic,)).items()}
 
 

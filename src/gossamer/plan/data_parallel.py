@@ -51,7 +51,7 @@ class DataParallel(Planner):
         mesh = Mesh(pipe=len(stages)) if stages else _mesh(config.plan.mesh, request.ranks)
         share = shares_of(config.plan, stages) if stages else _share(config, mesh.replica)
         whose = "the ranks of each stage" if stages else f"{mesh.replica} replicas"
-        reasons["share"] = "given" if config.plan.batch_fractions != "auto" else f"equal parts for {whose}"
+        reasons["batch_fractions"] = "given" if config.plan.batch_fractions != "auto" else f"equal parts for {whose}"
         rows = (config.train.batch,) if stages else share_rows(config.train.batch, share)
         pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe, stages)
         pieces = _in_step(config, rows, pieces)
@@ -86,9 +86,7 @@ class DataParallel(Planner):
         self, config: RunConfig, rows: tuple[int, ...], stages: int, groups: Groups
     ) -> tuple[tuple[int, ...], str]:
         """Return the micro-batches per replica, and the reason. `groups`: the ranks of every stage, if given."""
-        wanted, key = config.plan.microbatches, "plan.microbatches"
-        if wanted == "auto":
-            wanted, key = config.train.accumulate, "train.accumulate"
+        wanted, key = config.train.accumulate, "train.accumulate"
         if wanted == "auto":
             fitting = max(1, self.microbatch_tokens // config.data.sequence)  # rows of one micro-batch
             each = f"{sum(map(len, groups))} ranks" if groups else f"{stages} stages"
@@ -137,7 +135,7 @@ def _sync(config: RunConfig, mesh: Mesh) -> tuple[Written, str]:
         return asked.sync, ""
     against = {
         "a model in stages": mesh.pipe > 1,
-        "sharded states": sharding_methods.build(asked.sharding, key="plan.states").is_sharded,
+        "sharded states": sharding_methods.build(asked.sharding, key="plan.sharding").is_sharded,
         "plan.adapt": asked.adapt != "none",
         "verification": config.train.verify.every > 0,
     }
@@ -176,7 +174,7 @@ def _reasons(terms: Terms) -> dict[str, str]:
 def _schedule(config: RunConfig, mesh: Mesh) -> Written:
     if config.plan.pipeline_schedule != "auto":
         return config.plan.pipeline_schedule
-    return "one_stage" if mesh.pipe == 1 else "one_f_one_b"
+    return "single_stage" if mesh.pipe == 1 else "one_f_one_b"
 
 
 def _boundary(config: RunConfig) -> Written | tuple[Written, ...]:
@@ -186,14 +184,14 @@ def _boundary(config: RunConfig) -> Written | tuple[Written, ...]:
 
 def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) -> tuple[int, ...]:
     """Return the micro-batches per replica, equal if all ranks gather sharded parameters together. Raises BadInput."""
-    if not sharding_methods.build(config.plan.sharding, key="plan.states").takes_parameters:
+    if not sharding_methods.build(config.plan.sharding, key="plan.sharding").takes_parameters:
         return pieces
     if max(pieces) > min(rows):
         raise bad_input(
             wanted=f"as many micro-batches on every replica, {max(pieces)}, as all gather parameters together",
             got=f"{min(rows)} sequences on the smallest (rows {list(rows)})",
-            do="raise train.batch, set train.accumulate, or make plan.share more equal",
-            key="plan.share",
+            do="raise train.batch, set train.accumulate, or make plan.batch_fractions more equal",
+            key="plan.batch_fractions",
         )
     return (max(pieces),) * len(pieces)
 
@@ -203,7 +201,7 @@ def _bucket_bytes(config: RunConfig, request: Request) -> int:
 
     With sharded states buckets are small, because every bucket in flight is held several times.
     """
-    if not sharding_methods.build(config.plan.sharding, key="plan.states").is_sharded:
+    if not sharding_methods.build(config.plan.sharding, key="plan.sharding").is_sharded:
         return BUCKET_BYTES
     gradients = 4 * sum(prod(shape) for _, shape in request.shapes)
     return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, gradients // _BUCKETS))
@@ -223,7 +221,7 @@ def _share(config: RunConfig, replicas: int) -> tuple[float, ...]:
             wanted=f"one share for each of {replicas} replicas",
             got=f"{len(asked)} ({asked})",
             do="list as many shares as there are processes",
-            key="plan.share",
+            key="plan.batch_fractions",
         )
     return tuple(part / sum(asked) for part in asked)
 
@@ -250,8 +248,8 @@ def _forecast(terms: Terms, request: Request) -> Cost:
         return cost.model_copy(update={"state_bytes": _held(terms, request, levels)})
     islands = ProcessGroups.islands(plan.islands or [[rank] for rank in range(plan.ranks)])
     known = len(islands.groups["island"])
-    if loop.steps == "auto" or len(loop.steps) != known:  # not known yet: no island makes more than all
-        loop = replace(loop, steps=())
+    if loop.local_steps == "auto" or len(loop.local_steps) != known:  # not known yet: no island makes more than all
+        loop = replace(loop, local_steps=())
     cost = price_apart(loop, plan, request.shapes, islands)
     return cost.model_copy(update={"state_bytes": _held_apart(loop, terms, request, islands)})
 
@@ -267,7 +265,7 @@ def _held(terms: Terms, request: Request, levels: ProcessGroups) -> tuple[int, .
 def _held_apart(loop: OuterLoopConfig, terms: Terms, request: Request, islands: ProcessGroups) -> tuple[int, ...]:
     """Return the same in local-update training, plus the outer loop's state for all trained parameters."""
     slots = (
-        1 + len(loop.rule.slots) + (loop.each is not None)
+        1 + len(loop.outer_optimizer.slots) + (loop.step_exchange is not None)
     )  # global parameters; the island's parameters one step ago
     outside = 4 * slots * sum(prod(shape) for _, shape in request.shapes)
     return tuple(held + outside for held in _held(terms, request, islands))

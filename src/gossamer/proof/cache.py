@@ -15,7 +15,16 @@ from torch import nn
 
 from gossamer.run.build import Parts
 
-_PLAN = {"reasons", "forecast", "exchange", "adapted_from", "boundary", "islands", "look_ahead", "bucket_bytes"}
+_PLAN = {
+    "reasons",
+    "forecast",
+    "exchange",
+    "adapted_from",
+    "activation_compression",
+    "islands",
+    "look_ahead",
+    "bucket_bytes",
+}
 
 
 def digest_of(parts: Parts, described: str, data: str) -> str:

@@ -30,7 +30,7 @@ def line_of(
     ]
     if not all(r.precision is question.rounds[0].precision for r in question.rounds):
         said.append(f"in {question.rounds[-1].precision.name} within {_far(verdict.within_coarse)}")
-    if any(plan.boundary_of(stage) != "plain" for stage in range(plan.mesh.pipe - 1)):
+    if any(plan.boundary_of(stage) != "none" for stage in range(plan.mesh.pipe - 1)):
         said.append("not proved: what is lost between stages")
     if config.model.compile:
         said.append("not proved: compiled code")

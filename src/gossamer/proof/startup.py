@@ -207,10 +207,10 @@ def of_proof(plan: Plan) -> Plan:
         update={
             "rows": (count,) * replicas,
             "microbatches": (count,) * replicas,
-            "boundary": "plain",
+            "activation_compression": "none",
             "exchange": "dense",
             "sync": "every_step",
-            "states": "whole",
+            "sharding": "none",
         }
     )
 

@@ -114,9 +114,14 @@ def check_before_start(parts: Parts) -> None:
         )
     if config.train.sample_prompt and parts.words is None:
         raise bad_input(
-            wanted="data that is text", got="sequences without a tokenizer", do="leave it out", key="train.sample"
+            wanted="data that is text",
+            got="sequences without a tokenizer",
+            do="leave it out",
+            key="train.sample_prompt",
         )
-    lr_schedule.build(config.train.lr_schedule, key="train.schedule").factor(0, config.train.steps)  # a warm-up that fits
+    lr_schedule.build(config.train.lr_schedule, key="train.lr_schedule").factor(
+        0, config.train.steps
+    )  # a warm-up that fits
     if not trainable(parts.outline):
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
     precision = precision_of(config.train.precision)
@@ -134,12 +139,12 @@ def _check_copies(parts: Parts) -> None:
     if plan.sync == "auto" or sync.build(plan.sync, key="plan.sync").loop is None:
         return
     halves = [name for name, param in trainable(parts.outline).items() if param.dtype in HALF]
-    if halves and sharding_methods.build(plan.sharding, key="plan.states").is_sharded:
+    if halves and sharding_methods.build(plan.sharding, key="plan.sharding").is_sharded:
         raise bad_input(
             wanted="parameters in float32, to shard the states of islands that train apart",
             got=f"{len(halves)} in half types, such as {halves[0]}",
-            do="set model.dtype to float32 (train.precision: bf16 still computes in bf16), or plan.states to whole",
-            key="plan.states",
+            do="set model.dtype to float32 (train.precision: bf16 still computes in bf16), or plan.sharding to whole",
+            key="plan.sharding",
         )
 
 
@@ -173,7 +178,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
     tied = tied_of(parts, rank, levels)
     together = sync.build(plan.sync, key="plan.sync")
     rule = Master(inner=_rule(config, plan, together, levels, rank))  # copies half types alone
-    sharding = sharding_methods.build(plan.sharding, key="plan.states")
+    sharding = sharding_methods.build(plan.sharding, key="plan.sharding")
     sharding.check(levels)
     deal = sharding.deal(levels)
     written = exchange_methods.rules(plan.exchange).by_name(params)
@@ -235,11 +240,11 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
         replica=replica,
         descent=descent,
         apart=apart,
-        word=apart.roll or (sync.StatusExchange.of(pump.channel, loop.start) if loop is not None else None),
+        word=apart.roll or (sync.StatusExchange.of(pump.channel, loop.warmup_steps) if loop is not None else None),
         rule=rule,
         states=states,
         sharding=sharding,
-        rate=lr_schedule.build(config.train.lr_schedule, key="train.schedule"),
+        rate=lr_schedule.build(config.train.lr_schedule, key="train.lr_schedule"),
         feed=feed,
         validation=parts.validation,
         sampler=_sampler(parts, engine, pipeline, pump),
@@ -274,7 +279,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
 def _rule(config: RunConfig, plan: Plan, together: Sync, levels: ProcessGroups, rank: int) -> Optimizer:
     """Return the optimizer; with averaging of second moments, one that knows this island's fraction of all samples."""
     rule = optimizer_methods.build(config.train.optimizer, key="train.optimizer")
-    if together.loop is None or not together.loop.second_moments:
+    if together.loop is None or not together.loop.average_second_moments_every:
         return rule
     rows = [plan.rows[plan.place_of(one)[0]] for one in levels.everyone]
     return CommonAdamW.around(rule, sum(rows[one] for one in levels.group("island", rank)) / sum(rows))
@@ -287,8 +292,8 @@ def _shards(parts: Parts, walk: UnshardOrder, around: Surroundings, rank: int, d
         raise bad_input(
             wanted="as many micro-batches on every replica, as all gather parameters together",
             got=str(list(counts)),
-            do="plan again, or leave plan.states at zero2",
-            key="plan.states",
+            do="plan again, or leave plan.sharding at zero2",
+            key="plan.sharding",
         )
     pump.channel.widen(ProcessGroups({LEVEL: deal.levels.groups[deal.path[0]]}))
     return ShardedParameters.of(parts.module, walk, pump, deal=deal, rank=rank)
@@ -372,11 +377,11 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def set_memory(states: Written) -> None:
-    """Set the allocator of this process, before its first tensor, for the sharding `states` (`plan.states`).
+    """Set the allocator of this process, before its first tensor, for the sharding `states` (`plan.sharding`).
 
     With sharded model states freed memory returns to the system; otherwise the process keeps it.
     """
-    if sharding_methods.build(states, key="plan.states").is_sharded:
+    if sharding_methods.build(states, key="plan.sharding").is_sharded:
         give_freed_memory_back()
     else:
         keep_freed_memory()

@@ -145,7 +145,7 @@ class CheckpointContents:
         if not self.states.sharded and any(name.startswith(apart) for name in names):
             raise CheckpointMismatch(
                 f"{checkpoint.folder} holds sharded states rank by rank, as no disk saw all of them: resume with the "
-                "plan.states that it was saved with"
+                "plan.sharding that it was saved with"
             )
         expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
         expected |= {of.name: (of.shape, str(tensor.dtype)) for of, tensor in self._sharded()}
@@ -189,7 +189,7 @@ class CheckpointContents:
         return name.startswith("optim/") and (_by_rank(checkpoint) or _was_apart(checkpoint))
 
     @torch.no_grad()
-    def fill(self, checkpoint: Checkpoint, *, residuals: str = "merge") -> str:
+    def fill(self, checkpoint: Checkpoint, *, residuals: str = "redistribute") -> str:
         """Restore all tensors in place from a checkpoint that passed `check`; return a note for the user, "" for none.
 
         Exchange state and random state belong to a rank. With another number of ranks the random state starts anew, and
@@ -215,7 +215,7 @@ class CheckpointContents:
             self.replica.restore({n: checkpoint.read(f"exchange/{n}", replica=rank) for n in names})
             return told
         there = former > 1 and all(replicas == tuple(range(former)) for replicas in held.values())
-        if there and residuals == "merge":
+        if there and residuals == "redistribute":
             merged = {n: _merged(checkpoint, f"exchange/{n}", former, self.replica.ranks) for n in names}
             self.replica.restore(merged)
             return f"{told}resumed on {self.replica.ranks} ranks what {former} saved: exchange residuals were merged"
@@ -293,7 +293,7 @@ class CheckpointContents:
             self.apart.restore(shared, {n: checkpoint.read(f"island/{n}", replica=rank) for n in there})
             return ""
         owed = [n for n in there if n.startswith(("rounds/", "steps/")) and there[n] == tuple(range(former))]
-        kept = {n: _merged(checkpoint, f"island/{n}", former, ranks) for n in owed if residuals == "merge"}
+        kept = {n: _merged(checkpoint, f"island/{n}", former, ranks) for n in owed if residuals == "redistribute"}
         self.apart.restore(shared, kept)
         return f"resumed on {ranks} ranks what {former} saved: all islands start from what they had agreed on; "
 
@@ -314,7 +314,7 @@ def read_model(module: nn.Module, directory: Path) -> int:
     if any(name.startswith("states/model/") for name in checkpoint.names()):
         raise CheckpointMismatch(
             f"{checkpoint.folder} holds sharded parameters rank by rank, as no disk saw all of them: resume the run "
-            "where it was, on a disk that all ranks see, or with plan.states zero2 from its start"
+            "where it was, on a disk that all ranks see, or with plan.sharding zero2 from its start"
         )
     for name, tensor in named_state(module):
         tensor.copy_(checkpoint.read(f"model/{name}"))

@@ -49,7 +49,7 @@ class CheckpointManager:
     keep: int
     generation: int
     sink: Callable[[records.Record], None]
-    residuals: str = "merge"  # of exchanges, when the number of ranks is another: merge | drop
+    residuals: str = "redistribute"  # of exchanges, when the number of ranks is another: redistribute | reset
     identity: dict[str, Any]  # entries of a checkpoint's metadata besides the progress
     progress: Progress = field(default_factory=Progress)
     contents: CheckpointContents | None = None

@@ -210,7 +210,7 @@ class Verifier:
         if not named and not undecided:
             return
         said = ". ".join(found or [f"no rank can be named: {'; '.join(undecided)}"])
-        if self.wanted.on_failure == "tell":
+        if self.wanted.on_failure == "warn":
             self._tell("error", step, said, rank=min(named, default=-1))
             return
         raise Untrustworthy(

@@ -44,7 +44,7 @@ class ZerothOrderStep(StepAlgorithm):
         self.at(step, "compute")
         names = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
         self._before = buffers_of(self.module, names)
-        looks = iter(range(2 * self.probing.probe.samples))
+        looks = iter(range(2 * self.probing.probe.directions))
         vote = self.probing.look(step, lambda: self._loss(task, is_first=next(looks) == 0))
         return StepAttempt(vote, self._compute_s)
 

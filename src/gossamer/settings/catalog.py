@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gossamer.spec import earlier_names
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import MethodConfig
 from gossamer.spec.suggest import nearest
@@ -66,7 +67,9 @@ class Category:
     def method(self, name: str) -> Method:
         """Return the method called `name`; raises BadInput with the nearest names."""
         if name not in self.methods:
-            raise BadInput(f"there is no {name!r} in the room {self.name}: {nearest(name, self.methods)}")
+            now = earlier_names.method_now(name, self.methods)
+            do = f"it is {now!r} now" if now else nearest(name, self.methods)
+            raise BadInput(f"there is no {name!r} in the category {self.name}: {do}")
         return self.methods[name]
 
 
@@ -105,10 +108,10 @@ def _methods(folder: Path) -> Iterator[tuple[str, Method]]:
     found = {}
     for file in sorted(folder.glob("[!_]*.py")):
         tree = ast.parse(file.read_text("utf-8"), str(file))
-        found[file.stem] = Method(file.stem, ast.get_docstring(tree) or "", tuple(_parameters(tree, file.stem)))
+        found[file.stem] = Method(file.stem, ast.get_docstring(tree) or "", tuple(_parameters(tree)))
     presets = folder / "presets.toml"
     for name, preset in tomllib.loads(presets.read_text("utf-8")).items() if presets.exists() else ():
-        choice = MethodConfig.parse(preset["is"])
+        choice = MethodConfig.parse(preset["base"])
         said = f"{choice.name} with " + ", ".join(f"{k} = {v!r}" for k, v in choice.parameters.items())
         paper = f"\n\nPaper: {preset['paper']}" if preset.get("paper") else ""
         known = found[choice.name].parameters
@@ -118,10 +121,10 @@ def _methods(folder: Path) -> Iterator[tuple[str, Method]]:
     yield from sorted(found.items())
 
 
-def _parameters(tree: ast.Module, stem: str) -> Iterator[Parameter]:
-    wanted = stem.replace("_", "").lower()
+def _parameters(tree: ast.Module) -> Iterator[Parameter]:
+    """Yield the fields of the module's one public class."""
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name.lower() == wanted:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             for item in node.body:
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
                     annotation = ast.unparse(item.annotation)

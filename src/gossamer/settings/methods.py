@@ -15,23 +15,16 @@ from gossamer.settings.describe import leaves
 from gossamer.settings.resolve import Resolved, value_at
 from gossamer.settings.validation_errors import DEFAULT, several
 from gossamer.spec.errors import BadInput
-from gossamer.spec.method_config import MethodConfig
+from gossamer.spec.method_config import MethodConfig, category_of
 from gossamer.spec.parameter_rules import lines
 from gossamer.spec.short_form import ShortForm
 
-_IN_ROOM = re.compile(r"`gossamer methods ([\w/]+)`")
 _OPEN = ("auto", "none")  # words that stand for no method, where a key takes them
 
 
 @cache
 def _rooms() -> Mapping[str, Category]:
     return categories()
-
-
-def category_of(field: FieldInfo) -> str:
-    """Return the category whose methods a configuration key takes, from its description; "" for none."""
-    found = _IN_ROOM.search(field.description or "")
-    return found.group(1) if found else ""
 
 
 def check_names(resolved: Resolved) -> None:
@@ -95,8 +88,8 @@ def _words_of(field: FieldInfo) -> list[str]:
 def _look_up(known: Mapping[str, Category], room: str, written: Any, key: str) -> None:
     if room == "exchange":
         for line in lines(written, key=key):
-            exact = line.level == "island" and MethodConfig.parse(line.written, key=line.method_key).name == "dense"
-            inside = line.level == "island" and not exact
+            exact = line.level == "intra" and MethodConfig.parse(line.written, key=line.method_key).name == "dense"
+            inside = line.level == "intra" and not exact
             _look_up_one(known, known["exchange/codec" if inside else room], line.written, line.method_key)
     else:
         _look_up_one(known, known[room], written, key)
@@ -118,7 +111,7 @@ def _look_up_one(known: Mapping[str, Category], room: Category, written: Any, ke
         needed=[p.name for p in method.parameters if p.name in inner and p.default is None],
     )
     given = form.spelled_out(choice.parameters)
-    if (unknown := form.unknown(given)) is not None:
+    if (unknown := form.unknown(given, method=method.name)) is not None:
         name, near = unknown
         raise BadInput(f"{method.name} has no parameter {name!r}: {near}", key=f"{key}.{name}")
     for name, value in given.items():

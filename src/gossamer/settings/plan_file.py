@@ -10,6 +10,7 @@ from gossamer.settings.read import read
 from gossamer.settings.resolve import Resolved, value_at
 from gossamer.settings.validation_errors import DEFAULT
 from gossamer.spec.config import RunConfig
+from gossamer.spec.earlier_names import PLAN_FIELDS
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, told
 from gossamer.spec.plan import Plan
@@ -28,7 +29,7 @@ PLANNED = (
     "data.sequence",
 )
 # Of a plan that was written by a run, methods that it found by measuring: `auto`, and what stands in for it.
-_MEASURED = {"plan.sync": ("steps", "exchange")}
+_MEASURED = {"plan.sync": ("local_steps", "exchange")}
 
 
 def asks_for_another_plan(before: RunConfig, now: RunConfig) -> bool:
@@ -42,7 +43,8 @@ def with_plan(resolved: Resolved, file: Path, *, ranks: int | None = None) -> Re
     Raises BadInput for a plan that cannot be read, for one of another number of `ranks` (where given), and for one that
     contradicts the configuration; the last with both places.
     """
-    plan, lines = plan_in(file), read(file).lines
+    plan = plan_in(file)
+    lines = {PLAN_FIELDS.get(field, field): where for field, where in read(file).lines.items()}
     if ranks is not None and plan.ranks != ranks:
         raise BadInput(f"{file} is a plan for {plan.ranks} ranks, there are {ranks}: start as many, or plan again")
     given = {key for key, where in resolved.origin.items() if where != DEFAULT}
@@ -81,21 +83,28 @@ def _compared(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, Any, An
     asked, replicas = config.plan, set(plan.microbatches)
     yield "plan.mesh.replica", "mesh.replica", asked.mesh.replica, plan.mesh.replica
     yield "plan.mesh.pipe", "mesh.pipe", asked.mesh.pipe, plan.mesh.pipe
-    yield "plan.stages", "stages", _tuples(asked.stage_ranks), plan.stage_ranks
-    share = asked.batch_fractions if asked.batch_fractions == "auto" else [one / sum(asked.batch_fractions) for one in asked.batch_fractions]
+    yield "plan.stage_ranks", "stage_ranks", _tuples(asked.stage_ranks), plan.stage_ranks
+    share = (
+        asked.batch_fractions
+        if asked.batch_fractions == "auto"
+        else [one / sum(asked.batch_fractions) for one in asked.batch_fractions]
+    )
     if not plan.stage_ranks:
-        yield "plan.share", "share", share, list(plan.batch_fractions)
+        yield "plan.batch_fractions", "batch_fractions", share, list(plan.batch_fractions)
     counts = next(iter(replicas)) if len(replicas) == 1 else list(plan.microbatches)
-    yield "plan.microbatches", "microbatches", asked.microbatches, counts
     yield "train.accumulate", "microbatches", config.train.accumulate, counts
-    yield "plan.schedule", "schedule", asked.pipeline_schedule, plan.pipeline_schedule
-    boundary = tuple(asked.activation_compression) if isinstance(asked.activation_compression, list) else asked.activation_compression
+    yield "plan.pipeline_schedule", "pipeline_schedule", asked.pipeline_schedule, plan.pipeline_schedule
+    boundary = (
+        tuple(asked.activation_compression)
+        if isinstance(asked.activation_compression, list)
+        else asked.activation_compression
+    )
     if asked.adapt == "none":  # else a policy chooses them anew
-        yield "plan.boundary", "boundary", boundary, plan.activation_compression
+        yield "plan.activation_compression", "activation_compression", boundary, plan.activation_compression
     exchange = plan.adapted_from or plan.exchange
     yield "plan.exchange", "exchange", asked.exchange, exchange
     yield "plan.sync", "sync", asked.sync, plan.sync
-    yield "plan.states", "states", asked.sharding, plan.sharding
+    yield "plan.sharding", "sharding", asked.sharding, plan.sharding
     yield "machines.islands", "islands", _tuples(config.machines.islands), plan.islands
     yield "train.batch", "rows", config.train.batch, plan.batch
 
@@ -105,7 +114,7 @@ def _tuples(groups: Any) -> Any:
 
 
 def _alike(key: str, asked: Any, has: Any) -> bool:
-    if key == "plan.share":
+    if key == "plan.batch_fractions":
         return len(asked) == len(has) and all(abs(a - b) < 1e-9 for a, b in zip(asked, has, strict=True))
     if not isinstance(asked, (str, dict)) or not isinstance(has, (str, dict)):
         return bool(_plain(asked) == _plain(has))
@@ -129,18 +138,22 @@ def _decisions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
     """Yield (key, value, field of the plan) of the decisions that a new plan keeps, on a resume with other settings."""
     yield "train.batch", plan.batch, "rows"
     if plan.stage_ranks:
-        yield "plan.stages", [list(group) for group in plan.stage_ranks], "stages"
+        yield "plan.stage_ranks", [list(group) for group in plan.stage_ranks], "stage_ranks"
     else:
         yield "plan.mesh.pipe", plan.mesh.pipe, "mesh"
     if not plan.stage_ranks and len(set(plan.batch_fractions)) > 1:
-        yield "plan.share", list(plan.batch_fractions), "share"
-    yield "plan.states", plan.sharding, "states"
+        yield "plan.batch_fractions", list(plan.batch_fractions), "batch_fractions"
+    yield "plan.sharding", plan.sharding, "sharding"
     yield "plan.sync", plan.sync, "sync"
     if plan.exchange != "auto":
         yield "plan.exchange", plan.adapted_from or plan.exchange, "exchange"
     if plan.mesh.pipe > 1:
-        yield "plan.schedule", plan.pipeline_schedule, "schedule"
+        yield "plan.pipeline_schedule", plan.pipeline_schedule, "pipeline_schedule"
         boundary = plan.activation_compression
-        yield "plan.boundary", list(boundary) if isinstance(boundary, tuple) else boundary, "boundary"
+        yield (
+            "plan.activation_compression",
+            list(boundary) if isinstance(boundary, tuple) else boundary,
+            "activation_compression",
+        )
     elif plan.islands and plan.sync not in ("auto", "every_step"):
         yield "machines.islands", [list(island) for island in plan.islands], "islands"

@@ -8,10 +8,11 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from gossamer.settings.overrides import COMMAND_LINE
-from gossamer.settings.read import read
+from gossamer.settings.read import ParsedFile, read
 from gossamer.settings.resolve import Resolved, resolve
 from gossamer.settings.validation_errors import DEFAULT
 from gossamer.settings.yaml_io import flow
+from gossamer.spec import upgrade
 from gossamer.spec.errors import bad_input
 from gossamer.view.run_directory import open_run
 
@@ -46,7 +47,9 @@ def reload(run_dir: Path, overrides: Iterable[str] = ()) -> Resolved:
             got="none",
             do="put it back: `gossamer config show` of what it was started with writes the same",
         )
-    resolved = resolve(read(directory.config_file), overrides)
+    written = read(directory.config_file)
+    lines = {upgrade.dotted(key): where for key, where in written.lines.items()}
+    resolved = resolve(ParsedFile(upgrade.configuration(written.values), lines), overrides)
     earlier = directory.provenance()
     origin = {k: v if COMMAND_LINE in v else earlier.get(k, v) for k, v in resolved.origin.items()}
     return Resolved(resolved.config, origin)

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from gossamer.settings.describe import is_text, leaves, section, wanted
 from gossamer.settings.yaml_io import flow
+from gossamer.spec import earlier_names
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
@@ -68,7 +69,7 @@ def located(error: BadInput, origin: Mapping[str, str]) -> BadInput:
 
 
 def _others(message: str, key: str, lines: Mapping[str, str]) -> str:
-    """Return "plan.states: run.yaml:4, ..." for the other written keys that a message names."""
+    """Return "plan.sharding: run.yaml:4, ..." for the other written keys that a message names."""
     told = dict.fromkeys(k for k in _NAMED.findall(message) if k in lines and not f"{key}.".startswith(f"{k}."))
     return ", ".join(f"{k}: {lines[k]}" for k in told)
 
@@ -97,6 +98,8 @@ class _Mistake:
 def _mistake(item: ErrorDetails, values: Mapping[str, Any]) -> _Mistake:
     key, field, model = _locate(item["loc"])
     if item["type"] == "extra_forbidden":
+        if now := earlier_names.key_now(key):
+            return _Mistake(key, f"the key is {now} now: rename it, or run `gossamer config upgrade` on the file")
         name = str(item["loc"][-1])
         return _Mistake(key, f"there is no such key: {suggest(name, model)}")
     if item["type"] == "value_error" or field is None:

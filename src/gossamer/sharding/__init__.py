@@ -91,8 +91,8 @@ class Sharding(ABC):
             raise bad_input(
                 wanted="islands of ranks, to hold the states on each of them",
                 got="links that are all alike, or not known",
-                do="say in machines.islands which ranks share a fast link, or leave `island` out of plan.states",
-                key="plan.states",
+                do="say in machines.islands which ranks share a fast link, or leave `island` out of plan.sharding",
+                key="plan.sharding",
             )
 
 

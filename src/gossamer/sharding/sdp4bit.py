@@ -5,7 +5,7 @@ Equations (rows r belong to rank r; w the replica that all ranks compute with, m
     w[r] <- w[r] + D(Q(m[r] - w[r]))  on all ranks, the owner too
 and on islands I, in place of the first, with W_I the sum of w_i over I:
     g[r] = sum_I W_I D(C(sum_{i in I} (w_i / W_I) D(C'(g_i[r]))))
-Symbols: C `gradients` (rotated by H32, four bits, rounded at random: unbiased), C' `gradients_inside` (the same in
+Symbols: C `gradients` (rotated by H32, four bits, rounded at random: unbiased), C' `intra_gradients` (the same in
 eight bits), Q `weights` (four bits); null for numbers as they are. An owner's own numbers need no code.
 The replica itself is the reference of the next difference: an error lasts one step, |m - w| <= one level of the last.
 Wire:    (n-1)/n of the model's numbers, each about 0.53 bytes as gradient and 0.502 as update: an eighth of an
@@ -41,16 +41,16 @@ from gossamer.spec.errors import bad_input
 class Sdp4bit(Sharding):
     """Sharded optimizer states (ZeRO stage 1) with quantized gradients and quantized weight updates.
 
-    Gradients are quantized where plan.exchange is dense. Any other exchange, and `level`, work as in zero1.
+    Gradients are quantized where plan.exchange is dense. Any other exchange, and `shard_group`, work as in zero1.
     """
 
-    weights: Codec | None = field(default_factory=lambda: Int4(block_numel=2048, stochastic=True))
+    weights: Codec | None = field(default_factory=lambda: Int4(block_size=2048, stochastic=True))
     gradients: Codec | None = field(default_factory=lambda: Hadamard(Int4(stochastic=True)))
-    gradients_inside: Codec | None = field(default_factory=lambda: Hadamard(Int8(block_numel=512, stochastic=True)))
-    level: Literal["all", "island"] = "all"
+    intra_gradients: Codec | None = field(default_factory=lambda: Hadamard(Int8(block_size=512, stochastic=True)))
+    shard_group: Literal["all", "island"] = "all"
 
     def __post_init__(self) -> None:
-        coded = {"weights": self.weights, "gradients": self.gradients, "gradients_inside": self.gradients_inside}
+        coded = {"weights": self.weights, "gradients": self.gradients, "intra_gradients": self.intra_gradients}
         for name, codec in coded.items():
             if codec is not None and not codec.traits.fixed_size:
                 do = "give int4, int8 or a cast"
@@ -66,14 +66,14 @@ class Sdp4bit(Sharding):
 
     @property
     def needs_islands(self) -> bool:
-        return self.level == "island"
+        return self.shard_group == "island"
 
     def path(self, levels: ProcessGroups) -> tuple[str, ...]:
-        return Zero1(self.level).path(levels)
+        return Zero1(self.shard_group).path(levels)
 
     def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
         if isinstance(given, Dense):
             given = Dense() if self.gradients is None else TwoShot(self.gradients)
             if "island" in path:
-                given = Hierarchical(given, self.gradients_inside)
-        return Zero1(self.level).exchange(given, path)
+                given = Hierarchical(given, self.intra_gradients)
+        return Zero1(self.shard_group).exchange(given, path)

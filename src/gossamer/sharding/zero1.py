@@ -40,7 +40,7 @@ from gossamer.sharding._row_partition import path_of
 class Zero1(Sharding):
     """Sharded optimizer states (ZeRO stage 1), over `all` ranks with the same parameters or inside each `island`."""
 
-    level: Literal["all", "island"] = "all"
+    shard_group: Literal["all", "island"] = "all"
 
     @property
     def is_sharded(self) -> bool:
@@ -48,10 +48,10 @@ class Zero1(Sharding):
 
     @property
     def needs_islands(self) -> bool:
-        return self.level == "island"
+        return self.shard_group == "island"
 
     def path(self, levels: ProcessGroups) -> tuple[str, ...]:
-        return path_of(self.level, levels)
+        return path_of(self.shard_group, levels)
 
     def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
         if isinstance(given, ErrorFeedback):
@@ -62,10 +62,10 @@ class Zero1(Sharding):
             given = Hierarchical(given)
         elif isinstance(given, TwoShot) and given.codec.traits.fixed_size:
             given = Hierarchical(given, given.codec)
-        if not isinstance(given, Hierarchical) or not is_by_number(given.between):
+        if not isinstance(given, Hierarchical) or not is_by_number(given.inter):
             return given
         return HierarchicalReduceScatter(
-            _scattered(given.between) if "between" in path else given.between, given.inside
+            _scattered(given.inter) if "between" in path else given.inter, given.intra_codec
         )
 
 

@@ -28,7 +28,7 @@ from gossamer.sharding.zero1 import Zero1
 class Zero2(Sharding):
     """Sharded optimizer states and gradients (ZeRO stage 2), over `all` ranks or inside each `island`."""
 
-    level: Literal["all", "island"] = "all"
+    shard_group: Literal["all", "island"] = "all"
 
     @property
     def is_sharded(self) -> bool:
@@ -36,14 +36,14 @@ class Zero2(Sharding):
 
     @property
     def needs_islands(self) -> bool:
-        return self.level == "island"
+        return self.shard_group == "island"
 
     @property
     def gives_back(self) -> bool:
         return True
 
     def path(self, levels: ProcessGroups) -> tuple[str, ...]:
-        return Zero1(self.level).path(levels)
+        return Zero1(self.shard_group).path(levels)
 
     def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
-        return Zero1(self.level).exchange(given, path)
+        return Zero1(self.shard_group).exchange(given, path)

@@ -54,20 +54,21 @@ from gossamer.spec.errors import bad_input
 class Zero3(Sharding):
     """Sharded parameters, gradients and optimizer states (ZeRO stage 3).
 
-    `weights`: sharded over `all` ranks with the same parameters, or inside each `island` (hybrid sharding). `states`:
-    optimizer states and gradients sharded over `all`, or with weights inside an island also inside each `island`.
+    `weights_group`: sharded over `all` ranks with the same parameters, or inside each `island` (hybrid sharding).
+    `states_group`: optimizer states and gradients sharded over `all`, or with weights inside an island also inside each
+    `island`.
     """
 
-    weights: Literal["all", "island"] = "all"
-    states: Literal["all", "island"] = "all"
+    weights_group: Literal["all", "island"] = "all"
+    states_group: Literal["all", "island"] = "all"
 
     def __post_init__(self) -> None:
-        if self.states == "island" and self.weights == "all":
+        if self.states_group == "island" and self.weights_group == "all":
             raise bad_input(
                 wanted="weights: island with it, as a rank updates rows of the parameters that it holds",
                 got="weights: all",
                 do="give both, or zero1 with level: island",
-                key="states",
+                key="states_group",
             )
 
     @property
@@ -84,12 +85,12 @@ class Zero3(Sharding):
 
     @property
     def needs_islands(self) -> bool:
-        return self.weights == "island"
+        return self.weights_group == "island"
 
     def path(self, levels: ProcessGroups) -> tuple[str, ...]:
-        if self.weights == "all" or "island" not in levels.groups:
+        if self.weights_group == "all" or "island" not in levels.groups:
             return ("all",)
-        return ("island",) if self.states == "island" else ("island", "between")
+        return ("island",) if self.states_group == "island" else ("island", "between")
 
     def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
         return Zero1().exchange(given, path)

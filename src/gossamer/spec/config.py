@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gossamer.spec.method_config import Exchanges, Written
+from gossamer.spec.method_config import Exchanges, MethodOf, Written
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]
@@ -75,8 +75,12 @@ class ModelSection(Section):
 class DataSection(Section):
     """The training text, its tokenizer, and the length and packing of the sequences cut from it."""
 
-    source: Written = Field("stdlib", description="a method of `gossamer methods data/source`: stdlib, text:GLOB, ...")
-    tokenizer: Written = Field("byte", description="a method of `gossamer methods data/tokenizer`: byte, bpe:N, hf:DIR")
+    source: Annotated[Written, MethodOf("data/source")] = Field(
+        "stdlib", description="a method of `gossamer methods data/source`: stdlib, text:GLOB, ..."
+    )
+    tokenizer: Annotated[Written, MethodOf("data/tokenizer")] = Field(
+        "byte", description="a method of `gossamer methods data/tokenizer`: byte, bpe:N, hf:DIR"
+    )
     sequence: Annotated[int, Field(ge=2)] = Field(256, description="tokens per sequence")
     pack: bool = Field(True, description="fill sequences from the stream of documents; false: one document piece each")
     isolate: bool = Field(False, description="restart positions at document borders, so that none attends to another")
@@ -93,7 +97,7 @@ class VerifySection(Section):
     tolerance_factor: Annotated[float, Field(ge=1)] = Field(
         8.0, description="times the measured noise that honest gradients of the same samples may be apart"
     )
-    on_failure: Literal["stop", "tell"] = Field("stop", description="what it leads to that a rank is named")
+    on_failure: Literal["stop", "warn"] = Field("stop", description="what it leads to that a rank is named")
 
 
 class TrainSection(Section):
@@ -101,12 +105,16 @@ class TrainSection(Section):
 
     steps: Positive = 1000
     batch: Positive = Field(64, description="sequences per step, over all replicas")
-    optimizer: Written = Field({"adamw": {"lr": 3e-4}}, description="a method of `gossamer methods optimizer`")
-    lr_schedule: Written = Field(
+    optimizer: Annotated[Written, MethodOf("optimizer")] = Field(
+        {"adamw": {"lr": 3e-4}}, description="a method of `gossamer methods optimizer`"
+    )
+    lr_schedule: Annotated[Written, MethodOf("optimizer/lr_schedule")] = Field(
         {"cosine": {"warmup": 0.02}}, description="a method of `gossamer methods optimizer/lr_schedule`"
     )
-    loss: Written = Field("next_token", description="a method of `gossamer methods loss`")
-    max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    loss: Annotated[Written, MethodOf("loss")] = Field("next_token", description="a method of `gossamer methods loss`")
+    max_grad_norm: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="largest global gradient norm; 0: no clipping"
+    )
     accumulate: Positive | Auto = Field("auto", description="micro-batches per replica and step")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "fp32", description="type the forward and backward compute in; auto: bf16 where it is measured to be faster"
@@ -150,7 +158,7 @@ class MachinesSection(Section):
 
 
 class MeshSection(Section):
-    """The sizes of the mesh axes; their product is the number of processes, unless `plan.stages` is set."""
+    """The sizes of the mesh axes; their product is the number of processes, unless `plan.stage_ranks` is set."""
 
     gone = {"shard": 1, "tensor": 1, "sequence": 1, "expert": 1}
     replica: Positive | Auto = "auto"
@@ -172,27 +180,30 @@ class PlanSection(Section):
         "auto", description="first unit of every stage: its name, or the number of a block; the first stage's is 0"
     )
     units: list[str] | Auto = Field("auto", description="the modules to cut between; auto: the repeated blocks")
-    microbatches: Positive | Auto = Field("auto", description="micro-batches per replica and step, as train.accumulate")
-    pipeline_schedule: Written = Field("auto", description="a method of `gossamer methods pipeline/schedule`")
-    activation_compression: Written | list[Written] = Field(
-        "plain",
+    pipeline_schedule: Annotated[Written, MethodOf("pipeline/schedule")] = Field(
+        "auto", description="a method of `gossamer methods pipeline/schedule`"
+    )
+    activation_compression: Annotated[Written | list[Written], MethodOf("p2p/activation")] = Field(
+        "none",
         description="how tensors cross between stages: a method of `gossamer methods p2p/activation`, or "
         "one per border",
     )
-    exchange: Exchanges = Field(
+    exchange: Annotated[Exchanges, MethodOf("exchange")] = Field(
         "auto",
         description="a method of `gossamer methods exchange`; or lines, of which the first whose pattern (a regular "
         "expression) is found in a parameter's name holds; level: all, or lines for both island and between",
     )
-    sync: Written = Field(
+    sync: Annotated[Written, MethodOf("sync")] = Field(
         "every_step", description="a method of `gossamer methods sync`; auto: from the links, with exchange auto"
     )
-    sharding: Written = Field("whole", description="a method of `gossamer methods sharding`: where the model state lies")
-    lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
-    residuals_on_resume: Literal["merge", "drop"] = Field(
-        "merge", description="of lossy exchanges, when a run resumes on another number of processes"
+    sharding: Annotated[Written, MethodOf("sharding")] = Field(
+        "none", description="a method of `gossamer methods sharding`: where the model state lies"
     )
-    adapt: Written = Field(
+    lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
+    residuals_on_resume: Literal["redistribute", "reset"] = Field(
+        "redistribute", description="of lossy exchanges, when a run resumes on another number of processes"
+    )
+    adapt: Annotated[Written, MethodOf("plan/adapt")] = Field(
         "none",
         description="none, or a method of `gossamer methods plan/adapt`: it chooses exchanges as the run goes on",
     )
@@ -219,7 +230,9 @@ class RunSection(Section):
         description="end of the name of the run's folder, after date and time (under a launcher, all of that name); "
         "default: the model's name",
     )
-    trackers: list[Written] = Field([], description="methods of `gossamer methods view/tracker`")
+    trackers: Annotated[list[Written], MethodOf("view/tracker")] = Field(
+        [], description="methods of `gossamer methods view/tracker`"
+    )
     display: Literal["auto", "live", "plain", "quiet"] = "auto"
 
 

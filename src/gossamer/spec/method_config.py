@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gossamer.spec.errors import bad_input
 
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
 Written: TypeAlias = str | dict[str, Any]  # as people write it: "dense" or {"topk": {"fraction": 0.01}}
 Exchanges: TypeAlias = Written | list[tuple[str, str, Written]]  # or lines of [parameter pattern, link level, method]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodOf:
+    """The annotation of a configuration key that takes methods of `category`: Annotated[Written, MethodOf("loss")]."""
+
+    category: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,11 @@ class MethodConfig:
     def written(self) -> Written:
         """Return the shortest form that `parse` reads back."""
         return {self.name: dict(self.parameters)} if self.parameters else self.name
+
+
+def category_of(field: FieldInfo) -> str:
+    """Return the category whose methods a configuration key takes; "" for a key that takes none."""
+    return next((one.category for one in field.metadata if isinstance(one, MethodOf)), "")
 
 
 def told(written: Exchanges) -> str:

@@ -6,12 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from gossamer.spec import earlier_names
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.suggest import nearest
 
-LEVELS = ("all", "island", "between")
-PARTNER = {"island": "between", "between": "island"}
+LEVELS = ("all", "intra", "inter")
+PARTNER = {"intra": "inter", "inter": "intra"}
 LAST_RESORT = ".*"
 
 
@@ -38,7 +39,7 @@ def lines(written: Exchanges, *, key: str) -> tuple[ParameterRule, ...]:
     """Parse the rules written at `key`, one per line.
 
     Raises BadInput for an empty list, a line of another form, and a pattern that is empty or no regular expression;
-    also for an unknown level, and a level without its partner (`island` needs `between`, and the reverse).
+    also for an unknown level, and a level without its partner (`intra` needs `inter`, and the reverse).
     """
     if isinstance(written, (list, tuple)):
         if not written:
@@ -60,7 +61,9 @@ def _line(item: Any, *, key: str) -> ParameterRule:
         do = "put a backslash before what is meant as it stands"
         raise bad_input(wanted="a regular expression", got=f"{pattern!r} ({error})", do=do, key=f"{key}.0") from None
     if level not in LEVELS:
-        raise BadInput(f"there is no link level {level!r}: {nearest(level, LEVELS)}", key=f"{key}.1")
+        now = earlier_names.LEVELS.get(level, "")
+        do = f"it is {now} now" if now else nearest(level, LEVELS)
+        raise BadInput(f"there is no link level {level!r}: {do}", key=f"{key}.1")
     if not pattern:
         raise bad_input(wanted="a pattern", got="''", do=f"write '{LAST_RESORT}' for all parameters", key=f"{key}.0")
     return ParameterRule(pattern, level, written, key)
@@ -71,9 +74,9 @@ def _check_partners(found: tuple[ParameterRule, ...]) -> None:
     for line in found:
         other = PARTNER.get(line.level)
         if other is not None and other not in levels:
-            example = "dense" if other == "island" else "{two_shot: {codec: int8}}"
+            example = "dense" if other == "intra" else "{two_shot: {codec: int8}}"
             raise bad_input(
-                wanted="lines for both island and between",
+                wanted="lines for both intra and inter",
                 got=f"{line.level} alone",
                 do=f"add ['{line.pattern}', {other}, {example}], say",
                 key=f"{line.key}.1",

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from gossamer.spec.cost import Cost
 from gossamer.spec.method_config import Exchanges, Written
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -40,8 +40,8 @@ class Plan(BaseModel):
 
     `rows[r]` is the number of sequences per step of replica r, `microbatches[r]` the number of micro-batches they form.
     `stage_ranks`: the ranks of each stage, where the plan is one replica that divides its micro-batches stage by stage.
-    `batch_fractions` is then each rank's fraction of the work of its stage, otherwise each replica's fraction of the batch.
-    `reasons` holds the reason for each decision.
+    `batch_fractions` is then each rank's fraction of the work of its stage, otherwise each replica's fraction of the
+    batch. `reasons` holds the reason for each decision.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -51,15 +51,17 @@ class Plan(BaseModel):
     batch_fractions: tuple[float, ...] = (1.0,)
     rows: tuple[int, ...]
     microbatches: tuple[int, ...]
-    pipeline_schedule: Written = "one_stage"
+    pipeline_schedule: Written = "single_stage"
     units: tuple[str, ...] = ()  # modules that are never divided, each with its own random state; empty: not known yet
     cuts: tuple[str, ...] = ()  # the first unit of every stage; empty: the model is one stage
     stage_ranks: tuple[tuple[int, ...], ...] = ()  # the ranks of every stage; empty: each replica has one of its own
-    activation_compression: Written | tuple[Written, ...] = "plain"  # activation compression: for all stage boundaries, or one each
+    activation_compression: Written | tuple[Written, ...] = (
+        "none"  # activation compression: for all stage boundaries, or one each
+    )
     exchange: Exchanges = "dense"
     adapted_from: Exchanges = ""  # what `plan.adapt` started from and compares with; "": it changed nothing
     sync: Written = "every_step"
-    sharding: Written = "whole"  # how the optimizer states are sharded
+    sharding: Written = "none"  # how the optimizer states are sharded
     islands: tuple[tuple[int, ...], ...] = ()  # ranks behind one fast link each; empty: not known, or no islands
     bucket_bytes: int = BUCKET_BYTES
     look_ahead: int = 4
@@ -70,8 +72,8 @@ class Plan(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
         replicas = self.mesh.replica
-        for name in ("share", "rows", "microbatches"):
-            wanted = self.ranks if self.stage_ranks and name == "share" else replicas
+        for name in ("batch_fractions", "rows", "microbatches"):
+            wanted = self.ranks if self.stage_ranks and name == "batch_fractions" else replicas
             if len(getattr(self, name)) != wanted:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries, the mesh has {wanted} replicas")
         for replica, (rows, pieces) in enumerate(zip(self.rows, self.microbatches, strict=True)):
@@ -85,11 +87,15 @@ class Plan(BaseModel):
 
     def _check_stages(self) -> None:
         if (self.mesh.replica, self.mesh.pipe) != (1, len(self.stage_ranks)):
-            raise ValueError(f"stages lists {len(self.stage_ranks)} for a mesh of {self.mesh.replica} x {self.mesh.pipe}")
+            raise ValueError(
+                f"stage_ranks lists {len(self.stage_ranks)} for a mesh of {self.mesh.replica} x {self.mesh.pipe}"
+            )
         if sorted(rank for group in self.stage_ranks for rank in group) != list(range(self.ranks)):
-            raise ValueError(f"stages {self.stage_ranks} must name every rank once, from 0 on")
+            raise ValueError(f"stage_ranks {self.stage_ranks} must name every rank once, from 0 on")
         if self.microbatches[0] < max(map(len, self.stage_ranks)):
-            raise ValueError(f"{self.microbatches[0]} micro-batches are fewer than the ranks of a stage: {self.stage_ranks}")
+            raise ValueError(
+                f"{self.microbatches[0]} micro-batches are fewer than the ranks of a stage: {self.stage_ranks}"
+            )
 
     @property
     def width(self) -> int:
@@ -107,7 +113,11 @@ class Plan(BaseModel):
 
     def boundary_of(self, stage: int) -> Written:
         """Return the activation compression between `stage` and the next stage."""
-        return self.activation_compression[stage] if isinstance(self.activation_compression, tuple) else self.activation_compression
+        return (
+            self.activation_compression[stage]
+            if isinstance(self.activation_compression, tuple)
+            else self.activation_compression
+        )
 
     @property
     def batch(self) -> int:

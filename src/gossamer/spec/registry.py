@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
+from gossamer.spec import earlier_names
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.spec.short_form import ShortForm
@@ -30,9 +31,9 @@ _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between 
 class Registry(Generic[T]):
     """The registry of the methods in one package. `package` is its `__name__`; every method is a subclass of `base`.
 
-    A module whose name does not start with an underscore is a method, and holds one public class named like the file in
-    CamelCase. `presets.toml` beside them defines presets, which are methods with fields set:
-    `[nesterov]` / `is = {sgd = {momentum = 0.9, nesterov = true}}` / `paper = "..."`.
+    A module whose name does not start with an underscore is a method, and holds one public class, the method's.
+    `presets.toml` beside them defines presets, which are methods with fields set:
+    `[nesterov]` / `base = {sgd = {momentum = 0.9, nesterov = true}}` / `paper = "..."`.
     """
 
     package: str
@@ -46,17 +47,17 @@ class Registry(Generic[T]):
         """Return the class of method (or preset) `name`; raises BadInput with the nearest names."""
         preset = _presets(self._folder()).get(name)
         if preset is not None:
-            return self.type(MethodConfig.parse(preset["is"]).name, key=key)
+            return self.type(MethodConfig.parse(preset["base"]).name, key=key)
         if name not in self._modules():
             kind = _WORDS.sub(" ", self.base.__name__).lower()
-            raise BadInput(f"no {kind} is called {name!r}: {nearest(name, self.names())}", key=key)
+            now = earlier_names.method_now(name, self.names())
+            do = f"it is {now!r} now" if now else nearest(name, self.names())
+            raise BadInput(f"no {kind} is called {name!r}: {do}", key=key)
         module = importlib.import_module(f"{self.package}.{name}")
-        wanted = name.replace("_", "").lower()
-        for value in vars(module).values():
-            if isinstance(value, type) and value.__module__ == module.__name__ and value.__name__.lower() == wanted:
-                assert issubclass(value, self.base), f"{value} is no {self.base.__name__}"
-                return value
-        raise AssertionError(f"{module.__name__} holds no class named like its file")
+        own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+        (found,) = (one for one in own if not one.__name__.startswith("_"))
+        assert issubclass(found, self.base), f"{found} is no {self.base.__name__}"
+        return found
 
     def build(self, written: Written | MethodConfig, *, key: str = "") -> T:
         """Construct the method that `written` names; raises BadInput, with the known parameters, for a wrong one."""
@@ -70,7 +71,7 @@ class Registry(Generic[T]):
         """
         choice = MethodConfig.parse(written, key=key)
         preset = _presets(self._folder()).get(choice.name)
-        base = MethodConfig(choice.name) if preset is None else MethodConfig.parse(preset["is"])
+        base = MethodConfig(choice.name) if preset is None else MethodConfig.parse(preset["base"])
         cls = self.type(base.name if preset is not None else choice.name, key=key)
         given = _spelled_out(cls, choice.parameters, base.parameters, key=_below(key, base.name))
         return MethodConfig(base.name, {**base.parameters, **given})
@@ -119,7 +120,7 @@ def _spelled_out(
         needed=[name for name in needed if name not in preset],
     )
     given = form.spelled_out(parameters)
-    if (unknown := form.unknown(given)) is not None:
+    if (unknown := form.unknown(given, method=cls.__module__.rpartition(".")[2])) is not None:
         name, near = unknown
         raise BadInput(f"{cls.__name__} has no parameter {name!r}: {near}", key=key)
     return given

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from gossamer.spec import earlier_names
 from gossamer.spec.suggest import nearest
 
 
@@ -36,10 +37,13 @@ class ShortForm:
                 return {meant: dict(given)}
         return dict(given)
 
-    def unknown(self, given: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Return the first name that is no parameter, and a did-you-mean clause; None where all are known."""
+    def unknown(self, given: Mapping[str, Any], *, method: str) -> tuple[str, str] | None:
+        """Return the first name that is no parameter of `method`, and what to write; None where all are known."""
         name = next((name for name in given if name not in self.known), None)
-        return None if name is None else (name, nearest(name, self.known))
+        if name is None:
+            return None
+        now = earlier_names.parameter_now(method, name)
+        return name, f"it is {now!r} now" if now in self.known else nearest(name, self.known)
 
     @property
     def _meant(self) -> str:

@@ -58,20 +58,12 @@ UNREAD = (
         do="set plan.mesh.pipe to the number of stages, or leave plan.cuts out",
     ),
     Unread(
-        key="plan.boundary",
+        key="plan.activation_compression",
         is_written=lambda c: c.plan.activation_compression != _PLAN.activation_compression,
         is_read=in_stages,
         wanted=_STAGES,
         got=lambda c: _NO_STAGES,
-        do="set plan.mesh.pipe to the number of stages, or leave plan.boundary out",
-    ),
-    Unread(
-        key="train.accumulate",
-        is_written=lambda c: c.train.accumulate != _TRAIN.accumulate,
-        is_read=lambda c: c.plan.microbatches in ("auto", c.train.accumulate),
-        wanted="one number of micro-batches",
-        got=lambda c: f"{c.train.accumulate}, and plan.microbatches {c.plan.microbatches}",
-        do="leave one of the two at auto",
+        do="set plan.mesh.pipe to the number of stages, or leave plan.activation_compression out",
     ),
     Unread(
         key="plan.adapt_every",
@@ -98,12 +90,12 @@ UNREAD = (
         do="leave plan.exchange at auto, or leave plan.lossy out: what is named is taken as it is",
     ),
     Unread(
-        key="train.verify.margin",
+        key="train.verify.tolerance_factor",
         is_written=lambda c: c.train.verify.tolerance_factor != _VERIFY.tolerance_factor,
         is_read=lambda c: c.train.verify.every > 0,
         wanted="verification, whose margin it is",
         got=lambda c: "train.verify.every 0",
-        do="set train.verify.every, or leave train.verify.margin out",
+        do="set train.verify.every, or leave train.verify.tolerance_factor out",
     ),
     Unread(
         key="train.verify.on_failure",
@@ -114,12 +106,12 @@ UNREAD = (
         do="set train.verify.every, or leave train.verify.on_failure out",
     ),
     Unread(
-        key="train.sample_tokens",
+        key="train.sample_max_new_tokens",
         is_written=lambda c: c.train.sample_max_new_tokens != _TRAIN.sample_max_new_tokens,
         is_read=lambda c: bool(c.train.sample_prompt),
         wanted="a text to go on with",
-        got=lambda c: "no train.sample",
-        do="set train.sample, or leave train.sample_tokens out",
+        got=lambda c: "no train.sample_prompt",
+        do="set train.sample_prompt, or leave train.sample_max_new_tokens out",
     ),
 )
 

@@ -141,17 +141,17 @@ class OuterLoop:
         if loop is None:
             return OuterLoop(None, params, truth, replica, None, None, None)
         levels = replica.levels
-        exchange = among_all(loop.exchange, levels, keeps=loop.keeps)
-        each = among_all(loop.each, levels, keeps=True) if loop.each is not None else None
+        exchange = among_all(loop.exchange, levels, keeps=loop.error_reset)
+        each = among_all(loop.step_exchange, levels, keeps=True) if loop.step_exchange is not None else None
         found = OuterLoop(loop, params, truth, replica, pump, exchange, each, second_moments=second_moments)
         for names in fragments_of(truth, loop.fragments, units):
             layouts = partition({n: truth[n] for n in names}, bucket_bytes=bucket_bytes)
             parts = [_part(as_float(layout), exchange, each, levels) for layout in layouts]
-            found.fragments.append(Fragment(parts, loop.rule.init([part.anchor for part in parts])))
+            found.fragments.append(Fragment(parts, loop.outer_optimizer.init([part.anchor for part in parts])))
         found.anchor_here()
-        if loop.patience_s and len(levels.groups["island"]) > 1:
+        if loop.straggler_timeout_s and len(levels.groups["island"]) > 1:
             assert pump is not None
-            found.roll = QuorumThread(pump.channel, loop.patience_s, asked)
+            found.roll = QuorumThread(pump.channel, loop.straggler_timeout_s, asked)
         return found
 
     def begin(self, done: int, steps: int, seed: int) -> None:
@@ -203,7 +203,7 @@ class OuterLoop:
         """Return the factor on the learning rate of the inner steps: the outer optimizer's, averaged over fragments."""
         if self.loop is None:
             return 1.0
-        found = [self.loop.rule.inner_factor(fragment.outer) for fragment in self.fragments]
+        found = [self.loop.outer_optimizer.inner_factor(fragment.outer) for fragment in self.fragments]
         return sum(found) / len(found)
 
     @torch.no_grad()
@@ -226,18 +226,22 @@ class OuterLoop:
             fragment.rates, fragment.samples = fragment.rates + moved.rate, fragment.samples + moved.samples
         if self.each is not None:
             self._meet_at_once(moved)
-        landing = [f for f in self.fragments if f.flight and (moved.last or moved.done - f.flight.since >= loop.delay)]
+        landing = [
+            f for f in self.fragments if f.flight and (moved.last or moved.done - f.flight.since >= loop.sync_delay)
+        ]
         leaving = self._leaving(moved.done, last=moved.last)
         landed: list[SyncResult] = []
-        if not loop.returns:
+        if not loop.reset_to_global:
             landed += self._land(landing, final=False)  # in the last step they are sent once more
         gone = [self._displacement(f) for f in leaving]
-        if loop.returns:  # the result that is applied now was sent a round ago; the island restarts from the new anchor
+        if (
+            loop.reset_to_global
+        ):  # the result that is applied now was sent a round ago; the island restarts from the new anchor
             landed += self._land(landing, final=moved.last)
             self._return(leaving)
         landed += self._learn(leaving)
         landed += self._launch(leaving, gone, moved)
-        if moved.last or not loop.delay:
+        if moved.last or not loop.sync_delay:
             landed += self._land([f for f in leaving if f.flight], final=moved.last)
         return landed
 
@@ -291,7 +295,7 @@ class OuterLoop:
 
     def _left(self, fragment: Fragment, gone: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return this rank's parameters when the pseudo-gradient `gone` is sent; empty unless `carries`."""
-        if not self._loop.carries:
+        if not self._loop.keep_local_progress:
             return ()
         if not gone:
             return tuple(part.anchor.clone() for part in fragment.parts)
@@ -337,7 +341,7 @@ class OuterLoop:
                 for flat in flats:
                     flat.zero_()
             flight = PendingSync(done, at, sound, None)
-            here = ExchangeContext(*self._here, weights, at.key[:2], 1.0, self._loop.keeps)
+            here = ExchangeContext(*self._here, weights, at.key[:2], 1.0, self._loop.error_reset)
             self._exchange(fragment, flight, flats, course.now(), here, final=last)
             tells = self._loop.tells(at.number) and not last
             found.append(SyncLaunch(flight, self._tell(fragment, here, sound=sound) if tells else None))
@@ -414,11 +418,11 @@ class OuterLoop:
             if arrived:
                 for part, outcome in zip(fragment.parts, outcomes, strict=True):
                     part.state = self._anew(part) if full else outcome.state
-                self._loop.rule.step(fragment.anchors, means, fragment.outer, flight.at)
+                self._loop.outer_optimizer.step(fragment.anchors, means, fragment.outer, flight.at)
             keeps_own = arrived and flight.takes_part and not (final or full)
             losses = [stays_of(o, self._islands) if keeps_own else None for o in outcomes]
             carried = self._moved_since(fragment, flight) if keeps_own and flight.left else ()
-            self._take_over(fragment, losses, self._loop.mix if keeps_own else 0.0, carried)
+            self._take_over(fragment, losses, self._loop.alpha if keeps_own else 0.0, carried)
             came = means if arrived else [torch.zeros_like(mean) for mean in means]
             landed.append(SyncResult(fragment.views(came), flight.at.rates))
             flight.let_go([part.state for part in fragment.parts])
@@ -435,7 +439,7 @@ class OuterLoop:
         return moved
 
     def _meets_in_full(self, flight: PendingSync, final: bool) -> bool:
-        return self._loop.keeps and (final or self._loop.meets_in_full(flight.at.number))
+        return self._loop.error_reset and (final or self._loop.meets_in_full(flight.at.number))
 
     def _anew(self, part: FragmentBucket) -> ExchangeState:
         """Return the exchange's state after a dense average: a new one, unless it holds an error-feedback residual."""
@@ -450,7 +454,7 @@ class OuterLoop:
         With `keeps` the compression error in `losses` stays in the island's parameters.
         """
         for index, (part, lost) in enumerate(zip(fragment.parts, losses, strict=True)):
-            there = part.anchor if lost is None or not self._loop.keeps else part.anchor - lost
+            there = part.anchor if lost is None or not self._loop.error_reset else part.anchor - lost
             there = there + carried[index] if carried else there
             for name, view in part.views(there):
                 self._set(name, view if not mix else torch.lerp(view, self.truth[name], mix))
@@ -551,7 +555,7 @@ class OuterLoop:
         """Return all other state equal on all ranks, after `settle`: outer-optimizer states, counters, pending mean."""
         found: dict[str, Tensor] = {}
         for index, fragment in enumerate(self.fragments):
-            found.update(fragment.shared(index, self._loop.rule.numbers))
+            found.update(fragment.shared(index, self._loop.outer_optimizer.numbers))
         return found
 
     def own(self) -> dict[str, Tensor]:
@@ -567,7 +571,7 @@ class OuterLoop:
         With another number of ranks, entries of `own` may be missing: this rank then starts from the anchor.
         """
         for index, fragment in enumerate(self.fragments):
-            fragment.restore(index, self._loop.rule.numbers, shared, own)
+            fragment.restore(index, self._loop.outer_optimizer.numbers, shared, own)
         for part in self._parts():
             for name, view in part.views(part.anchor):
                 self._set(name, own.get(f"at/{name}", view))
@@ -611,7 +615,7 @@ def traffic_of_round(
 ) -> tuple[Traffic, ...]:
     """Return the messages `rank` sends in `loop.cycle` steps, without gradients, weights, votes and status."""
     alone = len(levels.groups["island"]) == 1  # a single island has no other to average with
-    found = [Traffic(Collective.GATHER, 2, 8)] * (loop.cycle if loop.each is not None else 0)
+    found = [Traffic(Collective.GATHER, 2, 8)] * (loop.cycle if loop.step_exchange is not None else 0)
     full, of_squares = among_all(Dense(), levels, keeps=False), exchange_of_second_moments(levels)
     for fragment in exchanges_of_round(loop, params, levels, units=units, bucket_bytes=bucket_bytes):
         found += [Traffic(Collective.GATHER, 4, 8)] * loop.rounds
@@ -619,11 +623,13 @@ def traffic_of_round(
             if alone:
                 continue
             rounds = [full if loop.meets_in_full(number) else exchange for number in range(loop.rounds)]
-            rounds += [of_squares] * (loop.rounds // loop.second_moments if loop.second_moments else 0)
+            rounds += [of_squares] * (
+                loop.rounds // loop.average_second_moments_every if loop.average_second_moments_every else 0
+            )
             for one in rounds:
                 found += one.traffic(layout, levels, rank)
-            if loop.each is not None:
-                found += among_all(loop.each, levels, keeps=True).traffic(layout, levels, rank) * loop.cycle
+            if loop.step_exchange is not None:
+                found += among_all(loop.step_exchange, levels, keeps=True).traffic(layout, levels, rank) * loop.cycle
     return tuple(found)
 
 
@@ -644,7 +650,7 @@ def exchanges_of_round(
     bucket_bytes: int,
 ) -> list[list[tuple[Layout, Exchange]]]:
     """Return, fragment by fragment, the buckets of the pseudo-gradients and the exchange of each."""
-    exchange = among_all(loop.exchange, levels, keeps=loop.keeps)
+    exchange = among_all(loop.exchange, levels, keeps=loop.error_reset)
     return [
         [(as_float(layout), exchange) for layout in partition({n: params[n] for n in names}, bucket_bytes=bucket_bytes)]
         for names in fragments_of(params, loop.fragments, units)

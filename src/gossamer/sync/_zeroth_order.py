@@ -50,7 +50,7 @@ class ZerothOrderRank:
         holds the derivatives' codes, the mean of the losses, and the mean square of the decoded derivatives times the
         rank's share: its expectation is the rank's part of the gradient's squared norm.
         """
-        count, losses, mine = self.probe.samples, [], []
+        count, losses, mine = self.probe.directions, [], []
         first = count * self.replica.rank
         with self._put_back() as kept:
             for number in range(first, first + count):

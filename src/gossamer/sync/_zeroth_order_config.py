@@ -10,18 +10,19 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZerothOrderConfig:
-    """The settings of zeroth-order steps: a rank evaluates the loss at +-`epsilon` along `samples` directions per step.
+    """The settings of zeroth-order steps: a rank evaluates the loss at +-`epsilon` along `directions` directions per
+    step.
 
     Raise BadInput for settings out of range.
     """
 
-    samples: int
+    directions: int
     epsilon: float
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
+        if self.directions < 1:
             raise bad_input(
-                wanted="at least 1 direction", got=str(self.samples), do="each takes two forwards", key="samples"
+                wanted="at least 1 direction", got=str(self.directions), do="each takes two forwards", key="directions"
             )
         if not 0 < self.epsilon < 1:
             raise bad_input(
@@ -33,4 +34,4 @@ class ZerothOrderConfig:
 
     def traffic(self, levels: ProcessGroups) -> Traffic:
         """Return the message a rank sends in a step, without its weight and its vote."""
-        return Traffic(Collective.GATHER, self.samples, 1, levels.whole)
+        return Traffic(Collective.GATHER, self.directions, 1, levels.whole)

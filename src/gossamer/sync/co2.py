@@ -5,7 +5,7 @@ Equations (round t of H steps, island i):
     x_{t+1} = outer(x_t, D_{t-1}),  and every island starts its round t + 1 there
 Symbols: x_t anchor at the start of round t; x_{i,t} where island i has come to in it; w_i samples seen.
 Wire:    every H steps what `exchange` sends of one displacement, hidden where it takes less than H steps.
-State:   the anchor, what `outer` keeps, and the displacement under way, each as large as the model.
+State:   the anchor, what `outer_optimizer` keeps, and the displacement under way, each as large as the model.
 Paper:   Sun et al., CO2, ICLR 2024, arXiv 2401.16265.
 Good when: one exchange takes about as long as a round.   Not for: few rounds: each displacement comes a round late.
 """
@@ -25,21 +25,21 @@ from gossamer.sync.outer.stale_momentum import StaleMomentum
 class Co2(Sync):
     """A synchronization method whose exchange overlaps with the whole next round.
 
-    `every`: steps of a round; `start`: synchronous warm-up steps.
+    `sync_every`: steps of a round; `warmup_steps`: synchronous warm-up steps.
     """
 
-    every: int = 24
-    start: int = 0
+    sync_every: int = 24
+    warmup_steps: int = 0
     exchange: Exchange = field(default_factory=Dense)
-    outer: OuterOptimizer = field(default_factory=StaleMomentum)
+    outer_optimizer: OuterOptimizer = field(default_factory=StaleMomentum)
 
     @property
     def loop(self) -> OuterLoopConfig:
         return OuterLoopConfig(
-            every=self.every,
-            delay=self.every,
-            start=self.start,
-            returns=True,
+            sync_every=self.sync_every,
+            sync_delay=self.sync_every,
+            warmup_steps=self.warmup_steps,
+            reset_to_global=True,
             exchange=self.exchange,
-            rule=self.outer,
+            outer_optimizer=self.outer_optimizer,
         )

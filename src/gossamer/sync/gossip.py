@@ -3,8 +3,8 @@
 Equations (island i, period H, round t):
     x_i <- x_i - step(g_i)   H times ;   x_i <- sum_j W_ij x_j
     every K-th round, and in the end:    x_i <- sum_j w_j x_j
-Symbols: W mixing matrix of the round, made by `graph`; w_j samples that island j has seen, over those of all; g_i mean
-gradient of the island, over its own labels. The mean weighted with w moves by the islands' steps alone, and what
+Symbols: W mixing matrix of the round, made by `topology`; w_j samples that island j has seen, over those of all; g_i
+mean gradient of the island, over its own labels. The mean weighted with w moves by the islands' steps alone, and what
 islands differ in contracts by lambda_2(W) per round (lambda_2^2 of the square): see the graph.
 Wire:    every H steps one displacement to every neighbour, through `codec`; every K H steps an all-reduce of one.
 State:   the anchor, as large as the model; with a codec that loses something and neighbours that stay (ring), as much
@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gossamer.exchange.codec import Codec
-from gossamer.exchange.codec.identity import Identity
+from gossamer.exchange.codec.float32 import Float32
 from gossamer.spec.errors import bad_input
 from gossamer.sync import OuterLoopConfig, Sync
 from gossamer.sync._gossip_exchange import GossipExchange
@@ -31,25 +31,26 @@ from gossamer.sync.topology.pairs import Pairs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gossip(Sync):
-    """A gossip method: islands average parameters with neighbors every `every` steps, with all every `full` rounds.
+    """A gossip method: islands average parameters with neighbors every `sync_every` steps, with all every
+    `global_sync_every` rounds.
 
     `gamma`: consensus step size, below 1 where `codec` loses much.
     """
 
-    every: int = 1
-    full: int = 16
-    graph: Topology = field(default_factory=Pairs)
-    codec: Codec = field(default_factory=Identity)
+    sync_every: int = 1
+    global_sync_every: int = 16
+    topology: Topology = field(default_factory=Pairs)
+    codec: Codec = field(default_factory=Float32)
     gamma: float = 1.0
-    start: int = 0
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
             wanted, do = "a step towards the neighbours in (0, 1]", "1 goes all the way to their mean"
             raise bad_input(wanted=wanted, got=f"{self.gamma:g}", do=do, key="gamma")
-        if self.full < 1:
+        if self.global_sync_every < 1:
             wanted, do = "a full average every 1 or more rounds", "1 is local_sgd"
-            raise bad_input(wanted=wanted, got=str(self.full), do=do, key="full")
+            raise bad_input(wanted=wanted, got=str(self.global_sync_every), do=do, key="global_sync_every")
         if not self.codec.traits.fixed_size:
             do = "name another codec: gossamer methods exchange/codec"
             raise bad_input(wanted="a codec whose messages have a fixed size", got=repr(self.codec), do=do, key="codec")
@@ -58,10 +59,10 @@ class Gossip(Sync):
     @property
     def loop(self) -> OuterLoopConfig:
         return OuterLoopConfig(
-            every=self.every,
-            full=self.full,
-            start=self.start,
-            keeps=True,
-            exchange=GossipExchange(self.graph, self.codec, self.gamma),
-            rule=Average(),
+            sync_every=self.sync_every,
+            global_sync_every=self.global_sync_every,
+            warmup_steps=self.warmup_steps,
+            error_reset=True,
+            exchange=GossipExchange(self.topology, self.codec, self.gamma),
+            outer_optimizer=Average(),
         )

@@ -16,7 +16,7 @@ Log:     the bytes of all steps lie beside the checkpoints: whoever has an older
 Good when: a trained model is tuned over a line of some kbit/s.   Not for: training from scratch. The estimate has d
 times the gradient's squared length over n g directions (d numbers trained), so the rate must be as much smaller.
 Unlike the paper: signs in place of normal numbers (of Spall's kind: a little less variance, exact on all devices); one
-byte in fact, where its code sends JSON. `train.clip` bounds every |rho|, whose mean square is the gradient's.
+byte in fact, where its code sends JSON. `train.max_grad_norm` bounds every |rho|, whose mean square is the gradient's.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from gossamer.sync import OuterLoopConfig, Sync, ZerothOrderConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JustOneByte(Sync):
-    """A zeroth-order method: `samples` random directions per rank and step, the loss at +-`epsilon` along each."""
+    """A zeroth-order method: `directions` random directions per rank and step, the loss at +-`epsilon` along each."""
 
-    samples: int = 1
+    directions: int = 1
     epsilon: float = 1e-3
 
     @property
@@ -39,4 +39,4 @@ class JustOneByte(Sync):
 
     @property
     def probe(self) -> ZerothOrderConfig:
-        return ZerothOrderConfig(samples=self.samples, epsilon=self.epsilon)
+        return ZerothOrderConfig(directions=self.directions, epsilon=self.epsilon)

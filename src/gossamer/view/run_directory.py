@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from gossamer.spec import upgrade
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
@@ -194,7 +195,8 @@ class RunDirectory:
     def config(self) -> RunConfig:
         """Read run.yaml; raises BadInput where it is missing or damaged."""
         try:
-            return RunConfig.model_validate(self._yaml(self.config_file))
+            written = self._yaml(self.config_file)
+            return RunConfig.model_validate(upgrade.configuration(written) if isinstance(written, dict) else written)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
@@ -212,7 +214,8 @@ class RunDirectory:
         """Return dotted key -> origin of its value; empty where it was not kept."""
         if not self.provenance_file.exists():
             return {}
-        return {str(key): str(value) for key, value in json.loads(self.provenance_file.read_text("utf-8")).items()}
+        written = json.loads(self.provenance_file.read_text("utf-8"))
+        return {upgrade.dotted(str(key)): str(value) for key, value in written.items()}
 
     def _yaml(self, file: Path) -> Any:
         try:
@@ -234,7 +237,8 @@ def plan_in(file: Path) -> Plan:
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise BadInput(f"{file} is no plan: {str(error).splitlines()[0]}. Make one with --dry") from None
     try:
-        return Plan.model_validate(found)
+        is_earlier = isinstance(found, dict) and found.get("format") == 1
+        return Plan.model_validate(upgrade.plan(found) if is_earlier else found)
     except ValidationError as error:
         one = error.errors()[0]
         at, said = ".".join(map(str, one["loc"])), str(one["msg"]).removeprefix("Value error, ")

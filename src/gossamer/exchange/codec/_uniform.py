@@ -67,8 +67,8 @@ class UniformQuantizer(Codec):
         return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, -(-numel * self.bits // 8), kind)
 
 
-def check_block(block_numel: int, *, multiple: int, typical: int) -> None:
+def check_block(block_size: int, *, multiple: int, typical: int) -> None:
     """Raise BadInput where a block's bits do not fill whole words."""
-    if block_numel < multiple or block_numel % multiple:
+    if block_size < multiple or block_size % multiple:
         wanted, do = f"a multiple of {multiple}", f"give {typical}, say"
-        raise bad_input(wanted=wanted, got=repr(block_numel), do=do, key="block_numel")
+        raise bad_input(wanted=wanted, got=repr(block_size), do=do, key="block_size")

@@ -32,39 +32,39 @@ _ABSOLUTE = {"e4m3": 2.0**-17, "e5m2": 2.0**-31}  # of the block's largest magni
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Codec):
-    """A codec to 8-bit floating point. `form` is e4m3 or e5m2; `block_numel` numbers share a scale."""
+    """A codec to 8-bit floating point. `format` is e4m3 or e5m2; `block_size` numbers share a scale."""
 
-    form: str = "e4m3"
-    block_numel: int = 256
+    format: str = "e4m3"
+    block_size: int = 256
 
     def __post_init__(self) -> None:
-        if self.form not in _TOP:
-            raise bad_input(wanted="e4m3 or e5m2", got=repr(self.form), do="give e4m3", key="form")
-        if self.block_numel < 4 or self.block_numel % 4:
-            raise bad_input(wanted="a multiple of 4", got=repr(self.block_numel), do="give 256, say", key="block_numel")
+        if self.format not in _TOP:
+            raise bad_input(wanted="e4m3 or e5m2", got=repr(self.format), do="give e4m3", key="format")
+        if self.block_size < 4 or self.block_size % 4:
+            raise bad_input(wanted="a multiple of 4", got=repr(self.block_size), do="give 256, say", key="block_size")
 
     @property
     def traits(self) -> CodecTraits:
-        worst = _RELATIVE[self.form] ** 2 + self.block_numel * _ABSOLUTE[self.form] ** 2
+        worst = _RELATIVE[self.format] ** 2 + self.block_size * _ABSOLUTE[self.format] ** 2
         return CodecTraits(contraction=1 - worst if worst < 1 else None)
 
     @property
     def block(self) -> int:
-        return self.block_numel
+        return self.block_size
 
     def nbytes(self, numel: int) -> int:
-        return 4 * -(-numel // self.block_numel) + -(-numel // 4) * 4
+        return 4 * -(-numel // self.block_size) + -(-numel // 4) * 4
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
         out = empty_message(x, self.nbytes(x.shape[-1]))
         scales, values = self._parts(out, x.shape[-1])
-        narrow(x, self.block_numel, _TOP[self.form], scales, values)
+        narrow(x, self.block_size, _TOP[self.format], scales, values)
         return out
 
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
         scales, values = self._parts(message, numel)
-        return widen(values, scales, self.block_numel)
+        return widen(values, scales, self.block_size)
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        blocks = -(-numel // self.block_numel)
-        return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, numel, _TYPE[self.form])
+        blocks = -(-numel // self.block_size)
+        return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, numel, _TYPE[self.format])

@@ -21,15 +21,15 @@ from gossamer.exchange.codec._uniform import UniformQuantizer, check_block
 
 @dataclass(frozen=True, slots=True)
 class Int4(UniformQuantizer):
-    """A 4-bit codec; `block_numel` numbers share a scale."""
+    """A 4-bit codec; `block_size` numbers share a scale."""
 
-    block_numel: int = 128
+    block_size: int = 128
     stochastic: bool = False
     levels: ClassVar[int] = 7
     bits: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        check_block(self.block_numel, multiple=8, typical=128)
+        check_block(self.block_size, multiple=8, typical=128)
 
     @property
     def traits(self) -> CodecTraits:
@@ -39,7 +39,7 @@ class Int4(UniformQuantizer):
 
     @property
     def block(self) -> int:
-        return self.block_numel
+        return self.block_size
 
     @property
     def rounds_at_random(self) -> bool:

@@ -19,15 +19,15 @@ from gossamer.exchange.codec._uniform import UniformQuantizer, check_block
 
 @dataclass(frozen=True, slots=True)
 class Int8(UniformQuantizer):
-    """An 8-bit codec; `block_numel` numbers share a scale."""
+    """An 8-bit codec; `block_size` numbers share a scale."""
 
-    block_numel: int = 256
+    block_size: int = 256
     stochastic: bool = False
     levels: ClassVar[int] = 127
     bits: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
-        check_block(self.block_numel, multiple=4, typical=256)
+        check_block(self.block_size, multiple=4, typical=256)
 
     @property
     def traits(self) -> CodecTraits:
@@ -37,7 +37,7 @@ class Int8(UniformQuantizer):
 
     @property
     def block(self) -> int:
-        return self.block_numel
+        return self.block_size
 
     @property
     def rounds_at_random(self) -> bool:

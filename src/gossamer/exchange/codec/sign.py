@@ -30,32 +30,30 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True)
 class Sign(Codec):
-    """A 1-bit codec; `block_numel` numbers share a scale."""
+    """A 1-bit codec; `block_size` numbers share a scale."""
 
-    block_numel: int = 1024
+    block_size: int = 1024
 
     def __post_init__(self) -> None:
-        if self.block_numel < 8 or self.block_numel % 8:
-            raise bad_input(
-                wanted="a multiple of 8", got=repr(self.block_numel), do="give 1024, say", key="block_numel"
-            )
+        if self.block_size < 8 or self.block_size % 8:
+            raise bad_input(wanted="a multiple of 8", got=repr(self.block_size), do="give 1024, say", key="block_size")
 
     @property
     def traits(self) -> CodecTraits:
-        return CodecTraits(contraction=1 / self.block_numel)
+        return CodecTraits(contraction=1 / self.block_size)
 
     @property
     def block(self) -> int:
-        return self.block_numel
+        return self.block_size
 
     def nbytes(self, numel: int) -> int:
-        return 4 * -(-numel // self.block_numel) + -(-numel // 32) * 4
+        return 4 * -(-numel // self.block_size) + -(-numel // 32) * 4
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
         out = empty_message(x, self.nbytes(x.shape[-1]))
         scales, codes = (as_rows(part) for part in self._parts(out, x.shape[-1]))
-        rows, room = as_rows(x), scratch(x, self.block_numel)
-        for span in spans(rows, self.block_numel):
+        rows, room = as_rows(x), scratch(x, self.block_size)
+        for span in spans(rows, self.block_size):
             values = span.numbers(rows)
             torch.mean(torch.abs(values, out=span.scratch(room)), -1, out=span.blocks(scales))
             span.packed(codes, 1).copy_(_bits(values.flatten(1)))
@@ -63,14 +61,14 @@ class Sign(Codec):
 
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
         scales, codes = self._parts(message, numel)
-        return dequantise(codes, scales, self.block_numel, bits=1, numel=numel)
+        return dequantise(codes, scales, self.block_size, bits=1, numel=numel)
 
     def add(self, total: Tensor, message: Tensor, share: float, key: Key) -> None:
         scales, codes = self._parts(message, total.numel())
-        add_dequantised(total, codes, scales * share, self.block_numel, bits=1)
+        add_dequantised(total, codes, scales * share, self.block_size, bits=1)
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        blocks = -(-numel // self.block_numel)
+        blocks = -(-numel // self.block_size)
         return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, -(-numel // 8), torch.uint8)
 
 

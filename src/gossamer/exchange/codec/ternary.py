@@ -20,14 +20,14 @@ from gossamer.exchange.codec._uniform import UniformQuantizer, check_block
 
 @dataclass(frozen=True, slots=True)
 class Ternary(UniformQuantizer):
-    """A ternary codec, rounded at random; `block_numel` numbers share a scale."""
+    """A ternary codec, rounded at random; `block_size` numbers share a scale."""
 
-    block_numel: int = 128
+    block_size: int = 128
     levels: ClassVar[int] = 1
     bits: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        check_block(self.block_numel, multiple=8, typical=128)
+        check_block(self.block_size, multiple=8, typical=128)
 
     @property
     def traits(self) -> CodecTraits:
@@ -35,7 +35,7 @@ class Ternary(UniformQuantizer):
 
     @property
     def block(self) -> int:
-        return self.block_numel
+        return self.block_size
 
     @property
     def rounds_at_random(self) -> bool:

@@ -133,7 +133,7 @@ class BackwardPython:
                     "where code of the model's own runs (a hook, a Function, what is recomputed)",
                     got="it was written in place by a later forward",
                     do="assign a new tensor in place of it, or use a schedule with one micro-batch at a time",
-                    key="plan.schedule",
+                    key="plan.pipeline_schedule",
                 )
 
     def _refused(self, name: str) -> BadInput:

@@ -149,7 +149,7 @@ def _written_to(what: str) -> BadInput:
         wanted=f"a forward that leaves {what}, for it is run again",
         got="one that writes to it in place",
         do="keep it in a buffer, or train without the recompute schedule",
-        key="plan.schedule",
+        key="plan.pipeline_schedule",
     )
 
 

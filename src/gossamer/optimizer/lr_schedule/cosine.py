@@ -19,19 +19,19 @@ from gossamer.spec.validate import below_one
 class Cosine(LRSchedule):
     """A cosine learning-rate schedule.
 
-    `warmup`: a fraction of the run (below 1) or a number of steps; `floor`: the factor it decays towards.
+    `warmup`: a fraction of the run (below 1) or a number of steps; `min_lr_factor`: the factor it decays towards.
     """
 
     warmup: float = 0.02
-    floor: float = 0.0
+    min_lr_factor: float = 0.0
 
     def __post_init__(self) -> None:
         demand_span("warmup", self.warmup)
-        below_one("floor", self.floor)
+        below_one("min_lr_factor", self.min_lr_factor)
 
     def factor(self, step: int, steps: int) -> float:
         warmup = span("warmup", self.warmup, steps)
         if step < warmup:
             return rise(step, warmup)
         gone = min(1.0, (step - warmup) / (steps - warmup))
-        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * gone))
+        return self.min_lr_factor + (1 - self.min_lr_factor) * 0.5 * (1 + math.cos(math.pi * gone))

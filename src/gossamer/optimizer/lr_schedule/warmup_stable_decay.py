@@ -21,18 +21,19 @@ from gossamer.spec.validate import below_one
 class WarmupStableDecay(LRSchedule):
     """A warmup-stable-decay learning-rate schedule.
 
-    `warmup` and `decay`: fractions of the run (below 1) or numbers of steps; `floor`: the factor it decays towards.
+    `warmup` and `decay`: fractions of the run (below 1) or numbers of steps; `min_lr_factor`: the factor it decays
+    towards.
     """
 
     warmup: float = 0.02
     decay: float = 0.2
-    floor: float = 0.0
-    shape: Literal["linear", "sqrt"] = "sqrt"
+    min_lr_factor: float = 0.0
+    decay_type: Literal["linear", "sqrt"] = "sqrt"
 
     def __post_init__(self) -> None:
         demand_span("warmup", self.warmup)
         demand_span("decay", self.decay)
-        below_one("floor", self.floor)
+        below_one("min_lr_factor", self.min_lr_factor)
         if self.warmup < 1 and self.decay < 1 and self.warmup + self.decay > 1:
             raise bad_input(
                 wanted="warmup + decay of at most 1", got=f"{self.warmup + self.decay:g}", do="lower one", key="decay"
@@ -48,5 +49,5 @@ class WarmupStableDecay(LRSchedule):
                 key="decay",
             )
         left = min(1.0, max(0.0, (step - (steps - decay) + 1) / (decay + 1)))
-        fall = 1 - (left if self.shape == "linear" else math.sqrt(left))
-        return min(rise(step, warmup), self.floor + (1 - self.floor) * fall)
+        fall = 1 - (left if self.decay_type == "linear" else math.sqrt(left))
+        return min(rise(step, warmup), self.min_lr_factor + (1 - self.min_lr_factor) * fall)

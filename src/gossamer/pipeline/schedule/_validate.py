@@ -23,7 +23,7 @@ def one_stage_per_rank(name: str, *, stages: int, ranks: int) -> None:
             wanted=f"as many stages as ranks for the schedule {name}",
             got=f"{stages} stages on {ranks} ranks",
             do=f"cut the model into {ranks} stages, or choose a schedule that places several on a rank",
-            key="plan.schedule",
+            key="plan.pipeline_schedule",
         )
 
 
@@ -40,5 +40,5 @@ def within(
                 wanted=f"room for {count} micro-batches of stage {stage} ({show_gib(needed)})",
                 got=f"{show_gib(cap)}, {show_gib(needed - cap)} too little",
                 do=do,
-                key="plan.schedule",
+                key="plan.pipeline_schedule",
             )

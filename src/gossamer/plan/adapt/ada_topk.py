@@ -31,8 +31,8 @@ class AdaTopK(Policy):
 
     ratio: float = 8.0
     overhead: float = 2.0
-    method: str = "top_k"
-    dense: str = "plain"
+    method: str = "topk"
+    dense: str = "none"
 
     for_links = True
 

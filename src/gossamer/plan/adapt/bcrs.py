@@ -6,10 +6,11 @@ Equations (rank i of n, base fraction c0, d numbers in the gradient, V = 8 (n-1)
     c_i <- c0 + t (c_i - c0),   t <= 1 the largest with which no way in ends after T*
 Symbols: L_i, B_i latency and rate of rank i's way out. All ranks get each other's messages, hence the n-1.
 So all uploads that are not dense finish together, nobody sends less than with c0, and no round takes longer than then.
-Paper:   Tang et al., arXiv 2408.14736 (BCRS; `gamma`, `overlap` and `tilt` are handed to uneven_topk: OPWA).
-Good when: ways out differ and ways in are wide.   Not for: ways in as narrow as the ways out: every rank receives all
-that is sent, so the slowest way in leaves no time to win (t = 0, and the reason says so).
-Unlike the paper: no server; dense messages where they are as fast; the bound by the ways in.
+Paper:   Tang et al., arXiv 2408.14736 (BCRS; `gamma`, `overlap_max_senders` and `tilt` are handed to uneven_topk:
+OPWA).
+Good when: ways out differ and ways in are wide.   Not for: ways in as narrow as the ways out: every rank
+receives all that is sent, so the slowest way in leaves no time to win (t = 0, and the reason says so). Unlike the
+paper: no server; dense messages where they are as fast; the bound by the ways in.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ KEPT_BYTES, DENSE_BYTES = 8, 4  # value and place; value
 class BCRS(Policy):
     """A policy that sets every rank's top-k fraction from the bandwidth of its uplink.
 
-    `fraction`: c0. `feedback`: the method around the exchange; "" for none. `gamma`, `overlap` and `tilt` go to
-    uneven_topk.
+    `fraction`: c0. `feedback`: the method around the exchange; "" for none. `gamma`, `overlap_max_senders` and `tilt`
+    go to uneven_topk.
     """
 
     fraction: float = 0.01
     gamma: float = 1.0
-    overlap: int = 1
+    overlap_max_senders: int = 1
     tilt: float = 0.0
     feedback: str = "error_feedback"
 
@@ -58,7 +59,7 @@ class BCRS(Policy):
         kept = fractions(self.fraction, numel, paths)
         if all(c == 1.0 for c in kept):
             return self._choices("dense", "every rank sends everything in the time the slowest needs")
-        given = {"gamma": self.gamma, "overlap": self.overlap} if self.gamma != 1.0 else {}
+        given = {"gamma": self.gamma, "overlap_max_senders": self.overlap_max_senders} if self.gamma != 1.0 else {}
         tilted = {"tilt": self.tilt} if self.tilt else {}
         said = f"fractions {min(kept):.3g} to {max(kept):.3g}, all there when {self.fraction:g} of the slowest is"
         if max(kept) <= self.fraction:

@@ -38,7 +38,7 @@ def across_islands(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _between(one: Candidate) -> Candidate:
-    written: Written = {"hierarchical": {"between": one.written}}
+    written: Written = {"hierarchical": {"inter": one.written}}
     return Candidate(written, f"{one.said} between islands", one.lossy, one.least_numel, one.written)
 
 
@@ -48,7 +48,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate(_fed_back({"two_shot": {"codec": "int8"}}), "int8 two-shot"),
     Candidate(_fed_back({"two_shot": {"codec": "int4"}}), "int4 two-shot"),
     Candidate(
-        _fed_back({"powersgd": {"rank": 16, "left": {"two_shot": {"codec": "int8"}}}}),
+        _fed_back({"powersgd": {"rank": 16, "p_exchange": {"two_shot": {"codec": "int8"}}}}),
         "int8 PowerSGD rank 16",
         least_numel=1 << 14,
     ),

@@ -116,14 +116,18 @@ def written_of(period: SyncPeriod, delay: int, steps: int) -> Written:
 
     A run of `steps` steps starts local updates after a tenth of them.
     """
-    with_own: dict[str, Any] = {"mix": 0.5, "outer": {"nesterov": {"lr": 0.4}}}
-    with_common: dict[str, Any] = {"carry": True, "outer": "average", "second_moments": period.second_moments}
+    with_own: dict[str, Any] = {"alpha": 0.5, "outer_optimizer": {"nesterov": {"lr": 0.4}}}
+    with_common: dict[str, Any] = {
+        "keep_local_progress": True,
+        "outer_optimizer": "average",
+        "average_second_moments_every": period.second_moments,
+    }
     return {
         "diloco": {
-            "every": period.every,
+            "sync_every": period.every,
             "fragments": FRAGMENTS,
-            "delay": delay,
-            "start": steps // 10,
+            "sync_delay": delay,
+            "warmup_steps": steps // 10,
             "exchange": {"two_shot": {"codec": "int4"}},
             **(with_common if period.second_moments else with_own),
         }

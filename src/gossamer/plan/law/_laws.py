@@ -16,7 +16,7 @@ from gossamer.sync import OuterLoopConfig
 
 Law: TypeAlias = Callable[[Terms], BadInput | None]
 _PLAN = PlanSection()
-_WHOLE = "leave plan.states at whole"
+_WHOLE = "leave plan.sharding at whole"
 
 
 def _sync_in_stages(terms: Terms) -> BadInput | None:
@@ -69,7 +69,7 @@ def _said(written: Exchanges) -> str:
 
 
 def clipped(
-    exchanges: Sequence[Exchange], clip: float, *, key: str = "plan.exchange", clip_key: str = "train.clip"
+    exchanges: Sequence[Exchange], clip: float, *, key: str = "plan.exchange", clip_key: str = "train.max_grad_norm"
 ) -> BadInput | None:
     """Return an error for gradient clipping around an exchange whose result does not have the gradient's norm."""
     inside = [one for outer in exchanges for one in exchange_methods.nested(outer)]
@@ -186,10 +186,10 @@ def _states_of_whole_replicas(terms: Terms) -> BadInput | None:
     sharding, schedule = terms.sharding, terms.plan.pipeline_schedule
     if not sharding.is_sharded:
         return None
-    key, do = "plan.states", _WHOLE
-    if terms.stages == 1 and sharding.takes_parameters and MethodConfig.parse(schedule).name != "one_stage":
-        got = f"plan.schedule {told(schedule)}"
-        return bad_input(wanted="plan.schedule one_stage, for sharded parameters", got=got, do=do, key=key)
+    key, do = "plan.sharding", _WHOLE
+    if terms.stages == 1 and sharding.takes_parameters and MethodConfig.parse(schedule).name != "single_stage":
+        got = f"plan.pipeline_schedule {told(schedule)}"
+        return bad_input(wanted="plan.pipeline_schedule single_stage, for sharded parameters", got=got, do=do, key=key)
     if terms.stages > 1 or terms.sync.probe is not None:
         got = f"a model in {terms.stages} stages" if terms.stages > 1 else f"plan.sync {told(terms.plan.sync)}"
         return bad_input(wanted="whole replicas whose gradients meet, for sharded states", got=got, do=do, key=key)
@@ -201,20 +201,21 @@ def _states_apart(terms: Terms) -> BadInput | None:
     sharding, loop = terms.sharding, terms.sync.loop
     if not sharding.is_sharded or loop is None:
         return None
-    key, got = "plan.states", told(terms.plan.sharding)
+    key, got = "plan.sharding", told(terms.plan.sharding)
     if sharding.takes_parameters or sharding.differences is not None:
         return bad_input(
             wanted="zero1 or zero2, where islands train apart: what meets between them is whole parameters, as each "
             "rank holds them",
             got=got,
-            do="write plan.states: {zero1: {level: island}} or {zero2: {level: island}}, or plan.sync: every_step",
+            do="write plan.sharding: {zero1: {shard_group: island}} or {zero2: {shard_group: island}}, or "
+            "plan.sync: every_step",
             key=key,
         )
-    if loop.second_moments:
+    if loop.average_second_moments_every:
         return bad_input(
             wanted="whole states, where islands bring their second moments together",
             got=got,
-            do="leave second_moments out of plan.sync, or write plan.states: whole",
+            do="leave average_second_moments_every out of plan.sync, or write plan.sharding: none",
             key=key,
         )
     if not sharding.needs_islands:
@@ -222,7 +223,7 @@ def _states_apart(terms: Terms) -> BadInput | None:
         return bad_input(
             wanted="states that are shared out inside every island, where islands train apart: each has its own",
             got=f"{got}, over all ranks",
-            do=f"write plan.states: {{{name}: {{level: island}}}}",
+            do=f"write plan.sharding: {{{name}: {{level: island}}}}",
             key=key,
         )
     return None
@@ -233,7 +234,7 @@ def _states_adapted(terms: Terms) -> BadInput | None:
         return None
     got = f"plan.adapt {told(terms.config.plan.adapt)}, which measures whole mean gradients"
     wanted = "no policy, where a rank knows the mean of its own rows alone"
-    return bad_input(wanted=wanted, got=got, do=_WHOLE, key="plan.states")
+    return bad_input(wanted=wanted, got=got, do=_WHOLE, key="plan.sharding")
 
 
 def _states_by_element(terms: Terms) -> BadInput | None:
@@ -243,7 +244,7 @@ def _states_by_element(terms: Terms) -> BadInput | None:
         wanted="a rule that moves each number by itself, such as adamw, as no rank sees a whole parameter",
         got=f"train.optimizer {told(terms.config.train.optimizer)}",
         do=_WHOLE,
-        key="plan.states",
+        key="plan.sharding",
     )
 
 
@@ -254,8 +255,8 @@ def _gathers_in_step(terms: Terms) -> BadInput | None:
     return bad_input(
         wanted="as many micro-batches on every replica, as all gather parameters together",
         got=str(list(counts)),
-        do="plan again, or leave plan.states at zero2",
-        key="plan.states",
+        do="plan again, or leave plan.sharding at zero2",
+        key="plan.sharding",
     )
 
 
@@ -299,9 +300,9 @@ def _verified(terms: Terms) -> BadInput | None:
         wanted = "whole replicas that hold the same at every step, by gradients, so that each can do another's work"
         return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sync to every_step", key=key)
     if terms.sharding.is_sharded:
-        wanted = "plan.states whole, as a rank that updates its rows wrongly gives all the others the same wrong ones"
-        got = f"plan.states {told(terms.plan.sharding)}"
-        return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.states to whole", key=key)
+        wanted = "plan.sharding whole, as a rank that updates its rows wrongly gives all the others the same wrong ones"
+        got = f"plan.sharding {told(terms.plan.sharding)}"
+        return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sharding to whole", key=key)
     replicas = terms.plan.mesh.replica
     if replicas < 3:
         do = "set it to 0, or machines.processes to 3 or more"
@@ -336,13 +337,13 @@ def _borders(terms: Terms) -> BadInput | None:
     if terms.stages == 1 and plan.cuts:
         return without_stages("plan.cuts")
     if terms.stages == 1 and plan.activation_compression != _PLAN.activation_compression:
-        return without_stages("plan.boundary")
+        return without_stages("plan.activation_compression")
     if isinstance(plan.activation_compression, tuple) and len(plan.activation_compression) != terms.stages - 1:
         return bad_input(
             wanted=f"one way for each of the {terms.stages - 1} borders between {terms.stages} stages",
             got=f"{len(plan.activation_compression)}",
             do="list as many, or give one for all",
-            key="plan.boundary",
+            key="plan.activation_compression",
         )
     if plan.cuts and len(plan.cuts) != terms.stages:
         return bad_input(
@@ -386,8 +387,8 @@ def _residuals_are_kept(terms: Terms) -> BadInput | None:
     return bad_input(
         wanted="an exchange that may lose something, and keeps it",
         got=f"plan.exchange {_said(terms.plan.exchange)}",
-        do="leave plan.residuals out",
-        key="plan.residuals",
+        do="leave plan.residuals_on_resume out",
+        key="plan.residuals_on_resume",
     )
 
 

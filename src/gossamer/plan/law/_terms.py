@@ -46,7 +46,7 @@ class Terms:
             plan=plan,
             rule=optimizer_methods.build(config.train.optimizer, key=RULE),
             sync=sync.build(EVERY_STEP if plan.sync == "auto" else plan.sync, key="plan.sync"),
-            sharding=sharding_methods.build(plan.sharding, key="plan.states"),
+            sharding=sharding_methods.build(plan.sharding, key="plan.sharding"),
             exchange=None if asked == "auto" else exchange_methods.rules(asked),
             policy=None if adapts == "none" else adapt.build(adapts, key="plan.adapt"),
         )
@@ -77,4 +77,4 @@ def rule_of(terms: Terms) -> Optimizer:
     Raises BadInput if second moments are to be averaged over islands, and the optimizer has none that can be.
     """
     loop = terms.sync.loop
-    return CommonAdamW.around(terms.rule, 1.0) if loop is not None and loop.second_moments else terms.rule
+    return CommonAdamW.around(terms.rule, 1.0) if loop is not None and loop.average_second_moments_every else terms.rule

@@ -24,11 +24,11 @@ class Nesterov(OuterOptimizer):
     """An outer optimizer as torch.optim.SGD(nesterov=True); with mu = 0, plain SGD at the outer learning rate."""
 
     lr: float = 0.7
-    mu: float = 0.9
+    momentum: float = 0.9
 
     def __post_init__(self) -> None:
         positive("lr", self.lr)
-        below_one("mu", self.mu)
+        below_one("momentum", self.momentum)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -37,5 +37,5 @@ class Nesterov(OuterOptimizer):
     @torch.no_grad()
     def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> None:
         for x, d, m in zip(anchor, mean, state["momentum"], strict=True):
-            m.mul_(self.mu).add_(d)
-            x.add_(d, alpha=-self.lr).add_(m, alpha=-self.lr * self.mu)
+            m.mul_(self.momentum).add_(d)
+            x.add_(d, alpha=-self.lr).add_(m, alpha=-self.lr * self.momentum)

@@ -35,14 +35,14 @@ class SignMomentum(OuterOptimizer):
     lr: float = 1.0
     b1: float = 0.95
     b2: float = 0.98
-    decay: float = 0.0
+    weight_decay: float = 0.0
     randomized: bool = False
 
     def __post_init__(self) -> None:
         positive("lr", self.lr)
         below_one("b1", self.b1)
         below_one("b2", self.b2)
-        not_negative("decay", self.decay)
+        not_negative("weight_decay", self.weight_decay)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class SignMomentum(OuterOptimizer):
             u = torch.lerp(d / at.rates, m, self.b1)
             m.mul_(self.b2).add_(d, alpha=(1 - self.b2) / at.rates)
             signs = self._drawn(u, (*at.key, index)) if self.randomized else u.sign()
-            x.mul_(1 - size * self.decay).add_(signs, alpha=-size)
+            x.mul_(1 - size * self.weight_decay).add_(signs, alpha=-size)
 
     @staticmethod
     def _drawn(u: Tensor, key: tuple[int, ...]) -> Tensor:

@@ -25,11 +25,11 @@ class SlowMomentum(OuterOptimizer):
     """An outer optimizer with momentum in units of the learning rate; with beta = 0 and lr = 1, the plain average."""
 
     lr: float = 1.0
-    beta: float = 0.7
+    momentum: float = 0.7
 
     def __post_init__(self) -> None:
         positive("lr", self.lr)
-        below_one("beta", self.beta)
+        below_one("momentum", self.momentum)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -40,5 +40,5 @@ class SlowMomentum(OuterOptimizer):
         if at.rates <= 0:
             return
         for x, d, u in zip(anchor, mean, state["momentum"], strict=True):
-            u.mul_(self.beta).add_(d, alpha=1 / at.rates)
+            u.mul_(self.momentum).add_(d, alpha=1 / at.rates)
             x.add_(u, alpha=-self.lr * at.rates)

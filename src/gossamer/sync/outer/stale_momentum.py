@@ -31,13 +31,13 @@ class StaleMomentum(OuterOptimizer):
     """
 
     lr: float = 1.0
-    mu: float = 0.5
+    momentum: float = 0.5
     gap: float = 1.0
     clip: float = 0.0
 
     def __post_init__(self) -> None:
         positive("lr", self.lr)
-        below_one("mu", self.mu)
+        below_one("momentum", self.momentum)
         not_negative("gap", self.gap)
         not_negative("clip", self.clip)
 
@@ -49,7 +49,7 @@ class StaleMomentum(OuterOptimizer):
     def step(self, anchor: Sequence[Tensor], mean: Sequence[Tensor], state: OuterState, at: OuterStep) -> None:
         trust = 1 / self._penalty(anchor, mean, state, at)
         for x, d, m, before in zip(anchor, mean, state["momentum"], state["before"], strict=True):
-            m.mul_(self.mu).add_(d, alpha=trust)
+            m.mul_(self.momentum).add_(d, alpha=trust)
             if self.clip:
                 m.clamp_(-self.clip, self.clip)
             before.copy_(x)

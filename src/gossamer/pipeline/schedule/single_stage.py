@@ -15,7 +15,7 @@ from gossamer.spec.errors import bad_input
 
 
 @dataclass(frozen=True, slots=True)
-class OneStage(PipelineSchedule):
+class SingleStage(PipelineSchedule):
     """The schedule of one pipeline stage; it has no parameters."""
 
     def make(
@@ -30,14 +30,14 @@ class OneStage(PipelineSchedule):
         at_least_one(stages=stages, ranks=ranks, microbatches=microbatches)
         if (stages, ranks) != (1, 1):
             raise bad_input(
-                wanted="1 stage on 1 rank for the schedule one_stage",
+                wanted="1 stage on 1 rank for the schedule single_stage",
                 got=f"{stages} stages on {ranks} ranks",
                 do="set plan.mesh.pipe: 1, or choose another schedule",
-                key="plan.schedule",
+                key="plan.pipeline_schedule",
             )
         steps = [Action(op, 0, batch) for batch in range(microbatches) for op in (Op.F, Op.B)]
         return Schedule(
-            name="one_stage",
+            name="single_stage",
             ranks=((*steps, Action(Op.REDUCE_GRADS, 0)),),
             placement=(0,),
             microbatches=microbatches,

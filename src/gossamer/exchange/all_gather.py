@@ -36,7 +36,7 @@ from gossamer.exchange.codec import Codec
 
 
 @dataclass(frozen=True, slots=True)
-class Gather(Exchange):
+class AllGather(Exchange):
     """An all-gather of buckets encoded once by `codec`, which every rank decodes and sums."""
 
     codec: Codec

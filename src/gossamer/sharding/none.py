@@ -14,7 +14,7 @@ from gossamer.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Sharding):
+class NoSharding(Sharding):
     """Replicated optimizer states, gradients and parameters: plain data parallelism."""
 
     @property

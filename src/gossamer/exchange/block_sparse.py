@@ -1,6 +1,6 @@
 """UnionSum: only blocks that are not zero on some rank are summed; exact.
 
-Equations (blocks of b = `block_numel` numbers, the last one filled up with zeros):
+Equations (blocks of b = `block_size` numbers, the last one filled up with zeros):
     U    = union over ranks of the blocks in which x_i is not zero
     mean = sum_i w_i x_i on U, 0 elsewhere
 Symbols: x_i (numel,) input of rank i; w_i its weight.
@@ -37,15 +37,15 @@ from gossamer.spec.errors import bad_input
 
 
 @dataclass(frozen=True, slots=True)
-class UnionSum(Exchange):
-    """An all-reduce of the blocks that are not zero on some rank, with one bit of bitmap per `block_numel` numbers."""
+class BlockSparse(Exchange):
+    """An all-reduce of the blocks that are not zero on some rank, with one bit of bitmap per `block_size` numbers."""
 
-    block_numel: int = 32
+    block_size: int = 32
 
     def __post_init__(self) -> None:
-        if self.block_numel != 1 and (self.block_numel < 8 or self.block_numel % 8):
+        if self.block_size != 1 and (self.block_size < 8 or self.block_size % 8):
             raise bad_input(
-                wanted="1 or a multiple of 8", got=repr(self.block_numel), do="give 32, say", key="block_numel"
+                wanted="1 or a multiple of 8", got=repr(self.block_size), do="give 32, say", key="block_size"
             )
 
     @property
@@ -56,7 +56,7 @@ class UnionSum(Exchange):
         return ExchangeState()
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
-        flat, block = x.flat.float(), self.block_numel
+        flat, block = x.flat.float(), self.block_size
         mine = to_bits(_used(flat, block))
         (union,) = yield Message((mine.cpu(),), Collective.OR)
         if count_bits(union) * block >= flat.numel():
@@ -68,7 +68,7 @@ class UnionSum(Exchange):
         return Outcome(mean.to(x.layout.dtype), None, state)
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
-        blocks = -(-layout.numel // self.block_numel)
+        blocks = -(-layout.numel // self.block_size)
         return Traffic(Collective.OR, -(-blocks // 8), 1), Traffic(Collective.SUM, layout.numel, 4)
 
 

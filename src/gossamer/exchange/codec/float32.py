@@ -17,7 +17,7 @@ from gossamer.exchange.codec import Codec, CodecTraits
 
 
 @dataclass(frozen=True, slots=True)
-class Identity(Codec):
+class Float32(Codec):
     """A codec that copies float32 numbers as they are."""
 
     @property

@@ -36,7 +36,7 @@ from gossamer.spec.errors import bad_input
 
 
 @dataclass(frozen=True, slots=True)
-class WarmUp(Exchange):
+class Warmup(Exchange):
     """A warm-up of the exchange: `first` for `steps` steps, then `inner`."""
 
     inner: Exchange

@@ -35,7 +35,7 @@ from gossamer.exchange import Exchange, ExchangeTraits
 
 
 @dataclass(frozen=True, slots=True)
-class Tree(Exchange):
+class RecursiveDoubling(Exchange):
     """An all-reduce by recursive doubling. It has no fields."""
 
     @property

@@ -18,7 +18,7 @@ from gossamer.p2p.activation._tensor_bytes import from_bytes, to_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Plain(ActivationCodec):
+class NoCompression(ActivationCodec):
     """An activation codec that sends tensors and gradients unchanged; it has no parameters."""
 
     @property

@@ -33,7 +33,7 @@ from gossamer.spec.errors import bad_input
 
 
 @dataclass(frozen=True, slots=True)
-class TopK(ActivationCodec):
+class TopKCompression(ActivationCodec):
     """An activation codec that sends `fraction` of the elements of every row, or of the whole tensor without `per_row`.
 
     masked: the gradient comes back for these elements alone; values: codec of the values, None to send them unchanged.

@@ -1,0 +1,89 @@
+"""Conversion of configurations and plans of earlier versions to the names of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from gossamer.spec.config import RunConfig
+from gossamer.spec.earlier_names import KEYS, LEVELS, METHODS, PARAMETERS, PLAN_FIELDS, VALUES
+from gossamer.spec.method_config import category_of
+from gossamer.spec.plan import PLAN_FORMAT
+
+
+def configuration(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration of an earlier version under the names of this one."""
+    now = _section(values, "")
+    counts = now.get("plan", {}).pop("train.accumulate", "auto") if isinstance(now.get("plan"), dict) else "auto"
+    if counts != "auto":
+        train = now.setdefault("train", {})
+        now["train"] = {**train, "accumulate": counts} if train.get("accumulate", "auto") == "auto" else train
+    return now
+
+
+def plan(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a plan of format 1 under the names of this version."""
+    named = {PLAN_FIELDS.get(name, name): value for name, value in values.items()}
+    now = {name: _methods(value) if is_method_key(f"plan.{name}") else value for name, value in named.items()}
+    if "adapted_from" in now:
+        now["adapted_from"] = _methods(now["adapted_from"])
+    now["format"] = PLAN_FORMAT
+    if isinstance(now.get("reasons"), Mapping):
+        now["reasons"] = {PLAN_FIELDS.get(name, name): why for name, why in now["reasons"].items()}
+    return now
+
+
+def dotted(key: str) -> str:
+    """Return the present name of a dotted key of the configuration, which may lead into a method."""
+    around = next((old for old in KEYS if f"{key}.".startswith(f"{old}.")), "")
+    key = f"{KEYS[around]}{key[len(around) :]}" if around else key
+    parts = key.split(".")
+    inside = next((i for i in range(1, len(parts)) if is_method_key(".".join(parts[:i]))), len(parts))
+    for i in range(inside, len(parts)):
+        parts[i] = PARAMETERS.get(parts[i - 1], {}).get(parts[i], METHODS.get(parts[i], parts[i]))
+    return ".".join(parts)
+
+
+def is_method_key(key: str) -> bool:
+    """Return whether a dotted key of the configuration selects methods."""
+    section, _, name = key.rpartition(".")
+    model: Any = RunConfig.model_fields.get(section)
+    field = model.annotation.model_fields.get(name) if model is not None else None
+    return field is not None and bool(category_of(field))
+
+
+def _section(values: Mapping[str, Any], above: str) -> dict[str, Any]:
+    now: dict[str, Any] = {}
+    for name, value in values.items():
+        key = KEYS.get(f"{above}{name}", f"{above}{name}")
+        own = key.removeprefix(above)
+        if is_method_key(key):
+            now[own] = _methods(value)
+        elif isinstance(value, Mapping) and key in ("train", "train.verify", "machines", "plan"):
+            now[own] = _section(value, f"{key}.")
+        elif isinstance(value, str):
+            now[own] = VALUES.get(key, {}).get(value, value)
+        else:
+            now[own] = value
+    return now
+
+
+def _methods(written: Any) -> Any:
+    """Return a method, methods in a list, or lines of [pattern, level, method], as this version writes them."""
+    if isinstance(written, (list, tuple)):
+        is_line = len(written) == 3 and written[1] in ("all", *LEVELS)
+        if is_line:
+            return [written[0], LEVELS.get(written[1], written[1]), _method(written[2])]
+        return [_methods(one) for one in written]
+    return _method(written)
+
+
+def _method(written: Any, names: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """Return a method, or what is below one: `names` are its parameters that have other names by now."""
+    if isinstance(written, str):
+        return METHODS.get(written, written)
+    if not isinstance(written, Mapping):
+        return written
+    renamed = ((names.get(name, METHODS.get(name, name)), inside) for name, inside in written.items())
+    return {name: _method(inside, PARAMETERS.get(name, {})) for name, inside in renamed}
