@@ -148,8 +148,9 @@ def rank(name: str, kind: str, folder: Path, began: float, stages: int, steps: i
         patches = [patch.object(stage, one, lambda module: False) for one in ("changes_python", "runs_in_backward")]
     called = time.time()
     config = {
-        "plan": {"mesh": {"pipe": stages}, "microbatches": MICROBATCHES},
+        "plan": {"mesh": {"pipe": stages}},
         "train": {
+            "accumulate": MICROBATCHES,
             "steps": steps,
             "batch": BATCH,
             "evaluate_every": 0,

@@ -221,10 +221,13 @@ def fewer_rows_than_ranks_summed(wrap):
 
 @habit(must="equal")
 def unequal_share(wrap):
-    """share=: the last rank takes most rows."""
+    """batch_fractions=: the last rank takes most rows."""
     share = [1.0 + rank for rank in range(ranks())]
     return trained(
-        wrap, batches(), lambda model, batch: cross_entropy(model, *batch), share=[s / sum(share) for s in share]
+        wrap,
+        batches(),
+        lambda model, batch: cross_entropy(model, *batch),
+        batch_fractions=[s / sum(share) for s in share],
     )
 
 

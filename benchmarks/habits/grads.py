@@ -25,9 +25,9 @@ def clip_grad_norm(wrap):
 
 @habit(must="equal", like=clip_grad_norm)
 def clip_told(wrap):
-    """clip=0.05 in place of clip_grad_norm_."""
+    """max_grad_norm=0.05 in place of clip_grad_norm_."""
     model = net()
-    model, optimizer, loader = wrap(model, sgd(model), batches(), clip=0.05)
+    model, optimizer, loader = wrap(model, sgd(model), batches(), max_grad_norm=0.05)
     for x, y in loader:
         optimizer.zero_grad()
         cross_entropy(model, x, y).backward()

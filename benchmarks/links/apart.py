@@ -59,7 +59,7 @@ def common(study: Any) -> None:
     first = replace(study, after=0, exchange="dense", sync="every_step", **given)
     _common_folder(study).parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_common_folder(study).parent) as text:
-        _trained(first, Path(text), schedule="constant")
+        _trained(first, Path(text), lr_schedule="constant")
         (Path(text) / "end").rename(_common_folder(study))
 
 

@@ -45,7 +45,7 @@ OURS = [
     _ours("ef_topk", {"error_feedback": {"topk": {"fraction": 0.01}}}),
     _ours("ef_powersgd", {"error_feedback": {"powersgd": {"rank": 4}}}),
     Method("sync_auto", False, {"exchange": "auto", "lossy": True, "sync": "auto"}, period=64),
-    _ours("states_zero1", "dense", states="zero1"),
+    _ours("states_zero1", "dense", sharding="zero1"),
     _apart("local_sgd", 8, {"local_sgd": {"sync_every": 8}}),
     _apart("diloco", 48, {"diloco": {"sync_every": 48}}),
     _apart("diloco_int4", 48, {"diloco": {"sync_every": 48, "exchange": {"two_shot": {"codec": "int4"}}}}),

@@ -78,6 +78,7 @@ def _argv(method: Method, length: Length, folder: Path) -> list[str]:
             "optimizer": {"adamw": setting.ADAMW},
             "lr_schedule": "constant",
             "max_grad_norm": 0.0,
+            "accumulate": setting.MICROBATCHES,
             "seed": setting.SEED,
             "evaluate_every": 0,
             "checkpoint_every": 0,
@@ -86,7 +87,6 @@ def _argv(method: Method, length: Length, folder: Path) -> list[str]:
         "plan": {
             "mesh": {"pipe": setting.STAGES},
             "cuts": setting.CUTS,
-            "microbatches": setting.MICROBATCHES,
             "pipeline_schedule": method.schedule,
             "activation_compression": method.boundary,
         },

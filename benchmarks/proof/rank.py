@@ -17,7 +17,7 @@ from proof import plain
 from proof.habit import Habit
 from proof.scene import BATCH, EVALUATE_EVERY, EVALUATED, MICROBATCHES, SAMPLED, SEED, STEPS
 
-LOOKED = {"evaluate_every": EVALUATE_EVERY, "evaluate_sequences": EVALUATED, "sample_tokens": SAMPLED}
+LOOKED = {"evaluate_every": EVALUATE_EVERY, "evaluate_sequences": EVALUATED, "sample_max_new_tokens": SAMPLED}
 WAIT_S = 20.0  # for a message, before its sender is given up
 
 
@@ -66,12 +66,13 @@ def settings(habit: Habit, data: Mapping[str, Any], ranks: int, prove: str, fold
         "max_grad_norm": 0,
         "seed": SEED,
         "on_nonfinite": "stop",
-        **(LOOKED | {"sample": habit.text} if habit.text else {}),
+        **(LOOKED | {"sample_prompt": habit.text} if habit.text else {}),
         **habit.train,
         **({"prove": prove} if prove else {}),
     }
     replicas = habit.replicas if ranks > 1 else 1
-    plan: dict[str, Any] = {"microbatches": MICROBATCHES // replicas}
+    train["accumulate"] = MICROBATCHES // replicas
+    plan: dict[str, Any] = {}
     if ranks > 1:
         plan |= {"mesh": {"pipe": habit.stages, "replica": replicas}, **habit.plan}
     return {

@@ -78,7 +78,11 @@ class Trial:
 
     @property
     def config(self) -> RunConfig:
-        plan: dict[str, Any] = {"mesh": {"pipe": self.ranks}, "exchange": "dense", "schedule": self.schedules[0]}
+        plan: dict[str, Any] = {
+            "mesh": {"pipe": self.ranks},
+            "exchange": "dense",
+            "pipeline_schedule": self.schedules[0],
+        }
         train = {
             "steps": STEPS,
             "batch": MICROBATCHES,
@@ -112,7 +116,7 @@ class Seat:
         """The trainer after every step."""
         self._begin_again()
         said: list[records.Record] = []
-        plan = self.parts.plan.model_copy(update={"schedule": schedule})
+        plan = self.parts.plan.model_copy(update={"pipeline_schedule": schedule})
         trainer = build(replace(self.parts, plan=plan), self.engine, self.pump, _around(self.folder, said))
         for _ in range(STEPS):
             trainer.one_step()

@@ -30,7 +30,7 @@ def test_the_loss_of_adam_at_fewer_bytes_than_1_bit_adam(pool: Pool) -> None:
     momentum = {"momentum": {"inner": {"warmup": {"steps": WARM, "inner": feedback}}}}
     finer = {"error_feedback": {"two_shot": {"sign": {"block_size": 64}}}}
     plain, plain_bytes = learn("adamw")
-    one_bit, one_bit_bytes = learn("one_bit_adam", exchange=momentum, freeze=WARM)
+    one_bit, one_bit_bytes = learn("one_bit_adam", exchange=momentum, freeze_step=WARM)
     rounds = {
         "zero_one": {
             "var_freeze_step": WARM,

@@ -313,7 +313,7 @@ def test_letters_of_the_command_line_are_utf_8_under_any_locale(encoding: str, t
 
     done = shown("train.sample_prompt=für 猫".encode())
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["config"]["train"]["sample"] == "für 猫"
+    assert json.loads(done.stdout)["config"]["train"]["sample_prompt"] == "für 猫"
     done = shown(b"train.sample_prompt=f\xfcr")
     assert done.returncode == 2 and b"train.sample_prompt: wanted text, got" in done.stderr, done.stderr
 

@@ -74,7 +74,7 @@ OTHERS: dict[str, Sections] = {
     "ef21": exchange({"ef21": {"topk": {}}}),
     "powersgd": exchange({"error_feedback": "powersgd"}),
     "momentum": exchange({"momentum": "dense"}),
-    "momentum, not clipped": exchange({"momentum": "dense"}, clip=0.0),
+    "momentum, not clipped": exchange({"momentum": "dense"}, max_grad_norm=0.0),
     "momentum inside": exchange({"warmup": {"inner": {"momentum": {"two_shot": "int4"}}}}),
     "hierarchical": exchange({"hierarchical": {"inter": "dense"}}),
     "lines": exchange([[".*", "between", "dense"], [".*", "island", "int8"]]),
@@ -91,9 +91,9 @@ OTHERS: dict[str, Sections] = {
     "verify": {"train": {"verify": {"every": 2}}},
     "prove": {"train": {"prove": "always"}},
     "gpipe": {"plan": {"pipeline_schedule": "gpipe"}},
-    "boundary": {"plan": {"activation_compression": "coded"}},
+    "boundary": {"plan": {"activation_compression": "codec"}},
     "lossy": {"plan": {"lossy": True}},
-    "drop": {"plan": {"residuals_on_resume": "drop"}},
+    "drop": {"plan": {"residuals_on_resume": "reset"}},
     "adapt_every": {"plan": {"adapt_every": 20}},
 }
 
@@ -165,18 +165,18 @@ def by_file(shape: Sections, other: Sections, folder: Path) -> None:
     """The words of the plan in a file, which no planner has seen; all else beside it."""
     given = merged(BASE, shape, other)
     words = dict(given["plan"]) if "plan" in given else {}
-    beside = {k: words.pop(k) for k in ("adapt", "adapt_every", "lossy", "residuals") if k in words}
+    beside = {k: words.pop(k) for k in ("adapt", "adapt_every", "lossy", "residuals_on_resume") if k in words}
     stages = words.pop("mesh", {}).get("pipe", 1)
     replicas = RANKS // stages
-    share = words.pop("share", [1.0] * replicas)
+    share = words.pop("batch_fractions", [1.0] * replicas)
     plain = words.get("sync", "every_step") in ("auto", "every_step") and stages == 1
-    boundary = words.pop("boundary", "plain")
+    boundary = words.pop("activation_compression", "none")
     plan = Plan(
         mesh=Mesh(replica=replicas, pipe=stages),
         batch_fractions=tuple(one / sum(share) for one in share),
         rows=(8 // replicas,) * replicas,
         microbatches=(given["train"].get("accumulate", 1),) * replicas,
-        pipeline_schedule=words.pop("schedule", "single_stage" if stages == 1 else "one_f_one_b"),
+        pipeline_schedule=words.pop("pipeline_schedule", "single_stage" if stages == 1 else "one_f_one_b"),
         exchange=words.pop("exchange", "auto" if plain else "dense"),
         islands=tuple(map(tuple, given["machines"].pop("islands", ()))),
         activation_compression=boundary,
@@ -299,11 +299,11 @@ def test_ones_own_loop_is_asked_too(other: str, at_the_doors: Path) -> None:
     written = merged(BASE, OTHERS[other])
     law = said(trained, {}, OTHERS[other], at_the_doors)
     try:
-        check_loop(exchange=written["plan"]["exchange"], clip=written["train"].get("clip", 1.0))
+        check_loop(exchange=written["plan"]["exchange"], max_grad_norm=written["train"].get("max_grad_norm", 1.0))
     except BadInput as error:
         speaks_of_islands = other in ("hierarchical", "lines")
         assert speaks_of_islands or law.replace("plan.exchange", "exchange").replace(
-            "train.max_grad_norm", "clip"
+            "train.max_grad_norm", "max_grad_norm"
         ) == str(error)
     else:
         assert not law

@@ -36,7 +36,7 @@ def test_what_every_place_costs() -> None:
 @pytest.mark.parametrize(
     ("room", "hidden_s", "chosen"),
     [
-        (8 * NUMBERS, 10.0, "whole"),
+        (8 * NUMBERS, 10.0, "none"),
         (5 * NUMBERS, 10.0, {"zero1": {"shard_group": "island"}}),
         (3 * NUMBERS, 10.0, "zero1"),
         (8 * NUMBERS, 0.0, "zero1"),

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from proof.faults import FAULTS
 
 PROVE = "run.proof_jobs:prove"
-STAGES = {"plan": {"mesh": {"pipe": 2}, "microbatches": 4}}
+STAGES = {"plan": {"mesh": {"pipe": 2}}, "train": {"accumulate": 4}}
 
 
 def proved(pool: Pool, ranks: int, **given: Any) -> dict[str, Any]:
@@ -64,10 +64,20 @@ def test_the_first_gradient_is_fetched_whole_and_looked_at(pool: Pool, fault: st
     ("ranks", "plan", "train", "layout"),
     [
         (2, {"mesh": {"pipe": 2}}, {}, "2 micro-batches: 2 stages = 1 process, "),
-        (3, {"mesh": {"pipe": 3}, "schedule": "gpipe"}, {}, "2 micro-batches: 3 stages = 1 process, "),
-        (2, {"mesh": {"pipe": 2}, "schedule": {"split_backward": {"inner": "gpipe"}}}, {}, "2 stages = 1 process, "),
+        (3, {"mesh": {"pipe": 3}, "pipeline_schedule": "gpipe"}, {}, "2 micro-batches: 3 stages = 1 process, "),
+        (
+            2,
+            {"mesh": {"pipe": 2}, "pipeline_schedule": {"split_backward": {"inner": "gpipe"}}},
+            {},
+            "2 stages = 1 process, ",
+        ),
         (2, {"mesh": {"pipe": 2}}, {"precision": "bf16"}, "2 stages = 1 process, "),
-        (2, {"mesh": {"pipe": 2}, "boundary": {"codec": {"codec": "int8"}}}, {}, "2 stages = 1 process, "),
+        (
+            2,
+            {"mesh": {"pipe": 2}, "activation_compression": {"codec": {"codec": "int8"}}},
+            {},
+            "2 stages = 1 process, ",
+        ),
     ],
 )
 def test_an_honest_layout_is_one_process(
@@ -80,14 +90,14 @@ def test_an_honest_layout_is_one_process(
     assert record["within"] < 2e-6
     assert record["losses"][0] == pytest.approx(record["losses"][1], rel=1e-6)
     assert ("in bf16 within" in record["message"]) == ("precision" in train)
-    assert ("not proved: what is lost between stages" in record["message"]) == ("boundary" in plan)
+    assert ("not proved: what is lost between stages" in record["message"]) == ("activation_compression" in plan)
 
 
 @pytest.mark.parametrize(
     ("ranks", "plan"),
     [
-        (2, {"mesh": {"pipe": 2}, "schedule": {"recompute": {"inner": "one_f_one_b"}}}),
-        (3, {"mesh": {"pipe": 2}, "stages": [[0], [1, 2]]}),
+        (2, {"mesh": {"pipe": 2}, "pipeline_schedule": {"recompute": {"inner": "one_f_one_b"}}}),
+        (3, {"mesh": {"pipe": 2}, "stage_ranks": [[0], [1, 2]]}),
     ],
     ids=["recompute", "two ranks of a stage"],
 )
@@ -157,13 +167,13 @@ def test_no_layout_takes_more_than_24_microbatches_and_two_builds(
 
 
 def test_unequal_replicas_are_one_process(pool: Pool) -> None:
-    record = proved(pool, 2, kind="opened", sections={"plan": {"batch_fractions": [3, 1], "microbatches": 2}})
+    record = proved(pool, 2, kind="opened", sections={"plan": {"batch_fractions": [3, 1]}, "train": {"accumulate": 2}})
     assert "2 replicas = 1 process, " in record["message"]
 
 
 @pytest.mark.parametrize(
     "sections",
-    [{"plan": {"microbatches": 1}}, {"train": {"prove": "never"}, "plan": {"mesh": {"pipe": 2}}}],
+    [{"train": {"accumulate": 1}}, {"train": {"prove": "never"}, "plan": {"mesh": {"pipe": 2}}}],
     ids=["replicas without buffers", "never"],
 )
 def test_where_it_is_not_asked_for_nothing_is_computed(pool: Pool, sections: dict[str, Any]) -> None:

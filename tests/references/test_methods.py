@@ -43,9 +43,9 @@ class Row:
 
     @property
     def sections(self) -> dict[str, dict[str, Any]]:
-        share = {"share": list(self.rows)}
+        share = {"batch_fractions": list(self.rows)}
         train = {"batch": sum(self.rows), "max_grad_norm": self.clip, "optimizer": self.rule}
-        train["schedule"] = {"cosine": {"warmup": WARMUP}}
+        train["lr_schedule"] = {"cosine": {"warmup": WARMUP}}
         machines = {"islands": [list(one) for one in self.islands]} if self.islands else {}
         return {"plan": {**share, **self.plan}, "train": {**train, **self.train}, "machines": machines}
 
@@ -97,19 +97,22 @@ TABLE: dict[str, Row] = {
     "error feedback, signs": Row(rule={"sgd": {"lr": 0.5}}, to=every_step(Sgd, lambda: Feedback(TwoShot(sign))), plan={
         "exchange": SIGNS}),
     "1-bit adam: frozen": Row(
-        rule={"one_bit_adam": {"lr": 0.01, "freeze_step": 5, "floor": 0.3}}, to=every_step(partial(OneBitAdam, floor=0.3))
+        rule={"one_bit_adam": {"lr": 0.01, "freeze_step": 5, "floor": 0.3}},
+        to=every_step(partial(OneBitAdam, floor=0.3))
     ),
     "1-bit adam: signs": Row(
         rule={"one_bit_adam": {"lr": 0.01, "freeze_step": 5}}, to=every_step(OneBitAdam, one_bit), clip=0.0,
         plan={"exchange": MOMENTUM},
     ),
     "1-bit lamb: frozen": Row(
-        rule={"one_bit_lamb": {"lr": 0.02, "freeze_step": 5, "floor": 0.3}}, to=every_step(partial(OneBitLamb, floor=0.3)),
+        rule={"one_bit_lamb": {"lr": 0.02, "freeze_step": 5, "floor": 0.3}},
+        to=every_step(partial(OneBitLamb, floor=0.3)),
         steps=14,
     ),
     "1-bit lamb: wide limits": Row(
         rule={"one_bit_lamb": {
-            "lr": 0.02, "betas": [0.9, 0.9], "freeze_step": 4, "factor_threshold": 0.9, "floor": 0.5, "factor_min": 0.1}},
+            "lr": 0.02, "betas": [0.9, 0.9], "freeze_step": 4, "factor_threshold": 0.9, "floor": 0.5,
+            "factor_min": 0.1}},
         to=every_step(partial(OneBitLamb, b2=0.9, freeze=4, change=0.9, floor=0.5, least=0.1)), steps=14,
     ),
     "1-bit lamb: signs": Row(
@@ -118,18 +121,20 @@ TABLE: dict[str, Row] = {
     ),
     "just one byte": Row(
         rule={"sgd": {"lr": 0.1}}, to=OneByte(2, 1e-2).run, clip=1.5,
-        plan=synced("just_one_byte", samples=2, epsilon=1e-2),
+        plan=synced("just_one_byte", directions=2, epsilon=1e-2),
     ),
     # Where the state lies changes nothing.
     "zero1": Row(rule=ADAM, to=every_step(), plan={"sharding": "zero1"}),
     "zero2": Row(rule=ADAM, to=every_step(), plan={"sharding": "zero2"}, frozen=("layers.1",)),
     "zero3": Row(rule=ADAM, to=every_step(), plan={"sharding": "zero3"}, rows=(4, 4)),
     "zero1 on islands": Row(
-        rule=ADAM, to=every_step(), plan={"sharding": {"zero1": {"shard_group": "island"}}}, islands=PAIRS, rows=(3, 2, 1, 2)
+        rule=ADAM, to=every_step(), plan={"sharding": {"zero1": {"shard_group": "island"}}}, islands=PAIRS,
+        rows=(3, 2, 1, 2)
     ),
     "zero1 in two hops": Row(rule=ADAM, to=every_step(), plan={"sharding": "zero1"}, islands=PAIRS, rows=(3, 2, 1, 2)),
     "zero3, weights on islands": Row(
-        rule=ADAM, to=every_step(), plan={"sharding": {"zero3": {"weights_group": "island"}}}, islands=PAIRS, rows=(2, 2, 2, 2)
+        rule=ADAM, to=every_step(), plan={"sharding": {"zero3": {"weights_group": "island"}}}, islands=PAIRS,
+        rows=(2, 2, 2, 2)
     ),
     "zero3, all on islands": Row(
         rule=ADAM, to=every_step(), plan={"sharding": {"zero3": {"weights_group": "island", "states_group": "island"}}},
@@ -139,76 +144,81 @@ TABLE: dict[str, Row] = {
         rule=ADAM, to=every_step(), plan={"sharding": {"sdp4bit": {"weights": None, "gradients": None}}}
     ),
     # Islands.
-    "local_sgd": Row(rule=SGD, to=apart(Apart(Average, 4), Sgd), plan=synced("local_sgd", every=4), steps=13),
+    "local_sgd": Row(rule=SGD, to=apart(Apart(Average, 4), Sgd), plan=synced("local_sgd", sync_every=4), steps=13),
     "local_sgd after 4": Row(
-        rule=ADAM, to=apart(Apart(Average, 3, start=4)), plan=synced("local_sgd", every=3, start=4), steps=13,
+        rule=ADAM, to=apart(Apart(Average, 3, start=4)), plan=synced("local_sgd", sync_every=3, warmup_steps=4),
+        steps=13,
         train={"accumulate": 2},
     ),
     "local_sgd on islands of two and one, zero1": Row(
         rule=ADAM, to=apart(Apart(Average, 4), groups=((0, 1), (2,))), islands=((0, 1), (2,)), rows=(2, 3, 3),
-        plan={**synced("local_sgd", every=4), "sharding": {"zero1": {"shard_group": "island"}}},
+        plan={**synced("local_sgd", sync_every=4), "sharding": {"zero1": {"shard_group": "island"}}},
     ),
     "qsparse": Row(
         rule=SGD, to=apart(Apart(Average, 3, exchange=lambda: Feedback(TopK(0.2))), Sgd),
-        plan=synced("local_sgd", every=3, exchange={"error_feedback": TOP}),
+        plan=synced("local_sgd", sync_every=3, exchange={"error_feedback": TOP}),
     ),
     "diloco, frozen layers": Row(
-        rule=ADAM, to=apart(Apart(Nesterov, 4)), plan=synced("diloco", every=4), steps=13, frozen=("layers.0",)
+        rule=ADAM, to=apart(Apart(Nesterov, 4)), plan=synced("diloco", sync_every=4), steps=13, frozen=("layers.0",)
     ),
     "streaming diloco": Row(
         rule=ADAM, to=apart(Apart(partial(Nesterov, lr=0.4), 6, HALVES, delay=2, mix=0.5)), steps=14,
-        plan=synced("streaming_diloco", every=6, fragments=2, delay=2, exchange="dense"),
+        plan=synced("streaming_diloco", sync_every=6, fragments=2, sync_delay=2, exchange="dense"),
     ),
     "diloco, carried": Row(
         rule=ADAM, to=apart(Apart(Nesterov, 5, THIRDS, delay=1, carry=True, start=2)), steps=15,
-        plan=synced("diloco", every=5, fragments=3, delay=1, carry=True, start=2),
+        plan=synced("diloco", sync_every=5, fragments=3, sync_delay=1, keep_local_progress=True, warmup_steps=2),
     ),
-    "dasgd": Row(rule=ADAM, to=apart(Apart(Average, 4, delay=2, carry=True)), plan=synced("dasgd", every=4), steps=14),
+    "dasgd": Row(rule=ADAM, to=apart(Apart(Average, 4, delay=2, carry=True)),
+        plan=synced("dasgd", sync_every=4), steps=14),
     "slowmo": Row(
         rule=SGD, to=apart(Apart(partial(SlowMomentum, lr=0.5, beta=0.9), 3), Sgd),
-        plan=synced("slowmo", every=3, outer={"slow_momentum": {"lr": 0.5, "momentum": 0.9}}),
+        plan=synced("slowmo", sync_every=3, outer_optimizer={"slow_momentum": {"lr": 0.5, "momentum": 0.9}}),
     ),
     "dsm": Row(
         rule=ADAM, to=apart(Apart(partial(SignMomentum, lr=2.0, b1=0.8, b2=0.9, decay=0.5), 3)),
-        plan=synced("dsm", every=3, outer={"sign_momentum": {"lr": 2.0, "b1": 0.8, "b2": 0.9, "weight_decay": 0.5}}),
+        plan=synced("dsm", sync_every=3,
+        outer_optimizer={"sign_momentum": {"lr": 2.0, "b1": 0.8, "b2": 0.9, "weight_decay": 0.5}}),
     ),
     "fedhyper, outer": Row(
-        rule=SGD, to=apart(Apart(Hypergradient, 2), Sgd), plan=synced("fedhyper", every=2)
+        rule=SGD, to=apart(Apart(Hypergradient, 2), Sgd), plan=synced("fedhyper", sync_every=2)
     ),
     "fedhyper, inner": Row(
         rule=SGD, to=apart(Apart(partial(Hypergradient, inner=True, kappa=0.5, high=1.2), 2), Sgd), plan=synced(
-            "fedhyper", every=2,
-            outer={"hypergradient": {"inner": "average", "of": "inner", "kappa": 0.5, "high": 1.2}}),
+            "fedhyper", sync_every=2,
+            outer_optimizer={"hypergradient": {"inner": "average", "of": "inner", "kappa": 0.5, "high": 1.2}}),
     ),
-    "co2": Row(rule=SGD, to=apart(Co2(StaleMomentum, 3), Sgd), plan=synced("co2", every=3), steps=14),
+    "co2": Row(rule=SGD, to=apart(Co2(StaleMomentum, 3), Sgd), plan=synced("co2", sync_every=3), steps=14),
     "co2, clipped": Row(
         rule=ADAM, to=apart(Co2(partial(StaleMomentum, lr=0.8, gap=0.5, clip=0.01), 3)),
-        plan=synced("co2", every=3, outer={"stale_momentum": {"lr": 0.8, "gap": 0.5, "clip": 0.01}}),
+        plan=synced("co2", sync_every=3, outer_optimizer={"stale_momentum": {"lr": 0.8, "gap": 0.5, "clip": 0.01}}),
     ),
     "cser": Row(
         rule=SGD, to=apart(Cser(3, 0.1, 0.25), Sgd), steps=11,
-        plan=synced("cser", every=3, each={"topk": {"fraction": 0.1}}, exchange={"topk": {"fraction": 0.25}}),
+        plan=synced("cser", sync_every=3, step_exchange={"topk": {"fraction": 0.1}},
+        exchange={"topk": {"fraction": 0.25}}),
     ),
     "gossip on a ring": Row(
         rule=SGD, to=apart(Gossip(1, 4, 0.7), Sgd, ((0,), (1,), (2,))), rows=(3, 2, 3), steps=11,
-        plan=synced("gossip", every=1, full=4, graph="ring", gamma=0.7),
+        plan=synced("gossip", sync_every=1, global_sync_every=4, topology="ring", gamma=0.7),
     ),
     # A displacement below the last place of its parameter has any sign in float32, and one such number is off by what
     # a sign weighs. Of these rows and this rate none is; another kind of processor may round one the other way.
     "gossip in signs": Row(
         rule={"sgd": {"lr": 0.5}}, to=apart(Gossip(1, 4, 0.5, sign), Sgd, ((0,), (1,), (2,))), rows=(3, 2, 3), steps=11,
-        plan=synced("gossip", every=1, full=4, graph="ring", gamma=0.5, codec="sign"), within=1e-3,
+        plan=synced("gossip", sync_every=1, global_sync_every=4, topology="ring", gamma=0.5, codec="sign"), within=1e-3,
     ),
     "0/1 adam": Row(
         rule={"zero_one_adam": {"lr": 0.003, "floor": 0.2}},
         to=apart(ZeroOne(lambda: Feedback(TwoShot(sign)), (0, 1, 2, 4), 5, (6, 7, 9, 11, 14)),
                  partial(ZeroOneAdam, floor=0.2)),
-        plan=synced("zero_one", every=3, start=5, spaced=2, doubles=2), steps=14,
+        plan=synced("zero_one", local_step_clipper=3, var_freeze_step=5, var_update_scaler=2, local_step_scaler=2),
+        steps=14,
     ),
     "second moments that meet": Row(
         rule={"adamw": {"lr": 0.01, "betas": [0.9, 0.95]}},
         to=apart(Apart(Average, 3, start=2, tells=(0, 1, 2, 3)), partial(CommonAdamW, part=0.5)), rows=(4, 4), steps=14,
-        plan=synced("diloco", every=3, start=2, outer="average", second_moments=1),
+        plan=synced("diloco", sync_every=3, warmup_steps=2, outer_optimizer="average", average_second_moments_every=1),
     ),
 }  # fmt: skip
 

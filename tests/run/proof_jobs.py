@@ -199,7 +199,7 @@ def prove(
     """What becomes of a proof: what it tells, and what it refuses. `seeds`: every rank's module is another one;
     `times`: it is asked for so often in one folder.
     """
-    given = {"train": {"batch": 8, "steps": 5}, "plan": {"microbatches": 4}}
+    given = {"train": {"batch": 8, "steps": 5, "accumulate": 4}}
     for name, section in (sections or {}).items():
         given[name] = {**given.get(name, {}), **section}
     config = RunConfig.model_validate(given)

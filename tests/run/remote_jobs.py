@@ -51,8 +51,15 @@ def train(seat: Seat, *, kind: str, folder: str, plan: dict[str, Any], steps: in
     build, like = {**MODULES, "bare": (Bare, lambda: torch.zeros(5, 8))}[kind]
     torch.manual_seed(0)
     module = build()
-    section = {"steps": steps, "batch": 8, "accumulate": 4, "evaluate_every": 0, "checkpoint_every": 0, "clip": 0.0}
-    section |= {"optimizer": {"sgd": {"lr": 0.1}}, "schedule": "constant"}
+    section = {
+        "steps": steps,
+        "batch": 8,
+        "accumulate": 4,
+        "evaluate_every": 0,
+        "checkpoint_every": 0,
+        "max_grad_norm": 0.0,
+    }
+    section |= {"optimizer": {"sgd": {"lr": 0.1}}, "lr_schedule": "constant"}
     given = {"train": section, "plan": plan, "machines": {"timeout_s": 40}}
     config, cpu = RunConfig.model_validate(given), torch.device("cpu")
     data, objective = DatasetBatches(Inputs(like())), Energy()

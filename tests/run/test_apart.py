@@ -68,7 +68,7 @@ def test_trained_together_then_apart_then_together(pool: Pool, tmp_path: Path) -
 
 def test_islands_of_unequal_size_and_share(pool: Pool, tmp_path: Path) -> None:
     given = sections({"diloco": {"sync_every": 3}}, islands=[[0, 1], [2]])
-    given["plan"]["share"] = [1, 1, 2]
+    given["plan"]["batch_fractions"] = [1, 1, 2]
     found = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=7, sections=given)
     assert all(one["digest"] == found[0]["digest"] for one in found)
     steps = [one for one in records(tmp_path) if one["kind"] == "step"]
@@ -83,7 +83,7 @@ PACED = {"diloco": {"sync_every": 4, "local_steps": [4, 2]}}
 @pytest.mark.parametrize("steps", [[4, 2], [2, 4]])
 def test_an_island_of_slow_machines_leaves_no_sample_out(pool: Pool, tmp_path: Path, steps: list[int]) -> None:
     given = sections({"diloco": {"sync_every": 4, "local_steps": steps}}, islands=[[0, 1], [2]])
-    given["plan"]["share"] = [3, 3, 2]
+    given["plan"]["batch_fractions"] = [3, 3, 2]
     found = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=8, sections=given)
     assert all(one["digest"] == found[0]["digest"] for one in found)
     lines = [one for one in records(tmp_path) if one["kind"] == "step"]

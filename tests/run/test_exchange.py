@@ -28,7 +28,9 @@ def test_a_lossy_run_resumes_to_the_bit(pool, tmp_path: Path, exchange) -> None:
     assert losses(halves) == losses(whole)
 
 
-@pytest.mark.parametrize(("policy", "said"), [("merge", "residuals were merged"), ("drop", "residuals start anew")])
+@pytest.mark.parametrize(
+    ("policy", "said"), [("redistribute", "residuals were merged"), ("reset", "residuals start anew")]
+)
 def test_on_other_ranks_residuals_are_merged_or_dropped_and_it_is_said(pool, tmp_path: Path, policy, said) -> None:
     plan = {"exchange": {"error_feedback": {"topk": {"fraction": 0.05}}}, "residuals_on_resume": policy}
     pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=8, until=4, sections={"plan": plan})

@@ -92,7 +92,7 @@ def test_what_it_left_out_is_no_update_also_at_another_pace(pool: Pool, tmp_path
 
 def test_states_sharded_in_an_island(pool: Pool, tmp_path: Path) -> None:
     given = sections(WAYS["local_sgd"], machines={"islands": [[0, 1], [2]]})
-    given["plan"]["states"] = {"zero2": {"shard_group": "island"}}
+    given["plan"]["sharding"] = {"zero2": {"shard_group": "island"}}
     found = pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=16, held_up=[1, 5, 9], sections=given)
     assert all(one["digest"] == found[0]["digest"] for one in found)
     said = [one["message"] for one in records(tmp_path, "event") if "was late" in one["message"]]

@@ -98,7 +98,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ExchangeSelect
 
 PLAN: dict[str, Any] = {
     "mesh": Mesh(replica=4),
-    "share": (1.0,) * 4,
+    "batch_fractions": (1.0,) * 4,
     "rows": (1,) * 4,
     "microbatches": (1,) * 4,
     "exchange": "auto",
@@ -219,7 +219,7 @@ def test_what_a_run_resumed_from_was_cut_for_is_no_bound(world) -> None:
     int8 = {"error_feedback": {"inner": {"two_shot": {"codec": "int8"}}}}
     resumed, _ = world([FLAT_FAST], exchange=int8, bucket_bytes=MIB)
     given, _ = world([FLAT_FAST], bucket_bytes=4 * MIB)
-    sharded, _ = world([FLAT_FAST], exchange=int8, bucket_bytes=4 * MIB, states="zero1")
+    sharded, _ = world([FLAT_FAST], exchange=int8, bucket_bytes=4 * MIB, sharding="zero1")
     found = [one._most_bucket_bytes for one in (resumed, given, sharded)]
     assert found == [BUCKET_BYTES, 4 * MIB, 4 * MIB]
 

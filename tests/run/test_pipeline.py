@@ -22,11 +22,11 @@ def staged(stages: int, **plan: Any) -> dict[str, Any]:
     [
         (2, 2, {}),
         (3, 3, {}),
-        (2, 2, {"schedule": "gpipe"}),
-        (3, 3, {"schedule": {"split_backward": {"inner": "one_f_one_b"}}}),
-        (3, 3, {"schedule": {"recompute": {"split_backward": {"inner": "gpipe"}}}}),
-        (2, 2, {"schedule": "recompute"}),
-        (1, 1, {"schedule": "recompute"}),
+        (2, 2, {"pipeline_schedule": "gpipe"}),
+        (3, 3, {"pipeline_schedule": {"split_backward": {"inner": "one_f_one_b"}}}),
+        (3, 3, {"pipeline_schedule": {"recompute": {"split_backward": {"inner": "gpipe"}}}}),
+        (2, 2, {"pipeline_schedule": "recompute"}),
+        (1, 1, {"pipeline_schedule": "recompute"}),
         (4, 4, {"cuts": ["embed", "layers.0", "layers.1", "norm"]}),
     ],
 )
@@ -94,7 +94,7 @@ def test_bytes_are_those_forecast(pool, tmp_path: Path) -> None:
     from gossamer.spec.plan import Plan
     from gossamer.view.run_directory import RunDirectory
 
-    sections = staged(2, boundary={"codec": {"codec": "int8"}})
+    sections = staged(2, activation_compression={"codec": {"codec": "int8"}})
     sections["train"] = {"accumulate": 3}
     pool.run("run.jobs:train", 4, folder=str(tmp_path), steps=3, sections=sections)
     plan = RunDirectory(tmp_path / "run").plan()
@@ -141,9 +141,9 @@ def test_evaluation_and_gradients_of_frozen_parts(pool, tmp_path: Path) -> None:
         (2, {"mesh": {"pipe": 2}, "cuts": [0, 9]}, "the number of a block, 0 to 1"),
         (2, {"mesh": {"pipe": 2}, "cuts": [0]}, "the first unit of each of 2 stages"),
         (2, {"mesh": {"pipe": 2}, "microbatches": 9}, "9 micro-batches on every replica"),
-        (2, {"mesh": {"pipe": 2}, "schedule": "single_stage"}, "1 stage on 1 rank"),
-        (2, {"mesh": {"pipe": 2}, "boundary": ["plain", "plain"]}, "one way for each of the 1 borders"),
-        (2, {"mesh": {"pipe": 2}, "boundary": "int8"}, "no activation codec is called 'int8'"),
+        (2, {"mesh": {"pipe": 2}, "pipeline_schedule": "single_stage"}, "1 stage on 1 rank"),
+        (2, {"mesh": {"pipe": 2}, "activation_compression": ["none", "none"]}, "one way for each of the 1 borders"),
+        (2, {"mesh": {"pipe": 2}, "activation_compression": "int8"}, "no activation codec is called 'int8'"),
         (2, {"mesh": {"pipe": 2}, "adapt": "l_greco"}, "a policy for the links between stages"),
     ],
 )

@@ -75,9 +75,9 @@ def test_numbers_are_those_of_one_process(
 @pytest.mark.parametrize(
     "plan",
     [
-        {"schedule": "gpipe"},
-        {"schedule": {"split_backward": {"inner": "recompute"}}},
-        {"share": [3, 1, 1]},
+        {"pipeline_schedule": "gpipe"},
+        {"pipeline_schedule": {"split_backward": {"inner": "recompute"}}},
+        {"batch_fractions": [3, 1, 1]},
         {"cuts": ["embed", "norm"]},
     ],
     ids=str,
@@ -157,16 +157,20 @@ def test_a_bad_sample_moves_no_stage(pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "plan", "said"),
     [
-        (3, {"stages": [[0, 1], [1, 2]]}, "rank 1 is listed 2 times"),
-        (3, {"stages": [[0, 1], [1]]}, "rank 1 is listed 2 times"),
-        (4, {"stages": [[0, 1], [2]]}, "rank 3 is in no stage"),
-        (3, {"stages": [[0, 1], [2, 5]]}, "there is no rank 5"),
-        (3, {"stages": [[0, 1, 2], []]}, "stage 1 has no rank"),
-        (3, {"stages": [[0, 1, 2]]}, "one stage is the whole model"),
-        (3, {"stages": [[0, 1], [2]], "mesh": {"pipe": 3}}, "the ranks of each of 3 stages"),
-        (3, {"stages": [[0, 1], [2]], "mesh": {"pipe": 2, "replica": 3}}, "leave one of the two at auto"),
-        (3, {"stages": [[0, 1], [2]], "share": [1, 1]}, "a share for each of 3 ranks"),
-        (3, {"stages": [[0, 1], [2]], "microbatches": 1}, "at least 2 micro-batches, one for each rank of stage 0"),
+        (3, {"stage_ranks": [[0, 1], [1, 2]]}, "rank 1 is listed 2 times"),
+        (3, {"stage_ranks": [[0, 1], [1]]}, "rank 1 is listed 2 times"),
+        (4, {"stage_ranks": [[0, 1], [2]]}, "rank 3 is in no stage"),
+        (3, {"stage_ranks": [[0, 1], [2, 5]]}, "there is no rank 5"),
+        (3, {"stage_ranks": [[0, 1, 2], []]}, "stage 1 has no rank"),
+        (3, {"stage_ranks": [[0, 1, 2]]}, "one stage is the whole model"),
+        (3, {"stage_ranks": [[0, 1], [2]], "mesh": {"pipe": 3}}, "the ranks of each of 3 stages"),
+        (3, {"stage_ranks": [[0, 1], [2]], "mesh": {"pipe": 2, "replica": 3}}, "leave one of the two at auto"),
+        (3, {"stage_ranks": [[0, 1], [2]], "batch_fractions": [1, 1]}, "a share for each of 3 ranks"),
+        (
+            3,
+            {"stage_ranks": [[0, 1], [2]], "microbatches": 1},
+            "at least 2 micro-batches, one for each rank of stage 0",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_ranks_meet(

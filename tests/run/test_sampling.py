@@ -37,7 +37,7 @@ def test_the_text_is_that_of_the_whole_model(pool, tmp_path: Path) -> None:
         (2, {}),
         (3, {"mesh": {"pipe": 3}}),
         (4, {"mesh": {"pipe": 2}}),
-        (3, {"mesh": {"pipe": 2}, "stages": [[0, 1], [2]]}),
+        (3, {"mesh": {"pipe": 2}, "stage_ranks": [[0, 1], [2]]}),
     ]
     for number, (ranks, plan) in enumerate(layouts):
         assert texts(pool, tmp_path / f"many {number}", ranks, **plan)[0] == expected

@@ -72,7 +72,7 @@ def test_any_exchange_and_its_bytes(pool: Pool, tmp_path: Path, exchange: Any) -
 def test_codes_bring_what_they_bring_without_sharding(pool: Pool, tmp_path: Path, codec: str) -> None:
     """One step of SGD: the mean gradient, but for what the code loses."""
     found = {}
-    sgd = {"optimizer": {"sgd": {"lr": 1.0}}, "schedule": "constant", "clip": 0.0}
+    sgd = {"optimizer": {"sgd": {"lr": 1.0}}, "lr_schedule": "constant", "max_grad_norm": 0.0}
     for states, exchange in (("whole", "dense"), ("zero1", {"two_shot": {"codec": codec}})):
         given = {"folder": str(tmp_path / states), "steps": 1, "values": True}
         found[states] = pool.run("run.jobs:train", 3, sections=sections(states, exchange, **sgd), **given)[0]["values"]
@@ -207,7 +207,7 @@ def test_what_models_do(pool: Pool, tmp_path: Path, frozen: dict[str, Any]) -> N
     found, losses = {}, {}
     for states in ("whole", "zero3"):
         given = sections(states, accumulate=2, batch=9, evaluate_every=2, evaluate_sequences=7)
-        given["plan"]["share"] = [2.0, 1.0]
+        given["plan"]["batch_fractions"] = [2.0, 1.0]
         ran = {"folder": str(tmp_path / states), "steps": 4, "kind": "habits", "values": True, **frozen}
         found[states] = pool.run("run.jobs:train", 2, sections=given, **ran)
         losses[states] = [one["loss"] for one in records(tmp_path / states, "evaluation")]
@@ -251,7 +251,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all(pool: Pool, tmp_path: Path
 
 def test_half_parameters(pool: Pool, tmp_path: Path) -> None:
     """Parameters move by tenths here, and differ by what bf16 rounds where sums meet in another order."""
-    fast = {"optimizer": {"adamw": {"lr": 0.05}}, "schedule": "constant"}
+    fast = {"optimizer": {"adamw": {"lr": 0.05}}, "lr_schedule": "constant"}
     found = {}
     for states, steps in (("none", 0), ("whole", 6), ("zero1", 6), ("zero3", 6)):
         given = {"folder": str(tmp_path / states), "steps": max(1, steps), "kind": "halves", "values": True}
@@ -278,7 +278,7 @@ BAD = [
     ),
     (
         {"plan": {"sharding": "zero2"}, "train": {"verify": {"every": 2}}},
-        "train.verify.every: wanted plan.sharding whole",
+        "train.verify.every: wanted plan.sharding none",
     ),
     (
         {"plan": {"sharding": "zero3", "pipeline_schedule": "gpipe"}},

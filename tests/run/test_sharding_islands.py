@@ -116,7 +116,7 @@ def test_parameters_of_an_island_in_micro_batches(pool: Pool, tmp_path: Path, st
     found, losses = {}, {}
     for name, written in (("whole", "whole"), ("parts", states)):
         given = sections(written, accumulate=2, batch=18, evaluate_every=2, evaluate_sequences=7)
-        given["plan"]["share"] = [2.0, 1.0, 1.0, 1.0]
+        given["plan"]["batch_fractions"] = [2.0, 1.0, 1.0, 1.0]
         run = {"folder": str(tmp_path / name), "steps": 4, "kind": "habits", "frozen": ["layers.0", "layers.2.gate"]}
         found[name] = pool.run("run.jobs:train", 4, sections=given, values=True, **run)
         losses[name] = [one["loss"] for one in records(tmp_path / name, "evaluation")]
@@ -207,7 +207,7 @@ def test_parameters_of_an_island_at_the_edges(pool: Pool, tmp_path: Path, island
     """Islands of one rank, one island, parameters of fewer rows than ranks; and half ones, which differ by what bf16
     rounds where sums meet in another order.
     """
-    rates: dict[str, Any] = {"thin": {}, "halves": {"optimizer": {"adamw": {"lr": 0.05}}, "schedule": "constant"}}
+    rates: dict[str, Any] = {"thin": {}, "halves": {"optimizer": {"adamw": {"lr": 0.05}}, "lr_schedule": "constant"}}
     still = {"optimizer": {"adamw": {"lr": 1e-9}}}
     found = {}
     for kind, states, train in (

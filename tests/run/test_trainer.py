@@ -54,7 +54,7 @@ def test_every_sample_is_seen_once_whatever_the_number_of_ranks(pool, tmp_path: 
 
 @pytest.mark.parametrize(
     ("ranks", "plan"),
-    [(2, {}), (2, {"share": [0.75, 0.25]}), (3, {"share": [1, 2, 5]}), (4, {})],
+    [(2, {}), (2, {"batch_fractions": [0.75, 0.25]}), (3, {"batch_fractions": [1, 2, 5]}), (4, {})],
 )
 def test_losses_are_those_of_one_process(pool, tmp_path: Path, ranks: int, plan: dict) -> None:
     pool.run("run.jobs:train", 1, folder=str(tmp_path / "one"), steps=8)

@@ -46,7 +46,7 @@ class Rows(torch.utils.data.Dataset):
 
 def parts_of(module: nn.Module, **train: Any) -> Parts:
     data, objective = DatasetBatches(Rows()), loss.build("next_token")
-    optimizer = {"optimizer": {"sgd": {"lr": 0.1}}, "schedule": "constant", "clip": 0, "accumulate": 2}
+    optimizer = {"optimizer": {"sgd": {"lr": 0.1}}, "lr_schedule": "constant", "max_grad_norm": 0, "accumulate": 2}
     config = RunConfig.model_validate({"train": {"steps": STEPS, "batch": 4, **optimizer, **train}})
     cpu = torch.device("cpu")
     asked = PartitionRequest(config=config, ranks=1, rank=0, batches=data, objective=objective, device=cpu)

@@ -103,7 +103,7 @@ def test_a_frozen_parameter_is_looked_at_before_it_is_saved(pool: Pool, tmp_path
 
 def test_a_noisy_rank_does_not_raise_what_the_others_are_allowed(pool: Pool, tmp_path: Path) -> None:
     """Its reruns are ten times as far apart as is always forgiven: it is named, and the tolerance is of the others."""
-    tell = {"train": {"verify": {"every": 1, "on_failure": "tell"}}}
+    tell = {"train": {"verify": {"every": 1, "on_failure": "warn"}}}
     for fault in ("", "jitters"):
         folder = tmp_path / (fault or "honest")
         pool.run("run.verify_jobs:run", 3, fault=fault, sections=tell, steps=1, folder=str(folder))
@@ -114,7 +114,7 @@ def test_a_noisy_rank_does_not_raise_what_the_others_are_allowed(pool: Pool, tmp
 
 
 def test_it_may_be_told_alone(pool: Pool, tmp_path: Path) -> None:
-    given = {"train": {"verify": {"every": 1, "on_failure": "tell"}}}
+    given = {"train": {"verify": {"every": 1, "on_failure": "warn"}}}
     pool.run("run.verify_jobs:run", 3, fault="label", sections=given, folder=str(tmp_path))
     assert [one["named"] for one in records(tmp_path, "verification")] == [[], [], [1], [], [], []]
     (told,) = [one for one in records(tmp_path, "event") if one["level"] == "error"]
@@ -136,11 +136,11 @@ def test_a_run_goes_on_from_before(pool: Pool, tmp_path: Path) -> None:
     [
         (2, {}, "train.verify.every: wanted 3 replicas, of which two can outvote one, got 2"),
         *(
-            (3, {"states": one}, "train.verify.every: wanted plan.sharding whole")
+            (3, {"sharding": one}, "train.verify.every: wanted plan.sharding none")
             for one in ("zero1", "zero3", "sdp4bit")
         ),
         (3, {"sync": "diloco"}, "train.verify.every: wanted whole replicas that hold the same at every step"),
-        (3, {"states": "zero1"}, "train.verify.every: wanted plan.sharding whole"),
+        (3, {"sharding": "zero1"}, "train.verify.every: wanted plan.sharding none"),
     ],
 )
 def test_bad_input(pool: Pool, tmp_path: Path, ranks: int, plan: dict[str, Any], said: str) -> None:

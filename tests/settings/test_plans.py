@@ -36,8 +36,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_a_plan_decides_is_a_setting_with_the_line_it_stands_on(file: Path) -> None:
     resolved = with_plan(load(None, ["plan.lossy=true"]), file, ranks=2)
-    config, line = resolved.config, 1 + file.read_text().splitlines().index("states: zero2")
-    assert (config.plan.sharding, config.plan.exchange, config.train.batch) == ("zero2", "tree", 8)
+    config, line = resolved.config, 1 + file.read_text().splitlines().index("sharding: zero2")
+    assert (config.plan.sharding, config.plan.exchange, config.train.batch) == ("zero2", "recursive_doubling", 8)
     assert resolved.origin["plan.sharding"] == f"plan.yaml:{line}"
     assert not config.plan.lossy, "the permission was for a choice that the plan has made"
 
@@ -49,7 +49,6 @@ def test_what_a_plan_decides_is_a_setting_with_the_line_it_stands_on(file: Path)
         "plan.mesh.replica=4",
         "train.batch=16",
         "train.accumulate=4",
-        "plan.microbatches=2",
         "plan.sharding=none",
         "plan.sync=diloco",
         "plan.exchange=dense",
@@ -74,10 +73,10 @@ def test_what_is_written_and_is_what_the_plan_says_is_taken(given: str, file: Pa
 
 
 def test_what_a_run_measured_for_itself_contradicts_nothing(tmp_path: Path) -> None:
-    paced = PLAN.model_copy(update={"states": "whole", "sync": {"diloco": {"sync_every": 4, "local_steps": [4, 2]}}})
+    paced = PLAN.model_copy(update={"sharding": "none", "sync": {"diloco": {"sync_every": 4, "local_steps": [4, 2]}}})
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(paced.model_dump(mode="json")))
     for steps in ("auto", [4, 2]):
-        given = [f"plan.sync={{diloco: {{every: 4, steps: {steps}}}}}"]
+        given = [f"plan.sync={{diloco: {{sync_every: 4, local_steps: {steps}}}}}"]
         assert with_plan(load(None, given), tmp_path / "p.yaml").config.plan.sync
     with pytest.raises(BadInput, match=r"plan\.sync: wanted what the plan says"):
         with_plan(load(None, ["plan.sync={diloco: {sync_every: 4, local_steps: [2, 4]}}"]), tmp_path / "p.yaml")
@@ -86,10 +85,10 @@ def test_what_a_run_measured_for_itself_contradicts_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("states:", "state:"), "state: there is no such field"),
+        (("sharding:", "shard:"), "shard: there is no such field"),
         (("rows:", "rows: 3\nrow:"), "rows: "),
         (("  pipe: 1", "  tensor: 2"), "mesh.tensor: there is no such field"),
-        (("share:", "share: ["), "is no plan"),
+        (("batch_fractions:", "batch_fractions: ["), "is no plan"),
     ],
     ids=lambda one: str(one)[:20],
 )
@@ -115,12 +114,11 @@ def test_another_value_of_anything_a_planner_reads_is_another_plan() -> None:
 WRITTEN: dict[str, list[Any]] = {
     "plan.cuts": ["plan.cuts=[0, 1]", "plan.mesh.pipe=2"],
     "plan.activation_compression": ["plan.activation_compression=codec", "plan.mesh.pipe=2"],
-    "train.accumulate": ["train.accumulate=2", "plan.microbatches=2"],
     "plan.adapt_every": ["plan.adapt_every=20", "plan.adapt=l_greco"],
     "plan.adapt_window": ["plan.adapt_window=5", "plan.adapt=l_greco"],
     "plan.lossy": ["plan.lossy=true", "plan.exchange=auto"],
     "train.verify.tolerance_factor": ["train.verify.tolerance_factor=9", "train.verify.every=3"],
-    "train.verify.on_failure": ["train.verify.on_failure=tell", "train.verify.every=3"],
+    "train.verify.on_failure": ["train.verify.on_failure=warn", "train.verify.every=3"],
     "train.sample_max_new_tokens": ["train.sample_max_new_tokens=3", "train.sample_prompt=x"],
 }
 
@@ -128,7 +126,7 @@ WRITTEN: dict[str, list[Any]] = {
 @pytest.mark.parametrize("key", [one.key for one in UNREAD])
 def test_a_key_that_nothing_would_read_is_refused_and_beside_what_reads_it_taken(key: str) -> None:
     alone, beside = WRITTEN[key]
-    against = {"train.accumulate": ["plan.microbatches=4"], "plan.lossy": ["plan.exchange=dense"]}.get(key, [])
+    against = {"plan.lossy": ["plan.exchange=dense"]}.get(key, [])
     with pytest.raises(BadInput) as error:
         check_given(load(None, [alone, *against]).config)
     assert error.value.key == key

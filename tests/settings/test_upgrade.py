@@ -23,16 +23,16 @@ EARLIER = """\
 model: {hf: llama}  # tiny
 plan:
   states: "whole"
-  boundary: [plain, {codec: int8}]
+  boundary: [plain, {coded: int8}]
   exchange:
-    - [embed, between, {error_feedback: {all_gather: {codec: {int8: {block_size: 64}}}}}]
+    - [embed, between, {error_feedback: {gather: {codec: {int8: {block_numel: 64}}}}}]
     - ['.*', island, identity]
-  sync: {diloco: {sync_every: 4, outer_optimizer: {nesterov: {momentum: 0.9}}}}
+  sync: {diloco: {every: 4, outer: {nesterov: {mu: 0.9}}}}
   residuals: drop
 train:
   clip: 1
   sample: tree  # a prompt, not a method
-  verify: {tolerance_factor: 4, on_failure: tell}
+  verify: {margin: 4, on_failure: tell}
 """
 PRESENT = """\
 # my run
@@ -59,8 +59,8 @@ microbatches: [4]
 schedule: one_f_one_b
 stages: [[0], [1]]
 cuts: [block.0, block.1]
-boundary: [{codec: {codec: {int8: {block_size: 64}}}}]
-exchange: recursive_doubling
+boundary: [{coded: {codec: {int8: {block_numel: 64}}}}]
+exchange: tree
 states: whole
 reasons: {share: given, exchange: by hand}
 """
@@ -78,7 +78,7 @@ def test_a_file_keeps_its_comments_and_order(tmp_path: Path) -> None:
 
 
 def test_an_alias_is_renamed_once() -> None:
-    text = "plan:\n  exchange: &one {two_shot: {codec: float32, return_codec: float32}}\n  sync: {diloco: {exchange: *one}}\n"
+    text = "plan:\n  exchange: &one {two_shot: {codec: identity, back: identity}}\n  sync: {diloco: {exchange: *one}}\n"
     now, renamed = upgraded(text, "run.yaml")
     assert len(renamed) == 3 and now.count("float32") == 2 and "return_codec" in now
 
@@ -109,13 +109,13 @@ def test_a_new_file_with_earlier_names_is_refused_with_the_present_ones(tmp_path
         "plan.residuals",
         "train.clip",
         "train.sample",
-        "train.verify.tolerance_factor",
+        "train.verify.margin",
     ):
         assert f"{old}: the key is {KEYS[old]} now" in str(error.value)
     for written, said in [
-        ("plan.exchange=recursive_doubling", "it is 'recursive_doubling' now"),
-        ("plan.sync.diloco.sync_every=3", "it is 'sync_every' now"),
-        ("plan.sync.diloco.outer_optimizer.nesterov.momentum=0.9", "it is 'momentum' now"),
+        ("plan.exchange=tree", "it is 'recursive_doubling' now"),
+        ("plan.sync.diloco.every=3", "it is 'sync_every' now"),
+        ("plan.sync.diloco.outer_optimizer.nesterov.mu=0.9", "it is 'momentum' now"),
         ("plan.exchange=[['.*', between, dense], ['.*', intra, dense]]", "it is inter now"),
     ]:
         for check in (check_names, check_methods):
@@ -128,7 +128,7 @@ def test_a_run_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     (tmp_path / "records.jsonl").touch()
     run.config_file.write_text(EARLIER)
-    run.provenance_file.write_text('{"plan.states": "mine.yaml:4", "plan.sync.diloco.sync_every": "command line"}')
+    run.provenance_file.write_text('{"plan.states": "mine.yaml:4", "plan.sync.diloco.every": "command line"}')
     run.plan_file.write_text(EARLIER_PLAN)
     assert run.config() == RunConfig.model_validate(yaml.safe_load(PRESENT))
     assert run.provenance() == {"plan.sharding": "mine.yaml:4", "plan.sync.diloco.sync_every": "command line"}

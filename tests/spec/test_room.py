@@ -57,7 +57,7 @@ FILES = {
     """,
     "presets.toml": """
         [half]
-        is = {top_k = {fraction = 0.5, rounds = 2}}
+        base = {top_k = {fraction = 0.5, rounds = 2}}
         paper = "Someone, 2020"
     """,
 }
@@ -85,23 +85,23 @@ def test_names_are_files_and_presets_and_nothing_is_imported_for_them(toy: Regis
 def test_a_method_is_built_from_each_way_of_writing_it(toy: Registry[Any]) -> None:
     for written in ("plain", {"plain": None}, {"plain": {}}, MethodConfig("plain")):
         assert repr(toy.build(written)) == "Plain()"
-    assert toy.build({"topk": {"fraction": 0.1}}) == toy.build(MethodConfig("top_k", {"fraction": 0.1}))
+    assert toy.build({"top_k": {"fraction": 0.1}}) == toy.build(MethodConfig("top_k", {"fraction": 0.1}))
 
 
 def test_values_are_coerced_as_yaml_needs(toy: Registry[Any]) -> None:
-    built = toy.build({"topk": {"fraction": "1e-2", "rounds": "3", "names": ["a"]}})
+    built = toy.build({"top_k": {"fraction": "1e-2", "rounds": "3", "names": ["a"]}})
     assert (built.fraction, built.rounds, built.names) == (0.01, 3, ("a",))
 
 
 def test_a_preset_is_another_method_with_fields_set_which_can_be_set_again(toy: Registry[Any]) -> None:
-    assert toy.build("half") == toy.build({"topk": {"fraction": 0.5, "rounds": 2}})
+    assert toy.build("half") == toy.build({"top_k": {"fraction": 0.5, "rounds": 2}})
     assert toy.build({"half": {"rounds": 5}}).rounds == 5
     assert toy.type("half") is toy.type("top_k")
 
 
 def test_an_inner_method_may_be_written_short_or_by_name(toy: Registry[Any]) -> None:
-    long = toy.build({"wrapped": {"inner": {"topk": {"fraction": 0.1}}}})
-    assert toy.build({"wrapped": {"topk": {"fraction": 0.1}}}) == long
+    long = toy.build({"wrapped": {"inner": {"top_k": {"fraction": 0.1}}}})
+    assert toy.build({"wrapped": {"top_k": {"fraction": 0.1}}}) == long
     assert toy.build({"wrapped": "plain"}).inner == toy.build("plain")
     twice = toy.build({"wrapped": {"inner": {"wrapped": {"half": {}}}, "decay": 0.9}})
     assert (twice.decay, twice.inner.inner.fraction) == (0.9, 0.5)
@@ -111,12 +111,12 @@ WRONG: list[tuple[Any, str, str]] = [
     ("plian", "k", "k: no wing is called 'plian': did you mean 'plain'?"),
     ("_shared", "", "no wing is called '_shared'"),
     ("hlf", "", "did you mean 'half'?"),
-    ({"topk": {"fracton": 0.1}}, "k", "k.top_k: TopK has no parameter 'fracton': did you mean 'fraction'?"),
+    ({"top_k": {"fracton": 0.1}}, "k", "k.top_k: TopK has no parameter 'fracton': did you mean 'fraction'?"),
     ({"plain": {"x": 1}}, "", "Plain has no parameter 'x': nothing is known here"),
-    ({"topk": {"fraction": "much"}}, "k", "k.top_k.fraction: wanted float, got 'much'"),
-    ({"topk": {"fraction": 2}}, "k", "k.top_k.fraction: 2.0 is no fraction"),
-    ({"topk": {}}, "k", "missing 1 required positional argument: 'fraction'"),
-    ({"wrapped": {"topk": {"fracton": 1}}}, "k", "k.wrapped.inner.top_k: TopK has no parameter 'fracton'"),
+    ({"top_k": {"fraction": "much"}}, "k", "k.top_k.fraction: wanted float, got 'much'"),
+    ({"top_k": {"fraction": 2}}, "k", "k.top_k.fraction: 2.0 is no fraction"),
+    ({"top_k": {}}, "k", "missing 1 required positional argument: 'fraction'"),
+    ({"wrapped": {"top_k": {"fracton": 1}}}, "k", "k.wrapped.inner.top_k: TopK has no parameter 'fracton'"),
     ({"wrapped": {"inner": "plian"}}, "k", "k.wrapped.inner: no wing is called 'plian'"),
     ({"a": {}, "b": {}}, "k", "k: wanted a method: a name, or one name with its parameters"),
     ({"plain": 3}, "", "wanted a method"),
@@ -137,6 +137,6 @@ def test_the_room_of_an_abstract_class_stands_beside_it(toy: Registry[Any]) -> N
     assert registry_of(Path) is None
 
 
-@pytest.mark.parametrize("written", ["plain", {"topk": {"fraction": 0.1}}])
+@pytest.mark.parametrize("written", ["plain", {"top_k": {"fraction": 0.1}}])
 def test_a_choice_is_written_as_it_is_read(written: Any) -> None:
     assert MethodConfig.parse(written).written() == written

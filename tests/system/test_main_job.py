@@ -60,7 +60,7 @@ def test_resume_with_another_plan_plans_again(trained: Trained, place: Place) ->
     for steps, asked in zip((10, 12), (wanted[:1], ("plan.sync=every_step", wanted[1])), strict=True):
         trained.place.good("resume", run, f"train.steps={steps}", *asked)
     kept = yaml.safe_load((run / "plan.yaml").read_text())
-    assert (kept["sync"], kept["states"]) == ("every_step", "zero1")
+    assert (kept["sync"], kept["sharding"]) == ("every_step", "zero1")
     sent = [sum(step["wire_bytes"].values()) for step in records(run, "step")][6:]
     assert [n > 1000 for n in sent] == [False, True, False, True, True, True]
 
@@ -282,7 +282,7 @@ torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(**json.loads(sys.argv[2])))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(list(rows()), batch_size=4)
-model, optimizer, loader = gossamer.wrap(model, optimizer, loader, clip=0.5)
+model, optimizer, loader = gossamer.wrap(model, optimizer, loader, max_grad_norm=0.5)
 for batch in loader:
     loss = model(**batch).loss
     loss.backward()

@@ -61,7 +61,7 @@ def config(place: Place, name: str, plan: Mapping[str, Any]) -> str:
 
 def in_the_lab(place: Place, name: str, boundary: Any) -> dict[str, Any]:
     """What `gossamer lab run --json` says of a run in four stages."""
-    file = config(place, name, {"mesh": {"pipe": STAGES}, "boundary": boundary})
+    file = config(place, name, {"mesh": {"pipe": STAGES}, "activation_compression": boundary})
     lab = ("lab", "run", "--hosts", str(STAGES), "--rate", "100mbit", "--json", "--")
     about = place.good(*lab, sys.executable, "-m", "gossamer", "train", file).last()
     assert about["exit_codes"] == [0] * STAGES

@@ -25,7 +25,7 @@ def recorded(path: Path, *records: Record, forecast: Cost | None = None) -> RunD
     for record in records:
         directory.append(record)
     if forecast is not None:
-        shares = {"share": (0.5, 0.5), "rows": (16, 16), "microbatches": (1, 1)}
+        shares = {"batch_fractions": (0.5, 0.5), "rows": (16, 16), "microbatches": (1, 1)}
         directory.keep_plan(Plan(mesh=Mesh(replica=2), forecast=forecast, **shares))  # type: ignore[arg-type]
     return directory
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from proof.habit import EQUAL, OR_REFUSED, habit
 from proof.scene import VOCABULARY, WIDTH, Block, Net
 
-AGAIN = {"schedule": {"recompute": {"inner": "one_f_one_b"}}}
+AGAIN = {"pipeline_schedule": {"recompute": {"inner": "one_f_one_b"}}}
 
 
 class DetachedFirst(Block):

@@ -12,12 +12,12 @@ from proof.scene import VOCABULARY, WIDTH, Block, Net
 
 ADAMW = {"optimizer": {"adamw": {"lr": 0.01, "weight_decay": 0.1}}}
 MOMENTUM = {"optimizer": {"sgd": {"lr": 0.02, "momentum": 0.9}}}
-SPLIT = {"schedule": {"split_backward": {"inner": "one_f_one_b"}}}
-BOTH = {"schedule": {"split_backward": {"inner": {"recompute": {"inner": "one_f_one_b"}}}}}
-GPIPE = {"schedule": "gpipe"}
+SPLIT = {"pipeline_schedule": {"split_backward": {"inner": "one_f_one_b"}}}
+BOTH = {"pipeline_schedule": {"split_backward": {"inner": {"recompute": {"inner": "one_f_one_b"}}}}}
+GPIPE = {"pipeline_schedule": "gpipe"}
 TWICE = {"stages": 2, "replicas": 2}
-EIGHT_BITS = {"boundary": {"codec": {"codec": "int8"}}}
-LOSSLESS = {"boundary": {"codec": {"codec": "lossless"}}}
+EIGHT_BITS = {"activation_compression": {"codec": {"codec": "int8"}}}
+LOSSLESS = {"activation_compression": {"codec": {"codec": "lossless"}}}
 
 
 def tied(block=Block, vocabulary=VOCABULARY):

@@ -59,8 +59,8 @@ def wrap(
     *,
     exchange: Exchanges = "dense",
     lossy: bool = False,
-    share: list[float] | None = None,
-    clip: float = 0.0,
+    batch_fractions: list[float] | None = None,
+    max_grad_norm: float = 0.0,
     accumulate: int = 1,
     weight: Callable[[Any], float] | None = None,
     loss: str = "read",
@@ -77,10 +77,11 @@ def wrap(
     step, before any parameter has moved.
 
     exchange: a method of the category `exchange`, or "auto", which chooses after the first steps by the links between
-    hosts; with `lossy` it may choose a lossy one. share: fraction of every batch per rank (default equal). clip:
-    largest global gradient norm, 0 for none. accumulate: backward passes before each step, averaged in one exchange
-    (`model.no_sync()` does the same by hand). weight: a function of a batch that returns the number of labels or rows
-    in the loss's mean. loss: "read" from its autograd graph, else "mean" (over `weight`'s number, or rows) or "sum".
+    hosts; with `lossy` it may choose a lossy one. batch_fractions: part of every batch per rank (default equal).
+    max_grad_norm: largest global gradient norm, 0 for none. accumulate: backward passes before each step, averaged in
+    one exchange (`model.no_sync()` does the same by hand). weight: a function of a batch that returns the number of
+    labels or rows in the loss's mean. loss: "read" from its autograd graph, else "mean" (over `weight`'s number, or
+    rows) or "sum".
     rows: the dimension of each tensor that has rows, where it cannot be found. split: False if every rank's loader
     yields its own data. scaler: the GradScaler of the loop, for exchanges that keep residuals. batch_norm: "rank" or
     "all", the rows that BatchNorm's statistics are taken over. seed: of exchanges that draw random numbers. timeout_s:
@@ -89,14 +90,14 @@ def wrap(
     models, optimizers = _several(model), [one for one in _several(optimizer) if one is not None]
     check_models(models)
     check_optimizers(optimizers)
-    _check(clip=clip, accumulate=accumulate, loss=loss, weight=weight, batch_norm=batch_norm)
+    _check(max_grad_norm=max_grad_norm, accumulate=accumulate, loss=loss, weight=weight, batch_norm=batch_norm)
     if loader is not None and split:
         refuse_sampler(loader)
     whole = party(timeout_s)
-    parts = parts_of(share, whole.ranks)
+    parts = parts_of(batch_fractions, whole.ranks)
     if exchange == AUTO and whole.hosts == 1:
         exchange = "dense"  # every process is on this machine
-    check_loop(exchange=exchange, clip=clip)  # also for a lone process
+    check_loop(exchange=exchange, max_grad_norm=max_grad_norm)  # also for a lone process
     hand = PassInputs(weight, divides=split)
     passes: list[BackwardPasses] = []
     if whole.ranks > 1:
@@ -107,7 +108,7 @@ def wrap(
         _mind_batch_norm(models, passes, whole, batch_norm)
     for one in optimizers:
         mine = [p for p in passes if _moves(one, p)]
-        OptimizerSteps(one, mine, clip, _buffers(models))
+        OptimizerSteps(one, mine, max_grad_norm, _buffers(models))
         hand.know(one)
         for each in mine:
             each.rate = _Rate(weakref.ref(one))
@@ -246,10 +247,10 @@ def _several(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def _check(*, clip: float, accumulate: int, loss: str, weight: Any, batch_norm: str) -> None:
+def _check(*, max_grad_norm: float, accumulate: int, loss: str, weight: Any, batch_norm: str) -> None:
     """Check each argument by itself. Raises BadInput."""
-    if not isinstance(clip, (int, float)) or isinstance(clip, bool) or not clip >= 0:
-        raise bad_input(wanted="a norm of 0 or more", got=repr(clip), do="0 is for none", key="clip")
+    if not isinstance(max_grad_norm, (int, float)) or isinstance(max_grad_norm, bool) or not max_grad_norm >= 0:
+        raise bad_input(wanted="a norm of 0 or more", got=repr(max_grad_norm), do="0 is for none", key="max_grad_norm")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise bad_input(
             wanted="1 backward pass or more", got=repr(accumulate), do="1 exchanges every one", key="accumulate"

@@ -125,5 +125,7 @@ def parts_of(share: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
     """Return the batch fraction of every rank, equal by default. Raises BadInput."""
     parts = tuple(float(one) for one in share) if share is not None else (1.0 / ranks,) * ranks
     if len(parts) != ranks or not all(one > 0 for one in parts):
-        raise BadInput(f"wanted {ranks} positive parts, one per rank, got {list(parts)}: correct them", key="share")
+        raise BadInput(
+            f"wanted {ranks} positive parts, one per rank, got {list(parts)}: correct them", key="batch_fractions"
+        )
     return parts

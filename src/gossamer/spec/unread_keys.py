@@ -93,7 +93,7 @@ UNREAD = (
         key="train.verify.tolerance_factor",
         is_written=lambda c: c.train.verify.tolerance_factor != _VERIFY.tolerance_factor,
         is_read=lambda c: c.train.verify.every > 0,
-        wanted="verification, whose margin it is",
+        wanted="verification, whose tolerance it is",
         got=lambda c: "train.verify.every 0",
         do="set train.verify.every, or leave train.verify.tolerance_factor out",
     ),

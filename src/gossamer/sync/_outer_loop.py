@@ -7,11 +7,11 @@ while an exchange is in flight: pseudo-gradients have process groups and a commu
 inner step waits behind them.
 
 After the update of training step t the driver:
-    land     applies the fragments whose exchange is `delay` steps old: outer step, then load the anchor
+    land     applies the fragments whose exchange is `sync_delay` steps old: outer step, then load the anchor
     leave    takes the pseudo-gradients of the fragments that are due, and gathers who takes part with what weight
     launch   starts their exchange; with a delay of 0 applies it at once
-With `patience_s` a thread of every rank gathers and launches (`QuorumThread`). A rank of a late island then sends
-zeros, at weight 0, and applies the result of the round like all others.
+With `straggler_timeout_s` a thread of every rank gathers and launches (`QuorumThread`). A rank of a late island then
+sends zeros, at weight 0, and applies the result of the round like all others.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class OuterLoop:
     fragments: list[Fragment] = field(default_factory=list)
     second_moments: SecondMoments = lambda names: {}  # this island's current ones, of these parameters
     exposed_s: float = 0.0  # seconds waited since it was last set to 0
-    roll: QuorumThread[LocalContribution, list[SyncLaunch]] | None = None  # with `patience_s` only
+    roll: QuorumThread[LocalContribution, list[SyncLaunch]] | None = None  # with `straggler_timeout_s` only
     _ends: tuple[int, int] = (0, 0)  # the last step of the run, and its seed
 
     @staticmethod
@@ -449,7 +449,7 @@ class OuterLoop:
     def _take_over(
         self, fragment: Fragment, losses: Sequence[Tensor | None], mix: float, carried: Sequence[Tensor] = ()
     ) -> None:
-        """Load the anchor, plus the local movement `carried`, mixed with the local parameters by `mix`.
+        """Load the anchor, plus the local movement `carried`, mixed with the local parameters by `alpha`.
 
         With `keeps` the compression error in `losses` stays in the island's parameters.
         """

@@ -16,7 +16,7 @@ from gossamer.sync import OuterLoopConfig
 
 Law: TypeAlias = Callable[[Terms], BadInput | None]
 _PLAN = PlanSection()
-_WHOLE = "leave plan.sharding at whole"
+_WHOLE = "leave plan.sharding at none"
 
 
 def _sync_in_stages(terms: Terms) -> BadInput | None:
@@ -300,9 +300,9 @@ def _verified(terms: Terms) -> BadInput | None:
         wanted = "whole replicas that hold the same at every step, by gradients, so that each can do another's work"
         return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sync to every_step", key=key)
     if terms.sharding.is_sharded:
-        wanted = "plan.sharding whole, as a rank that updates its rows wrongly gives all the others the same wrong ones"
+        wanted = "plan.sharding none, as a rank that updates its rows wrongly gives all the others the same wrong ones"
         got = f"plan.sharding {told(terms.plan.sharding)}"
-        return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sharding to whole", key=key)
+        return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sharding to none", key=key)
     replicas = terms.plan.mesh.replica
     if replicas < 3:
         do = "set it to 0, or machines.processes to 3 or more"

@@ -10,7 +10,7 @@ from gossamer.spec.method_config import Exchanges
 
 
 def check_loop(
-    *, exchange: Exchanges, clip: float, key: str = "exchange", clip_key: str = "clip"
+    *, exchange: Exchanges, max_grad_norm: float, key: str = "exchange", clip_key: str = "max_grad_norm"
 ) -> ParameterRules[Exchange]:
     """Return the exchange of each parameter in a user's own training loop; for `auto`, all-reduce until it is chosen.
 
@@ -26,6 +26,6 @@ def check_loop(
             do="name the method that is inside it, or train with `gossamer train`",
             key=key,
         )
-    if (error := clipped(found.written, clip, key=key, clip_key=clip_key)) is not None:
+    if (error := clipped(found.written, max_grad_norm, key=key, clip_key=clip_key)) is not None:
         raise error
     return found
