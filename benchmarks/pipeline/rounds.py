@@ -35,7 +35,7 @@ class Method:
     @property
     def boundary(self) -> Any:
         """As a plan writes it."""
-        return {"codec": {"codec": self.codec}} if self.codec else "plain"
+        return {"codec": {"codec": self.codec}} if self.codec else "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def learn(
     steps: int,
     rule: Any,
     exchange: Any = "dense",
-    states: Any = "whole",
+    states: Any = "none",
     batch: int = 32,
     islands: list[list[int]] | None = None,
     warm: int = 0,

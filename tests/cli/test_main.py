@@ -16,6 +16,7 @@ import pytest
 import gossamer
 from gossamer.api import verbs
 from gossamer.cli import COMMANDS, main
+from gossamer.launch.rendezvous_config import Node
 from gossamer.spec.errors import BadInput, Interrupted, PeerLost, RunFailed
 from gossamer.spec.extras import install
 
@@ -115,9 +116,9 @@ USAGE = {
     ("sample", "runs/none", "a", "--steps", "3"): "Unknown option: --steps",
     ("train", "run.yaml", "--resume", "now"): "auto",
     ("train", "nowhere.yaml"): "there is no file nowhere.yaml",
-    ("sample", "runs/none"): "TEXT",
-    ("sample", "runs/none", "a", "--tokens", "many"): "many",
-    ("sample", "runs/none", "a", "--tokens", "0"): "--tokens: wanted a number >= 1, got 0",
+    ("sample", "runs/none"): "PROMPT",
+    ("sample", "runs/none", "a", "--max-new-tokens", "many"): "many",
+    ("sample", "runs/none", "a", "--max-new-tokens", "0"): "--max-new-tokens: wanted a number >= 1, got 0",
     ("sample", "runs/none", "a", "--temperature", "-1"): "--temperature",
     ("sample", "runs/none", "a"): "runs/none",
     ("resume", "runs/none"): "runs/none",
@@ -146,13 +147,22 @@ def test_what_the_user_gave_wrong_is_exit_2_and_one_block(
 
 
 MEETING = {
-    ("--host", "0/2"): "--host and --meet go together",
-    ("--meet", "a:1"): "--host and --meet go together",
-    ("--host", "2/2", "--meet", "a:1"): "wanted i/n with i < n, such as 0/2, got '2/2'",
-    ("--host", "one", "--meet", "a:1"): "wanted i/n",
-    ("--host", "0/2", "--meet", "a"): "wanted ADDRESS:PORT",
-    ("--host", "0/2", "--meet", "a:99999"): "wanted ADDRESS:PORT with a port from 1 to 65535",
-    ("--host", "0/2", "--meet", "a:1", "--hosts", "a,b"): "give one of them",
+    ("--node-rank", "0", "--nnodes", "2"): "--nnodes and --rdzv-endpoint go together",
+    ("--rdzv-endpoint", "a:1"): "--nnodes and --rdzv-endpoint go together",
+    (
+        "--node-rank",
+        "2",
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        "a:1",
+    ): "--node-rank: wanted 0 to 1, as --nnodes is 2, got 2",
+    ("--node-rank", "one", "--nnodes", "2", "--rdzv-endpoint", "a:1"): "node-rank",
+    ("--node-rank", "0", "--nnodes", "2", "--rdzv-endpoint", "a"): "wanted HOST:PORT",
+    ("--node-rank", "0", "--nnodes", "2", "--rdzv-endpoint", "a:99999"): "wanted HOST:PORT",
+    ("--node-rank", "0", "--nnodes", "2", "--rdzv-endpoint", "a:1", "--hosts", "a,b"): "give one of them",
+    ("--host", "0/2"): "write --node-rank I --nnodes N",
+    ("--meet", "a:1"): "write --rdzv-endpoint HOST:PORT",
     ("--hosts", "a,,b"): "wanted names of different hosts",
     ("--hosts", "a,a"): "wanted names of different hosts",
     ("--plan", "none.yaml"): "none.yaml, which is no file",
@@ -174,14 +184,14 @@ def test_train_hands_everything_over(file: Path, trained: list[dict[str, Any]], 
     plan = tmp_path / "plan.yaml"
     plan.touch()
     argv = ["train", str(file), "train.steps=5", "--plan", str(plan), "--hosts", "a, b", "--resume", "auto"]
-    assert main([*argv, "data.source=text:*.txt", "--dry"]) == 0
+    assert main([*argv, "data.source=text:*.txt", "--dry-run"]) == 0
     (call,) = trained
     config = call["config"]
     assert (config.train.batch, config.train.steps, config.data.source) == (16, 5, "text:*.txt")
     assert call["origin"]["train.batch"] == f"{file}:1" and call["origin"]["train.steps"] == "command line"
     assert (call["plan"], call["hosts"], call["resume"], call["dry"]) == (plan, ["a", "b"], "auto", True)
-    assert main(["train", str(file), "--host", "1/2", "--meet", "[::1]:29500"]) == 0
-    assert (trained[1]["host"], trained[1]["meet"], trained[1]["hosts"]) == ("1/2", "[::1]:29500", [])
+    assert main(["train", str(file), "--node-rank", "1", "--nnodes", "2", "--rdzv-endpoint", "host0:29500"]) == 0
+    assert (trained[1]["node"], trained[1]["hosts"]) == (Node(1, 2, "host0", 29500), [])
 
 
 def test_a_run_that_is_done_says_what_it_came_to(
@@ -263,9 +273,9 @@ def test_sample_writes_what_the_model_says_whatever_it_is(
         return "\ufffd\x1b nan"
 
     monkeypatch.setattr(verbs, "sample", sample)
-    assert main(["sample", "runs/a", "def ", "--tokens", "3", "--seed", "1", "--json"]) == 0
+    assert main(["sample", "runs/a", "def ", "--max-new-tokens", "3", "--seed", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"prompt": "def ", "text": "\ufffd\x1b nan"}
-    assert main(["sample", "runs/a", "def ", "--tokens", "3", "--seed", "1"]) == 0
+    assert main(["sample", "runs/a", "def ", "--max-new-tokens", "3", "--seed", "1"]) == 0
     assert capsys.readouterr().out == "def \ufffd\\x1b nan\n"
     assert asked == {"run_dir": Path("runs/a"), "tokens": 3, "temperature": 0.8, "top_k": 50, "seed": 1}
 

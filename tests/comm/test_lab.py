@@ -153,14 +153,13 @@ def test_shares_of_the_processor_are_as_asked():
 def test_every_rank_finds_its_environment():
     said = {}
     code = "import os; print(*(os.environ[k] for k in "
-    code += (
-        "('RANK','WORLD_SIZE','LOCAL_RANK','MASTER_ADDR','GLOO_SOCKET_IFNAME','GOSSAMER_HOST','GOSSAMER_MEET','MINE')))"
-    )
+    code += "('RANK','WORLD_SIZE','LOCAL_RANK','MASTER_ADDR','GLOO_SOCKET_IFNAME',"
+    code += "'GOSSAMER_NODE_RANK','GOSSAMER_NNODES','GOSSAMER_RDZV_ENDPOINT','MINE')))"
     with Lab(LabTopology(2)) as lab:
         lab.run([sys.executable, "-I", "-c", code], env=lambda host: {"MINE": f"m{host}"}, output=said.__setitem__)
     assert said == {
-        0: "0 2 0 10.77.0.1 eth0 0/2 10.77.0.1:29400 m0",
-        1: "1 2 0 10.77.0.1 eth0 1/2 10.77.0.1:29400 m1",
+        0: "0 2 0 10.77.0.1 eth0 0 2 10.77.0.1:29400 m0",
+        1: "1 2 0 10.77.0.1 eth0 1 2 10.77.0.1:29400 m1",
     }
 
 

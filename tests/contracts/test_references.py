@@ -199,7 +199,7 @@ REFERENCES: dict[str, tuple[Any, Reference]] = {
     "ef21": ({"ef21": {"inner": TOP}}, tracked()),
     "ef21_sgdm": ({"ef21_sgdm": {"inner": TOP, "a": 0.3}}, tracked(news=0.3)),
     "error_feedback": ({"error_feedback": {"inner": TOP}}, error_feedback),
-    "gather": ({"all_gather": {"codec": "int8"}}, coded),
+    "all_gather": ({"all_gather": {"codec": "int8"}}, coded),
     "hierarchical": ({"hierarchical": {"inter": "dense"}}, exact),
     "momentum": ({"momentum": {"inner": TOP, "beta": 0.9}}, momentum),
     "powersgd": ({"powersgd": {"rank": 2}}, low_rank(2, alternating=False)),
@@ -209,7 +209,7 @@ REFERENCES: dict[str, tuple[Any, Reference]] = {
     "sampled_topk": ({"sampled_topk": {"fraction": 0.25}}, sparse(0.25)),  # of so few numbers all are the sample
     "star": ("star", exact),
     "topk": (TOP, sparse(0.25)),
-    "tree": ("tree", exact),
+    "recursive_doubling": ("recursive_doubling", exact),
     "two_shot": ({"two_shot": {"codec": "int8"}}, two_shot),
     "uneven_topk": ({"uneven_topk": {"fractions": [0.25]}}, sparse(0.25)),
     "block_sparse": ("block_sparse", exact),

@@ -181,7 +181,7 @@ def test_the_hadamard_matrix_is_its_own_inverse_times_32_exactly() -> None:
 @pytest.mark.parametrize("signs", [False, True])
 def test_rotation_undoes_itself(signs: bool) -> None:
     x = gaussian(1003)
-    decoded = there_and_back({"hadamard": {"inner": "identity", "signs": signs}}, x)
+    decoded = there_and_back({"hadamard": {"inner": "float32", "signs": signs}}, x)
     torch.testing.assert_close(decoded, x, rtol=0, atol=2e-6)
 
 
@@ -314,7 +314,7 @@ TWO = {
 def test_two_shot_says_what_any_codec_lost(name: str, ranks: int) -> None:
     """mean = sum_i w_i kept_i; also where the second encoding is another one."""
     where = crew.layout({"w": (300, 11), "b": (7,)})
-    for back in ({}, {"back": "identity"}, {"back": "int8"}):
+    for back in ({}, {"return_codec": "float32"}, {"return_codec": "int8"}):
         one = exchange_methods.build({"two_shot": {"codec": TWO[name], **back}})
         inputs = [crew.bucket(where, r) for r in range(ranks)]
         given = [x.flat.clone().double() for x in inputs]

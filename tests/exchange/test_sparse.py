@@ -162,7 +162,7 @@ def test_random_k_is_unbiased_where_it_says_so() -> None:
         ({"sampled_topk": {"fraction": 0.01}}, (Collective.GATHER, 8 * 500)),
         ({"random_k": {"fraction": 0.01}}, (Collective.SUM, 4 * 500)),
         ({"random_blocks": {"fraction": 0.1, "block_size": 500}}, (Collective.SUM, 4 * 5000)),
-        ({"gather": "int8"}, (Collective.GATHER, NUMEL + 4 * 196)),
+        ({"all_gather": "int8"}, (Collective.GATHER, NUMEL + 4 * 196)),
     ],
 )
 def test_bytes_are_these(method: dict, payload: tuple[Collective, int], ranks: int) -> None:

@@ -62,7 +62,7 @@ def kept_mean(where: Layout, outcomes: Sequence[Outcome]) -> torch.Tensor:
 
 
 @each_islands
-@pytest.mark.parametrize("written", ["star", {"star": {"hub": "auto"}}, "tree", {"hierarchical": {"inter": "dense"}}])
+@pytest.mark.parametrize("written", ["star", {"star": {"hub": "auto"}}, "recursive_doubling", {"hierarchical": {"inter": "dense"}}])
 def test_the_mean_is_that_of_dense(written, islands: tuple[int, ...]) -> None:
     where, levels = crew.layout(), levels_of(islands)
     outcomes, _ = world(exchange_methods.build(written), levels, where)
@@ -106,13 +106,13 @@ def test_a_hub_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize(("ranks", "rounds"), [(1, 1), (2, 1), (3, 3), (4, 2), (5, 4), (6, 4), (8, 3), (9, 5)])
 def test_a_tree_takes_log_n_rounds_and_every_rank_sums_in_one_order(ranks: int, rounds: int) -> None:
     where, levels = crew.layout(), ProcessGroups.flat(ranks)
-    outcomes, channels = world(exchange_methods.build("tree"), levels, where)
+    outcomes, channels = world(exchange_methods.build("recursive_doubling"), levels, where)
     assert {c.meter.messages for c in channels} == {rounds}
     assert all(torch.equal(o.mean, outcomes[0].mean) for o in outcomes)
     assert max(c.meter.total_bytes for c in channels) <= rounds * 4 * where.numel
 
 
-@pytest.mark.parametrize("name", ["star", "tree", "hierarchical"])
+@pytest.mark.parametrize("name", ["star", "recursive_doubling", "hierarchical"])
 def test_the_sum_does_not_depend_on_who_arrives_first(pool, name: str) -> None:
     """Four processes, each bringing its buckets in an order of its own; twice, and in lockstep: the same bits."""
     answers = [pool.run("exchange.crew:over_gloo", 4, name=name, steps=1, buckets=4) for _ in range(2)]

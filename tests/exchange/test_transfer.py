@@ -71,14 +71,14 @@ def agree(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_plain_pipeline_equals_the_uncut_model_bit_for_bit(pool, ranks: int, dtype: str) -> None:
-    found = pool.run("exchange.transfer_jobs:pipeline", ranks, crossing="plain", dtype=dtype)
-    agree(found, uncut(ranks, crossing="plain", dtype=dtype))
+    found = pool.run("exchange.transfer_jobs:pipeline", ranks, crossing="none", dtype=dtype)
+    agree(found, uncut(ranks, crossing="none", dtype=dtype))
     assert found[0]["loss"] == 0 != found[-1]["loss"]
 
 
 def test_the_loss_free_setting_is_the_plain_pipeline() -> None:
     whole = uncut(3, crossing={"topk": {"fraction": 1.0}})
-    assert whole == uncut(3, crossing="plain") == uncut(3, crossing={"codec": {"codec": "float32"}})
+    assert whole == uncut(3, crossing="none") == uncut(3, crossing={"codec": {"codec": "float32"}})
 
 
 @pytest.mark.parametrize("crossing", LOSSY, ids=str)
@@ -87,11 +87,11 @@ def test_a_lossy_pipeline_equals_its_meaning_in_one_process(pool, crossing: Any)
     wanted = uncut(3, crossing=crossing)
     agree(pool.run("exchange.transfer_jobs:pipeline", 3, crossing=crossing), wanted)
     agree(in_threads(partial(play, crossing=crossing), 3), wanted)
-    assert wanted != uncut(3, crossing="plain"), "nothing was lost: the test compares nothing"
+    assert wanted != uncut(3, crossing="none"), "nothing was lost: the test compares nothing"
 
 
 @pytest.mark.parametrize("shape", FORMS, ids=str)
-@pytest.mark.parametrize("crossing", ["plain", *LOSSY], ids=str)
+@pytest.mark.parametrize("crossing", ["none", *LOSSY], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_form_crosses_in_the_bytes_that_were_priced(crossing: Any, shape: tuple[int, ...], dtype: Any) -> None:
     one, x, g = crossings.build(crossing), gaussian(*shape).to(dtype), gaussian(*shape, seed=1).to(dtype)
@@ -111,7 +111,7 @@ def test_any_form_crosses_in_the_bytes_that_were_priced(crossing: Any, shape: tu
     assert torch.equal(y, arrived) and meant.grad is not None and torch.equal(meant.grad, gradient)
 
 
-@pytest.mark.parametrize("crossing", ["plain", *LOSSY], ids=str)
+@pytest.mark.parametrize("crossing", ["none", *LOSSY], ids=str)
 def test_strided_tensors_cross_like_their_copies(crossing: Any) -> None:
     one, x = crossings.build(crossing), gaussian(40, 3, 16).transpose(0, 1)
     before = x.clone()
@@ -268,7 +268,7 @@ def test_a_tensor_that_was_not_promised_is_refused() -> None:
 
 
 def test_no_gradient_is_a_gradient_of_zeros() -> None:
-    for crossing in ("plain", *LOSSY):
+    for crossing in ("none", *LOSSY):
         assert not cross(crossings.build(crossing), gaussian(4, 9), None)[1].any()
 
 

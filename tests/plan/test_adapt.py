@@ -265,11 +265,11 @@ def test_rules_by_link() -> None:
     choices = AdaTopK(ratio=10).choose(measured, paths)
     assert choices.rules == (
         (".*", "0>1", {"topk": {"fraction": 0.05}}),
-        (".*", "1>2", "plain"),
-        (".*", "all", "plain"),
+        (".*", "1>2", "none"),
+        (".*", "all", "none"),
     )
     assert choices.reason.startswith("1 of 2 links compressed, the slowest by 10")
-    assert AdaTopK().choose(Statistics(names=()), Paths()).rules == ((".*", "all", "plain"),)
+    assert AdaTopK().choose(Statistics(names=()), Paths()).rules == ((".*", "all", "none"),)
     assert [activation.build(written) for _, _, written in choices.rules[:2]] == [
         TopKCompression(fraction=0.05),
         NoCompression(),

@@ -35,4 +35,4 @@ def test_what_is_under_way_is_little_of_what_sharded_states_save(states: str) ->
 
 
 def test_whole_states_have_large_buckets() -> None:
-    assert planned(512, "whole").bucket_bytes == BUCKET_BYTES
+    assert planned(512, "none").bucket_bytes == BUCKET_BYTES

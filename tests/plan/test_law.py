@@ -68,7 +68,7 @@ OTHERS: dict[str, Sections] = {
     "zero1 on islands": {"plan": {"sharding": {"zero1": {"shard_group": "island"}}}, **ISLANDS},
     "cser": {"plan": {"sync": {"cser": {"sync_every": 2}}}, **ISLANDS},
     "second moments": {"plan": {"sync": {"diloco": {"average_second_moments_every": 2}}}, **ISLANDS},
-    "tree": exchange("tree"),
+    "tree": exchange("recursive_doubling"),
     "star": exchange("star"),
     "int8": exchange({"two_shot": "int8"}),
     "ef21": exchange({"ef21": {"topk": {}}}),

@@ -48,10 +48,10 @@ def test_the_least_wait_that_fits(room: int, hidden_s: float, chosen: object) ->
 
 def test_states_share_the_room() -> None:
     """Memory goes where it saves most; of equal waits to the smaller."""
-    first = (ShardingPlace("whole", 0.0, 4), ShardingPlace("zero1", 1.0, 1))
-    second = (ShardingPlace("whole", 0.0, 4), ShardingPlace("zero1", 3.0, 1), ShardingPlace("same", 0.0, 5))
+    first = (ShardingPlace("none", 0.0, 4), ShardingPlace("zero1", 1.0, 1))
+    second = (ShardingPlace("none", 0.0, 4), ShardingPlace("zero1", 3.0, 1), ShardingPlace("same", 0.0, 5))
     found = least_wait({"a": first, "b": second}, room_bytes=5)
-    assert (found["a"].written, found["b"].written) == ("zero1", "whole")
-    assert least_wait({"a": first, "b": second}, room_bytes=9)["b"].written == "whole"
+    assert (found["a"].written, found["b"].written) == ("zero1", "none")
+    assert least_wait({"a": first, "b": second}, room_bytes=9)["b"].written == "none"
     with pytest.raises(NoPlan, match="a and b take"):
         least_wait({"a": first, "b": second}, room_bytes=1)

@@ -15,7 +15,8 @@ OURS = {
     "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29401",
-    "GOSSAMER_HOST": "1/2",
+    "GOSSAMER_NODE_RANK": "1",
+    "GOSSAMER_NNODES": "2",
     "GOSSAMER_GENERATION": "5",
     "GOSSAMER_HEARTBEAT": "127.0.0.1:4000",
     "GOSSAMER_TOKEN": "t",
@@ -137,8 +138,8 @@ def test_numbers_that_are_none_or_impossible() -> None:
         read_environment({**TORCHRUN, "RANK": "first"})
     with pytest.raises(BadInput, match="0 <= rank < 8, got 8"):
         read_environment({**TORCHRUN, "RANK": "8"})
-    with pytest.raises(BadInput, match="GOSSAMER_HOST: wanted NUMBER/HOSTS, got '1'"):
-        read_environment({**OURS, "GOSSAMER_HOST": "1"})
+    with pytest.raises(BadInput, match="GOSSAMER_NODE_RANK: wanted a whole number, got '1/2'"):
+        read_environment({**OURS, "GOSSAMER_NODE_RANK": "1/2"})
     with pytest.raises(BadInput, match="GOSSAMER_HEARTBEAT_S"):
         read_environment({**OURS, "GOSSAMER_HEARTBEAT_S": "soon"})
 

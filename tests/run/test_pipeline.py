@@ -140,7 +140,7 @@ def test_evaluation_and_gradients_of_frozen_parts(pool, tmp_path: Path) -> None:
         (1, {"units": ["layers"]}, "which nobody calls"),
         (2, {"mesh": {"pipe": 2}, "cuts": [0, 9]}, "the number of a block, 0 to 1"),
         (2, {"mesh": {"pipe": 2}, "cuts": [0]}, "the first unit of each of 2 stages"),
-        (2, {"mesh": {"pipe": 2}, "microbatches": 9}, "9 micro-batches on every replica"),
+        (2, {"mesh": {"pipe": 2}, "accumulate": 9}, "9 micro-batches on every replica"),
         (2, {"mesh": {"pipe": 2}, "pipeline_schedule": "single_stage"}, "1 stage on 1 rank"),
         (2, {"mesh": {"pipe": 2}, "activation_compression": ["none", "none"]}, "one way for each of the 1 borders"),
         (2, {"mesh": {"pipe": 2}, "activation_compression": "int8"}, "no activation codec is called 'int8'"),
@@ -150,7 +150,9 @@ def test_evaluation_and_gradients_of_frozen_parts(pool, tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_before_the_ranks_meet(
     pool, tmp_path: Path, ranks: int, plan: dict[str, Any], said: str
 ) -> None:
-    for answer in pool.attempt("run.jobs:train", ranks, folder=str(tmp_path), sections={"plan": plan}):
+    plan = dict(plan)
+    train = {"accumulate": plan.pop("accumulate")} if "accumulate" in plan else {}
+    for answer in pool.attempt("run.jobs:train", ranks, folder=str(tmp_path), sections={"plan": plan, "train": train}):
         assert answer["kind"] == "BadInput" and said in answer["error"], answer
         assert "run_job" not in answer["error"]
 
@@ -163,7 +165,7 @@ def test_each_border_has_its_own_way_by_its_link(pool, tmp_path: Path) -> None:
     pool.run("run.jobs:train", 3, folder=str(tmp_path), steps=2, sections=sections)
     plan = RunDirectory(tmp_path / "run").plan()
     assert plan is not None and isinstance(plan.activation_compression, tuple) and len(plan.activation_compression) == 2
-    fractions = [way["top_k"]["fraction"] for way in plan.activation_compression if isinstance(way, dict)]
+    fractions = [way["topk"]["fraction"] for way in plan.activation_compression if isinstance(way, dict)]
     assert min(fractions) == pytest.approx(1 / 8), "half of an entry sent is its place"
     mine = {link: n for link, n in plan.forecast.wire_bytes.items() if link.startswith("0>")}
     assert [step["wire_bytes"] for step in records(tmp_path, "step")] == [mine, mine]

@@ -168,7 +168,7 @@ def test_a_bad_sample_moves_no_stage(pool, tmp_path: Path) -> None:
         (3, {"stage_ranks": [[0, 1], [2]], "batch_fractions": [1, 1]}, "a share for each of 3 ranks"),
         (
             3,
-            {"stage_ranks": [[0, 1], [2]], "microbatches": 1},
+            {"stage_ranks": [[0, 1], [2]], "accumulate": 1},
             "at least 2 micro-batches, one for each rank of stage 0",
         ),
     ],
@@ -176,7 +176,9 @@ def test_a_bad_sample_moves_no_stage(pool, tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_before_the_ranks_meet(
     pool, tmp_path: Path, ranks: int, plan: dict[str, Any], said: str
 ) -> None:
-    sections = {"plan": {"mesh": {"pipe": 2}, **plan}}
+    plan = dict(plan)
+    train = {"accumulate": plan.pop("accumulate")} if "accumulate" in plan else {}
+    sections = {"plan": {"mesh": {"pipe": 2}, **plan}, "train": train}
     for answer in pool.attempt("run.jobs:train", ranks, folder=str(tmp_path), sections=sections):
         assert answer["kind"] == "BadInput" and said in answer["error"], answer
         assert "run_job" not in answer["error"]

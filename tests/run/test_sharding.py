@@ -41,15 +41,15 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
 def test_it_is_plain_data_parallelism(pool: Pool, tmp_path: Path, ranks: int) -> None:
     """Clipped and unclipped steps, dropout, tied weights, unequal rows: equal to 1e-6, on all ranks bit for bit."""
     found, norms = {}, {}
-    for states in ("whole", *ZERO):
+    for states in ("none", *ZERO):
         given = {"folder": str(tmp_path / states), "steps": 6, "dropout": 0.1, "values": True}
         found[states] = pool.run("run.jobs:train", ranks, sections=sections(states), **given)
         norms[states] = [one["grad_norm"] for one in records(tmp_path / states, "step")]
     for states in ZERO:
         assert all(one["digest"] == found[states][0]["digest"] for one in found[states])
-        ours, plain = (torch.tensor(found[one][0]["values"]) for one in (states, "whole"))
+        ours, plain = (torch.tensor(found[one][0]["values"]) for one in (states, "none"))
         assert torch.allclose(ours, plain, rtol=1e-6, atol=1e-6)
-        assert norms[states] == pytest.approx(norms["whole"], rel=1e-5)
+        assert norms[states] == pytest.approx(norms["none"], rel=1e-5)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=json.dumps)
@@ -68,37 +68,37 @@ def test_any_exchange_and_its_bytes(pool: Pool, tmp_path: Path, exchange: Any) -
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("codec", ["identity", "bfloat16", "int8"])
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8"])
 def test_codes_bring_what_they_bring_without_sharding(pool: Pool, tmp_path: Path, codec: str) -> None:
     """One step of SGD: the mean gradient, but for what the code loses."""
     found = {}
     sgd = {"optimizer": {"sgd": {"lr": 1.0}}, "lr_schedule": "constant", "max_grad_norm": 0.0}
-    for states, exchange in (("whole", "dense"), ("zero1", {"two_shot": {"codec": codec}})):
+    for states, exchange in (("none", "dense"), ("zero1", {"two_shot": {"codec": codec}})):
         given = {"folder": str(tmp_path / states), "steps": 1, "values": True}
         found[states] = pool.run("run.jobs:train", 3, sections=sections(states, exchange, **sgd), **given)[0]["values"]
-    off = (torch.tensor(found["zero1"]) - torch.tensor(found["whole"])).abs()
-    limit = {"identity": 1e-6, "bfloat16": 2**-8, "int8": 2**-6}[codec]  # of gradients below 1
+    off = (torch.tensor(found["zero1"]) - torch.tensor(found["none"])).abs()
+    limit = {"float32": 1e-6, "bfloat16": 2**-8, "int8": 2**-6}[codec]  # of gradients below 1
     assert off.max() < limit
 
 
 def test_dense_sends_what_an_all_reduce_does(pool: Pool, tmp_path: Path) -> None:
     sent = {}
-    for states in ("whole", "zero1"):
+    for states in ("none", "zero1"):
         folder = tmp_path / states
         pool.run("run.jobs:train", 2, folder=str(folder), steps=2, sections=sections(states))
         sent[states] = sum(records(folder, "step")[0]["wire_bytes"].values())
-    assert sent["zero1"] == pytest.approx(sent["whole"], rel=0.03)
+    assert sent["zero1"] == pytest.approx(sent["none"], rel=0.03)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=json.dumps)
 def test_differences_in_four_bits_leave_all_ranks_in_the_same_place(pool: Pool, tmp_path: Path, exchange: Any) -> None:
     """Also over a stop: the float32 rows are kept, and what is sent was known before."""
     given = {"steps": 6, "sections": sections("sdp4bit", exchange)}
-    found = pool.run("run.jobs:train", 3, folder=str(tmp_path / "whole"), **given)
+    found = pool.run("run.jobs:train", 3, folder=str(tmp_path / "none"), **given)
     assert all(one["digest"] == found[0]["digest"] for one in found)
-    plan = (tmp_path / "whole" / "run" / "plan.yaml").read_text()
+    plan = (tmp_path / "none" / "run" / "plan.yaml").read_text()
     said = {line.split(": ")[0].strip(): int(line.split(": ")[1]) for line in plan.splitlines() if "0>" in line}
-    assert all(one["wire_bytes"] == said for one in records(tmp_path / "whole", "step"))
+    assert all(one["wire_bytes"] == said for one in records(tmp_path / "none", "step"))
     pool.run("run.jobs:train", 3, folder=str(tmp_path / "parts"), until=3, **given)
     again = pool.run("run.jobs:train", 3, folder=str(tmp_path / "parts"), resume=True, **given)
     assert [one["digest"] for one in again] == [one["digest"] for one in found]
@@ -110,7 +110,7 @@ STOPPED = [("zero1", EXCHANGES[0]), *((states, EXCHANGES[2]) for states in ZERO)
 @pytest.mark.parametrize(("states", "exchange"), STOPPED, ids=json.dumps)
 def test_a_stopped_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, states: str, exchange: Any) -> None:
     given = {"steps": 8, "dropout": 0.1, "sections": sections(states, exchange)}
-    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
+    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "none"), **given)
     pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), until=4, **given)
     again = pool.run("run.jobs:train", 2, folder=str(tmp_path / "parts"), resume=True, **given)
     assert [one["digest"] for one in again] == [one["digest"] for one in whole]
@@ -118,11 +118,11 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, states: s
 
 OTHERS = [
     ("zero1", 3, "zero1"),
-    ("zero1", 1, "whole"),
-    ("whole", 2, "zero1"),
+    ("zero1", 1, "none"),
+    ("none", 2, "zero1"),
     ("zero3", 3, "zero3"),
-    ("zero3", 1, "whole"),
-    ("whole", 2, "zero3"),
+    ("zero3", 1, "none"),
+    ("none", 2, "zero3"),
     ("zero3", 2, "zero2"),
 ]
 
@@ -143,7 +143,7 @@ def test_states_fit_other_ranks_and_other_shardings(
 def test_hosts_with_disks_of_their_own(pool: Pool, tmp_path: Path, states: str) -> None:
     """No disk has all rows: each rank finds its own again, and no others."""
     given = {"steps": 8, "sections": sections(states)}
-    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)
+    whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "none"), **given)
     apart = {"folder": str(tmp_path / "disk{rank}"), "disks": True, **given}
     pool.run("run.jobs:train", 2, until=4, **apart)
     again = pool.run("run.jobs:train", 2, resume=True, **apart)
@@ -151,7 +151,7 @@ def test_hosts_with_disks_of_their_own(pool: Pool, tmp_path: Path, states: str) 
     answers = pool.attempt("run.jobs:train", 1, resume=True, fresh_plan=True, **apart)
     assert "wanted rank 0 of 1" in answers[0]["error"]
     answers = pool.attempt(
-        "run.jobs:train", 2, resume=True, fresh_plan=True, **{**apart, "sections": sections("whole")}
+        "run.jobs:train", 2, resume=True, fresh_plan=True, **{**apart, "sections": sections("none")}
     )
     assert all("the plan.sharding that it was saved with" in one["error"] for one in answers)
     if states == "zero3":
@@ -178,16 +178,16 @@ def test_model_state_is_what_the_formula_says(pool: Pool, tmp_path: Path) -> Non
     parameter, and the plan knew.
     """
     found, said, ranks = {}, {}, 3
-    for states in ("whole", *ZERO):
+    for states in ("none", *ZERO):
         given = {"folder": str(tmp_path / states), "steps": 3, "kind": "wide", "counts": True}
         ran = pool.run("run.jobs:train", ranks, sections=sections(states), **given)
         found[states] = [one["bytes"][-1] for one in ran]
         plan = yaml.safe_load((tmp_path / states / "run" / "plan.yaml").read_text())
         said[states] = plan["forecast"]["state_bytes"]
-    each = {"whole": 16.0, "zero1": 8 + 8 / ranks, "zero2": 4 + 12 / ranks, "zero3": 16 / ranks}
-    numel = said["whole"][0] / 16
+    each = {"none": 16.0, "zero1": 8 + 8 / ranks, "zero2": 4 + 12 / ranks, "zero3": 16 / ranks}
+    numel = said["none"][0] / 16
     for rank in range(ranks):
-        for states in ("whole", *ZERO):
+        for states in ("none", *ZERO):
             assert said[states][rank] == pytest.approx(each[states] * numel, rel=0.02)
             assert found[states][rank] == pytest.approx(said[states][rank], rel=0.02)  # there are data too
 
@@ -205,16 +205,16 @@ def test_what_models_do(pool: Pool, tmp_path: Path, frozen: dict[str, Any]) -> N
     several micro-batches of unequal ranks, with an evaluation of unequal parts in between.
     """
     found, losses = {}, {}
-    for states in ("whole", "zero3"):
+    for states in ("none", "zero3"):
         given = sections(states, accumulate=2, batch=9, evaluate_every=2, evaluate_sequences=7)
         given["plan"]["batch_fractions"] = [2.0, 1.0]
         ran = {"folder": str(tmp_path / states), "steps": 4, "kind": "habits", "values": True, **frozen}
         found[states] = pool.run("run.jobs:train", 2, sections=given, **ran)
         losses[states] = [one["loss"] for one in records(tmp_path / states, "evaluation")]
     assert found["zero3"][0]["digest"] == found["zero3"][1]["digest"]
-    ours, plain = (torch.tensor(found[states][0]["values"]) for states in ("zero3", "whole"))
+    ours, plain = (torch.tensor(found[states][0]["values"]) for states in ("zero3", "none"))
     assert torch.allclose(ours, plain, rtol=1e-6, atol=1e-6)
-    assert losses["zero3"] == pytest.approx(losses["whole"], rel=1e-6) and len(losses["whole"]) == 2
+    assert losses["zero3"] == pytest.approx(losses["none"], rel=1e-6) and len(losses["none"]) == 2
     plan = yaml.safe_load((tmp_path / "zero3" / "run" / "plan.yaml").read_text())
     for one in records(tmp_path / "zero3", "step"):
         assert one["wire_bytes"]["0>1"] == plan["forecast"]["wire_bytes"]["0>1"]
@@ -222,17 +222,17 @@ def test_what_models_do(pool: Pool, tmp_path: Path, frozen: dict[str, Any]) -> N
 
 def test_a_sharded_model_writes_as_the_whole_one_does(pool: Pool, tmp_path: Path) -> None:
     texts = {}
-    for states in ("whole", "zero3"):
+    for states in ("none", "zero3"):
         given = sections(states, sample="adg", sample_tokens=8, evaluate_every=2)
         pool.run("run.jobs:train", 2, folder=str(tmp_path / states), steps=4, kind="causal", sections=given)
         texts[states] = [one["text"] for one in records(tmp_path / states, "sample")]
-    assert texts["zero3"] == texts["whole"] and len(texts["whole"]) == 2
+    assert texts["zero3"] == texts["none"] and len(texts["none"]) == 2
 
 
 @pytest.mark.parametrize("states", ["zero1", "zero3"])
 def test_parameters_of_fewer_rows_than_ranks(pool: Pool, tmp_path: Path, states: str) -> None:
     given = {"steps": 6, "kind": "thin", "values": True}
-    plain = pool.run("run.jobs:train", 3, folder=str(tmp_path / "whole"), sections=sections("whole"), **given)
+    plain = pool.run("run.jobs:train", 3, folder=str(tmp_path / "none"), sections=sections("none"), **given)
     ours = {"folder": str(tmp_path / "parts"), "sections": sections(states), **given}
     pool.run("run.jobs:train", 3, until=3, **ours)
     again = pool.run("run.jobs:train", 3, resume=True, **ours)
@@ -253,10 +253,10 @@ def test_half_parameters(pool: Pool, tmp_path: Path) -> None:
     """Parameters move by tenths here, and differ by what bf16 rounds where sums meet in another order."""
     fast = {"optimizer": {"adamw": {"lr": 0.05}}, "lr_schedule": "constant"}
     found = {}
-    for states, steps in (("none", 0), ("whole", 6), ("zero1", 6), ("zero3", 6)):
+    for states, steps in (("still", 0), ("none", 6), ("zero1", 6), ("zero3", 6)):
         given = {"folder": str(tmp_path / states), "steps": max(1, steps), "kind": "halves", "values": True}
         rate = fast if steps else {"optimizer": {"adamw": {"lr": 1e-9}}}
-        found[states] = pool.run("run.jobs:train", 2, sections=sections(states if steps else "whole", **rate), **given)
+        found[states] = pool.run("run.jobs:train", 2, sections=sections(states if steps else "none", **rate), **given)
     start, plain, *sharded = (torch.tensor(one[0]["values"]) for one in found.values())
     for states, ours in zip(("zero1", "zero3"), sharded, strict=True):
         assert found[states][0]["digest"] == found[states][1]["digest"]

@@ -39,16 +39,16 @@ def same_training(pool: Pool, folder: Path, ranks: int, states: Any, **given: An
     """That of whole states to 1e-6, of all numbers and of rank 0's norms; bit for bit on all ranks."""
     written = {name: given.pop(name) for name in ("written", "islands", "accumulate", "batch") if name in given}
     found, norms = {}, {}
-    for name, one in (("whole", "whole"), ("parts", states)):
+    for name, one in (("none", "none"), ("parts", states)):
         where = folder / name
         ran = {"folder": str(where), "steps": 7, "dropout": 0.1, "values": True, **given}
         found[name] = pool.run("run.jobs:train", ranks, sections=sections(one, **written), **ran)
         norms[name] = [one["grad_norm"] for one in records(where, "step")]
     assert all(one["digest"] == found["parts"][0]["digest"] for one in found["parts"])
-    ours, wanted = (torch.tensor(found[name][0]["values"]) for name in ("parts", "whole"))
+    ours, wanted = (torch.tensor(found[name][0]["values"]) for name in ("parts", "none"))
     torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
-    assert norms["parts"] == pytest.approx(norms["whole"], rel=1e-5)
-    assert max(norms["whole"]) > 0.5, "no step was clipped"
+    assert norms["parts"] == pytest.approx(norms["none"], rel=1e-5)
+    assert max(norms["none"]) > 0.5, "no step was clipped"
 
 
 @each_sharding
@@ -114,13 +114,13 @@ def test_bytes_are_those_of_the_plan_over_a_round(
 def test_feedback_goes_on_inside_an_island_when_it_parts(pool: Pool, tmp_path: Path) -> None:
     """What is owed from the steps together is paid apart: with dense feedback at the end all has come, as of whole."""
     found = {}
-    for name, states in (("whole", "whole"), ("parts", SHARDED[0])):
+    for name, states in (("none", "none"), ("parts", SHARDED[0])):
         given = sections(
             states, {"post_local_sgd": {"sync_every": 2, "warmup_steps": 3}}, EVEN, {"error_feedback": "dense"}
         )
         ran = {"folder": str(tmp_path / name), "steps": 6, "values": True, "sections": given}
         found[name] = torch.tensor(pool.run("run.jobs:train", 4, **ran)[0]["values"])
-    torch.testing.assert_close(found["parts"], found["whole"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found["parts"], found["none"], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("which", "islands"), [(0, EVEN), (1, UNEVEN), (0, LONE)], ids=["2+2", "3+2", "2+1"])
@@ -156,13 +156,13 @@ def check_states(checkpoint: Checkpoint, islands: Any) -> None:
 
 WAYS: list[tuple[Any, Any, int]] = [
     (SHARDED[0], ((0, 2), (1, 3)), 4),
-    ("whole", EVEN, 4),
+    ("none", EVEN, 4),
     (SHARDED[1], ((0, 1), (2,)), 3),
-    ("whole", ((0,), (1,)), 2),
+    ("none", ((0,), (1,)), 2),
 ]
 
 
-@pytest.mark.parametrize(("states", "islands", "ranks"), WAYS, ids=["others", "whole", "fewer", "whole, fewer"])
+@pytest.mark.parametrize(("states", "islands", "ranks"), WAYS, ids=["others", "none", "fewer", "whole, fewer"])
 def test_a_checkpoint_of_islands_goes_on_in_other_ways(
     pool: Pool, tmp_path: Path, states: Any, islands: Any, ranks: int
 ) -> None:
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_islands_goes_on_in_other_ways(
     those of whole states do.
     """
     found = {}
-    for name, before, after in (("ours", SHARDED[0], states), ("plain", "whole", "whole")):
+    for name, before, after in (("ours", SHARDED[0], states), ("plain", "none", "none")):
         folder = str(tmp_path / name)
         pool.run("run.jobs:train", 4, folder=folder, steps=8, until=5, sections=sections(before, batch=16))
         given = {"folder": folder, "steps": 8, "resume": True, "values": True, "fresh_plan": True}
@@ -184,12 +184,12 @@ def test_a_checkpoint_of_islands_goes_on_in_other_ways(
 def test_trained_together_then_apart_then_together(pool: Pool, tmp_path: Path) -> None:
     """States over all ranks, then of each island, then whole, then of each island again."""
     found = {}
-    ways = [("zero1", "every_step"), (SHARDED[1], DILOCO), ("whole", "every_step"), (SHARDED[0], DILOCO)]
+    ways = [("zero1", "every_step"), (SHARDED[1], DILOCO), ("none", "every_step"), (SHARDED[0], DILOCO)]
     for name in ("ours", "plain"):
         for turn, (states, written) in enumerate(ways):
             given = {"folder": str(tmp_path / name), "steps": 17, "resume": turn > 0, "fresh_plan": True}
             until = {} if turn == 3 else {"until": 4 * (turn + 1) + 1}
-            one = sections(states if name == "ours" else "whole", written)
+            one = sections(states if name == "ours" else "none", written)
             found[name] = pool.run("run.jobs:train", 4, sections=one, values=True, **until, **given)
     ours, plain = (torch.tensor(found[name][0]["values"]) for name in ("ours", "plain"))
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
@@ -198,7 +198,7 @@ def test_trained_together_then_apart_then_together(pool: Pool, tmp_path: Path) -
 def test_hosts_with_disks_of_their_own(pool: Pool, tmp_path: Path) -> None:
     """No disk has all rows: each rank finds its own again, on the same islands alone."""
     given = {"steps": 8, "sections": sections(SHARDED[0])}
-    whole = pool.run("run.jobs:train", 4, folder=str(tmp_path / "whole"), **given)
+    whole = pool.run("run.jobs:train", 4, folder=str(tmp_path / "none"), **given)
     apart = {"folder": str(tmp_path / "disk{rank}"), "disks": True, **given}
     pool.run("run.jobs:train", 4, until=5, **apart)
     kept = {rank: tmp_path / f"copy{rank}" for rank in range(4)}
@@ -220,17 +220,17 @@ def test_model_state_is_what_the_plan_says(pool: Pool, tmp_path: Path) -> None:
     eight of the anchor and its momentum.
     """
     found, said = {}, {}
-    for name, states in (("whole", "whole"), ("zero1", SHARDED[0]), ("zero2", SHARDED[1])):
+    for name, states in (("none", "none"), ("zero1", SHARDED[0]), ("zero2", SHARDED[1])):
         given = {"folder": str(tmp_path / name), "steps": 3, "kind": "wide", "counts": True}
         ran = pool.run("run.jobs:train", 4, sections=sections(states, {"diloco": {"sync_every": 50}}), **given)
         found[name] = [one["bytes"][-1] for one in ran]
         plan = yaml.safe_load((tmp_path / name / "run" / "plan.yaml").read_text())
         said[name] = plan["forecast"]["state_bytes"]
     numel = 16 * 192 + 6 * (192 * 192 + 192)
-    for name, per_parameter in {"whole": 16, "zero1": 12, "zero2": 10}.items():
+    for name, per_parameter in {"none": 16, "zero1": 12, "zero2": 10}.items():
         assert max(said[name]) == pytest.approx((8 + per_parameter) * numel, rel=0.02)
         for rank in range(4):
-            saved, forecast = (of["whole"][rank] - of[name][rank] for of in (found, said))
+            saved, forecast = (of["none"][rank] - of[name][rank] for of in (found, said))
             assert saved == pytest.approx(forecast, rel=0.02, abs=0.01 * numel)
 
 

@@ -53,8 +53,8 @@ def check_bytes(folder: Path) -> dict[str, int]:
 def test_it_is_plain_data_parallelism(pool: Pool, tmp_path: Path, islands: Any) -> None:
     """Clipped steps, dropout, tied weights, unequal rows: to 1e-6, norms too; bit for bit on all ranks."""
     given = {"steps": 6, "dropout": 0.1, "values": True}
-    plain = pool.run("run.jobs:train", 4, folder=str(tmp_path / "whole"), sections=sections("whole"), **given)
-    norms = [one["grad_norm"] for one in records(tmp_path / "whole", "step")]
+    plain = pool.run("run.jobs:train", 4, folder=str(tmp_path / "none"), sections=sections("none"), **given)
+    norms = [one["grad_norm"] for one in records(tmp_path / "none", "step")]
     for number, states in enumerate(EXACT):
         folder = tmp_path / str(number)
         found = pool.run("run.jobs:train", 4, folder=str(folder), sections=sections(states, islands=islands), **given)
@@ -69,9 +69,9 @@ def test_it_is_plain_data_parallelism(pool: Pool, tmp_path: Path, islands: Any) 
 def test_every_component_alone_leaves_all_ranks_in_the_same_place(pool: Pool, tmp_path: Path, states: Any) -> None:
     """Also over a stop; what is sent was known before."""
     given = {"steps": 4, "sections": sections(states)}
-    whole = pool.run("run.jobs:train", 4, folder=str(tmp_path / "whole"), **given)
+    whole = pool.run("run.jobs:train", 4, folder=str(tmp_path / "none"), **given)
     assert all(one["digest"] == whole[0]["digest"] for one in whole)
-    check_bytes(tmp_path / "whole")
+    check_bytes(tmp_path / "none")
     pool.run("run.jobs:train", 4, folder=str(tmp_path / "parts"), until=2, **given)
     again = pool.run("run.jobs:train", 4, folder=str(tmp_path / "parts"), resume=True, **given)
     assert [one["digest"] for one in again] == [one["digest"] for one in whole]
@@ -82,8 +82,8 @@ def test_feedback_between_islands(pool: Pool, tmp_path: Path, states: Any) -> No
     """What is written of hierarchical is done on the way to the owners; residuals go over a stop."""
     between = {"hierarchical": {"inter": {"error_feedback": {"two_shot": "int8"}}, "intra_codec": "bfloat16"}}
     given = {"steps": 4, "sections": sections(states, between)}
-    whole = pool.run("run.jobs:train", 4, folder=str(tmp_path / "whole"), **given)
-    check_bytes(tmp_path / "whole")
+    whole = pool.run("run.jobs:train", 4, folder=str(tmp_path / "none"), **given)
+    check_bytes(tmp_path / "none")
     pool.run("run.jobs:train", 4, folder=str(tmp_path / "parts"), until=2, **given)
     again = pool.run("run.jobs:train", 4, folder=str(tmp_path / "parts"), resume=True, **given)
     assert {one["digest"] for one in (*whole, *again)} == {whole[0]["digest"]}
@@ -103,7 +103,7 @@ def test_states_of_an_island_are_written_once_and_fit_other_ways(pool: Pool, tmp
     given = {"folder": str(folder), "resume": True, "fresh_plan": True}
     pool.run("run.jobs:train", 4, steps=6, until=4, sections=sections("zero1"), **given)
     pool.run("run.jobs:train", 4, steps=6, until=5, sections=sections(INSIDE, islands=((0, 2, 3), (1,))), **given)
-    again = pool.run("run.jobs:train", 2, steps=6, values=True, sections=sections("whole", islands=()), **given)
+    again = pool.run("run.jobs:train", 2, steps=6, values=True, sections=sections("none", islands=()), **given)
     ours, wanted = (torch.tensor(one[0]["values"]) for one in (again, straight))
     assert torch.allclose(ours, wanted, rtol=1e-5, atol=1e-6)
 
@@ -114,16 +114,16 @@ def test_parameters_of_an_island_in_micro_batches(pool: Pool, tmp_path: Path, st
     as with whole ones, and all that is sent was known before.
     """
     found, losses = {}, {}
-    for name, written in (("whole", "whole"), ("parts", states)):
+    for name, written in (("none", "none"), ("parts", states)):
         given = sections(written, accumulate=2, batch=18, evaluate_every=2, evaluate_sequences=7)
         given["plan"]["batch_fractions"] = [2.0, 1.0, 1.0, 1.0]
         run = {"folder": str(tmp_path / name), "steps": 4, "kind": "habits", "frozen": ["layers.0", "layers.2.gate"]}
         found[name] = pool.run("run.jobs:train", 4, sections=given, values=True, **run)
         losses[name] = [one["loss"] for one in records(tmp_path / name, "evaluation")]
     assert all(one["digest"] == found["parts"][0]["digest"] for one in found["parts"])
-    ours, plain = (torch.tensor(found[name][0]["values"]) for name in ("parts", "whole"))
+    ours, plain = (torch.tensor(found[name][0]["values"]) for name in ("parts", "none"))
     assert torch.allclose(ours, plain, rtol=1e-6, atol=1e-6)
-    assert losses["parts"] == pytest.approx(losses["whole"], rel=1e-6) and len(losses["whole"]) == 2
+    assert losses["parts"] == pytest.approx(losses["none"], rel=1e-6) and len(losses["none"]) == 2
     check_bytes(tmp_path / "parts")
 
 
@@ -161,7 +161,7 @@ def test_parameters_of_an_island_go_on_after_a_stop(pool: Pool, tmp_path: Path, 
     ranks = sum(map(len, islands))
     feedback = {"hierarchical": {"inter": {"error_feedback": {"two_shot": "int8"}}}}
     given = {"steps": 4, "dropout": 0.1, "values": True, "sections": sections(WEIGHTS, feedback, islands)}
-    whole = pool.run("run.jobs:train", ranks, folder=str(tmp_path / "whole"), **given)
+    whole = pool.run("run.jobs:train", ranks, folder=str(tmp_path / "none"), **given)
     for name, more in (("parts", {}), ("disk{rank}", {"disks": True})):
         folder = str(tmp_path / name)
         pool.run("run.jobs:train", ranks, folder=folder, until=2, **more, **given)
@@ -189,13 +189,13 @@ def test_parameters_of_an_island_fit_other_ways(pool: Pool, tmp_path: Path) -> N
         (4, 7, WEIGHTS, ((0, 1), (2, 3))),
     ):
         pool.run("run.jobs:train", ranks, resume=True, until=until, sections=sections(states, islands=islands), **given)
-    again = pool.run("run.jobs:train", 2, resume=True, values=True, sections=sections("whole", islands=()), **given)
+    again = pool.run("run.jobs:train", 2, resume=True, values=True, sections=sections("none", islands=()), **given)
     ours, wanted = (torch.tensor(one[0]["values"]) for one in (again, straight))
     assert torch.allclose(ours, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_an_exchange_over_islands_alone_is_forecast_too(pool: Pool, tmp_path: Path) -> None:
-    pool.run("run.jobs:train", 4, folder=str(tmp_path), steps=2, sections=sections("whole", {"hierarchical": "dense"}))
+    pool.run("run.jobs:train", 4, folder=str(tmp_path), steps=2, sections=sections("none", {"hierarchical": "dense"}))
     check_bytes(tmp_path)
 
 
@@ -211,17 +211,17 @@ def test_parameters_of_an_island_at_the_edges(pool: Pool, tmp_path: Path, island
     still = {"optimizer": {"adamw": {"lr": 1e-9}}}
     found = {}
     for kind, states, train in (
-        *((kind, states, rates[kind]) for kind in rates for states in ("whole", "weights")),
+        *((kind, states, rates[kind]) for kind in rates for states in ("none", "weights")),
         ("halves", "still", still),
     ):
-        given = sections(WEIGHTS if states == "weights" else "whole", islands=islands, **train)
+        given = sections(WEIGHTS if states == "weights" else "none", islands=islands, **train)
         run = {"folder": str(tmp_path / kind / states), "steps": 4, "kind": kind, "values": True}
         ran = pool.run("run.jobs:train", sum(map(len, islands)), sections=given, **run)
         assert all(one["digest"] == ran[0]["digest"] for one in ran)
         found[kind, states] = torch.tensor(ran[0]["values"])
     check_bytes(tmp_path / "thin" / "weights")
-    assert torch.allclose(found["thin", "weights"], found["thin", "whole"], rtol=1e-6, atol=1e-6)
-    ours, plain, start = (found["halves", states] for states in ("weights", "whole", "still"))
+    assert torch.allclose(found["thin", "weights"], found["thin", "none"], rtol=1e-6, atol=1e-6)
+    ours, plain, start = (found["halves", states] for states in ("weights", "none", "still"))
     assert (ours - plain).norm() < 0.02 * (plain - start).norm()
 
 

@@ -82,7 +82,7 @@ def test_the_order_of_a_message_is_a_permutation(owners: int, shapes: Mapping[st
 
 @each_islands
 @pytest.mark.parametrize(
-    "between", [ReduceScatter(), exchange_methods.build("dense"), exchange_methods.build({"two_shot": "identity"})]
+    "between", [ReduceScatter(), exchange_methods.build("dense"), exchange_methods.build({"two_shot": "float32"})]
 )
 def test_the_mean_of_its_rows_lands_on_their_owner(islands: tuple[int, ...], between: Exchange) -> None:
     """Of everybody's, by weight; a scatter between islands deals out what is a rank's on its island."""
@@ -316,7 +316,7 @@ def test_flat_links_have_one_hop() -> None:
         assert (
             sharding_methods.build("zero1").path(levels) == sharding_methods.build("sdp4bit").path(levels) == ("all",)
         )
-        assert sharding_methods.build("whole").path(levels) == ()
+        assert sharding_methods.build("none").path(levels) == ()
     with pytest.raises(BadInput, match=r"plan\.states: wanted islands of ranks"):
         sharding_methods.build({"zero1": {"shard_group": "island"}}).check(ProcessGroups.flat(3))
     with pytest.raises(BadInput, match="level"):

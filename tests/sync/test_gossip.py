@@ -84,7 +84,7 @@ def drawn(ranks: int, numel: int = 500) -> Tensor:
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", topology.names())
-@pytest.mark.parametrize("coding", ["identity", "int8"])
+@pytest.mark.parametrize("coding", ["float32", "int8"])
 def test_the_mean_of_all_stays(name: str, ranks: int, coding: str) -> None:
     one, inputs = GossipExchange(topology.build(name), codec.build(coding)), drawn(ranks)
     torch.testing.assert_close(world(one, inputs, 6)[-1].mean(0), inputs.mean(0), rtol=0, atol=1e-6)
@@ -97,7 +97,7 @@ def test_a_ring_contracts_by_the_square_of_its_second_eigenvalue() -> None:
     """From where that is slowest: a wave around the ring."""
     ranks = 8
     inputs = torch.cos(2 * math.pi * torch.arange(ranks) / ranks)[:, None] * drawn(1)
-    after = world(GossipExchange(topology.build("ring"), codec.build("identity")), inputs, 3)
+    after = world(GossipExchange(topology.build("ring"), codec.build("float32")), inputs, 3)
     second = 1 / 3 + 2 / 3 * math.cos(2 * math.pi / ranks)
     for before, now in zip([inputs, *after], after, strict=False):
         assert spread(now) == pytest.approx(second**2 * spread(before), rel=1e-4)
@@ -109,7 +109,7 @@ def test_pairs_contract_as_expected_over_their_matchings() -> None:
     second = (ranks - 2) / (2 * (ranks - 1))
     falls = [spread(matrix("pairs", [1.0] * ranks, r).float() @ inputs) / spread(inputs) for r in range(400)]
     assert sum(falls) / 400 == pytest.approx(second, rel=0.03)
-    after = world(GossipExchange(topology.build("pairs"), codec.build("identity")), inputs, 3)
+    after = world(GossipExchange(topology.build("pairs"), codec.build("float32")), inputs, 3)
     wanted = inputs
     for round in range(3):
         wanted = matrix("pairs", [1.0] * ranks, round).float() @ wanted
@@ -118,7 +118,7 @@ def test_pairs_contract_as_expected_over_their_matchings() -> None:
 
 def test_complete_is_the_mean_on_all_bit_for_bit() -> None:
     inputs = drawn(5)
-    (after,) = world(GossipExchange(topology.build("complete"), codec.build("identity")), inputs, 1)
+    (after,) = world(GossipExchange(topology.build("complete"), codec.build("float32")), inputs, 1)
     assert all(torch.equal(row, after[0]) for row in after)
     torch.testing.assert_close(after[0], inputs.mean(0), rtol=0, atol=1e-6)
 
@@ -126,14 +126,14 @@ def test_complete_is_the_mean_on_all_bit_for_bit() -> None:
 def test_what_is_remembered_of_neighbours_that_stay_lets_four_bits_come_together() -> None:
     """CHOCO: differences to what is known go to zero, and their error with them; without a memory the error stays."""
     inputs = drawn(6)
-    exact = spread(world(GossipExchange(topology.build("ring"), codec.build("identity")), inputs, 60)[-1])
+    exact = spread(world(GossipExchange(topology.build("ring"), codec.build("float32")), inputs, 60)[-1])
     coded = spread(world(GossipExchange(topology.build("ring"), codec.build("int4"), 0.8), inputs, 60)[-1])
     forgetful = spread(world(GossipExchange(topology.build("pairs"), codec.build("int4"), 0.8), inputs, 60)[-1])
     assert exact < 1e-6 * spread(inputs)
     assert coded < 1e-6 * spread(inputs) < forgetful
 
 
-ALL = [{"graph": g, "codec": c} for g in topology.names() for c in ("identity", "int8")]
+ALL = [{"topology": g, "codec": c} for g in topology.names() for c in ("float32", "int8")]
 
 
 @pytest.mark.parametrize("islands", [[[0], [1], [2]], [[0, 1], [2]]])
@@ -146,7 +146,7 @@ def test_after_a_full_average_all_are_one_and_in_between_they_are_not(
     for step in range(7):
         agree = all(one["at"][step] == found[0]["at"][step] for one in found)
         is_full = (step + 1) % 3 == 0
-        may = (given["codec"] == "identity" and given["graph"] != "pairs") or len(islands) == 2
+        may = (given["codec"] == "float32" and given["topology"] != "pairs") or len(islands) == 2
         assert agree if is_full else may or not agree
 
 

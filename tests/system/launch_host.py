@@ -1,4 +1,4 @@
-"""One host of a meeting, for tests: python launch_host.py JSON [--host I/N --meet ADDRESS:PORT].
+"""One host of a meeting, for tests: python launch_host.py JSON [--node-rank I --nnodes N --rdzv-endpoint HOST:PORT].
 
 Prints what it was told; exits as a command would. JSON may be the name of a file that holds it.
 """
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from gossamer.launch import HostFingerprint, HostMeeting, LaunchRequest, Limits, RendezvousConfig, launch_met
+from gossamer.launch.rendezvous_config import Node
 from gossamer.spec.errors import BadInput, RunFailed
 
 DEFAULTS = {
@@ -30,9 +31,12 @@ DEFAULTS = {
 def main() -> int:
     text = sys.argv[1] if sys.argv[1].startswith("{") else Path(sys.argv[1]).read_text()
     given = {**DEFAULTS, **json.loads(text)}
-    if "--host" in sys.argv:
-        given["host"], given["hosts"] = RendezvousConfig.parse_host(sys.argv[sys.argv.index("--host") + 1])
-        given["address"], given["port"] = RendezvousConfig.parse_meet(sys.argv[sys.argv.index("--meet") + 1])
+    if "--node-rank" in sys.argv:
+        rank, nodes, endpoint = (
+            sys.argv[sys.argv.index(option) + 1] for option in ("--node-rank", "--nnodes", "--rdzv-endpoint")
+        )
+        node = Node.parse(int(rank), int(nodes), endpoint)
+        given |= {"host": node.rank, "hosts": node.nodes, "address": node.address, "port": node.port}
         given["runs"] = given["runs"].replace("{host}", str(given["host"]))
     call = RendezvousConfig(
         host=given["host"],

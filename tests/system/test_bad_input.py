@@ -192,7 +192,9 @@ def test_a_port_in_use(place: Place, taken: int) -> None:
 
 
 def test_a_meeting_place_in_use(place: Place, taken: int) -> None:
-    done = place.run("train", place.config(), "--host", "0/2", "--meet", f"127.0.0.1:{taken}")
+    done = place.run(
+        "train", place.config(), "--node-rank", "0", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{taken}"
+    )
     assert f"port {taken} on 127.0.0.1 is in use by process {os.getpid()}" in one_message(done)
 
 

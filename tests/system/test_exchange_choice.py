@@ -90,7 +90,7 @@ def test_islands_part_where_the_line_is_too_slow_for_every_step(place: Place) ->
         plan={"lossy": True, "sync": "auto"},
         run={"name": "apart"},
     )
-    lab = ("lab", "run", "--hosts", "4", "--islands", "2x2", "--rate", "1gbit", "--between", "2mbit", "--json")
+    lab = ("lab", "run", "--hosts", "4", "--islands", "2x2", "--rate", "1gbit", "--inter-rate", "2mbit", "--json")
     place.good(*lab, "--", sys.executable, "-m", "gossamer", "train", config)
     run = place.folder / "runs" / "apart"
     plan = yaml.safe_load((run / "plan.yaml").read_text())

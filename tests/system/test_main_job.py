@@ -179,7 +179,7 @@ def test_ctrl_c_twice_stops_now(place: Place) -> None:
 
 
 def test_sample_goes_on_with_a_text(trained: Trained) -> None:
-    said = trained.place.good("sample", trained.run, "stone river", "--tokens", "12", "--json").last()
+    said = trained.place.good("sample", trained.run, "stone river", "--max-new-tokens", "12", "--json").last()
     assert said["prompt"] == "stone river"
     assert said["text"]
 

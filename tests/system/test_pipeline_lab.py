@@ -88,7 +88,7 @@ def test_four_stages_train_what_one_process_trains(place: Place) -> None:
     (place.folder / "plain.py").write_text(MODEL)
     place.good("train", config(place, "alone", {}))
     expected = losses(place.runs()[0])
-    about = in_the_lab(place, "exact", "plain")
+    about = in_the_lab(place, "exact", "none")
     assert losses(place.folder / "runs" / "exact") == pytest.approx(expected, rel=1e-5)
     forecast = forecast_of(place, "exact")
     assert boundary_bytes(forecast) == TENSORS, "one tensor a border, and nothing that a stage could make itself"

@@ -38,7 +38,7 @@ def test_it_was_proved_before_its_first_step(staged: Trained) -> None:
 
 
 def test_one_process_goes_on_with_a_text(staged: Trained) -> None:
-    said = staged.place.good("sample", staged.run, "stone river", "--tokens", "12", "--json").last()
+    said = staged.place.good("sample", staged.run, "stone river", "--max-new-tokens", "12", "--json").last()
     assert said["prompt"] == "stone river"
     assert said["text"]
 

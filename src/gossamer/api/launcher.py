@@ -26,6 +26,7 @@ from gossamer.launch import (
     launch_hosts,
     launch_met,
 )
+from gossamer.launch.rendezvous_config import Node
 from gossamer.launch.signals import nothing_to_stop
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted, RunFailed
@@ -57,21 +58,18 @@ class Launcher:
             outcome = launch_here(self._start(self.directory.path, watch.tick))
         _raise_for(outcome, self.directory)
 
-    def met(self, host: str, meet: str, prepare: Callable[[RunDirectory], None]) -> RunDirectory:
+    def met(self, node: Node, prepare: Callable[[RunDirectory], None]) -> RunDirectory:
         """Start this host's processes of a run that the user starts by hand on each host; return the run's directory
         here.
 
-        `host` is "i/n", this host of all; `meet` is ADDRESS:PORT of host 0. `prepare` fills the directory, which has
-        the name that host 0 gave it.
+        `prepare` fills the directory, which has the name that node 0 gave it.
         """
-        number, hosts = RendezvousConfig.parse_host(host)
-        address, port = RendezvousConfig.parse_meet(meet)
         runs = self.directory.path.parent
         invitation = RendezvousConfig(
-            host=number,
-            hosts=hosts,
-            address=address,
-            port=port,
+            host=node.rank,
+            hosts=node.nodes,
+            address=node.address,
+            port=node.port,
             facts=self._facts(),
             runs=runs,
             run=self.directory.name,
@@ -81,12 +79,12 @@ class Launcher:
         found: list[RunDirectory] = []
         with ExitStack() as stack:
             stack.callback(_drop_empty, self.directory.path)  # a name of our own, where host 0 has another
-            if number == 0:
+            if node.rank == 0:
                 stack.enter_context(held(self.directory.path))
 
             def start(meeting: HostMeeting) -> LaunchRequest:
                 directory = RunDirectory(meeting.rundir)
-                if number and not meeting.among.shared:
+                if node.rank and not meeting.among.shared:
                     stack.enter_context(held(directory.path))
                 prepare(directory)
                 found.append(directory)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gossamer.api.launcher import Launcher
 from gossamer.api.startup import rollback_failed_start
 from gossamer.launch.environment import launcher_of, read_environment
+from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved, located
 from gossamer.settings.plan_file import asks_for_another_plan, contradictions, with_plan
 from gossamer.settings.validation_errors import DEFAULT
@@ -40,21 +41,20 @@ def train_command(
     *,
     plan: Path | None = None,
     hosts: list[str] | None = None,
-    host: str | None = None,
-    meet: str | None = None,
+    node: Node | None = None,
     resume: str | None = None,
-    dry: bool = False,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
     """Run `gossamer train`: make the run's folder, start its processes, display their records, return the summary.
 
     `resume="auto"` resumes the newest run of the same configuration, if there is one. Raises BadInput, RunFailed,
     Interrupted.
     """
-    resolved = _planned(resolved, plan, hosts, host)
-    if dry:
-        from gossamer.job.dry_run import dry_run
+    resolved = _planned(resolved, plan, hosts, node)
+    if dry_run:
+        from gossamer.job import dry_run as dry
 
-        return dry_run(resolved.config, plan)
+        return dry.dry_run(resolved.config, plan)
     directory, resuming = _directory(resolved, resume)
 
     def prepare(folder: RunDirectory) -> None:
@@ -65,9 +65,9 @@ def train_command(
 
     launch = Launcher(directory=directory, config=resolved.config, resume=resuming)
     names = hosts or resolved.config.machines.hosts
-    if host is not None and meet is not None:
+    if node is not None:
         with rollback_failed_start(directory):
-            return summarise(launch.met(host, meet, prepare))
+            return summarise(launch.met(node, prepare))
     if names:
         if resuming:
             check_free(directory.path)  # their supervisors will hold it
@@ -88,10 +88,10 @@ def train_command(
     return summarise(directory)
 
 
-def _planned(resolved: Resolved, plan: Path | None, hosts: list[str] | None, host: str | None) -> Resolved:
+def _planned(resolved: Resolved, plan: Path | None, hosts: list[str] | None, node: Node | None) -> Resolved:
     """Return the configuration with the plan's decisions; raises BadInput for errors that are found without torch."""
     config, launched = resolved.config, launcher_of(os.environ) in ("torchrun", "srun", "mpirun")
-    machines = int(host.rpartition("/")[2]) if host is not None else max(1, len(hosts or config.machines.hosts))
+    machines = node.nodes if node is not None else max(1, len(hosts or config.machines.hosts))
     ranks = read_environment().ranks if launched else config.machines.processes * machines
     if plan is not None:
         resolved = with_plan(resolved, plan, ranks=ranks)
@@ -227,7 +227,9 @@ def _adopt_plan(file: Path, directory: RunDirectory) -> None:
         directory.path.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, directory.plan_file)
     except OSError as error:
-        raise BadInput(f"cannot read the plan {file}: {error.strerror}. Make one with `gossamer train --dry`") from None
+        raise BadInput(
+            f"cannot read the plan {file}: {error.strerror}. Make one with `gossamer train --dry-run`"
+        ) from None
 
 
 def _is_first() -> bool:

@@ -16,25 +16,33 @@ if TYPE_CHECKING:  # imported in `main`, which handles a Ctrl-C during the impor
 
 COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
     "demo": ("train:demo", "Train a small model on text this machine has, sample it, and say what to try next.", ""),
-    "train": ("train:train", "Train what a run.yaml says, on the machines it says.", "train run.yaml train.batch=32"),
+    "train": (
+        "train:train",
+        "Train the model that a run.yaml describes, on the machines it names.",
+        "train run.yaml train.batch=32",
+    ),
     "resume": (
         "train:resume",
-        "Go on with a run from its newest good checkpoint.",
+        "Resume a run from its newest valid checkpoint.",
         "resume runs/NAME train.steps=2000",
     ),
     "sample": (
         "sample_export:sample",
-        "Let the model of a run go on with a text.",
-        'sample runs/NAME "def " --tokens 100',
+        "Generate text from a prompt with the model of a run.",
+        'sample runs/NAME "def " --max-new-tokens 100',
     ),
     "export": (
         "sample_export:export",
-        "Hand the model of a run over to another library.",
+        "Export the model of a run, e.g. to a Hugging Face directory.",
         "export runs/NAME --to hf DIR",
     ),
-    "methods": ("methods:methods", "List the rooms of methods, or explain one method.", "methods exchange dense"),
-    "config": ("config:app", "Show, check or describe configuration files.", ""),
-    "doctor": ("doctor:doctor", "Look at this machine: what works, what is missing, how to get it.", ""),
+    "methods": (
+        "methods:methods",
+        "List the available methods by category, or describe one.",
+        "methods exchange dense",
+    ),
+    "config": ("config:app", "Show, check, upgrade or describe configuration files.", ""),
+    "doctor": ("doctor:doctor", "Check this machine: what works, what is missing, how to install it.", ""),
     "lab": ("lab:app", "Real hosts and shaped links on this machine (Linux, root).", ""),
 }
 EPILOGUE = (

@@ -19,15 +19,22 @@ from gossamer.spec.extras import extra_with, install
 from gossamer.spec.suggest import nearest
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 3, 4
+_EARLIER_OPTIONS = {  # each with the present one
+    "--host": "--node-rank I --nnodes N",
+    "--meet": "--rdzv-endpoint HOST:PORT",
+    "--tokens": "--max-new-tokens N",
+    "--between": "--inter-rate RATE",
+    "--change": "--event EVENT",
+}
 _TAKE_KEYS = ("train", "resume", "config")  # commands
 
 
 def failure_of(error: BaseException) -> CommandFailure:
     """Return the failure to report for an exception that ended a command."""
     if isinstance(error, BadInput):
-        return CommandFailure(BAD_INPUT, "This cannot work:", str(error))
+        return CommandFailure(BAD_INPUT, "Invalid input:", str(error))
     if isinstance(error, CycloptsError):
-        return CommandFailure(BAD_INPUT, "The command line cannot be understood:", _usage(error))
+        return CommandFailure(BAD_INPUT, "Invalid command line:", _usage(error))
     if isinstance(error, Interrupted):
         return CommandFailure(INTERRUPTED, "Interrupted, with a checkpoint saved:", str(error))
     if isinstance(error, KeyboardInterrupt):
@@ -42,7 +49,7 @@ def failure_of(error: BaseException) -> CommandFailure:
     missing = _missing(error)
     if missing and (extra := extra_with(missing)):
         said = f"this needs the package {missing}, which is not installed: {install(extra)}"
-        return CommandFailure(BAD_INPUT, "This cannot work:", said)
+        return CommandFailure(BAD_INPUT, "Invalid input:", said)
     return _unexpected(error)
 
 
@@ -56,8 +63,10 @@ def _missing(error: BaseException | None) -> str | None:
 def _usage(error: CycloptsError) -> str:
     chain = " ".join(("gossamer", *(error.command_chain or ())))
     said = _unknown_command(error) if isinstance(error, UnknownCommandError) else str(error).strip()
-    if isinstance(error, UnknownOptionError) and (keys := _as_keys(error)):
-        said = f"there is no option {error.token.keyword or error.token.value}: write {' or '.join(keys)}"
+    if isinstance(error, UnknownOptionError):
+        option = (error.token.keyword or error.token.value).partition("=")[0]
+        keys = [now] if (now := _EARLIER_OPTIONS.get(option)) else _as_keys(error)
+        said = f"there is no option {option}: write {' or '.join(keys)}" if keys else said
     return f"{said}\nSee: {chain} --help"
 
 
@@ -90,7 +99,7 @@ def _unexpected(error: BaseException) -> CommandFailure:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     at = f"in {last[0].name}, {last[0].filename}:{last[0].lineno}\n" if last else ""
     said = f"{''.join(lines).strip()}\n{at}The traceback is in {where}"
-    return CommandFailure(FAILED, "Something failed that should not have:", said, {"traceback": where})
+    return CommandFailure(FAILED, "Internal error (please report):", said, {"traceback": where})
 
 
 def _keep_traceback(error: BaseException) -> str:

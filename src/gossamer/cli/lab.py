@@ -36,7 +36,7 @@ class LabRequest:
     "Every host's link, each direction: 100mbit. Not shaped without."
     islands: str | None = None
     "2x3 is two islands of three hosts; 3,1 is one of three and one of one."
-    between: str | None = None
+    inter_rate: str | None = None
     "The uplink of every island, each direction: 50mbit."
     delay: float = 0.0
     "One way between any two hosts, in milliseconds."
@@ -50,7 +50,7 @@ class LabRequest:
         return LabTopology(
             self.hosts,
             rate_bytes_per_s=_read_rate(self.rate, key="rate"),
-            between_bytes_per_s=_read_rate(self.between, key="between"),
+            between_bytes_per_s=_read_rate(self.inter_rate, key="inter-rate"),
             islands=_islands(self.islands) if self.islands else (),
             delay_s=self.delay / 1000,
             cpu=_numbers(self.cpu) if self.cpu else (),
@@ -62,7 +62,7 @@ class LabRequest:
 def run(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
     wanted: LabRequest | None = None,
-    change: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    event: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     as_json: AsJson = False,
 ) -> int:
     """Run a command on every host, e.g. `gossamer lab run --hosts 4 --rate 100mbit -- python train.py`.
@@ -73,12 +73,12 @@ def run(
     ----------
     command
         What every host runs, after `--`, with the environment of its rank (RANK, WORLD_SIZE, MASTER_ADDR, ...).
-    change
+    event
         What happens to the links meanwhile: "10s slow h1 5mbit", "20s cut h1-h2", "30s heal h1". May be repeated.
     as_json
         End with one JSON object: exit codes, real shares of the processor, bytes per link.
     """
-    changes = tuple(LinkEvent.parse(text) for text in change)
+    changes = tuple(LinkEvent.parse(text) for text in event)
     ended: list[tuple[int, int]] = []
     with _asked_to_stop(), Lab((wanted or LabRequest()).topology()) as lab:
         shares = lab.calibrate()

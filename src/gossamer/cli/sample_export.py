@@ -12,25 +12,25 @@ from gossamer.spec.errors import bad_input
 
 def sample(
     run_dir: Path,
-    text: str,
+    prompt: str,
     /,
     *,
-    tokens: int = 200,
+    max_new_tokens: int = 200,
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
     json: Json = False,
 ) -> CommandResult:
-    """Let the model of a run go on with a text, e.g. `gossamer sample runs/NAME "def "`.
+    """Generate text from a prompt with the model of a run, e.g. `gossamer sample runs/NAME "def "`.
 
     Parameters
     ----------
     run_dir
         The folder that `gossamer train` named.
-    text
-        What the model goes on from.
-    tokens
-        How many to generate.
+    prompt
+        The text to continue.
+    max_new_tokens
+        How many tokens to generate, at most.
     temperature
         0: always the likeliest token; 1: as likely as the model says.
     top_k
@@ -38,15 +38,19 @@ def sample(
     seed
         The same seed gives the same text.
     """
-    for name, value, least in (("tokens", tokens, 1), ("temperature", temperature, 0), ("top-k", top_k, 0)):
+    for name, value, least in (
+        ("max-new-tokens", max_new_tokens, 1),
+        ("temperature", temperature, 0),
+        ("top-k", top_k, 0),
+    ):
         if not value >= least:
             raise bad_input(wanted=f"a number >= {least}", got=f"{value:g}", do="write one", key=f"--{name}")
-    said = verbs.sample(run_dir, text, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    return CommandResult({"prompt": text, "text": said}, text + said)
+    said = verbs.sample(run_dir, prompt, tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    return CommandResult({"prompt": prompt, "text": said}, prompt + said)
 
 
 def export(run_dir: Path, target: Path, /, *, to: Literal["hf"], json: Json = False) -> CommandResult:
-    """Write the model of a run as a folder another library loads, e.g. `gossamer export runs/NAME --to hf DIR`.
+    """Export the model of a run, e.g. to a Hugging Face directory: `gossamer export runs/NAME --to hf DIR`.
 
     Parameters
     ----------

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from gossamer.api import verbs
 from gossamer.cli.output import CommandResult, Json
+from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved, load, located
 from gossamer.settings.methods import check_names
 from gossamer.spec.config import RunConfig
@@ -38,13 +39,14 @@ def train(
     *override: str,
     plan: Path | None = None,
     hosts: str = "",
-    host: str | None = None,
-    meet: str | None = None,
+    node_rank: int | None = None,
+    nnodes: int | None = None,
+    rdzv_endpoint: str | None = None,
     resume: Literal["auto"] | None = None,
-    dry: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    dry_run: Annotated[bool, Parameter(name=("--dry-run", "--dry"), negative="", show_default=False)] = False,
     json: Json = False,
 ) -> CommandResult:
-    """Train what a configuration file says, e.g. `gossamer train run.yaml train.batch=32`.
+    """Train the model that a configuration file describes, e.g. `gossamer train run.yaml train.batch=32`.
 
     Parameters
     ----------
@@ -53,29 +55,33 @@ def train(
     override
         key=value, wins over the file; `gossamer config schema` lists the keys.
     plan
-        A plan.yaml to obey instead of planning.
+        Run this plan.yaml instead of planning.
     hosts
         Names that ssh knows, separated by commas: start on each of them.
-    host
-        Of a run that is started by hand on every host, which one this is: 0/2 is the first of two.
-    meet
-        ADDRESS:PORT of the first host, with --host.
+    node_rank
+        Rank of this node, 0 to nnodes - 1, when you start the command on every node yourself.
+    nnodes
+        Number of nodes, with --node-rank.
+    rdzv_endpoint
+        HOST:PORT on which node 0 listens, with --node-rank and --nnodes; the same on every node.
     resume
         auto: go on with the newest run of this configuration, if there is one.
-    dry
+    dry_run
         Build everything and take no step: what would run where, and whether it fits.
     """
     names = _host_names(hosts)
-    _check_meeting(names, host, meet)
+    node = _node(names, node_rank, nnodes, rdzv_endpoint)
     if plan is not None and not plan.is_file():
         raise bad_input(wanted="a plan.yaml", got=f"{plan}, which is no file", do="name the file", key="--plan")
     resolved = load(run, override)
     check_names(resolved)
     try:
-        data = verbs.train_command(resolved, plan=plan, hosts=names, host=host, meet=meet, resume=resume, dry=dry)
+        data = verbs.train_command(resolved, plan=plan, hosts=names, node=node, resume=resume, dry_run=dry_run)
     except BadInput as error:
         raise _in_file(located(error, resolved.origin), run, resolved) from error
-    return CommandResult(data, yaml.safe_dump(data, sort_keys=False) if dry else ending(data), is_report=not dry)
+    return CommandResult(
+        data, yaml.safe_dump(data, sort_keys=False) if dry_run else ending(data), is_report=not dry_run
+    )
 
 
 def _in_file(error: BadInput, run: Path, resolved: Resolved) -> BadInput:
@@ -90,7 +96,7 @@ def _in_file(error: BadInput, run: Path, resolved: Resolved) -> BadInput:
 
 
 def resume(run_dir: Path, /, *override: str, json: Json = False) -> CommandResult:
-    """Go on with a run from its newest good checkpoint, e.g. `gossamer resume runs/NAME train.steps=2000`.
+    """Resume a run from its newest valid checkpoint, e.g. `gossamer resume runs/NAME train.steps=2000`.
 
     Parameters
     ----------
@@ -120,7 +126,7 @@ def ending(data: Mapping[str, Any]) -> str:
         figures.append(f"validation {data['validation_bits_per_byte']:.3f} bits/byte")
     elif data.get("validation_loss") is not None:
         figures.append(f"validation loss {data['validation_loss']:.4f}")
-    return f"{directory}: {', '.join(figures)}\nnext: gossamer sample {directory} TEXT"
+    return f"{directory}: {', '.join(figures)}\nnext: gossamer sample {directory} PROMPT"
 
 
 def _host_names(text: str) -> list[str]:
@@ -132,17 +138,18 @@ def _host_names(text: str) -> list[str]:
     return names
 
 
-def _check_meeting(hosts: list[str], host: str | None, meet: str | None) -> None:
-    if (host is None) != (meet is None):
-        raise BadInput("--host and --meet go together: --host 0/2 --meet ADDRESS:PORT, with the same --meet everywhere")
-    if host is None or meet is None:
-        return
+def _node(hosts: list[str], rank: int | None, nodes: int | None, endpoint: str | None) -> Node | None:
+    """Return this node of a run that is started on each by hand; None for a run that is not."""
+    given = [rank, nodes, endpoint]
+    if given == [None] * 3:
+        return None
+    if rank is None or nodes is None or endpoint is None:
+        raise BadInput(
+            "--node-rank, --nnodes and --rdzv-endpoint go together: --node-rank 0 --nnodes 2 --rdzv-endpoint HOST:PORT "
+            "on node 0, with the same --nnodes and --rdzv-endpoint on every node"
+        )
     if hosts:
-        raise BadInput("--hosts starts every host from here, --host is for starting each by hand: give one of them")
-    place = re.fullmatch(r"(\d+)/(\d+)", host)
-    if place is None or not int(place.group(1)) < int(place.group(2)):
-        raise bad_input(wanted="i/n with i < n, such as 0/2", got=repr(host), do="count from 0", key="--host")
-    address, _, port = meet.rpartition(":")
-    if not address or not port.isdigit() or not 0 < int(port) < 65536:
-        wanted = "ADDRESS:PORT with a port from 1 to 65535"
-        raise bad_input(wanted=wanted, got=repr(meet), do="name the first host", key="--meet")
+        raise BadInput(
+            "--hosts starts every node from here, --node-rank is for starting each by hand: give one of them"
+        )
+    return Node.parse(rank, nodes, endpoint)

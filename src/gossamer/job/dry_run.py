@@ -1,4 +1,4 @@
-"""`gossamer train --dry`: everything up to the first step: the plan, its estimated communication, and some samples."""
+"""`gossamer train --dry-run`: everything before the first step: the plan, its estimated communication, some samples."""
 
 from __future__ import annotations
 

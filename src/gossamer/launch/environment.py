@@ -107,13 +107,6 @@ class _Variables:
     def number_or(self, name: str, default: int) -> int:
         return self.number(name) if self.all.get(name) else default
 
-    def part(self, name: str) -> tuple[int, int]:
-        """ "1/2" -> (1, 2)."""
-        match = re.fullmatch(r"(\d+)/(\d+)", self.text(name))
-        if match is None:
-            raise BadInput(f"environment variable {name}: wanted NUMBER/HOSTS, got {self.all[name]!r}")
-        return int(match.group(1)), int(match.group(2))
-
     def seconds(self, name: str, default: float) -> float:
         try:
             return float(self.all.get(name, default))
@@ -133,8 +126,8 @@ def _torchrun(env: _Variables) -> LauncherRank:
         local_rank, local_ranks = env.number("LOCAL_RANK"), env.number("LOCAL_WORLD_SIZE")
     else:  # set by hand, as for torch's own "env://": all ranks are taken to be on one host
         local_rank, local_ranks = rank, ranks
-    if "GOSSAMER_HOST" in env.all:
-        host, hosts = env.part("GOSSAMER_HOST")
+    if "GOSSAMER_NODE_RANK" in env.all:
+        host, hosts = env.number("GOSSAMER_NODE_RANK"), env.number("GOSSAMER_NNODES")
     else:
         host = env.number_or("GROUP_RANK", rank // max(1, local_ranks))
         hosts = env.number_or("GROUP_WORLD_SIZE", -(-ranks // max(1, local_ranks)))

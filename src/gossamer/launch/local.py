@@ -178,7 +178,8 @@ def _job(start: LaunchRequest, among: Among, server: HeartbeatServer, local_rank
         "OMP_NUM_THREADS": start.threads or max(1, _processors() // start.processes),
         "PYTHONUNBUFFERED": 1,  # what a killed rank wrote is in its log
         "PYTHONFAULTHANDLER": 1,  # so is the stack of a crash
-        "GOSSAMER_HOST": f"{among.host}/{len(among.hostnames)}",
+        "GOSSAMER_NODE_RANK": among.host,
+        "GOSSAMER_NNODES": len(among.hostnames),
         "GOSSAMER_GENERATION": start.generation,
         "GOSSAMER_HEARTBEAT": server.address,
         "GOSSAMER_TOKEN": server.token,

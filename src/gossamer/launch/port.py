@@ -13,11 +13,11 @@ from gossamer.launch.interface import interfaces
 from gossamer.spec.errors import BadInput
 
 
-def parse_address(text: str, *, key: str = "--meet") -> tuple[str, int]:
+def parse_address(text: str, *, key: str = "--rdzv-endpoint") -> tuple[str, int]:
     """Parse "10.0.0.1:29400" into ("10.0.0.1", 29400); raises BadInput."""
     match = re.fullmatch(r"([^:\s]+):(\d{1,5})", text)
     if match is None or not 1 <= int(match.group(2)) <= 65535:
-        raise BadInput(f"wanted ADDRESS:PORT such as 10.0.0.1:29400, got {text!r}", key=key)
+        raise BadInput(f"wanted HOST:PORT such as 10.0.0.1:29400, got {text!r}", key=key)
     return match.group(1), int(match.group(2))
 
 

@@ -83,7 +83,8 @@ def _connect(call: RendezvousConfig) -> socket.socket:
             if now_s - began_s > call.within_s:
                 raise PeerLost(
                     f"host 0 was not reached at {where} within {call.within_s:.0f} s ({error.strerror or error}): "
-                    f"is it started there, with --host 0/{call.hosts} and the same --meet, and open to this host?"
+                    f"is it started there, with --node-rank 0 --nnodes {call.hosts} and the same --rdzv-endpoint, and "
+                    "open to this host?"
                 ) from None
             if now_s - reminded_s > (_REMIND_S if reminded_s > began_s else 1.0):
                 call.say(f"waiting for host 0 at {where} ({error.strerror or error})")

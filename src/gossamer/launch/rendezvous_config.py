@@ -10,7 +10,26 @@ from pathlib import Path
 from gossamer.launch.local import Among
 from gossamer.launch.port import parse_address
 from gossamer.launch.rendezvous_messages import HostFingerprint
-from gossamer.spec.errors import BadInput
+from gossamer.spec.errors import bad_input
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Node number `rank` of `nodes`; node 0 listens at `address`:`port`."""
+
+    rank: int
+    nodes: int
+    address: str
+    port: int
+
+    @staticmethod
+    def parse(rank: int, nodes: int, endpoint: str) -> Node:
+        """Check the numbers and parse `endpoint`, "10.0.0.1:29400"; raises BadInput."""
+        if not 0 <= rank < nodes:
+            raise bad_input(
+                wanted=f"0 to {nodes - 1}, as --nnodes is {nodes}", got=str(rank), do="count from 0", key="--node-rank"
+            )
+        return Node(rank, nodes, *parse_address(endpoint))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +50,6 @@ class RendezvousConfig:
     say: Callable[[str], None]
     interface: str = "auto"
     within_s: float = 120.0
-
-    @staticmethod
-    def parse_host(text: str) -> tuple[int, int]:
-        """Parse "0/2" into (0, 2), the host's number and the number of hosts; raises BadInput."""
-        host, slash, hosts = text.partition("/")
-        if not slash or not host.isdecimal() or not hosts.isdecimal() or int(host) >= int(hosts):
-            raise BadInput(f"wanted NUMBER/HOSTS counted from 0, such as 0/2, got {text!r}", key="--host")
-        return int(host), int(hosts)
-
-    @staticmethod
-    def parse_meet(text: str) -> tuple[str, int]:
-        """Parse "10.0.0.1:29400" into ("10.0.0.1", 29400); raises BadInput."""
-        return parse_address(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ def _arrivals(
             continue
         if not 1 <= hello.host < max(call.hosts, hello.hosts) or hello.host in arrived:
             twice = "which is taken: every host needs its own" if hello.host in (0, *arrived) else "which is not there"
-            text = f"{hello.hostname} says that it is host {hello.host}, {twice} --host NUMBER/{call.hosts}"
+            text = f"{hello.hostname} says that it is host {hello.host}, {twice} --node-rank below {call.hosts}"
             _refuse({-1: peer, **{h: p for h, (p, _) in arrived.items()}}, text)
         arrived[hello.host] = (peer, hello)
     return dict(sorted(arrived.items()))

@@ -40,7 +40,7 @@ def launch_hosts(
     folder: str = "",
     say: Callable[[str], None] = to_stderr,
 ) -> int:
-    """Run `python -m gossamer ARGUMENTS --host I/N --meet ADDRESS:PORT` on every host; return exit code 0, 2, 3 or 4.
+    """Run `python -m gossamer ARGUMENTS --node-rank I ...` on every host; return exit code 0, 2, 3 or 4.
 
     hosts: names known to ssh, host 0 first. files: texts by file name, written on every host; "{files}" in `arguments`
     is their folder there. paths: files and folders that must exist on every host. python: the interpreter there. meet:
@@ -56,7 +56,7 @@ def launch_hosts(
     where = meet or _meeting_place(hosts, found)
     orders = [
         HostOrder(
-            argv=(python, "-m", "gossamer", *arguments, "--host", f"{number}/{len(hosts)}", "--meet", where),
+            argv=(python, "-m", "gossamer", *arguments, *_node(number, len(hosts), where)),
             files=dict(files or {}),
             folder=wanted.folder,
         )
@@ -68,6 +68,10 @@ def launch_hosts(
             for n, (host, order) in enumerate(zip(hosts, orders, strict=True))
         ]
         return _see_through(remotes, say)
+
+
+def _node(rank: int, nodes: int, endpoint: str) -> tuple[str, ...]:
+    return "--node-rank", str(rank), "--nnodes", str(nodes), "--rdzv-endpoint", endpoint
 
 
 class _Remote:
@@ -171,4 +175,6 @@ def _address(host: str, found: HostFindings) -> str:
     try:
         return socket.gethostbyname(name)
     except OSError as error:
-        raise BadInput(f"the address of host {name} is not known here ({error}): give --meet ADDRESS:PORT") from None
+        raise BadInput(
+            f"the address of host {name} is not known here ({error}): give --rdzv-endpoint HOST:PORT"
+        ) from None

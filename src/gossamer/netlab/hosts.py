@@ -48,8 +48,9 @@ def rank_environment(host: int, hosts: int, *, threads: int) -> dict[str, str]:
         "MASTER_PORT": str(MASTER_PORT),
         "GLOO_SOCKET_IFNAME": DEVICE,
         "NCCL_SOCKET_IFNAME": DEVICE,
-        "GOSSAMER_HOST": f"{host}/{hosts}",
-        "GOSSAMER_MEET": f"{address(0)}:{MEET_PORT}",
+        "GOSSAMER_NODE_RANK": str(host),
+        "GOSSAMER_NNODES": str(hosts),
+        "GOSSAMER_RDZV_ENDPOINT": f"{address(0)}:{MEET_PORT}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
 

@@ -36,11 +36,11 @@ class LinkEvent:
                 wanted='a change such as "10s slow h1 5mbit", "20s cut h1-h2" or "30s heal h1"',
                 got=repr(written),
                 do="write time, what happens, to which link, and for slow the new rate",
-                key="change",
+                key="event",
             )
         after, verb, host, to, rate = match.groups()
         return LinkEvent(
-            float(after), verb, int(host), int(to) if to else None, read_rate(rate, key="change") if rate else 0.0
+            float(after), verb, int(host), int(to) if to else None, read_rate(rate, key="event") if rate else 0.0
         )
 
     def applied(self, shape: LinkRates) -> LinkRates:

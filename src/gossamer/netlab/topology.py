@@ -47,7 +47,7 @@ class LabTopology:
         if not 1 <= self.hosts <= MOST_HOSTS:
             raise bad_input(wanted=f"1 to {MOST_HOSTS} hosts", got=str(self.hosts), do="change hosts", key="hosts")
         check_rate(self.rate_bytes_per_s, key="rate")
-        check_rate(self.between_bytes_per_s, key="between")
+        check_rate(self.between_bytes_per_s, key="inter-rate")
         self._check_islands()
         if not 0 <= self.delay_s <= MOST_DELAY_S:
             raise bad_input(
@@ -82,7 +82,7 @@ class LabTopology:
                 key="islands",
             )
         if math.isfinite(self.between_bytes_per_s) and len(self.sizes()) == 1:
-            raise BadInput("a rate between islands needs at least two islands: name them, e.g. 2x2", key="between")
+            raise BadInput("a rate between islands needs at least two islands: name them, e.g. 2x2", key="inter-rate")
 
     def _check_shares(self) -> None:
         if self.cpu and (len(self.cpu) != self.hosts or not all(0 < c < math.inf for c in self.cpu)):

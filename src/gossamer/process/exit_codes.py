@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 DONE = 0
-BAD_INPUT = 2  # the user's input cannot work
+BAD_INPUT = 2  # the user's input is invalid
 FAILED = 3  # the run failed
 INTERRUPTED = 4  # asked to stop, and a checkpoint is saved
 PEER_LOST = 75  # this rank failed only because another one was lost

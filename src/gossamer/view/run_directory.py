@@ -232,10 +232,10 @@ def plan_in(file: Path) -> Plan:
     try:
         found = yaml.load(file.read_text("utf-8"), _Loader)
     except OSError as error:
-        do = "make one with `gossamer train --dry`"
+        do = "make one with `gossamer train --dry-run`"
         raise BadInput(f"cannot read the plan {file}: {error.strerror}: {do}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadInput(f"{file} is no plan: {str(error).splitlines()[0]}. Make one with --dry") from None
+        raise BadInput(f"{file} is no plan: {str(error).splitlines()[0]}. Make one with --dry-run") from None
     try:
         is_earlier = isinstance(found, dict) and found.get("format") == 1
         return Plan.model_validate(upgrade.plan(found) if is_earlier else found)
@@ -244,7 +244,9 @@ def plan_in(file: Path) -> Plan:
         at, said = ".".join(map(str, one["loc"])), str(one["msg"]).removeprefix("Value error, ")
         said = "there is no such field" if one["type"] == "extra_forbidden" else said
         place = f"{at}: " if at else ""
-        raise BadInput(f"{file} is no plan: {place}{said}. Make one with --dry, or remove it to plan again") from None
+        raise BadInput(
+            f"{file} is no plan: {place}{said}. Make one with --dry-run, or remove it to plan again"
+        ) from None
 
 
 def latest(runs: Path) -> RunDirectory:
