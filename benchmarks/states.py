@@ -1,6 +1,6 @@
 """What sharded states save: the resident memory of a rank, and what a step takes, by plan.sharding.
 
-    python benchmarks/states.py [--states whole,zero1,zero2,zero3] [--alternations 3]
+    python benchmarks/states.py [--states none,zero1,zero2,zero3] [--alternations 3]
 
 A GPT-2 of 56 million parameters, one sequence of 128 tokens per rank and step (so that hardly anything but model state
 takes memory), AdamW, two processes on this machine, one thread each, no limit between them. `peak_mb`: the largest
@@ -29,7 +29,7 @@ IMPORTED = "import torch, transformers, gossamer.job.worker; print(open('/proc/s
 
 def main() -> None:
     read = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    read.add_argument("--states", default="whole,zero1,zero2,zero3")
+    read.add_argument("--states", default="none,zero1,zero2,zero3")
     read.add_argument("--alternations", type=int, default=3)
     asked = read.parse_args()
     names = asked.states.split(",")

@@ -18,7 +18,7 @@ def rows(*, quick: bool) -> list[Row]:
     """Means over whole rounds: a median would be a step that exchanges nothing."""
     link, length = Link(hosts=2, rate=RATE), Length(EVERY * (1 if quick else 3), 2, 400.0)
     ways = {
-        name: Method(name, False, {"exchange": "dense", "sync": {name: {"every": EVERY}}}, period=EVERY)
+        name: Method(name, False, {"exchange": "dense", "sync": {name: {"sync_every": EVERY}}}, period=EVERY)
         for name in ("co2", "local_sgd")
     }
     found = {name: measure(method, link, length) for name, method in ways.items()}

@@ -50,7 +50,76 @@ class Renames:
         return name
 
 
-RENAMES: tuple[Renames, ...] = ()
+_EXCHANGE = {
+    "gather": "all_gather",
+    "tree": "recursive_doubling",
+    "warm_up": "warmup",
+    "union_sum": "block_sparse",
+    "identity": "float32",
+    "between": "inter",
+    "island": "intra",
+    "inside": "intra_codec",
+    "left": "p_exchange",
+    "back": "return_codec",
+    "block_numel": "block_size",
+}
+FIELD_WORDS = Renames(
+    marker="`plan.sharding`",
+    names={
+        "train": {
+            "clip": "max_grad_norm",
+            "schedule": "lr_schedule",
+            "objective": "loss",
+            "sample": "sample_prompt",
+            "sample_tokens": "sample_max_new_tokens",
+        },
+        "train.optimizer": {"freeze": "freeze_step", "largest": "max_coeff", "trust": "trust_coefficient"},
+        "train.schedule": {"floor": "min_lr_factor"},
+        "plan": {
+            "share": "batch_fractions",
+            "stages": "stage_ranks",
+            "schedule": "pipeline_schedule",
+            "boundary": "activation_compression",
+            "states": "sharding",
+            "residuals": "residuals_on_resume",
+        },
+        "plan.schedule": {"one_stage": "single_stage"},
+        "plan.boundary": {"plain": "none", "coded": "codec", "top_k": "topk", **_EXCHANGE},
+        "plan.exchange": _EXCHANGE,
+        "plan.adapted_from": _EXCHANGE,
+        "plan.states": {
+            "whole": "none",
+            "level": "shard_group",
+            "weights": "weights_group",
+            "states": "states_group",
+            "island": "island",
+        },
+        "plan.states.sdp4bit": {"weights": "weights", "gradients_inside": "intra_gradients"},
+        "plan.sync": {
+            **{name: new for name, new in _EXCHANGE.items() if name not in ("between", "island")},
+            "every": "sync_every",
+            "delay": "sync_delay",
+            "mix": "alpha",
+            "carry": "keep_local_progress",
+            "start": "warmup_steps",
+            "steps": "local_steps",
+            "second_moments": "average_second_moments_every",
+            "outer": "outer_optimizer",
+            "mu": "momentum",
+            "each": "step_exchange",
+            "full": "global_sync_every",
+            "graph": "topology",
+            "samples": "directions",
+        },
+        "plan.sync.zero_one": {
+            "every": "local_step_clipper",
+            "start": "var_freeze_step",
+            "spaced": "var_update_scaler",
+            "doubles": "local_step_scaler",
+        },
+    },
+)
+RENAMES: tuple[Renames, ...] = (FIELD_WORDS,)
 
 
 def apply_all(renames: Iterable[Renames], values: Any) -> Any:

@@ -47,7 +47,7 @@ def blocks(fraction: float) -> Any:
 
 
 def test_streaming_sends_a_third_at_a_time_at_no_loss(pool: Pool) -> None:
-    common = {"every": 21, "exchange": {"two_shot": {"codec": "int4"}}}
+    common = {"sync_every": 21, "exchange": {"two_shot": {"codec": "int4"}}}
     at_once, sent = learn(pool, {"diloco": common}, adam(3e-3))
     streaming, pieces = learn(pool, {"diloco": {**common, "fragments": 3, "sync_delay": 2, "alpha": 0.5}}, adam(3e-3))
     assert max(pieces[:-1]) < 0.36 * max(sent[:-1])  # in the last step all that is left meets
@@ -56,7 +56,7 @@ def test_streaming_sends_a_third_at_a_time_at_no_loss(pool: Pool) -> None:
 
 def test_gossip_ends_where_averaging_with_all_does(pool: Pool) -> None:
     together, all_sent = learn(pool, {"local_sgd": {"sync_every": 2}}, sgd(0.5))
-    for part, given in ((0.7, {"graph": "pairs"}), (0.26, {"graph": "ring", "codec": "int4"})):
+    for part, given in ((0.7, {"topology": "pairs"}), (0.26, {"topology": "ring", "codec": "int4"})):
         gossip, sent = learn(pool, {"gossip": {"sync_every": 2, "global_sync_every": 16, **given}}, sgd(0.5))
         assert sum(sent) < part * sum(all_sent)
         assert gossip < 1.02 * together

@@ -21,7 +21,7 @@ def lab(*words):
 
 def test_the_command_line_becomes_a_topology():
     wanted = LabRequest(
-        hosts=4, rate="100mbit", islands="2x2", between="50mbit", delay=20, cpu="1,.5,1,1", memory="2gib"
+        hosts=4, rate="100mbit", islands="2x2", inter_rate="50mbit", delay=20, cpu="1,.5,1,1", memory="2gib"
     )
     topology = wanted.topology()
     assert (topology.rate_bytes_per_s, topology.between_bytes_per_s) == (12.5e6, 6.25e6)
@@ -34,7 +34,7 @@ def test_the_command_line_becomes_a_topology():
     ("fields", "said"),
     [
         ({"rate": "fast"}, "rate: wanted a rate such as 100mbit"),
-        ({"between": "5"}, "between: wanted a rate"),
+        ({"inter_rate": "5"}, "inter-rate: wanted a rate"),
         ({"islands": "2y2"}, "islands: wanted islands such as 2x2 or 3,1"),
         ({"islands": "2x2"}, "islands: wanted islands of together 2 hosts"),
         ({"cpu": "1,x"}, "cpu: wanted numbers"),

@@ -213,10 +213,10 @@ def test_what_is_carried_on_is_not_lost(pool: Pool, fragments: int) -> None:
     """The islands' quadratics are alike but for their centres: where they are on the mean is a matter of their steps
     alone, however they meet, unless steps are thrown away.
     """
-    late = {"every": 4, "fragments": fragments, "delay": 2, "outer": "average"}
+    late = {"sync_every": 4, "fragments": fragments, "sync_delay": 2, "outer_optimizer": "average"}
     alone, kept, lost = (
         pool.run("sync.apart_jobs:rounds", 2, written={"diloco": {**late, **how}}, steps=9, finish=False)
-        for how in ({"mix": 1.0}, {"carry": True}, {})
+        for how in ({"alpha": 1.0}, {"keep_local_progress": True}, {})
     )
 
     def middle(found: list[dict[str, Any]]) -> torch.Tensor:
@@ -247,7 +247,7 @@ def test_cser_s_mean_is_that_of_plain_sgd(pool: Pool, each: Any) -> None:
 
 def test_the_last_steps_count_though_a_fragment_is_under_way(pool: Pool) -> None:
     """One island: what has left lands and is mixed in, and what the island has gone since then leaves as well."""
-    loop = {"every": 4, "delay": 2, "mix": 0.5, "outer": "average"}
+    loop = {"sync_every": 4, "sync_delay": 2, "alpha": 0.5, "outer_optimizer": "average"}
     found = pool.run("sync.apart_jobs:rounds", 1, written={"diloco": loop}, steps=6)
     own = {n: t.clone() for n, t in start().items()}
     for step in range(6):

@@ -62,7 +62,9 @@ def kept_mean(where: Layout, outcomes: Sequence[Outcome]) -> torch.Tensor:
 
 
 @each_islands
-@pytest.mark.parametrize("written", ["star", {"star": {"hub": "auto"}}, "recursive_doubling", {"hierarchical": {"inter": "dense"}}])
+@pytest.mark.parametrize(
+    "written", ["star", {"star": {"hub": "auto"}}, "recursive_doubling", {"hierarchical": {"inter": "dense"}}]
+)
 def test_the_mean_is_that_of_dense(written, islands: tuple[int, ...]) -> None:
     where, levels = crew.layout(), levels_of(islands)
     outcomes, _ = world(exchange_methods.build(written), levels, where)

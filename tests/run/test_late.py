@@ -67,7 +67,7 @@ def test_all_stop_at_the_end_of_a_round(pool: Pool, tmp_path: Path, name: str) -
 
 @each_way
 def test_a_run_goes_on_bit_for_bit_from_inside_a_round(pool: Pool, tmp_path: Path, name: str) -> None:
-    patient = {kind: {**settings, "patience_s": 30.0} for kind, settings in WAYS[name].items()}
+    patient = {kind: {**settings, "straggler_timeout_s": 30.0} for kind, settings in WAYS[name].items()}
     given = {"folder": str(tmp_path), "steps": 10, "dropout": 0.1}
     given["sections"] = sections(patient, train={"checkpoint_every": 6})
     whole = pool.run("run.jobs:train", 2, **given)

@@ -116,7 +116,7 @@ def test_bytes_of_a_round_are_known_before(pool: Pool) -> None:
     found = pool.run("sync.apart_jobs:rounds", 2, written=written, steps=36, finish=False)
     links, plain = (
         round_bytes(one, tuple(SHAPES.items()), levels, units=("a", "b"), bucket_bytes=1 << 20)
-        for one in (loop, replace(loop, second_moments=0))
+        for one in (loop, replace(loop, average_second_moments_every=0))
     )
     for rank, one in enumerate(found):
         assert sum(one["sent"][24:]) == links[f"{rank}>{1 - rank}"] > 3 * plain[f"{rank}>{1 - rank}"]
@@ -147,7 +147,7 @@ def test_an_island_that_has_made_no_step_yet_keeps_nobody_waiting(pool: Pool, tm
 def test_alone_it_is_adamw(pool: Pool, tmp_path: Path, start: int) -> None:
     """One island has nobody to learn from, apart from the first step on or later."""
     found = {}
-    for name, more in (("common", {"second_moments": 2}), ("own", {})):
+    for name, more in (("common", {"average_second_moments_every": 2}), ("own", {})):
         written = {"diloco": {"sync_every": 2, "warmup_steps": start, **more}}
         given = {"folder": str(tmp_path / name), "steps": 6, "values": True, "sections": sections(written)}
         found[name] = torch.tensor(pool.run("run.jobs:train", 1, **given)[0]["values"])

@@ -150,9 +150,7 @@ def test_hosts_with_disks_of_their_own(pool: Pool, tmp_path: Path, states: str) 
     assert [one["digest"] for one in again] == [one["digest"] for one in whole]
     answers = pool.attempt("run.jobs:train", 1, resume=True, fresh_plan=True, **apart)
     assert "wanted rank 0 of 1" in answers[0]["error"]
-    answers = pool.attempt(
-        "run.jobs:train", 2, resume=True, fresh_plan=True, **{**apart, "sections": sections("none")}
-    )
+    answers = pool.attempt("run.jobs:train", 2, resume=True, fresh_plan=True, **{**apart, "sections": sections("none")})
     assert all("the plan.sharding that it was saved with" in one["error"] for one in answers)
     if states == "zero3":
         with pytest.raises(CheckpointMismatch, match="holds sharded parameters rank by rank"):

@@ -21,7 +21,7 @@ WEIGHTS: dict[str, Any] = {"zero3": {"weights_group": "island"}}
 ISLAND: dict[str, Any] = {"zero3": {"weights_group": "island", "states_group": "island"}}
 EXACT: list[Any] = [
     *("zero1", "zero2", "zero3", INSIDE, {"zero2": {"shard_group": "island"}}, WEIGHTS, ISLAND),
-    *({"sdp4bit": PLAIN}, {"sdp4bit": PLAIN | {"level": "island"}}),
+    *({"sdp4bit": PLAIN}, {"sdp4bit": PLAIN | {"shard_group": "island"}}),
 ]
 SEPARATE: list[Any] = [
     {"sdp4bit": PLAIN | {"weights": "int8"}},

@@ -279,7 +279,7 @@ def by_level(channels: Sequence[LocalChannel], levels: ProcessGroups) -> tuple[i
 def test_bytes_by_level(islands: tuple[int, ...], k: int, m: int, level: str, coded: bool) -> None:
     """Of d numbers on m islands of k ranks; b bytes for each, as they are or in four and eight bits."""
     sharding = sharding_methods.build(
-        {"sdp4bit": CODED | {"level": level}} if coded else {"zero1": {"shard_group": level}}
+        {"sdp4bit": CODED | {"shard_group": level}} if coded else {"zero1": {"shard_group": level}}
     )
     levels, where = levels_of(islands), crew.layout({"w": (48 * k * m, 256)})
     deal, d = RowPartition(levels, sharding.path(levels)), where.numel

@@ -32,7 +32,9 @@ class Alone:
 
 def probing(params: dict[str, torch.Tensor], **settings: Any) -> ZerothOrderRank:
     truth = {n: p if p.dtype in (torch.float32, torch.float64) else p.float() for n, p in params.items()}
-    return ZerothOrderRank(ZerothOrderConfig(**{"samples": 1, "epsilon": 1e-3, **settings}), params, truth, Alone(), 7)  # type: ignore[arg-type]
+    return ZerothOrderRank(
+        ZerothOrderConfig(**{"directions": 1, "epsilon": 1e-3, **settings}), params, truth, Alone(), 7
+    )  # type: ignore[arg-type]
 
 
 class Among(Alone):
@@ -111,7 +113,7 @@ def test_the_estimate_s_mean_is_the_gradient() -> None:
     leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
     loss_of(leaves).backward()
     wanted = torch.cat([p.grad.flatten() for p in leaves.values()])
-    one, before = probing(params, samples=400), torch.tensor(flat(params))
+    one, before = probing(params, directions=400), torch.tensor(flat(params))
     vote = one.look(0, lambda: float(loss_of(params)))
     one.take(StepMessage(step=0, rate=1.0, clip=0.0, labels=(1.0,), codes=bytes(vote.beside.tolist())))
     found = before - torch.tensor(flat(params))
@@ -125,7 +127,7 @@ def test_the_estimate_s_mean_is_the_gradient() -> None:
     ("ranks", "given"),
     [
         (2, {"alike": False}),
-        (3, {"alike": False, "samples": 2, "labels": [1.0, 5.0, 2.0]}),
+        (3, {"alike": False, "directions": 2, "labels": [1.0, 5.0, 2.0]}),
         (3, {"alike": False, "labels": [3.0, 0.0, 1.0]}),
         (2, {"dtype": "bfloat16", "alike": False}),
         (2, {"clip": 0.01, "alike": False}),
@@ -222,7 +224,7 @@ def test_lines_that_are_not_ours(line: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"samples": 0}, "samples: wanted at least 1 direction, got 0"),
+        ({"directions": 0}, "directions: wanted at least 1 direction, got 0"),
         ({"epsilon": 0.0}, "epsilon: wanted a distance above 0 and below 1, got 0"),
         ({"epsilon": 1.5}, "epsilon: wanted a distance above 0 and below 1, got 1.5"),
     ],

@@ -75,7 +75,7 @@ def test_all_agree_bit_for_bit_whoever_is_late(pool: Pool, name: str, rank: int)
 @pytest.mark.parametrize("name", LATE)
 def test_who_is_in_time_finds_no_difference(pool: Pool, name: str) -> None:
     ((kind, settings),) = LATE[name].items()
-    patient, plain = ({kind: {**settings, "patience_s": wait}} for wait in (60.0, 0.0))
+    patient, plain = ({kind: {**settings, "straggler_timeout_s": wait}} for wait in (60.0, 0.0))
     assert [one["at"] for one in rounds(pool, 2, patient)] == [one["at"] for one in rounds(pool, 2, plain)]
 
 
@@ -144,4 +144,10 @@ def test_a_loop_whose_islands_owe_each_other_waits_for_all() -> None:
     loop = sync.build("cser").loop
     assert loop is not None
     with pytest.raises(BadInput, match="such a loop waits for all"):
-        type(loop)(every=4, rule=loop.rule, exchange=loop.exchange, keeps=True, patience_s=1.0)
+        type(loop)(
+            sync_every=4,
+            outer_optimizer=loop.outer_optimizer,
+            exchange=loop.exchange,
+            error_reset=True,
+            straggler_timeout_s=1.0,
+        )
