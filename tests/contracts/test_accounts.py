@@ -40,7 +40,7 @@ def _takes(name: str, kind: str) -> list[str]:
     return [f.name for f in fields(exchange_methods.REGISTRY.type(name)) if f.type == kind]
 
 
-AROUND = [n for n in exchange_methods.names() if {"inner", "between"} & set(_takes(n, "Exchange"))]
+AROUND = [n for n in exchange_methods.names() if {"inner", "inter"} & set(_takes(n, "Exchange"))]
 CODED = [n for n in exchange_methods.names() if "codec" in _takes(n, "Codec")]
 
 
@@ -61,7 +61,7 @@ def nested() -> dict[str, Any]:
     """Every member inside everything that goes around another; what refuses that is left out."""
     found: dict[str, Any] = {}
     for outer in AROUND:
-        place = next(f for f in ("inner", "between") if f in _takes(outer, "Exchange"))
+        place = next(f for f in ("inner", "inter") if f in _takes(outer, "Exchange"))
         found |= {f"{outer} around {name}": {outer: {place: written}} for name, written in MEMBERS.items()}
     sign = {"two_shot": {"codec": "sign"}}
     inside = {"hierarchical": {"inter": sign, "intra_codec": "int4"}}
@@ -78,7 +78,7 @@ NESTED = nested()
 
 
 def test_members_are_found() -> None:
-    assert {"topk", "powersgd", "acp_sgd", "random_k", "two_shot of sign", "gather of int4"} <= set(MEMBERS)
+    assert {"topk", "powersgd", "acp_sgd", "random_k", "two_shot of sign", "all_gather of int4"} <= set(MEMBERS)
     assert {"error_feedback", "econtrol", "ef21", "ef21_sgdm", "momentum", "delta_reference", "warmup"} <= set(AROUND)
     assert len(NESTED) > len(AROUND) * len(MEMBERS)
 
