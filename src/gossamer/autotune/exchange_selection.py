@@ -200,7 +200,7 @@ class ExchangeSelector:
         islands = self.plan.islands
         seconds = [max(by_rank[rank] for rank in island) for island in islands]
         if loop.local_steps == "auto":
-            loop = self._with(steps=list(sync.by_speed(seconds, loop.sync_every)))
+            loop = self._with(local_steps=list(sync.by_speed(seconds, loop.sync_every)))
         pairs = list(zip(loop.steps_of(islands), seconds, strict=True))
         said = ", ".join(
             f"{list(island)} makes {n} of {s:.3g} s" for island, (n, s) in zip(islands, pairs, strict=True)

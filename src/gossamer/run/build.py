@@ -143,7 +143,7 @@ def _check_copies(parts: Parts) -> None:
         raise bad_input(
             wanted="parameters in float32, to shard the states of islands that train apart",
             got=f"{len(halves)} in half types, such as {halves[0]}",
-            do="set model.dtype to float32 (train.precision: bf16 still computes in bf16), or plan.sharding to whole",
+            do="set model.dtype to float32 (train.precision: bf16 still computes in bf16), or plan.sharding to none",
             key="plan.sharding",
         )
 

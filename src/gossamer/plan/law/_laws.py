@@ -37,7 +37,7 @@ def _rule_begins_apart(terms: Terms) -> BadInput | None:
     return bad_input(
         wanted="first steps in which all gradients meet, as in others this rule's second moment stays as it is",
         got=f"plan.sync {told(terms.plan.sync)}",
-        do="give plan.sync a start, of a tenth of the run, say",
+        do="give plan.sync warmup_steps, of a tenth of the run, say",
         key=RULE,
     )
 
@@ -223,7 +223,7 @@ def _states_apart(terms: Terms) -> BadInput | None:
         return bad_input(
             wanted="states that are shared out inside every island, where islands train apart: each has its own",
             got=f"{got}, over all ranks",
-            do=f"write plan.sharding: {{{name}: {{level: island}}}}",
+            do=f"write plan.sharding: {{{name}: {{shard_group: island}}}}",
             key=key,
         )
     return None
