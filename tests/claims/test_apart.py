@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from gossamer.plan.adapt.bcrs import BCRS
+from gossamer.policy.bcrs import BCRS
 from gossamer.spec.network import Link
 from gossamer.spec.statistics import Paths, Statistics
 from pool import Pool

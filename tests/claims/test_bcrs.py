@@ -26,7 +26,7 @@ from gossamer.comm.message import ExchangeContext, ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.exchange.error_feedback import ErrorFeedback
 from gossamer.exchange.uneven_topk import UnevenTopK
-from gossamer.plan.adapt.bcrs import BCRS
+from gossamer.policy.bcrs import BCRS
 from gossamer.spec.network import Link
 from gossamer.spec.statistics import Paths, Statistics
 

@@ -21,8 +21,8 @@ from gossamer.comm.bucket import Bucket
 from gossamer.comm.channel.local import LocalChannel, run_lockstep
 from gossamer.comm.message import ExchangeContext, ProcessGroups
 from gossamer.exchange._compression_error import error_of, measure
-from gossamer.plan.adapt import AdaptChoices
-from gossamer.plan.adapt.l_greco import LGreco
+from gossamer.policy import AdaptChoices
+from gossamer.policy.l_greco import LGreco
 from gossamer.spec.statistics import Paths, Statistics
 from gossamer.sync import buckets_of
 

@@ -12,16 +12,16 @@ import torch
 
 from exchange import crew
 from gossamer import exchange as exchange_methods
+from gossamer import policy as policies
 from gossamer.comm.bucket import Layout
 from gossamer.comm.message import ProcessGroups
 from gossamer.exchange._compression_error import error_of, measure
 from gossamer.p2p import activation
 from gossamer.p2p.activation.none import NoCompression
 from gossamer.p2p.activation.topk import TopKCompression
-from gossamer.plan import adapt
-from gossamer.plan.adapt.ada_topk import AdaTopK, ratios
-from gossamer.plan.adapt.bcrs import BCRS, fractions, sent
-from gossamer.plan.adapt.l_greco import LGreco, cheapest
+from gossamer.policy.ada_topk import AdaTopK, ratios
+from gossamer.policy.bcrs import BCRS, fractions, sent
+from gossamer.policy.l_greco import LGreco, cheapest
 from gossamer.spec.errors import BadInput
 from gossamer.spec.network import Link
 from gossamer.spec.statistics import Paths, Statistics
@@ -48,7 +48,7 @@ def statistics(error: np.ndarray, size: np.ndarray, **more: object) -> Statistic
     )
 
 
-def applied(rules: tuple[adapt.AdaptRule, ...], name: str) -> object:
+def applied(rules: tuple[policies.AdaptRule, ...], name: str) -> object:
     return next(written for pattern, _, written in rules if re.search(pattern, name))
 
 
@@ -348,8 +348,8 @@ def test_without_a_default_it_is_what_the_run_has() -> None:
 
 
 def test_the_room_is_like_the_others() -> None:
-    assert adapt.names() == ("ada_topk", "bcrs", "l_greco")
-    one = adapt.build({"l_greco": {"default": "int8", "alpha": 1.1}})
+    assert policies.names() == ("ada_topk", "bcrs", "l_greco")
+    one = policies.build({"l_greco": {"default": "int8", "alpha": 1.1}})
     assert one == LGreco("int8", alpha=1.1)
     for wrong in (
         {"l_greco": {"default": "int8", "alpha": 0}},
@@ -357,4 +357,4 @@ def test_the_room_is_like_the_others() -> None:
         {"ada_topk": {"ratio": 0.5}},
     ):
         with pytest.raises(BadInput):
-            adapt.build(wrong)
+            policies.build(wrong)

@@ -17,8 +17,8 @@ from gossamer.comm.channel import Channel
 from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import ProcessGroups
-from gossamer.plan.adapt import AdaptChoices
 from gossamer.plan.exchange import CANDIDATES, StepMeasurements
+from gossamer.policy import AdaptChoices
 from gossamer.run.profile_step import StepProfile
 from gossamer.spec.errors import BadInput
 from gossamer.spec.network import Link, Network

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
+from gossamer import policy as policies
 from gossamer.comm.channel import Channel
 from gossamer.comm.link_probe import neighbours
 from gossamer.partition.rank_model import forecast_of
-from gossamer.plan import adapt
 from gossamer.run.batches import Feed
 from gossamer.run.build import Parts
 from gossamer.run.staged_model import boundary_of
@@ -31,7 +31,7 @@ def with_activation_compression(parts: Parts, channel: Channel, tell: Tell) -> P
     written = parts.config.plan.adapt
     if parts.cut is None or written == "none":
         return parts
-    policy = adapt.build(written, key="plan.adapt")
+    policy = policies.build(written, key="plan.adapt")
     pairs = {stage: _pairs(parts.plan, stage) for stage in range(parts.plan.mesh.pipe - 1)}
     shifts = {(there - here) % parts.plan.ranks for ways in pairs.values() for here, there in ways}
     found = neighbours(channel, sorted(shifts))

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
+from gossamer import policy as policies
 from gossamer.autotune.exchange_selection import ExchangeSelector, outer_loop_of, uplinks_downlinks_of
 from gossamer.comm.bucket import Layout
 from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
-from gossamer.plan import adapt
-from gossamer.plan.adapt import AdaptRule, Policy
+from gossamer.policy import AdaptRule, Policy
 from gossamer.run.trainer import Replan
 from gossamer.spec.config import PlanSection
 from gossamer.spec.errors import BadInput, bad_input
@@ -71,7 +71,7 @@ class AdaptiveCompression:
         """
         if section.adapt == "none" or exchanger.plan.mesh.pipe > 1 or outer_loop_of(exchanger.plan) is not None:
             return None
-        policy = adapt.build(section.adapt, key=_KEY)
+        policy = policies.build(section.adapt, key=_KEY)
         return AdaptiveCompression(
             policy=policy,
             every=section.adapt_every,
@@ -224,7 +224,7 @@ def inter_island_policy(section: PlanSection, plan: Plan) -> Policy | None:
     """Return the policy for the exchange between islands in local-update training; None if there is none."""
     if section.adapt == "none" or outer_loop_of(plan) is None:
         return None
-    return adapt.build(section.adapt, key=_KEY)
+    return policies.build(section.adapt, key=_KEY)
 
 
 def replan_callback(

@@ -22,8 +22,8 @@ from gossamer.comm.link_probe import PAIRS_RANKS, probe
 from gossamer.comm.message import ProcessGroups
 from gossamer.pipeline.stage_links import levels_of_stages
 from gossamer.plan import law, price_apart, price_of
-from gossamer.plan.adapt import Policy
 from gossamer.plan.exchange import CANDIDATES, PERIODS, Decision, across_islands, choose, choose_period, written_of
+from gossamer.policy import Policy
 from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import trainable
 from gossamer.run.profile_step import StepProfile, profile_step

@@ -16,8 +16,8 @@ from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.message import ExchangeContext, ExchangeState, ProcessGroups, Rounds, Traffic
 from gossamer.exchange._compression_error import bytes_of, error_of, measure
 from gossamer.exchange._encode_time import seconds_of
-from gossamer.exchange._parameter_rules import ParameterRules
 from gossamer.exchange._residual import has_residual, is_cumulative, is_residual, matching_rule, with_error_feedback
+from gossamer.recipe.parameter_rules import ParameterRules
 from gossamer.spec.method_config import Exchanges
 from gossamer.spec.registry import Registry
 

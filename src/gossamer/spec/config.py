@@ -203,9 +203,9 @@ class PlanSection(Section):
     residuals_on_resume: Literal["redistribute", "reset"] = Field(
         "redistribute", description="of lossy exchanges, when a run resumes on another number of processes"
     )
-    adapt: Annotated[Written, MethodOf("plan/adapt")] = Field(
+    adapt: Annotated[Written, MethodOf("policy")] = Field(
         "none",
-        description="none, or a method of `gossamer methods plan/adapt`: it chooses exchanges as the run goes on",
+        description="none, or a method of `gossamer methods policy`: it chooses exchanges as the run goes on",
     )
     adapt_every: Positive = Field(100, description="steps from one choice of `adapt` to the next")
     adapt_window: Annotated[int, Field(ge=2)] = Field(

@@ -71,7 +71,7 @@ UNREAD = (
         is_read=lambda c: c.plan.adapt != "none",
         wanted="a policy that is asked so often",
         got=lambda c: "plan.adapt none",
-        do="name one of `gossamer methods plan/adapt` as plan.adapt, or leave plan.adapt_every out",
+        do="name one of `gossamer methods policy` as plan.adapt, or leave plan.adapt_every out",
     ),
     Unread(
         key="plan.adapt_window",
@@ -79,7 +79,7 @@ UNREAD = (
         is_read=lambda c: c.plan.adapt != "none",
         wanted="a policy whose choices rest on so many steps",
         got=lambda c: "plan.adapt none",
-        do="name one of `gossamer methods plan/adapt` as plan.adapt, or leave plan.adapt_window out",
+        do="name one of `gossamer methods policy` as plan.adapt, or leave plan.adapt_window out",
     ),
     Unread(
         key="plan.lossy",

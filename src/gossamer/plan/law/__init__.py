@@ -6,9 +6,9 @@ declare about themselves, never their names.
 
 from __future__ import annotations
 
-from gossamer.plan.law._laws import LAWS, Law, not_used_inside
-from gossamer.plan.law._loop import check_loop
 from gossamer.plan.law._terms import EVERY_STEP, Terms, rule_of
+from gossamer.recipe.conflicts import LAWS, Law, not_used_inside
+from gossamer.recipe.own_loop_check import check_loop
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
 from gossamer.spec.unread_keys import check_given

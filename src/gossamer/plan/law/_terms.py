@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from gossamer import exchange as exchange_methods
 from gossamer import optimizer as optimizer_methods
+from gossamer import policy as policies
 from gossamer import sharding as sharding_methods
 from gossamer import sync
 from gossamer.exchange import Exchange, ParameterRules
 from gossamer.optimizer import Optimizer
 from gossamer.optimizer.common_adamw import CommonAdamW
-from gossamer.plan import adapt
-from gossamer.plan.adapt import Policy
+from gossamer.policy import Policy
 from gossamer.sharding import Sharding
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
@@ -48,7 +48,7 @@ class Terms:
             sync=sync.build(EVERY_STEP if plan.sync == "auto" else plan.sync, key="plan.sync"),
             sharding=sharding_methods.build(plan.sharding, key="plan.sharding"),
             exchange=None if asked == "auto" else exchange_methods.rules(asked),
-            policy=None if adapts == "none" else adapt.build(adapts, key="plan.adapt"),
+            policy=None if adapts == "none" else policies.build(adapts, key="plan.adapt"),
         )
 
     @property

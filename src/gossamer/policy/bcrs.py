@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gossamer.plan.adapt import AdaptChoices, Policy
+from gossamer.policy import AdaptChoices, Policy
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Written
 from gossamer.spec.network import Link

@@ -160,7 +160,7 @@ def _adapts_links(terms: Terms) -> BadInput | None:
     return bad_input(
         wanted="a policy for gradients",
         got=f"{told(terms.config.plan.adapt)}, which is for the links between stages of a model (plan.mesh.pipe)",
-        do="name another: gossamer methods plan/adapt",
+        do="name another: gossamer methods policy",
         key="plan.adapt",
     )
 

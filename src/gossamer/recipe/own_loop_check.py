@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gossamer import exchange as exchange_methods
 from gossamer.exchange import Exchange, ParameterRules
-from gossamer.plan.law._laws import clipped
+from gossamer.recipe.conflicts import clipped
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Exchanges
 

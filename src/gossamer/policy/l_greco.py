@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gossamer import exchange as exchange_methods
-from gossamer.plan.adapt import AdaptChoices, Policy
-from gossamer.plan.adapt._neighbors import near
+from gossamer.policy import AdaptChoices, Policy
+from gossamer.policy._neighbors import near
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Written
 from gossamer.spec.statistics import Paths, Statistics

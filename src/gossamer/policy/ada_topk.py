@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossamer.plan.adapt import AdaptChoices, Policy
+from gossamer.policy import AdaptChoices, Policy
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Written
 from gossamer.spec.statistics import Paths, Statistics
