@@ -24,7 +24,7 @@ from model.test_chance import Dropping, by_torch
 from model.test_cut import Branching, Frozen, Leaking
 from model.test_cut_modules import Boxes
 
-PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "cut.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "split_into_stages.md").read_text()
 
 
 def blocks(kind: str) -> list[str]:
@@ -37,7 +37,7 @@ def test_the_check_in_one_process_runs_and_prints_what_the_page_says(capsys: pyt
     (code,), (printed,) = blocks("python"), blocks("")
     names: dict[str, Any] = {"__name__": "page"}
     torch.manual_seed(0)
-    exec(compile(code, "cut.md", "exec"), names)
+    exec(compile(code, "split_into_stages.md", "exec"), names)
     assert capsys.readouterr().out.strip() == printed.strip()
     assert names["ours"].gradients.keys() == dict(names["model"].named_parameters()).keys()
 
