@@ -1,4 +1,4 @@
-"""The pages on splitting a model and its activations: the code runs and prints what it says, its keys exist, its errors are real."""
+"""The pages on splitting a model: their code runs and prints what they say, their keys exist, their errors are real."""
 
 from __future__ import annotations
 
