@@ -181,7 +181,7 @@ def test_messages_are_those_that_the_pages_quote(
         """What `gossamer train` does before it trains, here and in its workers."""
         from gossamer.job.worker import corpus_of, origin_for
 
-        verbs._planned(resolved, rest["plan"], rest["hosts"], rest["host"])
+        verbs._planned(resolved, rest["plan"], rest["hosts"], rest["node"])
         origin_for(resolved.config, corpus_of(resolved.config.data.model_copy(update={"cache": str(tutorial / "c")})))
         raise AssertionError("the page says that this is refused")
 
