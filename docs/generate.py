@@ -1,6 +1,6 @@
-"""Writes docs/reference/ from the code: the configuration, the commands, the methods, the records.
+"""Write the generated part of docs/reference/: configuration, commands, records, and a page per method category.
 
-`make docs` runs it; a test fails when a committed page differs from what it would write.
+`make docs` runs it. `python docs/generate.py --check` fails if a committed page differs; a test checks the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from cyclopts import App
 
 from gossamer.cli import COMMANDS, EPILOGUE, make_app
-from gossamer.settings.catalog import Category, Method, categories
+from gossamer.settings.catalog import Method, categories
 from gossamer.settings.describe import section, wanted
 from gossamer.settings.yaml_io import flow
 from gossamer.spec import records
@@ -27,7 +27,7 @@ NOTE = "<!-- Written by docs/generate.py from the code: change it there, then `m
 
 def pages() -> dict[str, str]:
     """File name -> text of every page of the reference."""
-    found = {"config.md": config(), "commands.md": commands(), "methods.md": methods(), "records.md": record_kinds()}
+    found = {"config.md": config(), "commands.md": commands(), "records.md": record_kinds(), **methods()}
     return {name: f"{NOTE}\n\n{text.strip()}\n" for name, text in found.items()}
 
 
@@ -94,22 +94,37 @@ def _arguments(app: App) -> Iterator[tuple[str, str, str]]:
         yield f"`{argument.names[0]}`", said, argument.parameter.help or ""
 
 
-def methods() -> str:
-    """The rooms and what is in them."""
+def methods() -> dict[str, str]:
+    """A page per method category, and an index of them."""
+    found = categories()
     parts = [
         "# Methods",
         "One method is one file. In a configuration a method is written by its name, or with parameters: "
         "`adamw` or `{adamw: {lr: 0.001}}`. `gossamer methods` prints the same.",
+        _table(
+            ("category", "holds", "methods"),
+            [
+                (f"[{name}]({_page_name(name)})", each.summary, ", ".join(f"`{one}`" for one in each.methods))
+                for name, each in found.items()
+            ],
+        ),
     ]
-    for page in categories().values():
-        parts += [f"## {page.name}", page.doc]
-        for method in page.methods.values():
-            parts += _method(page, method)
-    return "\n\n".join(parts)
+    pages = {"methods/index.md": "\n\n".join(parts)}
+    for name, each in found.items():
+        parts = [f"# Methods: {name}", each.doc]
+        for method in each.methods.values():
+            parts += _method(method)
+        pages[f"methods/{_page_name(name)}"] = "\n\n".join(parts)
+    return pages
 
 
-def _method(page: Category, method: Method) -> Iterator[str]:
-    yield f"### {page.name}: {method.name}"
+def _page_name(category: str) -> str:
+    """The file of a category's page: exchange/codec -> exchange-codec.md."""
+    return f"{category.replace('/', '-')}.md"
+
+
+def _method(method: Method) -> Iterator[str]:
+    yield f"## {method.name}"
     yield f"```\n{method.doc}\n```"
     rows = [
         (f"`{p.name}`", f"`{p.annotation}`", f"`{p.default}`" if p.default is not None else "required")
@@ -144,16 +159,32 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     )
 
 
+def stale(folder: Path = REFERENCE) -> list[str]:
+    """Names of pages in `folder` that differ from what the code gives, are missing, or whose category is gone."""
+    wanted = pages()
+    there = {path.relative_to(folder).as_posix() for path in (folder / "methods").glob("*.md")}
+    differs = [name for name, text in wanted.items() if not _is(folder / name, text)]
+    return sorted([*differs, *(there - set(wanted))])
+
+
+def _is(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text("utf-8") == text
+
+
 def write(folder: Path = REFERENCE) -> list[Path]:
-    """Write every page into `folder`; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, text in pages().items():
+    """Write every page into `folder` and remove those of categories that are gone; their paths."""
+    wanted = pages()
+    (folder / "methods").mkdir(parents=True, exist_ok=True)
+    for path in (folder / "methods").glob("*.md"):
+        if path.relative_to(folder).as_posix() not in wanted:
+            path.unlink()
+    for name, text in wanted.items():
         (folder / name).write_text(text, "utf-8")
-        written.append(folder / name)
-    return written
+    return [folder / name for name in wanted]
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(f"stale, run make docs: {', '.join(stale())}" if stale() else 0)
     for path in write(Path(sys.argv[1]) if len(sys.argv) > 1 else REFERENCE):
         sys.stdout.write(f"{path}\n")

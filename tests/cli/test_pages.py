@@ -26,7 +26,12 @@ from gossamer.spec.plan import Plan
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-GUIDES = [page for page in PAGES if page.name not in ("journal.md", "methods.md")]  # what people follow today
+GUIDES = [
+    page for page in PAGES if page.name != "journal.md" and page.parent.name != "methods"
+]  # what people follow today
+COLUMNS = ("tutorials", "howto", "reference", "explanation")
+HEADINGS = ("Tutorials", "How-to guides", "Reference", "Explanation")
+AT_THE_TOP = ("index.md", "architecture.md", "journal.md")  # the last two are listed under Explanation
 _BLOCK = re.compile(r"^```([a-z]*)\n(.*?)^```", re.M | re.S)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _KEY = re.compile(r"`((?:model|data|train|machines|plan|run)\.[a-z_]+(?:\.[a-z_0-9]+)*)(?:[:=][^`]*)?`")
@@ -66,8 +71,20 @@ def test_every_page_is_in_the_navigation() -> None:
 
     listed = list(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
-    index = {link.partition("#")[0] for link in _LINK.findall((DOCS / "index.md").read_text())}
+    index = [link.partition("#")[0] for link in _LINK.findall((DOCS / "index.md").read_text())]
     assert {"index.md", *index} >= set(listed), "each is also linked from the first page"
+
+
+def test_every_page_is_of_one_kind_and_listed_under_it() -> None:
+    for page in DOCS.rglob("*.md"):
+        name = page.relative_to(DOCS).as_posix()
+        assert name in AT_THE_TOP or name.split("/")[0] in COLUMNS, f"{name}: move it below one of {COLUMNS}"
+    parts = re.split(r"^## (.+)$", (DOCS / "index.md").read_text("utf-8"), flags=re.M)[1:]
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert tuple(sections) == HEADINGS
+    for folder, heading in zip(COLUMNS, HEADINGS, strict=True):
+        links = {link.partition("#")[0] for link in _LINK.findall(sections[heading])} - set(AT_THE_TOP)
+        assert links == {page.relative_to(DOCS).as_posix() for page in (DOCS / folder).rglob("*.md")}, heading
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
@@ -151,9 +168,9 @@ def quoted(page: Path) -> list[tuple[str, str]]:
 def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the tutorial's reader stands after its first three sections: its text, its run.yaml."""
     monkeypatch.chdir(tmp_path)
-    make_corpus = blocks(DOCS / "tutorial.md", "python")[0]
+    make_corpus = blocks(DOCS / "tutorials/first_model.md", "python")[0]
     exec(make_corpus, {})
-    (tmp_path / "run.yaml").write_text(blocks(DOCS / "tutorial.md", "yaml")[0])
+    (tmp_path / "run.yaml").write_text(blocks(DOCS / "tutorials/first_model.md", "yaml")[0])
     return tmp_path
 
 
@@ -164,19 +181,20 @@ def test_messages_are_those_that_the_pages_quote(
         """What `gossamer train` does before it trains, here and in its workers."""
         from gossamer.job.worker import corpus_of, origin_for
 
-        verbs._planned(resolved, rest["plan"], rest["hosts"], rest["host"])
+        verbs._planned(resolved, rest["plan"], rest["hosts"], rest["node"])
         origin_for(resolved.config, corpus_of(resolved.config.data.model_copy(update={"cache": str(tutorial / "c")})))
         raise AssertionError("the page says that this is refused")
 
     monkeypatch.setattr(verbs, "train_command", up_to_the_model)
     (tutorial / "my-model").mkdir()
-    refused = [(command, said) for command, said in quoted(DOCS / "howto/errors.md") if "Invalid input" in said]
-    checked = [(command, said) for command, said in quoted(DOCS / "tutorial.md") if " config " in command]
+    failures = quoted(DOCS / "howto/diagnose_a_failed_run.md")
+    refused = [(command, said) for command, said in failures if "Invalid input:" in said]
+    checked = [(command, said) for command, said in quoted(DOCS / "tutorials/first_model.md") if " config " in command]
     assert len(refused) >= 5 and checked
     for command, said in refused + checked:
         code = main(shlex.split(command)[1:])
         out, err = capsys.readouterr()
-        assert code == (2 if "Invalid input" in said else 0)
+        assert code == (2 if "Invalid input:" in said else 0)
         assert masked(out + err) == masked(said), command
 
 

@@ -1,4 +1,4 @@
-"""The page on cutting one's own model: its code runs and prints what it says, its keys exist, its errors are real."""
+"""The pages on splitting a model: their code runs and prints what they say, their keys exist, their errors are real."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from model.test_chance import Dropping, by_torch
 from model.test_cut import Branching, Frozen, Leaking
 from model.test_cut_modules import Boxes
 
-PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "cut.md").read_text()
+HOWTO = Path(__file__).parents[2] / "docs" / "howto"
+PAGE = (HOWTO / "split_into_stages.md").read_text()
+ACTIVATIONS = (HOWTO / "compress_activations.md").read_text()
 
 
-def blocks(kind: str) -> list[str]:
+def blocks(kind: str, page: str = PAGE) -> list[str]:
     """What stands in fences of this kind."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     return [text for found, text in fenced if found == kind]
 
 
@@ -37,7 +39,7 @@ def test_the_check_in_one_process_runs_and_prints_what_the_page_says(capsys: pyt
     (code,), (printed,) = blocks("python"), blocks("")
     names: dict[str, Any] = {"__name__": "page"}
     torch.manual_seed(0)
-    exec(compile(code, "cut.md", "exec"), names)
+    exec(compile(code, "split_into_stages.md", "exec"), names)
     assert capsys.readouterr().out.strip() == printed.strip()
     assert names["ours"].gradients.keys() == dict(names["model"].named_parameters()).keys()
 
@@ -53,16 +55,14 @@ def _with_alternatives(block: str) -> list[str]:
 
 
 def test_every_key_is_one_of_the_configuration() -> None:
-    texts = [text for block in blocks("yaml") for text in _with_alternatives(block)]
-    assert len(texts) == 11
+    both = blocks("yaml") + blocks("yaml", ACTIVATIONS)
+    texts = [text for block in both for text in _with_alternatives(block)]
+    assert len(texts) == 12
     for text in texts:
         plan = RunConfig.model_validate(yaml.safe_load(text)).plan
-        for way in (
-            plan.activation_compression
-            if isinstance(plan.activation_compression, list)
-            else [plan.activation_compression]
-        ):
-            activation.build(way, key="plan.activation_compression")
+        written = plan.activation_compression
+        for one in written if isinstance(written, list) else [written]:
+            activation.build(one, key="plan.activation_compression")
         if plan.pipeline_schedule != "auto":
             schedule.build(plan.pipeline_schedule, key="plan.pipeline_schedule")
 

@@ -98,7 +98,7 @@ def closing(summary: Mapping[str, Any], *, text: str, train: bytes, validation: 
                 f"gossamer resume {run_dir} train.steps={4 * summary['steps']} train.seconds=0",
                 "train on, four times as long",
             ),
-            ("gossamer train run.yaml", "your model, your data (docs/tutorial.md)"),
+            ("gossamer train run.yaml", "your model, your data (docs/tutorials/first_model.md)"),
         ),
     )
 
