@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
-from gossamer import policy as policies
 from gossamer.comm.channel import Channel
 from gossamer.comm.link_probe import neighbours
 from gossamer.partition.rank_model import forecast_of
@@ -28,10 +27,9 @@ def with_activation_compression(parts: Parts, channel: Channel, tell: Tell) -> P
 
     All ranks must call it and get the same plan. A boundary of several links is treated as its slowest link requires.
     """
-    written = parts.config.plan.adapt
-    if parts.cut is None or written == "none":
+    policy = parts.recipe.policy
+    if parts.cut is None or policy is None:
         return parts
-    policy = policies.build(written, key="plan.adapt")
     pairs = {stage: _pairs(parts.plan, stage) for stage in range(parts.plan.mesh.pipe - 1)}
     shifts = {(there - here) % parts.plan.ranks for ways in pairs.values() for here, there in ways}
     found = neighbours(channel, sorted(shifts))

@@ -19,18 +19,16 @@ import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
-from gossamer import policy as policies
-from gossamer.autotune.exchange_selection import ExchangeSelector, outer_loop_of, uplinks_downlinks_of
+from gossamer.autotune.exchange_selection import ExchangeSelector, uplinks_downlinks_of
 from gossamer.comm.bucket import Layout
 from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.policy import AdaptRule, Policy
+from gossamer.recipe import ParameterRules, PlanMethods, Recipe
 from gossamer.run.trainer import Replan
-from gossamer.spec.config import PlanSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges, Written, told
 from gossamer.spec.parameter_rules import LAST_RESORT, lines
-from gossamer.spec.plan import Plan
 from gossamer.spec.statistics import Paths, Statistics
 from gossamer.sync import GradientReducer
 
@@ -64,20 +62,20 @@ class AdaptiveCompression:
     _last: int = -1  # the step the window that is being filled ends with
 
     @staticmethod
-    def of(section: PlanSection, exchanger: ExchangeSelector) -> AdaptiveCompression | None:
+    def of(recipe: Recipe, exchanger: ExchangeSelector) -> AdaptiveCompression | None:
         """Return the adaptive compression of a run; None if nothing is adapted between steps.
 
         Stage boundaries, and the exchange between islands in local-update training, are chosen before step 1.
         """
-        if section.adapt == "none" or exchanger.plan.mesh.pipe > 1 or outer_loop_of(exchanger.plan) is not None:
+        section = recipe.config.plan
+        if recipe.policy is None or recipe.stages > 1 or exchanger.methods.sync.loop is not None:
             return None
-        policy = policies.build(section.adapt, key=_KEY)
         return AdaptiveCompression(
-            policy=policy,
+            policy=recipe.policy,
             every=section.adapt_every,
             window=section.adapt_window,
             exchanger=exchanger,
-            automatic=section.exchange == "auto",
+            automatic=PlanMethods.asked(section).chooses_exchange,
         )
 
     def begin(self, replica: GradientReducer) -> None:
@@ -89,7 +87,7 @@ class AdaptiveCompression:
         self.replica = replica
         settings = {told(w): w for group in self._groups() for w in group.settings}
         for written in settings.values():
-            exchange_methods.build(written, key=_KEY)
+            ParameterRules.read(written, key=_KEY)
         if settings or self.policy.needs_paths:
             return
         named = told(self._base)
@@ -220,11 +218,9 @@ class AdaptiveCompression:
         return uplinks_downlinks_of(self.exchanger.links()) if self.policy.needs_paths else Paths()
 
 
-def inter_island_policy(section: PlanSection, plan: Plan) -> Policy | None:
+def inter_island_policy(recipe: Recipe) -> Policy | None:
     """Return the policy for the exchange between islands in local-update training; None if there is none."""
-    if section.adapt == "none" or outer_loop_of(plan) is None:
-        return None
-    return policies.build(section.adapt, key=_KEY)
+    return recipe.policy if recipe.sync.loop is not None else None
 
 
 def replan_callback(
@@ -251,7 +247,7 @@ def _measured(name: str, gradient: Tensor, settings: tuple[Written, ...], levels
     """Return (2, settings): each setting's error on this gradient, without error feedback, and the bytes it sends."""
     where, rows = Layout.of({name: gradient}), []
     for written in settings:
-        whole = exchange_methods.build(written)
+        whole = ParameterRules.single(written)
         bare = _bare(whole)
         warm = _WARM if any(True for _ in bare.init(where).flatten()) else 0
         try:

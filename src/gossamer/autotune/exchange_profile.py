@@ -26,6 +26,7 @@ from gossamer.plan.exchange import (
     timeline,
     wire_seconds,
 )
+from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile, encode_slowdown
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import told
@@ -127,7 +128,7 @@ class ExchangeProfile:
         levels, cut = self.pump.channel.levels, self._cut(bucket_bytes)
         key = (told(candidate.written), tuple(sorted(levels.groups.items())), bucket_bytes)
         if key not in self._columns:
-            one = exchange_methods.build(candidate.written)
+            one = ParameterRules.single(candidate.written)
             serving = [_serves(candidate, one, where, levels) for where in cut.layouts]
             cpu = [
                 exchange_methods.seconds_of(one, where, levels, self.pump.channel.rank) if serves else 0.0
@@ -211,7 +212,7 @@ def _on_wire(exchange: Exchange, where: Layout, levels: ProcessGroups, links: Ne
 
 def _lost(candidate: Candidate, gradients: Mapping[str, Tensor]) -> dict[str, float]:
     """Return |x - kept|^2 of every gradient by itself; nan for one that the candidate cannot serve."""
-    one, found = exchange_methods.build(candidate.loses_as), dict.fromkeys(gradients, 0.0)
+    one, found = ParameterRules.single(candidate.loses_as), dict.fromkeys(gradients, 0.0)
     if one.traits.lossless:
         return found
     for name, gradient in gradients.items():

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from gossamer import exchange as exchange_methods
-from gossamer import sharding as sharding_methods
 from gossamer import sync
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.comm.channel import gathered
@@ -21,9 +20,11 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.link_probe import PAIRS_RANKS, probe
 from gossamer.comm.message import ProcessGroups
 from gossamer.pipeline.stage_links import levels_of_stages
-from gossamer.plan import law, price_apart, price_of
+from gossamer.plan import price_apart, price_of
 from gossamer.plan.exchange import CANDIDATES, PERIODS, Decision, across_islands, choose, choose_period, written_of
 from gossamer.policy import Policy
+from gossamer.recipe import EVERY_STEP, PlanMethods, not_used_inside
+from gossamer.recipe.plan_methods import ALL_REDUCE
 from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import trainable
 from gossamer.run.profile_step import StepProfile, profile_step
@@ -58,12 +59,12 @@ def levels_of(plan: Plan, ranks: int) -> ProcessGroups:
 
 def outer_loop_of(plan: Plan) -> OuterLoopConfig | None:
     """Return the outer loop of local-update training; None for synchronous training, or if that is not chosen yet."""
-    return None if plan.sync == "auto" else sync.build(plan.sync, key="plan.sync").loop
+    return PlanMethods.of(plan).sync.loop
 
 
 def is_synchronous(plan: Plan) -> bool:
     """Return whether all ranks average gradients at every step; also True if that is not chosen yet."""
-    return plan.sync == "auto" or sync.build(plan.sync, key="plan.sync").is_plain
+    return PlanMethods.of(plan).sync.is_plain
 
 
 def uplinks_downlinks_of(links: Network) -> Paths:
@@ -97,7 +98,9 @@ class ExchangeSelector:
 
     def __post_init__(self) -> None:
         self._most_bucket_bytes = self.plan.bucket_bytes
-        if self.plan.exchange != "auto" and not self._states_are_sharded():  # undo the bucket size of earlier links
+        if (
+            not self.methods.chooses_exchange and not self.methods.sharding.is_sharded
+        ):  # undo the bucket size of earlier links
             self._most_bucket_bytes = max(BUCKET_BYTES, self.plan.bucket_bytes)
 
     def settle(self, *, automatic: bool, hosts: int) -> Plan:
@@ -106,29 +109,34 @@ class ExchangeSelector:
         The plan also gets the islands that its exchange, sharding or sync method needs. `automatic`: choose again when
         links drift; `hosts`: the number of hosts. All ranks must call it.
         """
-        loop = outer_loop_of(self.plan)
-        if loop is not None:
+        asked = self.methods
+        if (loop := asked.sync.loop) is not None:
             self._part(loop, hosts)
-        elif self.plan.exchange == "auto" and hosts == 1:
+        elif asked.chooses_exchange and hosts == 1:
             why = "every process is on this machine"
-            self._adopt("exchange", "dense", f"all-reduce: {why}")
-            if self.plan.sync == "auto":
-                self._adopt("sync", "every_step", f"every step: {why}")
-        elif self.plan.exchange == "auto":
+            self._adopt("exchange", ALL_REDUCE, f"all-reduce: {why}")
+            if asked.chooses_sync:
+                self._adopt("sync", EVERY_STEP, f"every step: {why}")
+        elif asked.chooses_exchange:
             links = probe(self.pump.channel)
             decision = self._choose(links)
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
-            if self.plan.sync == "auto":
+            if asked.chooses_sync:
                 self._choose_period(decision, links)
-        elif not self.plan.islands and (exchange_methods.asks_for_islands(self.plan.exchange) or self._shards(hosts)):
+        elif not self.plan.islands and (asked.exchange.asks_for_islands or self._shards(hosts)):
             self._learn(probe(self.pump.channel))
             if self.plan.islands:
                 self._reprice()
         if self.walk is not None:
             self._reprice()
-        self._watch.active = automatic and hosts > 1 and is_synchronous(self.plan)
+        self._watch.active = automatic and hosts > 1 and self.methods.sync.is_plain
         self._watch.rate(self.pump)  # exclude messages before training
         return self.plan
+
+    @property
+    def methods(self) -> PlanMethods:
+        """Return the methods of the plan as it is now."""
+        return PlanMethods.of(self.plan)
 
     def _adopt(self, field: str, written: Written, reason: str) -> None:
         self.plan = self.plan.model_copy(update={field: written, "reasons": {**self.plan.reasons, field: reason}})
@@ -139,24 +147,22 @@ class ExchangeSelector:
         links = _of(links, self.plan.islands) if self.plan.islands else links
         islands = self.plan.islands or tuple((rank,) for rank in self.pump.channel.levels.everyone)
         periods = [period for period in PERIODS if bool(period.second_moments) == self.tells]
-        loop = sync.build(written_of(periods[0], 1, self.steps)).loop  # all of them send the same in a round
+        first = written_of(periods[0], 1, self.steps)  # all of them send the same in a round
+        loop = self.methods.under(sync=first).sync.loop
         assert loop is not None
         cut = bucket_bytes_for(links, self._most_bucket_bytes)
         facts = self._measured.round_facts(loop, links, ProcessGroups.islands(islands), self.plan.units, cut)
         chosen = choose_period(decision, facts, steps=self.steps, lossy=self.lossy, periods=periods)
-        self._adopt("sync", chosen.sync or "every_step", chosen.reason)
+        self._adopt("sync", chosen.sync or EVERY_STEP, chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
-        if (loop := outer_loop_of(self.plan)) is not None and chosen.forecast is not None:
+        if (loop := self.methods.sync.loop) is not None and chosen.forecast is not None:
             self._part_into(islands)
             self._price_apart(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
 
     def _shards(self, hosts: int) -> bool:
         """Return whether sharded states follow the islands, if any; sharded parameters do only if asked to."""
-        sharding = sharding_methods.build(self.plan.sharding, key="plan.sharding")
+        sharding = self.methods.sharding
         return hosts > 1 and sharding.is_sharded and (sharding.needs_islands or not sharding.takes_parameters)
-
-    def _states_are_sharded(self) -> bool:
-        return sharding_methods.build(self.plan.sharding, key="plan.sharding").is_sharded
 
     def _part(self, loop: OuterLoopConfig, hosts: int) -> None:
         """Set up local-update training: islands as given, else as the links suggest, else one per rank."""
@@ -167,14 +173,14 @@ class ExchangeSelector:
         if loop.local_steps:
             loop, round_s, each = self._paced(loop)
             said += f": {each}, {round_s:.3g} s of computing a round"
-        if self._states_are_sharded():
+        if self.methods.sharding.is_sharded:
             said += f"; in each, states are shared out among {min(map(len, self.plan.islands))} of its ranks"
         if self.policy is not None:
             loop = self._by_ways(loop, self.policy)
         self._price_apart(loop, compute_s=round_s / loop.sync_every, state_bytes=self.plan.forecast.state_bytes)
         self._adopt("sync", self.plan.sync, said)
         self.tell(f"sync: {said}", 0)
-        if unused := law.not_used_inside(loop, self.plan.islands, self.plan.exchange):
+        if unused := not_used_inside(loop, self.plan.islands, self.plan.exchange):
             reasons = {**self.plan.reasons, "exchange": unused}
             self.plan = self.plan.model_copy(update={"reasons": reasons})
             self.tell(f"exchange: {unused}", 0)
@@ -187,7 +193,7 @@ class ExchangeSelector:
 
     def _price_apart(self, loop: OuterLoopConfig, **known: object) -> None:
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
-        forecast = price_apart(loop, self.plan, shapes, self.pump.channel.levels)
+        forecast = price_apart(loop, self.methods, shapes, self.pump.channel.levels)
         self.plan = self.plan.model_copy(update={"forecast": forecast.model_copy(update=known)})
 
     def _paced(self, loop: OuterLoopConfig) -> tuple[OuterLoopConfig, float, str]:
@@ -229,7 +235,7 @@ class ExchangeSelector:
         choice = MethodConfig.parse(self.plan.sync)
         written = MethodConfig(choice.name, {**choice.parameters, **parameters}).written()
         self.plan = self.plan.model_copy(update={"sync": written})
-        loop = outer_loop_of(self.plan)
+        loop = self.methods.sync.loop
         assert loop is not None
         return loop
 
@@ -279,7 +285,8 @@ class ExchangeSelector:
         that was adapted, "" for none.
         """
         params = trainable(self.engine.module)
-        before, after = (exchange_methods.rules(w).by_name(params) for w in (self.plan.exchange, written))
+        methods = self.methods
+        before, after = (one.exchange.by_name(params) for one in (methods, methods.under(exchange=written)))
         lacking = [
             n
             for n in params
@@ -294,7 +301,7 @@ class ExchangeSelector:
         self._watch.first = 0.0  # other messages pass at another rate: the next window is the measure
         self.keep(self.plan)
         self.tell(said, step)
-        return Replan(exchange_methods.rules(written).by_name(params), self.plan.bucket_bytes)
+        return Replan(self.methods.exchange.by_name(params), self.plan.bucket_bytes)
 
     def _reprice(self) -> None:
         """Update the estimated bytes of a step, for the links as known now."""
@@ -304,16 +311,8 @@ class ExchangeSelector:
 
     def _price(self, written: Exchanges) -> Cost:
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
-        levels, plan = self.pump.channel.levels, self.plan
-        return price_of(
-            written,
-            shapes,
-            levels,
-            bucket_bytes=plan.bucket_bytes,
-            states=plan.sharding,
-            walk=self.walk,
-            microbatches=plan.microbatches[0],
-        )
+        methods = self.methods.under(exchange=written)
+        return price_of(methods, shapes, self.pump.channel.levels, walk=self.walk)
 
     def links(self) -> Network:
         """Return the links as they are now. The probe takes some seconds, between two steps."""

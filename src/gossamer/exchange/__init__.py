@@ -17,16 +17,12 @@ from gossamer.comm.message import ExchangeContext, ExchangeState, ProcessGroups,
 from gossamer.exchange._compression_error import bytes_of, error_of, measure
 from gossamer.exchange._encode_time import seconds_of
 from gossamer.exchange._residual import has_residual, is_cumulative, is_residual, matching_rule, with_error_feedback
-from gossamer.recipe.parameter_rules import ParameterRules
-from gossamer.spec.method_config import Exchanges
 from gossamer.spec.registry import Registry
 
 __all__ = [
     "REGISTRY",
     "Exchange",
-    "ParameterRules",
     "ExchangeTraits",
-    "asks_for_islands",
     "build",
     "bytes_of",
     "error_of",
@@ -36,7 +32,6 @@ __all__ = [
     "names",
     "nested",
     "has_residual",
-    "rules",
     "seconds_of",
     "matching_rule",
     "is_cumulative",
@@ -122,11 +117,6 @@ names = REGISTRY.names
 build = REGISTRY.build
 
 
-def rules(written: Exchanges, *, key: str = "plan.exchange") -> ParameterRules[Exchange]:
-    """Return the exchange of every parameter by `plan.exchange`: one for all, or lines [pattern, level, exchange]."""
-    return ParameterRules.read(REGISTRY, written, key=key)
-
-
 def nested(exchange: Exchange) -> Iterator[Exchange]:
     """Yield an exchange and all exchanges in it, at any depth."""
     yield exchange
@@ -134,10 +124,3 @@ def nested(exchange: Exchange) -> Iterator[Exchange]:
         inner = getattr(exchange, one.name)
         if isinstance(inner, Exchange):
             yield from nested(inner)
-
-
-def asks_for_islands(written: Exchanges) -> bool:
-    """Return whether an exchange requires islands, by the level of a line or by a method in it."""
-    found = rules(written)
-    inside = (one for outer in found.written for one in nested(outer))
-    return found.has_levels or any(one.needs_islands for one in inside)

@@ -22,6 +22,7 @@ from gossamer.launch.environment import LauncherRank, launcher_of, read_environm
 from gossamer.launch.worker import StopFlag
 from gossamer.model.source import ModelSource, origin_of
 from gossamer.partition.rank_model import ModelProvider, ModuleSource, OriginSource, PartitionRequest, planned
+from gossamer.recipe import PlanMethods
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
 from gossamer.run.build import Parts, set_memory, set_threads
 from gossamer.settings import Resolved, check
@@ -75,7 +76,7 @@ def _train(
     place = read_environment() if launcher_of(os.environ) else _ALONE
     _one_rank_per_process(settings, place)
     set_threads(settings.machines.threads, place.local_ranks)
-    set_memory(settings.plan.sharding)
+    set_memory(PlanMethods.asked(settings.plan).sharding)
     corpus, train, validation, fingerprint = _data(data, settings)
     source, described, origin = _source(model, settings, corpus)
     device, objective = device_of(place), objective_of(settings)

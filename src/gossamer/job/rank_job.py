@@ -18,11 +18,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gossamer import optimizer as optimizer_methods
-from gossamer import sharding as sharding_methods
+from gossamer import recipe
 from gossamer.autotune.activation_compression import with_activation_compression
 from gossamer.autotune.adaptive_compression import AdaptiveCompression, inter_island_policy, replan_callback
-from gossamer.autotune.exchange_selection import ExchangeSelector, is_synchronous, levels_of, outer_loop_of
+from gossamer.autotune.exchange_selection import ExchangeSelector, levels_of
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread, Observer
 from gossamer.model.forward_adapter import caller_of
@@ -35,9 +34,9 @@ from gossamer.model.model_profile import (
 )
 from gossamer.optimizer.common_adamw import CommonAdamW
 from gossamer.partition.rank_model import Planned
-from gossamer.plan import law
 from gossamer.process.stack_position import place_of
 from gossamer.proof.startup import Proving
+from gossamer.recipe import PlanMethods
 from gossamer.run.auto_precision import choose_precision
 from gossamer.run.batches import Feed, moved
 from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
@@ -109,7 +108,7 @@ class RankJob:
     @property
     def automatic(self) -> bool:
         """Return whether Gossamer chooses the gradient exchange, before the run and during it."""
-        return self.parts.config.plan.exchange == "auto" and self.parts.cut is None
+        return PlanMethods.asked(self.parts.config.plan).chooses_exchange and self.parts.cut is None
 
 
 def run_job(job: RankJob) -> dict[str, Any]:
@@ -149,10 +148,10 @@ def run_job(job: RankJob) -> dict[str, Any]:
         exchanger = _exchanger(job, engine, pump, sink, walk)
         parts = replace(job.parts, plan=exchanger.settle(automatic=job.automatic, hosts=where.hosts), walk=walk)
         parts = with_activation_compression(parts, pump.channel, exchanger.tell)
-        law.check(config, parts.plan)  # a chosen plan obeys the laws too
+        recipe.check(config, parts.plan)  # a chosen plan obeys the laws too
         check_agreement(pump, {"exchange": parts.plan.model_dump_json()})
         exchanger.keep(parts.plan)
-        adapting = AdaptiveCompression.of(config.plan, exchanger)
+        adapting = AdaptiveCompression.of(parts.recipe, exchanger)
         around = Surroundings(
             sink=sink,
             at=job.at,
@@ -239,7 +238,7 @@ def _settled(job: RankJob, pump: CommThread, sink: Callable[[records.Record], No
 
 def _walk(parts: Parts, engine: ModelRuntime, pump: CommThread) -> UnshardOrder | None:
     """Return the order in which all ranks unshard the model's units; None if parameters are not sharded."""
-    if not sharding_methods.build(parts.plan.sharding, key="plan.sharding").takes_parameters:
+    if not parts.recipe.sharding.takes_parameters:
         return None
     walk = walk_of(engine, parts.train, parts.units)
     check_agreement(pump, {"order of the units, and what they read": repr(walk)})
@@ -253,7 +252,7 @@ def _exchanger(
     sink: Callable[[records.Record], None],
     walk: UnshardOrder | None,
 ) -> ExchangeSelector:
-    config, where, plan = job.parts.config, job.where, job.parts.plan
+    config, where, plan, methods = job.parts.config, job.where, job.parts.plan, job.parts.recipe
     return ExchangeSelector(
         engine=engine,
         feed=Feed(job.parts.train, plan, plan.place_of(where.rank)[0], config.train.seed),
@@ -263,9 +262,9 @@ def _exchanger(
         plan=plan,
         tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),
         keep=job.directory.keep_plan if where.writer == 0 else lambda plan: None,  # every host reads its own again
-        policy=inter_island_policy(config.plan, plan),
+        policy=inter_island_policy(methods),
         walk=walk,
-        tells=CommonAdamW.serves(optimizer_methods.build(config.train.optimizer, key="train.optimizer")),
+        tells=CommonAdamW.serves(methods.optimizer),
     )
 
 
@@ -393,9 +392,10 @@ def _in_words(plan: Plan) -> str:
     """Return the exchanges of a plan as text, without their parameters' names."""
     written = plan.exchange if isinstance(plan.exchange, list) else [("", "", plan.exchange)]
     said = " and ".join(dict.fromkeys(told(one) for _, _, one in written))
-    if is_synchronous(plan):
+    sync = PlanMethods.of(plan).sync
+    if sync.is_plain:
         return said
-    return told(plan.sync) if outer_loop_of(plan) is None else f"{told(plan.sync)} between islands, in them {said}"
+    return told(plan.sync) if sync.loop is None else f"{told(plan.sync)} between islands, in them {said}"
 
 
 def _forget(record: records.Record) -> None:

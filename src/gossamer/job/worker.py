@@ -27,6 +27,7 @@ from gossamer.model.source import ModelSource, origin_of
 from gossamer.partition.plan_file import read_plan
 from gossamer.partition.rank_model import OriginSource, PartitionRequest, planned
 from gossamer.process import DONE, INTERRUPTED
+from gossamer.recipe import PlanMethods
 from gossamer.run.batches import TextBatches
 from gossamer.run.build import Parts, set_memory, set_threads
 from gossamer.spec.config import DataSection, RunConfig
@@ -54,7 +55,7 @@ def run_rank(
     """Build the model and the data of the configuration and train, as one rank."""
     place = ready.place
     ready.heartbeat.at(phase="build")
-    set_memory(config.plan.sharding)
+    set_memory(PlanMethods.asked(config.plan).sharding)
     set_threads(config.machines.threads, place.local_ranks)
     corpus = corpus_of(config.data)
     origin = origin_for(config, corpus)

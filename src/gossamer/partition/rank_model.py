@@ -13,6 +13,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from gossamer import recipe
 from gossamer.loss import Loss
 from gossamer.model.compiled import compile_units
 from gossamer.model.mapped_storage import into_memory, mapped
@@ -40,7 +41,8 @@ from gossamer.model.unit_config import check_open, check_units, units_of
 from gossamer.model.units import block_names
 from gossamer.partition.plan_file import make_plan
 from gossamer.pipeline.from_plan import schedule_of
-from gossamer.plan import Border, Staged, law, price_of_stages
+from gossamer.plan import Border, Staged, price_of_stages
+from gossamer.recipe import PlanMethods
 from gossamer.run.batches import Batches, Feed
 from gossamer.run.resources import memory
 from gossamer.run.staged_model import Forward, StagedModel, boundary_of
@@ -395,7 +397,7 @@ def _begun(plan: Plan | None, module: nn.Module, asked: PartitionRequest) -> Pla
     """Return the given plan, checked against the model, or a new one; as far as it needs no trace."""
     if plan is None:
         return make_plan(asked.config, module, ranks=asked.ranks, device=asked.device)
-    law.check(asked.config, plan)
+    recipe.check(asked.config, plan)
     check_units(module, plan.units)
     units = units_of(module, asked.config.plan.units)
     if asked.config.plan.units != "auto" and plan.units and plan.units != units:
@@ -486,7 +488,7 @@ def _unit(given: int | str, blocks: Sequence[str]) -> str:
 
 def _groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of every stage, within a replica."""
-    schedule = schedule_of(plan, 0)
+    schedule = schedule_of(plan, 0, PlanMethods.of(plan).schedule)
     return tuple(schedule.ranks_of(stage) for stage in range(schedule.stages))
 
 
@@ -500,7 +502,8 @@ def forecast_of(plan: Plan, cut: StagedModel, batches: Batches, config: RunConfi
         for number, piece in Feed(batches, plan, replica, config.train.seed).fetch(0).items():
             flow, parts = cut.ways.of(piece.rows)
             borders += [Border(replica, part.stage, number, boundary_of(flow, part).sends) for part in parts[:-1]]
-    by_count = {m: schedule_of(plan, plan.microbatches.index(m)) for m in set(plan.microbatches)}
+    maker = PlanMethods.of(plan).schedule
+    by_count = {m: schedule_of(plan, plan.microbatches.index(m), maker) for m in set(plan.microbatches)}
     schedules = tuple(by_count[m] for m in plan.microbatches)
     return price_of_stages(plan, Staged(schedules, held, cut.shared()), borders)
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gossamer.data import share_rows
-from gossamer.pipeline import schedule
 from gossamer.pipeline.passes import spread, with_transfers
-from gossamer.pipeline.schedule import Schedule
+from gossamer.pipeline.schedule import PipelineSchedule, Schedule
 from gossamer.pipeline.schedule._assign import deal
 from gossamer.pipeline.schedule.forward_only import ForwardOnly
 from gossamer.pipeline.validate import check
 from gossamer.spec.plan import Plan
 
 
-def schedule_of(plan: Plan, replica: int) -> Schedule:
-    """Return the training schedule of a replica's ranks.
+def schedule_of(plan: Plan, replica: int, maker: PipelineSchedule) -> Schedule:
+    """Return the training schedule of a replica's ranks, made by the plan's `maker`.
 
     Raises BadInput where the schedule does not support the plan's stages or micro-batches.
     """
-    maker, microbatches = (
-        schedule.build(plan.pipeline_schedule, key="plan.pipeline_schedule"),
-        plan.microbatches[replica],
-    )
+    microbatches = plan.microbatches[replica]
 
     def straight(stages: int) -> Schedule:
         return maker.make(stages=stages, ranks=stages, microbatches=microbatches)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gossamer.comm.message import ProcessGroups
 from gossamer.p2p import StageLink, TensorSpec
-from gossamer.p2p import activation as crossings
+from gossamer.p2p.activation import ActivationCodec
 from gossamer.p2p.activation.none import NoCompression
 from gossamer.pipeline.schedule import Schedule
 from gossamer.spec.plan import Plan
@@ -15,15 +15,20 @@ from gossamer.spec.plan import Plan
 StageLinks = Mapping[tuple[int, int], StageLink]  # (stage that sends, micro-batch) -> link to the next stage
 
 
-def links_of(plan: Plan, levels: ProcessGroups, schedule: Schedule, replica: int) -> StageLinks:
+def links_of(
+    plan: Plan,
+    levels: ProcessGroups,
+    schedule: Schedule,
+    replica: int,
+    activation: Sequence[ActivationCodec],
+) -> StageLinks:
     """Return the stage links of one replica with this schedule, by (stage, micro-batch).
 
-    A micro-batch that stays on its rank has none. Raises BadInput for an activation codec that cannot be built.
+    A micro-batch that stays on its rank has none. `activation`: the codec of every stage boundary.
     """
     first = replica * plan.width
     found: dict[tuple[int, int], StageLink] = {}
     for stage in range(schedule.stages - 1):
-        crossing = crossings.build(plan.boundary_of(stage), key="plan.activation_compression")
         for batch in range(schedule.microbatches):
             if schedule.crosses(stage, batch):
                 found[stage, batch] = StageLink(
@@ -31,7 +36,7 @@ def links_of(plan: Plan, levels: ProcessGroups, schedule: Schedule, replica: int
                     target=first + schedule.rank_of(stage + 1, batch),
                     levels=levels,
                     level="pipe",
-                    crossing=crossing,
+                    crossing=activation[stage],
                     name=str(stage),
                 )
     return found

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossamer import sharding as sharding_methods
 from gossamer.comm.message import ProcessGroups
 from gossamer.plan._sharding_groups import ShardingPlace, least_wait, places_of_states
 from gossamer.plan._stage_traffic import Border, Staged, price_of_stages
@@ -26,10 +25,10 @@ from gossamer.plan._traffic import (
     walk_bytes,
     word_bytes,
 )
+from gossamer.recipe import PlanMethods
 from gossamer.sharding import UnshardOrder
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
-from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.plan import Plan
 from gossamer.spec.registry import Registry
 from gossamer.sync import OuterLoopConfig, ZerothOrderConfig
@@ -59,41 +58,29 @@ class Planner(ABC):
         """Return the plan. Raises BadInput for a configuration that cannot be planned, NoPlan if nothing fits."""
 
 
-def price_of(
-    written: Exchanges,
-    shapes: Shapes,
-    levels: ProcessGroups,
-    *,
-    bucket_bytes: int,
-    states: Written = "none",
-    walk: UnshardOrder | None = None,
-    microbatches: int = 1,
-) -> Cost:
+def price_of(methods: PlanMethods, shapes: Shapes, levels: ProcessGroups, *, walk: UnshardOrder | None = None) -> Cost:
     """Return the communication volume of a synchronous step: bytes per link, and bytes that each rank sends.
 
-    `written`: the exchange; `states`: the sharding; `walk`: required for sharded parameters, which are gathered for
-    each of a rank's `microbatches`.
+    `walk`: required for sharded parameters, which are gathered for each of a rank's micro-batches.
     """
-    sharding = sharding_methods.build(states, key="plan.sharding")
-    deal = sharding.deal(levels)
-    buckets = state_buckets(written, shapes, sharding, deal, bucket_bytes=bucket_bytes)
+    sharding, deal = methods.sharding, methods.sharding.deal(levels)
+    buckets = state_buckets(methods, shapes, deal, bucket_bytes=methods.plan.bucket_bytes)
     links = Counter(step_bytes(buckets, levels))
     if sharding.takes_parameters:
         assert walk is not None, "the gathers of a step follow from what runs one after the other"
-        links.update(walk_bytes(walk, deal.of_parameters, microbatches))
+        links.update(walk_bytes(walk, deal.of_parameters, methods.plan.microbatches[0]))
     if sharding.is_sharded:
         links.update(gather_bytes(buckets, deal, sharding.differences))
     return _cost(links, levels)
 
 
-def price_apart(loop: OuterLoopConfig, plan: Plan, shapes: Shapes, levels: ProcessGroups) -> Cost:
+def price_apart(loop: OuterLoopConfig, methods: PlanMethods, shapes: Shapes, levels: ProcessGroups) -> Cost:
     """Return the mean communication volume of a step in local-update training, rounds included, rounded down.
 
     Raises BadInput for a gradient exchange that cannot run inside an island.
     """
-    sharding = sharding_methods.build(plan.sharding, key="plan.sharding")
-    deal = sharding.deal(levels)
-    buckets = state_buckets(plan.exchange, shapes, sharding, deal, bucket_bytes=plan.bucket_bytes)
+    plan, sharding, deal = methods.plan, methods.sharding, methods.sharding.deal(levels)
+    buckets = state_buckets(methods, shapes, deal, bucket_bytes=plan.bucket_bytes)
     island = levels.only("island")
     buckets = [(layout, one.for_island()) for layout, one in buckets]
     for layout, one in buckets:

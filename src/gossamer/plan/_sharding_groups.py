@@ -22,9 +22,11 @@ from gossamer import sharding as sharding_methods
 from gossamer.comm.message import ProcessGroups
 from gossamer.plan._traffic import Shapes, state_buckets
 from gossamer.plan.exchange import wire_seconds
+from gossamer.recipe import PlanMethods
 from gossamer.spec.errors import NoPlan
 from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.network import Network
+from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_bytes
 
 STATES: tuple[Written, ...] = ("none", {"zero1": {"shard_group": "island"}}, "zero1")
@@ -73,11 +75,12 @@ def places_of_states(
     cost of each includes its gradient exchange and the all-gather after the update.
     """
     found = []
+    exact = PlanMethods.of(Plan(rows=(1,), microbatches=(1,), exchange=exchange))
     for written in among:
-        sharding = sharding_methods.build(written, key="plan.sharding")
-        deal = sharding.deal(levels)
+        methods = exact.under(sharding=written)
+        sharding, deal = methods.sharding, methods.sharding.deal(levels)
         there = back = 0.0
-        for layout, one in state_buckets(exchange, shapes, sharding, deal, bucket_bytes=bucket_bytes):
+        for layout, one in state_buckets(methods, shapes, deal, bucket_bytes=bucket_bytes):
             gather = {
                 r: sharding_methods.gather_traffic(layout, deal, r, sharding.differences) for r in levels.everyone
             }

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gossamer import exchange as exchange_methods
 from gossamer.comm.message import ProcessGroups, Traffic
 from gossamer.p2p import TensorSpec
 from gossamer.pipeline.p2p import StageTensor
@@ -15,6 +14,7 @@ from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.stage_links import levels_of_stages, links_of, way_of
 from gossamer.pipeline.tied_weights import TiedWeights, holders_of
 from gossamer.plan._traffic import Shapes, agreement, by_link, gradient_buckets
+from gossamer.recipe import PlanMethods
 from gossamer.spec.cost import Cost
 from gossamer.spec.plan import Plan
 
@@ -48,22 +48,24 @@ def price_of_stages(plan: Plan, staged: Staged, borders: Sequence[Border]) -> Co
     Counts activations and their gradients, the gradient exchange between replicas, and the gradients of tied
     parameters.
     """
-    levels = levels_of_stages(plan)
+    levels, methods = levels_of_stages(plan), PlanMethods.of(plan)
     links = by_link(
         levels,
         lambda rank: (
             *agreement(levels.whole),
-            *_crossing(plan, staged, borders, levels, rank),
-            *_gradients(plan, staged, levels, rank),
+            *_crossing(methods, staged, borders, levels, rank),
+            *_gradients(methods, staged, levels, rank),
         ),
     )
     sent = tuple(sum(n for link, n in links.items() if link.startswith(f"{r}>")) for r in levels.everyone)
     return Cost(wire_bytes=links, sent_bytes=sent)
 
 
-def _crossing(plan: Plan, staged: Staged, borders: Sequence[Border], levels: ProcessGroups, rank: int) -> list[Traffic]:
-    replica, _ = plan.place_of(rank)
-    links = links_of(plan, levels, staged.schedules[replica], replica)
+def _crossing(
+    methods: PlanMethods, staged: Staged, borders: Sequence[Border], levels: ProcessGroups, rank: int
+) -> list[Traffic]:
+    replica, _ = methods.plan.place_of(rank)
+    links = links_of(methods.plan, levels, staged.schedules[replica], replica, methods.activation)
     found: list[Traffic] = []
     for border in borders:
         link = links.get((border.stage, border.batch))
@@ -76,10 +78,11 @@ def _crossing(plan: Plan, staged: Staged, borders: Sequence[Border], levels: Pro
     return found
 
 
-def _gradients(plan: Plan, staged: Staged, levels: ProcessGroups, rank: int) -> list[Traffic]:
+def _gradients(methods: PlanMethods, staged: Staged, levels: ProcessGroups, rank: int) -> list[Traffic]:
+    plan = methods.plan
     replica, place = plan.place_of(rank)
     shapes = staged.held[place]
-    exchange = exchange_methods.rules(plan.exchange).by_name(name for name, _ in shapes)
+    exchange = methods.exchange.by_name(name for name, _ in shapes)
     found: list[Traffic] = []
     for layout, one in gradient_buckets(shapes, exchange, bucket_bytes=plan.bucket_bytes):
         found += one.traffic(layout, levels, rank)

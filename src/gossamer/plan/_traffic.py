@@ -8,14 +8,13 @@ from math import prod
 
 import torch
 
-from gossamer import exchange as exchange_methods
 from gossamer.comm.bucket import Layout
 from gossamer.comm.channel.counting import CountingChannel
 from gossamer.comm.message import Collective, ProcessGroups, Traffic
 from gossamer.exchange import Exchange
 from gossamer.exchange.codec import Codec
+from gossamer.recipe import PlanMethods
 from gossamer.sharding import RowPartition, Sharding, UnshardOrder, gather_traffic, longest
-from gossamer.spec.method_config import Exchanges
 from gossamer.sync import OuterLoopConfig, StatusExchange, ZerothOrderConfig, buckets_of, traffic_of_round
 
 
@@ -34,13 +33,10 @@ def gradient_buckets(shapes: Shapes, exchange: Mapping[str, Exchange], *, bucket
     return buckets_of(params, exchange, bucket_bytes=bucket_bytes)
 
 
-def state_buckets(
-    written: Exchanges, shapes: Shapes, sharding: Sharding, deal: RowPartition, *, bucket_bytes: int
-) -> Buckets:
+def state_buckets(methods: PlanMethods, shapes: Shapes, deal: RowPartition, *, bucket_bytes: int) -> Buckets:
     """Return the same buckets for a sharding: each exchange delivers to the ranks that own the optimizer states."""
-    named = exchange_methods.rules(written).by_name(name for name, _ in shapes)
-    met = {name: sharding.exchange(one, deal.path) for name, one in named.items()}
-    return gradient_buckets(shapes, met, bucket_bytes=bucket_bytes)
+    exchange = methods.exchanges((name for name, _ in shapes), deal)
+    return gradient_buckets(shapes, exchange, bucket_bytes=bucket_bytes)
 
 
 def step_bytes(buckets: Buckets, levels: ProcessGroups, *, meets: str = "all") -> dict[str, int]:

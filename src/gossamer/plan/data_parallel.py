@@ -16,14 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from gossamer import exchange as exchange_methods
-from gossamer import sharding as sharding_methods
-from gossamer import sync
+from gossamer import recipe
 from gossamer.comm.message import ProcessGroups
 from gossamer.data import share_rows
-from gossamer.plan import Planner, Request, law, price_apart, price_of, price_probed, state_bytes
+from gossamer.plan import Planner, Request, price_apart, price_of, price_probed, state_bytes
 from gossamer.plan._stage_ranks import Groups, check_microbatches, shares_of, stages_of
-from gossamer.plan.law import EVERY_STEP, Terms, rule_of
+from gossamer.recipe import EVERY_STEP, PlanMethods, Recipe
+from gossamer.recipe.plan_methods import ALL_REDUCE, AUTO
+from gossamer.sharding import Sharding
 from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import bad_input
@@ -54,9 +54,10 @@ class DataParallel(Planner):
         reasons["batch_fractions"] = "given" if config.plan.batch_fractions != "auto" else f"equal parts for {whose}"
         rows = (config.train.batch,) if stages else share_rows(config.train.batch, share)
         pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe, stages)
-        pieces = _in_step(config, rows, pieces)
-        exchange, reasons["exchange"] = _exchange(config, mesh)
-        sync, why = _sync(config, mesh)
+        asked = PlanMethods.asked(config.plan)
+        pieces = _in_step(asked.sharding, rows, pieces)
+        exchange, reasons["exchange"] = _exchange(asked, mesh)
+        sync, why = _sync(asked, config, mesh)
         reasons.update({"sync": why} if why else {})
         if request.units:
             reasons["units"] = (
@@ -75,12 +76,12 @@ class DataParallel(Planner):
             islands=_islands(config),
             sharding=config.plan.sharding,
             sync=sync,
-            bucket_bytes=_bucket_bytes(config, request),
+            bucket_bytes=_bucket_bytes(asked.sharding, request),
             backend="nccl" if request.device == "cuda" else "gloo",
         )
-        terms = law.check(config, plan)
-        plan = plan.model_copy(update={"reasons": {**reasons, **_reasons(terms)}})
-        return plan.model_copy(update={"forecast": _forecast(terms, request)}) if request.shapes else plan
+        found = recipe.check(config, plan)
+        plan = plan.model_copy(update={"reasons": {**reasons, **_reasons(found)}})
+        return plan.model_copy(update={"forecast": _forecast(found, request)}) if request.shapes else plan
 
     def _microbatches(
         self, config: RunConfig, rows: tuple[int, ...], stages: int, groups: Groups
@@ -126,49 +127,47 @@ def _mesh(asked: MeshSection, ranks: int) -> Mesh:
     return Mesh(replica=ranks // stages, pipe=stages)
 
 
-def _sync(config: RunConfig, mesh: Mesh) -> tuple[Written, str]:
+def _sync(asked: PlanMethods, config: RunConfig, mesh: Mesh) -> tuple[Written, str]:
     """Return the sync method and the reason. `auto` stays if local updates are possible: measured links decide
     (gossamer.autotune).
     """
-    asked = config.plan
-    if asked.sync != "auto":
-        return asked.sync, ""
+    if not asked.chooses_sync:
+        return config.plan.sync, ""
     against = {
         "a model in stages": mesh.pipe > 1,
-        "sharded states": sharding_methods.build(asked.sharding, key="plan.sharding").is_sharded,
-        "plan.adapt": asked.adapt != "none",
+        "sharded states": asked.sharding.is_sharded,
+        "plan.adapt": config.plan.adapt != "none",
         "verification": config.train.verify.every > 0,
     }
     why = " and ".join(name for name, holds in against.items() if holds)
-    if asked.exchange != "auto" or not why:
-        return "auto", ""
+    if not asked.chooses_exchange or not why:
+        return AUTO, ""
     return EVERY_STEP, f"every step: islands do not part with {why}"
 
 
-def _exchange(config: RunConfig, mesh: Mesh) -> tuple[Exchanges, str]:
-    if config.plan.exchange != "auto":
-        return config.plan.exchange, "given"
-    method = sync.build(EVERY_STEP if config.plan.sync == "auto" else config.plan.sync, key="plan.sync")
-    if method.probe is not None:
-        return "dense", "no gradient is exchanged"
-    if method.loop is not None:
-        return "dense", "all-reduce of the gradients of an island; what goes between islands is plan.sync's"
+def _exchange(asked: PlanMethods, mesh: Mesh) -> tuple[Exchanges, str]:
+    if not asked.chooses_exchange:
+        return asked.plan.exchange, "given"
+    if asked.sync.probe is not None:
+        return ALL_REDUCE, "no gradient is exchanged"
+    if asked.sync.loop is not None:
+        return ALL_REDUCE, "all-reduce of the gradients of an island; what goes between islands is plan.sync's"
     if mesh.pipe > 1:
-        return "dense", "all-reduce: of a model in stages only what is given is compressed"
-    return "auto", "chosen before step 1, as the links are"
+        return ALL_REDUCE, "all-reduce: of a model in stages only what is given is compressed"
+    return AUTO, "chosen before step 1, as the links are"
 
 
-def _reasons(terms: Terms) -> dict[str, str]:
+def _reasons(found: Recipe) -> dict[str, str]:
     """Return notes on the plan: the cost of verification, and settings without effect."""
-    found, plan, every = {}, terms.plan, terms.config.train.verify.every
+    notes, plan, every = {}, found.plan, found.config.train.verify.every
     if every:
-        found["verify"] = f"1 step in {every} is done again by two others: {200 / every:.3g} % more compute"
-    loop = terms.sync.loop
-    if loop is not None and (unused := law.not_used_inside(loop, plan.islands, plan.exchange)):
-        found["exchange"] = unused
-    if terms.config.machines.islands != "auto" and terms.stages > 1:
-        found["islands"] = "not used: the links of a model in stages are its own"
-    return found
+        notes["verify"] = f"1 step in {every} is done again by two others: {200 / every:.3g} % more compute"
+    loop = found.sync.loop
+    if loop is not None and (unused := recipe.not_used_inside(loop, plan.islands, plan.exchange)):
+        notes["exchange"] = unused
+    if found.config.machines.islands != "auto" and found.stages > 1:
+        notes["islands"] = "not used: the links of a model in stages are its own"
+    return notes
 
 
 def _schedule(config: RunConfig, mesh: Mesh) -> Written:
@@ -182,9 +181,9 @@ def _boundary(config: RunConfig) -> Written | tuple[Written, ...]:
     return tuple(asked) if isinstance(asked, list) else asked
 
 
-def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) -> tuple[int, ...]:
+def _in_step(sharding: Sharding, rows: tuple[int, ...], pieces: tuple[int, ...]) -> tuple[int, ...]:
     """Return the micro-batches per replica, equal if all ranks gather sharded parameters together. Raises BadInput."""
-    if not sharding_methods.build(config.plan.sharding, key="plan.sharding").takes_parameters:
+    if not sharding.takes_parameters:
         return pieces
     if max(pieces) > min(rows):
         raise bad_input(
@@ -196,12 +195,12 @@ def _in_step(config: RunConfig, rows: tuple[int, ...], pieces: tuple[int, ...]) 
     return (max(pieces),) * len(pieces)
 
 
-def _bucket_bytes(config: RunConfig, request: Request) -> int:
+def _bucket_bytes(sharding: Sharding, request: Request) -> int:
     """Return the size of gradient buckets.
 
     With sharded states buckets are small, because every bucket in flight is held several times.
     """
-    if not sharding_methods.build(config.plan.sharding, key="plan.sharding").is_sharded:
+    if not sharding.is_sharded:
         return BUCKET_BYTES
     gradients = 4 * sum(prod(shape) for _, shape in request.shapes)
     return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, gradients // _BUCKETS))
@@ -226,46 +225,39 @@ def _share(config: RunConfig, replicas: int) -> tuple[float, ...]:
     return tuple(part / sum(asked) for part in asked)
 
 
-def _forecast(terms: Terms, request: Request) -> Cost:
-    plan = terms.plan
-    if terms.stages > 1:
+def _forecast(found: Recipe, request: Request) -> Cost:
+    plan = found.plan
+    if found.stages > 1:
         return Cost()  # which parameters lie on which rank is known when the cuts are
-    to_come = terms.exchange is None or (exchange_methods.asks_for_islands(plan.exchange) and not plan.islands)
-    written = "dense" if to_come else plan.exchange  # an exchange chosen later sends no more
+    methods = found.methods
+    if methods.exchange.asks_for_islands and not plan.islands:
+        methods = methods.under(exchange=ALL_REDUCE)  # what is chosen when the islands are known sends no more
     levels = ProcessGroups.islands(plan.islands) if plan.islands else ProcessGroups.flat(plan.mesh.replica)
-    if terms.sync.probe is not None:
-        return price_probed(terms.sync.probe, levels)
-    if (loop := terms.sync.loop) is None:
-        cost = price_of(
-            written,
-            request.shapes,
-            levels,
-            bucket_bytes=plan.bucket_bytes,
-            states=plan.sharding,
-            walk=request.walk,
-            microbatches=plan.microbatches[0],
-        )
-        return cost.model_copy(update={"state_bytes": _held(terms, request, levels)})
+    if found.sync.probe is not None:
+        return price_probed(found.sync.probe, levels)
+    if (loop := found.sync.loop) is None:
+        cost = price_of(methods, request.shapes, levels, walk=request.walk)
+        return cost.model_copy(update={"state_bytes": _held(found, request, levels)})
     islands = ProcessGroups.islands(plan.islands or [[rank] for rank in range(plan.ranks)])
     known = len(islands.groups["island"])
     if loop.local_steps == "auto" or len(loop.local_steps) != known:  # not known yet: no island makes more than all
         loop = replace(loop, local_steps=())
-    cost = price_apart(loop, plan, request.shapes, islands)
-    return cost.model_copy(update={"state_bytes": _held_apart(loop, terms, request, islands)})
+    cost = price_apart(loop, found.methods, request.shapes, islands)
+    return cost.model_copy(update={"state_bytes": _held_apart(loop, found, request, islands)})
 
 
-def _held(terms: Terms, request: Request, levels: ProcessGroups) -> tuple[int, ...]:
+def _held(found: Recipe, request: Request, levels: ProcessGroups) -> tuple[int, ...]:
     """Return the bytes of model state by rank; empty if they are not known yet."""
-    if request.walk is None or (terms.sharding.needs_islands and not terms.plan.islands):
+    if request.walk is None or (found.sharding.needs_islands and not found.plan.islands):
         return ()
     trained = frozenset(n for n, _ in request.shapes)
-    return state_bytes(terms.sharding, request.walk, trained, levels, slots=len(rule_of(terms).slots))
+    return state_bytes(found.sharding, request.walk, trained, levels, slots=len(found.optimizer_with(1.0).slots))
 
 
-def _held_apart(loop: OuterLoopConfig, terms: Terms, request: Request, islands: ProcessGroups) -> tuple[int, ...]:
+def _held_apart(loop: OuterLoopConfig, found: Recipe, request: Request, islands: ProcessGroups) -> tuple[int, ...]:
     """Return the same in local-update training, plus the outer loop's state for all trained parameters."""
     slots = (
         1 + len(loop.outer_optimizer.slots) + (loop.step_exchange is not None)
     )  # global parameters; the island's parameters one step ago
     outside = 4 * slots * sum(prod(shape) for _, shape in request.shapes)
-    return tuple(held + outside for held in _held(terms, request, islands))
+    return tuple(held + outside for held in _held(found, request, islands))

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gossamer import sync
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.model.precision import FP32, precision_of
@@ -29,6 +28,7 @@ from gossamer.proof.one_process import OneProcess
 from gossamer.proof.report import layout_of, line_of, refusal_of, warnings_of
 from gossamer.proof.time_limit import NotProved, TimeLimit
 from gossamer.proof.trials import TrialSet, question_of
+from gossamer.recipe import PlanMethods
 from gossamer.run.build import Parts, engine_of
 from gossamer.run.resources import memory
 from gossamer.run.step_runner import ModelRuntime
@@ -186,7 +186,7 @@ def is_asked(parts: Parts) -> bool:
     config, plan = parts.config, parts.plan
     if config.train.prove == "never":
         return False
-    together = sync.build("every_step" if plan.sync == "auto" else plan.sync, key="plan.sync")
+    together = PlanMethods.of(plan).sync
     if together.probe is not None:
         return False
     if config.train.prove == "always":

@@ -7,58 +7,60 @@ from typing import TypeAlias
 
 from gossamer import exchange as exchange_methods
 from gossamer.exchange import Exchange
-from gossamer.plan.law._terms import RULE, Terms, rule_of
-from gossamer.spec.config import PlanSection
+from gossamer.recipe.parameter_rules import ParameterRules
+from gossamer.recipe.recipe import OPTIMIZER, Recipe
+from gossamer.spec.config import PlanSection, RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges, MethodConfig, told
-from gossamer.spec.unread_keys import without_stages
+from gossamer.spec.plan import Plan
+from gossamer.spec.unread_keys import check_given, without_stages
 from gossamer.sync import OuterLoopConfig
 
-Law: TypeAlias = Callable[[Terms], BadInput | None]
+Law: TypeAlias = Callable[[Recipe], BadInput | None]
 _PLAN = PlanSection()
 _WHOLE = "leave plan.sharding at none"
 
 
-def _sync_in_stages(terms: Terms) -> BadInput | None:
-    if terms.sync.is_plain or terms.stages == 1:
+def _sync_in_stages(recipe: Recipe) -> BadInput | None:
+    if recipe.sync.is_plain or recipe.stages == 1:
         return None
-    where = "islands train apart" if terms.sync.loop is not None else "losses alone decide"
+    where = "islands train apart" if recipe.sync.loop is not None else "losses alone decide"
     return bad_input(
         wanted=f"every process to hold the whole model, where {where}",
-        got=f"a model in {terms.stages} stages",
+        got=f"a model in {recipe.stages} stages",
         do="leave plan.mesh.pipe at 1, or plan.sync at every_step",
         key="plan.sync",
     )
 
 
-def _rule_begins_apart(terms: Terms) -> BadInput | None:
-    if terms.sync.level(0) == "all" or terms.rule.begins_apart:
+def _rule_begins_apart(recipe: Recipe) -> BadInput | None:
+    if recipe.sync.level(0) == "all" or recipe.optimizer.begins_apart:
         return None
     return bad_input(
         wanted="first steps in which all gradients meet, as in others this rule's second moment stays as it is",
-        got=f"plan.sync {told(terms.plan.sync)}",
+        got=f"plan.sync {told(recipe.plan.sync)}",
         do="give plan.sync warmup_steps, of a tenth of the run, say",
-        key=RULE,
+        key=OPTIMIZER,
     )
 
 
-def _sync_open(terms: Terms) -> BadInput | None:
-    if terms.plan.sync != "auto" or terms.plan.exchange == "auto":
+def _sync_open(recipe: Recipe) -> BadInput | None:
+    if recipe.plan.sync != "auto" or recipe.plan.exchange == "auto":
         return None
     return bad_input(
         wanted="an exchange that is chosen with it",
-        got=f"plan.exchange {_said(terms.plan.exchange)}",
+        got=f"plan.exchange {_said(recipe.plan.exchange)}",
         do="leave plan.exchange at auto, or name a method of `gossamer methods sync`",
         key="plan.sync",
     )
 
 
-def _probe_exchanges_nothing(terms: Terms) -> BadInput | None:
-    if terms.sync.probe is None or terms.plan.exchange in ("auto", "dense"):
+def _probe_exchanges_nothing(recipe: Recipe) -> BadInput | None:
+    if recipe.sync.probe is None or recipe.plan.exchange in ("auto", "dense"):
         return None
     return bad_input(
         wanted="no exchange of gradients, where losses alone decide",
-        got=_said(terms.plan.exchange),
+        got=_said(recipe.plan.exchange),
         do="leave plan.exchange at auto",
         key="plan.exchange",
     )
@@ -89,55 +91,55 @@ def _name(method: Exchange) -> str:
     return type(method).__module__.rpartition(".")[2]
 
 
-def _clip(terms: Terms) -> BadInput | None:
-    return clipped(terms.exchanges, terms.config.train.max_grad_norm)
+def _clip(recipe: Recipe) -> BadInput | None:
+    return clipped(recipe.exchanges, recipe.config.train.max_grad_norm)
 
 
-def _clip_adapted(terms: Terms) -> BadInput | None:
+def _clip_adapted(recipe: Recipe) -> BadInput | None:
     """Apply the clipping law to the settings that a policy may choose."""
-    if terms.policy is None or terms.exchange is None:
+    if recipe.policy is None or recipe.methods.chooses_exchange:
         return None
-    settings = [w for line in terms.exchange.lines for w in terms.policy.to_measure(line.written)]
-    built = [exchange_methods.build(written, key="plan.adapt") for written in settings]
-    return clipped(built, terms.config.train.max_grad_norm, key="plan.adapt")
+    settings = [w for line in recipe.methods.exchange.lines for w in recipe.policy.to_measure(line.written)]
+    built = [one for written in settings for one in ParameterRules.read(written, key="plan.adapt").written]
+    return clipped(built, recipe.config.train.max_grad_norm, key="plan.adapt")
 
 
-def _islands_in_stages(terms: Terms) -> BadInput | None:
-    if terms.stages == 1 or terms.exchange is None or not exchange_methods.asks_for_islands(terms.plan.exchange):
+def _islands_in_stages(recipe: Recipe) -> BadInput | None:
+    if recipe.stages == 1 or recipe.methods.chooses_exchange or not recipe.methods.exchange.asks_for_islands:
         return None
     return bad_input(
         wanted="an exchange among the ranks of a stage, which are all alike",
-        got=f"one that speaks of islands, for a model in {terms.stages} stages",
+        got=f"one that speaks of islands, for a model in {recipe.stages} stages",
         do="name the method that is to go between them for all, or leave plan.mesh.pipe at 1",
         key="plan.exchange",
     )
 
 
-def _adapts_what_meets(terms: Terms) -> BadInput | None:
-    if terms.policy is None or terms.sync.is_plain:
+def _adapts_what_meets(recipe: Recipe) -> BadInput | None:
+    if recipe.policy is None or recipe.sync.is_plain:
         return None
-    by_paths = terms.sync.loop is not None and terms.policy.needs_paths
+    by_paths = recipe.sync.loop is not None and recipe.policy.needs_paths
     if not by_paths:
         gradients = "gradients that all ranks exchange at every step, which is what"
         return bad_input(
-            wanted=f"bcrs, or {gradients} other policies adapt" if terms.sync.loop else f"{gradients} a policy adapts",
-            got=f"plan.sync {told(terms.plan.sync)}",
+            wanted=f"bcrs, or {gradients} other policies adapt" if recipe.sync.loop else f"{gradients} a policy adapts",
+            got=f"plan.sync {told(recipe.plan.sync)}",
             do="leave plan.adapt at none",
             key="plan.adapt",
         )
-    if not terms.sync.names_exchange:
+    if not recipe.sync.names_exchange:
         return bad_input(
             wanted="a plan.sync whose exchange between islands can be set, as diloco's can",
-            got=f"plan.sync {told(terms.plan.sync)}",
+            got=f"plan.sync {told(recipe.plan.sync)}",
             do="leave plan.adapt at none, or name another plan.sync",
             key="plan.adapt",
         )
     return None
 
 
-def _adapts_ways(terms: Terms) -> BadInput | None:
-    islands = terms.plan.islands
-    if terms.policy is None or terms.sync.is_plain or all(len(island) == 1 for island in islands):
+def _adapts_ways(recipe: Recipe) -> BadInput | None:
+    islands = recipe.plan.islands
+    if recipe.policy is None or recipe.sync.is_plain or all(len(island) == 1 for island in islands):
         return None
     return bad_input(
         wanted="islands of one rank each, whose ways out are known",
@@ -147,32 +149,32 @@ def _adapts_ways(terms: Terms) -> BadInput | None:
     )
 
 
-def _adapts_links(terms: Terms) -> BadInput | None:
-    if terms.policy is None or terms.policy.for_links == (terms.stages > 1):
+def _adapts_links(recipe: Recipe) -> BadInput | None:
+    if recipe.policy is None or recipe.policy.for_links == (recipe.stages > 1):
         return None
-    if terms.stages > 1:
+    if recipe.stages > 1:
         return bad_input(
             wanted="a policy for the links between stages, ada_topk",
-            got=f"{told(terms.config.plan.adapt)} for a model in {terms.stages} stages",
+            got=f"{told(recipe.config.plan.adapt)} for a model in {recipe.stages} stages",
             do="name another, leave plan.adapt at none, or plan.mesh.pipe at 1",
             key="plan.adapt",
         )
     return bad_input(
         wanted="a policy for gradients",
-        got=f"{told(terms.config.plan.adapt)}, which is for the links between stages of a model (plan.mesh.pipe)",
+        got=f"{told(recipe.config.plan.adapt)}, which is for the links between stages of a model (plan.mesh.pipe)",
         do="name another: gossamer methods policy",
         key="plan.adapt",
     )
 
 
-def _adapts_as_it_goes(terms: Terms) -> BadInput | None:
+def _adapts_as_it_goes(recipe: Recipe) -> BadInput | None:
     """Check `adapt_every` and `adapt_window`: stage boundaries and exchanges between islands are chosen once, before
     step 1.
     """
-    asked, before = terms.config.plan, terms.stages > 1 or terms.sync.loop is not None
+    asked, before = recipe.config.plan, recipe.stages > 1 or recipe.sync.loop is not None
     for key in ("adapt_every", "adapt_window"):
         if before and getattr(asked, key) != getattr(_PLAN, key):
-            where = f"a model in {terms.stages} stages" if terms.stages > 1 else f"plan.sync {told(terms.plan.sync)}"
+            where = f"a model in {recipe.stages} stages" if recipe.stages > 1 else f"plan.sync {told(recipe.plan.sync)}"
             return bad_input(
                 wanted="a policy that chooses as the run goes on",
                 got=f"one that chooses before the first step, for {where}",
@@ -182,26 +184,26 @@ def _adapts_as_it_goes(terms: Terms) -> BadInput | None:
     return None
 
 
-def _states_of_whole_replicas(terms: Terms) -> BadInput | None:
-    sharding, schedule = terms.sharding, terms.plan.pipeline_schedule
+def _states_of_whole_replicas(recipe: Recipe) -> BadInput | None:
+    sharding, schedule = recipe.sharding, recipe.plan.pipeline_schedule
     if not sharding.is_sharded:
         return None
     key, do = "plan.sharding", _WHOLE
-    if terms.stages == 1 and sharding.takes_parameters and MethodConfig.parse(schedule).name != "single_stage":
+    if recipe.stages == 1 and sharding.takes_parameters and MethodConfig.parse(schedule).name != "single_stage":
         got = f"plan.pipeline_schedule {told(schedule)}"
         return bad_input(wanted="plan.pipeline_schedule single_stage, for sharded parameters", got=got, do=do, key=key)
-    if terms.stages > 1 or terms.sync.probe is not None:
-        got = f"a model in {terms.stages} stages" if terms.stages > 1 else f"plan.sync {told(terms.plan.sync)}"
+    if recipe.stages > 1 or recipe.sync.probe is not None:
+        got = f"a model in {recipe.stages} stages" if recipe.stages > 1 else f"plan.sync {told(recipe.plan.sync)}"
         return bad_input(wanted="whole replicas whose gradients meet, for sharded states", got=got, do=do, key=key)
     return None
 
 
-def _states_apart(terms: Terms) -> BadInput | None:
+def _states_apart(recipe: Recipe) -> BadInput | None:
     """Check that the sharding keeps states inside each island, as local-update training needs."""
-    sharding, loop = terms.sharding, terms.sync.loop
+    sharding, loop = recipe.sharding, recipe.sync.loop
     if not sharding.is_sharded or loop is None:
         return None
-    key, got = "plan.sharding", told(terms.plan.sharding)
+    key, got = "plan.sharding", told(recipe.plan.sharding)
     if sharding.takes_parameters or sharding.differences is not None:
         return bad_input(
             wanted="zero1 or zero2, where islands train apart: what meets between them is whole parameters, as each "
@@ -219,7 +221,7 @@ def _states_apart(terms: Terms) -> BadInput | None:
             key=key,
         )
     if not sharding.needs_islands:
-        name = MethodConfig.parse(terms.plan.sharding).name
+        name = MethodConfig.parse(recipe.plan.sharding).name
         return bad_input(
             wanted="states that are shared out inside every island, where islands train apart: each has its own",
             got=f"{got}, over all ranks",
@@ -229,28 +231,28 @@ def _states_apart(terms: Terms) -> BadInput | None:
     return None
 
 
-def _states_adapted(terms: Terms) -> BadInput | None:
-    if not terms.sharding.is_sharded or terms.policy is None:
+def _states_adapted(recipe: Recipe) -> BadInput | None:
+    if not recipe.sharding.is_sharded or recipe.policy is None:
         return None
-    got = f"plan.adapt {told(terms.config.plan.adapt)}, which measures whole mean gradients"
+    got = f"plan.adapt {told(recipe.config.plan.adapt)}, which measures whole mean gradients"
     wanted = "no policy, where a rank knows the mean of its own rows alone"
     return bad_input(wanted=wanted, got=got, do=_WHOLE, key="plan.sharding")
 
 
-def _states_by_element(terms: Terms) -> BadInput | None:
-    if not terms.sharding.is_sharded or terms.rule.by_element:
+def _states_by_element(recipe: Recipe) -> BadInput | None:
+    if not recipe.sharding.is_sharded or recipe.optimizer.by_element:
         return None
     return bad_input(
         wanted="a rule that moves each number by itself, such as adamw, as no rank sees a whole parameter",
-        got=f"train.optimizer {told(terms.config.train.optimizer)}",
+        got=f"train.optimizer {told(recipe.config.train.optimizer)}",
         do=_WHOLE,
         key="plan.sharding",
     )
 
 
-def _gathers_in_step(terms: Terms) -> BadInput | None:
-    counts = terms.plan.microbatches
-    if not terms.sharding.takes_parameters or len(set(counts)) == 1:
+def _gathers_in_step(recipe: Recipe) -> BadInput | None:
+    counts = recipe.plan.microbatches
+    if not recipe.sharding.takes_parameters or len(set(counts)) == 1:
         return None
     return bad_input(
         wanted="as many micro-batches on every replica, as all gather parameters together",
@@ -260,20 +262,20 @@ def _gathers_in_step(terms: Terms) -> BadInput | None:
     )
 
 
-def _probe_moves_plainly(terms: Terms) -> BadInput | None:
-    if terms.sync.probe is None or terms.rule.is_plain:
+def _probe_moves_plainly(recipe: Recipe) -> BadInput | None:
+    if recipe.sync.probe is None or recipe.optimizer.is_plain:
         return None
     return bad_input(
         wanted="sgd without momentum or weight decay, where losses alone decide: all that moves the parameters is "
         "then what the ranks have told each other",
-        got=told(terms.config.train.optimizer),
+        got=told(recipe.config.train.optimizer),
         do="set train.optimizer to {sgd: {lr: 1e-4}}; rates are much smaller than for gradients",
-        key=RULE,
+        key=OPTIMIZER,
     )
 
 
-def _probe_scales_nothing(terms: Terms) -> BadInput | None:
-    if terms.sync.probe is None or terms.config.train.precision != "fp16":
+def _probe_scales_nothing(recipe: Recipe) -> BadInput | None:
+    if recipe.sync.probe is None or recipe.config.train.precision != "fp16":
         return None
     return bad_input(
         wanted="fp32 or bf16, where there is no backward pass whose loss could be scaled",
@@ -283,71 +285,71 @@ def _probe_scales_nothing(terms: Terms) -> BadInput | None:
     )
 
 
-def _rule_of_islands(terms: Terms) -> BadInput | None:
+def _rule_of_islands(recipe: Recipe) -> BadInput | None:
     try:
-        rule_of(terms)
+        recipe.optimizer_with(1.0)
     except BadInput as error:
         return error
     return None
 
 
-def _verified(terms: Terms) -> BadInput | None:
+def _verified(recipe: Recipe) -> BadInput | None:
     key = "train.verify.every"
-    if not terms.config.train.verify.every:
+    if not recipe.config.train.verify.every:
         return None
-    if terms.stages > 1 or not terms.sync.is_plain:
-        got = f"a model in {terms.stages} stages" if terms.stages > 1 else f"plan.sync {told(terms.plan.sync)}"
+    if recipe.stages > 1 or not recipe.sync.is_plain:
+        got = f"a model in {recipe.stages} stages" if recipe.stages > 1 else f"plan.sync {told(recipe.plan.sync)}"
         wanted = "whole replicas that hold the same at every step, by gradients, so that each can do another's work"
         return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sync to every_step", key=key)
-    if terms.sharding.is_sharded:
+    if recipe.sharding.is_sharded:
         wanted = "plan.sharding none, as a rank that updates its rows wrongly gives all the others the same wrong ones"
-        got = f"plan.sharding {told(terms.plan.sharding)}"
+        got = f"plan.sharding {told(recipe.plan.sharding)}"
         return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sharding to none", key=key)
-    replicas = terms.plan.mesh.replica
+    replicas = recipe.plan.mesh.replica
     if replicas < 3:
         do = "set it to 0, or machines.processes to 3 or more"
         return bad_input(wanted="3 replicas, of which two can outvote one", got=str(replicas), do=do, key=key)
     return None
 
 
-def _proved(terms: Terms) -> BadInput | None:
-    if terms.config.train.prove != "always" or terms.sync.probe is None:
+def _proved(recipe: Recipe) -> BadInput | None:
+    if recipe.config.train.prove != "always" or recipe.sync.probe is None:
         return None
     return bad_input(
         wanted="gradients, which a proof compares with those of one process",
-        got=f"plan.sync {told(terms.plan.sync)}, which has none",
+        got=f"plan.sync {told(recipe.plan.sync)}, which has none",
         do="leave train.prove at auto",
         key="train.prove",
     )
 
 
-def _seconds_of_steps(terms: Terms) -> BadInput | None:
-    if not terms.config.train.seconds or (terms.plan.sync != "auto" and terms.sync.is_plain):
+def _seconds_of_steps(recipe: Recipe) -> BadInput | None:
+    if not recipe.config.train.seconds or (recipe.plan.sync != "auto" and recipe.sync.is_plain):
         return None
     return bad_input(
         wanted="steps in which all ranks meet, for a number of them that time decides",
-        got=f"plan.sync {told(terms.plan.sync)}",
+        got=f"plan.sync {told(recipe.plan.sync)}",
         do="set it to 0 and say the steps in train.steps, or set plan.sync to every_step",
         key="train.seconds",
     )
 
 
-def _borders(terms: Terms) -> BadInput | None:
-    plan = terms.plan
-    if terms.stages == 1 and plan.cuts:
+def _borders(recipe: Recipe) -> BadInput | None:
+    plan = recipe.plan
+    if recipe.stages == 1 and plan.cuts:
         return without_stages("plan.cuts")
-    if terms.stages == 1 and plan.activation_compression != _PLAN.activation_compression:
+    if recipe.stages == 1 and plan.activation_compression != _PLAN.activation_compression:
         return without_stages("plan.activation_compression")
-    if isinstance(plan.activation_compression, tuple) and len(plan.activation_compression) != terms.stages - 1:
+    if isinstance(plan.activation_compression, tuple) and len(plan.activation_compression) != recipe.stages - 1:
         return bad_input(
-            wanted=f"one way for each of the {terms.stages - 1} borders between {terms.stages} stages",
+            wanted=f"one way for each of the {recipe.stages - 1} borders between {recipe.stages} stages",
             got=f"{len(plan.activation_compression)}",
             do="list as many, or give one for all",
             key="plan.activation_compression",
         )
-    if plan.cuts and len(plan.cuts) != terms.stages:
+    if plan.cuts and len(plan.cuts) != recipe.stages:
         return bad_input(
-            wanted=f"the first unit of each of {terms.stages} stages",
+            wanted=f"the first unit of each of {recipe.stages} stages",
             got=f"{len(plan.cuts)} ({', '.join(plan.cuts)})",
             do="list as many as there are stages (plan.mesh.pipe), the first of them 0",
             key="plan.cuts",
@@ -355,8 +357,8 @@ def _borders(terms: Terms) -> BadInput | None:
     return None
 
 
-def _everybody_on_an_island(terms: Terms) -> BadInput | None:
-    islands, ranks = terms.plan.islands, terms.plan.ranks
+def _everybody_on_an_island(recipe: Recipe) -> BadInput | None:
+    islands, ranks = recipe.plan.islands, recipe.plan.ranks
     if not islands or (all(islands) and sorted(r for island in islands for r in island) == list(range(ranks))):
         return None
     return bad_input(
@@ -367,12 +369,12 @@ def _everybody_on_an_island(terms: Terms) -> BadInput | None:
     )
 
 
-def _lossy_is_asked(terms: Terms) -> BadInput | None:
+def _lossy_is_asked(recipe: Recipe) -> BadInput | None:
     """Check that `plan.lossy` has an effect: `auto` must choose something; `spec.unread_keys` checks the rest."""
-    is_open = terms.config.plan.sync == "auto" or terms.sync.is_plain
-    if not terms.config.plan.lossy or (terms.stages == 1 and is_open):
+    is_open = recipe.config.plan.sync == "auto" or recipe.sync.is_plain
+    if not recipe.config.plan.lossy or (recipe.stages == 1 and is_open):
         return None
-    where = f"a model in {terms.stages} stages" if terms.stages > 1 else f"plan.sync {told(terms.plan.sync)}"
+    where = f"a model in {recipe.stages} stages" if recipe.stages > 1 else f"plan.sync {told(recipe.plan.sync)}"
     return bad_input(
         wanted="whole replicas whose gradients meet at every step, for which an exchange is chosen",
         got=where,
@@ -381,12 +383,12 @@ def _lossy_is_asked(terms: Terms) -> BadInput | None:
     )
 
 
-def _residuals_are_kept(terms: Terms) -> BadInput | None:
-    if terms.config.plan.residuals_on_resume == _PLAN.residuals_on_resume or terms.is_lossy:
+def _residuals_are_kept(recipe: Recipe) -> BadInput | None:
+    if recipe.config.plan.residuals_on_resume == _PLAN.residuals_on_resume or recipe.is_lossy:
         return None
     return bad_input(
         wanted="an exchange that may lose something, and keeps it",
-        got=f"plan.exchange {_said(terms.plan.exchange)}",
+        got=f"plan.exchange {_said(recipe.plan.exchange)}",
         do="leave plan.residuals_on_resume out",
         key="plan.residuals_on_resume",
     )
@@ -420,6 +422,20 @@ LAWS: tuple[Law, ...] = (
     _lossy_is_asked,
     _residuals_are_kept,
 )
+
+
+def check(config: RunConfig, plan: Plan) -> Recipe:
+    """Build the methods of a plan and its configuration, check that they can be combined, and return them.
+
+    Raises BadInput that names the key at fault: for an unknown method, for two methods that exclude each other, or for
+    a key that has no effect.
+    """
+    check_given(config)
+    recipe = Recipe.of(config, plan)
+    for law in LAWS:
+        if (error := law(recipe)) is not None:
+            raise error
+    return recipe
 
 
 def not_used_inside(loop: OuterLoopConfig, islands: Sequence[Sequence[int]], exchange: Exchanges) -> str:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from gossamer import exchange as exchange_methods
-from gossamer.exchange import Exchange, ParameterRules
 from gossamer.recipe.conflicts import clipped
+from gossamer.recipe.parameter_rules import ParameterRules
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Exchanges
 
 
 def check_loop(
     *, exchange: Exchanges, max_grad_norm: float, key: str = "exchange", clip_key: str = "max_grad_norm"
-) -> ParameterRules[Exchange]:
+) -> ParameterRules:
     """Return the exchange of each parameter in a user's own training loop; for `auto`, all-reduce until it is chosen.
 
     `key` and `clip_key` are named in errors. Raises BadInput for an exchange that excludes clipping, or that needs
     islands, which such a loop does not know.
     """
     exchange = "dense" if exchange == "auto" else exchange
-    found = exchange_methods.rules(exchange, key=key)
-    if exchange_methods.asks_for_islands(exchange):
+    found = ParameterRules.read(exchange, key=key)
+    if found.asks_for_islands:
         raise bad_input(
             wanted="an exchange among ranks that are all alike, as nothing says here which of them share a fast link",
             got="one that speaks of islands",

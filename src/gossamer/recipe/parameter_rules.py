@@ -4,57 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
-from gossamer.exchange import codec
+from gossamer import exchange as exchange_methods
+from gossamer.exchange import Exchange, codec, nested
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges, MethodConfig, Written
 from gossamer.spec.parameter_rules import LAST_RESORT, PARTNER, ParameterRule, lines
-from gossamer.spec.registry import Registry
 from gossamer.spec.suggest import nearest
 
-T = TypeVar("T")
 _EXACT = "dense"  # inside an island: as the numbers are; and what serves a parameter that no line speaks of
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterRules(Generic[T]):
+class ParameterRules:
     """A list of rules that assign a method to each parameter by name; the first line that matches holds.
 
     A line of level `intra` or `inter` pairs with the first matching line of the other level: together they are one
     Hierarchical exchange. A parameter that no line matches gets dense.
     """
 
-    room: Registry[T]
     lines: tuple[ParameterRule, ...]
 
     @staticmethod
-    def read(room: Registry[T], written: Exchanges, *, key: str) -> ParameterRules[T]:
-        """Build every line once, so that errors in a line that matches nothing are found too; raise BadInput."""
-        found = ParameterRules(room, lines(written, key=key))
+    def read(written: Exchanges, *, key: str = "plan.exchange") -> ParameterRules:
+        """Build every line once, so that errors in a line that matches nothing are found too; raise BadInput.
+
+        `written`: one exchange for all parameters, or lines [pattern, level, exchange].
+        """
+        found = ParameterRules(lines(written, key=key))
         for line in found.lines:
             if line.level == "intra":
                 found._join(_EXACT, line)
             else:
-                room.build(line.written, key=line.method_key)
+                exchange_methods.build(line.written, key=line.method_key)
+        return found
+
+    @staticmethod
+    def single(written: Written) -> Exchange:
+        """Build the one exchange that is written for all parameters; raise BadInput."""
+        (found,) = ParameterRules.read(written).written
         return found
 
     @property
-    def written(self) -> tuple[T, ...]:
+    def written(self) -> tuple[Exchange, ...]:
         """Return the exchange of every line, without lines of level `intra`, whose method is a codec."""
         found = (line for line in self.lines if line.level != "intra")
-        return tuple(self.room.build(line.written, key=line.method_key) for line in found)
+        return tuple(exchange_methods.build(line.written, key=line.method_key) for line in found)
 
     @property
-    def has_levels(self) -> bool:
-        """Return whether any line is for one level of the links only."""
-        return any(line.level != "all" for line in self.lines)
+    def asks_for_islands(self) -> bool:
+        """Return whether any exchange requires islands, by the level of a line or by a method in it."""
+        inside = (one for outer in self.written for one in nested(outer))
+        return any(line.level != "all" for line in self.lines) or any(one.needs_islands for one in inside)
 
-    def of(self, name: str) -> T:
+    def of(self, name: str) -> Exchange:
         """Return the exchange of the parameter `name`. Parameters with equal exchanges may share a bucket."""
         return self._build(self._serving(name))
 
-    def by_name(self, names: Iterable[str]) -> dict[str, T]:
+    def by_name(self, names: Iterable[str]) -> dict[str, Exchange]:
         """Return the exchange of every parameter; raise BadInput for a line that serves none of them."""
         serving = {name: self._serving(name) for name in names}
         self._check_used(list(serving), {line for those in serving.values() for line in those})
@@ -77,25 +84,25 @@ class ParameterRules(Generic[T]):
             )
         return (first, second) if first.level == "inter" else (second, first)
 
-    def _build(self, serving: Sequence[ParameterRule]) -> T:
+    def _build(self, serving: Sequence[ParameterRule]) -> Exchange:
         if not serving:
-            return self.room.build(_EXACT)
+            return exchange_methods.build(_EXACT)
         if len(serving) == 1:
-            return self.room.build(serving[0].written, key=serving[0].method_key)
+            return exchange_methods.build(serving[0].written, key=serving[0].method_key)
         between, island = serving
         return self._join(between.written, island)
 
-    def _join(self, between: Written, island: ParameterRule) -> T:
+    def _join(self, between: Written, island: ParameterRule) -> Exchange:
         key = island.method_key
         choice = MethodConfig.parse(island.written, key=key)
         if choice.name == _EXACT:
-            return self.room.build({"hierarchical": {"inter": between}}, key=key)
+            return exchange_methods.build({"hierarchical": {"inter": between}}, key=key)
         if choice.name not in codec.names():
             known = (_EXACT, *codec.names())
             said = f"inside an island numbers go dense or through a codec, not as {choice.name!r}"
             raise BadInput(f"{said}: {nearest(choice.name, known)}", key=key)
         codec.build(choice, key=key)
-        return self.room.build({"hierarchical": {"inter": between, "intra_codec": choice.written()}}, key=key)
+        return exchange_methods.build({"hierarchical": {"inter": between, "intra_codec": choice.written()}}, key=key)
 
     def _check_used(self, names: list[str], used: set[ParameterRule]) -> None:
         for line in self.lines:

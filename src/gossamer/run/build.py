@@ -11,9 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from gossamer import exchange as exchange_methods
-from gossamer import optimizer as optimizer_methods
-from gossamer import sharding as sharding_methods
 from gossamer import sync
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
@@ -25,13 +22,13 @@ from gossamer.model.generate import TextCoder
 from gossamer.model.precision import precision_of
 from gossamer.model.side_effects import gradless, untouched
 from gossamer.model.unit_seeds import unit_seeds
-from gossamer.optimizer import Optimizer, lr_schedule
-from gossamer.optimizer.common_adamw import CommonAdamW
+from gossamer.optimizer import Optimizer
 from gossamer.optimizer.master import HALF, Master
 from gossamer.pipeline.from_plan import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.stage_links import StageLinks, links_of
 from gossamer.pipeline.tied_weights import TiedWeights, holders_of
+from gossamer.recipe import Recipe
 from gossamer.run.allocator import give_freed_memory_back, keep_freed_memory
 from gossamer.run.batches import Batches, Feed
 from gossamer.run.checkpoint import CheckpointContents, trainable
@@ -49,13 +46,11 @@ from gossamer.run.text_sampling import Logits, Sampler
 from gossamer.run.trainer import Goal, Replan, Sink, Trainer
 from gossamer.run.verify import Verifier
 from gossamer.run.zeroth_order_step import ZerothOrderStep
-from gossamer.sharding import LEVEL, RowPartition, ShardedOptimizer, ShardedParameters, UnshardOrder
+from gossamer.sharding import LEVEL, RowPartition, ShardedOptimizer, ShardedParameters, Sharding, UnshardOrder
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.method_config import Written
 from gossamer.spec.odd_one_out import outvoted, parted
 from gossamer.spec.plan import Plan
-from gossamer.sync import Sync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +67,11 @@ class Parts:
     cut: StagedModel | None = None  # with pipeline parallelism: the stages that the module holds
     words: TextCoder | None = None  # the tokenizer, where the data is text
     walk: UnshardOrder | None = None  # with sharded parameters: the order in which units are unsharded
+
+    @property
+    def recipe(self) -> Recipe:
+        """Return the methods that the plan and the configuration name."""
+        return Recipe.of(self.config, self.plan)
 
     @property
     def outline(self) -> nn.Module:
@@ -119,9 +119,7 @@ def check_before_start(parts: Parts) -> None:
             do="leave it out",
             key="train.sample_prompt",
         )
-    lr_schedule.build(config.train.lr_schedule, key="train.lr_schedule").factor(
-        0, config.train.steps
-    )  # a warm-up that fits
+    parts.recipe.lr_schedule.factor(0, config.train.steps)  # a warm-up that fits
     if not trainable(parts.outline):
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
     precision = precision_of(config.train.precision)
@@ -135,11 +133,11 @@ def check_before_start(parts: Parts) -> None:
 
 def _check_copies(parts: Parts) -> None:
     """Raise BadInput for local-update training of half-precision parameters with sharded optimizer states."""
-    plan = parts.plan
-    if plan.sync == "auto" or sync.build(plan.sync, key="plan.sync").loop is None:
+    methods = parts.recipe.methods
+    if methods.sync.loop is None:
         return
     halves = [name for name, param in trainable(parts.outline).items() if param.dtype in HALF]
-    if halves and sharding_methods.build(plan.sharding, key="plan.sharding").is_sharded:
+    if halves and methods.sharding.is_sharded:
         raise bad_input(
             wanted="parameters in float32, to shard the states of islands that train apart",
             got=f"{len(halves)} in half types, such as {halves[0]}",
@@ -176,13 +174,12 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
     params = trainable(module)
     pipeline = pipeline_of(parts, rank, levels)
     tied = tied_of(parts, rank, levels)
-    together = sync.build(plan.sync, key="plan.sync")
-    rule = Master(inner=_rule(config, plan, together, levels, rank))  # copies half types alone
-    sharding = sharding_methods.build(plan.sharding, key="plan.sharding")
+    recipe = parts.recipe
+    together, sharding = recipe.sync, recipe.sharding
+    rule = Master(inner=_rule(recipe, levels, rank))  # copies half types alone
     sharding.check(levels)
     deal = sharding.deal(levels)
-    written = exchange_methods.rules(plan.exchange).by_name(params)
-    exchange = {name: sharding.exchange(one, deal.path) for name, one in written.items()}
+    exchange = recipe.methods.exchanges(params, deal)
     shards = None if parts.walk is None else _shards(parts, parts.walk, around, rank, deal.of_parameters)
     states = ShardedOptimizer.of(rule, params, deal, rank=rank, differences=sharding.differences, shards=shards)
     replica = sync.GradientReducer(
@@ -244,7 +241,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
         rule=rule,
         states=states,
         sharding=sharding,
-        rate=lr_schedule.build(config.train.lr_schedule, key="train.lr_schedule"),
+        rate=recipe.lr_schedule,
         feed=feed,
         validation=parts.validation,
         sampler=_sampler(parts, engine, pipeline, pump),
@@ -276,13 +273,13 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
     )
 
 
-def _rule(config: RunConfig, plan: Plan, together: Sync, levels: ProcessGroups, rank: int) -> Optimizer:
+def _rule(recipe: Recipe, levels: ProcessGroups, rank: int) -> Optimizer:
     """Return the optimizer; with averaging of second moments, one that knows this island's fraction of all samples."""
-    rule = optimizer_methods.build(config.train.optimizer, key="train.optimizer")
-    if together.loop is None or not together.loop.average_second_moments_every:
-        return rule
+    loop, plan = recipe.sync.loop, recipe.plan
+    if loop is None or not loop.average_second_moments_every:
+        return recipe.optimizer
     rows = [plan.rows[plan.place_of(one)[0]] for one in levels.everyone]
-    return CommonAdamW.around(rule, sum(rows[one] for one in levels.group("island", rank)) / sum(rows))
+    return recipe.optimizer_with(sum(rows[one] for one in levels.group("island", rank)) / sum(rows))
 
 
 def _shards(parts: Parts, walk: UnshardOrder, around: Surroundings, rank: int, deal: RowPartition) -> ShardedParameters:
@@ -338,15 +335,15 @@ def _sampler(parts: Parts, engine: ModelRuntime, pipeline: Pipeline, pump: CommT
 
 def pipeline_of(parts: Parts, rank: int, levels: ProcessGroups) -> Pipeline:
     """Return this rank's pipeline: its schedule of a step and its stage links. Raises BadInput."""
-    plan = parts.plan
+    plan, methods = parts.plan, parts.recipe.methods
     replica, place = plan.place_of(rank)
-    made = schedule_of(plan, replica)
+    made = schedule_of(plan, replica, methods.schedule)
 
     def evaluating(microbatches: int) -> tuple[Schedule, StageLinks]:
         forward_only = forward_only_of(plan, made, microbatches)
-        return forward_only, links_of(plan, levels, forward_only, replica)
+        return forward_only, links_of(plan, levels, forward_only, replica, methods.activation)
 
-    links = links_of(plan, levels, made, replica)
+    links = links_of(plan, levels, made, replica, methods.activation)
     return Pipeline(rank=place, schedule=made, links=links, evaluating=evaluating)
 
 
@@ -376,12 +373,12 @@ def fingerprint(module: nn.Module) -> str:
     return "|".join(f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in module.named_parameters())
 
 
-def set_memory(states: Written) -> None:
-    """Set the allocator of this process, before its first tensor, for the sharding `states` (`plan.sharding`).
+def set_memory(sharding: Sharding) -> None:
+    """Set the allocator of this process, before its first tensor.
 
     With sharded model states freed memory returns to the system; otherwise the process keeps it.
     """
-    if sharding_methods.build(states, key="plan.sharding").is_sharded:
+    if sharding.is_sharded:
         give_freed_memory_back()
     else:
         keep_freed_memory()
