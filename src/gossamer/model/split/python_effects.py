@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gossamer.model.snapshot import GONE, Difference, Root, Snapshot
+from gossamer.model.python_state.record import GONE, Difference, Root
+from gossamer.model.snapshot import Snapshot
 from gossamer.model.split.object_paths import reached, ways_to
 from gossamer.model.split.pytree import leaves_of
 

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gossamer.model.flop import flop_of
-from gossamer.model.snapshot import Difference, Root, Snapshot
+from gossamer.model.python_state.record import Difference, Root
+from gossamer.model.snapshot import Snapshot
 from gossamer.model.split.buffer_trace import BufferAccess, BufferTrace
 from gossamer.model.split.dataflow import (
     FIRST,
