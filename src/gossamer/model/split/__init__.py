@@ -6,6 +6,7 @@ dataflow         calls of units in one forward, and which call reads which tenso
 trace, tracer    trace one forward to find that data flow
 split_points     the first unit of every stage; what a stage then owns, receives and sends
 stage            a module in which the units of other stages are placeholders
+unit_calls       the calls of units in it: real, placeholder (placeholder_outputs) or shadow
 in_flight        a micro-batch in a stage: backward, its two parts (split_backward), or its forward again (recompute)
 meta_init        build only the parameters that a stage holds
 input_variants   one data flow per kind of batch

@@ -2,7 +2,7 @@
 
 A trace finds them by comparing Python state before and after every call. State that only the unit itself reads again
 matters to no other stage. If the model's code or another call may read it, placeholders have to reproduce it: they run
-the unit's forward on absent tensors, a shadow run (see `stage.py`).
+the unit's forward on absent tensors, a shadow run (see `unit_calls.py`).
 """
 
 from __future__ import annotations
