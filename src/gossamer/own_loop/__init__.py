@@ -19,6 +19,7 @@ each module here holds one other part of that contract.
     user_gradients      what was in `.grad` before           backward_pass     a pass in progress
     losses              hook of torch.autograd.backward      pass_inputs       which batch a backward pass is of
     batches             a rank's rows of any batch           rank_loader       the same batches on all ranks
+    batch_structure     the leaves of a batch by path        batch_fingerprint   a hash of a batch
     own_rows            load no more than a rank needs       optimizer_step    the optimizer step as a transaction
     process_group       rendezvous, and lost peers           startup           broadcast rank 0's initial values
     blocking_exchange   exchanges without a thread           trained_parameters   parameters that require a gradient
