@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.own_loop.batches import Divider, fingerprint
+from gossamer.own_loop.batch_fingerprint import fingerprint
+from gossamer.own_loop.batches import Divider
 from gossamer.spec.errors import BadInput
 
 Pair = namedtuple("Pair", "x y")

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from gossamer.loss_reader.row_flow import RowOrigin
 from gossamer.loss_reader.row_paths import LossPath, followed
-from gossamer.loss_reader.terms import Kind, Term, TermRows, of_root
+from gossamer.loss_reader.term_reader import of_root
+from gossamer.loss_reader.terms import Kind, Term, TermRows
 
 __all__ = ["BatchRows", "LossCount", "Kind", "read"]
 

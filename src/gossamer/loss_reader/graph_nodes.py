@@ -17,6 +17,7 @@ PASSING = {
     *("Neg", "View", "UnsafeView", "Reshape", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "ToCopy"),
     *("Permute", "Transpose", "T", "Contiguous"),
 }
+REDUCING = ("Mean", "Sum", "Nansum")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.snapshot import Copies, Snapshot, context_kept
+from gossamer.model.python_state.context_variables import context_kept
+from gossamer.model.snapshot import Snapshot
+from gossamer.model.tensor_copies import Copies
 
 T = TypeVar("T")
 

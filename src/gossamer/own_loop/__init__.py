@@ -14,8 +14,12 @@ says why before any parameter has moved. The loss's denominator is read from its
 each module here holds one other part of that contract.
 
     backward_passes     average `.grad` over ranks           status_rows       control messages, and their checks
+    gradient_hooks      hooks of autograd on parameters      pass_status       those of the backward passes
+    gradient_buckets    the memory of the gradients          bucket_exchange   send them, and take their means
+    user_gradients      what was in `.grad` before           backward_pass     a pass in progress
     losses              hook of torch.autograd.backward      pass_inputs       which batch a backward pass is of
     batches             a rank's rows of any batch           rank_loader       the same batches on all ranks
+    batch_structure     the leaves of a batch by path        batch_fingerprint   a hash of a batch
     own_rows            load no more than a rank needs       optimizer_step    the optimizer step as a transaction
     process_group       rendezvous, and lost peers           startup           broadcast rank 0's initial values
     blocking_exchange   exchanges without a thread           trained_parameters   parameters that require a gradient
@@ -36,7 +40,8 @@ from torch.optim import Optimizer
 
 from gossamer.comm.channel import Channel
 from gossamer.comm.comm_thread import CommThread
-from gossamer.own_loop.backward_passes import AUTO, BackwardPasses, PassSettings
+from gossamer.own_loop.backward_pass import PassSettings
+from gossamer.own_loop.backward_passes import AUTO, BackwardPasses
 from gossamer.own_loop.batch_norm import over_all_ranks, with_statistics
 from gossamer.own_loop.batches import BatchDims, Divider, is_time_major
 from gossamer.own_loop.optimizer_step import OptimizerSteps
@@ -88,36 +93,55 @@ def wrap(
     seconds to wait for other ranks.
     """
     models, optimizers = _several(model), [one for one in _several(optimizer) if one is not None]
-    check_models(models)
-    check_optimizers(optimizers)
-    _check(max_grad_norm=max_grad_norm, accumulate=accumulate, loss=loss, weight=weight, batch_norm=batch_norm)
+    _check(
+        models,
+        optimizers,
+        max_grad_norm=max_grad_norm,
+        accumulate=accumulate,
+        loss=loss,
+        weight=weight,
+        batch_norm=batch_norm,
+    )
     if loader is not None and split:
         refuse_sampler(loader)
     whole = party(timeout_s)
     parts = parts_of(batch_fractions, whole.ranks)
+    exchange = _checked_exchange(exchange, whole, max_grad_norm)
+    hand = PassInputs(weight, divides=split)
+    scale = scaler.get_scale if scaler else None
+    manner = PassSettings(accumulate=accumulate, loss=loss, seed=seed, lossy=lossy, scale=scale)
+    passes = _met(models, optimizers, exchange, whole, hand, manner) if whole.ranks > 1 else []
+    _mind_batch_norm(models, passes, whole, batch_norm)
+    _hook_steps(models, optimizers, passes, hand, max_grad_norm)
+    divider = _divider(loader, models, whole, parts, rows) if split and loader is not None else None
+    wrapped = None if loader is None else RankDataLoader(loader, hand, whole, divider, looks_ahead=accumulate > 1)
+    return model, optimizer, wrapped
+
+
+def _checked_exchange(exchange: Exchanges, whole: LoopGroup, max_grad_norm: float) -> Exchanges:
+    """Return the exchange of a loop. Raises BadInput if clipping excludes it, for a lone process too."""
     if exchange == AUTO and whole.hosts == 1:
         exchange = "dense"  # every process is on this machine
-    check_loop(exchange=exchange, max_grad_norm=max_grad_norm)  # also for a lone process
-    hand = PassInputs(weight, divides=split)
-    passes: list[BackwardPasses] = []
-    if whole.ranks > 1:
-        manner = PassSettings(
-            accumulate=accumulate, loss=loss, seed=seed, lossy=lossy, scale=scaler.get_scale if scaler else None
-        )
-        passes = _met(models, optimizers, exchange, whole, hand, manner)
-        _mind_batch_norm(models, passes, whole, batch_norm)
+    check_loop(exchange=exchange, max_grad_norm=max_grad_norm)
+    return exchange
+
+
+def _hook_steps(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    passes: Sequence[BackwardPasses],
+    hand: PassInputs,
+    max_grad_norm: float,
+) -> None:
+    """Make the optimizers' steps transactions of all ranks, and give every model its `no_sync`."""
     for one in optimizers:
         mine = [p for p in passes if _moves(one, p)]
         OptimizerSteps(one, mine, max_grad_norm, _buffers(models))
         hand.know(one)
         for each in mine:
-            each.rate = _Rate(weakref.ref(one))
-    for index, one in enumerate(models):
-        object.__setattr__(one, "no_sync", NoSync(passes[index] if passes else None))
-    divider = _divider(loader, models, whole, parts, rows) if split else None
-    ahead = accumulate > 1
-    wrapped = RankDataLoader(loader, hand, whole, divider, looks_ahead=ahead) if loader is not None else None
-    return model, optimizer, wrapped
+            each.follow_rate(_Rate(weakref.ref(one)))
+    for index, model in enumerate(models):
+        object.__setattr__(model, "no_sync", NoSync(passes[index] if passes else None))
 
 
 def _buffers(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -169,10 +193,13 @@ class _Rate:
 
 
 def _met(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], exchange: Exchanges, whole: LoopGroup,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    exchange: Exchanges,
+    whole: LoopGroup,
     hand: PassInputs,
-    manner: PassSettings
-) -> list[BackwardPasses]:  # fmt: skip
+    manner: PassSettings,
+) -> list[BackwardPasses]:
     """Start all ranks from rank 0's values and return the gradient averaging of every model."""
     passes: list[BackwardPasses] = []
     for index, model in enumerate(models):
@@ -208,6 +235,8 @@ def _mind_batch_norm(
     models: Sequence[nn.Module], passes: Sequence[BackwardPasses], whole: LoopGroup, batch_norm: str
 ) -> None:
     """Make BatchNorm's statistics global, or warn that each rank takes them over its own rows."""
+    if not passes:
+        return  # a process that is alone has all rows
     for index, (model, one) in enumerate(zip(models, passes, strict=True)):
         if not (layers := with_statistics(model)):
             continue
@@ -222,14 +251,12 @@ def _mind_batch_norm(
 
 
 def _divider(
-    loader: Iterable[Any] | None,
+    loader: Iterable[Any],
     models: Sequence[nn.Module],
     whole: LoopGroup,
     parts: tuple[float, ...],
     rows: BatchDims,
-) -> Divider | None:
-    if loader is None:
-        return None
+) -> Divider:
     return Divider(
         rank=whole.rank,
         parts=parts,
@@ -247,8 +274,19 @@ def _several(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def _check(*, max_grad_norm: float, accumulate: int, loss: str, weight: Any, batch_norm: str) -> None:
+def _check(
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    *,
+    max_grad_norm: float,
+    accumulate: int,
+    loss: str,
+    weight: Any,
+    batch_norm: str,
+) -> None:
     """Check each argument by itself. Raises BadInput."""
+    check_models(models)
+    check_optimizers(optimizers)
     if not isinstance(max_grad_norm, (int, float)) or isinstance(max_grad_norm, bool) or not max_grad_norm >= 0:
         raise bad_input(wanted="a norm of 0 or more", got=repr(max_grad_norm), do="0 is for none", key="max_grad_norm")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:

@@ -15,94 +15,33 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from gossamer import exchange as exchange_methods
-from gossamer.comm.bucket import Bucket, Layout
-from gossamer.comm.channel import Channel, Pending
-from gossamer.comm.comm_thread import CommStep, CommThread
-from gossamer.comm.message import Collective, ExchangeContext, ExchangeState, Message, Outcome, Rounds
-from gossamer.exchange import Exchange, has_residual
-from gossamer.exchange.dense import Dense
-from gossamer.loss_reader.count import Kind, LossCount
+from gossamer.comm.channel import Channel
+from gossamer.comm.comm_thread import CommThread
+from gossamer.loss_reader.count import LossCount
 from gossamer.ops.fingerprint import digest
-from gossamer.own_loop.blocking_exchange import BlockingExchange
+from gossamer.own_loop.backward_pass import BackwardPass, PassSettings
+from gossamer.own_loop.bucket_exchange import BucketExchange
 from gossamer.own_loop.exchange_choice import WATCHED, PassProfile
+from gossamer.own_loop.gradient_buckets import GradientBuckets
+from gossamer.own_loop.gradient_hooks import GradientHooks, LossHook, PassEnding, defer_hooks, refuse_after_hooks
 from gossamer.own_loop.losses import BackwardCall, watched
 from gossamer.own_loop.pass_inputs import PassInputs
+from gossamer.own_loop.pass_status import PassStatus
 from gossamer.own_loop.process_group import LoopGroup
-from gossamer.own_loop.status_rows import BACKWARD, LOSS, TAKEN, TOLD, Deferred, StatusRow, StatusRows
+from gossamer.own_loop.status_rows import BACKWARD, TAKEN, Deferred, StatusRow, StatusRows
 from gossamer.own_loop.trained_parameters import TrainedParameters
-from gossamer.spec.errors import BadInput, PeerLost
+from gossamer.own_loop.user_gradients import UserGradients
+from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import Exchanges
-from gossamer.sync import buckets_of
 
 AUTO = "auto"
-_SMALL_BYTES = 256 << 10  # below this, a message's latency costs more than its bytes
 _SKIPPED = 40  # passes in a row: more than a GradScaler skips before it has found its scale
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassSettings:
-    """The settings of a loop's gradient averaging. `loss`: "read" from the autograd graph, "mean" over the weight of a
-    batch, or "sum".
-    """
-
-    accumulate: int = 1
-    loss: str = "read"
-    seed: int = 0
-    lossy: bool = False  # whether exchange="auto" may choose a lossy one
-    scale: Callable[[], float] | None = None  # the GradScaler's current loss scale
-    bucket_bytes: int = 25 << 20
-
-
-@dataclass(slots=True)
-class _GradientBucket:
-    """One gradient bucket. `pending`: the exchange's state after the passes since the last step, if there were any.
-
-    `tail`: extra elements behind the gradients of a bucket that is only summed: this rank's loss denominator, and for
-    every parameter whether it had a gradient. So the sum of gradients times denominators carries its own divisor, and
-    the bucket can be sent before the other ranks' rows are known. None for exchanges that do more than a sum.
-    """
-
-    layout: Layout
-    exchange: Exchange
-    state: ExchangeState
-    bucket: Bucket
-    views: dict[str, Tensor]
-    whole: Tensor  # (bucket and tail,)
-    tail: Tensor | None = None  # (1 + parameters,)
-    pending: ExchangeState | None = None
-    waits: int = 0
-    sent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Earlier:
-    """The content of `.grad` before a pass; a copy, if it was the bucket's own view."""
-
-    gradient: Tensor
-    was_view: bool
-
-
-@dataclass(slots=True)
-class _Pass:
-    """A backward pass in progress. The engine keeps each callback of `endings` alive until it calls or drops it."""
-
-    row: StatusRow
-    weighing: Pending
-    exchanging: CommStep | BlockingExchange | None  # None: a pass of a group before its last
-    is_grouped: bool
-    endings: dict[int, weakref.ref[_Ending]]
-    deferred: Deferred | None = None  # of the previous step
-    touched: set[str] = field(default_factory=set)
-    arrived: set[str] = field(default_factory=set)
-    rows: StatusRows | None = None
 
 
 class BackwardPasses:
@@ -114,55 +53,62 @@ class BackwardPasses:
     """
 
     def __init__(
-        self, trained: TrainedParameters, exchanges: Exchanges, party: LoopGroup, pump: CommThread, words: Channel,
-        hand: PassInputs, manner: PassSettings,
-    ) -> None:  # fmt: skip
+        self,
+        trained: TrainedParameters,
+        exchanges: Exchanges,
+        party: LoopGroup,
+        pump: CommThread,
+        words: Channel,
+        hand: PassInputs,
+        manner: PassSettings,
+    ) -> None:
         """Bucket the parameters and register hooks on them.
 
         `words`: a second channel, for status rows and marks, on which the calling thread itself sends.
         """
-        self.trained, self.party, self.pump, self.hand, self.manner = trained, party, pump, hand, manner
-        self._words = words
+        self.trained, self.pump, self.hand, self.manner = trained, pump, hand, manner
         self._watch = PassProfile(lossy=manner.lossy) if exchanges == AUTO else None
-        self._rules = exchange_methods.rules("dense" if exchanges == AUTO else exchanges, key="exchange")
-        self._bucket_bytes = manner.bucket_bytes
+        self._buckets = GradientBuckets(pump.channel, "dense" if exchanges == AUTO else exchanges, manner.bucket_bytes)
+        self._gradients, self._hooks = UserGradients(self._buckets), GradientHooks()
+        self._status = PassStatus(words, party, hand)
+        self._exchange = BucketExchange(self._buckets, self._status, pump, party, manner)
         self.is_closed = False
         self.serial = 0  # number of the last pass
-        self.rate: Callable[[], float] = lambda: 1.0  # learning rate, for error feedback
         self.skipped = 0  # passes in a row without a step
-        self.last: StatusRows | None = None  # of the last pass
         self._deferred: Deferred | None = None
         self._counted: LossCount | None = None
         self._roots: tuple[Tensor, ...] = ()
-        self._sums: list[Tensor] = []
-        self._pass: _Pass | None = None
-        self._held: set[str] = set()  # parameters with gradients of an unsent group
+        self._pass: BackwardPass | None = None
         self._grouped = 0  # passes in the group
         self._quiet = 0  # depth of no_sync
-        self._earlier: dict[str, _Earlier] = {}
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._nodes: list[torch.autograd.graph.Node] = []
-        self._slots: list[_GradientBucket] = []
-        self._params: dict[str, nn.Parameter] = {}
         first = trained.new({})
-        self._rules.by_name(first)  # reports rules that match no parameter
+        self._buckets.check_rules(first)
         self.take_in(first)
-        weakref.finalize(self, watched().look(_Looker(weakref.ref(self))))
+        weakref.finalize(self, watched().look(LossHook(weakref.ref(self))))
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:
         """Return the trained parameters by name."""
-        return self._params
+        return self._buckets.params
+
+    @property
+    def remembers(self) -> bool:
+        """Return whether an exchange carries a state from step to step."""
+        return self._buckets.remembers
 
     @property
     def is_held(self) -> bool:
         """Return whether gradients of a group wait for the group's last pass."""
-        return bool(self._held)
+        return bool(self._gradients.held)
 
     @property
     def is_finite(self) -> bool:
         """Return whether this rank's last losses, and its own gradients since the last step, are finite."""
-        return all(bool(torch.isfinite(one)) for one in (*self._roots, *self._sums))
+        return all(bool(torch.isfinite(one)) for one in (*self._roots, *self._exchange.sums))
+
+    def follow_rate(self, rate: Callable[[], float]) -> None:
+        """Take the learning rate of the steps, which error feedback needs, from `rate`."""
+        self._exchange.rate = rate
 
     def _take_in_later(self, params: Mapping[str, nn.Parameter]) -> None:
         """Add parameters that were unfrozen or given to an optimizer since the last pass. Raises BadInput if their
@@ -182,33 +128,8 @@ class BackwardPasses:
 
     def take_in(self, params: Mapping[str, nn.Parameter]) -> None:
         """Bucket and hook newly trained parameters. All ranks must pass the same ones in the same order."""
-        self._lay_out(params)
-        for name, param in params.items():
-            _let_go(param)
-            _refuse_after_hooks(name, param, 0)
-            self._hook(name, param)
-
-    def _lay_out(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Append buckets for the parameters behind the existing buckets."""
-        exchanges = {name: self._rules.of(name) for name in params}
-        for layout, exchange in _without_small(buckets_of(params, exchanges, bucket_bytes=self._bucket_bytes), params):
-            exchange.check(layout, self.pump.channel.levels)
-            self._slots.append(_slot(layout, exchange))
-        self._params |= params
-        self._slot_of = {e.name: i for i, slot in enumerate(self._slots) for e in slot.layout.entries}
-        self._place = {name: index for index, name in enumerate(self._params)}
-        self.remembers = any(True for slot in self._slots for _ in slot.state.flatten())  # states across steps
-        levels, rank = self.pump.channel.levels, self.party.rank
-        self._rounds = [len(s.exchange.traffic(s.layout, levels, rank)) for s in self._slots]
-
-    def _hook(self, name: str, param: nn.Parameter) -> None:
-        with torch.enable_grad():
-            node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        assert node is not None
-        self._nodes.append(node)  # a parameter holds its node weakly, and a freed node loses its hooks
-        me = weakref.ref(self)
-        self._handles.append(node.register_prehook(_Before(me, name)))
-        self._handles.append(param.register_post_accumulate_grad_hook(_After(me, name)))  # type: ignore[no-untyped-call]
+        self._buckets.add(params)
+        self._hooks.add(params, weakref.ref(self))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -222,19 +143,17 @@ class BackwardPasses:
     @contextmanager
     def answered(self, doing: str = "") -> Iterator[None]:
         """Convert a PeerLost raised inside into one that names the missing ranks and `doing`."""
-        try:
+        with self._status.answered(doing or f"backward pass {self.serial}"):
             yield
-        except PeerLost as error:
-            raise self.party.lost(error, doing or f"backward pass {self.serial}") from None
 
     # Called by the autograd engine.
 
     def asked(self, asked: BackwardCall) -> None:
         """Read the loss denominators of a backward call that is about to run, and take in newly trained parameters."""
-        if new := self.trained.new(self._params):
+        if new := self.trained.new(self._buckets.params):
             self._take_in_later(new)
-        for param in self._params.values():
-            _defer_hooks(param)
+        for param in self._buckets.params.values():
+            defer_hooks(param)
         if self._watch is not None:
             self._watch.turn()
         self._counted = None
@@ -247,12 +166,12 @@ class BackwardPasses:
         if weighted.
         """
         one = self._opened(name)
-        param = self._params[name]
-        if name not in self._held or not self._is_view(name, param.grad):
-            self._set_aside(name)
+        param = self._buckets.params[name]
+        if name not in self._gradients.held or not self._buckets.is_view(name, param.grad):
+            self._gradients.set_aside(name)
         one.touched.add(name)
         param.grad = None  # so that autograd stores this pass's gradient alone
-        if one.is_grouped and gradient is not None and (weight := self._weight(one)) != 1.0:
+        if one.is_grouped and gradient is not None and (weight := self._status.weight(one)) != 1.0:
             return gradient * weight
         return None
 
@@ -272,13 +191,13 @@ class BackwardPasses:
                 f"backward(create_graph=True) gives {name} a gradient to differentiate again, and the mean of all "
                 "ranks has no graph: use torch.autograd.grad(loss, ..., create_graph=True), then backward"
             )
-        _refuse_after_hooks(name, param, 1)
-        slot = self._slots[self._slot_of[name]]
+        refuse_after_hooks(name, param, 1)
+        slot = self._buckets.slot_of(name)
         view = slot.views[name]
         with torch.no_grad():
-            if one.is_grouped and self._weight(one) == 0.0:
+            if one.is_grouped and self._status.weight(one) == 0.0:
                 new = None  # a rank whose loss counts nothing may have nan
-            if name in self._held:
+            if name in self._gradients.held:
                 view.add_(new) if new is not None else None
             elif new is None:
                 view.zero_()
@@ -292,7 +211,7 @@ class BackwardPasses:
         one.arrived.add(name)
         slot.waits -= 1
         if slot.waits == 0 and one.exchanging is not None:
-            self._send(one, self._slot_of[name])
+            self._exchange.send(one, self._buckets.index_of(name), self._gradients.held)
 
     def end(self) -> None:
         """Finish the current pass, if there is one, after the engine has run all of a graph."""
@@ -303,7 +222,7 @@ class BackwardPasses:
             if one.exchanging is None:
                 self._hold(one)
             else:
-                self._exchange(one, one.exchanging)
+                self._average(one)
         except BaseException:
             self._drop(one)
             raise
@@ -312,9 +231,9 @@ class BackwardPasses:
 
     def share(self) -> float:
         """Return the weight of this rank's gradient in the mean of the current pass. Starts a pass if there is none."""
-        return self._rows(self._opened("")).share
+        return self._status.rows(self._opened("")).share
 
-    def _opened(self, name: str) -> _Pass:
+    def _opened(self, name: str) -> BackwardPass:
         """Return the pass that a gradient of `name` belongs to; "" for a caller before any gradient. Starts one if
         needed.
         """
@@ -332,183 +251,52 @@ class BackwardPasses:
         if one is None:
             one = self._pass = self._open()
         if task not in one.endings:
-            ending = _Ending(weakref.ref(self))
+            ending = PassEnding(weakref.ref(self))
             torch.autograd.Variable._execution_engine.queue_callback(ending)  # type: ignore[attr-defined]
             one.endings[task] = weakref.ref(ending)
         return one
 
-    def _open(self) -> _Pass:
+    def _open(self) -> BackwardPass:
         self._give_up_if_dropped()
         self.serial += 1
         self._grouped += 1
         is_held = bool(self._quiet) or (self._grouped < self.manner.accumulate and not self.hand.is_last)
         counted = self.hand.counted(self._counted, self.manner.loss)
         deferred, self._deferred = self._deferred, None
-        beside = (float(len(self._params)), *(deferred.told if deferred is not None else ()))
+        beside = (float(len(self._buckets.params)), *(deferred.told if deferred is not None else ()))
         row = StatusRow.of(BACKWARD, self.serial, counted, self.hand.mark, beside=beside)
-        weighing = self._words.start(Message((row.tensor(),), Collective.GATHER))
-        exchanging = None if is_held else self._exchanges()
-        for slot in self._slots:
+        weighing = self._status.start(row)
+        exchanging = None if is_held else self._exchange.begin()
+        for slot in self._buckets.slots:
             slot.waits, slot.sent = len(slot.layout.entries), False
-        return _Pass(row, weighing, exchanging, is_held or self._grouped > 1, {}, deferred)
+        return BackwardPass(row, weighing, exchanging, is_held or self._grouped > 1, {}, deferred)
 
-    def _exchanges(self) -> CommStep | BlockingExchange:
-        """Return the sender of a pass's buckets, which sends in the same order on all ranks."""
-        if all(rounds == 1 for rounds in self._rounds):
-            return BlockingExchange(self.pump.channel)
-        return self.pump.begin(self._rounds)
-
-    def _rows(self, one: _Pass) -> StatusRows:
-        """Return all ranks' status rows of this pass. Waits for the last one; raises if they are inconsistent."""
-        if one.rows is None:
-            (told,) = one.weighing.wait()
-            one.rows = StatusRows.of(told, self.party.rank, one.row)
-            one.rows.check()
-            if one.deferred is not None:
-                one.deferred.judge(one.rows.beside[:, 1 : 1 + TOLD])
-            self.hand.learn(one.row.counted, one.rows.kind)
-            self.last = one.rows
-        return one.rows
-
-    def _weight(self, one: _Pass) -> float:
-        """Return the weight of a gradient of a group, whose sum over ranks is averaged with equal weights."""
-        rows = self._rows(one)
-        return rows.share * self.party.ranks * rows.factor
-
-    def _send(self, one: _Pass, index: int) -> None:
-        slot = self._slots[index]
-        assert one.exchanging is not None
-        slot.sent = True
-        flat = slot.bucket.flat
-        if slot.tail is not None:
-            self._sums.append(flat.sum())
-            self._count_in(one, slot, slot.tail)
-            one.exchanging.submit(index, _summed(slot))
-            return
-        rows = self._rows(one)
-        if one.is_grouped:
-            weights = torch.full((self.party.ranks,), 1 / self.party.ranks, dtype=torch.float64)
-        else:
-            weights = rows.shares
-            if rows.share == 0.0:
-                flat.zero_()  # a rank whose loss counts nothing may have nan
-        self._sums.append(flat.sum())
-        if (scale := self._scale(slot)) != 1.0:
-            flat.mul_(1.0 / scale)
-        key, levels = (self.manner.seed, self.serial), self.pump.channel.levels
-        at = ExchangeContext(self.party.rank, levels, weights, key, self.rate(), accounts=False)
-        state = slot.state if slot.pending is None else slot.pending
-        one.exchanging.submit(index, slot.exchange.run(slot.bucket, state, at))
-
-    def _count_in(self, one: _Pass, slot: _GradientBucket, tail: Tensor) -> None:
-        """Multiply a bucket by this rank's loss denominator, and write that and the parameters' marks into its tail."""
-        counted = one.row.counted
-        count = 1.0 if one.is_grouped or not counted.counts else max(0.0, counted.counts[0])
-        if count == 0.0:
-            slot.bucket.flat.zero_()  # a rank whose loss counts nothing may have nan
-        elif count != 1.0:
-            slot.bucket.flat.mul_(count)
-        had = [float(entry.name in one.arrived or entry.name in self._held) for entry in slot.layout.entries]
-        tail.copy_(torch.tensor([count, *had], dtype=tail.dtype))
-
-    def _scale(self, slot: _GradientBucket) -> float:
-        """Return the loss scale that gradients are divided by, so that residuals have no scale."""
-        keeps = self.manner.scale is not None and any(True for _ in slot.state.flatten())
-        return self.manner.scale() if keeps and self.manner.scale is not None else 1.0
-
-    def _hold(self, one: _Pass) -> None:
+    def _hold(self, one: BackwardPass) -> None:
         """End a pass whose gradients wait for others of its group."""
-        self._rows(one)
-        self._held |= one.arrived
+        self._status.rows(one)
+        self._gradients.held |= one.arrived
 
-    def _exchange(self, one: _Pass, exchanging: CommStep | BlockingExchange) -> None:
+    def _average(self, one: BackwardPass) -> None:
         """End a pass whose gradients are averaged over ranks."""
         if self._watch is not None and self.serial == WATCHED:
             self._watch.end()
-        rows = self._rows(one)
-        mine = one.arrived | {name for name in self._held if self._is_view(name, self._params[name].grad)}
-        for name in self._params:
+        self._status.rows(one)
+        params, held = self._buckets.params, self._gradients.held
+        mine = one.arrived | {name for name in held if self._buckets.is_view(name, params[name].grad)}
+        for name in params:
             if name not in one.touched and name not in mine:
-                self._set_aside(name)
-                self._slots[self._slot_of[name]].views[name].zero_()
-        for index, slot in enumerate(self._slots):
+                self._gradients.set_aside(name)
+                self._buckets.slot_of(name).views[name].zero_()
+        for index, slot in enumerate(self._buckets.slots):
             if not slot.sent:
-                self._send(one, index)
-        is_marked = any(slot.tail is None for slot in self._slots)
-        marking = self._words.start(Message((self._marks(mine),), Collective.MAX)) if is_marked else None
-        anywhere: dict[str, bool] = {}
-        for index, slot in enumerate(self._slots):
-            outcome = exchanging.result(index)
-            if slot.tail is not None:
-                total, *had = slot.tail.tolist()
-                anywhere |= {e.name: one > 0 for e, one in zip(slot.layout.entries, had, strict=True)}
-                self._divide(one, slot, total, rows)
-                slot.pending = outcome.state
-                continue
-            factor = 1.0 if one.is_grouped else rows.factor
-            if outcome.mean.data_ptr() != slot.bucket.flat.data_ptr():
-                slot.bucket.flat.copy_(outcome.mean)
-            slot.pending = outcome.state
-            if (times := factor * self._scale(slot)) != 1.0:
-                slot.bucket.flat.mul_(times)
-        if marking is not None:
-            (marked,) = marking.wait()
-            anywhere = {name: bool(one) for name, one in zip(self._params, marked.tolist(), strict=True)}
+                self._exchange.send(one, index, self._gradients.held)
+        anywhere = self._exchange.take_means(one, mine)
         with torch.no_grad():
-            for name in self._params:
-                self._put(name, had=anywhere[name])
-        self._held, self._grouped = set(), 0
+            for name in params:
+                self._gradients.put(name, had=anywhere[name])
+        self._gradients.held, self._grouped = set(), 0
 
-    def _divide(self, one: _Pass, slot: _GradientBucket, total: float, rows: StatusRows) -> None:
-        """Turn a bucket's sum of gradients times denominators into the gradient of the global batch."""
-        if one.is_grouped:
-            slot.bucket.flat.mul_(1 / self.party.ranks)
-        elif rows.kind is not Kind.SUM and total not in (0.0, 1.0):
-            slot.bucket.flat.div_(total)
-
-    def _marks(self, names: set[str]) -> Tensor:
-        marks = torch.zeros(len(self._params), dtype=torch.uint8)
-        for name in names:
-            marks[self._place[name]] = 1
-        return marks
-
-    def _put(self, name: str, *, had: bool) -> None:
-        """Write the mean of one parameter to `.grad`, and add the earlier content."""
-        param, slot = self._params[name], self._slots[self._slot_of[name]]
-        view, earlier = slot.views[name], self._earlier.pop(name, None)
-        if not had and not (has_residual(slot.exchange) and bool(view.any())):
-            if earlier is None:
-                param.grad = None
-            else:
-                param.grad = view.copy_(earlier.gradient) if earlier.was_view else earlier.gradient
-            return
-        for hook in list((param._backward_hooks or {}).values()):
-            changed = hook.on_mean(view) if isinstance(hook, _Deferred) else None
-            if changed is not None:
-                view.copy_(changed)
-        if earlier is None:
-            param.grad = view
-        elif earlier.was_view:
-            param.grad = view.add_(earlier.gradient)
-        else:
-            param.grad = earlier.gradient.add_(view)  # keep the user's own tensor as `.grad`
-
-    def _set_aside(self, name: str) -> None:
-        """Save the content of `.grad` before the bucket is written."""
-        grad = self._params[name].grad
-        if grad is None:
-            self._earlier.pop(name, None)
-            self._held.discard(name)  # the user dropped the group's gradients
-        elif not self._is_view(name, grad):
-            self._earlier[name] = _Earlier(grad, was_view=False)
-            self._held.discard(name)
-        elif name not in self._held:
-            self._earlier[name] = _Earlier(grad.detach().clone(), was_view=True)
-
-    def _is_view(self, name: str, grad: Tensor | None) -> bool:
-        return grad is not None and grad.data_ptr() == self._slots[self._slot_of[name]].views[name].data_ptr()
-
-    def _drop(self, one: _Pass) -> None:
+    def _drop(self, one: BackwardPass) -> None:
         """Abandon a pass: its exchanges are dropped, and no state has changed."""
         self._pass = None
         if one.exchanging is not None:
@@ -518,10 +306,9 @@ class BackwardPasses:
 
     def commit(self) -> None:
         """Commit the pending exchange states after a step that took effect."""
-        for slot in self._slots:
-            slot.state, slot.pending = (slot.state if slot.pending is None else slot.pending), None
+        self._buckets.commit()
         self.skipped = 0
-        self._sums = []
+        self._exchange.sums = []
         self._choose()
 
     def _choose(self) -> None:
@@ -531,25 +318,22 @@ class BackwardPasses:
         if self.serial < WATCHED:
             self._watch.began_s = time.perf_counter()
             return
-        chosen = self._watch.choose(self._params, self.pump, self.manner.bucket_bytes)
+        chosen = self._watch.choose(self._buckets.params, self.pump, self.manner.bucket_bytes)
         self._watch = None
-        self._rules, self._bucket_bytes = exchange_methods.rules(chosen.exchange, key="exchange"), chosen.bucket_bytes
-        self._slots = []  # `.grad` tensors no longer belong to a bucket
-        self._lay_out(self._params)
+        self._buckets.rebuild(chosen.exchange, chosen.bucket_bytes)
 
     def reject(self) -> None:
         """Drop the pending exchange states after a step that did not take effect."""
-        for slot in self._slots:
-            slot.pending = None
-        self._sums = []
+        self._buckets.reject()
+        self._exchange.sums = []
 
     def _give_up_if_dropped(self) -> None:
         """Reject the passes whose gradients the user has dropped or zeroed without a step."""
-        if self._held or not any(slot.pending is not None for slot in self._slots):
+        if self._gradients.held or not any(slot.pending is not None for slot in self._buckets.slots):
             return
-        if self.remembers and any(p.grad is not None and bool(p.grad.any()) for p in self._params.values()):
+        if self.remembers and any(p.grad is not None and bool(p.grad.any()) for p in self.params.values()):
             return
-        if not self.remembers and any(p.grad is not None for p in self._params.values()):
+        if not self.remembers and any(p.grad is not None for p in self.params.values()):
             return
         self.reject()
         self.skipped += 1
@@ -567,142 +351,13 @@ class BackwardPasses:
 
     def gathered(self, row: StatusRow, doing: str) -> StatusRows:
         """All-gather a status row outside of the passes and return all ranks' rows. Raises as a pass does."""
-        with self.answered(doing):
-            (told,) = self._words.start(Message((row.tensor(),), Collective.GATHER)).wait()
-        rows = StatusRows.of(told, self.party.rank, row)
-        rows.check()
-        return rows
+        return self._status.gathered(row, doing)
 
     def whole(self, loss: Tensor | float) -> Tensor | float:
         """Return the loss of the global batch from the ranks' own losses of the last pass. All ranks must call it."""
-        mine = float(loss)
-        rows = self.gathered(StatusRow(LOSS, self.serial, beside=(mine,)), "a closure of optimizer.step()")
-        shares, factor = (self.last.shares, self.last.factor) if self.last is not None else (rows.shares, 1.0)
-        values = torch.where(shares > 0, rows.beside[:, 0], 0.0)
-        value = float((values * shares).sum()) * factor
-        return torch.full_like(loss.detach(), value) if isinstance(loss, Tensor) else value
+        return self._status.whole(loss, self.serial)
 
     def close(self) -> None:
         """Remove all hooks, as another wrap has taken over the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._nodes, self.is_closed = [], [], True
-
-
-def _without_small(
-    buckets: Sequence[tuple[Layout, Exchange]], params: Mapping[str, Tensor]
-) -> Iterator[tuple[Layout, Exchange]]:
-    """Merge a bucket too small for its own message into the next one, if exchange, dtype and device are equal."""
-    small: dict[str, Tensor] = {}
-    for index, (layout, exchange) in enumerate(buckets):
-        held = small | {entry.name: params[entry.name] for entry in layout.entries}
-        after = buckets[index + 1] if index + 1 < len(buckets) else None
-        is_alike = after is not None and (after[1], after[0].dtype, after[0].device) == (
-            *(exchange, layout.dtype, layout.device),
-        )
-        if is_alike and sum(t.numel() * t.element_size() for t in held.values()) < _SMALL_BYTES:
-            small = held
-            continue
-        yield Layout.of(held), exchange
-        small = {}
-
-
-def _slot(layout: Layout, exchange: Exchange) -> _GradientBucket:
-    """Return a zeroed bucket, with a tail if its exchange is a plain sum."""
-    is_sum = isinstance(exchange, Dense) and layout.dtype in (torch.float32, torch.float64)
-    tail = 1 + len(layout.entries) if is_sum else 0
-    flat = torch.zeros(layout.numel + tail, dtype=layout.dtype, device=layout.device)
-    bucket = Bucket(layout, flat[: layout.numel])
-    views, behind = dict(bucket.slices()), flat[layout.numel :] if is_sum else None
-    return _GradientBucket(layout, exchange, exchange.init(layout), bucket, views, flat, behind)
-
-
-def _summed(slot: _GradientBucket) -> Rounds:
-    """Sum a bucket and its tail over all ranks, in place."""
-    (found,) = yield Message((slot.whole,), Collective.SUM)
-    if found.data_ptr() != slot.whole.data_ptr():
-        slot.whole.copy_(found)
-    return Outcome(slot.bucket.flat, None, slot.state if slot.pending is None else slot.pending)
-
-
-@dataclass(frozen=True, slots=True)
-class _Looker:
-    passes: weakref.ref[BackwardPasses]
-
-    def __call__(self, asked: BackwardCall) -> None:
-        if (passes := self.passes()) is not None:
-            passes.asked(asked)
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """The hook that the engine calls before it adds to a parameter's gradient; torch.autograd.grad never calls it."""
-
-    passes: weakref.ref[BackwardPasses]
-    name: str
-
-    def __call__(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        if (passes := self.passes()) is None:
-            raise BadInput(
-                f"{self.name} is trained, and the model that was given to gossamer.wrap is gone: keep it as long as "
-                "its parameters are trained"
-            )
-        with passes.answered():
-            changed = passes.before(self.name, gradients[0])
-        return None if changed is None else (changed,)
-
-
-@dataclass(frozen=True, slots=True)
-class _After:
-    passes: weakref.ref[BackwardPasses]
-    name: str
-
-    def __call__(self, param: Tensor) -> None:
-        if (passes := self.passes()) is not None:
-            with passes.answered():
-                passes.after(self.name, param)
-
-
-@dataclass(frozen=True)
-class _Ending:
-    """The callback that the engine calls after a graph; a graph that fails drops it uncalled."""
-
-    passes: weakref.ref[BackwardPasses]
-
-    def __call__(self) -> None:
-        if (passes := self.passes()) is not None:
-            with passes.answered():
-                passes.end()
-
-
-@dataclass(frozen=True, slots=True)
-class _Deferred:
-    """A user's hook on a parameter's gradient, deferred until the gradient of the global batch is known."""
-
-    on_mean: Callable[[Tensor], Tensor | None]
-
-    def __call__(self, gradient: Tensor) -> None:
-        return None
-
-
-def _let_go(param: nn.Parameter) -> None:
-    """Close the earlier wrap of a parameter that is wrapped again."""
-    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    for one in {hook for hook in (hooks or {}).values() if isinstance(hook, _After)}:
-        if (before := one.passes()) is not None:
-            before.close()
-
-
-def _refuse_after_hooks(name: str, param: Tensor, ours: int) -> None:
-    if len(param._post_accumulate_grad_hooks or ()) > ours:  # type: ignore[attr-defined]
-        raise BadInput(
-            f"{name} has a hook after its gradient is accumulated, which would see this rank's own gradient: "
-            "work on .grad after backward, where it is the mean of all ranks"
-        )
-
-
-def _defer_hooks(param: nn.Parameter) -> None:
-    hooks = param._backward_hooks
-    for key, hook in list(hooks.items()) if hooks else ():
-        if not isinstance(hook, _Deferred):
-            hooks[key] = _Deferred(hook)  # type: ignore[index]
+        self._hooks.remove()
+        self.is_closed = True

@@ -9,10 +9,7 @@ list must be named by the user (`rows=`); nothing is guessed.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -21,15 +18,14 @@ import torch
 from torch import Tensor
 
 from gossamer.data import share_rows
-from gossamer.ops.fingerprint import digest
+from gossamer.own_loop.batch_fingerprint import fingerprint
+from gossamer.own_loop.batch_structure import PLAIN, leaves, nodes, take_rows
 from gossamer.spec.errors import BadInput, bad_input
 
 Take: TypeAlias = Callable[[int], slice]
 BatchDims: TypeAlias = "int | Mapping[str, int | None] | Callable[[Any, Take], Any] | None"
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 _FIELDS = 3  # a batch that is a list of up to 3 tensors is (inputs, targets), not rows
-_SAMPLED_BYTES = 1 << 20  # larger tensors are hashed by evenly spaced samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +116,7 @@ class Divider:
         whole = self._whole(sizes, is_last)
         start, stop = self.bounds(whole)
         listed = self._lists_of_rows(batch, dims, whole)
-        mine = _taken(batch, dims, listed, slice(start, max(stop, start + 1)) if stop > start else slice(0, 1))
+        mine = take_rows(batch, dims, listed, slice(start, max(stop, start + 1)) if stop > start else slice(0, 1))
         return Share(
             mine, stop - start, whole, mark, {path: dim for path, (dim, _) in dims.items()}, _first(mine, dims)
         )
@@ -133,7 +129,7 @@ class Divider:
     def rows_of(self, batch: Any, rows: slice) -> Any:
         """Return the `rows` of a batch whose tensors all have rows in the first dimension."""
         dims = {path: (0, leaf.shape[0]) for path, leaf in leaves(batch)}
-        return _taken(batch, dims, set(), rows)
+        return take_rows(batch, dims, set(), rows)
 
     def bounds(self, whole: int) -> tuple[int, int]:
         """Return the half-open range (start, stop) of this rank's rows among `whole`."""
@@ -149,7 +145,7 @@ class Divider:
         found: dict[str, tuple[int, int]] = {}
         named = self.rows if isinstance(self.rows, Mapping) else {}
         tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim}
-        lists = {path for path, one in _nodes(batch) if type(one) in (list, tuple)}
+        lists = {path for path, one in nodes(batch) if type(one) in (list, tuple)}
         for path in named:
             if path not in tensors and path not in lists:
                 raise bad_input(
@@ -166,7 +162,7 @@ class Divider:
             if dim is not None:
                 found[path] = (dim, leaf.shape[dim])
         for path, leaf in leaves(batch):
-            is_known = isinstance(leaf, (Tensor, np.ndarray, list, tuple, *_PLAIN))
+            is_known = isinstance(leaf, (Tensor, np.ndarray, list, tuple, *PLAIN))
             if is_known and not (isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested)):
                 continue
             raise bad_input(
@@ -187,7 +183,7 @@ class Divider:
         """Return the paths of the lists and tuples that have one item per row."""
         found: set[str] = set()
         named = self.rows if isinstance(self.rows, Mapping) else {}
-        for path, one in _nodes(batch):
+        for path, one in nodes(batch):
             if type(one) not in (list, tuple):
                 continue
             if path in named:
@@ -284,102 +280,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 def _reach(tensor: Tensor) -> int:
     """Return the distance from the first element to the last, in elements."""
     return int(sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
-
-
-def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) for every leaf of a batch. A list without tensors or containers is one leaf: it is split by
-    rows.
-    """
-    children = _children(batch)
-    if children is None:
-        yield path, batch
-    else:
-        for name, child in children:
-            yield from leaves(child, f"{path}.{name}" if path else str(name))
-
-
-def _nodes(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, node) for every container and leaf of a batch, itself included."""
-    yield path, batch
-    for name, child in _children(batch) or []:
-        yield from _nodes(child, f"{path}.{name}" if path else name)
-
-
-def fingerprint(batch: Any) -> int:
-    """Return a 32-bit hash of all numbers and strings of a batch; of large tensors a sample counts."""
-    found = 0
-    for path, leaf in leaves(batch):
-        found = zlib.crc32(f"{path}{type(leaf).__name__}".encode(), found)
-        if isinstance(leaf, Tensor):
-            found = zlib.crc32(f"{tuple(leaf.shape)}{leaf.dtype}".encode(), found)
-            found = _of_numbers(leaf, found)
-        elif isinstance(leaf, np.ndarray):
-            found = zlib.crc32(np.ascontiguousarray(leaf).data, found) if leaf.dtype != object else found
-        elif isinstance(leaf, list | tuple | str | int | float):
-            found = zlib.crc32(repr(leaf).encode(), found)
-    return found
-
-
-def _of_numbers(tensor: Tensor, found: int) -> int:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return found
-    if tensor.device.type != "cpu":
-        return zlib.crc32(
-            digest([torch.view_as_real(tensor) if tensor.is_complex() else tensor], 0).to_bytes(8, "big"), found
-        )
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
-    if flat.nbytes > _SAMPLED_BYTES:
-        pieces = 256
-        each, stride = _SAMPLED_BYTES // pieces, flat.nbytes // pieces
-        flat = np.concatenate([flat[at : at + each] for at in range(0, pieces * stride, stride)])
-    return zlib.crc32(flat.data, found) if flat.nbytes else found
-
-
-def _children(batch: Any) -> list[tuple[str, Any]] | None:
-    """Return the named children of a container; None for a leaf."""
-    if isinstance(batch, Mapping):
-        return [(str(name), child) for name, child in batch.items()]
-    if isinstance(batch, torch.nn.utils.rnn.PackedSequence):
-        return None
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return list(zip(batch._fields, batch, strict=True))
-    if isinstance(batch, list | tuple):
-        if all(isinstance(one, _PLAIN) for one in batch):
-            return None
-        return [(str(index), child) for index, child in enumerate(batch)]
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return [(one.name, getattr(batch, one.name)) for one in dataclasses.fields(batch)]
-    return None
-
-
-def _taken(batch: Any, dims: Mapping[str, tuple[int, int]], lists: set[str], rows: slice, path: str = "") -> Any:
-    """Return `batch` with `rows` of every tensor that has them; `lists`: paths of lists that have one item per row."""
-    if path in lists:
-        return batch[rows]
-    children = _children(batch)
-    if children is None:
-        return batch[(slice(None),) * dims[path][0] + (rows,)] if path in dims else batch
-    taken = {name: _taken(child, dims, lists, rows, f"{path}.{name}" if path else name) for name, child in children}
-    return _rebuilt(batch, taken)
-
-
-def _rebuilt(batch: Any, taken: Mapping[str, Any]) -> Any:
-    if isinstance(batch, Mapping):
-        named = {name: taken[str(name)] for name in batch}
-        if type(batch) is dict:
-            return named
-        again = copy.copy(batch)
-        for name, child in named.items():
-            again[name] = child  # type: ignore[index]
-        return again
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*taken.values())
-    if isinstance(batch, list | tuple):
-        return type(batch)(taken.values())
-    again = copy.copy(batch)
-    for name, child in taken.items():
-        object.__setattr__(again, name, child)
-    return again
 
 
 def _first(batch: Any, dims: Mapping[str, tuple[int, int]]) -> int:

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from gossamer.own_loop.batches import Divider, Share, fingerprint, leaves
+from gossamer.own_loop.batch_fingerprint import fingerprint
+from gossamer.own_loop.batch_structure import leaves
+from gossamer.own_loop.batches import Divider, Share
 
 _WHOLE = 2  # batches loaded in full, to observe the dataset
 _LOOKED_AT = 1000  # objects of a dataset to inspect, at most

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from gossamer.loss_reader.batch_tensors import OfBatch
 from gossamer.loss_reader.count import BatchRows, Kind, LossCount
-from gossamer.own_loop.batches import Share, leaves
+from gossamer.own_loop.batch_structure import leaves
+from gossamer.own_loop.batches import Share
 from gossamer.own_loop.status_rows import RowMark
 from gossamer.spec.errors import BadInput
 

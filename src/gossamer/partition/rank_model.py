@@ -19,7 +19,8 @@ from gossamer.model.compiled import compile_units
 from gossamer.model.mapped_storage import into_memory, mapped
 from gossamer.model.module_copy import copied
 from gossamer.model.precision import precision_of
-from gossamer.model.snapshot import Snapshot, generators_kept
+from gossamer.model.python_state.random_generators import generators_kept
+from gossamer.model.snapshot import Snapshot
 from gossamer.model.source import ModelSource
 from gossamer.model.split.constructor_state import (
     ConstructorState,

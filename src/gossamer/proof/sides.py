@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gossamer.model.snapshot import Copies, Snapshot, context_kept
+from gossamer.model.python_state.context_variables import context_kept
+from gossamer.model.snapshot import Snapshot
+from gossamer.model.tensor_copies import Copies
 from gossamer.proof.fingerprints import FingerprintTable
 from gossamer.proof.trials import TrialSet
 

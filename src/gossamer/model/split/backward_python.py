@@ -19,7 +19,8 @@ from torch.autograd import Function
 from torch.nn.modules import module as torchs
 from torch.utils import checkpoint
 
-from gossamer.model.snapshot import Difference, Snapshot
+from gossamer.model.python_state.record import Difference
+from gossamer.model.snapshot import Snapshot
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.split.dataflow import DataFlow
 from gossamer.model.split.recompute import BufferValues, buffers_of, in_place_of, python_of

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from gossamer.model.snapshot import Difference, Snapshot
+from gossamer.model.python_state.record import Difference
+from gossamer.model.snapshot import Snapshot
 from gossamer.model.split.dataflow import DataFlow
 from gossamer.model.split.python_effects import OF_TORCH, unseen
 from gossamer.spec.errors import bad_input

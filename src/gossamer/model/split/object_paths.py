@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.snapshot import Root, Snapshot
+from gossamer.model.python_state.record import Root
+from gossamer.model.snapshot import Snapshot
 
 _OURS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
 _KINDS = (
@@ -49,9 +50,8 @@ def ways_to(
             if name not in ignored:
                 for key in reached(held) & found.keys():
                     found[key].add((id(inner), name))
-    outside = Snapshot(_seen={id(m): m for m in module.modules()})
-    outside._find([type(m) for m in module.modules()])
-    for key in found.keys() & outside._seen.keys():
+    outside = {id(held) for held in Snapshot.of_classes(module).found()}
+    for key in found.keys() & outside:
         found[key].add(None)
     for held in _variables(sys._getframe(1), until) if until is not None else ():
         for key in reached(held) & found.keys():

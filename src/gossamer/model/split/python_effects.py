@@ -2,7 +2,7 @@
 
 A trace finds them by comparing Python state before and after every call. State that only the unit itself reads again
 matters to no other stage. If the model's code or another call may read it, placeholders have to reproduce it: they run
-the unit's forward on absent tensors, a shadow run (see `stage.py`).
+the unit's forward on absent tensors, a shadow run (see `unit_calls.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gossamer.model.snapshot import GONE, Difference, Root, Snapshot
+from gossamer.model.python_state.record import GONE, Difference, Root
+from gossamer.model.snapshot import Snapshot
 from gossamer.model.split.object_paths import reached, ways_to
 from gossamer.model.split.pytree import leaves_of
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from gossamer.model.snapshot import Copies, Snapshot
+from gossamer.model.snapshot import Snapshot
 from gossamer.model.split.absent_tensor import AbsentTensor
+from gossamer.model.tensor_copies import Copies
 from gossamer.spec.errors import BadInput, bad_input
 
 BufferValues = list[tuple[dict[str, Any], str, Tensor]]  # (dict that holds a buffer, key, saved value)

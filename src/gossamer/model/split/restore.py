@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gossamer.model.snapshot import Snapshot, context_kept
+from gossamer.model.python_state.context_variables import context_kept
+from gossamer.model.snapshot import Snapshot
 from gossamer.model.split.trace_backends import written
 
 

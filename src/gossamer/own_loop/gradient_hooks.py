@@ -1,0 +1,155 @@
+"""Hooks of autograd on the trained parameters: before and after each gradient, and at the end of a backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.own_loop.losses import BackwardCall
+from gossamer.spec.errors import BadInput
+
+
+class PassEvents(Protocol):
+    """A receiver of the events of backward passes."""
+
+    def asked(self, asked: BackwardCall) -> None:
+        """Receive a backward call that is about to run."""
+
+    def before(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        """Receive a gradient that is about to be added; return the one to add in its place, if any."""
+
+    def after(self, name: str, param: Tensor) -> None:
+        """Receive a parameter whose gradient has been added."""
+
+    def end(self) -> None:
+        """Receive the end of a graph."""
+
+    def close(self) -> None:
+        """Receive that another wrap has taken over the parameters."""
+
+    def answered(self, doing: str = "") -> AbstractContextManager[None]:
+        """Return the context that names the ranks that are missing in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossHook:
+    """The callback before a backward call, which still has its losses."""
+
+    passes: weakref.ref[PassEvents]
+
+    def __call__(self, asked: BackwardCall) -> None:
+        if (passes := self.passes()) is not None:
+            passes.asked(asked)
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeHook:
+    """The hook that the engine calls before it adds to a parameter's gradient; torch.autograd.grad never calls it."""
+
+    passes: weakref.ref[PassEvents]
+    name: str
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        if (passes := self.passes()) is None:
+            raise BadInput(
+                f"{self.name} is trained, and the model that was given to gossamer.wrap is gone: keep it as long as "
+                "its parameters are trained"
+            )
+        with passes.answered():
+            changed = passes.before(self.name, gradients[0])
+        return None if changed is None else (changed,)
+
+
+@dataclass(frozen=True, slots=True)
+class AfterHook:
+    """The hook that the engine calls after it has added to a parameter's gradient."""
+
+    passes: weakref.ref[PassEvents]
+    name: str
+
+    def __call__(self, param: Tensor) -> None:
+        if (passes := self.passes()) is not None:
+            with passes.answered():
+                passes.after(self.name, param)
+
+
+@dataclass(frozen=True)
+class PassEnding:
+    """The callback that the engine calls after a graph; a graph that fails drops it uncalled."""
+
+    passes: weakref.ref[PassEvents]
+
+    def __call__(self) -> None:
+        if (passes := self.passes()) is not None:
+            with passes.answered():
+                passes.end()
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredHook:
+    """A user's hook on a parameter's gradient, deferred until the gradient of the global batch is known."""
+
+    on_mean: Callable[[Tensor], Tensor | None]
+
+    def __call__(self, gradient: Tensor) -> None:
+        return None
+
+
+@dataclass(slots=True)
+class GradientHooks:
+    """The hooks on the gradients of parameters."""
+
+    _handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    _nodes: list[torch.autograd.graph.Node] = field(default_factory=list)
+
+    def add(self, params: Mapping[str, nn.Parameter], passes: weakref.ref[PassEvents]) -> None:
+        """Register the hooks on newly trained parameters; another wrap that has hooks on them is closed."""
+        for name, param in params.items():
+            _close_earlier(param)
+            refuse_after_hooks(name, param, 0)
+            self._hook(name, param, passes)
+
+    def _hook(self, name: str, param: nn.Parameter, passes: weakref.ref[PassEvents]) -> None:
+        with torch.enable_grad():
+            node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        assert node is not None
+        self._nodes.append(node)  # a parameter holds its node weakly, and a freed node loses its hooks
+        self._handles.append(node.register_prehook(BeforeHook(passes, name)))
+        self._handles.append(param.register_post_accumulate_grad_hook(AfterHook(passes, name)))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes = [], []
+
+
+def _close_earlier(param: nn.Parameter) -> None:
+    """Close the earlier wrap of a parameter that is wrapped again."""
+    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    for one in {hook for hook in (hooks or {}).values() if isinstance(hook, AfterHook)}:
+        if (before := one.passes()) is not None:
+            before.close()
+
+
+def refuse_after_hooks(name: str, param: Tensor, ours: int) -> None:
+    """Raise BadInput if a parameter has more hooks after its gradient than `ours`."""
+    if len(param._post_accumulate_grad_hooks or ()) > ours:  # type: ignore[attr-defined]
+        raise BadInput(
+            f"{name} has a hook after its gradient is accumulated, which would see this rank's own gradient: "
+            "work on .grad after backward, where it is the mean of all ranks"
+        )
+
+
+def defer_hooks(param: nn.Parameter) -> None:
+    """Defer the user's hooks on a parameter's gradient, which would see this rank's own."""
+    hooks = param._backward_hooks
+    for key, hook in list(hooks.items()) if hooks else ():
+        if not isinstance(hook, DeferredHook):
+            hooks[key] = DeferredHook(hook)  # type: ignore[index]
