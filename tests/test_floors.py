@@ -32,9 +32,9 @@ PLANTED = {
     "the top from below": (
         "view/a.py",
         "from gossamer.api.verbs import train",
-        "view (floor 6) imports gossamer.api.verbs (floor 11)",
+        "view (floor 6) imports gossamer.api.verbs (floor 12)",
     ),
-    "the package from below": ("run/a.py", "from gossamer import __version__", "run (floor 6) imports gossamer"),
+    "the package from below": ("run/a.py", "from gossamer import __version__", "run (floor 7) imports gossamer"),
     "third party in spec": ("spec/a.py", "import numpy", "spec may import the standard library and pydantic"),
     "third party in ops": ("ops/a.py", "import numpy as np", "ops may import the standard library and torch"),
     "a collective by name": (

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gossamer import exchange as exchange_methods
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.channel.local import LocalChannel, run_lockstep
 from gossamer.comm.message import (
@@ -37,6 +36,7 @@ from gossamer.exchange import Exchange, ExchangeTraits
 from gossamer.ops.norm import global_norm_squared, scale_
 from gossamer.optimizer import lr_schedule
 from gossamer.optimizer.adamw import AdamW
+from gossamer.recipe import ParameterRules
 from gossamer.spec.plan import BUCKET_BYTES
 from gossamer.sync import buckets_of
 from links import apart, setting
@@ -111,7 +111,7 @@ class Crew:
     def _exchanges(self) -> dict[str, Exchange]:
         if self.study.exchange == FP16_HOOK:
             return dict.fromkeys(self.params, Fp16Hook())
-        return dict(exchange_methods.rules(self.study.exchange).by_name(self.params))
+        return dict(ParameterRules.read(self.study.exchange).by_name(self.params))
 
     def compute(self, step: int) -> Tensor:
         """Every rank's gradients into its buckets; the ranks' shares of the batch."""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gossamer import exchange as exchange_methods
 from gossamer.comm.message import ProcessGroups
 from gossamer.plan import price_of
-from gossamer.spec.plan import BUCKET_BYTES
+from gossamer.recipe import PlanMethods
+from gossamer.spec.plan import BUCKET_BYTES, Plan
 from gossamer.spec.units import read_rate
 from links import setting
 from links.keep import Kept
@@ -113,7 +113,5 @@ def _bytes(method: Method, hosts: int) -> float:
     if method.plan["exchange"] == "auto":
         return dense * (0.05 if method.plan.get("lossy") else 0.5)
     shapes = tuple((name, tuple(p.shape)) for name, p in setting.gpt2().named_parameters())
-    exchange_methods.rules(method.plan["exchange"])
-    return float(
-        max(price_of(method.plan["exchange"], shapes, ProcessGroups.flat(hosts), bucket_bytes=BUCKET_BYTES).sent_bytes)
-    )
+    plan = Plan(rows=(1,), microbatches=(1,), exchange=method.plan["exchange"], bucket_bytes=BUCKET_BYTES)
+    return float(max(price_of(PlanMethods.of(plan), shapes, ProcessGroups.flat(hosts)).sent_bytes))

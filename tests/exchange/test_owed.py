@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gossamer import exchange as exchange_methods
+from gossamer.recipe import ParameterRules
 
 TOPK = {"topk": {"fraction": 0.1}}
 
@@ -32,5 +33,5 @@ def test_feedback_is_put_around_the_lines_that_serve_these_parameters() -> None:
     assert first == ("^a", "between", {"error_feedback": {"inner": "dense"}}) and island == lines[1]
     assert middle == lines[2] and last == (".*", "between", {"error_feedback": {"inner": TOPK}})
     assert all(
-        exchange_methods.has_residual(one) for one in exchange_methods.rules([first, island]).by_name(["a"]).values()
+        exchange_methods.has_residual(one) for one in ParameterRules.read([first, island]).by_name(["a"]).values()
     )

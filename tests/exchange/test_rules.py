@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from gossamer import exchange as exchange_methods
 from gossamer.exchange.dense import Dense
 from gossamer.exchange.error_feedback import ErrorFeedback
 from gossamer.exchange.hierarchical import Hierarchical
 from gossamer.exchange.topk import TopK
 from gossamer.exchange.two_shot import TwoShot
+from gossamer.recipe import ParameterRules
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import told
 from gossamer.spec.plan import Plan
@@ -22,13 +22,13 @@ TOPK = {"error_feedback": {"topk": {"fraction": 0.1}}}
 
 
 def test_one_method_is_for_all() -> None:
-    found = exchange_methods.rules(TOPK).by_name(NAMES)
+    found = ParameterRules.read(TOPK).by_name(NAMES)
     assert set(found.values()) == {ErrorFeedback(TopK(fraction=0.1))} and list(found) == list(NAMES)
-    assert exchange_methods.rules("dense").of("anything") == Dense()
+    assert ParameterRules.read("dense").of("anything") == Dense()
 
 
 def test_the_first_line_that_matches_holds_and_dense_is_the_last_resort() -> None:
-    rules = exchange_methods.rules(
+    rules = ParameterRules.read(
         [("bias$", "all", "dense"), (r"^blocks\.0\.", "all", INT8), ("blocks|head", "all", TOPK)]
     )
     kinds = {name: type(one) for name, one in rules.by_name(NAMES).items()}
@@ -43,16 +43,16 @@ def test_the_first_line_that_matches_holds_and_dense_is_the_last_resort() -> Non
 
 
 def test_parameters_of_one_line_may_share_a_bucket() -> None:
-    found = exchange_methods.rules([("bias", "all", INT8), (".*", "all", TOPK)]).by_name(NAMES)
+    found = ParameterRules.read([("bias", "all", INT8), (".*", "all", TOPK)]).by_name(NAMES)
     assert len(set(found.values())) == 2, "equal values: buckets are cut by exchange"
 
 
 def test_island_and_between_become_one_hierarchical() -> None:
-    rules = exchange_methods.rules([(".*", "island", "dense"), ("bias", "between", "dense"), (".*", "between", TOPK)])
+    rules = ParameterRules.read([(".*", "island", "dense"), ("bias", "between", "dense"), (".*", "between", TOPK)])
     found = rules.by_name(NAMES)
     assert found["embed.weight"] == Hierarchical(inter=ErrorFeedback(TopK(fraction=0.1)))
     assert found["blocks.0.norm.bias"] == Hierarchical(inter=Dense())
-    coded = exchange_methods.rules(
+    coded = ParameterRules.read(
         [("a", "between", INT8), ("a", "island", {"int8": {"block_size": 64}}), ("b", "all", INT8)]
     )
     one = coded.of("a")
@@ -66,7 +66,7 @@ def test_lines_survive_the_plan_file() -> None:
     plan = Plan(rows=(1,), microbatches=(1,), exchange=lines)
     again = Plan.model_validate(plan.model_dump(mode="json"))
     assert again == plan
-    assert exchange_methods.rules(again.exchange).by_name(NAMES) == exchange_methods.rules(lines).by_name(NAMES)
+    assert ParameterRules.read(again.exchange).by_name(NAMES) == ParameterRules.read(lines).by_name(NAMES)
 
 
 WRONG = {
@@ -103,24 +103,22 @@ WRONG = {
 def test_a_wrong_line_is_told_with_its_place(what: str) -> None:
     written, said = WRONG[what]
     with pytest.raises(BadInput) as error:
-        exchange_methods.rules(written)
+        ParameterRules.read(written)
     assert said in str(error.value)
 
 
 def test_a_line_that_serves_no_parameter_is_told() -> None:
     with pytest.raises(BadInput, match=r"plan\.exchange\.0\.0: .* got 'embedding': their names are embed\.weight, bl"):
-        exchange_methods.rules([("embedding", "all", "dense"), (".*", "all", INT8)]).by_name(NAMES)
+        ParameterRules.read([("embedding", "all", "dense"), (".*", "all", INT8)]).by_name(NAMES)
     with pytest.raises(
         BadInput, match=r"plan\.exchange\.1: every parameter that 'bias' matches is served by a line be"
     ):
-        exchange_methods.rules([("norm", "all", INT8), ("bias", "all", "dense")]).by_name(NAMES)
-    exchange_methods.rules([("weight|bias", "all", INT8), (".*", "all", "dense")]).by_name(
-        NAMES
-    )  # a last resort may idle
+        ParameterRules.read([("norm", "all", INT8), ("bias", "all", "dense")]).by_name(NAMES)
+    ParameterRules.read([("weight|bias", "all", INT8), (".*", "all", "dense")]).by_name(NAMES)  # a last resort may idle
 
 
 def test_a_parameter_with_one_level_only_is_told() -> None:
-    rules = exchange_methods.rules([("bias", "island", "dense"), (".*", "between", INT8)])
+    rules = ParameterRules.read([("bias", "island", "dense"), (".*", "between", INT8)])
     assert isinstance(rules.of("blocks.0.norm.bias"), Hierarchical)
     with pytest.raises(BadInput, match=r"a line of level island for parameter embed\.weight, as it has one of level b"):
         rules.by_name(NAMES)

@@ -24,6 +24,7 @@ from gossamer.plan.exchange import (
     waited_for,
     wire_seconds,
 )
+from gossamer.recipe import ParameterRules
 from gossamer.spec.errors import BadInput
 from gossamer.spec.network import Link, Network
 from gossamer.spec.units import show_seconds
@@ -155,7 +156,7 @@ def test_one_thread_encodes_and_decodes_one_bucket_at_a_time() -> None:
 def test_a_rule_for_every_parameter() -> None:
     """What is written can be read back, and serves every name."""
     decision = choose(facts(20e6), lossy=True, candidates=KINDS)
-    rules = exchange_methods.rules(decision.written)
+    rules = ParameterRules.read(decision.written)
     names = [n for b in facts(20e6).buckets for n in b.names]
     assert set(rules.by_name(names)) == set(names)
 

@@ -23,7 +23,7 @@ from gossamer.partition import rank_model
 from gossamer.partition.plan_file import read_plan
 from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
 from gossamer.plan import Request, build
-from gossamer.plan.law import check_loop
+from gossamer.recipe import check_loop
 from gossamer.run.batches import DatasetBatches
 from gossamer.settings.methods import check_names
 from gossamer.settings.plan_file import with_plan

@@ -21,6 +21,7 @@ from gossamer.job.rank_job import RankContext, RankJob, run_job
 from gossamer.model.generate import generate
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.partition.rank_model import ModuleSource, PartitionRequest, RankModel, build_rank_model
+from gossamer.recipe import ParameterRules
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.build import Parts
 from gossamer.spec.config import RunConfig
@@ -589,7 +590,7 @@ def changing(seat: Seat, *, exchanges: list[Any]) -> dict[str, Any]:
     islands = ProcessGroups.islands([[rank] for rank in range(seat.ranks)])
     channel = ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, islands, interface="lo", timeout_s=15.0))
     pump = CommThread(channel)
-    replica = GradientReducer(params, exchange_methods.rules(exchanges[0]).by_name(params), pump, bucket_bytes=1 << 20)
+    replica = GradientReducer(params, ParameterRules.read(exchanges[0]).by_name(params), pump, bucket_bytes=1 << 20)
     data, kept, owed, carried = Tokens(), [], [], []
 
     def owing(states: dict[str, torch.Tensor]) -> float:
@@ -599,7 +600,7 @@ def changing(seat: Seat, *, exchanges: list[Any]) -> dict[str, Any]:
         if turn:
             before = {n: t.clone() for n, t in replica.states().items()}
             owed.append(owing(before))
-            replica.adopt(exchange_methods.rules(written).by_name(params), bucket_bytes=1 << (20 - turn))
+            replica.adopt(ParameterRules.read(written).by_name(params), bucket_bytes=1 << (20 - turn))
             after = replica.states()
             carried.append(owing(after))
             kept.append(sorted(n for n in after if n in before and torch.equal(after[n], before[n])))

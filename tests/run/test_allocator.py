@@ -10,8 +10,9 @@ import pytest
 
 PROGRAM = """
 import resource, torch
+from gossamer import sharding
 from gossamer.run.build import set_memory
-set_memory("{states}")
+set_memory(sharding.build("{states}"))
 def faults(count):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(count):

@@ -19,6 +19,7 @@ from gossamer.autotune.exchange_selection import ExchangeSelector
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import ProcessGroups
 from gossamer.plan.exchange import CANDIDATES, across_islands
+from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile
 from gossamer.run.trainer import Replan
 from gossamer.spec.errors import BadInput
@@ -139,7 +140,7 @@ def test_links_drift_and_islands_come_and_go(world, found: list[Network], lossy:
         else:
             assert changed.bucket_bytes == exchanger.plan.bucket_bytes
         assert exchanger._watch.first == 0.0, "the window after a look is the new measure"
-        rules = exchange_methods.rules(exchanger.plan.exchange).by_name(here.params)
+        rules = ParameterRules.read(exchanger.plan.exchange).by_name(here.params)
         for layout, one in buckets_of(here.params, rules, bucket_bytes=exchanger.plan.bucket_bytes):
             one.check(layout, exchanger.pump.channel.levels)
         if not lossy:
