@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import support
 from cyclopts import App
 
 from gossamer.cli import COMMANDS, EPILOGUE, make_app
@@ -27,7 +28,13 @@ NOTE = "<!-- Written by docs/generate.py from the code: change it there, then `m
 
 def pages() -> dict[str, str]:
     """File name -> text of every page of the reference."""
-    found = {"config.md": config(), "commands.md": commands(), "records.md": record_kinds(), **methods()}
+    found = {
+        "config.md": config(),
+        "commands.md": commands(),
+        "records.md": record_kinds(),
+        "support.md": support.page(),
+        **methods(),
+    }
     return {name: f"{NOTE}\n\n{text.strip()}\n" for name, text in found.items()}
 
 

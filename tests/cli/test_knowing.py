@@ -166,7 +166,8 @@ def test_the_extras_are_those_of_the_package() -> None:
     assert (extra_with("transformers"), extra_with("pyarrow.lib"), extra_with("torch")) == ("hf", "parquet", None)
 
 
-def test_the_reference_is_what_the_code_says() -> None:
+def test_the_reference_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     assert spec is not None and spec.loader is not None
     generate: Any = importlib.util.module_from_spec(spec)

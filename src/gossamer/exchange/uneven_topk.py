@@ -8,7 +8,7 @@ Equations:
 Symbols: x_i (numel,) input of rank i; w_i its weight; f_i = fractions[i] (one fraction: that of every rank).
 Wire:    uneven SHUFFLE: 8 k_i bytes (float32 value, int32 place), or 4 numel of a rank that sends all, to each of the
 others: no rank waits for bytes that another does not have.   State: none.   Work: a selection over numel.
-Paper:   Tang et al., arXiv 2408.14736: fractions by bandwidth (plan.adapt.bcrs), and OPWA, which is `gamma`,
+Paper:   Tang et al., arXiv 2408.14736: fractions by bandwidth (policy.bcrs), and OPWA, which is `gamma`,
 `overlap_max_senders`: entries that few ranks kept are diluted by the weights of those that did not, and are scaled up
 again.
 Good when: links differ, ways in are wider than ways out.   Not for: many ranks (what arrives grows with n).

@@ -50,7 +50,7 @@ from gossamer.own_loop.process_group import LoopGroup, parts_of, party
 from gossamer.own_loop.rank_loader import RankDataLoader, refuse_sampler, rows_of
 from gossamer.own_loop.startup import check_models, check_optimizers, start_alike, tensors_of
 from gossamer.own_loop.trained_parameters import TrainedParameters
-from gossamer.plan.law import check_loop
+from gossamer.recipe import check_loop
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges
 
