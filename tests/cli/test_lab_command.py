@@ -48,7 +48,7 @@ def test_what_cannot_be_read_is_refused(fields, said):
 
 
 def test_a_missing_command_or_wrong_change_starts_nothing():
-    with pytest.raises(BadInput, match="change: wanted"):
+    with pytest.raises(BadInput, match="event: wanted a change"):
         app(["run", "--event", "soon", "--", "true"], result_action="return_value")
     if lab_unavailable() is None:
         with pytest.raises(BadInput, match="no command"):

@@ -189,7 +189,7 @@ def test_train_hands_everything_over(file: Path, trained: list[dict[str, Any]], 
     config = call["config"]
     assert (config.train.batch, config.train.steps, config.data.source) == (16, 5, "text:*.txt")
     assert call["origin"]["train.batch"] == f"{file}:1" and call["origin"]["train.steps"] == "command line"
-    assert (call["plan"], call["hosts"], call["resume"], call["dry"]) == (plan, ["a", "b"], "auto", True)
+    assert (call["plan"], call["hosts"], call["resume"], call["dry_run"]) == (plan, ["a", "b"], "auto", True)
     assert main(["train", str(file), "--node-rank", "1", "--nnodes", "2", "--rdzv-endpoint", "host0:29500"]) == 0
     assert (trained[1]["node"], trained[1]["hosts"]) == (Node(1, 2, "host0", 29500), [])
 

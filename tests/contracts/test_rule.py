@@ -183,7 +183,9 @@ def test_goes_down_a_bowl(rule: optimizer_methods.Optimizer) -> None:
     first = params["w"].square().sum()
     state = rule.init(params)
     for step in range(100):
-        rate = 0.05 / (rule.trust if isinstance(rule, Lars) else 1.0)  # its steps are so small a part of a layer
+        rate = 0.05 / (
+            rule.trust_coefficient if isinstance(rule, Lars) else 1.0
+        )  # its steps are so small a part of a layer
         rule.update(params, {"w": 2 * params["w"]}, state, lr_scale=rate / rule.lr, step=step)
     assert params["w"].square().sum() < 0.05 * first
 

@@ -118,7 +118,7 @@ def test_an_island_of_slow_machines_makes_some_steps_and_counts_by_what_it_saw(p
 def test_islands_that_make_other_steps_agree_in_the_end(pool: Pool, name: str) -> None:
     """Rules in units of the learning rate see the mean of the islands' rates, the same on all."""
     ((base, given),) = SETTINGS[name].items()
-    written = {base: {**given, "steps": [1, given["every"]]}}
+    written = {base: {**given, "local_steps": [1, given["sync_every"]]}}
     found = pool.run("sync.apart_jobs:rounds", 3, written=written, steps=9, islands=ISLANDS[3])
     assert all(one["at"][-1] == found[0]["at"][-1] for one in found)
     assert all(one["anchor"] == found[0]["anchor"] for one in found)

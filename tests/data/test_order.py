@@ -103,7 +103,7 @@ def test_shares_are_as_near_as_whole_rows_allow() -> None:
 
 @pytest.mark.parametrize("share", [[1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf"), 1.0]])
 def test_impossible_shares(share: list[float]) -> None:
-    with pytest.raises(BadInput, match=r"plan\.share.*positive"):
+    with pytest.raises(BadInput, match=r"plan\.batch_fractions.*positive"):
         share_rows(8, share)
 
 

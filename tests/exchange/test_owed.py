@@ -28,10 +28,10 @@ def test_who_owes(written, owing: bool) -> None:
 def test_feedback_is_put_around_the_lines_that_serve_these_parameters() -> None:
     assert exchange_methods.with_error_feedback("dense", []) == "dense"
     assert exchange_methods.with_error_feedback(TOPK, ["a"]) == {"error_feedback": {"inner": TOPK}}
-    lines = [("^a", "between", "dense"), (".*", "island", "dense"), ("^b", "all", TOPK), (".*", "between", TOPK)]
-    (first, island, middle, last) = exchange_methods.with_error_feedback(lines, ["a", "c"])
-    assert first == ("^a", "between", {"error_feedback": {"inner": "dense"}}) and island == lines[1]
-    assert middle == lines[2] and last == (".*", "between", {"error_feedback": {"inner": TOPK}})
+    lines = [("^a", "inter", "dense"), (".*", "intra", "dense"), ("^b", "all", TOPK), (".*", "inter", TOPK)]
+    (first, intra, middle, last) = exchange_methods.with_error_feedback(lines, ["a", "c"])
+    assert first == ("^a", "inter", {"error_feedback": {"inner": "dense"}}) and intra == lines[1]
+    assert middle == lines[2] and last == (".*", "inter", {"error_feedback": {"inner": TOPK}})
     assert all(
-        exchange_methods.has_residual(one) for one in ParameterRules.read([first, island]).by_name(["a"]).values()
+        exchange_methods.has_residual(one) for one in ParameterRules.read([first, intra]).by_name(["a"]).values()
     )

@@ -47,17 +47,17 @@ def test_parameters_of_one_line_may_share_a_bucket() -> None:
     assert len(set(found.values())) == 2, "equal values: buckets are cut by exchange"
 
 
-def test_island_and_between_become_one_hierarchical() -> None:
-    rules = ParameterRules.read([(".*", "island", "dense"), ("bias", "between", "dense"), (".*", "between", TOPK)])
+def test_intra_and_inter_become_one_hierarchical() -> None:
+    rules = ParameterRules.read([(".*", "intra", "dense"), ("bias", "inter", "dense"), (".*", "inter", TOPK)])
     found = rules.by_name(NAMES)
     assert found["embed.weight"] == Hierarchical(inter=ErrorFeedback(TopK(fraction=0.1)))
     assert found["blocks.0.norm.bias"] == Hierarchical(inter=Dense())
     coded = ParameterRules.read(
-        [("a", "between", INT8), ("a", "island", {"int8": {"block_size": 64}}), ("b", "all", INT8)]
+        [("a", "inter", INT8), ("a", "intra", {"int8": {"block_size": 64}}), ("b", "all", INT8)]
     )
     one = coded.of("a")
-    assert isinstance(one, Hierarchical) and isinstance(one.between, TwoShot)
-    assert one.inside is not None and "block_numel=64" in repr(one.inside)
+    assert isinstance(one, Hierarchical) and isinstance(one.inter, TwoShot)
+    assert one.intra_codec is not None and "block_size=64" in repr(one.intra_codec)
     assert isinstance(coded.of("b"), TwoShot) and coded.of("c") == Dense()
 
 
@@ -78,9 +78,9 @@ WRONG = {
         [("a", "all", "dense"), ("(b", "all", "dense")],
         "plan.exchange.1.0: wanted a regular expression",
     ),
-    "unknown level": ([("a", "ilsand", "dense")], "plan.exchange.0.1: there is no link level 'ilsand': did you mean"),
-    "island alone": ([("a", "island", "dense")], "plan.exchange.0.1: wanted lines for both island and between"),
-    "between alone": ([("a", "between", INT8)], "add ['a', island, dense], say"),
+    "unknown level": ([("a", "intar", "dense")], "plan.exchange.0.1: there is no link level 'intar': did you mean"),
+    "intra alone": ([("a", "intra", "dense")], "plan.exchange.0.1: wanted lines for both intra and inter"),
+    "inter alone": ([("a", "inter", INT8)], "add ['a', intra, dense], say"),
     "unknown method": ([("a", "all", "dens")], "plan.exchange.0.2: no exchange is called 'dens': did you mean 'dense'"),
     "unknown inner": (
         [("a", "all", {"error_feedback": "topq"})],
@@ -88,12 +88,12 @@ WRONG = {
     ),
     "wrong value": ([("a", "all", {"topk": {"fraction": 2}})], "plan.exchange.0.2.topk.fraction: wanted 0 < fraction"),
     "exchange inside": (
-        [("a", "island", "topk"), ("a", "between", INT8)],
+        [("a", "intra", "topk"), ("a", "inter", INT8)],
         "plan.exchange.0.2: inside an island numbers go dense or through a codec, not as 'topk'",
     ),
-    "codec misspelt": ([("a", "island", "int9"), ("a", "between", INT8)], "did you mean 'int8'"),
+    "codec misspelt": ([("a", "intra", "int9"), ("a", "inter", INT8)], "did you mean 'int8'"),
     "codec's value": (
-        [("a", "island", {"int8": {"block_size": 3}}), ("a", "between", INT8)],
+        [("a", "intra", {"int8": {"block_size": 3}}), ("a", "inter", INT8)],
         "plan.exchange.0.2.int8.block_size: wanted a multiple of 4",
     ),
 }
@@ -118,9 +118,11 @@ def test_a_line_that_serves_no_parameter_is_told() -> None:
 
 
 def test_a_parameter_with_one_level_only_is_told() -> None:
-    rules = ParameterRules.read([("bias", "island", "dense"), (".*", "between", INT8)])
+    rules = ParameterRules.read([("bias", "intra", "dense"), (".*", "inter", INT8)])
     assert isinstance(rules.of("blocks.0.norm.bias"), Hierarchical)
-    with pytest.raises(BadInput, match=r"a line of level island for parameter embed\.weight, as it has one of level b"):
+    with pytest.raises(
+        BadInput, match=r"a line of level intra for parameter embed\.weight, as it has one of level inter"
+    ):
         rules.by_name(NAMES)
 
 
@@ -128,4 +130,4 @@ def test_a_choice_is_told_in_one_line() -> None:
     assert told("dense") == "dense"
     assert told(TOPK) == "error_feedback(topk(fraction=0.1))"
     assert told(INT8) == "two_shot(codec=int8)"
-    assert told([("bias", "all", "dense"), (".*", "between", INT8)]) == "bias: dense; .* between: two_shot(codec=int8)"
+    assert told([("bias", "all", "dense"), (".*", "inter", INT8)]) == "bias: dense; .* inter: two_shot(codec=int8)"

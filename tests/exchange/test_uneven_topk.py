@@ -135,7 +135,13 @@ def test_ranks_without_a_fraction_are_refused() -> None:
     with pytest.raises(BadInput, match="4 ranks"):
         UnevenTopK((0.1, 0.2)).check(WHERE, ProcessGroups.flat(4))
     UnevenTopK((0.1,)).check(WHERE, ProcessGroups.flat(4))
-    for wrong in ({"fractions": ()}, {"fractions": (0.0,)}, {"gamma": 0.0}, {"overlap": 0}, {"tilt": float("nan")}):
+    for wrong in (
+        {"fractions": ()},
+        {"fractions": (0.0,)},
+        {"gamma": 0.0},
+        {"overlap_max_senders": 0},
+        {"tilt": float("nan")},
+    ):
         with pytest.raises(BadInput):
             UnevenTopK(**wrong)
 

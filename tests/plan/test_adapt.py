@@ -238,9 +238,11 @@ def test_when_all_can_send_everything_it_says_dense() -> None:
 def test_what_feedback_would_take_back_is_refused() -> None:
     with pytest.raises(BadInput, match="feedback"):
         BCRS(gamma=2.0)
-    bare = BCRS(gamma=2.0, overlap=2, feedback="").choose(Statistics(names=("w",), numel=(100,)), Paths(up=UNEQUAL))
+    bare = BCRS(gamma=2.0, overlap_max_senders=2, feedback="").choose(
+        Statistics(names=("w",), numel=(100,)), Paths(up=UNEQUAL)
+    )
     one = exchange_methods.build(bare.rules[0][2])
-    assert (one.gamma, one.overlap) == (2.0, 2)
+    assert (one.gamma, one.overlap_max_senders) == (2.0, 2)
 
 
 def test_slower_links_send_less_and_the_slowest_the_least() -> None:
@@ -329,7 +331,7 @@ def test_settings_near_the_one_a_run_has() -> None:
     built = [exchange_methods.build(w) for w in LGreco().to_measure(alone)]
     assert [type(one.codec).__name__ for one in built] == ["Int8", "Int4", "Cast"] and built[1].codec.stochastic
     across = {"hierarchical": {"inter": {"error_feedback": "powersgd"}}}
-    assert [exchange_methods.build(w).between.inner.rank for w in LGreco().to_measure(across)] == [4, 2, 3, 6, 8]
+    assert [exchange_methods.build(w).inter.inner.rank for w in LGreco().to_measure(across)] == [4, 2, 3, 6, 8]
     assert LGreco().to_measure("dense") == LGreco().to_measure("topk") == ()
     assert BCRS().to_measure(fed) == AdaTopK().to_measure(fed) == ()
 

@@ -77,7 +77,7 @@ OTHERS: dict[str, Sections] = {
     "momentum, not clipped": exchange({"momentum": "dense"}, max_grad_norm=0.0),
     "momentum inside": exchange({"warmup": {"inner": {"momentum": {"two_shot": "int4"}}}}),
     "hierarchical": exchange({"hierarchical": {"inter": "dense"}}),
-    "lines": exchange([[".*", "between", "dense"], [".*", "island", "int8"]]),
+    "lines": exchange([[".*", "inter", "dense"], [".*", "intra", "int8"]]),
     "accumulate": {"train": {"accumulate": 2}},
     "fp16": {"train": {"precision": "fp16"}},
     "adamw": {"train": {"optimizer": "adamw"}},

@@ -15,7 +15,7 @@ from gossamer.store.checkpoint import open_checkpoint
 from pool import Pool
 from run.test_sharding import records
 
-PLAIN = {"weights": None, "gradients": None, "gradients_inside": None}
+PLAIN = {"weights": None, "gradients": None, "intra_gradients": None}
 INSIDE: dict[str, Any] = {"zero1": {"shard_group": "island"}}
 WEIGHTS: dict[str, Any] = {"zero3": {"weights_group": "island"}}
 ISLAND: dict[str, Any] = {"zero3": {"weights_group": "island", "states_group": "island"}}
@@ -26,7 +26,7 @@ EXACT: list[Any] = [
 SEPARATE: list[Any] = [
     {"sdp4bit": PLAIN | {"weights": "int8"}},
     {"sdp4bit": PLAIN | {"gradients": "int4"}},
-    {"sdp4bit": PLAIN | {"gradients_inside": "int8"}},
+    {"sdp4bit": PLAIN | {"intra_gradients": "int8"}},
     {"sdp4bit": {"shard_group": "island"}},
     "zeropp",
 ]

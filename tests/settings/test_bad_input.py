@@ -161,12 +161,12 @@ METHODS = {
     "data.tokenizer=bite": "did you mean 'byte' or",
     "plan={exchange: {dense: {x: 1}, topk: {}}}": "plan.exchange: wanted a method",
     "plan.exchange.two_shot.codec=int9": "command line: plan.exchange.two_shot.codec",
-    "plan.exchange.hierarchical={inter: dense, intra_codec: int9}": "inside: ",
+    "plan.exchange.hierarchical={inter: dense, intra_codec: int9}": "intra_codec: ",
     "plan.exchange=[[bias, all, dens]]": "plan.exchange.0.2: ",
     "plan.exchange=[[bias, al, dense]]": "plan.exchange.0.1: there is no link level 'al': did you mean 'all'?",
     "plan.exchange=[['(', all, dense]]": "plan.exchange.0.0: wanted a regular expression, got '('",
-    "plan.exchange=[[bias, island, dense]]": "plan.exchange.0.1: wanted lines for both island and between",
-    "plan.exchange=[[a, island, int9], [a, between, dense]]": "did you mean 'int8'",
+    "plan.exchange=[[bias, intra, dense]]": "plan.exchange.0.1: wanted lines for both intra and inter",
+    "plan.exchange=[[a, intra, int9], [a, inter, dense]]": "did you mean 'int8'",
 }
 
 

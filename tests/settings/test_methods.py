@@ -131,7 +131,7 @@ def test_both_readers_agree_on_whatever_is_nested() -> None:
         ({"two_shot": "int9"}, "two_shot.codec: "),
         ({"two_shot": "int9"}, "'int9'"),
         ({"two_shot": "int9"}, "did you mean 'int8'"),
-        ({"two_shot": {"codecs": "int8"}}, "has no parameter 'codecs': did you mean 'codec'?"),
+        ({"two_shot": {"codecs": "int8"}}, "has no parameter 'codecs': did you mean 'codec' or"),
         ({"error_feedback": {"topkk": {}}}, "did you mean 'topk'"),
         ("dense:3", "'dense:3'"),
     ],

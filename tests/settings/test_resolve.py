@@ -119,7 +119,7 @@ def test_another_method_on_the_command_line_owes_nothing_to_the_file(file: Path)
 
 def test_merge_keys_and_aliases_of_yaml_work(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
-        "model:\n  config: &a {x: 1}\nplan: {schedule: {single_stage: {<<: *a, y: 2}}}\n"
+        "model:\n  config: &a {x: 1}\nplan: {pipeline_schedule: {single_stage: {<<: *a, y: 2}}}\n"
     )
     config = load(tmp_path / "run.yaml").config
     assert config.plan.pipeline_schedule == {"single_stage": {"x": 1, "y": 2}}

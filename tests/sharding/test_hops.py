@@ -33,7 +33,7 @@ ISLANDS = {"2+2": (2, 2), "3+3": (3, 3), "2x3": (2, 2, 2), "2+1": (2, 1), "3+2":
 each_islands = pytest.mark.parametrize("islands", ISLANDS.values(), ids=ISLANDS)
 each_level = pytest.mark.parametrize("level", ["all", "island"])
 EVEN = {"w": (24, 32), "v": (48, 8), "bias": (96,)}
-CODED: Any = {"weights": "int8", "gradients": "int4", "gradients_inside": "int8"}
+CODED: Any = {"weights": "int8", "gradients": "int4", "intra_gradients": "int8"}
 
 
 def deal_of(islands: Sequence[int], level: str) -> RowPartition:
@@ -317,9 +317,9 @@ def test_flat_links_have_one_hop() -> None:
             sharding_methods.build("zero1").path(levels) == sharding_methods.build("sdp4bit").path(levels) == ("all",)
         )
         assert sharding_methods.build("none").path(levels) == ()
-    with pytest.raises(BadInput, match=r"plan\.states: wanted islands of ranks"):
+    with pytest.raises(BadInput, match=r"plan\.sharding: wanted islands of ranks"):
         sharding_methods.build({"zero1": {"shard_group": "island"}}).check(ProcessGroups.flat(3))
-    with pytest.raises(BadInput, match="level"):
+    with pytest.raises(BadInput, match="shard_group"):
         sharding_methods.build({"zero1": {"shard_group": "planet"}}, key="plan.sharding")
 
 

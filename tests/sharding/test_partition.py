@@ -156,9 +156,9 @@ def test_where_islands_are() -> None:
     for one in (weights, states):
         assert one.path(ProcessGroups.flat(4)) == ("all",)
         assert one.deal(levels).of_parameters.path == ("island",)
-        with pytest.raises(BadInput, match=r"plan\.states: wanted islands of ranks"):
+        with pytest.raises(BadInput, match=r"plan\.sharding: wanted islands of ranks"):
             one.check(ProcessGroups.flat(4))
-    with pytest.raises(BadInput, match=r"plan\.states\.zero3\.states: wanted weights: island"):
+    with pytest.raises(BadInput, match=r"plan\.sharding\.zero3\.states_group: wanted weights_group: island"):
         sharding_methods.build({"zero3": {"states_group": "island"}}, key="plan.sharding")
-    with pytest.raises(BadInput, match="weights"):
+    with pytest.raises(BadInput, match="weights_group"):
         sharding_methods.build({"zero3": {"weights_group": "planet"}}, key="plan.sharding")

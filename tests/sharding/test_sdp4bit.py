@@ -55,6 +55,6 @@ def test_what_was_lost_is_part_of_the_next_difference(ranks: int) -> None:
 
 def test_all_three_codes_are_right_on_average() -> None:
     one = Sdp4bit()
-    assert all(code is not None and code.traits.unbiased for code in (one.weights, one.gradients, one.gradients_inside))
-    assert torch.tensor([code.nbytes(1 << 20) / 2**20 for code in (one.weights, one.gradients, one.gradients_inside)]) \
+    assert all(code is not None and code.traits.unbiased for code in (one.weights, one.gradients, one.intra_gradients))
+    assert torch.tensor([code.nbytes(1 << 20) / 2**20 for code in (one.weights, one.gradients, one.intra_gradients)]) \
         .tolist() == pytest.approx([0.5 + 4 / 2048, 0.5 + 4 / 128, 1 + 4 / 512], abs=1e-4)  # fmt: skip

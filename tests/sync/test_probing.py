@@ -127,7 +127,7 @@ def test_the_estimate_s_mean_is_the_gradient() -> None:
     ("ranks", "given"),
     [
         (2, {"alike": False}),
-        (3, {"alike": False, "directions": 2, "labels": [1.0, 5.0, 2.0]}),
+        (3, {"alike": False, "samples": 2, "labels": [1.0, 5.0, 2.0]}),
         (3, {"alike": False, "labels": [3.0, 0.0, 1.0]}),
         (2, {"dtype": "bfloat16", "alike": False}),
         (2, {"clip": 0.01, "alike": False}),

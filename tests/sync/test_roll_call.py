@@ -130,7 +130,7 @@ def test_no_more_rounds_are_missed_than_there_is_room_for(pool: Pool) -> None:
 
 @pytest.mark.parametrize("wait", [-1.0, float("inf"), float("nan")])
 def test_a_patience_that_is_none(wait: float) -> None:
-    with pytest.raises(BadInput, match="patience_s: wanted 0 seconds or more"):
+    with pytest.raises(BadInput, match="straggler_timeout_s: wanted 0 seconds or more"):
         sync.build({"diloco": {"straggler_timeout_s": wait}})
 
 

@@ -55,7 +55,7 @@ def with_error_feedback(written: Exchanges, names: Iterable[str]) -> Exchanges:
 
 
 def matching_rule(found: Sequence[ParameterRule], name: str) -> ParameterRule | None:
-    """Return the line whose method sends a parameter's gradient: the first that matches, or its partner `between`."""
+    """Return the line whose method sends a parameter's gradient: the first that matches, or its partner `inter`."""
     matching = [line for line in found if line.matches(name)]
     if matching and matching[0].level == "intra":
         return next((line for line in matching if line.level == "inter"), None)

@@ -8,10 +8,10 @@ Equations (island I of rank i; W_I = sum of w_i over I; every owner o of an isla
     owed_o = W_I (lost_I + M - mean) + owed_I  where w_o = 0
 Symbols: x_i (numel,) input of rank i; w_i its weight; C `intra_codec`, D its inverse (the identity where none is
 given).
-Levels:  `island` and `inter` (see wire.message.Levels.islands). Of every island as many ranks own entries as the
-smallest has; the others run `inter` on nothing and in a group of one, so that all ranks send as many messages.
+Levels:  `island` and `between` (see comm.message.ProcessGroups.islands). Of every island as many ranks own entries
+as the smallest has; the others run `inter` on nothing and in a group of one, so that all ranks send as many messages.
 Wire:    SHUFFLE inside (1 - 1/n of a bucket on every rank), `inter` on 1/owners of a bucket, SHUFFLE inside.
-State:   that of `inter` for the whole bucket, of which owned entries are used.   Work: 2 numel flop and between's.
+State:   that of `inter` for the whole bucket, of which owned entries are used.   Work: 2 numel flop and inter's.
 Paper:   the hierarchical all-reduce of NCCL and Horovod; lossy between nodes alone: ZeRO++, arXiv 2306.10209.
 Good when: links inside islands are fast.   Not for: one giant entry (an entry has one owner).   Feedback belongs into
 `inter`; around all of it, an owner's residual carries the losses of its whole island.

@@ -4,7 +4,7 @@ The trivial planner, and the control every later plan is judged against. It reso
     share         equal parts, unless given
     rows          the batch cut by share, largest remainders first
     microbatches  the fewest whose tokens stay below `microbatch_tokens`, and of a model in stages four per stage (the
-                  rank's idle share is then below a fifth), unless `train.accumulate` or `plan.microbatches` says
+                  rank's idle share is then below a fifth), unless `train.accumulate` says
     schedule      one_f_one_b for stages, which keeps the fewest micro-batches alive
     stages        the ranks of every stage, where they are given: else each replica has one rank for every stage
     cuts          auto stays: the work of every unit is known when the model was traced (gossamer.partition.rank_model)

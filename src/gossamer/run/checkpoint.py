@@ -193,8 +193,8 @@ class CheckpointContents:
         """Restore all tensors in place from a checkpoint that passed `check`; return a note for the user, "" for none.
 
         Exchange state and random state belong to a rank. With another number of ranks the random state starts anew, and
-        `residuals` decides about exchange state: `merge` divides the sum of the former ranks' residuals evenly over the
-        ranks, so that no residual is lost; `drop` starts with none.
+        `residuals` decides about exchange state: `redistribute` divides the sum of the former ranks' residuals evenly
+        over the ranks, so that no residual is lost; `reset` starts with none.
         """
         for name, tensor in self.replicated().items():
             if name.startswith("optim/"):
@@ -219,7 +219,7 @@ class CheckpointContents:
             merged = {n: _merged(checkpoint, f"exchange/{n}", former, self.replica.ranks) for n in names}
             self.replica.restore(merged)
             return f"{told}resumed on {self.replica.ranks} ranks what {former} saved: exchange residuals were merged"
-        why = "residuals: drop" if there else "not every rank's is stored here, or the exchange is another one"
+        why = "residuals_on_resume reset" if there else "not every rank's is stored here, or the exchange is another"
         return f"{told}exchange residuals start anew ({why})" if names else told.removesuffix("; ")
 
     def _rows(self, checkpoint: Checkpoint, of: Slice, *, goes_on: bool) -> Tensor:

@@ -93,7 +93,7 @@ class Verifier:
     def check(self, step: int, loss: float, labels: float, *, scale: float) -> None:
         """Verify `step` if it is drawn, after its gradients are averaged and before the update.
 
-        Raises Untrustworthy, unless `on_failure` is `tell`.
+        Raises Untrustworthy, unless `on_failure` is `warn`.
         """
         if not self.wanted.every:
             return
@@ -126,7 +126,7 @@ class Verifier:
     def same_everywhere(self, step: int) -> None:
         """Verify that all ranks hold the same state before it is saved, after `step` steps.
 
-        Raises Untrustworthy, unless `on_failure` is `tell`.
+        Raises Untrustworthy, unless `on_failure` is `warn`.
         """
         if not self.wanted.every:
             return

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gossamer.settings.describe import leaves
+from gossamer.spec.earlier_names import KEYS
 
 _CLOSE = 0.8
 
@@ -24,8 +25,8 @@ def _keys(name: str) -> list[str]:
     if around is not None:  # also a parameter of a method: train.optimizer.sgd.lr
         return [name]
     ends: dict[str, list[str]] = {}
-    for key in known:
-        ends.setdefault(key.rpartition(".")[2], []).append(key)
+    for earlier, key in (*((key, key) for key in known), *KEYS.items()):
+        ends.setdefault(earlier.rpartition(".")[2], []).append(key)
     last = name.rpartition(".")[2]
     if last in ends:
         return ends[last]

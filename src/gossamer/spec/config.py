@@ -191,7 +191,7 @@ class PlanSection(Section):
     exchange: Annotated[Exchanges, MethodOf("exchange")] = Field(
         "auto",
         description="a method of `gossamer methods exchange`; or lines, of which the first whose pattern (a regular "
-        "expression) is found in a parameter's name holds; level: all, or lines for both island and between",
+        "expression) is found in a parameter's name holds; level: all, or lines for both intra and inter",
     )
     sync: Annotated[Written, MethodOf("sync")] = Field(
         "every_step", description="a method of `gossamer methods sync`; auto: from the links, with exchange auto"

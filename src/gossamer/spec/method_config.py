@@ -65,7 +65,7 @@ def category_of(field: FieldInfo) -> str:
 
 
 def told(written: Exchanges) -> str:
-    """Return methods as one line of text: error_feedback(topk(fraction=0.01)), or "embed: dense; .* between: topk"."""
+    """Return methods as one line of text: error_feedback(topk(fraction=0.01)), or "embed: dense; .* inter: topk"."""
     if not isinstance(written, list):
         return _told(written)
     levels = {"all": ""}

@@ -28,7 +28,7 @@ from gossamer.sync.outer.average import Average
 class Cser(Sync):
     """A synchronization method with error reset: parameters keep compression errors, averaged every `sync_every` steps.
 
-    `each: null` is the same without the partial synchronization of steps; exchange: dense leaves no residual.
+    `step_exchange: null` is the same without the partial synchronization of steps; exchange: dense leaves no residual.
     """
 
     sync_every: int = 8

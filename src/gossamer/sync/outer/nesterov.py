@@ -21,7 +21,7 @@ from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nesterov(OuterOptimizer):
-    """An outer optimizer as torch.optim.SGD(nesterov=True); with mu = 0, plain SGD at the outer learning rate."""
+    """An outer optimizer as torch.optim.SGD(nesterov=True); with momentum = 0, plain SGD at the outer learning rate."""
 
     lr: float = 0.7
     momentum: float = 0.9

@@ -22,7 +22,7 @@ from gossamer.sync.outer import OuterOptimizer, OuterState, OuterStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowMomentum(OuterOptimizer):
-    """An outer optimizer with momentum in units of the learning rate; with beta = 0 and lr = 1, the plain average."""
+    """An outer optimizer with momentum in units of the learning rate: momentum = 0 and lr = 1 is the plain average."""
 
     lr: float = 1.0
     momentum: float = 0.7
