@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from dataclasses import fields
 
 from gossamer.spec.registry import Registry
-from gossamer.sync._gradient_reducer import GradientReducer, StepAgreement, StepContext, StepVote, buckets_of
+from gossamer.sync._gradient_buckets import buckets_of
+from gossamer.sync._gradient_reducer import GradientReducer
 from gossamer.sync._local_steps import LocalStepSchedule, by_speed
 from gossamer.sync._outer_config import OuterLoopConfig
 from gossamer.sync._outer_loop import (
@@ -29,6 +30,7 @@ from gossamer.sync._outer_loop import (
 from gossamer.sync._quorum import QuorumThread
 from gossamer.sync._status import ReplicaStatus, StatusChannel, StatusExchange
 from gossamer.sync._step_messages import ParameterChecksum, StepMessage, parsed
+from gossamer.sync._step_vote import StepAgreement, StepContext, StepVote
 from gossamer.sync._zeroth_order import ZerothOrderRank
 from gossamer.sync._zeroth_order_config import ZerothOrderConfig
 
