@@ -70,49 +70,36 @@ class OuterLoopConfig:
     local_steps: LocalSteps = ()
 
     def __post_init__(self) -> None:
-        _demand(
-            self.sync_every >= 1,
-            "sync_every",
-            "a period of at least 1 step",
-            self.sync_every,
-            "1 exchanges after every step",
-        )
-        fits = 1 <= self.fragments <= self.sync_every
-        _demand(
-            fits,
-            "fragments",
-            f"1 to {self.sync_every} fragments (sync_every)",
-            self.fragments,
-            "each has a step of its own",
-        )
-        longest = self.sync_every if self.reset_to_global else self.sync_every - 1
+        self._check_period()
+        self._check_rounds()
+        self._check_stragglers()
+        self._check_warmup()
+        self._check_local_steps()
+
+    def _check_period(self) -> None:
+        """Check the sync period, and what of it fragments, delay and mixing take."""
+        every, do = self.sync_every, "1 exchanges after every step"
+        _demand(every >= 1, "sync_every", "a period of at least 1 step", every, do)
+        fits, wanted = 1 <= self.fragments <= every, f"1 to {every} fragments (sync_every)"
+        _demand(fits, "fragments", wanted, self.fragments, "each has a step of its own")
+        longest = every if self.reset_to_global else every - 1
         fits = 0 <= self.sync_delay <= longest
         do = "an exchange must end before the next one of the same parameters begins: raise sync_every"
         _demand(fits, "sync_delay", f"a delay of 0 to {longest} steps", self.sync_delay, do)
         _demand(0 <= self.alpha <= 1, "alpha", "a part from 0 to 1", self.alpha, "0 takes the common parameters alone")
-        _demand(
-            self.global_sync_every >= 0,
-            "global_sync_every",
-            "a number of rounds from 0 on",
-            self.global_sync_every,
-            "0 meets in full in the end alone",
-        )
-        do = "0 leaves to each island its own"
-        _demand(
-            self.average_second_moments_every >= 0,
-            "average_second_moments_every",
-            "a number of rounds from 0 on",
-            self.average_second_moments_every,
-            do,
-        )
-        fits = 0 <= self.straggler_timeout_s < math.inf
-        _demand(
-            fits,
-            "straggler_timeout_s",
-            "0 seconds or more",
-            self.straggler_timeout_s,
-            "0 waits for as long as it takes",
-        )
+
+    def _check_rounds(self) -> None:
+        """Check the numbers of rounds after which one is dense, or averages second moments."""
+        key, wanted = "global_sync_every", "a number of rounds from 0 on"
+        do = "0 meets in full in the end alone"
+        _demand(self.global_sync_every >= 0, key, wanted, self.global_sync_every, do)
+        key, do = "average_second_moments_every", "0 leaves to each island its own"
+        _demand(self.average_second_moments_every >= 0, key, wanted, self.average_second_moments_every, do)
+
+    def _check_stragglers(self) -> None:
+        """Check the patience with late islands, and that the other settings let a round do without one."""
+        key, patience_s = "straggler_timeout_s", self.straggler_timeout_s
+        _demand(0 <= patience_s < math.inf, key, "0 seconds or more", patience_s, "0 waits for as long as it takes")
         plain = not (
             self.reset_to_global
             or self.error_reset
@@ -121,42 +108,25 @@ class OuterLoopConfig:
             or self.local_step_scaler
         )
         do = "what an island owes, or meets of every step, is of all islands: such a loop waits for all"
-        _demand(plain or not self.straggler_timeout_s, "straggler_timeout_s", "0", self.straggler_timeout_s, do)
+        _demand(plain or not patience_s, key, "0", patience_s, do)
         do = "in this exchange who is left out goes on being counted with what it sent before: take error_feedback"
-        _demand(
-            not (self.straggler_timeout_s and is_cumulative(self.exchange)),
-            "straggler_timeout_s",
-            "0",
-            self.straggler_timeout_s,
-            do,
-        )
-        _demand(
-            self.warmup_steps >= 0,
-            "warmup_steps",
-            "a number of steps from 0 on",
-            self.warmup_steps,
-            "0 parts the islands at once",
-        )
+        _demand(not (patience_s and is_cumulative(self.exchange)), key, "0", patience_s, do)
+
+    def _check_warmup(self) -> None:
+        """Check the synchronous steps at first, and the rounds that grow after them."""
+        wanted, do = "a number of steps from 0 on", "0 parts the islands at once"
+        _demand(self.warmup_steps >= 0, "warmup_steps", wanted, self.warmup_steps, do)
         do = "0 lets all gradients meet in all steps before warmup_steps"
-        _demand(
-            self.var_update_scaler >= 0, "var_update_scaler", "a number of steps from 0 on", self.var_update_scaler, do
-        )
-        _demand(
-            self.local_step_scaler >= 0,
-            "local_step_scaler",
-            "a number of steps from 0 on",
-            self.local_step_scaler,
-            "0 does not let rounds grow",
-        )
+        _demand(self.var_update_scaler >= 0, "var_update_scaler", wanted, self.var_update_scaler, do)
+        do = "0 does not let rounds grow"
+        _demand(self.local_step_scaler >= 0, "local_step_scaler", wanted, self.local_step_scaler, do)
         whole = self.fragments == 1 and not self.sync_delay and not self.local_steps
+        fits = whole or not self.var_update_scaler + self.local_step_scaler
         do = "rounds of one step are of the whole model, without delay, and everybody makes all steps"
-        _demand(
-            whole or not self.var_update_scaler + self.local_step_scaler,
-            "fragments",
-            "one fragment",
-            self.fragments,
-            do,
-        )
+        _demand(fits, "fragments", "one fragment", self.fragments, do)
+
+    def _check_local_steps(self) -> None:
+        """Check that the fastest island makes all steps of a round, and the others at least one."""
         if (
             self.local_steps
             and self.local_steps != "auto"

@@ -23,8 +23,9 @@ from gossamer.ops.random_signs import signed_sums
 from gossamer.spec.errors import WireMismatch
 from gossamer.spec.odd_one_out import outvoted, parted
 from gossamer.sync._float8 import decode, encode
-from gossamer.sync._gradient_reducer import GradientReducer, StepVote
+from gossamer.sync._gradient_reducer import GradientReducer
 from gossamer.sync._step_messages import ParameterChecksum, StepMessage
+from gossamer.sync._step_vote import StepVote
 from gossamer.sync._zeroth_order_config import ZerothOrderConfig
 
 

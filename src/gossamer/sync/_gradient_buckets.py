@@ -1,0 +1,233 @@
+"""The gradient buckets of one rank: their buffers, the views of them that autograd writes, and their exchanges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.bucket import Bucket, Layout, partition
+from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, Rounds
+from gossamer.exchange import Exchange, has_residual, is_residual
+from gossamer.ops.norm import global_norm_squared
+from gossamer.spec.errors import bad_input
+from gossamer.sync._state_by_name import named, refilled
+
+
+@dataclass(slots=True)
+class BucketState:
+    """One bucket: its buffer, its exchange with the state, and the number of gradients it still waits for.
+
+    With `gives_back`, `bucket` is allocated from the first gradient until it is sent, and `mean` (laid out as `mine`)
+    from the end of the exchange until the next step.
+    """
+
+    layout: Layout
+    exchange: Exchange
+    state: ExchangeState
+    bucket: Bucket | None
+    mine: Layout  # layout of the part whose mean this rank receives
+    mean: Bucket | None = None
+    waits: int = 0
+    sent: bool = False
+    total: Tensor = field(default_factory=lambda: torch.zeros(()))  # of all numbers that this rank gave
+    outcome: Outcome | None = None
+    own: Bucket | None = None  # what this rank gave to the exchange, where that is kept
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """Return the buffer that is allocated, if any."""
+        return [one.flat for one in (self.bucket or self.mean,) if one is not None]
+
+    def open(self) -> None:
+        """Wait for all gradients of a new step."""
+        self.waits, self.sent, self.outcome, self.mean = len(self.layout.entries), False, None, None
+
+    def run(self, bucket: Bucket, method: Exchange, at: ExchangeContext) -> Rounds:
+        """Return the rounds of `method`: the bucket's exchange, or one without state that takes its place in a step."""
+        if method is self.exchange:
+            return method.run(bucket, self.state, at)
+        return _keeping(self.state, method.run(bucket, ExchangeState(), at))
+
+    def receive(self, outcome: Outcome) -> None:
+        """Write the mean to the gradients; the new state waits until the step takes effect."""
+        self.outcome = outcome
+        if self.bucket is None:
+            self.mean = Bucket(self.mine, outcome.mean)
+        elif outcome.mean.data_ptr() != self.bucket.flat.data_ptr():
+            self.bucket.flat.copy_(outcome.mean)
+
+
+class GradientBuckets:
+    """The buckets that hold the gradients of one rank's parameters: each `.grad` is a view of one.
+
+    `owned`: the part of a gradient whose mean this rank receives; None: all of it. `gives_back`: buckets are allocated
+    while gradients are made and sent only. `fill` must be called first.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        *,
+        owned: Callable[[str, Tensor], Tensor] | None,
+        gives_back: bool,
+    ) -> None:
+        self.params = dict(params)
+        self.is_whole, self._owned, self._gives_back = owned is None, owned or _all_of_it, gives_back
+        self.slots: list[BucketState] = []
+        self.index_of: dict[str, int] = {}  # of the bucket that holds a parameter
+
+    def fill(self, cut: list[tuple[Layout, Exchange]]) -> None:
+        """Replace the buckets by those of `cut`, with the first state of their exchanges."""
+        self.slots.clear()  # the old buffers go before the new ones come
+        self.slots.extend(self._slot(layout, one) for layout, one in cut)
+        self.index_of = {e.name: i for i, s in enumerate(self.slots) for e in s.layout.entries}
+
+    def _slot(self, layout: Layout, exchange: Exchange) -> BucketState:
+        mine = Layout.of({e.name: self._owned(e.name, self.params[e.name]) for e in layout.entries})
+        bucket = None if self._gives_back else layout.allocate()
+        return BucketState(layout, exchange, exchange.init(layout), bucket, replace(mine, dtype=layout.dtype))
+
+    def adopt_views(self) -> None:
+        """Make each `.grad` a view of its bucket, or None where that is not allocated."""
+        for slot in self.slots:
+            self.adopt(slot)
+
+    def adopt(self, slot: BucketState) -> None:
+        """Make the `.grad` of one bucket's parameters views of it, or None where it is not allocated."""
+        views = dict(slot.bucket.slices()) if slot.bucket is not None else {}
+        for entry in slot.layout.entries:
+            self.params[entry.name].grad = views.get(entry.name)
+
+    def give_back(self, slot: BucketState, method: Rounds) -> Rounds:
+        """Free a bucket that `method` sends; return the rounds, whose mean is the part that this rank owns."""
+        method, slot.bucket = self._own_part(slot, method), None
+        self.adopt(slot)
+        return method
+
+    def _own_part(self, slot: BucketState, method: Rounds) -> Rounds:
+        """Run `method` and return this rank's part of the mean only."""
+        outcome = yield from method
+        mean = slot.mine.allocate()
+        for (name, view), (_, own) in zip(Bucket(slot.layout, outcome.mean).slices(), mean.slices(), strict=True):
+            own.copy_(self._owned(name, view))
+        return replace(outcome, mean=mean.flat)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients by parameter name, in the order of the parameters."""
+        views = {name: view for s in self.slots for name, view in self._known(s)}
+        return {name: views[name] for name in self.params}
+
+    def _known(self, slot: BucketState) -> Iterator[tuple[str, Tensor]]:
+        if slot.bucket is not None:
+            return ((name, self._owned(name, view)) for name, view in slot.bucket.slices())
+        assert slot.mean is not None, "gradients that are given back are there after `reduce`"
+        return slot.mean.slices()
+
+    def sent(self) -> dict[str, Tensor]:
+        """Return this rank's own gradients as it gave them to the exchange, where they are kept."""
+        return {name: view for s in self.slots if s.own is not None for name, view in s.own.slices()}
+
+    def flats(self) -> list[Tensor]:
+        """Return the buffers that are allocated now."""
+        return [flat for s in self.slots for flat in s.flats]
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether the mean on this rank is the weighted sum of all ranks' gradients, up to rounding."""
+        return self.is_whole and all(slot.exchange.traits.lossless for slot in self.slots)
+
+    def norm_squared(self, elsewhere: frozenset[str]) -> float:
+        """Return the squared norm of the gradients, without those of the parameters `elsewhere`."""
+        counted: list[Tensor] = []
+        for slot in self.slots:
+            mine = [view for name, view in self._known(slot) if name not in elsewhere]
+            counted += slot.flats if self.is_whole and len(mine) == len(slot.layout.entries) else mine
+        return global_norm_squared(counted).item() if counted else 0.0
+
+    def not_finite(self) -> tuple[bool, bool]:
+        """Return whether this rank's input was non-finite, and whether a lossy exchange might have hidden that."""
+        bad = [slot for slot in self.slots if not math.isfinite(slot.total.item())]
+        return bool(bad), not all(slot.exchange.traits.lossless for slot in bad)
+
+    def idle(self, touched: set[str]) -> frozenset[str]:
+        """Return the parameters that are not `touched` on this rank, and without a residual in the mean."""
+        none = frozenset(self.params) - touched
+        for slot in self.slots if none else ():
+            if any(True for _ in slot.state.flatten()):  # what it keeps from step to step it may give out now
+                none -= {name for name, view in self._known(slot) if name in none and bool(view.any())}
+        return none
+
+    def commit(self) -> None:
+        """Make the exchanges' new states current."""
+        for slot in self.slots:
+            if slot.outcome is not None:
+                slot.state, slot.outcome = slot.outcome.state, None
+
+    def reject(self) -> None:
+        """Drop the exchanges' new states."""
+        for slot in self.slots:
+            slot.outcome = None
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the state of all exchanges, by "path@parameter"."""
+        found: dict[str, Tensor] = {}
+        for slot in self.slots:
+            found.update(named(slot.layout, slot.state))
+        return found
+
+    def restore(self, states: Mapping[str, Tensor]) -> None:
+        """Load the tensors of `states`; the buckets may differ as long as all state has its parameter's shape."""
+        for slot in self.slots:
+            slot.state = refilled(slot.layout, slot.state, states)
+
+    def carry_over(self, held: Mapping[str, Tensor]) -> None:
+        """Load those of the states `held` by the buckets before that have the same name and size, and residuals."""
+        owed = {_last(n): t for n, t in held.items() if is_residual(n)}
+        fresh = self.states()
+        there = {n: held.get(n, owed.get(_last(n), t)) for n, t in fresh.items()}
+        self.restore({n: there[n] if there[n].shape == t.shape else t for n, t in fresh.items()})
+
+    def check_owed(self, exchanges: Mapping[str, Exchange]) -> None:
+        """Raise BadInput where one of `exchanges`, by parameter name, keeps no residual and there is one now."""
+        for slot in self.slots:
+            if not has_residual(slot.exchange):
+                continue
+            for name in (e.name for e in slot.layout.entries):
+                if not has_residual(exchanges[name]):
+                    raise bad_input(
+                        wanted=f"an exchange for {name} that goes on with its residual, as feedback does",
+                        got=repr(exchanges[name]),
+                        do="put error_feedback around it: around dense, it pays all at once",
+                    )
+
+
+def buckets_of(
+    params: Mapping[str, Tensor], exchanges: Mapping[str, Exchange], *, bucket_bytes: int
+) -> list[tuple[Layout, Exchange]]:
+    """Return the buckets in the order backward fills them, each with its exchange; none mixes two exchanges."""
+    groups: dict[Exchange, dict[str, Tensor]] = {}
+    for name, param in params.items():
+        groups.setdefault(exchanges[name], {})[name] = param
+    found = [(layout, one) for one, held in groups.items() for layout in partition(held, bucket_bytes=bucket_bytes)]
+    position = {name: i for i, name in enumerate(params)}
+    return sorted(found, key=lambda item: -min(position[e.name] for e in item[0].entries))
+
+
+def _keeping(state: ExchangeState, method: Rounds) -> Rounds:
+    """Run a method without state in place of one that has `state`, which is kept."""
+    out = yield from method
+    return replace(out, state=state)
+
+
+def _last(path: str) -> str:
+    """Return "e@name" of "0/1/e@name"."""
+    state, at, name = path.partition("@")
+    return f"{state.rpartition('/')[2]}{at}{name}"
+
+
+def _all_of_it(name: str, tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,24 @@
+"""The time that a rank waits for messages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Timing:
+    """The communication time of a step: `exposed_s`, seconds this rank waited for messages."""
+
+    exposed_s: float = 0.0
+
+    def waiting(self, what: Callable[[], T]) -> T:
+        """Call `what`, add the seconds it takes to `exposed_s`, and return its result."""
+        began = time.perf_counter()
+        found = what()
+        self.exposed_s += time.perf_counter() - began
+        return found
