@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import resource, torch
-from gossamer.run.build import set_memory
+from gossamer.run.process_settings import set_memory
 set_memory("{states}")
 def faults(count):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gossamer.run.goal import Progress
 from gossamer.run.loss_scale import LossScale
 from gossamer.run.staged_model import StagedModel
-from gossamer.run.trainer import Progress
 from gossamer.sharding import RowRange, ShardedOptimizer
 from gossamer.spec.errors import BadInput, CheckpointMismatch, bad_input
 from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints

@@ -14,7 +14,7 @@ from torch import Tensor
 from gossamer.comm.channel import Channel
 from gossamer.run.checkpoint import CheckpointContents
 from gossamer.run.checkpoint_search import CheckpointSearch
-from gossamer.run.trainer import Progress
+from gossamer.run.goal import Progress
 from gossamer.spec import records
 from gossamer.spec.errors import BadInput, CheckpointMismatch, PeerLost, RunFailed
 from gossamer.store.checkpoint import (
