@@ -14,6 +14,11 @@ from gossamer.optimizer.master import Master
 from gossamer.recipe import Recipe
 from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import CheckpointContents, trainable
+from gossamer.run.checkpoint.exchange_state import ExchangeState
+from gossamer.run.checkpoint.membership import Membership
+from gossamer.run.checkpoint.optimizer_state import OptimizerSlots
+from gossamer.run.checkpoint.outer_state import OuterState
+from gossamer.run.checkpoint.weights import Weights
 from gossamer.run.engine import pieces_of, pipeline_of, tied_of
 from gossamer.run.forward import Pipeline
 from gossamer.run.goal import Goal
@@ -82,7 +87,15 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
     loop = together.loop
     pace = loop.pace(levels.groups["island"]) if loop is not None else sync.LocalStepSchedule()
     feed = Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace)
-    around.saver.contents = CheckpointContents(module, states, replica, scaling, apart, progress, parts.cut)
+    members = Membership(replica, apart)
+    around.saver.contents = CheckpointContents(
+        weights=Weights(module, states, parts.cut),
+        slots=OptimizerSlots(states, members),
+        exchange=ExchangeState(replica),
+        outer=OuterState(apart, members, progress),
+        scaling=scaling,
+        members=members,
+    )
     pieces = pieces_of(parts, engine)
     descent: StepAlgorithm = GradientStep(
         gradients=Gradients(pieces=pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at),

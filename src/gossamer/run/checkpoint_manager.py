@@ -73,7 +73,7 @@ class CheckpointManager:
             "format": FORMAT,
             "step": progress.step,
             "updates": progress.updates,
-            "skipped": dict(self.contents.states.skipped),
+            "skipped": dict(self.contents.skipped),
             "ranks": self.ranks,
             "islands": self.contents.islands,
             **self.identity,
@@ -165,7 +165,7 @@ class CheckpointManager:
             self._tell("warning", f"{problem}; fell back to the one before; {self._set_aside(bad)}")
         self.progress.step = int(checkpoint.meta["step"])
         self.progress.updates = int(checkpoint.meta["updates"])
-        self.contents.states.skipped.update(checkpoint.meta.get("skipped", {}))
+        self.contents.skipped.update(checkpoint.meta.get("skipped", {}))
         told = self.contents.fill(checkpoint, residuals=self.residuals)
         if told:
             self._tell("info", told, step=checkpoint.step)
