@@ -29,9 +29,13 @@ from gossamer.model.units import block_names
 from gossamer.partition.rank_model import OriginSource, PartitionRequest, Planned, planned
 from gossamer.proof.startup import Proving
 from gossamer.run.batches import Batches, RankBatch
-from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
+from gossamer.run.build import build
 from gossamer.run.checkpoint_manager import CheckpointManager
+from gossamer.run.engine import engine_of
+from gossamer.run.parts import Parts
+from gossamer.run.start_checks import check_agreement, check_before_start, fingerprint
 from gossamer.run.step_runner import ModelRuntime
+from gossamer.run.surroundings import Surroundings
 from gossamer.run.trainer import Trainer
 from gossamer.spec import records
 from gossamer.spec.config import RunConfig

@@ -23,7 +23,7 @@ from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.partition.rank_model import ModuleSource, PartitionRequest, RankModel, build_rank_model
 from gossamer.recipe import ParameterRules
 from gossamer.run.batches import DatasetBatches
-from gossamer.run.build import Parts
+from gossamer.run.parts import Parts
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import Interrupted, StepRejected
 from gossamer.view.run_directory import RunDirectory

@@ -23,7 +23,7 @@ from gossamer.model.source import origin_of
 from gossamer.partition.rank_model import ModuleSource, OriginSource, PartitionRequest, Planned, planned
 from gossamer.proof.startup import Proving
 from gossamer.run.batches import DatasetBatches
-from gossamer.run.build import Parts
+from gossamer.run.parts import Parts
 from gossamer.spec import records
 from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput, Interrupted

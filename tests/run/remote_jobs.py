@@ -16,7 +16,7 @@ from gossamer.job.rank_job import RankContext, RankJob, run_job
 from gossamer.loss import Loss
 from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
 from gossamer.run.batches import DatasetBatches
-from gossamer.run.build import Parts
+from gossamer.run.parts import Parts
 from gossamer.spec.config import RunConfig
 from gossamer.view.run_directory import RunDirectory
 from model.cuttable import MODULES

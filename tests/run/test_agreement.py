@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gossamer.run import build
+from gossamer.run import start_checks
 from gossamer.spec.errors import BadInput
 
 PUMP = SimpleNamespace(channel=None)
@@ -16,14 +16,14 @@ PUMP = SimpleNamespace(channel=None)
 def said(monkeypatch: pytest.MonkeyPatch, *facts: dict[str, str]) -> str:
     """What every one of the ranks that hold these is told."""
     rows: list[list[int]] = []
-    monkeypatch.setattr(build, "gathered", lambda channel, row: (rows.append(row), torch.zeros(1, len(row)))[1])
+    monkeypatch.setattr(start_checks, "gathered", lambda channel, row: (rows.append(row), torch.zeros(1, len(row)))[1])
     for one in facts:
-        build.check_agreement(PUMP, one)  # type: ignore[arg-type]
-    monkeypatch.setattr(build, "gathered", lambda channel, row: torch.tensor(rows, dtype=torch.float64))
+        start_checks.check_agreement(PUMP, one)  # type: ignore[arg-type]
+    monkeypatch.setattr(start_checks, "gathered", lambda channel, row: torch.tensor(rows, dtype=torch.float64))
     told = set()
     for one in facts:
         with pytest.raises(BadInput) as caught:
-            build.check_agreement(PUMP, one)  # type: ignore[arg-type]
+            start_checks.check_agreement(PUMP, one)  # type: ignore[arg-type]
         told.add(str(caught.value))
     assert len(told) == 1
     return told.pop()

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import resource, torch
 from gossamer import sharding
-from gossamer.run.build import set_memory
+from gossamer.run.process_settings import set_memory
 set_memory(sharding.build("{states}"))
 def faults(count):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -21,8 +21,9 @@ from gossamer.model.model_profile import forward_flop_per_token
 from gossamer.model.side_effects import gradless, untouched
 from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
 from gossamer.run.batches import DatasetBatches, Feed
-from gossamer.run.build import Parts, engine_of
 from gossamer.run.checkpoint import trainable
+from gossamer.run.engine import engine_of
+from gossamer.run.parts import Parts
 from gossamer.run.profile_step import profile_step
 from gossamer.run.reexecution import Reexecution
 from gossamer.spec.config import RunConfig

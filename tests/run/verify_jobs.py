@@ -19,8 +19,9 @@ from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups
 from gossamer.run.batches import DatasetBatches, Feed
-from gossamer.run.build import Parts, engine_of
+from gossamer.run.engine import engine_of
 from gossamer.run.majority_vote import distance
+from gossamer.run.parts import Parts
 from gossamer.run.random_beacon import RandomBeacon
 from gossamer.run.reexecution import Reexecution
 from gossamer.run.verify import Verifier

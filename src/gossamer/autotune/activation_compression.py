@@ -13,7 +13,7 @@ from gossamer.comm.channel import Channel
 from gossamer.comm.link_probe import neighbours
 from gossamer.partition.rank_model import forecast_of
 from gossamer.run.batches import Feed
-from gossamer.run.build import Parts
+from gossamer.run.parts import Parts
 from gossamer.run.staged_model import boundary_of
 from gossamer.spec.network import Link
 from gossamer.spec.plan import Plan

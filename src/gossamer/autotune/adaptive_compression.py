@@ -25,7 +25,7 @@ from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.policy import AdaptRule, Policy
 from gossamer.recipe import ParameterRules, PlanMethods, Recipe
-from gossamer.run.trainer import Replan
+from gossamer.run.surroundings import Replan
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges, Written, told
 from gossamer.spec.parameter_rules import LAST_RESORT, lines

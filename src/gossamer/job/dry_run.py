@@ -13,7 +13,8 @@ from gossamer.model.model_profile import facts_of
 from gossamer.partition.plan_file import read_plan
 from gossamer.partition.rank_model import OriginSource, PartitionRequest, build_rank_model, state_bytes_of
 from gossamer.run.batches import TextBatches
-from gossamer.run.build import Parts, check_before_start
+from gossamer.run.parts import Parts
+from gossamer.run.start_checks import check_before_start
 from gossamer.spec.config import RunConfig
 from gossamer.spec.units import show_bytes, show_gib
 

@@ -24,7 +24,8 @@ from gossamer.model.source import ModelSource, origin_of
 from gossamer.partition.rank_model import ModelProvider, ModuleSource, OriginSource, PartitionRequest, planned
 from gossamer.recipe import PlanMethods
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
-from gossamer.run.build import Parts, set_memory, set_threads
+from gossamer.run.parts import Parts
+from gossamer.run.process_settings import set_memory, set_threads
 from gossamer.settings import Resolved, check
 from gossamer.settings import load as load_settings
 from gossamer.spec.config import RunConfig

@@ -39,9 +39,13 @@ from gossamer.proof.startup import Proving
 from gossamer.recipe import PlanMethods
 from gossamer.run.auto_precision import choose_precision
 from gossamer.run.batches import Feed, moved
-from gossamer.run.build import Parts, Surroundings, build, check_agreement, check_before_start, engine_of, fingerprint
+from gossamer.run.build import build
 from gossamer.run.checkpoint_manager import CheckpointManager
+from gossamer.run.engine import engine_of
+from gossamer.run.parts import Parts
+from gossamer.run.start_checks import check_agreement, check_before_start, fingerprint
 from gossamer.run.step_runner import ModelRuntime
+from gossamer.run.surroundings import Surroundings
 from gossamer.run.trainer import Trainer, peak_bytes
 from gossamer.run.unshard_trace import walk_of
 from gossamer.sharding import UnshardOrder

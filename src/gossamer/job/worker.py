@@ -29,7 +29,8 @@ from gossamer.partition.rank_model import OriginSource, PartitionRequest, planne
 from gossamer.process import DONE, INTERRUPTED
 from gossamer.recipe import PlanMethods
 from gossamer.run.batches import TextBatches
-from gossamer.run.build import Parts, set_memory, set_threads
+from gossamer.run.parts import Parts
+from gossamer.run.process_settings import set_memory, set_threads
 from gossamer.spec.config import DataSection, RunConfig
 from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.spec.records import Record

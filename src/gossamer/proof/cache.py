@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gossamer.run.build import Parts
+from gossamer.run.parts import Parts
 
 _PLAN = {
     "reasons",

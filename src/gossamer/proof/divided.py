@@ -17,8 +17,9 @@ from gossamer.proof.fingerprints import FingerprintTable, TensorNames, digests_o
 from gossamer.proof.sides import ProofSide, world_kept
 from gossamer.proof.tensor_log import LoggedPart, LossRecorder, TensorLog
 from gossamer.proof.trials import Trial, TrialSet, move, owned
-from gossamer.run.build import Parts, engine_of, pieces_of, pipeline_of, tied_of
 from gossamer.run.checkpoint import trainable
+from gossamer.run.engine import engine_of, pieces_of, pipeline_of, tied_of
+from gossamer.run.parts import Parts
 from gossamer.run.staged_model import Forward, StagedModel
 from gossamer.run.step_algorithm import At, Gradients, Task
 from gossamer.run.step_runner import ModelRuntime

@@ -29,7 +29,8 @@ from gossamer.proof.report import layout_of, line_of, refusal_of, warnings_of
 from gossamer.proof.time_limit import NotProved, TimeLimit
 from gossamer.proof.trials import TrialSet, question_of
 from gossamer.recipe import PlanMethods
-from gossamer.run.build import Parts, engine_of
+from gossamer.run.engine import engine_of
+from gossamer.run.parts import Parts
 from gossamer.run.resources import memory
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.spec import records

@@ -8,7 +8,7 @@ from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.model.model_profile import matmul_seconds
 from gossamer.model.precision import BF16, FP32
-from gossamer.run.build import Parts
+from gossamer.run.parts import Parts
 from gossamer.spec.units import show_seconds
 
 _FASTER = 1.1  # bf16 loses digits: it has to be worth it

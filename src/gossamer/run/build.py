@@ -2,164 +2,42 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
-import numpy as np
-import torch
-from torch import nn
+from dataclasses import replace
 
 from gossamer import sync
-from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups
-from gossamer.loss import Loss
-from gossamer.model.compiled import compile_units
 from gossamer.model.forward_adapter import caller_of
-from gossamer.model.generate import TextCoder
-from gossamer.model.precision import precision_of
 from gossamer.model.side_effects import gradless, untouched
-from gossamer.model.unit_seeds import unit_seeds
 from gossamer.optimizer import Optimizer
-from gossamer.optimizer.master import HALF, Master
-from gossamer.pipeline.from_plan import forward_only_of, schedule_of
-from gossamer.pipeline.schedule import Schedule
-from gossamer.pipeline.stage_links import StageLinks, links_of
-from gossamer.pipeline.tied_weights import TiedWeights, holders_of
+from gossamer.optimizer.master import Master
 from gossamer.recipe import Recipe
-from gossamer.run.allocator import give_freed_memory_back, keep_freed_memory
-from gossamer.run.batches import Batches, Feed
+from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import CheckpointContents, trainable
-from gossamer.run.checkpoint_manager import CheckpointManager
+from gossamer.run.checkpoint.exchange_state import ExchangeState
+from gossamer.run.checkpoint.membership import Membership
+from gossamer.run.checkpoint.optimizer_state import OptimizerSlots
+from gossamer.run.checkpoint.outer_state import OuterState
+from gossamer.run.checkpoint.weights import Weights
+from gossamer.run.engine import pieces_of, pipeline_of, tied_of
 from gossamer.run.forward import Pipeline
+from gossamer.run.goal import Goal
 from gossamer.run.initial_values import check_initial
 from gossamer.run.loss_scale import LossScale
 from gossamer.run.nonfinite_policy import NonFinitePolicy
+from gossamer.run.parts import Parts
 from gossamer.run.reexecution import Reexecution
-from gossamer.run.staged_model import Forward, StagedModel, StagePart
+from gossamer.run.staged_model import Forward
 from gossamer.run.step_algorithm import Gradients, GradientStep, StepAlgorithm
 from gossamer.run.step_log import StepLog
-from gossamer.run.step_runner import ModelPart, ModelRuntime, UnsplitModel
+from gossamer.run.step_runner import ModelRuntime
+from gossamer.run.surroundings import Surroundings
 from gossamer.run.text_sampling import Logits, Sampler
-from gossamer.run.trainer import Goal, Replan, Sink, Trainer
+from gossamer.run.trainer import Trainer
 from gossamer.run.verify import Verifier
 from gossamer.run.zeroth_order_step import ZerothOrderStep
-from gossamer.sharding import LEVEL, RowPartition, ShardedOptimizer, ShardedParameters, Sharding, UnshardOrder
-from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.odd_one_out import outvoted, parted
-from gossamer.spec.plan import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The inputs of a trainer that come from the user: module, loss, data, configuration, plan and device."""
-
-    module: nn.Module  # of this rank
-    objective: Loss
-    train: Batches
-    validation: Batches | None
-    config: RunConfig
-    plan: Plan
-    device: torch.device
-    cut: StagedModel | None = None  # with pipeline parallelism: the stages that the module holds
-    words: TextCoder | None = None  # the tokenizer, where the data is text
-    walk: UnshardOrder | None = None  # with sharded parameters: the order in which units are unsharded
-
-    @property
-    def recipe(self) -> Recipe:
-        """Return the methods that the plan and the configuration name."""
-        return Recipe.of(self.config, self.plan)
-
-    @property
-    def outline(self) -> nn.Module:
-        """Return the full model by names and shapes; without parameter values if the module holds only some stages."""
-        return self.module if self.cut is None else self.cut.ways.module
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """Return the names of the model's units."""
-        return self.plan.units if self.cut is None else self.cut.ways.units
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """The callbacks and services of a trainer: record sink, position reports, stop requests, checkpoint manager."""
-
-    sink: Sink
-    at: Callable[[int, str], None]
-    asked_to_stop: Callable[[], bool]
-    saver: CheckpointManager
-    beside: CommThread | None = None  # for rounds of the outer loop and all-gathers of shards, beside the steps
-    replan: Callable[[int], Replan | None] = lambda step: None
-
-
-def check_before_start(parts: Parts) -> None:
-    """Check the data, the model and the configuration before any process group exists.
-
-    Raises BadInput, e.g. for too little training data, nothing trainable, a warm-up longer than the run, an unsuitable
-    precision, or a parameter on the meta device.
-    """
-    plan, config = parts.plan, parts.config
-    if len(parts.train) == 0:
-        raise BadInput("the training data holds no sequence: give more text or a shorter data.sequence", key="data")
-    if plan.batch > len(parts.train):
-        raise bad_input(
-            wanted=f"at least {plan.batch} training sequences (one step's batch)",
-            got=f"{len(parts.train)} of {config.data.sequence} tokens",
-            do="lower train.batch or data.sequence, or give more text",
-            key="train.batch",
-        )
-    if config.train.sample_prompt and parts.words is None:
-        raise bad_input(
-            wanted="data that is text",
-            got="sequences without a tokenizer",
-            do="leave it out",
-            key="train.sample_prompt",
-        )
-    parts.recipe.lr_schedule.factor(0, config.train.steps)  # a warm-up that fits
-    if not trainable(parts.outline):
-        raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
-    precision = precision_of(config.train.precision)
-    for name, param in parts.outline.named_parameters():
-        if param.is_floating_point():
-            precision.check(param.dtype)
-        if param.device.type == "meta":
-            raise BadInput(f"parameter {name} is on the meta device: materialise the model first", key="model")
-    _check_copies(parts)
-
-
-def _check_copies(parts: Parts) -> None:
-    """Raise BadInput for local-update training of half-precision parameters with sharded optimizer states."""
-    methods = parts.recipe.methods
-    if methods.sync.loop is None:
-        return
-    halves = [name for name, param in trainable(parts.outline).items() if param.dtype in HALF]
-    if halves and methods.sharding.is_sharded:
-        raise bad_input(
-            wanted="parameters in float32, to shard the states of islands that train apart",
-            got=f"{len(halves)} in half types, such as {halves[0]}",
-            do="set model.dtype to float32 (train.precision: bf16 still computes in bf16), or plan.sharding to none",
-            key="plan.sharding",
-        )
-
-
-def engine_of(parts: Parts) -> ModelRuntime:
-    """Return the model with its loss, precision and random state. Compiles units, so call it once per run."""
-    config, module = parts.config, parts.module
-    module.train()
-    if config.model.compile and parts.cut is None:  # stages are already compiled
-        compile_units(module, parts.plan.units)
-    return ModelRuntime(
-        module=module,
-        caller=caller_of(module, parts.train.batch(np.zeros(1, np.int64))),
-        objective=parts.objective,
-        precision=precision_of(config.train.precision),
-        randomness=unit_seeds(module, parts.units, seed=config.train.seed),
-        device=parts.device,
-    )
+from gossamer.sharding import LEVEL, RowPartition, ShardedOptimizer, ShardedParameters, UnshardOrder
+from gossamer.spec.errors import bad_input
 
 
 def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surroundings) -> Trainer:
@@ -209,7 +87,15 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
     loop = together.loop
     pace = loop.pace(levels.groups["island"]) if loop is not None else sync.LocalStepSchedule()
     feed = Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace)
-    around.saver.contents = CheckpointContents(module, states, replica, scaling, apart, progress, parts.cut)
+    members = Membership(replica, apart)
+    around.saver.contents = CheckpointContents(
+        weights=Weights(module, states, parts.cut),
+        slots=OptimizerSlots(states, members),
+        exchange=ExchangeState(replica),
+        outer=OuterState(apart, members, progress),
+        scaling=scaling,
+        members=members,
+    )
     pieces = pieces_of(parts, engine)
     descent: StepAlgorithm = GradientStep(
         gradients=Gradients(pieces=pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at),
@@ -296,13 +182,6 @@ def _shards(parts: Parts, walk: UnshardOrder, around: Surroundings, rank: int, d
     return ShardedParameters.of(parts.module, walk, pump, deal=deal, rank=rank)
 
 
-def pieces_of(parts: Parts, engine: ModelRuntime) -> dict[int, ModelPart]:
-    """Return the stages of this rank by stage number; stage 0 is the full model without pipeline parallelism."""
-    if parts.cut is None:
-        return {0: UnsplitModel(engine)}
-    return {number: StagePart(engine, parts.cut.ways, stage) for number, stage in parts.cut.stages.items()}
-
-
 def _sampler(parts: Parts, engine: ModelRuntime, pipeline: Pipeline, pump: CommThread) -> Sampler | None:
     train, cut = parts.config.train, parts.cut
     if not train.sample_prompt:
@@ -331,66 +210,3 @@ def _sampler(parts: Parts, engine: ModelRuntime, pipeline: Pipeline, pump: CommT
         else:
             cut.ways.of(rows, training=False)
     return found
-
-
-def pipeline_of(parts: Parts, rank: int, levels: ProcessGroups) -> Pipeline:
-    """Return this rank's pipeline: its schedule of a step and its stage links. Raises BadInput."""
-    plan, methods = parts.plan, parts.recipe.methods
-    replica, place = plan.place_of(rank)
-    made = schedule_of(plan, replica, methods.schedule)
-
-    def evaluating(microbatches: int) -> tuple[Schedule, StageLinks]:
-        forward_only = forward_only_of(plan, made, microbatches)
-        return forward_only, links_of(plan, levels, forward_only, replica, methods.activation)
-
-    links = links_of(plan, levels, made, replica, methods.activation)
-    return Pipeline(rank=place, schedule=made, links=links, evaluating=evaluating)
-
-
-def tied_of(parts: Parts, rank: int, levels: ProcessGroups) -> TiedWeights:
-    """Return the tied parameters: those that several stages of this rank's replica hold."""
-    shared = {} if parts.cut is None else parts.cut.shared()
-    return TiedWeights(rank, levels, holders_of(parts.plan, parts.plan.place_of(rank)[0], shared))
-
-
-def check_agreement(pump: CommThread, facts: dict[str, str]) -> None:
-    """Check that all ranks hold the same `facts`, such as configuration, plan, data and model, by name.
-
-    Raises BadInput that names the ranks which differ.
-    """
-    digests = [int.from_bytes(hashlib.sha256(v.encode()).digest()[:6], "big") for v in facts.values()]
-    rows = gathered(pump.channel, digests)  # 48 bits are exact in float64
-    for column, name in enumerate(facts):
-        values = rows[:, column].tolist()
-        if outvoted(values) != []:
-            raise BadInput(
-                f"the ranks do not agree about the {name}: {parted(values)}. Give every host the same {name}"
-            )
-
-
-def fingerprint(module: nn.Module) -> str:
-    """Return names, shapes and dtypes of all parameters, equal on all ranks (for values see `initial_values.py`)."""
-    return "|".join(f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in module.named_parameters())
-
-
-def set_memory(sharding: Sharding) -> None:
-    """Set the allocator of this process, before its first tensor.
-
-    With sharded model states freed memory returns to the system; otherwise the process keeps it.
-    """
-    if sharding.is_sharded:
-        give_freed_memory_back()
-    else:
-        keep_freed_memory()
-
-
-def set_threads(wanted: int | str, local_ranks: int) -> None:
-    """Set the number of compute threads of this process.
-
-    `wanted`: that number, or `auto`: OMP_NUM_THREADS if the environment sets it, else the host's cores divided evenly
-    by `local_ranks`.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    shared = int(given) if given.isdigit() and int(given) else max(1, cores // local_ranks)
-    torch.set_num_threads(shared if wanted == "auto" else int(wanted))

@@ -14,7 +14,7 @@ from torch import Tensor
 from gossamer.comm.channel import Channel
 from gossamer.run.checkpoint import CheckpointContents
 from gossamer.run.checkpoint_search import CheckpointSearch
-from gossamer.run.trainer import Progress
+from gossamer.run.goal import Progress
 from gossamer.spec import records
 from gossamer.spec.errors import BadInput, CheckpointMismatch, PeerLost, RunFailed
 from gossamer.store.checkpoint import (
@@ -73,7 +73,7 @@ class CheckpointManager:
             "format": FORMAT,
             "step": progress.step,
             "updates": progress.updates,
-            "skipped": dict(self.contents.states.skipped),
+            "skipped": dict(self.contents.skipped),
             "ranks": self.ranks,
             "islands": self.contents.islands,
             **self.identity,
@@ -165,7 +165,7 @@ class CheckpointManager:
             self._tell("warning", f"{problem}; fell back to the one before; {self._set_aside(bad)}")
         self.progress.step = int(checkpoint.meta["step"])
         self.progress.updates = int(checkpoint.meta["updates"])
-        self.contents.states.skipped.update(checkpoint.meta.get("skipped", {}))
+        self.contents.skipped.update(checkpoint.meta.get("skipped", {}))
         told = self.contents.fill(checkpoint, residuals=self.residuals)
         if told:
             self._tell("info", told, step=checkpoint.step)

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.comm_thread import CommThread
-from gossamer.exchange import Exchange
 from gossamer.model.side_effects import untouched
 from gossamer.optimizer import Optimizer
 from gossamer.optimizer.lr_schedule import LRSchedule
 from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
 from gossamer.run.forward import Pipeline, run_forward
+from gossamer.run.goal import Goal, Progress
 from gossamer.run.loss_scale import LossScale
 from gossamer.run.nonfinite_cause import NonFiniteSite, Ranks, cause_of
 from gossamer.run.nonfinite_policy import NonFiniteAction, NonFinitePolicy
 from gossamer.run.step_algorithm import At, StepAlgorithm, StepAttempt, Task
 from gossamer.run.step_runner import ModelPart, ModelRuntime
+from gossamer.run.surroundings import Replan, Sink
 from gossamer.run.text_sampling import NoSample, Sampler
 from gossamer.run.verify import Verifier
 from gossamer.sharding import ShardedOptimizer, Sharding
@@ -42,32 +43,7 @@ from gossamer.sync import (
     Sync,
 )
 
-Sink = Callable[[records.Record], None]
 _FIRST_STEPS, _FIT_EVERY = 10, 25  # before the pace is first measured; between measurements
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    """The goal of a run: its number of steps, and the intervals of evaluations and checkpoints."""
-
-    steps: int
-    evaluate_every: int
-    evaluate_sequences: int
-    checkpoint_every: int
-    seed: int
-    seconds: float = 0.0  # for all of it, in this process; 0: as long as it takes
-
-
-@dataclass(slots=True)
-class Progress:
-    """The progress that a checkpoint restores beside tensors.
-
-    `step`: steps of the run that are done. `updates`: those that updated parameters; in local-update training those of
-    this rank's island.
-    """
-
-    step: int = 0
-    updates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +52,6 @@ class Paused:
 
     steps: int = 0
     seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Replan:
-    """A change of exchange between two steps: the new exchange of every parameter's gradient, and the bucket size."""
-
-    exchange: Mapping[str, Exchange]
-    bucket_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)

@@ -43,7 +43,7 @@ def check_methods(resolved: Resolved) -> None:
 
     def build(room: str, written: Any, key: str) -> None:
         if room == "exchange":
-            importlib.import_module("gossamer.exchange").rules(written, key=key)
+            importlib.import_module("gossamer.recipe").ParameterRules.read(written, key=key)
         elif room.startswith("data/"):
             _look_up(known, room, written, key)
         else:

@@ -1,0 +1,72 @@
+"""The laws of the layout: islands, stages, stage boundaries."""
+
+from __future__ import annotations
+
+from gossamer.recipe.recipe import Recipe
+from gossamer.spec.config import PlanSection
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.unread_keys import without_stages
+
+_PLAN = PlanSection()
+
+
+def everybody_on_an_island(recipe: Recipe) -> BadInput | None:
+    """Return an error for an island list that misses a rank or names one twice."""
+    islands, ranks = recipe.plan.islands, recipe.plan.ranks
+    if not islands or (all(islands) and sorted(r for island in islands for r in island) == list(range(ranks))):
+        return None
+    return bad_input(
+        wanted=f"every rank from 0 to {ranks - 1} on exactly one island",
+        got=str([list(island) for island in islands]),
+        do="list the ranks of every island, or write auto",
+        key="machines.islands",
+    )
+
+
+def stage_boundaries(recipe: Recipe) -> BadInput | None:
+    """Return an error for split points or activation compression that do not fit the number of stages."""
+    plan = recipe.plan
+    if recipe.stages == 1 and plan.cuts:
+        return without_stages("plan.cuts")
+    if recipe.stages == 1 and plan.activation_compression != _PLAN.activation_compression:
+        return without_stages("plan.activation_compression")
+    if isinstance(plan.activation_compression, tuple) and len(plan.activation_compression) != recipe.stages - 1:
+        return bad_input(
+            wanted=f"one way for each of the {recipe.stages - 1} borders between {recipe.stages} stages",
+            got=f"{len(plan.activation_compression)}",
+            do="list as many, or give one for all",
+            key="plan.activation_compression",
+        )
+    if plan.cuts and len(plan.cuts) != recipe.stages:
+        return bad_input(
+            wanted=f"the first unit of each of {recipe.stages} stages",
+            got=f"{len(plan.cuts)} ({', '.join(plan.cuts)})",
+            do="list as many as there are stages (plan.mesh.pipe), the first of them 0",
+            key="plan.cuts",
+        )
+    return None
+
+
+def sync_in_stages(recipe: Recipe) -> BadInput | None:
+    """Return an error for a sync method other than every_step with pipeline parallelism."""
+    if recipe.sync.is_plain or recipe.stages == 1:
+        return None
+    where = "islands train apart" if recipe.sync.loop is not None else "losses alone decide"
+    return bad_input(
+        wanted=f"every process to hold the whole model, where {where}",
+        got=f"a model in {recipe.stages} stages",
+        do="leave plan.mesh.pipe at 1, or plan.sync at every_step",
+        key="plan.sync",
+    )
+
+
+def islands_in_stages(recipe: Recipe) -> BadInput | None:
+    """Return an error for an exchange with islands among the ranks of a pipeline stage."""
+    if recipe.stages == 1 or recipe.methods.chooses_exchange or not recipe.methods.exchange.asks_for_islands:
+        return None
+    return bad_input(
+        wanted="an exchange among the ranks of a stage, which are all alike",
+        got=f"one that speaks of islands, for a model in {recipe.stages} stages",
+        do="name the method that is to go between them for all, or leave plan.mesh.pipe at 1",
+        key="plan.exchange",
+    )

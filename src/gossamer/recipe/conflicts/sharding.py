@@ -1,0 +1,91 @@
+"""The laws of sharded model states."""
+
+from __future__ import annotations
+
+from gossamer.recipe.recipe import Recipe
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import MethodConfig, told
+
+_WHOLE = "leave plan.sharding at none"
+
+
+def states_of_whole_replicas(recipe: Recipe) -> BadInput | None:
+    """Return an error for sharded states with stages, in zeroth-order training, or with an unsuitable schedule."""
+    sharding, schedule = recipe.sharding, recipe.plan.pipeline_schedule
+    if not sharding.is_sharded:
+        return None
+    key, do = "plan.sharding", _WHOLE
+    if recipe.stages == 1 and sharding.takes_parameters and MethodConfig.parse(schedule).name != "single_stage":
+        got = f"plan.pipeline_schedule {told(schedule)}"
+        return bad_input(wanted="plan.pipeline_schedule single_stage, for sharded parameters", got=got, do=do, key=key)
+    if recipe.stages > 1 or recipe.sync.probe is not None:
+        got = f"a model in {recipe.stages} stages" if recipe.stages > 1 else f"plan.sync {told(recipe.plan.sync)}"
+        return bad_input(wanted="whole replicas whose gradients meet, for sharded states", got=got, do=do, key=key)
+    return None
+
+
+def states_apart(recipe: Recipe) -> BadInput | None:
+    """Check that the sharding keeps states inside each island, as local-update training needs."""
+    sharding, loop = recipe.sharding, recipe.sync.loop
+    if not sharding.is_sharded or loop is None:
+        return None
+    key, got = "plan.sharding", told(recipe.plan.sharding)
+    if sharding.takes_parameters or sharding.differences is not None:
+        return bad_input(
+            wanted="zero1 or zero2, where islands train apart: what meets between them is whole parameters, as each "
+            "rank holds them",
+            got=got,
+            do="write plan.sharding: {zero1: {shard_group: island}} or {zero2: {shard_group: island}}, or "
+            "plan.sync: every_step",
+            key=key,
+        )
+    if loop.average_second_moments_every:
+        return bad_input(
+            wanted="whole states, where islands bring their second moments together",
+            got=got,
+            do="leave average_second_moments_every out of plan.sync, or write plan.sharding: none",
+            key=key,
+        )
+    if not sharding.needs_islands:
+        name = MethodConfig.parse(recipe.plan.sharding).name
+        return bad_input(
+            wanted="states that are shared out inside every island, where islands train apart: each has its own",
+            got=f"{got}, over all ranks",
+            do=f"write plan.sharding: {{{name}: {{shard_group: island}}}}",
+            key=key,
+        )
+    return None
+
+
+def states_adapted(recipe: Recipe) -> BadInput | None:
+    """Return an error for a policy that measures full mean gradients, with sharded states."""
+    if not recipe.sharding.is_sharded or recipe.policy is None:
+        return None
+    got = f"plan.adapt {told(recipe.config.plan.adapt)}, which measures whole mean gradients"
+    wanted = "no policy, where a rank knows the mean of its own rows alone"
+    return bad_input(wanted=wanted, got=got, do=_WHOLE, key="plan.sharding")
+
+
+def states_by_element(recipe: Recipe) -> BadInput | None:
+    """Return an error for sharded states with an optimizer that needs full parameters."""
+    if not recipe.sharding.is_sharded or recipe.optimizer.by_element:
+        return None
+    return bad_input(
+        wanted="a rule that moves each number by itself, such as adamw, as no rank sees a whole parameter",
+        got=f"train.optimizer {told(recipe.config.train.optimizer)}",
+        do=_WHOLE,
+        key="plan.sharding",
+    )
+
+
+def gathers_in_step(recipe: Recipe) -> BadInput | None:
+    """Return an error for sharded parameters on replicas with different numbers of micro-batches."""
+    counts = recipe.plan.microbatches
+    if not recipe.sharding.takes_parameters or len(set(counts)) == 1:
+        return None
+    return bad_input(
+        wanted="as many micro-batches on every replica, as all gather parameters together",
+        got=str(list(counts)),
+        do="plan again, or leave plan.sharding at zero2",
+        key="plan.sharding",
+    )

@@ -1,0 +1,112 @@
+"""The laws of the sync method: local updates, zeroth-order training, a choice that is still open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gossamer.recipe.conflicts.exchange import exchange_told
+from gossamer.recipe.recipe import OPTIMIZER, Recipe
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import Exchanges, told
+from gossamer.sync import OuterLoopConfig
+
+
+def rule_begins_apart(recipe: Recipe) -> BadInput | None:
+    """Return an error for an optimizer that cannot start in steps whose gradients only one island averages."""
+    if recipe.sync.level(0) == "all" or recipe.optimizer.begins_apart:
+        return None
+    return bad_input(
+        wanted="first steps in which all gradients meet, as in others this rule's second moment stays as it is",
+        got=f"plan.sync {told(recipe.plan.sync)}",
+        do="give plan.sync warmup_steps, of a tenth of the run, say",
+        key=OPTIMIZER,
+    )
+
+
+def sync_open(recipe: Recipe) -> BadInput | None:
+    """Return an error for a sync method to be chosen beside an exchange that is given."""
+    if recipe.plan.sync != "auto" or recipe.plan.exchange == "auto":
+        return None
+    return bad_input(
+        wanted="an exchange that is chosen with it",
+        got=f"plan.exchange {exchange_told(recipe.plan.exchange)}",
+        do="leave plan.exchange at auto, or name a method of `gossamer methods sync`",
+        key="plan.sync",
+    )
+
+
+def probe_exchanges_nothing(recipe: Recipe) -> BadInput | None:
+    """Return an error for a gradient exchange in zeroth-order training, which has no gradients."""
+    if recipe.sync.probe is None or recipe.plan.exchange in ("auto", "dense"):
+        return None
+    return bad_input(
+        wanted="no exchange of gradients, where losses alone decide",
+        got=exchange_told(recipe.plan.exchange),
+        do="leave plan.exchange at auto",
+        key="plan.exchange",
+    )
+
+
+def probe_moves_plainly(recipe: Recipe) -> BadInput | None:
+    """Return an error for an optimizer other than plain SGD in zeroth-order training."""
+    if recipe.sync.probe is None or recipe.optimizer.is_plain:
+        return None
+    return bad_input(
+        wanted="sgd without momentum or weight decay, where losses alone decide: all that moves the parameters is "
+        "then what the ranks have told each other",
+        got=told(recipe.config.train.optimizer),
+        do="set train.optimizer to {sgd: {lr: 1e-4}}; rates are much smaller than for gradients",
+        key=OPTIMIZER,
+    )
+
+
+def probe_scales_nothing(recipe: Recipe) -> BadInput | None:
+    """Return an error for fp16 in zeroth-order training, which has no backward pass to scale a loss for."""
+    if recipe.sync.probe is None or recipe.config.train.precision != "fp16":
+        return None
+    return bad_input(
+        wanted="fp32 or bf16, where there is no backward pass whose loss could be scaled",
+        got="fp16",
+        do="set train.precision to fp32: the differences of losses are small",
+        key="train.precision",
+    )
+
+
+def rule_of_islands(recipe: Recipe) -> BadInput | None:
+    """Return an error for an averaging of second moments with an optimizer that has none."""
+    try:
+        recipe.optimizer_with(1.0)
+    except BadInput as error:
+        return error
+    return None
+
+
+def proved(recipe: Recipe) -> BadInput | None:
+    """Return an error for a proof of gradients in zeroth-order training, which has none."""
+    if recipe.config.train.prove != "always" or recipe.sync.probe is None:
+        return None
+    return bad_input(
+        wanted="gradients, which a proof compares with those of one process",
+        got=f"plan.sync {told(recipe.plan.sync)}, which has none",
+        do="leave train.prove at auto",
+        key="train.prove",
+    )
+
+
+def seconds_of_steps(recipe: Recipe) -> BadInput | None:
+    """Return an error for a time limit in a run whose ranks do not all take part in every step."""
+    if not recipe.config.train.seconds or (recipe.plan.sync != "auto" and recipe.sync.is_plain):
+        return None
+    return bad_input(
+        wanted="steps in which all ranks meet, for a number of them that time decides",
+        got=f"plan.sync {told(recipe.plan.sync)}",
+        do="set it to 0 and say the steps in train.steps, or set plan.sync to every_step",
+        key="train.seconds",
+    )
+
+
+def not_used_inside(loop: OuterLoopConfig, islands: Sequence[Sequence[int]], exchange: Exchanges) -> str:
+    """Return why the gradient exchange is never used in local-update training; "" if it is used."""
+    if exchange == "dense" or not loop.apart(0) or not islands or any(len(island) > 1 for island in islands):
+        return ""
+    return f"{exchange_told(exchange)} is not used: every island is one rank, which meets nobody inside of it"

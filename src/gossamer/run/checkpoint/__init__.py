@@ -1,0 +1,20 @@
+"""The tensors in a checkpoint of a run, and how to restore a trainer from them.
+
+Names: "model/<parameter or buffer>", "optim/<slot>/<parameter>", "exchange/<path>@<parameter>" (one per rank),
+"precision/<field>", "rng/torch" (one per rank). All tensors are keyed by canonical names, so a run with another number
+of ranks or other split points reads the same file. Replicated tensors are written once: each rank of a host writes some
+of them.
+
+In local-update training, "model/<parameter>" holds the global parameters and "outer/..." the other state that all ranks
+share; "island/..." and "optim/..." are one per rank. With sharded optimizer states each rank writes its rows of
+"optim/...", with sharded parameters also its rows of "model/...". Where not all ranks see the same disk, each rank
+writes its rows as "states/..." (one per rank). Where every island shards its own states, "optim/..." is one per island,
+under the number of its first rank.
+"""
+
+from __future__ import annotations
+
+from gossamer.run.checkpoint.contents import CheckpointContents
+from gossamer.run.checkpoint.weights import named_state, read_model, trainable
+
+__all__ = ["CheckpointContents", "named_state", "read_model", "trainable"]

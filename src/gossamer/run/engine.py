@@ -1,0 +1,62 @@
+"""The model of one rank, ready to run: its forward and backward pass, its stages, pipeline and tied parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gossamer.comm.message import ProcessGroups
+from gossamer.model.compiled import compile_units
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.precision import precision_of
+from gossamer.model.unit_seeds import unit_seeds
+from gossamer.pipeline.from_plan import forward_only_of, schedule_of
+from gossamer.pipeline.schedule import Schedule
+from gossamer.pipeline.stage_links import StageLinks, links_of
+from gossamer.pipeline.tied_weights import TiedWeights, holders_of
+from gossamer.run.forward import Pipeline
+from gossamer.run.parts import Parts
+from gossamer.run.staged_model import StagePart
+from gossamer.run.step_runner import ModelPart, ModelRuntime, UnsplitModel
+
+
+def engine_of(parts: Parts) -> ModelRuntime:
+    """Return the model with its loss, precision and random state. Compiles units, so call it once per run."""
+    config, module = parts.config, parts.module
+    module.train()
+    if config.model.compile and parts.cut is None:  # stages are already compiled
+        compile_units(module, parts.plan.units)
+    return ModelRuntime(
+        module=module,
+        caller=caller_of(module, parts.train.batch(np.zeros(1, np.int64))),
+        objective=parts.objective,
+        precision=precision_of(config.train.precision),
+        randomness=unit_seeds(module, parts.units, seed=config.train.seed),
+        device=parts.device,
+    )
+
+
+def pieces_of(parts: Parts, engine: ModelRuntime) -> dict[int, ModelPart]:
+    """Return the stages of this rank by stage number; stage 0 is the full model without pipeline parallelism."""
+    if parts.cut is None:
+        return {0: UnsplitModel(engine)}
+    return {number: StagePart(engine, parts.cut.ways, stage) for number, stage in parts.cut.stages.items()}
+
+
+def pipeline_of(parts: Parts, rank: int, levels: ProcessGroups) -> Pipeline:
+    """Return this rank's pipeline: its schedule of a step and its stage links. Raises BadInput."""
+    plan, methods = parts.plan, parts.recipe.methods
+    replica, place = plan.place_of(rank)
+    made = schedule_of(plan, replica, methods.schedule)
+
+    def evaluating(microbatches: int) -> tuple[Schedule, StageLinks]:
+        forward_only = forward_only_of(plan, made, microbatches)
+        return forward_only, links_of(plan, levels, forward_only, replica, methods.activation)
+
+    links = links_of(plan, levels, made, replica, methods.activation)
+    return Pipeline(rank=place, schedule=made, links=links, evaluating=evaluating)
+
+
+def tied_of(parts: Parts, rank: int, levels: ProcessGroups) -> TiedWeights:
+    """Return the tied parameters: those that several stages of this rank's replica hold."""
+    shared = {} if parts.cut is None else parts.cut.shared()
+    return TiedWeights(rank, levels, holders_of(parts.plan, parts.plan.place_of(rank)[0], shared))

@@ -1,0 +1,33 @@
+"""The settings of a training process: its allocator and its number of compute threads."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from gossamer.run.allocator import give_freed_memory_back, keep_freed_memory
+from gossamer.sharding import Sharding
+
+
+def set_memory(sharding: Sharding) -> None:
+    """Set the allocator of this process, before its first tensor.
+
+    With sharded model states freed memory returns to the system; otherwise the process keeps it.
+    """
+    if sharding.is_sharded:
+        give_freed_memory_back()
+    else:
+        keep_freed_memory()
+
+
+def set_threads(wanted: int | str, local_ranks: int) -> None:
+    """Set the number of compute threads of this process.
+
+    `wanted`: that number, or `auto`: OMP_NUM_THREADS if the environment sets it, else the host's cores divided evenly
+    by `local_ranks`.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    shared = int(given) if given.isdigit() and int(given) else max(1, cores // local_ranks)
+    torch.set_num_threads(shared if wanted == "auto" else int(wanted))

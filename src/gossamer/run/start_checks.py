@@ -1,0 +1,86 @@
+"""The checks of a rank's inputs before a run: by itself, and against the inputs of the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+
+from torch import nn
+
+from gossamer.comm.channel import gathered
+from gossamer.comm.comm_thread import CommThread
+from gossamer.model.precision import precision_of
+from gossamer.optimizer.master import HALF
+from gossamer.run.checkpoint import trainable
+from gossamer.run.parts import Parts
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.odd_one_out import outvoted, parted
+
+
+def check_before_start(parts: Parts) -> None:
+    """Check the data, the model and the configuration before any process group exists.
+
+    Raises BadInput, e.g. for too little training data, nothing trainable, a warm-up longer than the run, an unsuitable
+    precision, or a parameter on the meta device.
+    """
+    plan, config = parts.plan, parts.config
+    if len(parts.train) == 0:
+        raise BadInput("the training data holds no sequence: give more text or a shorter data.sequence", key="data")
+    if plan.batch > len(parts.train):
+        raise bad_input(
+            wanted=f"at least {plan.batch} training sequences (one step's batch)",
+            got=f"{len(parts.train)} of {config.data.sequence} tokens",
+            do="lower train.batch or data.sequence, or give more text",
+            key="train.batch",
+        )
+    if config.train.sample_prompt and parts.words is None:
+        raise bad_input(
+            wanted="data that is text",
+            got="sequences without a tokenizer",
+            do="leave it out",
+            key="train.sample_prompt",
+        )
+    parts.recipe.lr_schedule.factor(0, config.train.steps)  # a warm-up that fits
+    if not trainable(parts.outline):
+        raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
+    precision = precision_of(config.train.precision)
+    for name, param in parts.outline.named_parameters():
+        if param.is_floating_point():
+            precision.check(param.dtype)
+        if param.device.type == "meta":
+            raise BadInput(f"parameter {name} is on the meta device: materialise the model first", key="model")
+    _check_copies(parts)
+
+
+def _check_copies(parts: Parts) -> None:
+    """Raise BadInput for local-update training of half-precision parameters with sharded optimizer states."""
+    methods = parts.recipe.methods
+    if methods.sync.loop is None:
+        return
+    halves = [name for name, param in trainable(parts.outline).items() if param.dtype in HALF]
+    if halves and methods.sharding.is_sharded:
+        raise bad_input(
+            wanted="parameters in float32, to shard the states of islands that train apart",
+            got=f"{len(halves)} in half types, such as {halves[0]}",
+            do="set model.dtype to float32 (train.precision: bf16 still computes in bf16), or plan.sharding to none",
+            key="plan.sharding",
+        )
+
+
+def check_agreement(pump: CommThread, facts: dict[str, str]) -> None:
+    """Check that all ranks hold the same `facts`, such as configuration, plan, data and model, by name.
+
+    Raises BadInput that names the ranks which differ.
+    """
+    digests = [int.from_bytes(hashlib.sha256(v.encode()).digest()[:6], "big") for v in facts.values()]
+    rows = gathered(pump.channel, digests)  # 48 bits are exact in float64
+    for column, name in enumerate(facts):
+        values = rows[:, column].tolist()
+        if outvoted(values) != []:
+            raise BadInput(
+                f"the ranks do not agree about the {name}: {parted(values)}. Give every host the same {name}"
+            )
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return names, shapes and dtypes of all parameters, equal on all ranks (for values see `initial_values.py`)."""
+    return "|".join(f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in module.named_parameters())

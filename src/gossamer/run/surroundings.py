@@ -1,0 +1,33 @@
+"""The services that a trainer calls: the record sink, position reports, stop requests, the checkpoint manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gossamer.comm.comm_thread import CommThread
+from gossamer.exchange import Exchange
+from gossamer.run.checkpoint_manager import CheckpointManager
+from gossamer.spec import records
+
+Sink = Callable[[records.Record], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """A change of exchange between two steps: the new exchange of every parameter's gradient, and the bucket size."""
+
+    exchange: Mapping[str, Exchange]
+    bucket_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """The callbacks and services of a trainer: record sink, position reports, stop requests, checkpoint manager."""
+
+    sink: Sink
+    at: Callable[[int, str], None]
+    asked_to_stop: Callable[[], bool]
+    saver: CheckpointManager
+    beside: CommThread | None = None  # for rounds of the outer loop and all-gathers of shards, beside the steps
+    replan: Callable[[int], Replan | None] = lambda step: None
