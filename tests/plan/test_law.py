@@ -91,7 +91,7 @@ OTHERS: dict[str, Sections] = {
     "verify": {"train": {"verify": {"every": 2}}},
     "prove": {"train": {"prove": "always"}},
     "gpipe": {"plan": {"pipeline_schedule": "gpipe"}},
-    "boundary": {"plan": {"activation_compression": "codec"}},
+    "boundary": {"plan": {"activation_compression": {"codec": "int8"}}},
     "lossy": {"plan": {"lossy": True}},
     "drop": {"plan": {"residuals_on_resume": "reset"}},
     "adapt_every": {"plan": {"adapt_every": 20}},
