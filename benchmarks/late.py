@@ -4,7 +4,7 @@
 
 Two islands of one process each, on a core of their own, train the model of links.py with DiLoCo every 8 steps. When the
 run has made 8, other work comes to the core of the second, 7 processes, for `--busy` seconds. Three runs, in turns:
-nothing comes; it comes and rounds wait (patience_s: 0); it comes and they do not. Seconds of the whole run, and its
+nothing comes; it comes and rounds wait (straggler_timeout_s: 0); it comes and they do not. Seconds of the run, and its
 validation loss at the end, of the same sequences. Wants two cores.
 """
 

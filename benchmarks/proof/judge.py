@@ -116,7 +116,8 @@ def _refused(habit: Habit, known: Outcome, said: str, found: Mapping[str, Tensor
     if apart > habit.tolerance or math.isnan(apart):
         return Verdict(result="wrong", where=f"refused after {len(made)} steps, losses {apart:.1e} off: {said}")
     names = "|".join(map(re.escape, json.loads(known.notes)))
-    if not re.search(rf"(?<![\w.])({names}|plan\.schedule|plan\.boundary|mesh\.replica|replicas)(?!\w)", said):
+    keys = r"plan\.pipeline_schedule|plan\.activation_compression|mesh\.replica|replicas"
+    if not re.search(rf"(?<![\w.])({names}|{keys})(?!\w)", said):
         return Verdict(result="wrong", where=f"a refusal that names nothing: {said}")
     return Verdict(result="refused", where=f"after {len(made)} steps: {said}" if len(made) else said)
 
