@@ -43,10 +43,11 @@ from gossamer.run.build import build
 from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.run.engine import engine_of
 from gossamer.run.parts import Parts
+from gossamer.run.resources import peak_bytes
 from gossamer.run.start_checks import check_agreement, check_before_start, fingerprint
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.surroundings import Surroundings
-from gossamer.run.trainer import Trainer, peak_bytes
+from gossamer.run.trainer import Trainer
 from gossamer.run.unshard_trace import walk_of
 from gossamer.sharding import UnshardOrder
 from gossamer.spec import records
@@ -166,7 +167,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         )
         trainer = build(parts, engine, pump, around)
         ending.callback(trainer.replica.close)
-        ending.callback(trainer.apart.close)
+        ending.callback(trainer.outer.apart.close)
         if adapting is not None:
             adapting.begin(trainer.replica)
         if job.resume:
@@ -374,7 +375,7 @@ def _start(job: RankJob, trainer: Trainer, flop_per_token: float) -> records.Sta
     config, plan = job.parts.config, trainer.feed.plan
     job.at(trainer.progress.step, "measure")
     one = job.parts.train.batch(np.zeros(1, np.int64))
-    peak = measure_peak_flop_per_s(trainer.engine.precision.compute, job.parts.device)
+    peak = measure_peak_flop_per_s(trainer.attempts.stages.engine.precision.compute, job.parts.device)
     tokens = next(iter(one.values())).numel()
     return records.Start(
         ranks=job.where.ranks,
@@ -387,7 +388,7 @@ def _start(job: RankJob, trainer: Trainer, flop_per_token: float) -> records.Sta
         flop_per_token=training_flop_per_token(flop_per_token),
         peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
         exchange=_in_words(plan),
-        precision=trainer.engine.precision.name,
+        precision=trainer.attempts.stages.engine.precision.name,
         versions={"gossamer": version("gossamer"), "torch": torch.__version__, "python": sys.version.split()[0]},
     )
 

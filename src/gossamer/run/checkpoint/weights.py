@@ -26,7 +26,7 @@ class Weights:
     cut: StagedModel | None
 
     def replicated(self, common: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the full tensors; those of `common`, the global parameters of local updates, stand in for local ones."""
+        """Return the full tensors; global parameters, `common`, take the place of local ones."""
         found: dict[str, Tensor] = {}
         sharded = self.states.sharded
         for name, tensor in named_state(self.module):
