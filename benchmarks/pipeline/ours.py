@@ -10,20 +10,20 @@ import sys
 from typing import Any
 
 from gossamer.cli import main
-from gossamer.run.trainer import Trainer
+from gossamer.run.step_reports import StepReports
 from pipeline.counted import counted
 
 _said: list[dict[str, Any]] = []
-_record = Trainer._record
+_record = StepReports.record
 
 
-def _watched(self: Trainer, *about: Any) -> None:
+def _watched(self: StepReports, *about: Any) -> None:
     _said.append({"wire_bytes": self.replica.sent_bytes(), **counted()})
     _record(self, *about)
 
 
 if __name__ == "__main__":
-    Trainer._record = _watched  # type: ignore[method-assign]
+    StepReports.record = _watched  # type: ignore[method-assign]
     sys.argv = ["gossamer", "train", *sys.argv[1:]]
     try:
         code = main()

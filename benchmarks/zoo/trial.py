@@ -268,7 +268,7 @@ def _keep(trial: Trial, seat: Seat, schedule: str) -> None:
             raise Different(f"uncut, the loss is {step.loss}{f', {sick[0]} has a gradient not finite' if sick else ''}")
         gradients.append(found)
         losses.append(step.loss)
-        parameters = {name: p.detach().clone() for name, p in trainer.params.items()}
+        parameters = {name: p.detach().clone() for name, p in trainer.states.params.items()}
     kept = {"gradients": gradients, "losses": losses, "parameters": parameters}
     torch.save(kept, trial.folder / f"{schedule}.pt")
 
@@ -292,11 +292,11 @@ def compare(trial: Trial, source: OriginSource, rank: int) -> dict[str, Any]:
                 if {k: n for k, n in step.wire_bytes.items() if n} != forecast:
                     raise Different(f"{where}: rank {rank} sent {step.wire_bytes} bytes, forecast {forecast}")
                 sent = sum(step.wire_bytes.values())
-            exact &= _same(f"{where}: the parameter", trainer.params, kept["parameters"])
+            exact &= _same(f"{where}: the parameter", trainer.states.params, kept["parameters"])
         built = seat.parts.plan.reasons.get("build", "")
     return {
         "exact": exact,
-        "held": list(trainer.params),
+        "held": list(trainer.states.params),
         "digests": digests,
         "sent": sent,
         "built": built,

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from gossamer import loss
-from gossamer.job.rank_job import RankContext, RankJob, run_job
+from gossamer.job.rank_inputs import RankContext, RankJob
+from gossamer.job.rank_job import run_job
 from gossamer.model.generate import generate
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.partition.rank_model import ModuleSource, PartitionRequest, RankModel, build_rank_model

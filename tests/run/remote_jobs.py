@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gossamer.job.rank_job import RankContext, RankJob, run_job
+from gossamer.job.rank_inputs import RankContext, RankJob
+from gossamer.job.rank_job import run_job
 from gossamer.loss import Loss
 from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
 from gossamer.run.batches import DatasetBatches

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gossamer import loss
-from gossamer.job.rank_job import RankContext, RankJob, run_job
+from gossamer.job.rank_inputs import RankContext, RankJob
+from gossamer.job.rank_job import run_job
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.model_profile import forward_flop_per_token
 from gossamer.model.side_effects import gradless, untouched

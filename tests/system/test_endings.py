@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.job import rank_job
+from gossamer.job import record_writer
 from gossamer.run import checkpoint_manager
 from gossamer.spec.errors import BadInput, RunFailed
 from gossamer.spec.records import Record, Step
@@ -52,7 +52,7 @@ def train(model: nn.Module, tmp_path: Path, **changes: Any) -> dict[str, Any]:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody makes room here: no need to wait for it."""
     monkeypatch.setattr(checkpoint_manager, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(rank_job, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(record_writer, "_AGAIN_S", 0.0)
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, step: str, times: int) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gossamer.data import decode_preview
+from gossamer.job.trainer_parts import parts_of
 from gossamer.job.worker import corpus_of, objective_of, origin_for
 from gossamer.model.model_profile import facts_of
 from gossamer.partition.plan_file import read_plan
 from gossamer.partition.rank_model import OriginSource, PartitionRequest, build_rank_model, state_bytes_of
 from gossamer.run.batches import TextBatches
-from gossamer.run.parts import Parts
 from gossamer.run.start_checks import check_before_start
 from gossamer.spec.config import RunConfig
 from gossamer.spec.units import show_bytes, show_gib
@@ -26,13 +27,12 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
     hosts = max(1, len(config.machines.hosts))
     ranks, cpu = config.machines.processes * hosts, torch.device("cpu")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train, objective = TextBatches(corpus.train), objective_of(config)
     asked = PartitionRequest(
         config=config,
         ranks=ranks,
         rank=0,
-        batches=train,
-        objective=objective,
+        batches=TextBatches(corpus.train),
+        objective=objective_of(config),
         device=device,
         local_ranks=ranks // hosts,
     )
@@ -40,17 +40,7 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
         OriginSource(origin, config.train.seed), asked, read_plan(plan_file, ranks=ranks) if plan_file else None
     )
     plan = held.plan
-    parts = Parts(
-        module=held.module,
-        objective=objective,
-        train=train,
-        validation=None,
-        config=config,
-        plan=plan,
-        device=cpu,
-        cut=held.cut,
-        words=corpus.tokenizer,
-    )
+    parts = replace(parts_of(asked, held, validation=None, words=corpus.tokenizer), device=cpu)
     check_before_start(parts)
     facts = facts_of(parts.outline)
     state_bytes = max(plan.forecast.state_bytes, default=4 * facts.parameter_bytes)

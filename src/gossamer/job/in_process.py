@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from gossamer.data import Corpus
-from gossamer.job.rank_job import RankContext, RankJob, run_job
+from gossamer.data.tokenizer import Tokenizer
+from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
+from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
+from gossamer.job.trainer_parts import parts_of
 from gossamer.job.worker import corpus_of, device_of, objective_of, origin_for, rendezvous
 from gossamer.launch.environment import LauncherRank, launcher_of, read_environment
 from gossamer.launch.worker import StopFlag
@@ -24,7 +28,6 @@ from gossamer.model.source import ModelSource, origin_of
 from gossamer.partition.rank_model import ModelProvider, ModuleSource, OriginSource, PartitionRequest, planned
 from gossamer.recipe import PlanMethods
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
-from gossamer.run.parts import Parts
 from gossamer.run.process_settings import set_memory, set_threads
 from gossamer.settings import Resolved, check
 from gossamer.settings import load as load_settings
@@ -48,6 +51,21 @@ _ALONE = LauncherRank(
     port=0,
     launcher="",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingData:
+    """The data of a run: its corpus if it is text, its batches, its fingerprint and its description for the user."""
+
+    corpus: Corpus | None
+    train: Batches
+    validation: Batches | None
+    fingerprint: str
+    text: str
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return None if self.corpus is None else self.corpus.tokenizer
 
 
 def train_in_process(
@@ -78,21 +96,10 @@ def _train(
     _one_rank_per_process(settings, place)
     set_threads(settings.machines.threads, place.local_ranks)
     set_memory(PlanMethods.asked(settings.plan).sharding)
-    corpus, train, validation, fingerprint = _data(data, settings)
-    source, described, origin = _source(model, settings, corpus)
-    device, objective = device_of(place), objective_of(settings)
-    known = planned(
-        source,
-        PartitionRequest(
-            config=settings,
-            ranks=place.ranks,
-            rank=place.rank,
-            batches=train,
-            objective=objective,
-            device=device,
-            local_ranks=place.local_ranks,
-        ),
-    )
+    given = _TrainingData(*_data(data, settings), text=data if isinstance(data, str) else type(data).__name__)
+    source, described, origin = _source(model, settings, given.corpus)
+    asked = _request(settings, place, given)
+    known = planned(source, asked)
     built = known.outline
     directory, resuming = _directory(settings, place, resume)
     stop = StopFlag()
@@ -100,39 +107,43 @@ def _train(
         if place.rank == 0:
             directory.keep(settings, Resolved.of(settings).origin)
         display = open_display(settings.run.display, title=directory.name)
+        callbacks = JobCallbacks(
+            keep=lambda: keep(directory, given.tokenizer, origin), show=display.show if place.rank == 0 else None
+        )
         try:
             run_job(
                 RankJob(
-                    parts=Parts(
-                        module=built.module,
-                        objective=objective,
-                        train=train,
-                        validation=validation,
-                        config=settings,
-                        plan=built.plan,
-                        device=device,
-                        cut=built.cut,
-                        words=None if corpus is None else corpus.tokenizer,
-                    ),
+                    parts=parts_of(asked, built, validation=given.validation, words=given.tokenizer),
                     planned=known,
                     where=_where(place, settings),
                     directory=directory,
                     described=described,
-                    data=fingerprint,
-                    text=data if isinstance(data, str) else type(data).__name__,
-                    remark="" if corpus is None else corpus.remark,
+                    data=given.fingerprint,
+                    text=given.text,
+                    remark="" if given.corpus is None else given.corpus.remark,
                     resume=resuming,
-                    keep=lambda: keep(directory, None if corpus is None else corpus.tokenizer, origin),
-                    vocabulary=0 if corpus is None else corpus.tokenizer.vocabulary,
+                    vocabulary=0 if given.tokenizer is None else given.tokenizer.vocabulary,
                     at=lambda step, phase: None,
                     asked_to_stop=lambda: stop.is_set,
-                    show=display.show if place.rank == 0 else None,
+                    callbacks=callbacks,
                     is_kept=True,
                 )
             )
         finally:
             display.close()
     return summarise(directory)
+
+
+def _request(settings: RunConfig, place: LauncherRank, given: _TrainingData) -> PartitionRequest:
+    return PartitionRequest(
+        config=settings,
+        ranks=place.ranks,
+        rank=place.rank,
+        device=device_of(place),
+        objective=objective_of(settings),
+        batches=given.train,
+        local_ranks=place.local_ranks,
+    )
 
 
 def config_from(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:

@@ -16,8 +16,10 @@ import torch
 from gossamer import loss
 from gossamer.comm.channel.store import join_store
 from gossamer.data import Corpus, open_corpus
-from gossamer.job.rank_job import RankContext, RankJob, run_job
+from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
+from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
+from gossamer.job.trainer_parts import parts_of
 from gossamer.launch.environment import LauncherRank
 from gossamer.launch.port import owner
 from gossamer.launch.worker import Ready, run_worker
@@ -29,7 +31,6 @@ from gossamer.partition.rank_model import OriginSource, PartitionRequest, planne
 from gossamer.process import DONE, INTERRUPTED
 from gossamer.recipe import PlanMethods
 from gossamer.run.batches import TextBatches
-from gossamer.run.parts import Parts
 from gossamer.run.process_settings import set_memory, set_threads
 from gossamer.spec.config import DataSection, RunConfig
 from gossamer.spec.errors import BadInput, PeerLost
@@ -62,29 +63,18 @@ def run_rank(
     origin = origin_for(config, corpus)
     device = device_of(place)
     given = read_plan(directory.plan_file, ranks=place.ranks) if directory.plan_file.exists() else None
-    train, objective = TextBatches(corpus.train), objective_of(config)
     asked = PartitionRequest(
         config=config,
         ranks=place.ranks,
         rank=place.rank,
-        batches=train,
-        objective=objective,
+        batches=TextBatches(corpus.train),
+        objective=objective_of(config),
         device=device,
         local_ranks=place.local_ranks,
     )
     model = planned(OriginSource(origin, config.train.seed), asked, given)
-    held = model.outline
-    parts = Parts(
-        module=held.module,
-        objective=objective,
-        train=train,
-        validation=TextBatches(corpus.validation) if config.data.validation else None,
-        config=config,
-        plan=held.plan,
-        device=device,
-        cut=held.cut,
-        words=corpus.tokenizer,
-    )
+    validation = TextBatches(corpus.validation) if config.data.validation else None
+    parts = parts_of(asked, model.outline, validation=validation, words=corpus.tokenizer)
     ready.heartbeat.at(phase="connect")
     run_job(
         RankJob(
@@ -97,15 +87,17 @@ def run_rank(
             text=str(config.data.source),
             remark=corpus.remark,
             vocabulary=corpus.tokenizer.vocabulary,
-            show=show if place.rank == 0 else None,
             resume=resume or place.resume_step >= 0,
             resume_step=place.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
-            keep=lambda: keep(directory, corpus.tokenizer, origin),
-            moves=ready.heartbeat.at,
-            sealed=lambda outcome: ready.heartbeat.leave(_CODES[outcome], for_all=place.rank == 0),
-            observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
+            callbacks=JobCallbacks(
+                keep=lambda: keep(directory, corpus.tokenizer, origin),
+                moves=ready.heartbeat.at,
+                sealed=lambda outcome: ready.heartbeat.leave(_CODES[outcome], for_all=place.rank == 0),
+                observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
+                show=show if place.rank == 0 else None,
+            ),
         )
     )
 

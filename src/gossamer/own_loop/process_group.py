@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.message import ProcessGroups
-from gossamer.job.rank_job import RankContext
+from gossamer.job.rank_inputs import RankContext
 from gossamer.job.worker import rendezvous
 from gossamer.launch.environment import LauncherRank, launcher_of, read_environment
 from gossamer.spec.errors import BadInput, PeerLost

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from gossamer import sync
 from gossamer.comm.comm_thread import CommThread
@@ -11,6 +14,7 @@ from gossamer.model.forward_adapter import caller_of
 from gossamer.model.side_effects import gradless, untouched
 from gossamer.optimizer import Optimizer
 from gossamer.optimizer.master import Master
+from gossamer.pipeline.tied_weights import TiedWeights
 from gossamer.recipe import Recipe
 from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import CheckpointContents, trainable
@@ -20,24 +24,52 @@ from gossamer.run.checkpoint.optimizer_state import OptimizerSlots
 from gossamer.run.checkpoint.outer_state import OuterState
 from gossamer.run.checkpoint.weights import Weights
 from gossamer.run.engine import pieces_of, pipeline_of, tied_of
+from gossamer.run.evaluation import Evaluator
 from gossamer.run.forward import Pipeline
 from gossamer.run.goal import Goal
 from gossamer.run.initial_values import check_initial
 from gossamer.run.loss_scale import LossScale
 from gossamer.run.nonfinite_policy import NonFinitePolicy
+from gossamer.run.nonfinite_steps import NonFiniteSteps
+from gossamer.run.outer_steps import OuterSteps
 from gossamer.run.parts import Parts
+from gossamer.run.rank_stages import RankStages
 from gossamer.run.reexecution import Reexecution
 from gossamer.run.staged_model import Forward
 from gossamer.run.step_algorithm import Gradients, GradientStep, StepAlgorithm
+from gossamer.run.step_attempts import StepAttempts
 from gossamer.run.step_log import StepLog
+from gossamer.run.step_reports import StepReports
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.surroundings import Surroundings
 from gossamer.run.text_sampling import Logits, Sampler
+from gossamer.run.time_limit import TimeLimit
 from gossamer.run.trainer import Trainer
 from gossamer.run.verify import Verifier
 from gossamer.run.zeroth_order_step import ZerothOrderStep
 from gossamer.sharding import LEVEL, RowPartition, ShardedOptimizer, ShardedParameters, UnshardOrder
+from gossamer.spec.config import TrainSection
 from gossamer.spec.errors import bad_input
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """The inputs of one rank's trainer, with its trained parameters by name."""
+
+    parts: Parts
+    recipe: Recipe
+    engine: ModelRuntime
+    pump: CommThread
+    around: Surroundings
+    params: Mapping[str, Tensor]
+
+    @property
+    def rank(self) -> int:
+        return self.pump.channel.rank
+
+    @property
+    def levels(self) -> ProcessGroups:
+        return self.pump.channel.levels
 
 
 def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surroundings) -> Trainer:
@@ -46,116 +78,197 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
     Raises BadInput if an exchange cannot serve its parameters or process groups, or if ranks have different initial
     parameters.
     """
-    config, plan, module = parts.config, parts.plan, parts.module
-    check_initial(pump.channel, module, parts.cut)
+    config = parts.config
+    check_initial(pump.channel, parts.module, parts.cut)
     rank, levels = pump.channel.rank, pump.channel.levels
-    params = trainable(module)
+    params = trainable(parts.module)
     pipeline = pipeline_of(parts, rank, levels)
     tied = tied_of(parts, rank, levels)
     recipe = parts.recipe
-    together, sharding = recipe.sync, recipe.sharding
+    given = _Inputs(parts=parts, recipe=recipe, engine=engine, pump=pump, around=around, params=params)
     rule = Master(inner=_rule(recipe, levels, rank))  # copies half types alone
-    sharding.check(levels)
-    deal = sharding.deal(levels)
-    exchange = recipe.methods.exchanges(params, deal)
-    shards = None if parts.walk is None else _shards(parts, parts.walk, around, rank, deal.of_parameters)
-    states = ShardedOptimizer.of(rule, params, deal, rank=rank, differences=sharding.differences, shards=shards)
+    states, replica = _states_and_reducer(given, rule, tied)
+    scaling = LossScale.of(engine.precision)
+    truth = {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()}
+    apart = _outer_loop(given, states, replica, truth)
+    feed = _feed(given, pipeline)
+    around.saver.contents = _contents(given, states, replica, apart, scaling)
+    stages = RankStages(engine=engine, pieces=pieces_of(parts, engine), pipeline=pipeline, pump=pump)
+    gradients = Gradients(pieces=stages.pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at)
+    descent: StepAlgorithm = GradientStep(gradients=gradients, states=states, clip=config.train.max_grad_norm)
+    if recipe.sync.probe is not None:
+        probing = sync.ZerothOrderRank(recipe.sync.probe, params, truth, replica, config.train.seed)
+        descent = _zeroth_order(given, stages, probing, rule.lr)
+    outer = _outer_steps(given, rule, states, replica, apart)
+    return _trainer(given, stages, descent, outer, feed, scaling)
+
+
+def _trainer(
+    given: _Inputs, stages: RankStages, descent: StepAlgorithm, outer: OuterSteps, feed: Feed, scaling: LossScale
+) -> Trainer:
+    """Compose the trainer of its parts."""
+    parts, recipe, around, train = given.parts, given.recipe, given.around, given.parts.config.train
+    replica, states = outer.replica, outer.states
+    evaluator = Evaluator(
+        stages=stages,
+        feed=feed,
+        validation=parts.validation,
+        sequences=train.evaluate_sequences,
+        sampler=_sampler(parts, given.engine, stages.pipeline, given.pump),
+        replica=replica,
+        apart=outer.apart,
+        shards_parameters=recipe.sharding.takes_parameters,
+        sink=around.sink,
+        at=around.at,
+    )
+    rate = recipe.lr_schedule
+    return Trainer(
+        goal=_goal(train),
+        feed=feed,
+        attempts=StepAttempts(
+            stages=stages,
+            descent=descent,
+            replica=replica,
+            states=states,
+            outer=outer,
+            rate=rate,
+            scaling=scaling,
+            around=around,
+        ),
+        descent=descent,
+        nonfinite=NonFiniteSteps(
+            policy=NonFinitePolicy(train.on_nonfinite), scaling=scaling, stages=stages, replica=replica
+        ),
+        verifier=_verifier(given, feed, replica, states),
+        outer=outer,
+        sharding=recipe.sharding,
+        evaluator=evaluator,
+        limit=TimeLimit(most_steps=train.steps, rate=rate, replica=replica, evaluator=evaluator, sink=around.sink),
+        reports=StepReports(feed=feed, rule=outer.rule, replica=replica, sink=around.sink),
+        around=around,
+    )
+
+
+def _states_and_reducer(
+    given: _Inputs, rule: Optimizer, tied: TiedWeights
+) -> tuple[ShardedOptimizer, sync.GradientReducer]:
+    """Return the optimizer states of this rank's rows, and what averages the gradients of these rows."""
+    parts, params, together, sharding = given.parts, given.params, given.recipe.sync, given.recipe.sharding
+    sharding.check(given.levels)
+    deal = sharding.deal(given.levels)
+    exchange = given.recipe.methods.exchanges(params, deal)
+    shards = None if parts.walk is None else _shards(parts, parts.walk, given.around, given.rank, deal.of_parameters)
+    states = ShardedOptimizer.of(rule, params, deal, rank=given.rank, differences=sharding.differences, shards=shards)
     replica = sync.GradientReducer(
         params if together.probe is None else {},  # without gradients there is nothing to exchange
         exchange,
-        pump,
-        bucket_bytes=plan.bucket_bytes,
+        given.pump,
+        bucket_bytes=parts.plan.bucket_bytes,
         counted_elsewhere=frozenset(params) if states.is_spare else tied.elsewhere,
         meets="all" if together.loop is None else "island",
         owned=states.own if states.is_sharded else None,
         gives_back=sharding.gives_back,
-        keeps_sent=config.train.verify.every > 0,
+        keeps_sent=parts.config.train.verify.every > 0,
     )
-    scaling, progress = LossScale.of(engine.precision), around.saver.progress
-    truth = {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()}
-    apart = sync.OuterLoop.of(
-        together.loop,
-        params,
+    return states, replica
+
+
+def _outer_loop(
+    given: _Inputs, states: ShardedOptimizer, replica: sync.GradientReducer, truth: Mapping[str, Tensor]
+) -> sync.OuterLoop:
+    progress = given.around.saver.progress
+    return sync.OuterLoop.of(
+        given.recipe.sync.loop,
+        given.params,
         truth,
         replica,
-        around.beside,
-        units=parts.units,
-        bucket_bytes=plan.bucket_bytes,
+        given.around.beside,
+        units=given.parts.units,
+        bucket_bytes=given.parts.plan.bucket_bytes,
         second_moments=lambda names: states.second_moments(progress.updates, names),
-        asked=around.asked_to_stop,
+        asked=given.around.asked_to_stop,
     )
-    loop = together.loop
-    pace = loop.pace(levels.groups["island"]) if loop is not None else sync.LocalStepSchedule()
-    feed = Feed(parts.train, plan, plan.place_of(rank)[0], config.train.seed, pipeline.batches, pace)
+
+
+def _outer_steps(
+    given: _Inputs,
+    rule: Optimizer,
+    states: ShardedOptimizer,
+    replica: sync.GradientReducer,
+    apart: sync.OuterLoop,
+) -> OuterSteps:
+    loop, around = given.recipe.sync.loop, given.around
+    status = sync.StatusExchange
+    return OuterSteps(
+        sync=given.recipe.sync,
+        apart=apart,
+        word=apart.roll or (status.of(given.pump.channel, loop.warmup_steps) if loop is not None else None),
+        replica=replica,
+        states=states,
+        rule=rule,
+        sink=around.sink,
+        at=around.at,
+        asked_to_stop=around.asked_to_stop,
+    )
+
+
+def _feed(given: _Inputs, pipeline: Pipeline) -> Feed:
+    parts, loop = given.parts, given.recipe.sync.loop
+    pace = loop.pace(given.levels.groups["island"]) if loop is not None else sync.LocalStepSchedule()
+    seed = parts.config.train.seed
+    return Feed(parts.train, parts.plan, parts.plan.place_of(given.rank)[0], seed, pipeline.batches, pace)
+
+
+def _contents(
+    given: _Inputs,
+    states: ShardedOptimizer,
+    replica: sync.GradientReducer,
+    apart: sync.OuterLoop,
+    scaling: LossScale,
+) -> CheckpointContents:
     members = Membership(replica, apart)
-    around.saver.contents = CheckpointContents(
-        weights=Weights(module, states, parts.cut),
+    return CheckpointContents(
+        weights=Weights(given.parts.module, states, given.parts.cut),
         slots=OptimizerSlots(states, members),
         exchange=ExchangeState(replica),
-        outer=OuterState(apart, members, progress),
+        outer=OuterState(apart, members, given.around.saver.progress),
         scaling=scaling,
         members=members,
     )
-    pieces = pieces_of(parts, engine)
-    descent: StepAlgorithm = GradientStep(
-        gradients=Gradients(pieces=pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at),
-        states=states,
-        clip=config.train.max_grad_norm,
-    )
-    if together.probe is not None:
-        descent = ZerothOrderStep(
-            probing=sync.ZerothOrderRank(together.probe, params, truth, replica, config.train.seed),
-            module=module,
-            pieces=pieces,
-            pipeline=pipeline,
-            pump=pump,
-            rate=rule.lr,
-            clip=config.train.max_grad_norm,
-            log=StepLog(around.saver.directory, is_writer=around.saver.writer == 0),
-            at=around.at,
-        )
-    return Trainer(
-        engine=engine,
-        pieces=pieces,
-        pipeline=pipeline,
-        pump=pump,
-        sync=together,
-        replica=replica,
-        descent=descent,
-        apart=apart,
-        word=apart.roll or (sync.StatusExchange.of(pump.channel, loop.warmup_steps) if loop is not None else None),
-        rule=rule,
-        states=states,
-        sharding=sharding,
-        rate=recipe.lr_schedule,
-        feed=feed,
-        validation=parts.validation,
-        sampler=_sampler(parts, engine, pipeline, pump),
-        params=params,
-        goal=Goal(
-            steps=config.train.steps,
-            evaluate_every=config.train.evaluate_every,
-            evaluate_sequences=config.train.evaluate_sequences,
-            checkpoint_every=config.train.checkpoint_every,
-            seed=config.train.seed,
-            seconds=config.train.seconds,
-        ),
-        policy=NonFinitePolicy(config.train.on_nonfinite),
-        scaling=scaling,
-        verifier=Verifier(
-            wanted=config.train.verify,
-            witness=Reexecution(engine, feed, params),
-            replica=replica,
-            states=states,
-            sink=around.sink,
-        ),
-        sink=around.sink,
+
+
+def _zeroth_order(given: _Inputs, stages: RankStages, probing: sync.ZerothOrderRank, rate: float) -> ZerothOrderStep:
+    around = given.around
+    return ZerothOrderStep(
+        probing=probing,
+        module=given.parts.module,
+        pieces=stages.pieces,
+        pipeline=stages.pipeline,
+        pump=stages.pump,
+        rate=rate,
+        clip=given.parts.config.train.max_grad_norm,
+        log=StepLog(around.saver.directory, is_writer=around.saver.writer == 0),
         at=around.at,
-        save=lambda progress, last: around.saver.save(progress, last=last),
-        settle=around.saver.report,
-        asked_to_stop=around.asked_to_stop,
-        replan=around.replan,
-        progress=progress,
+    )
+
+
+def _goal(train: TrainSection) -> Goal:
+    return Goal(
+        steps=train.steps,
+        evaluate_every=train.evaluate_every,
+        checkpoint_every=train.checkpoint_every,
+        seed=train.seed,
+        seconds=train.seconds,
+    )
+
+
+def _verifier(given: _Inputs, feed: Feed, replica: sync.GradientReducer, states: ShardedOptimizer) -> Verifier:
+    return Verifier(
+        wanted=given.parts.config.train.verify,
+        witness=Reexecution(given.engine, feed, given.params),
+        replica=replica,
+        states=states,
+        sink=given.around.sink,
     )
 
 

@@ -11,7 +11,6 @@ class Goal:
 
     steps: int
     evaluate_every: int
-    evaluate_sequences: int
     checkpoint_every: int
     seed: int
     seconds: float = 0.0  # for all of it, in this process; 0: as long as it takes

@@ -1,8 +1,10 @@
-"""The cores and memory that this process may use, under a container's limits if there are any."""
+"""The cores and memory that this process may use, under a container's limits if there are any, and has used."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -56,3 +58,9 @@ def _text(path: Path) -> str:
         return path.read_text("ascii")
     except OSError:
         return ""
+
+
+def peak_bytes() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

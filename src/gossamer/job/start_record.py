@@ -1,0 +1,71 @@
+"""The record of a run's start: model, data, FLOP per token, peak FLOP/s, exchange."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+
+import numpy as np
+import torch
+
+from gossamer.job.rank_inputs import RankJob
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.input_checks import within_vocabulary
+from gossamer.model.model_profile import (
+    facts_of,
+    forward_flop_per_token,
+    measure_peak_flop_per_s,
+    training_flop_per_token,
+)
+from gossamer.recipe import PlanMethods
+from gossamer.run.batches import moved
+from gossamer.run.trainer import Trainer
+from gossamer.spec import records
+from gossamer.spec.method_config import told
+from gossamer.spec.plan import Plan
+
+
+def flop_per_token_of(job: RankJob) -> float:
+    """Return the FLOP per token of a forward; 0 for data without tokens.
+
+    Raises BadInput if the tokenizer has ids that the model's vocabulary lacks.
+    """
+    parts = job.parts
+    one = moved(parts.train.batch(np.zeros(1, np.int64)), parts.device)
+    if "input_ids" not in one:
+        return 0.0
+    with within_vocabulary(parts.outline, one["input_ids"], job.vocabulary):
+        return forward_flop_per_token(parts.outline, caller_of(parts.outline, one), one)
+
+
+def start_record(job: RankJob, trainer: Trainer, flop_per_token: float) -> records.Start:
+    """Return the record of the start. All ranks must call it: they measure their peak FLOP/s at the same time."""
+    config, plan = job.parts.config, trainer.feed.plan
+    job.at(trainer.progress.step, "measure")
+    one = job.parts.train.batch(np.zeros(1, np.int64))
+    peak = measure_peak_flop_per_s(trainer.attempts.stages.engine.precision.compute, job.parts.device)
+    tokens = next(iter(one.values())).numel()
+    return records.Start(
+        ranks=job.where.ranks,
+        step=trainer.progress.step,
+        steps=config.train.steps,
+        model=job.described,
+        parameters=facts_of(job.parts.outline).parameters,
+        data=job.text,
+        tokens_per_step=plan.batch * tokens,
+        flop_per_token=training_flop_per_token(flop_per_token),
+        peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
+        exchange=_in_words(plan),
+        precision=trainer.attempts.stages.engine.precision.name,
+        versions={"gossamer": version("gossamer"), "torch": torch.__version__, "python": sys.version.split()[0]},
+    )
+
+
+def _in_words(plan: Plan) -> str:
+    """Return the exchanges of a plan as text, without their parameters' names."""
+    written = plan.exchange if isinstance(plan.exchange, list) else [("", "", plan.exchange)]
+    said = " and ".join(dict.fromkeys(told(one) for _, _, one in written))
+    sync = PlanMethods.of(plan).sync
+    if sync.is_plain:
+        return said
+    return told(plan.sync) if sync.loop is None else f"{told(plan.sync)} between islands, in them {said}"

@@ -1,0 +1,23 @@
+"""The parts of a rank's trainer, from the model that was planned and the request for which it was planned."""
+
+from __future__ import annotations
+
+from gossamer.model.generate import TextCoder
+from gossamer.partition.rank_model import PartitionRequest, RankModel
+from gossamer.run.batches import Batches
+from gossamer.run.parts import Parts
+
+
+def parts_of(asked: PartitionRequest, held: RankModel, *, validation: Batches | None, words: TextCoder | None) -> Parts:
+    """Return the parts; `words`: the tokenizer, where the data is text."""
+    return Parts(
+        module=held.module,
+        objective=asked.objective,
+        train=asked.batches,
+        validation=validation,
+        config=asked.config,
+        plan=held.plan,
+        device=asked.device,
+        cut=held.cut,
+        words=words,
+    )

@@ -1,0 +1,123 @@
+"""The evaluation of a run: its validation loss, and text that the model continues."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gossamer.model.side_effects import untouched
+from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
+from gossamer.run.forward import run_forward
+from gossamer.run.rank_stages import RankStages
+from gossamer.run.step_algorithm import At
+from gossamer.run.surroundings import Sink
+from gossamer.run.text_sampling import NoSample, Sampler
+from gossamer.spec import records
+from gossamer.sync import GradientReducer, OuterLoop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """The evaluation on one rank, which all ranks run at the same steps."""
+
+    stages: RankStages
+    feed: Feed
+    validation: Batches | None
+    sequences: int  # at most, in all
+    sampler: Sampler | None
+    replica: GradientReducer
+    apart: OuterLoop
+    shards_parameters: bool
+    sink: Sink
+    at: At
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> float | None:
+        """Return the mean validation loss, over the same sequences on any number of ranks; None without such data.
+
+        In local-update training it is the loss of the global parameters. It also samples text if the configuration asks
+        for that. The buffers of the model are afterwards as training left them.
+        """
+        module, is_whole = self.stages.engine.module, not self.shards_parameters
+        with self.apart.agreed(step), untouched(module, parameters=is_whole):
+            loss = self._evaluate(step)
+            if self.sampler is not None:
+                self.at(step, "sample")
+                try:
+                    text = self.sampler.text(self.replica.gather)
+                    self.sink(records.Sample(step=step, prompt=self.sampler.prompt, text=text))
+                except NoSample as error:
+                    said = f"no sample: {error}"
+                    self.sink(records.Event(level="warning", message=said, step=step))
+        return loss
+
+    def _evaluate(self, step: int) -> float | None:
+        if self.validation is None or len(self.validation) == 0:
+            return None
+        began = time.perf_counter()
+        self.at(step, "evaluate")
+        count = min(self.sequences, len(self.validation))
+        plan, replica = self.feed.plan, self.feed.replica
+        slices = [list(self._slices(count, r)) for r in range(plan.mesh.replica)]
+        self.stages.engine.module.eval()
+        # With sharded parameters all ranks run equally many forwards; those beyond a rank's share count nothing.
+        idle = max(map(len, slices)) - len(slices[replica]) if self.shards_parameters else 0
+        sums = self.replica.gather(self._evaluated(self.validation, slices[replica], idle, step))
+        sums = sums.sum(0)
+        loss = float(sums[0] / sums[1]) if sums[1] else math.nan
+        text_bytes = self.validation.text_bytes(np.arange(count))
+        self.sink(
+            records.Evaluation(
+                step=step,
+                loss=loss,
+                bits_per_byte=float(sums[0]) / math.log(2) / text_bytes if text_bytes else None,
+                sequences=count,
+                seconds=time.perf_counter() - began,
+            )
+        )
+        return loss
+
+    def _slices(self, count: int, replica: int) -> Iterator[np.ndarray[Any, Any]]:
+        """Return the sequences that a replica evaluates, of `count` in all, in slices as long as its micro-batches."""
+        plan = self.feed.plan
+        mine = np.asarray(part(count, replica, plan.mesh.replica), dtype=np.int64)
+        largest = max(1, plan.rows[replica] // plan.microbatches[replica])
+        return (mine[rows] for rows in row_slices(len(mine), largest))
+
+    def _evaluated(
+        self, split: Batches, chosen: Sequence[np.ndarray[Any, Any]], idle: int, step: int
+    ) -> tuple[float, float]:
+        """Return the sum of the losses over the valid labels of the chosen sequences, and the number of these labels.
+
+        Both are zero on ranks without the last stage. `idle`: extra forwards to run, so that all ranks unshard equally
+        often.
+        """
+        real = len(chosen)
+        chosen = [*chosen, *[np.zeros(1, np.int64)] * idle]
+        if not chosen:
+            return 0.0, 0.0
+        pipeline = self.stages.pipeline.forward_only(len(chosen))
+        mine = sorted(pipeline.batches)
+        batches: dict[int, MicroBatch] = {}
+        for n in mine:
+            self.at(step, "evaluate")
+            batches[n] = MicroBatch(0, moved(split.batch(chosen[n]), self.stages.engine.device))
+        weights = self.stages.weights(batches)
+        means = run_forward(
+            self.stages.pump, self.stages.pieces, pipeline, batches, moves=lambda: self.at(step, "evaluate")
+        )
+        known = {n: float(mean) for n, mean in means.items() if weights[n] and n < real}
+        return sum(mean * weights[n] for n, mean in known.items()), sum(weights[n] for n in known)
+
+    def estimate_s(self, pace_s: float) -> float:
+        """Return an estimate of an evaluation's seconds: a forward takes a third of a step."""
+        if self.validation is None:
+            return 0.0
+        sequences = min(self.sequences, len(self.validation))
+        return pace_s * sequences / sum(self.feed.plan.rows) / 3
