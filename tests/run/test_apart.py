@@ -302,7 +302,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         sections({"diloco": {"outer_optimizer": {"nesterov": {"momentum": 1.0}}}}),
-        "plan.sync.diloco.outer.nesterov.momentum",
+        "plan.sync.diloco.outer_optimizer.nesterov.momentum",
     ),
     (
         sections({"zero_one": {"var_update_scaler": -1}}),
@@ -320,9 +320,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
         sections({"diloco": {"sync_every": 4, "local_steps": [4, 5]}}),
         "plan.sync.diloco.local_steps: wanted 1 to 4 steps",
     ),
-    (sections({"diloco": {"sync_every": 4, "local_steps": [3, 2]}}), "and of one island 4 (every), got [3, 2]"),
-    (sections({"local_sgd": {"sync_every": 4, "local_steps": [4]}}), "plan.sync.steps: wanted the steps of 2 islands"),
-    (sections({"cser": {"sync_every": 4, "steps": [4, 2]}}), "plan.sync.cser: Cser has no parameter 'steps'"),
+    (sections({"diloco": {"sync_every": 4, "local_steps": [3, 2]}}), "and of one island 4 (sync_every), got [3, 2]"),
+    (
+        sections({"local_sgd": {"sync_every": 4, "local_steps": [4]}}),
+        "plan.sync.local_steps: wanted the steps of 2 islands",
+    ),
+    (
+        sections({"cser": {"sync_every": 4, "local_steps": [4, 2]}}),
+        "plan.sync.cser: Cser has no parameter 'local_steps'",
+    ),
     (
         sections({"gossip": {"global_sync_every": 0}}),
         "plan.sync.gossip.global_sync_every: wanted a full average every 1 or more rounds, got 0",
