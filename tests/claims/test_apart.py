@@ -93,7 +93,7 @@ def test_cser_goes_on_where_feedback_comes_too_late(pool: Pool) -> None:
 def test_bcrs_and_opwa_between_islands_are_ahead_of_averaging_with_topk(pool: Pool) -> None:
     """Rounds are as long: the slowest island sends as much. In the paper: 13 % accuracy, 2 to 3.4 times faster."""
     ways = Paths(up=tuple(Link(latency_s=0.01, bytes_per_s=rate * 125_000) for rate in (8, 8, 100, 1000)))
-    policy = BCRS(fraction=0.01, feedback="", gamma=4.0, overlap=2)
+    policy = BCRS(fraction=0.01, feedback="", gamma=4.0, overlap_max_senders=2)
     mine = policy.choose(Statistics(names=("all",), numel=(24864,)), ways).rules[0][2]
     same = {"uneven_topk": {"fractions": [0.01]}}
     by_way, sent = learn(pool, {"local_sgd": {"sync_every": 10, "exchange": mine}}, sgd(0.5))

@@ -147,7 +147,7 @@ def accuracies(name: str, alpha: float) -> tuple[float, ...]:
     one = {
         "one fraction": lambda: UnevenTopK((BASE,)),
         "by bandwidth": lambda: by_bandwidth(feedback=""),
-        "by bandwidth, overlap": lambda: by_bandwidth(feedback="", gamma=4.0, overlap=2),
+        "by bandwidth, overlap": lambda: by_bandwidth(feedback="", gamma=4.0, overlap_max_senders=2),
         "one fraction, feedback": lambda: ErrorFeedback(UnevenTopK((BASE,))),
         "by bandwidth, feedback": by_bandwidth,
     }[name]()

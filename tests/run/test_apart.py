@@ -107,7 +107,7 @@ def test_auto_steps_are_measured_and_kept(pool: Pool, tmp_path: Path) -> None:
     given = sections({"streaming_diloco": {"sync_every": 4, "fragments": 2, "sync_delay": 1, "local_steps": "auto"}})
     pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=5, sections=given)
     plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
-    steps = plan["sync"]["streaming_diloco"]["steps"]
+    steps = plan["sync"]["streaming_diloco"]["local_steps"]
     assert max(steps) == 4 and len(steps) == 2
     assert "of computing a round" in plan["reasons"]["sync"]
     assert plan["forecast"]["compute_s"] > 0
@@ -302,7 +302,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         sections({"diloco": {"outer_optimizer": {"nesterov": {"momentum": 1.0}}}}),
-        "plan.sync.diloco.outer.nesterov.momentum",
+        "plan.sync.diloco.outer_optimizer.nesterov.momentum",
     ),
     (
         sections({"zero_one": {"var_update_scaler": -1}}),
@@ -320,9 +320,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
         sections({"diloco": {"sync_every": 4, "local_steps": [4, 5]}}),
         "plan.sync.diloco.local_steps: wanted 1 to 4 steps",
     ),
-    (sections({"diloco": {"sync_every": 4, "local_steps": [3, 2]}}), "and of one island 4 (every), got [3, 2]"),
-    (sections({"local_sgd": {"sync_every": 4, "local_steps": [4]}}), "plan.sync.steps: wanted the steps of 2 islands"),
-    (sections({"cser": {"sync_every": 4, "steps": [4, 2]}}), "plan.sync.cser: Cser has no parameter 'steps'"),
+    (sections({"diloco": {"sync_every": 4, "local_steps": [3, 2]}}), "and of one island 4 (sync_every), got [3, 2]"),
+    (
+        sections({"local_sgd": {"sync_every": 4, "local_steps": [4]}}),
+        "plan.sync.local_steps: wanted the steps of 2 islands",
+    ),
+    (
+        sections({"cser": {"sync_every": 4, "local_steps": [4, 2]}}),
+        "plan.sync.cser: Cser has no parameter 'local_steps'",
+    ),
     (
         sections({"gossip": {"global_sync_every": 0}}),
         "plan.sync.gossip.global_sync_every: wanted a full average every 1 or more rounds, got 0",

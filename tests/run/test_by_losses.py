@@ -125,7 +125,12 @@ def test_dropout_is_the_same_to_both_sides(pool: Pool, tmp_path: Path) -> None:
     """Else the slope would be mostly the difference between two draws, over epsilon: hundreds."""
     norms = {}
     for way in ("just_one_byte", "every_step"):
-        given = {"folder": str(tmp_path / way), "steps": 4, "dropout": 0.5, "sections": sections(way, clip=0.0)}
+        given = {
+            "folder": str(tmp_path / way),
+            "steps": 4,
+            "dropout": 0.5,
+            "sections": sections(way, max_grad_norm=0.0),
+        }
         pool.run("run.jobs:train", 1, **given)
         norms[way] = [step["grad_norm"] for step in records(tmp_path / way, "step")]
     assert max(norms["just_one_byte"]) < 5 * max(norms["every_step"])

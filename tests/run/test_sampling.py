@@ -11,8 +11,8 @@ TRAIN = {
     "optimizer": {"adamw": {"lr": 0.02}},
     "accumulate": 4,
     "evaluate_every": 3,
-    "sample": "adg",
-    "sample_tokens": 45,
+    "sample_prompt": "adg",
+    "sample_max_new_tokens": 45,
 }
 
 

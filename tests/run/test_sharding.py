@@ -221,7 +221,7 @@ def test_what_models_do(pool: Pool, tmp_path: Path, frozen: dict[str, Any]) -> N
 def test_a_sharded_model_writes_as_the_whole_one_does(pool: Pool, tmp_path: Path) -> None:
     texts = {}
     for states in ("none", "zero3"):
-        given = sections(states, sample="adg", sample_tokens=8, evaluate_every=2)
+        given = sections(states, sample_prompt="adg", sample_max_new_tokens=8, evaluate_every=2)
         pool.run("run.jobs:train", 2, folder=str(tmp_path / states), steps=4, kind="causal", sections=given)
         texts[states] = [one["text"] for one in records(tmp_path / states, "sample")]
     assert texts["zero3"] == texts["none"] and len(texts["none"]) == 2

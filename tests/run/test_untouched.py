@@ -156,7 +156,7 @@ def test_one_process_is_the_plain_loop(kind: type[Net], tmp_path: Path) -> None:
     expected, kept = {n: x.clone() for n, x in module.state_dict().items()}, habits.CALLS
 
     module = begin(kind)
-    parts = parts_of(module, evaluate_every=1, checkpoint_every=0, sample="adg", sample_tokens=3)
+    parts = parts_of(module, evaluate_every=1, checkpoint_every=0, sample_prompt="adg", sample_max_new_tokens=3)
     directory = run_alone(parts, tmp_path)
     records = [json.loads(line) for line in directory.records_file.read_text().splitlines()]
     assert [r["loss"] for r in records if r["kind"] == "step"] == pytest.approx(plain, rel=1e-6)
