@@ -107,7 +107,7 @@ def test_auto_steps_are_measured_and_kept(pool: Pool, tmp_path: Path) -> None:
     given = sections({"streaming_diloco": {"sync_every": 4, "fragments": 2, "sync_delay": 1, "local_steps": "auto"}})
     pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=5, sections=given)
     plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
-    steps = plan["sync"]["streaming_diloco"]["steps"]
+    steps = plan["sync"]["streaming_diloco"]["local_steps"]
     assert max(steps) == 4 and len(steps) == 2
     assert "of computing a round" in plan["reasons"]["sync"]
     assert plan["forecast"]["compute_s"] > 0

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from gossamer.launch import LaunchRequest, Limits, RendezvousConfig, launch_local, run_worker
+from gossamer.launch import LaunchRequest, Limits, launch_local, run_worker
 from gossamer.launch.failure_report import RankFailure
 from gossamer.launch.interface import Interface, RateServer, candidates, choose, interfaces, measure_all, route_to
 from gossamer.launch.port import listen, owner
+from gossamer.launch.rendezvous_config import Node
 from gossamer.launch.rendezvous_messages import JoinRequest
 from gossamer.process import EventLoop, Heartbeat, HeartbeatServer, exit_text, read_error, write_error
 from gossamer.process.json_lines import JsonLineReader, read_line
@@ -47,20 +48,19 @@ def test_an_address_of_another_host() -> None:
 
 
 @pytest.mark.parametrize("text", ["here", "a:b", "a:0", "a:70000", ":1", "a b:1"])
-def test_no_meeting_place(text: str) -> None:
-    with pytest.raises(BadInput, match="ADDRESS:PORT"):
-        RendezvousConfig.parse_meet(text)
+def test_no_rendezvous_endpoint(text: str) -> None:
+    with pytest.raises(BadInput, match="--rdzv-endpoint: wanted HOST:PORT"):
+        Node.parse(0, 2, text)
 
 
-@pytest.mark.parametrize("text", ["2/2", "1", "a/b", "-1/2", "/2", "0/"])
-def test_no_host_number(text: str) -> None:
-    with pytest.raises(BadInput, match="NUMBER/HOSTS"):
-        RendezvousConfig.parse_host(text)
+@pytest.mark.parametrize(("rank", "nodes"), [(2, 2), (-1, 2), (1, 1), (0, 0), (0, -1)])
+def test_no_node_rank(rank: int, nodes: int) -> None:
+    with pytest.raises(BadInput, match=rf"--node-rank: wanted 0 to {nodes - 1}, as --nnodes is {nodes}, got {rank}"):
+        Node.parse(rank, nodes, "10.0.0.1:29400")
 
 
-def test_host_and_meeting_place() -> None:
-    assert RendezvousConfig.parse_host("1/4") == (1, 4)
-    assert RendezvousConfig.parse_meet("10.0.0.1:29400") == ("10.0.0.1", 29400)
+def test_node_and_rendezvous_endpoint() -> None:
+    assert Node.parse(1, 4, "10.0.0.1:29400") == Node(rank=1, nodes=4, address="10.0.0.1", port=29400)
 
 
 def test_the_interface_to_oneself_is_the_loopback() -> None:

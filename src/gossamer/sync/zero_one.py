@@ -48,6 +48,7 @@ class ZeroOne(Sync):
         for name, least in (("local_step_clipper", 1), ("var_freeze_step", 0)):
             if (given := getattr(self, name)) < least:
                 raise bad_input(wanted=f"{least} or more steps", got=str(given), do="leave it out", key=name)
+        Sync.__post_init__(self)
 
     @property
     def loop(self) -> OuterLoopConfig:
