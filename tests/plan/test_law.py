@@ -21,7 +21,9 @@ from gossamer.launch.environment import LauncherRank
 from gossamer.loss.next_token import NextToken
 from gossamer.partition import rank_model
 from gossamer.partition.plan_file import read_plan
-from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
+from gossamer.partition.model_provider import ModuleSource
+from gossamer.partition.rank_model import build_rank_model
+from gossamer.partition.request import PartitionRequest
 from gossamer.plan import Request, build
 from gossamer.plan.law import check_loop
 from gossamer.run.batches import DatasetBatches
