@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer.autotune.exchange_selection import levels_of
+from gossamer.autotune.plan_groups import levels_of
 from gossamer.comm.channel import Channel
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.channel.loopback import LoopbackChannel

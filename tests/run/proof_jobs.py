@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gossamer import loss
-from gossamer.autotune.exchange_selection import levels_of
+from gossamer.autotune.plan_groups import levels_of
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
 from gossamer.model.source import origin_of
