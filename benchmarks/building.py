@@ -70,7 +70,9 @@ def hold_one(case: str, stage: int, stages: int, *, tiny: bool) -> Any:
 
     from gossamer import loss
     from gossamer.model.source import origin_of
-    from gossamer.partition.rank_model import OriginSource, PartitionRequest, build_rank_model
+    from gossamer.partition.model_provider import OriginSource
+    from gossamer.partition.rank_model import build_rank_model
+    from gossamer.partition.request import PartitionRequest
     from gossamer.run.allocator import keep_freed_memory
     from gossamer.run.batches import DatasetBatches
     from gossamer.spec.config import RunConfig

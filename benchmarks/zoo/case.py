@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from gossamer.loss import IGNORE, Loss
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.source.factory import Factory
-from gossamer.partition.rank_model import OriginSource
+from gossamer.partition.model_provider import OriginSource
 from zoo.inputs import Form, batch_of, forms
 from zoo.kinds import class_of, config_class, model_class
 from zoo.shrink import recipes

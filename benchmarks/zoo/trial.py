@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossamer.autotune.exchange_selection import levels_of
+from gossamer.autotune.plan_groups import levels_of
 from gossamer.comm.channel import Channel
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.channel.loopback import LoopbackChannel
@@ -26,7 +26,9 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.model.split.input_variants import InputVariants
 from gossamer.model.split.split_points import SplitPoints, balanced_split
 from gossamer.model.units import block_names
-from gossamer.partition.rank_model import OriginSource, PartitionRequest, Planned, planned
+from gossamer.partition.model_provider import OriginSource
+from gossamer.partition.rank_model import Planned, planned
+from gossamer.partition.request import PartitionRequest
 from gossamer.proof.startup import Proving
 from gossamer.run.batches import Batches, RankBatch
 from gossamer.run.build import build

@@ -19,7 +19,9 @@ from gossamer.model.source.factory import Factory
 from gossamer.model.source.hf import Hf
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.split.constructor_state import ConstructorState, tensors_of
-from gossamer.partition.rank_model import ModuleSource, OriginSource, PartitionRequest, RankModel, build_rank_model
+from gossamer.partition.model_provider import ModuleSource, OriginSource
+from gossamer.partition.rank_model import RankModel, build_rank_model
+from gossamer.partition.request import PartitionRequest
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput

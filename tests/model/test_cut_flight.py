@@ -18,7 +18,9 @@ from gossamer.model.split.split_points import SplitPoints
 from gossamer.model.split.stage import StageModule
 from gossamer.model.split.trace import trace
 from gossamer.model.units import unit_names
-from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
+from gossamer.partition.model_provider import ModuleSource
+from gossamer.partition.rank_model import build_rank_model
+from gossamer.partition.request import PartitionRequest
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput

@@ -14,8 +14,8 @@ from gossamer.model import mapped_storage as room
 from gossamer.model.mapped_storage import mapped
 from gossamer.model.source.factory import Factory
 from gossamer.model.split.constructor_state import tensors_of
-from gossamer.partition import rank_model
-from gossamer.partition.rank_model import OriginSource
+from gossamer.partition import model_provider
+from gossamer.partition.model_provider import OriginSource
 from gossamer.spec.errors import BadInput
 
 MIB = 1 << 20
@@ -63,7 +63,7 @@ def test_numbers_are_the_same_and_files_have_no_names(folder: Path) -> None:
 
 
 def test_parts_of_such_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_model, "memory", lambda: (8 * MIB, 8 * MIB))
+    monkeypatch.setattr(model_provider, "memory", lambda: (8 * MIB, 8 * MIB))
     given = OriginSource(Factory(f"{__name__}:large"), 3)
     expected = tensors_of(given.whole())
     given.share(2)

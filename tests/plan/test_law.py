@@ -20,8 +20,10 @@ from gossamer.job import dry_run, in_process
 from gossamer.launch.environment import LauncherRank
 from gossamer.loss.next_token import NextToken
 from gossamer.partition import rank_model
+from gossamer.partition.model_provider import ModuleSource
 from gossamer.partition.plan_file import read_plan
-from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
+from gossamer.partition.rank_model import build_rank_model
+from gossamer.partition.request import PartitionRequest
 from gossamer.plan import Request, build
 from gossamer.recipe import check_loop
 from gossamer.run.batches import DatasetBatches

@@ -21,7 +21,9 @@ from gossamer.job.rank_inputs import RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.model.generate import generate
 from gossamer.model.split.absent_tensor import AbsentTensor
-from gossamer.partition.rank_model import ModuleSource, PartitionRequest, RankModel, build_rank_model
+from gossamer.partition.model_provider import ModuleSource
+from gossamer.partition.rank_model import RankModel, build_rank_model
+from gossamer.partition.request import PartitionRequest
 from gossamer.recipe import ParameterRules
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.parts import Parts

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gossamer import loss
-from gossamer.autotune.exchange_selection import levels_of
+from gossamer.autotune.plan_groups import levels_of
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
 from gossamer.model.source import origin_of
-from gossamer.partition.rank_model import ModuleSource, OriginSource, PartitionRequest, Planned, planned
+from gossamer.partition.model_provider import ModuleSource, OriginSource
+from gossamer.partition.rank_model import Planned, planned
+from gossamer.partition.request import PartitionRequest
 from gossamer.proof.startup import Proving
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.parts import Parts

@@ -15,7 +15,9 @@ from torch.utils.data import Dataset
 from gossamer.job.rank_inputs import RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.loss import Loss
-from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
+from gossamer.partition.model_provider import ModuleSource
+from gossamer.partition.rank_model import build_rank_model
+from gossamer.partition.request import PartitionRequest
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.parts import Parts
 from gossamer.spec.config import RunConfig

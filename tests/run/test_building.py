@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 from gossamer import loss
-from gossamer.partition.rank_model import PartitionRequest, OriginSource, build_rank_model
+from gossamer.partition.model_provider import OriginSource
+from gossamer.partition.rank_model import build_rank_model
+from gossamer.partition.request import PartitionRequest
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.source import origin_of
 from gossamer.run.batches import DatasetBatches

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
-from gossamer.autotune import exchange_profile, exchange_selection
+from gossamer.autotune import exchange_profile, exchange_selection, link_use
 from gossamer.autotune.exchange_selection import ExchangeSelector
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import ProcessGroups
@@ -178,9 +178,9 @@ def test_prices_are_of_their_own_candidate(world) -> None:
 )
 def test_buckets_are_forty_latencies_of_wire(link: Link, size: int) -> None:
     flat, far = Network(islands=((0, 1),), levels={"all": link}), Link(latency_s=5.0, bytes_per_s=1e9)
-    assert exchange_selection.bucket_bytes_for(flat, BUCKET_BYTES) == size
+    assert link_use.bucket_bytes_for(flat, BUCKET_BYTES) == size
     apart = Network(islands=((0,), (1,)), levels={"all": far, "island": far, "between": link})
-    assert exchange_selection.bucket_bytes_for(apart, BUCKET_BYTES) == size, "between islands is where messages wait"
+    assert link_use.bucket_bytes_for(apart, BUCKET_BYTES) == size, "between islands is where messages wait"
 
 
 def test_other_messages_pass_at_another_rate(world) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from gossamer.loss import Loss
-from gossamer.partition import rank_model
-from gossamer.partition.rank_model import ModuleSource, PartitionRequest, RankModel, build_rank_model
+from gossamer.partition import stage_memory
+from gossamer.partition.model_provider import ModuleSource
+from gossamer.partition.rank_model import RankModel, build_rank_model
+from gossamer.partition.request import PartitionRequest
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
@@ -42,7 +44,7 @@ class Square(Loss):
 
 
 def held(monkeypatch: pytest.MonkeyPatch, room: int, *, ranks: int, local_ranks: int, rank: int = 0) -> RankModel:
-    monkeypatch.setattr(rank_model, "memory", lambda: (room, room))
+    monkeypatch.setattr(stage_memory, "memory", lambda: (room, room))
     rows = DatasetBatches([{"x": torch.zeros(1024)} for _ in range(16)])  # type: ignore[arg-type]
     given = {"train": {"batch": 16}, "plan": {"mesh": {"pipe": 2}, "cuts": [0, 1]}}
     asked = PartitionRequest(

@@ -20,7 +20,9 @@ from gossamer.job.rank_job import run_job
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.model_profile import forward_flop_per_token
 from gossamer.model.side_effects import gradless, untouched
-from gossamer.partition.rank_model import ModuleSource, PartitionRequest, build_rank_model
+from gossamer.partition.model_provider import ModuleSource
+from gossamer.partition.rank_model import build_rank_model
+from gossamer.partition.request import PartitionRequest
 from gossamer.run.batches import DatasetBatches, Feed
 from gossamer.run.checkpoint import trainable
 from gossamer.run.engine import engine_of

@@ -11,7 +11,7 @@ from itertools import product
 
 from gossamer.comm.channel import Channel
 from gossamer.comm.link_probe import neighbours
-from gossamer.partition.rank_model import forecast_of
+from gossamer.partition.forecast import forecast_of
 from gossamer.run.batches import Feed
 from gossamer.run.parts import Parts
 from gossamer.run.staged_model import boundary_of

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
-from gossamer.autotune.exchange_selection import ExchangeSelector, uplinks_downlinks_of
+from gossamer.autotune.exchange_selection import ExchangeSelector
+from gossamer.autotune.link_use import uplinks_downlinks_of
 from gossamer.comm.bucket import Layout
 from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange

@@ -14,12 +14,13 @@ import torch
 
 from gossamer import exchange as exchange_methods
 from gossamer import sync
+from gossamer.autotune.bandwidth_monitor import BandwidthMonitor
 from gossamer.autotune.exchange_profile import ExchangeProfile
+from gossamer.autotune.link_use import bucket_bytes_for, links_of_islands, uplinks_downlinks_of
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.link_probe import PAIRS_RANKS, probe
 from gossamer.comm.message import ProcessGroups
-from gossamer.pipeline.stage_links import levels_of_stages
 from gossamer.plan import price_apart, price_of
 from gossamer.plan.exchange import CANDIDATES, PERIODS, Decision, across_islands, choose, choose_period, written_of
 from gossamer.policy import Policy
@@ -36,43 +37,11 @@ from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Exchanges, MethodConfig, Written
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
-from gossamer.spec.statistics import Paths, Statistics
+from gossamer.spec.statistics import Statistics
 from gossamer.spec.units import show_rate
 from gossamer.sync import OuterLoopConfig
 
-_LEAST_BUCKET_BYTES = 1 << 20
-_LATENCIES_PER_BUCKET = 40  # of wire time: small enough to overlap, large enough that latency is little of it
-_WATCH_STEPS = 20  # interval of bandwidth checks
-_DRIFT = 2.0  # factor of change that triggers a new choice
 _REHEARSALS = 3  # batches to try for one with finite gradients
-
-
-def levels_of(plan: Plan, ranks: int) -> ProcessGroups:
-    """Return the process groups of a plan's links."""
-    if plan.mesh.pipe > 1:
-        return levels_of_stages(plan)
-    if not plan.islands:
-        return ProcessGroups.flat(ranks)
-    levels = ProcessGroups.islands(plan.islands)
-    return levels if outer_loop_of(plan) is None else levels.twice()
-
-
-def outer_loop_of(plan: Plan) -> OuterLoopConfig | None:
-    """Return the outer loop of local-update training; None for synchronous training, or if that is not chosen yet."""
-    return PlanMethods.of(plan).sync.loop
-
-
-def is_synchronous(plan: Plan) -> bool:
-    """Return whether all ranks average gradients at every step; also True if that is not chosen yet."""
-    return PlanMethods.of(plan).sync.is_plain
-
-
-def uplinks_downlinks_of(links: Network) -> Paths:
-    """Return every rank's uplink and downlink; the link of level `all` if no other was measured."""
-    usual = links.levels["all"]
-    ranks = sorted(r for island in links.islands for r in island)
-    up, down = (tuple(ways.get(r, usual) for r in ranks) for ways in (links.uplinks, links.downlinks))
-    return Paths(up=up, down=down)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,7 +63,7 @@ class ExchangeSelector:
     _measured: ExchangeProfile | None = None
     _sick: tuple[int, ...] = ()  # ranks with non-finite gradients in the last profiled step; then no lossy choice
     _most_bucket_bytes: int = 0  # if links do not limit it
-    _watch: _BandwidthMonitor = field(default_factory=lambda: _BandwidthMonitor())
+    _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
 
     def __post_init__(self) -> None:
         self._most_bucket_bytes = self.plan.bucket_bytes
@@ -144,7 +113,7 @@ class ExchangeSelector:
     def _choose_period(self, decision: Decision, links: Network) -> None:
         """Choose between synchronous and local-update training."""
         assert self._measured is not None
-        links = _of(links, self.plan.islands) if self.plan.islands else links
+        links = links_of_islands(links, self.plan.islands) if self.plan.islands else links
         islands = self.plan.islands or tuple((rank,) for rank in self.pump.channel.levels.everyone)
         periods = [period for period in PERIODS if bool(period.second_moments) == self.tells]
         first = written_of(periods[0], 1, self.steps)  # all of them send the same in a round
@@ -328,7 +297,7 @@ class ExchangeSelector:
     def _choose(self, links: Network, step: int = 0) -> Decision:
         """Choose the exchange and update the plan. `step`: the batch to profile, if no gradients are known yet."""
         self._learn(links)
-        links = _of(links, self.plan.islands)
+        links = links_of_islands(links, self.plan.islands)
         bucket_bytes = bucket_bytes_for(links, self._most_bucket_bytes)
         candidates = across_islands(CANDIDATES) if self.plan.islands else CANDIDATES
         measured = self._measure(step)
@@ -374,56 +343,6 @@ class ExchangeSelector:
             if not sick:
                 break
         return rehearsal, sick
-
-
-@dataclass(slots=True)
-class _BandwidthMonitor:
-    """A monitor of the bandwidth of messages, against the bandwidth right after the choice."""
-
-    active: bool = False
-    every: int = _WATCH_STEPS
-    first: float = 0.0
-    sent_bytes: int = 0
-    busy_s: float = 0.0
-
-    def due(self, step: int) -> bool:
-        return self.active and step % self.every == 0
-
-    def rate(self, pump: CommThread) -> float:
-        """Return bytes per second of waiting for messages in flight, since the last call."""
-        sent, busy = pump.channel.meter.total_bytes - self.sent_bytes, pump.busy_s - self.busy_s
-        self.sent_bytes, self.busy_s = pump.channel.meter.total_bytes, pump.busy_s
-        return sent / max(busy, 1e-6)
-
-    def drifted(self, rate: float) -> bool:
-        if not self.first:
-            self.first = rate
-            return False
-        return not 1 / _DRIFT < rate / self.first < _DRIFT
-
-    def begin_anew(self, pump: CommThread) -> None:
-        """Restart after a link probe. The interval doubles, because each probe takes seconds."""
-        self.first, self.every = 0.0, 2 * self.every
-        self.rate(pump)
-
-
-def bucket_bytes_for(links: Network, largest: int) -> int:
-    """Return the bucket size for these links, at most `largest` bytes.
-
-    Slow links allow small buckets, which overlap better and can have an exchange each.
-    """
-    link = links.levels.get("between", links.levels["all"])
-    wanted = int(_LATENCIES_PER_BUCKET * link.latency_s * link.bytes_per_s)
-    return min(largest, max(_LEAST_BUCKET_BYTES, wanted))
-
-
-def _of(links: Network, islands: tuple[tuple[int, ...], ...]) -> Network:
-    """Return the links for these islands; if other islands were detected, or none, all ranks get the link of level
-    `all`.
-    """
-    if not links.has_islands or {frozenset(i) for i in links.islands} == {frozenset(i) for i in islands}:
-        return links
-    return links.model_copy(update={"levels": {"all": links.levels["all"]}})
 
 
 def _planned(plan: Plan, decision: Decision, links: Network, cost: Cost, beside: str) -> Plan:

@@ -25,7 +25,9 @@ from gossamer.job.worker import corpus_of, device_of, objective_of, origin_for, 
 from gossamer.launch.environment import LauncherRank, launcher_of, read_environment
 from gossamer.launch.worker import StopFlag
 from gossamer.model.source import ModelSource, origin_of
-from gossamer.partition.rank_model import ModelProvider, ModuleSource, OriginSource, PartitionRequest, planned
+from gossamer.partition.model_provider import ModelProvider, ModuleSource, OriginSource
+from gossamer.partition.rank_model import planned
+from gossamer.partition.request import PartitionRequest
 from gossamer.recipe import PlanMethods
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
 from gossamer.run.process_settings import set_memory, set_threads

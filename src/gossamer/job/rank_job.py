@@ -12,7 +12,8 @@ from typing import Any
 from gossamer import recipe
 from gossamer.autotune.activation_compression import with_activation_compression
 from gossamer.autotune.adaptive_compression import AdaptiveCompression, inter_island_policy, replan_callback
-from gossamer.autotune.exchange_selection import ExchangeSelector, levels_of
+from gossamer.autotune.exchange_selection import ExchangeSelector
+from gossamer.autotune.plan_groups import levels_of
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
 from gossamer.job.rank_inputs import RankJob

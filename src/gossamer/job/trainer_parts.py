@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gossamer.model.generate import TextCoder
-from gossamer.partition.rank_model import PartitionRequest, RankModel
+from gossamer.partition.rank_model import RankModel
+from gossamer.partition.request import PartitionRequest
 from gossamer.run.batches import Batches
 from gossamer.run.parts import Parts
 

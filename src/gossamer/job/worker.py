@@ -26,8 +26,10 @@ from gossamer.launch.worker import Ready, run_worker
 from gossamer.loss import Loss
 from gossamer.model.input_checks import check_sequence, check_vocabulary
 from gossamer.model.source import ModelSource, origin_of
+from gossamer.partition.model_provider import OriginSource
 from gossamer.partition.plan_file import read_plan
-from gossamer.partition.rank_model import OriginSource, PartitionRequest, planned
+from gossamer.partition.rank_model import planned
+from gossamer.partition.request import PartitionRequest
 from gossamer.process import DONE, INTERRUPTED
 from gossamer.recipe import PlanMethods
 from gossamer.run.batches import TextBatches

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gossamer.autotune.exchange_profile import ExchangeProfile
-from gossamer.autotune.exchange_selection import bucket_bytes_for
+from gossamer.autotune.link_use import bucket_bytes_for
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.link_probe import probe

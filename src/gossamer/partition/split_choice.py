@@ -1,0 +1,63 @@
+"""The split points of a model: given in the configuration or in a plan, or balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from gossamer.model.split.dataflow import DataFlow
+from gossamer.model.split.split_points import SplitPoints, balanced_split
+from gossamer.model.units import block_names
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.plan import Plan
+
+
+def check_cuts(cuts: SplitPoints, flow: DataFlow, outline: nn.Module, plan: Plan, config: RunConfig) -> None:
+    """Raise BadInput if a plan's split points differ from those in the configuration."""
+    if config.plan.cuts != "auto" and (asked := split_points(flow, outline, plan, config)[0]) != cuts:
+        raise other_than_planned("plan.cuts", cuts.first, asked.first)
+
+
+def other_than_planned(key: str, has: Sequence[str], asked: Sequence[str]) -> BadInput:
+    """Return the error for a key whose value is another one in the plan."""
+    return bad_input(
+        wanted=f"what the plan says ({key.partition('.')[2]} {', '.join(has)})",
+        got=", ".join(asked),
+        do="leave the key out, change the plan, or train without it",
+        key=key,
+    )
+
+
+def split_points(flow: DataFlow, outline: nn.Module, plan: Plan, config: RunConfig) -> tuple[SplitPoints, str]:
+    """Return the split points that the configuration asks for, and why these. Raises BadInput."""
+    asked, stages = config.plan.cuts, plan.mesh.pipe
+    if asked == "auto":
+        return balanced_split(flow, stages), f"{stages} stages of as equal work as whole units allow"
+    if len(asked) != stages:
+        raise bad_input(
+            wanted=f"the first unit of each of {stages} stages",
+            got=f"{len(asked)} ({', '.join(map(str, asked))})",
+            do="list as many as there are stages (plan.mesh.pipe), the first of them 0",
+            key="plan.cuts",
+        )
+    blocks = block_names(outline, plan.units)
+    first = flow.calls[0].name if asked[0] == 0 else _unit(asked[0], blocks)
+    return SplitPoints((first, *(_unit(each, blocks) for each in asked[1:]))), "given"
+
+
+def _unit(given: int | str, blocks: Sequence[str]) -> str:
+    """Return the name of a unit that is given by name or by the number of its block."""
+    if isinstance(given, str):
+        return given
+    if not 0 <= given < len(blocks):
+        raise bad_input(
+            wanted=f"the number of a block, 0 to {len(blocks) - 1}"
+            if blocks
+            else "the name of a unit (no blocks here)",
+            got=str(given),
+            do="number the repeated blocks from 0, or name a unit",
+            key="plan.cuts",
+        )
+    return blocks[given]

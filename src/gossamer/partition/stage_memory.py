@@ -1,0 +1,62 @@
+"""The memory of pipeline stages: what they share, and whether all of it fits."""
+
+from __future__ import annotations
+
+import torch
+
+from gossamer.model.split.constructor_state import (
+    ConstructorState,
+)
+from gossamer.model.split.split_points import StageSpec
+from gossamer.partition.request import PartitionRequest
+from gossamer.run.resources import memory
+from gossamer.run.staged_model import StagedModel
+from gossamer.spec.errors import bad_input
+from gossamer.spec.plan import Plan
+from gossamer.spec.units import show_gib
+
+
+def check_shared_memory(construction: ConstructorState, cut: StagedModel) -> None:
+    """Raise BadInput if tensors that share memory lie in different stages: one would not see the other's writes."""
+    for group in construction.shared:
+        at = {name: frozenset(p.stage for p in cut.parts if name in p.holds) for name in sorted(group)}
+        if len(set(at.values())) > 1:
+            raise bad_input(
+                wanted="parameters and buffers with memory of their own, or all that share one in the same stage",
+                got=" and ".join(f"{name} (stage {', '.join(map(str, sorted(s))) or '-'})" for name, s in at.items()),
+                do="tie parameters by assigning the parameter itself (head.weight = embed.weight), not its .data; or "
+                "cut elsewhere",
+                key="plan.cuts",
+            )
+
+
+def check_room(plan: Plan, cut: StagedModel, asked: PartitionRequest) -> None:
+    """Check that the training states of all stages on a GPU, or on a machine, fit its memory. Raises BadInput."""
+    on_gpu = asked.device.type == "cuda"
+    there = torch.cuda.get_device_properties(asked.device).total_memory if on_gpu else memory()[0]
+    sizes = {p.stage: state_bytes_of(cut, p) for p in cut.parts}
+    held = [cut.stages_at(plan.place_of(rank)[1]) for rank in range(asked.ranks)]
+    together = 1 if on_gpu else asked.local_ranks
+    for first in range(0, asked.ranks, together):  # a machine's ranks follow each other
+        here = [stage for stages in held[first : first + together] for stage in stages]
+        needed = sum(sizes[stage] for stage in here)
+        if needed > there:
+            stage = max(here, key=lambda stage: sizes[stage])
+            beside, others = needed - sizes[stage], f" of {len(here) - 1} others" if len(here) > 1 else ""
+            raise bad_input(
+                wanted=f"room for stage {stage} (from {cut.ways.cuts.first[stage]}): {show_gib(sizes[stage])} of "
+                f"parameters, gradients and optimizer state{f', beside {show_gib(beside)}{others}' if others else ''}",
+                got=f"{show_gib(there)} on the {'GPU' if on_gpu else 'machine'} of ranks {first} to "
+                f"{min(first + together, asked.ranks) - 1}: {show_gib(needed - there)} too little",
+                do="cut the model into more stages, use more machines, or a smaller model.dtype",
+                key="plan.mesh.pipe",
+            )
+
+
+def state_bytes_of(cut: StagedModel, part: StageSpec) -> int:
+    """Return the bytes of a stage's parameters, gradients and optimizer states.
+
+    Trained parameters count 12 bytes per element more: gradients and two optimizer slots in float32.
+    """
+    held = [p for name, p in cut.ways.module.named_parameters() if name in part.holds]
+    return sum(p.numel() * (p.element_size() + (12 if p.requires_grad else 0)) for p in held)
