@@ -19,7 +19,7 @@ WRONG = [
     ({"rate_bytes_per_s": math.nan}, "got nan"),
     ({"islands": (2, 1)}, r"islands: wanted islands of together 4 hosts, got 2\+1 = 3"),
     ({"islands": (4, 0)}, r"got 4\+0"),
-    ({"between_bytes_per_s": 1e6}, "between: .* at least two islands"),
+    ({"between_bytes_per_s": 1e6}, "inter-rate: .* at least two islands"),
     ({"delay_s": -0.001}, "delay: .* got -1 ms"),
     ({"delay_s": math.nan}, "got nan ms"),
     ({"cpu": (1.0, 0.5)}, r"cpu: wanted 4 positive shares .* got \[1.0, 0.5\]"),
@@ -88,7 +88,7 @@ def test_changes_as_people_write_them():
     "text", ["", "10 cut h1", "10s slow h1", "10s cut h1 5mbit", "10s melt h1", "10s cut 1", "1s slow h1 fast"]
 )
 def test_a_change_that_cannot_be_read_is_refused(text):
-    with pytest.raises(BadInput, match="change: wanted"):
+    with pytest.raises(BadInput, match="event: wanted"):
         LinkEvent.parse(text)
 
 
