@@ -53,10 +53,16 @@ def test_no_rendezvous_endpoint(text: str) -> None:
         Node.parse(0, 2, text)
 
 
-@pytest.mark.parametrize(("rank", "nodes"), [(2, 2), (-1, 2), (1, 1), (0, 0), (0, -1)])
+@pytest.mark.parametrize(("rank", "nodes"), [(2, 2), (-1, 2), (1, 1)])
 def test_no_node_rank(rank: int, nodes: int) -> None:
     with pytest.raises(BadInput, match=rf"--node-rank: wanted 0 to {nodes - 1}, as --nnodes is {nodes}, got {rank}"):
         Node.parse(rank, nodes, "10.0.0.1:29400")
+
+
+@pytest.mark.parametrize("nodes", [0, -1])
+def test_no_nodes(nodes: int) -> None:
+    with pytest.raises(BadInput, match=rf"--nnodes: wanted 1 or more, got {nodes}"):
+        Node.parse(0, nodes, "10.0.0.1:29400")
 
 
 def test_node_and_rendezvous_endpoint() -> None:

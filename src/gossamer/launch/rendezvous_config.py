@@ -25,6 +25,8 @@ class Node:
     @staticmethod
     def parse(rank: int, nodes: int, endpoint: str) -> Node:
         """Check the numbers and parse `endpoint`, "10.0.0.1:29400"; raises BadInput."""
+        if nodes < 1:
+            raise bad_input(wanted="1 or more", got=str(nodes), do="give the number of nodes", key="--nnodes")
         if not 0 <= rank < nodes:
             raise bad_input(
                 wanted=f"0 to {nodes - 1}, as --nnodes is {nodes}", got=str(rank), do="count from 0", key="--node-rank"
