@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer.proof.cache import is_kept, keep
 from gossamer.proof.fingerprints import PLACES, WIDTH, FingerprintTable, TensorNames, digests_of, row_of, rows_of
-from gossamer.proof.time_limit import NotProved, TimeLimit
+from gossamer.proof.time_limit import NotProved, ProofTimeLimit
 from gossamer.proof.trials import move
 from gossamer.proof.verdict import EPS, BothTables, judge
 from gossamer.spec.config import RunConfig
@@ -118,7 +118,7 @@ def test_weights_are_moved_by_their_names_alone() -> None:
 
 def test_a_run_of_little_time_is_not_held_up() -> None:
     now = iter([1.0, 5.0])
-    patience = TimeLimit(run_s=60.0, pieces=8, clock=lambda: next(now))
+    patience = ProofTimeLimit(run_s=60.0, pieces=8, clock=lambda: next(now))
     patience.pulse()
     with pytest.raises(NotProved, match="about 32 s of the 1m00s"):
         patience.pulse()
@@ -126,7 +126,7 @@ def test_a_run_of_little_time_is_not_held_up() -> None:
 
 def test_a_machine_that_swaps_is_not_waited_for() -> None:
     now = iter([1.0, 2.0, 3.0, 100.0])
-    patience = TimeLimit(run_s=0.0, pieces=8, clock=lambda: next(now))
+    patience = ProofTimeLimit(run_s=0.0, pieces=8, clock=lambda: next(now))
     for _ in range(3):
         patience.pulse()
     with pytest.raises(NotProved, match="a micro-batch of the whole model took 1m37s, and the first one 1 s"):

@@ -1,4 +1,4 @@
-"""What the measured links mean for a plan: the links between its islands, its bucket size, uplinks and downlinks."""
+"""The measured links as a plan uses them: those between its islands, its bucket size, uplinks and downlinks."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from gossamer.ops.fingerprint import digest
 from gossamer.own_loop.backward_pass import BackwardPass, PassSettings
 from gossamer.own_loop.bucket_exchange import BucketExchange
 from gossamer.own_loop.exchange_choice import WATCHED, PassProfile
-from gossamer.own_loop.gradient_buckets import GradientBuckets
+from gossamer.own_loop.gradient_buckets import LoopBuckets
 from gossamer.own_loop.gradient_hooks import GradientHooks, LossHook, PassEnding, defer_hooks, refuse_after_hooks
 from gossamer.own_loop.losses import BackwardCall, watched
 from gossamer.own_loop.pass_inputs import PassInputs
@@ -68,7 +68,7 @@ class BackwardPasses:
         """
         self.trained, self.pump, self.hand, self.manner = trained, pump, hand, manner
         self._watch = PassProfile(lossy=manner.lossy) if exchanges == AUTO else None
-        self._buckets = GradientBuckets(pump.channel, "dense" if exchanges == AUTO else exchanges, manner.bucket_bytes)
+        self._buckets = LoopBuckets(pump.channel, "dense" if exchanges == AUTO else exchanges, manner.bucket_bytes)
         self._gradients, self._hooks = UserGradients(self._buckets), GradientHooks()
         self._status = PassStatus(words, party, hand)
         self._exchange = BucketExchange(self._buckets, self._status, pump, party, manner)

@@ -12,7 +12,7 @@ from gossamer.comm.message import ExchangeContext
 from gossamer.loss_reader.count import Kind
 from gossamer.own_loop.backward_pass import BackwardPass, PassSettings
 from gossamer.own_loop.blocking_exchange import BlockingExchange
-from gossamer.own_loop.gradient_buckets import GradientBucket, GradientBuckets
+from gossamer.own_loop.gradient_buckets import GradientBucket, LoopBuckets
 from gossamer.own_loop.pass_status import PassStatus
 from gossamer.own_loop.process_group import LoopGroup
 from gossamer.own_loop.status_rows import StatusRows
@@ -22,7 +22,7 @@ class BucketExchange:
     """The sender of the buckets of backward passes. `sums`: of this rank's own gradients since the last step."""
 
     def __init__(
-        self, buckets: GradientBuckets, status: PassStatus, pump: CommThread, party: LoopGroup, manner: PassSettings
+        self, buckets: LoopBuckets, status: PassStatus, pump: CommThread, party: LoopGroup, manner: PassSettings
     ) -> None:
         self._buckets, self._status, self._pump, self._party, self._manner = buckets, status, pump, party, manner
         self.rate: Callable[[], float] = lambda: 1.0  # learning rate, for error feedback

@@ -58,7 +58,7 @@ class GradientBucket:
         return Outcome(self.bucket.flat, None, self.latest)
 
 
-class GradientBuckets:
+class LoopBuckets:
     """The buckets of the trained parameters `params`, in the order in which they are sent."""
 
     def __init__(self, channel: Channel, exchanges: Exchanges, bucket_bytes: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gossamer.exchange import has_residual
-from gossamer.own_loop.gradient_buckets import GradientBuckets
+from gossamer.own_loop.gradient_buckets import LoopBuckets
 from gossamer.own_loop.gradient_hooks import DeferredHook
 
 
@@ -22,7 +22,7 @@ class EarlierGradient:
 class UserGradients:
     """The `.grad` of the trained parameters. `held`: parameters with gradients of an unsent group."""
 
-    def __init__(self, buckets: GradientBuckets) -> None:
+    def __init__(self, buckets: LoopBuckets) -> None:
         self._buckets = buckets
         self.held: set[str] = set()
         self._earlier: dict[str, EarlierGradient] = {}

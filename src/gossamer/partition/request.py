@@ -1,4 +1,4 @@
-"""What a rank's part of a model is built for."""
+"""The request for a rank's part of a model."""
 
 from __future__ import annotations
 

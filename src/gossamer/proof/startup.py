@@ -26,7 +26,7 @@ from gossamer.proof.keepalive import Keepalive
 from gossamer.proof.memory import activation_bytes
 from gossamer.proof.one_process import OneProcess
 from gossamer.proof.report import layout_of, line_of, refusal_of, warnings_of
-from gossamer.proof.time_limit import NotProved, TimeLimit
+from gossamer.proof.time_limit import NotProved, ProofTimeLimit
 from gossamer.proof.trials import TrialSet, question_of
 from gossamer.recipe import PlanMethods
 from gossamer.run.engine import engine_of
@@ -113,7 +113,7 @@ class Proving:
         run_s = parts.config.train.seconds
 
         def pulse_of() -> Callable[[], None]:
-            patience = TimeLimit(run_s=run_s, pieces=2 * question.microbatches * len(question.rounds))
+            patience = ProofTimeLimit(run_s=run_s, pieces=2 * question.microbatches * len(question.rounds))
             return lambda: _beat(company, patience)
 
         alone = OneProcess(engine=self._whole, names=names, pulse=pulse_of, units=parts.units)
@@ -253,6 +253,6 @@ def _plainly(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def _beat(company: Keepalive, patience: TimeLimit) -> None:
+def _beat(company: Keepalive, patience: ProofTimeLimit) -> None:
     patience.pulse()
     company.pulse()

@@ -18,7 +18,7 @@ class NotProved(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class TimeLimit:
+class ProofTimeLimit:
     """The time limit of one process, checked after the model was built and after every micro-batch.
 
     `run_s`: seconds that the whole run may take, 0 for no limit; `pieces`: micro-batches of the proof in all.

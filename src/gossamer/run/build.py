@@ -18,7 +18,7 @@ from gossamer.pipeline.tied_weights import TiedWeights
 from gossamer.recipe import Recipe
 from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import CheckpointContents, trainable
-from gossamer.run.checkpoint.exchange_state import ExchangeState
+from gossamer.run.checkpoint.exchange_state import SavedExchanges
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.optimizer_state import OptimizerSlots
 from gossamer.run.checkpoint.outer_state import OuterState
@@ -230,7 +230,7 @@ def _contents(
     return CheckpointContents(
         weights=Weights(given.parts.module, states, given.parts.cut),
         slots=OptimizerSlots(states, members),
-        exchange=ExchangeState(replica),
+        exchange=SavedExchanges(replica),
         outer=OuterState(apart, members, given.around.saver.progress),
         scaling=scaling,
         members=members,

@@ -16,7 +16,7 @@ from gossamer.sync import GradientReducer, StepAgreement
 
 @dataclass(frozen=True, slots=True)
 class JudgedStep:
-    """A step after its last attempt: what this rank made, what all ranks agreed on, and what follows from it."""
+    """A judged step, after its last attempt: what this rank made, what all ranks agreed on, and the verdict."""
 
     task: Task
     attempt: StepAttempt

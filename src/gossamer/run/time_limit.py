@@ -17,7 +17,7 @@ _FIRST_STEPS, _FIT_EVERY = 10, 25  # before the pace is first measured; between 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """The rule that fits the number of steps to the run's seconds. Without a limit it changes nothing."""
+    """The time limit: fits the number of steps to the run's seconds. Without a limit it changes nothing."""
 
     most_steps: int  # the configured steps
     rate: LRSchedule

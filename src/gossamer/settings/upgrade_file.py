@@ -19,7 +19,7 @@ _MOVED = "plan.microbatches"  # the one key that has moved to another section
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """One name in a text that is another one now; `start` and `end` are its characters."""
+    """A rename in a text: one name that is another one now; `start` and `end` are its characters."""
 
     start: int
     end: int

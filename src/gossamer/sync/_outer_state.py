@@ -1,4 +1,4 @@
-"""What the outer loop saves and restores, after all pending exchanges have ended; the anchor is saved by itself."""
+"""The state that the outer loop saves and restores, after all pending exchanges; the anchor is saved by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks gather beside the buckets of a step: their weights, their votes, and rows of numbers for anybody."""
+"""The all-gathers beside the buckets of a step: the ranks' weights, their votes, and rows of numbers for anybody."""
 
 from __future__ import annotations
 

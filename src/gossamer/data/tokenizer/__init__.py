@@ -56,7 +56,7 @@ class Tokenizer(ABC):
         return self.spans([text])[0].ids
 
 
-class Recipe(ABC):
+class TokenizerBuilder(ABC):
     """The configuration from which a tokenizer is made: loaded, or trained on the corpus."""
 
     @abstractmethod
@@ -64,10 +64,10 @@ class Recipe(ABC):
         """Make the tokenizer. `texts` returns the training text, which `identity` (a hash) represents in `cache`."""
 
 
-REGISTRY = Registry(__name__, Recipe)  # type: ignore[type-abstract]
+REGISTRY = Registry(__name__, TokenizerBuilder)  # type: ignore[type-abstract]
 names, build = REGISTRY.names, REGISTRY.build
 
 
-def parse_tokenizer(written: Written, key: str = "data.tokenizer") -> Recipe:
+def parse_tokenizer(written: Written, key: str = "data.tokenizer") -> TokenizerBuilder:
     """Parse a tokenizer's configuration: `byte`, `bpe:N` or `hf:DIR`; raises BadInput."""
     return parse_written(REGISTRY, written, key=key)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.data.cache import held, write_file
-from gossamer.data.tokenizer import Recipe, Tokenizer
+from gossamer.data.tokenizer import Tokenizer, TokenizerBuilder
 from gossamer.data.tokenizer._fast import library, load
 from gossamer.data.tokenizer._files import SEPARATOR
 from gossamer.spec.errors import BadInput, bad_input
@@ -19,7 +19,7 @@ _SMALLEST = 257  # every byte and the separator
 
 
 @dataclass(frozen=True)
-class Bpe(Recipe):
+class Bpe(TokenizerBuilder):
     """The BPE tokenizer with at most `vocabulary` tokens: 256 bytes, merges as in GPT-2, and a separator.
 
     Short texts give fewer.

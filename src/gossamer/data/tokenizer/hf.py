@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossamer.data.tokenizer import Recipe, Tokenizer
+from gossamer.data.tokenizer import Tokenizer, TokenizerBuilder
 from gossamer.data.tokenizer._fast import load
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.extras import install
@@ -19,7 +19,7 @@ _USUAL = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[S
 
 
 @dataclass(frozen=True)
-class Hf(Recipe):
+class Hf(TokenizerBuilder):
     """The tokenizer in `directory`: a folder with tokenizer.json or files that transformers converts, or a GGUF file.
 
     Documents are separated by its end-of-text token (eos_token, else sep_token); no other special token is added.

@@ -19,7 +19,7 @@ _READ = (collections.UserDict, collections.UserList, collections.ChainMap, queue
 
 @dataclass(frozen=True)
 class UserCode:
-    """The rule by which code is the user's. `packages`: installed ones whose objects are read as well."""
+    """The rule by which code is user code. `packages`: installed ones whose objects are read as well."""
 
     packages: frozenset[str] = frozenset()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.run.checkpoint.exchange_state import ExchangeState
+from gossamer.run.checkpoint.exchange_state import SavedExchanges
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.optimizer_state import OptimizerSlots
 from gossamer.run.checkpoint.outer_state import OuterState
@@ -27,7 +27,7 @@ class CheckpointContents:
 
     weights: Weights
     slots: OptimizerSlots
-    exchange: ExchangeState
+    exchange: SavedExchanges
     outer: OuterState
     scaling: LossScale
     members: Membership

@@ -12,7 +12,7 @@ from gossamer.sync import GradientReducer
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeState:
+class SavedExchanges:
     """The state of the exchanges of one rank's gradients."""
 
     replica: GradientReducer

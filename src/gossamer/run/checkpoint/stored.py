@@ -1,4 +1,4 @@
-"""What form of the state a checkpoint stores, and the reads of it for ranks other than those that saved."""
+"""The form of the state that a checkpoint stores, and reads of it for ranks other than those that saved."""
 
 from __future__ import annotations
 
