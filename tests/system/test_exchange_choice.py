@@ -100,7 +100,7 @@ def test_islands_part_where_the_line_is_too_slow_for_every_step(place: Place) ->
     assert any(e["message"].startswith("sync: islands meet every ") for e in records(run, "event"))
     steps = records(run, "step")
     assert len(steps) == 80
-    start = plan["sync"]["diloco"]["start"]
+    start = plan["sync"]["diloco"]["warmup_steps"]
     assert start == 8
     across = [sum(n for link, n in s["wire_bytes"].items() if link in ("0>2", "0>3")) for s in steps]
     assert max(across[start : start + 2]) < 0.2 * min(across[:start])  # nothing but votes until a fragment leaves
