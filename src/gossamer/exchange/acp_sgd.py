@@ -15,7 +15,7 @@ State:   r (n1 + n2) float32 per matrix, "p@name" and "q@name", and "turn@name";
 Work:    6 r n1 n2 flop and 2 r^2 n1 or 2 r^2 n2 for orth.
 Paper:   Zhang et al., arXiv 2306.08881.   Contraction: none, M may be orthogonal to Q.
 Good when: as for Power-SGD where round trips are what costs; at equal bytes take twice its rank.   Not for: learning
-rates near what is stable (its residual is larger and later than Power-SGD's), the first steps (see warm_up), vectors,
+rates near what is stable (its residual is larger and later than Power-SGD's), the first steps (see warmup), vectors,
 machines of several kinds (every rank computes the factor from the same bytes).   Wants feedback.
 Unlike the paper: orth by Householder reflections after the exchange, so that the state holds the factors as used.
 """

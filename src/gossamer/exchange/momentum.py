@@ -6,7 +6,7 @@ Equations (rank i, step t):
 Symbols: x_i input; m the momentum, the same on all ranks, zero at first. So an update rule whose momentum has the same
 beta comes to m_t itself, with all that the code made of it, and no noise of its own.
 Wire:    that of the inner exchange.   State: numel float32, by parameter.   Work: 4 numel flop.
-Paper:   Tang et al., 1-bit Adam, ICML 2021, arXiv 2102.02888: with warm_up, error feedback and sign inside, and
+Paper:   Tang et al., 1-bit Adam, ICML 2021, arXiv 2102.02888: with warmup, error feedback and sign inside, and
 one_bit_adam as the rule.
 Good when: gradients are noisy.   Not for: clipping: the norm of `mean` is that of the code's error over 1 - beta.
 """

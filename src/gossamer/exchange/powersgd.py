@@ -14,7 +14,7 @@ matrix.
 State:   r n2 float32 per matrix, "q@name", the same on all ranks.   Work: 8 r n1 n2 flop and 2 r^2 n1 for orth.
 Paper:   Vogels, Karimireddy, Jaggi, arXiv 1905.13727.   Contraction: none, M may be orthogonal to Q.
 Good when: links of 1 Gbit/s and less, matrices much larger than r.   Not for: vectors, embeddings at low rank, the
-first steps (see warm_up), machines of several kinds (every rank computes P from the same bytes).   Wants feedback.
+first steps (see warmup), machines of several kinds (every rank computes P from the same bytes).   Wants feedback.
 Unlike the paper: `p_exchange`; orth by Householder reflections, not Gram-Schmidt; what rank i loses is missing in its
 own part of the mean, not in the mean, so that w_i counts: both leave the same sum for feedback, hence the same means.
 """
