@@ -77,6 +77,23 @@ def test_a_file_keeps_its_comments_and_order(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_pattern_of_parameters_is_no_method_and_candidates_are() -> None:
+    lines = [["tree", "inter", "dense"], ["gather", "all", "tree"], ["whole", "island", "identity"]]
+    given = {"exchange": lines, "adapt": {"l_greco": {"candidates": ["gather", {"two_shot": {"back": "identity"}}]}}}
+    wanted = {
+        "exchange": [
+            ["tree", "inter", "dense"],
+            ["gather", "all", "recursive_doubling"],
+            ["whole", "intra", "float32"],
+        ],
+        "adapt": {"l_greco": {"candidates": ["all_gather", {"two_shot": {"return_codec": "float32"}}]}},
+    }
+    assert configuration({"plan": given}) == {"plan": wanted}
+    assert configuration({"plan": wanted})["plan"]["exchange"][0] == ["tree", "inter", "dense"]
+    now, _ = upgraded(yaml.safe_dump({"plan": given}), "run.yaml")
+    assert yaml.safe_load(now) == {"plan": wanted}
+
+
 def test_an_alias_is_renamed_once() -> None:
     text = "plan:\n  exchange: &one {two_shot: {codec: identity, back: identity}}\n  sync: {diloco: {exchange: *one}}\n"
     now, renamed = upgraded(text, "run.yaml")

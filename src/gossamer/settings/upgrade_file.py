@@ -10,7 +10,7 @@ import yaml
 
 from gossamer.settings.read import read_yaml
 from gossamer.settings.yaml_io import Loader
-from gossamer.spec.earlier_names import KEYS, LEVELS, METHODS, PARAMETERS, VALUES
+from gossamer.spec.earlier_names import ALL_LEVELS, KEYS, LEVELS, METHODS, PARAMETERS, VALUES
 from gossamer.spec.errors import BadInput
 from gossamer.spec.upgrade import configuration, is_method_key
 
@@ -90,7 +90,7 @@ def _of_methods(node: yaml.Node) -> Iterator[Rename]:
         yield from _of_method(node, {})
         return
     level = node.value[1] if len(node.value) == 3 else None
-    if isinstance(level, yaml.ScalarNode) and level.value in ("all", *LEVELS):
+    if isinstance(level, yaml.ScalarNode) and level.value in ALL_LEVELS:
         if level.value in LEVELS:
             yield _rename(level, LEVELS[level.value])
         yield from _of_method(node.value[2], {})
@@ -102,6 +102,8 @@ def _of_methods(node: yaml.Node) -> Iterator[Rename]:
 def _of_method(node: yaml.Node, names: Mapping[str, str]) -> Iterator[Rename]:
     if isinstance(node, yaml.ScalarNode) and node.value in METHODS:
         yield _rename(node, METHODS[node.value])
+    for one in node.value if isinstance(node, yaml.SequenceNode) else ():  # candidates
+        yield from _of_method(one, {})
     for key, value in _pairs(node):
         now = names.get(key.value, METHODS.get(key.value, key.value))
         if now != key.value:

@@ -33,6 +33,7 @@ VALUES: Final[Mapping[str, Mapping[str, str]]] = {  # by key: values that are no
     "plan.residuals_on_resume": {"merge": "redistribute", "drop": "reset"},
 }
 LEVELS: Final[Mapping[str, str]] = {"island": "intra", "between": "inter"}  # of lines of exchanges
+ALL_LEVELS: Final[tuple[str, ...]] = ("all", *LEVELS, *LEVELS.values())  # by which a line is told from other lists
 METHODS: Final[Mapping[str, str]] = {
     "gather": "all_gather",
     "tree": "recursive_doubling",

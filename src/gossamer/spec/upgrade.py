@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gossamer.spec.config import RunConfig
-from gossamer.spec.earlier_names import KEYS, LEVELS, METHODS, PARAMETERS, PLAN_FIELDS, VALUES
+from gossamer.spec.earlier_names import ALL_LEVELS, KEYS, LEVELS, METHODS, PARAMETERS, PLAN_FIELDS, VALUES
 from gossamer.spec.method_config import category_of
 from gossamer.spec.plan import PLAN_FORMAT
 
@@ -17,7 +17,7 @@ def configuration(values: Mapping[str, Any]) -> dict[str, Any]:
     now = _section(values, "")
     counts = now.get("plan", {}).pop("train.accumulate", "auto") if isinstance(now.get("plan"), dict) else "auto"
     if counts != "auto":
-        train = now.setdefault("train", {})
+        train = now.get("train") or {}
         now["train"] = {**train, "accumulate": counts} if train.get("accumulate", "auto") == "auto" else train
     return now
 
@@ -72,8 +72,7 @@ def _section(values: Mapping[str, Any], above: str) -> dict[str, Any]:
 def _methods(written: Any) -> Any:
     """Return a method, methods in a list, or lines of [pattern, level, method], as this version writes them."""
     if isinstance(written, (list, tuple)):
-        is_line = len(written) == 3 and written[1] in ("all", *LEVELS)
-        if is_line:
+        if len(written) == 3 and written[1] in ALL_LEVELS:
             return [written[0], LEVELS.get(written[1], written[1]), _method(written[2])]
         return [_methods(one) for one in written]
     return _method(written)
@@ -83,6 +82,8 @@ def _method(written: Any, names: Mapping[str, str] = MappingProxyType({})) -> An
     """Return a method, or what is below one: `names` are its parameters that have other names by now."""
     if isinstance(written, str):
         return METHODS.get(written, written)
+    if isinstance(written, list):  # of candidates
+        return [_method(one) for one in written]
     if not isinstance(written, Mapping):
         return written
     renamed = ((names.get(name, METHODS.get(name, name)), inside) for name, inside in written.items())
