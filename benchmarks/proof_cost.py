@@ -133,7 +133,7 @@ def trained(name: str, kind: str, stages: int, steps: int) -> list[dict[str, Any
 def rank(name: str, kind: str, folder: Path, began: float, stages: int, steps: int) -> dict[str, Any]:
     """One rank, in this process."""
     import gossamer
-    from gossamer.model.split import stage
+    from gossamer.model.split import stage, unit_calls
     from gossamer.model.split.absent_tensor import AbsentTensor
     from gossamer.run.trainer import Trainer
 
@@ -145,7 +145,8 @@ def rank(name: str, kind: str, folder: Path, began: float, stages: int, steps: i
             patch.object(Trainer, "one_step", spent.around(Trainer.one_step)),
         ]
     if kind == "unwatched":
-        patches = [patch.object(stage, one, lambda module: False) for one in ("changes_python", "runs_in_backward")]
+        deciding = ((stage, "changes_python"), (stage, "runs_in_backward"), (unit_calls, "changes_python"))
+        patches = [patch.object(module, one, lambda module: False) for module, one in deciding]
     called = time.time()
     config = {
         "plan": {"mesh": {"pipe": stages}},

@@ -1,6 +1,6 @@
 """Which features work together: every pair of them is planned for four ranks, and refused pairs say why.
 
-docs/generate.py writes the page; tests/docs/test_support.py trains a fixed choice of the pairs that work.
+docs/generate.py writes the page, and a test compares it with the code. Nothing is trained here.
 """
 
 from __future__ import annotations

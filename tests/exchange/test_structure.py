@@ -16,9 +16,9 @@ from gossamer.comm.channel.local import LocalChannel, run_lockstep
 from gossamer.comm.message import Collective, ExchangeState, Message, Outcome, ProcessGroups, Rounds, Traffic
 from gossamer.comm.random_key import Key
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._island_share import IslandShare, cut
 from gossamer.exchange.codec import Codec, CodecTraits
 from gossamer.exchange.hierarchical import Hierarchical
+from gossamer.exchange.islands.island_share import IslandShare, cut
 from gossamer.exchange.star import Star, star_pays
 from gossamer.spec.errors import BadInput
 

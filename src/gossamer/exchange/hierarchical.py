@@ -38,7 +38,9 @@ from gossamer.comm.message import (
 )
 from gossamer.comm.random_key import Key, key_of
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._island_share import (
+from gossamer.exchange.codec import Codec
+from gossamer.exchange.dense import Dense
+from gossamer.exchange.islands.island_share import (
     IslandShare,
     OwnerRange,
     across,
@@ -47,8 +49,6 @@ from gossamer.exchange._island_share import (
     put_back,
     traffic_across,
 )
-from gossamer.exchange.codec import Codec
-from gossamer.exchange.dense import Dense
 from gossamer.exchange.two_shot import TwoShot
 from gossamer.spec.errors import bad_input
 

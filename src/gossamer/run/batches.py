@@ -144,11 +144,6 @@ def moved(rows: RankBatch, device: torch.device) -> RankBatch:
     return {name: value.to(device, non_blocking=True) for name, value in rows.items()}
 
 
-def row_count(rows: RankBatch) -> int:
-    """Return the leading dimension of a batch."""
-    return int(next(iter(rows.values())).shape[0])
-
-
 def row_slices(total: int, largest: int) -> Sequence[slice]:
     """Return slices of at most `largest` rows that cover 0..total."""
     return [slice(a, min(a + largest, total)) for a in range(0, total, largest)]

@@ -39,8 +39,8 @@ from gossamer.comm.message import (
 )
 from gossamer.comm.random_key import Key, key_of
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._island_share import IslandShare, OwnerRange, across, check_across, traffic_across
 from gossamer.exchange.codec import Codec
+from gossamer.exchange.islands.island_share import IslandShare, OwnerRange, across, check_across, traffic_across
 from gossamer.sharding._reduce_scatter import packed, parts_of, size_of, unpacked
 from gossamer.sharding._row_partition import RowPart, rows_of
 

@@ -158,16 +158,6 @@ def _is_registered(module: nn.Module, name: str) -> bool:
     return any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
 
 
-def _is_followed(one: Difference) -> bool:
-    """Return whether a placeholder leaves the same tensors there: as an attribute, or in an argument.
-
-    Other code may ask for the length of another list or dict.
-    """
-    if one.root is None:
-        return one.name.startswith("its argument")
-    return isinstance(one.now, Tensor | weakref.ref) and one.name.rpartition(".")[2] == one.root[1]
-
-
 def _is_of_tensors(one: Difference) -> bool:
     """Return whether only tensors (or weak references to some) were added or stored, which are followed as tensors."""
     if one.now is one.before or one.now is GONE:
