@@ -41,12 +41,10 @@ from pathlib import Path
 from typing import Any
 
 from golden.artifacts import Artifacts
-from golden.checkout import Checkout, TrainingFailed, open_checkouts
+from golden.checkout import BEFORE, Checkout, TrainingFailed, open_checkouts
 from golden.compare import PARTS, compare
 from golden.runs import RUNS, Run
 from result import publish
-
-BEFORE = "922c35c"  # the last commit before the redraw of the code base
 
 
 def main() -> None:

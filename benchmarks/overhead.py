@@ -68,9 +68,14 @@ def main() -> None:
 def one_round(name: str, steps: int) -> dict[str, float]:
     """Run a round in fresh processes; rank 0's figures."""
     ranks = 2 if name in ("ddp", "ours2") else 1
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(threads)}
+    env = environment(ranks)
     return rounds.one_round(__file__, name.rstrip("12"), ranks=ranks, steps=steps, env=env, limit_s=600)
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """The variables of ranks that share this machine's cores."""
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(threads)}
 
 
 def tokens() -> rounds.Tokens:

@@ -17,6 +17,7 @@ from golden.artifacts import Artifacts, read_run, read_wrap_ranks
 from golden.renames import RENAMES, Renames, apply_all
 from golden.runs import Run, write_corpus
 
+BEFORE = "922c35c"  # the last commit before the redraw of the code base
 ROOT = Path(__file__).parent.parent.parent
 GOSSAMER = (sys.executable, "-m", "gossamer")
 WRAP_LOOP = Path(__file__).parent / "wrap_loop.py"
