@@ -126,7 +126,7 @@ USAGE = {
     ("export", "runs/none", "out", "--to", "gguf"): "hf",
     ("export", "runs/none", "out"): "--to",
     ("demo", "--seconds", "-1"): "wanted seconds > 0, got -1",
-    ("methods", "optimzer"): "there is no room 'optimzer': did you mean 'optimizer'",
+    ("methods", "optimzer"): "there is no category 'optimzer': did you mean 'optimizer'",
     ("methods", "optimizer", "adamv"): "did you mean 'adamw'?",
     ("config", "check", "nowhere.yaml"): "nowhere.yaml",
 }

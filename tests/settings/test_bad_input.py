@@ -199,7 +199,7 @@ def test_a_wrong_line_of_exchanges_is_told_with_the_line_it_stands_on(tmp_path: 
         with pytest.raises(BadInput, match=r"run\.yaml:5: plan\.exchange\.2\.2\.two_shot\.codec: .*'int8'"):
             look(resolved)
     wrong = said(tmp_path, "plan: {exchange: [[bias, dense]]}")
-    assert "plan.exchange: wanted a method" in wrong and "[parameter pattern, link level, method]" in wrong
+    assert "plan.exchange: wanted a method" in wrong and "[parameter pattern, level, method]" in wrong
 
 
 def test_the_defaults_name_methods_that_exist() -> None:

@@ -34,7 +34,7 @@ class Diagnosis:
 
 
 def doctor(*, json: Json = False) -> CommandResult:
-    """Look at this machine: versions, cores, memory, the wire, folders, GPUs, the laboratory, optional packages."""
+    """Check this machine: versions, cores, memory, gloo, folders, GPUs, network emulation, optional packages."""
     found = list(look())
     bad = [f for f in found if f.level == BAD]
     rows = [(_SIGN[f.level], f.name, f.said) for f in found]
@@ -62,9 +62,7 @@ def look() -> Iterator[Diagnosis]:
     yield from _folders()
     yield _accelerator()
     reason = lab_unavailable()
-    yield Diagnosis(
-        "laboratory", NOTE if reason else OK, reason or "can stand here: gossamer lab run --hosts 4 -- COMMAND"
-    )
+    yield Diagnosis("laboratory", NOTE if reason else OK, reason or "works: gossamer lab run --hosts 4 -- COMMAND")
     yield from _extras()
 
 
@@ -73,7 +71,7 @@ def _versions() -> Iterator[Diagnosis]:
     yield Diagnosis("python", OK if supported else BAD, f"{platform.python_version()} on {platform.system()}")
     tested = platform.system() == "Linux"
     if not tested:
-        yield Diagnosis("system", NOTE, "only Linux is tested; the rest should work, the laboratory does not")
+        yield Diagnosis("system", NOTE, "only Linux is tested; the rest should work, network emulation does not")
     for name in ("gossamer", "torch"):
         version = version_of(name)
         yield Diagnosis(name, OK if version else BAD, version or f"not installed for {sys.executable}")
@@ -97,7 +95,9 @@ def _wire() -> Diagnosis:
             said = [process.communicate(timeout=2 * TIMEOUT_S)[0] for process in pair]
         except subprocess.TimeoutExpired:
             return Diagnosis(
-                "wire (gloo)", BAD, f"two processes did not meet within {2 * TIMEOUT_S:g} s; see machines.interface"
+                "wire (gloo)",
+                BAD,
+                f"two processes could not connect in {2 * TIMEOUT_S:g} s: set machines.interface to a working device",
             )
         finally:
             for process in pair:
@@ -106,7 +106,7 @@ def _wire() -> Diagnosis:
     failed = next((rank for rank, process in enumerate(pair) if process.returncode), None)
     if failed is None:
         return Diagnosis("wire (gloo)", OK, "two processes exchanged a message")
-    last = (said[failed].strip().splitlines() or ["no word"])[-1]
+    last = (said[failed].strip().splitlines() or ["no output"])[-1]
     return Diagnosis("wire (gloo)", BAD, f"process {failed} of two failed: {last}")
 
 

@@ -22,26 +22,26 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.units import read_rate, show_bytes, show_gib, show_rate
 
 AsJson = Annotated[bool, Parameter(name="--json", negative="")]
-app = App(name="lab", help="Real hosts and shaped links on this machine (Linux, root).")
+app = App(name="lab", help="Emulate hosts and shaped links on this machine (network namespaces; Linux, root).")
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class LabRequest:
-    """The laboratory, as written on the command line."""
+    """The emulated network, as written on the command line."""
 
     hosts: int = 2
     "How many hosts."
     rate: str | None = None
-    "Every host's link, each direction: 100mbit. Not shaped without."
+    "Every host's link, each direction: 100mbit. Default: no limit."
     islands: str | None = None
     "2x3 is two islands of three hosts; 3,1 is one of three and one of one."
     inter_rate: str | None = None
     "The uplink of every island, each direction: 50mbit."
     delay: float = 0.0
-    "One way between any two hosts, in milliseconds."
+    "One-way latency between any two hosts, in milliseconds."
     cpu: str | None = None
-    "Cores per host, scaled down together to at most 0.8 of those present: 1.0,0.5."
+    "CPU cores per host: 1.0,0.5. All are scaled down if the sum exceeds 0.8 of this machine's cores."
     memory: str | None = None
     "Memory limit: 2gib for every host, or one per host: 1gib,2gib."
 
@@ -76,7 +76,7 @@ def run(
     event
         What happens to the links meanwhile: "10s slow h1 5mbit", "20s cut h1-h2", "30s heal h1". May be repeated.
     as_json
-        End with one JSON object: exit codes, real shares of the processor, bytes per link.
+        End with one JSON object: exit codes, CPU cores that each host really got, bytes per link.
     """
     changes = tuple(LinkEvent.parse(text) for text in event)
     ended: list[tuple[int, int]] = []
@@ -110,12 +110,12 @@ def run(
 
 @app.command(name="up")
 def up(*, wanted: LabRequest | None = None, as_json: AsJson = False) -> int:
-    """Keep a laboratory standing until Ctrl-C; prints how to enter its hosts.
+    """Create an emulated network and keep it until Ctrl-C; print the command that enters each host.
 
     Parameters
     ----------
     as_json
-        End with one JSON object, written as soon as the hosts stand: name, hosts, real shares of the processor.
+        End with one JSON object, written as soon as the hosts exist: name, hosts, CPU cores that each really got.
     """
     with _asked_to_stop(), Lab((wanted or LabRequest()).topology()) as lab:
         shares = lab.calibrate()

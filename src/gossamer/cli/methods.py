@@ -7,26 +7,26 @@ from typing import Any
 
 from gossamer.cli.output import CommandResult, Json, table
 from gossamer.settings.catalog import Category, Method, categories
-from gossamer.settings.catalog import category as find_room
+from gossamer.settings.catalog import category as find_category
 
 
-def methods(room: str | None = None, method: str | None = None, /, *, json: Json = False) -> CommandResult:
-    """List all rooms, the methods of one room, or one method whole, e.g. `gossamer methods exchange dense`.
+def methods(category: str | None = None, method: str | None = None, /, *, json: Json = False) -> CommandResult:
+    """List all method categories, the methods of one, or one method in full, e.g. `gossamer methods exchange dense`.
 
     Parameters
     ----------
-    room
-        A room such as exchange, optimizer or optimizer/lr_schedule.
+    category
+        A category such as exchange, optimizer or optimizer/lr_schedule.
     method
-        A method of that room: its equations, symbols, cost and paper.
+        A method of that category: its equations, symbols, cost and paper.
     """
-    if room is None:
+    if category is None:
         found = categories().values()
         text = "\n\n".join(_summary(page) for page in found)
         return CommandResult({page.name: [_data(m) for m in page.methods.values()] for page in found}, text)
-    page = find_room(room)
+    page = find_category(category)
     if method is None:
-        return CommandResult(_room_data(page), _room_text(page))
+        return CommandResult(_category_data(page), _category_text(page))
     chosen = page.method(method)
     return CommandResult({**_data(chosen), "doc": chosen.doc}, _method_text(page, chosen))
 
@@ -35,7 +35,7 @@ def _summary(page: Category) -> str:
     return "\n".join([f"{page.name}: {page.summary}", table([(m.name, m.summary) for m in page.methods.values()])])
 
 
-def _room_text(page: Category) -> str:
+def _category_text(page: Category) -> str:
     about = [f"  {m.name}: {m.summary}\n    {_signature(m)}".rstrip() for m in page.methods.values()]
     return "\n".join([page.doc, "", *about, "", f"Explained: gossamer methods {page.name} NAME"])
 
@@ -54,7 +54,7 @@ def _signature(method: Method) -> str:
     return ", ".join(p.name if p.default is None else f"{p.name}={p.default}" for p in method.parameters)
 
 
-def _room_data(page: Category) -> dict[str, Any]:
+def _category_data(page: Category) -> dict[str, Any]:
     return {"room": page.name, "doc": page.doc, "methods": [_data(m) for m in page.methods.values()]}
 
 

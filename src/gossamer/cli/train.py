@@ -26,7 +26,7 @@ def demo(*, seconds: float | None = None, json: Json = False) -> CommandResult:
     Parameters
     ----------
     seconds
-        Train for about so long; default: what the figures in the documentation were made with.
+        Seconds of training, about; default: 120.
     """
     if seconds is not None and not seconds > 0:
         raise bad_input(wanted="seconds > 0", got=f"{seconds:g}", do="write how long to train", key="--seconds")
@@ -65,9 +65,9 @@ def train(
     rdzv_endpoint
         HOST:PORT on which node 0 listens, with --node-rank and --nnodes; the same on every node.
     resume
-        auto: go on with the newest run of this configuration, if there is one.
+        auto: resume the newest run of this configuration, or start a new one.
     dry_run
-        Build everything and take no step: what would run where, and whether it fits.
+        Print which rank would run what, and whether it fits into memory; train no step.
     """
     names = _host_names(hosts)
     node = _node(names, node_rank, nnodes, rdzv_endpoint)

@@ -97,9 +97,9 @@ class ProcessGroups:
 
     @staticmethod
     def staged(stages: Sequence[Sequence[int]]) -> ProcessGroups:
-        """Return the groups of pipeline stages on any number of ranks each.
+        """Return the process groups of one pipeline whose stages have several ranks each.
 
-        Three levels: `all`, the ranks of one stage; `pipe` and `world`, every rank.
+        stages: the ranks of every stage. Three groups: `all`, the ranks of one stage; `pipe` and `world`, every rank.
         """
         everyone = (tuple(sorted(rank for group in stages for rank in group)),)
         return ProcessGroups(
@@ -173,7 +173,7 @@ def late(level: str) -> str:
 
 
 def is_late(level: str) -> bool:
-    """Return whether `level` is the second copy of a level, made by `late`."""
+    """Return whether `level` names a second copy of a process group, which has its own message order (see `late`)."""
     return level.startswith(_LATE)
 
 

@@ -114,7 +114,7 @@ def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:
 
 
 def objective_of(config: RunConfig) -> Loss:
-    """Return the loss of a configuration."""
+    """Build the loss function that `train.loss` names."""
     return loss.build(config.train.loss, key="train.loss")
 
 

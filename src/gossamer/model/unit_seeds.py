@@ -141,8 +141,9 @@ class Keyed:
 
 
 def unit_seeds(module: nn.Module, units: Sequence[str] = (), *, seed: int) -> UnitSeeds:
-    """Key the random numbers of `module`, on the device that its parameters lie on now, unit by unit.
+    """Install seeding on every unit of `module`, for the device that holds its parameters now.
 
+    A unit's forward seeds the generators by (seed, step, micro-batch, unit) before and after it runs.
     Works from the next forward on, inside `at`; outside of it (evaluation, sampling) nothing is seeded. Default: the
     units of `unit_names`.
     """

@@ -93,7 +93,9 @@ class Gradients:
     at: At
 
     def attempt(self, task: Task) -> StepRunner:
-        """Compute the mean gradient into the gradient reducer's buckets; return the step's work.
+        """Run forward and backward of all micro-batches and average the gradients in the reducer's buckets.
+
+        Return the runner of the step, which holds the losses and the seconds of compute.
 
         The reducer has begun the step before. Raises PeerLost.
         """

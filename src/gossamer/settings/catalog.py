@@ -89,7 +89,7 @@ def category(name: str) -> Category:
     found = categories()
     wanted = name.replace(".", "/").strip("/")
     if wanted not in found:
-        raise BadInput(f"there is no room {name!r}: {nearest(wanted, found)}")
+        raise BadInput(f"there is no category {name!r}: {nearest(wanted, found)}")
     return found[wanted]
 
 

@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 from gossamer.spec.config import RunConfig
 
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-_LINES = ", or a list [...] of [parameter pattern, link level, method]"
+_LINES = ", or a list [...] of [parameter pattern, level, method]"
+_LISTED = ", or a list [...] of methods"
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -53,9 +54,12 @@ def is_method(annotation: Any) -> bool:
     return {str(str), str(dict[str, Any])} <= found
 
 
-def _has_lines(annotation: Any) -> bool:
-    """Return whether the annotation is `spec.method_config.Exchanges`, and not one method alone."""
-    return any(get_origin(member) is list for member in _members(annotation))
+def _several(annotation: Any) -> str:
+    """Return the words for the lists that a method's annotation takes besides one method; "" if it takes none."""
+    lists = [get_args(member)[0] for member in _members(annotation) if get_origin(member) is list]
+    if not lists:
+        return ""
+    return _LISTED if is_method(lists[0]) else _LINES
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -67,7 +71,7 @@ def _words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is Annotated:
         return _words(args[0], args[1:])
     if is_method(annotation):
-        return "a method: a name or {name: {parameter: value}}" + (_LINES if _has_lines(annotation) else "")
+        return "a method: a name or {name: {parameter: value}}" + _several(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(_words(a) for a in args if a is not type(None))
     if origin is Literal:

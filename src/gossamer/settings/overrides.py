@@ -29,7 +29,10 @@ def put_written(written: ParsedFile, given: str) -> ParsedFile:
 
 
 def put(written: ParsedFile, key: str, value: Any, where: str) -> ParsedFile:
-    """Return `written` with `value` at the dotted `key` and `where` as its origin."""
+    """Return a copy of a parsed configuration in which `key` ("train.batch") has `value`.
+
+    where: the origin of the value ("run.yaml:3", "command line"). A section is changed key by key.
+    """
     field = _field(key)
     if field is not None and section(field.annotation) is not None and isinstance(value, Mapping):
         for name, inner in value.items():  # a section is changed key by key, never replaced

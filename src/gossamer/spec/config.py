@@ -85,19 +85,24 @@ class DataSection(Section):
     pack: bool = Field(True, description="fill sequences from the stream of documents; false: one document piece each")
     isolate: bool = Field(False, description="restart positions at document borders, so that none attends to another")
     validation: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="fraction held out, by hash of the file")
-    cache: str | None = Field(None, description="folder of tokenised corpora; default: the user's cache directory")
+    cache: str | None = Field(None, description="folder of tokenized corpora; default: the user's cache directory")
 
 
 class VerifySection(Section):
     """Verification by redundant execution: replicas recompute each other's steps, for machines that are not trusted."""
 
     every: Annotated[int, Field(ge=0)] = Field(
-        0, description="one step in so many, which nobody can foresee, is done again by others; 0: none"
+        0,
+        description="two other ranks recompute a rank's step, once in this many steps on average, at random; 0: never",
     )
     tolerance_factor: Annotated[float, Field(ge=1)] = Field(
-        8.0, description="times the measured noise that honest gradients of the same samples may be apart"
+        8.0,
+        description="largest accepted difference of two gradients of the same samples, as a multiple of the measured "
+        "noise",
     )
-    on_failure: Literal["stop", "warn"] = Field("stop", description="what it leads to that a rank is named")
+    on_failure: Literal["stop", "warn"] = Field(
+        "stop", description="action when a rank is found wrong: stop the run, or warn"
+    )
 
 
 class TrainSection(Section):
@@ -125,12 +130,12 @@ class TrainSection(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     evaluate_every: Annotated[int, Field(ge=0)] = Field(200, description="steps; 0: only at the end")
     evaluate_sequences: Positive = Field(256, description="validation sequences per evaluation, at most")
-    sample_prompt: str = Field("", description="a text the model is to go on with after every evaluation; empty: none")
-    sample_max_new_tokens: Positive = Field(40, description="how many tokens of it")
+    sample_prompt: str = Field("", description="prompt to continue after every evaluation; empty: none")
+    sample_max_new_tokens: Positive = Field(40, description="tokens to generate at most")
     checkpoint_every: Annotated[int, Field(ge=0)] = Field(500, description="steps; 0: only at the end")
     keep_checkpoints: Positive = 2
     on_nonfinite: Literal["retry_skip_stop", "skip", "stop"] = Field(
-        "retry_skip_stop", description="what a step whose loss or gradient is not finite leads to"
+        "retry_skip_stop", description="action on a loss or gradient that is not finite"
     )
     prove: Literal["auto", "always", "never"] = Field(
         "auto",
@@ -152,9 +157,11 @@ class MachinesSection(Section):
         "auto", description="compute threads per process; auto: OMP_NUM_THREADS, else the cores shared"
     )
     timeout_s: Annotated[float, Field(gt=0)] = Field(
-        120.0, description="a rank that others wait for so long has failed"
+        120.0, description="seconds that others wait for a rank before it has failed"
     )
-    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = Field(5.0, description="a rank silent for so long is named")
+    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        5.0, description="seconds without a heartbeat after which a rank is reported"
+    )
 
 
 class MeshSection(Section):
@@ -185,8 +192,8 @@ class PlanSection(Section):
     )
     activation_compression: Annotated[Written | list[Written], MethodOf("p2p/activation")] = Field(
         "none",
-        description="how tensors cross between stages: a method of `gossamer methods p2p/activation`, or "
-        "one per border",
+        description="compression of activations and their gradients between stages: a method of "
+        "`gossamer methods p2p/activation`, or a list with one per stage boundary",
     )
     exchange: Annotated[Exchanges, MethodOf("exchange")] = Field(
         "auto",
@@ -197,19 +204,23 @@ class PlanSection(Section):
         "every_step", description="a method of `gossamer methods sync`; auto: from the links, with exchange auto"
     )
     sharding: Annotated[Written, MethodOf("sharding")] = Field(
-        "none", description="a method of `gossamer methods sharding`: where the model state lies"
+        "none",
+        description="a method of `gossamer methods sharding`: which ranks hold optimizer states, gradients and "
+        "parameters",
     )
     lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
     residuals_on_resume: Literal["redistribute", "reset"] = Field(
-        "redistribute", description="of lossy exchanges, when a run resumes on another number of processes"
+        "redistribute",
+        description="error-feedback residuals, when a run resumes on another number of processes: redistribute "
+        "them, or reset to 0",
     )
     adapt: Annotated[Written, MethodOf("policy")] = Field(
         "none",
-        description="none, or a method of `gossamer methods policy`: it chooses exchanges as the run goes on",
+        description="none, or a method of `gossamer methods policy`, which changes the exchanges during the run",
     )
     adapt_every: Positive = Field(100, description="steps from one choice of `adapt` to the next")
     adapt_window: Annotated[int, Field(ge=2)] = Field(
-        10, description="steps before a choice whose mean gradients it rests on"
+        10, description="steps before each choice whose mean gradients the policy measures"
     )
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 Written: TypeAlias = str | dict[str, Any]  # as people write it: "dense" or {"topk": {"fraction": 0.01}}
-Exchanges: TypeAlias = Written | list[tuple[str, str, Written]]  # or lines of [parameter pattern, link level, method]
+Exchanges: TypeAlias = Written | list[tuple[str, str, Written]]  # or lines of [parameter pattern, level, method]
 
 
 @dataclass(frozen=True, slots=True)

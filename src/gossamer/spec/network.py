@@ -1,4 +1,7 @@
-"""Latency and bandwidth of the links between ranks, measured by a link probe; never one entry per pair of ranks."""
+"""Latency and bandwidth per process group (all, island, between), and per rank for ranks much faster than the slowest.
+
+A link probe measures them. Pairs of ranks have no entries, so the size stays linear in the ranks.
+"""
 
 from __future__ import annotations
 

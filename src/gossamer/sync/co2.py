@@ -3,11 +3,12 @@
 Equations (round t of H steps, island i):
     D_t = sum_i w_i (x_t - x_{i,t})   is under way during round t + 1
     x_{t+1} = outer(x_t, D_{t-1}),  and every island starts its round t + 1 there
-Symbols: x_t anchor at the start of round t; x_{i,t} where island i has come to in it; w_i samples seen.
-Wire:    every H steps what `exchange` sends of one displacement, hidden where it takes less than H steps.
-State:   the anchor, what `outer_optimizer` keeps, and the displacement under way, each as large as the model.
+Symbols: x_t global parameters at the start of round t; x_{i,t} where island i has come to in it; w_i samples seen.
+Wire:    every H steps what `exchange` sends of one pseudo-gradient, hidden where it takes less than H steps.
+State:   the global parameters, what `outer_optimizer` keeps, and the pseudo-gradient under way, each as large as the
+model.
 Paper:   Sun et al., CO2, ICLR 2024, arXiv 2401.16265.
-Good when: one exchange takes about as long as a round.   Not for: few rounds: each displacement comes a round late.
+Good when: one exchange takes about as long as a round.   Not for: few rounds: each pseudo-gradient comes a round late.
 """
 
 from __future__ import annotations

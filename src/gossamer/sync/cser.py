@@ -4,11 +4,11 @@ and is brought together every H steps as far as `exchange` carries it (error res
 Equations (island i, step p_i, residual e_i = x_i - a):
     x_i <- x_i - mean_j C2(p_j) - (p_i - C2(p_i)) ;   a <- a - mean_j C2(p_j)
     every H steps:  a <- a + mean_j C1(e_j) ;   x_i <- a + (e_i - C1(e_i))
-Symbols: a anchor, the same on all islands; C2 `step_exchange`, C1 `exchange`; means weighted by samples seen. What
-an exchange that encodes twice has lost of the others at an island without samples stays there, for islands that weigh
-alike when they next meet.
-Wire:    per step what `step_exchange` sends of the model, and every H steps what `exchange` does.   State: the anchor
-and where the island was before the step, each as large as the model.
+Symbols: a global parameters, the same on all islands; C2 `step_exchange`, C1 `exchange`; means weighted by samples
+seen. What an exchange that encodes twice has lost of the others at an island without samples stays there, for islands
+that weigh alike when they next meet.
+Wire:    per step what `step_exchange` sends of the model, and every H steps what `exchange` does.   State: the global
+parameters and where the island was before the step, each as large as the model.
 Paper:   Xie et al., CSER, NeurIPS 2020, arXiv 2007.13221. There C1 and C2 are random blocks (random_blocks here), and
 the step that of SGD; here it is whatever the update rule makes of the island's gradient.
 Good when: compressed very hard: nothing is held back, so nothing comes late.   Not for: sharded parameters.

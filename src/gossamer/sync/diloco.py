@@ -1,16 +1,17 @@
-"""Diloco: many steps of the inner optimizer per island, then one outer step on the mean displacement.
+"""Diloco: many steps of the inner optimizer per island, then one outer step on the mean pseudo-gradient.
 
 Equations (island i, fragment p of P, period H, delay tau):
     x_i <- inner(x_i, g_i)   at every step, or n_i of H
     every H steps, fragment p (H p / P) steps after the first:  D_p = sum_i w_i (a_p - x_{i,p})
     tau steps later:  a_p <- outer(a_p, D_p) ;   x_{i,p} <- alpha x_{i,p} + (1 - alpha) (a_p + c_{i,p})
-Symbols: a anchor; w_i samples that island i has seen, over those of all; n_i `local_steps`, of an island of slow
-machines; c what x_{i,p} has moved by since D_p was sent, where `keep_local_progress` is set, else 0: then tau steps are
-lost but for alpha's part.
+Symbols: a global parameters; w_i samples that island i has seen, over those of all; n_i `local_steps`, of an island of
+slow machines; c what x_{i,p} has moved by since D_p was sent, where `keep_local_progress` is set, else 0: then tau
+steps are lost but for alpha's part.
 Wire:    every H / P steps what `exchange` sends of one fragment: P fragments need 1 / P of the peak rate, and tau steps
-of time hide what they send.   State: the anchor and what `outer_optimizer` keeps, each as large as the model.
+of time hide what they send.   State: the global parameters and what `outer_optimizer` keeps, each as large as the
+model.
 Paper:   Douillard et al., DiLoCo, arXiv 2311.08105; Douillard et al., Streaming DiLoCo, arXiv 2501.18512 (fragments,
-delay, alpha, 4-bit displacements); `keep_local_progress` as in the delayed averaging of Zhou et al., DaSGD, arXiv
+delay, alpha, 4-bit pseudo-gradients); `keep_local_progress` as in the delayed averaging of Zhou et al., DaSGD, arXiv
 2006.00441.
 Good when: the line between islands is slow.   Not for: the first hundreds of steps from scratch: let the
 islands train together for `warmup_steps` steps.   Tied weights lie in one fragment.

@@ -6,9 +6,9 @@ Equations (island i, period H, round t):
 Symbols: W mixing matrix of the round, made by `topology`; w_j samples that island j has seen, over those of all; g_i
 mean gradient of the island, over its own labels. The mean weighted with w moves by the islands' steps alone, and what
 islands differ in contracts by lambda_2(W) per round (lambda_2^2 of the square): see the graph.
-Wire:    every H steps one displacement to every neighbour, through `codec`; every K H steps an all-reduce of one.
-State:   the anchor, as large as the model; with a codec that loses something and neighbours that stay (ring), as much
-for itself and for each neighbour.
+Wire:    every H steps one pseudo-gradient to every neighbour, through `codec`; every K H steps an all-reduce of one.
+State:   the global parameters, as large as the model; with a codec that loses something and neighbours that stay
+(ring), as much for itself and for each neighbour.
 Paper:   gossip and synchronisation of arXiv 2307.01898, of which it gives no algorithm: this one is ours. Lian et al.,
 D-PSGD, NeurIPS 2017, arXiv 1705.09056; Koloskova et al., CHOCO-SGD, ICML 2019, arXiv 1902.00340 (codec and gamma).
 In between, what all islands agree on is the last full average: validation, samples and checkpoints are of that.

@@ -4,7 +4,8 @@ Equations (island i, period H):
     x_i <- x_i - step(g_i)   H times, or n_i of them ;   x_i <- sum_j w_j x_j
 Symbols: n_i `local_steps`, of an island of slow machines; w_j samples that island j has seen, over those of all; g_i
 mean gradient of the island, over its own labels.
-Wire:    every H steps what `exchange` sends of one displacement.   State: the anchor, as large as the model.
+Wire:    every H steps what `exchange` sends of one pseudo-gradient.   State: the global parameters, as large as the
+model.
 Paper:   Stich, ICLR 2019, arXiv 1805.09767; with `warmup_steps`, post-local SGD, Lin et al., ICLR 2020, arXiv
 1808.07217. Update rules keep their state for themselves: nothing of it is averaged.
 Good when: islands see data of one

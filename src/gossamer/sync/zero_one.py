@@ -8,7 +8,7 @@ from there):
     steps
     round:   A <- A - exchange(A - x_i) ;   x_i <- A
 Wire:    in a step in which all gradients meet, what plan.exchange sends; in a round, what `exchange` does.
-State:   the anchor and a residual, each as large as the model.
+State:   the global parameters and a residual, each as large as the model.
 Paper:   Lu et al., Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam, ICLR 2023, arXiv
 2202.06009: with zero_one_adam as the rule, its second moment is refreshed in the steps t_j, and its momentum is what
 comes of a round. kappa 16, `local_step_clipper` 16 and `local_step_scaler` 32678 there, T where the rate has warmed up.

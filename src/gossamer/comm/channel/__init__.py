@@ -40,7 +40,7 @@ class Channel(ABC):
     meter: Meter
 
     def widen(self, levels: ProcessGroups) -> None:
-        """Add the groups of more levels; all ranks do so between the same two messages."""
+        """Add process groups to the channel. All ranks must call it between the same two messages."""
         self.levels = self.levels.and_more(levels)
 
     @abstractmethod

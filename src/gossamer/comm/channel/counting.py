@@ -38,7 +38,7 @@ class CountingChannel(Channel):
         return _Nothing(parts)
 
     def charge(self, traffic: Iterable[Traffic]) -> None:
-        """Count messages that do not exist yet."""
+        """Count the bytes of messages that a method declares (`traffic`), before anything is encoded or sent."""
         for one in traffic:
             self.start(one.message()).wait()
 

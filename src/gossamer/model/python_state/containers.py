@@ -30,7 +30,7 @@ class ContainerReader:
     record: StateRecord
 
     def read(self, held: Any) -> Iterator[Any] | None:
-        """Note how to restore `held`, and return the objects that it holds; None if it is no container."""
+        """Record how to restore the contents of `held`; return the objects in it, or None if it is not a container."""
         found: Iterator[Any] = iter(())
         if isinstance(held, dict):
             found = self._dict(held)

@@ -39,7 +39,7 @@ class CallTrace:
 
     @property
     def position(self) -> int:
-        """Return the position of the code behind the last call, as in `DataFlow`."""
+        """Return the position of the code after the last recorded call: p is the code between calls p - 1 and p."""
         return len(self.traced)
 
     def now(self) -> float:
@@ -63,7 +63,10 @@ class CallTrace:
         self.current = None
 
     def end(self, number: int, unit: nn.Module, output: Any, until: Any) -> None:
-        """Record what a call returned and left elsewhere. `until`: code of the function that calls the forward."""
+        """Record the output of unit call `number`, and the tensors that it stored in attributes or containers.
+
+        until: the code object of the function that calls the forward.
+        """
         list(self.values.buffers.assigned(number, self.values.taint, loose=False))
         seen = self.traced[number]
         assert seen.effects is not None

@@ -109,7 +109,7 @@ def _why_not(data: bytes) -> str:
 
 
 def encode_part(part: RankManifest) -> dict[str, Any]:
-    """Return the JSON value of a rank's part, for `seal`."""
+    """Return one rank's part of the checkpoint manifest as a JSON value, which `seal` writes with a digest."""
     shard = part.shard
     slices = [
         {

@@ -1,8 +1,9 @@
-"""Average: the islands meet in the mean of where they have come to.
+"""Average: replaces the global parameters by the weighted mean of the local parameters (federated averaging).
 
 Equations:
     x <- x - D
-Symbols: x anchor; D mean displacement, sum_i w_i (x - x_i) over islands i with weights w_i (samples seen).
+Symbols: x global parameters; D mean pseudo-gradient, sum_i w_i (x - x_i) over islands i with weights w_i (samples
+seen).
 State:   none.   Work: one pass.
 Paper:   McDonald et al. 2010; "federated averaging", McMahan et al., arXiv 1602.05629.
 """

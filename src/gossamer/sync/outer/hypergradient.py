@@ -1,12 +1,12 @@
-"""Hypergradient: an outer rate (or the islands' own) that grows while successive rounds agree, and falls as they turn.
+"""Hypergradient: an outer (or inner) learning rate that grows while successive pseudo-gradients agree, else shrinks.
 
 Equations:
     a <- min(max(a exp(kappa c), low), high),   c = <D, D'> / (|D| |D'|)
     of: outer    x <- x + a (R(x, D) - x)
     of: inner    x <- R(x, D), and the islands' learning rates are multiplied with a from now on
-Symbols: x anchor; D mean displacement of this round, D' of the one before; R the `inner` rule; ln a `log_factor`
-(state), 0 at first.
-State:   that of the inner rule, 1 tensor as large as the anchor, 1 number.   Work: two passes more.
+Symbols: x global parameters; D mean pseudo-gradient of this round, D' of the one before; R the inner outer optimizer;
+ln a `log_factor` (state), 0 at first.
+State:   that of the inner outer optimizer, 1 tensor as large as the parameters, 1 number.   Work: two passes more.
 Paper:   Wang et al., FedHyper, ICLR 2024, arXiv 2310.03156 (its G and SL). There a <- a + <D, D'>, which grows with the
 size of the model; the cosine (ours) does not.
 """

@@ -1,9 +1,9 @@
-"""Nesterov: the mean displacement as a gradient of SGD with Nesterov momentum; the outer optimizer of DiLoCo.
+"""Nesterov: the mean pseudo-gradient as a gradient of SGD with Nesterov momentum; the outer optimizer of DiLoCo.
 
 Equations:
     m <- mu m + D ;   x <- x - lr (D + mu m)
-Symbols: x anchor; D mean displacement; m `momentum` (state), zero at first; mu the field of that name.
-State:   1 tensor as large as the anchor.   Work: two passes.
+Symbols: x global parameters; D mean pseudo-gradient; m `momentum` (state), zero at first; mu the field of that name.
+State:   1 tensor as large as the parameters.   Work: two passes.
 Paper:   Douillard et al., DiLoCo, arXiv 2311.08105, algorithm 1; lr 0.7, mu 0.9 there, lr 0.4 when streaming.
 """
 

@@ -1,15 +1,16 @@
-"""SignMomentum: steps of one size in every coordinate, in the direction of a momentum over rounds (Lion, outside).
+"""SignMomentum: outer Lion, the sign of a momentum over rounds; every coordinate moves by the same amount.
 
 Equations:
     D' = D / g ;   u = b1 m + (1 - b1) D'
     x <- x - lr r (S(u) + decay x)
     m <- b2 m + (1 - b2) D'
     S(u) = sign(u), or with `randomized`: +1 with probability 1/2 + u / (2 B), else -1;  B = max |u| of its buffer
-Symbols: x anchor; D mean displacement; g sum, r mean of the learning rates of the round's steps; m `momentum` (state).
-State:   1 tensor as large as the anchor.   Work: four passes. The wire carries D in full: the sign comes after it.
+Symbols: x global parameters; D mean pseudo-gradient; g sum, r mean of the learning rates of the round's steps; m
+`momentum` (state).
+State:   1 tensor as large as the parameters.   Work: four passes. The wire carries D in full: the sign comes after it.
 Paper:   Yu et al., Distributed Sign Momentum with Local Steps, arXiv 2411.17866, algorithm 1 (b1 .95, b2 .98 there).
 Unlike the paper: g is the sum of the rates, so that warm-up inside a round does not stretch D'. Where u is zero (rows
-nobody touched) nothing moves but by decay.
+without a gradient) nothing moves but by decay.
 """
 
 from __future__ import annotations
