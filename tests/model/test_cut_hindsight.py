@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "recomputed": (of(CountsInside), r"changes blocks\.\d\.times"),
     "list": (HookOfTheList, "wanted body, which has backward hooks, in one stage"),
     "replaced": (Replaced, "backward hooks and forward hooks that give another output"),
-    "node": (Nodes, "grad_fn of what blocks.0 gives"),
+    "node": (Nodes, "grad_fn of an output of blocks.0"),
     "gradient": (Penalty, "gradients that are taken in the forward .*blocks.3"),
     "another": (ReadsAnother, "reads blocks.0.last"),
 }

@@ -92,7 +92,7 @@ def test_fewer_rows_than_ranks_leave_a_spare_one_that_counts_nothing() -> None:
 
 def test_a_batch_that_is_not_as_large_as_the_loader_says_is_not_guessed_at() -> None:
     time_major = (torch.zeros(7, 4, 3), torch.zeros(7, 4))
-    with pytest.raises(BadInput, match="4 as the loader says"):
+    with pytest.raises(BadInput, match="4, as the loader says"):
         second(given_rows=4).share(time_major, is_last=False)
     assert second(given_rows=4).share((numbers(3),), is_last=True).rows == 1  # the last one may be short
 

@@ -132,7 +132,7 @@ def test_what_is_missing_is_said(home: Path, tmp_path: Path, monkeypatch: pytest
     config = (torn / "run.yaml").read_text()
     (torn / "run.yaml").write_text(config.replace("tokenizer: byte", "tokenizer: bpe:300"))
     shutil.rmtree(home / "corpus")
-    with pytest.raises(BadInput, match=r"keeps no tokenizer, .*no file matches .*once resumed there"):
+    with pytest.raises(BadInput, match=r"contains no tokenizer .*no file matches .*`gossamer resume` there"):
         gossamer.export(torn, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (torn / "run.yaml").write_text(config.replace("steps: 2", "steps: many"))

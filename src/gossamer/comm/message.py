@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import BadInput
 
 
 class Collective(Enum):
@@ -148,19 +148,18 @@ class ProcessGroups:
         """
         group = next((group for group in self._groups_of(level) if rank in group), None)
         if group is None:
-            raise self._unknown(level, f"that rank {rank} takes part in")
+            raise self._unknown(level, f"of rank {rank}")
         return group
 
     def _groups_of(self, level: str) -> tuple[tuple[int, ...], ...]:
         if level not in self.groups:
-            raise self._unknown(level, "that something is to meet at")
+            raise self._unknown(level, "of an exchange")
         return self.groups[level]
 
     def _unknown(self, level: str, what: str) -> BadInput:
-        return bad_input(
-            wanted=f"a level {level!r} of the links {what}",
-            got=f"the levels {', '.join(self.groups)}",
-            do="name methods that speak of these alone, or say in machines.islands who shares a fast link",
+        return BadInput(
+            f"the process group {level!r} {what} does not exist, the run has {', '.join(self.groups)}: list the ranks "
+            "of each island in machines.islands, or choose methods without islands"
         )
 
 

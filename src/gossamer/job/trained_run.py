@@ -73,8 +73,9 @@ def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:
         return corpus_of(config.data).tokenizer
     except BadInput as error:
         raise BadInput(
-            f"{directory.path} keeps no tokenizer, as an earlier version began it, and its text gives none: "
-            f"{error.message}. Stand in the folder of its text; once resumed there, it keeps its tokenizer",
+            f"{directory.path} contains no tokenizer (an earlier version created the run), and data.source does not "
+            f"give it: {error.message}. Run the command in the folder in which the run was started; `gossamer resume` "
+            "there stores the tokenizer",
             key=error.key,
         ) from None
 

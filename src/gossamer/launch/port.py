@@ -37,7 +37,9 @@ def listen(address: str, port: int) -> socket.socket:
             ) from None
         if error.errno == errno.EADDRNOTAVAIL:
             own = ", ".join(f"{d.address} ({d.name})" for d in interfaces()) or "none found"
-            raise BadInput(f"{address} is not an address of this host, which has {own}: host 0 must own it") from None
+            raise BadInput(
+                f"{address} is not an address of this host, which has {own}: give an address of node 0, which listens"
+            ) from None
         raise BadInput(f"cannot listen on {address}:{port}: {error.strerror}") from None
 
 

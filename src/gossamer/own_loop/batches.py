@@ -238,10 +238,10 @@ class Divider:
             odd = next((path for path, size in sizes.items() if size != usual), "")
             listed = ", ".join(f"{path or 'tensor'}: {size}" for path, size in sizes.items())
             raise bad_input(
-                wanted="as many rows in the first dimension of every tensor of a batch"
-                + (f", {wanted} as the loader says" if wanted is not None else ""),
+                wanted="the same size of dimension 0, the rows, in every tensor of a batch"
+                + (f": {wanted}, as the loader says" if wanted is not None else ""),
                 got=listed,
-                do=f'pass rows={{"{odd}": None}} if it is the same for all rows, or the dimension that has them',
+                do=f'pass rows={{"{odd}": None}} if it is the same for all rows, {{"{odd}": d}} if dim d has them',
                 key="rows",
             )
         return several.pop()

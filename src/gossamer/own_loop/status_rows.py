@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.loss_reader.count import Kind, LossCount
-from gossamer.spec.errors import WireMismatch, bad_input
+from gossamer.spec.errors import BadInput, WireMismatch, bad_input
 
 BACKWARD, STEP, LOSS, TAKEN = 1, 2, 3, 4
 _DOING = {
@@ -171,10 +171,9 @@ class StatusRows:
         if Kind.DIVIDED in kinds:
             counted = [(kind, count) for kind, count in zip(kinds, self.table[:, 5].tolist(), strict=True) if count]
             if Kind.DIVIDED in dict(counted) and len({count for _, count in counted}) == 1:
-                raise bad_input(
-                    wanted=f"in {what} to know whether a sum is divided by what this rank counts, or by a constant",
-                    got=one.said,
-                    do=do,
+                raise BadInput(
+                    f"{what}: the loss is a sum divided by a number that is equal on all ranks ({one.said}), so it may "
+                    f"be what this rank counts or a constant: {do}"
                 )
         if (
             len({Kind.MEAN if one is Kind.DIVIDED else one for one in kinds}) > 1

@@ -22,10 +22,10 @@ def check_shared_memory(construction: ConstructorState, cut: StagedModel) -> Non
         at = {name: frozenset(p.stage for p in cut.parts if name in p.holds) for name in sorted(group)}
         if len(set(at.values())) > 1:
             raise bad_input(
-                wanted="parameters and buffers with memory of their own, or all that share one in the same stage",
+                wanted="tensors that share memory in one stage",
                 got=" and ".join(f"{name} (stage {', '.join(map(str, sorted(s))) or '-'})" for name, s in at.items()),
                 do="tie parameters by assigning the parameter itself (head.weight = embed.weight), not its .data; or "
-                "cut elsewhere",
+                "move the split point",
                 key="plan.cuts",
             )
 

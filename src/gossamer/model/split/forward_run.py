@@ -40,9 +40,10 @@ class ForwardRun:
         """Return the error for `came`, a unit or the end of the forward, in place of the next call."""
         wanted = self.flow.calls[self.at].name if self.at < self.flow.end else "the end of the forward"
         return bad_input(
-            wanted=f"{wanted} to come next in the forward on stage {self.part.stage}, as when the model was cut",
-            got=f"{came}: it took another way",
-            do="call the same units in every forward, and let each decide within itself what it does",
+            wanted=f"{wanted} to come next in the forward on stage {self.part.stage}, as in the trace",
+            got=came,
+            do="a split model calls the same units in the same order in every forward: move the decision into a unit, "
+            "or set plan.mesh.pipe: 1",
             key=_KEY,
         )
 

@@ -113,7 +113,10 @@ class _Driver:
     def _alike(self, graph: _Graph) -> _Graph:
         first = next(iter(self.graphs.values()))
         if graph.shape != first.shape and graph.inputs == first.inputs:
-            raise RunFailed("a batch of another kind takes another way through the model: give all batches one shape")
+            raise RunFailed(
+                "torch.export gives other operators for this batch than for the first one, so the stages do not fit: "
+                "give all batches the same keys and shapes, or name the blocks of the model in plan.units"
+            )
         return graph
 
 

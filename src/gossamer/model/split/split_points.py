@@ -243,11 +243,10 @@ def _check(flow: DataFlow, part: StageSpec) -> None:
                 key=_KEY,
             )
     for value in flow.nodes.intersection(part.receives):
-        raise bad_input(
-            wanted=f"nobody to take the grad_fn of what {flow.calls[value.call].name} gives and stage {part.stage} "
-            "receives: its node in the graph is on another stage",
-            got="code between units that does",
-            do="set the hook on the tensor (register_hook) or within the unit, or cut elsewhere",
+        raise BadInput(
+            f"code between units reads the grad_fn of an output of {flow.calls[value.call].name}, which stage "
+            f"{part.stage} receives from another rank without its graph: call register_hook on the tensor, register "
+            "the hook inside the unit, or move the split point (plan.cuts)",
             key=_KEY,
         )
     for number, call in enumerate(flow.calls[: part.low]):

@@ -128,7 +128,7 @@ class FakeTensorOps(EagerOps):
 
     def _stand_in(self, real: Tensor) -> Tensor:
         if real.layout is not torch.strided or type(real) not in (Tensor, nn.Parameter):
-            raise RunFailed(f"a {type(real).__name__} of layout {real.layout} has more to it than a shape")
+            raise RunFailed(f"no fake copy of a {type(real).__name__} of layout {real.layout}: trace with real tensors")
         strides = real.stride() if not _is_one_element(real) else torch.empty(real.shape, device="meta").stride()
         with self._mode:
             stand_in = torch.empty_strided(real.shape, strides, dtype=real.dtype, device=real.device)

@@ -50,4 +50,8 @@ def check_codec(codec: Codec | None, key: str) -> None:
 def check_floating(dtype: torch.dtype, *, coded: bool) -> None:
     """Raise BadInput for a dtype that is not floating point, or that a codec (of float32) would narrow (`coded`)."""
     if not dtype.is_floating_point or (coded and dtype.itemsize > 4):
-        raise bad_input(wanted="floating-point numbers, float32 or narrower", got=str(dtype), do="send them plain")
+        raise bad_input(
+            wanted="fp32, bf16 or fp16 tensors to compress",
+            got=str(dtype),
+            do="set plan.activation_compression to none for this stage boundary",
+        )
