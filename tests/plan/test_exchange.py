@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
 
@@ -17,14 +17,17 @@ from gossamer.plan.exchange import (
     Candidate,
     Option,
     StepMeasurements,
-    Timeline,
     across_islands,
     choose,
-    timeline,
+    cost_of_step,
+    tasks_of_step,
     waited_for,
     wire_seconds,
 )
+from gossamer.plan.exchange.step_search import StepSearch
 from gossamer.recipe import ParameterRules
+from gossamer.spec.clock import play
+from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput
 from gossamer.spec.network import Link, Network
 from gossamer.spec.units import show_seconds
@@ -52,6 +55,11 @@ def facts(
         )
         made.append(BucketMeasurements((f"block.{b}.w",), numel, (b + 1) / buckets, 1 / buckets, options))
     return StepMeasurements(tuple(made), compute_s=1.5, backward_s=1.0, stolen=stolen)
+
+
+def cost_with(known: StepMeasurements, chosen: Sequence[Option | None]) -> Cost:
+    """The cost of a step with one option for each bucket."""
+    return cost_of_step(known, play(tasks_of_step(known, [o for o in chosen if o is not None])))
 
 
 def test_a_fast_link_keeps_the_plain_all_reduce() -> None:
@@ -100,7 +108,7 @@ def test_never_slower_than_plain_and_as_good_as_trying_everything(bytes_per_s: f
     assert decision.forecast.step_s <= decision.plain.step_s
 
     def steps(picks) -> float:
-        return timeline(known, [b.options[c] for b, c in zip(known.buckets, picks, strict=True)]).step_s  # type: ignore[misc]
+        return cost_with(known, [b.options[c] for b, c in zip(known.buckets, picks, strict=True)]).step_s
 
     def value(picks) -> float:
         return steps(picks) * (1 + 0.1 * sum(LOSS[c] for c in picks) / 6)
@@ -127,9 +135,9 @@ def bucket_of(ready_s: float, cpu_s: float, wire_s: float) -> BucketMeasurements
     return BucketMeasurements(("w",), 1, ready_s, 1.0, (Option(cpu_s, wire_s, 8, 0.0),))
 
 
-def line_of(*buckets: BucketMeasurements, stolen: float = 0.0) -> Timeline:
+def line_of(*buckets: BucketMeasurements, stolen: float = 0.0) -> Cost:
     known = StepMeasurements(buckets, compute_s=1.5, backward_s=1.0, stolen=stolen)
-    return timeline(known, [b.options[0] for b in buckets])  # type: ignore[misc]
+    return cost_with(known, [b.options[0] for b in buckets])
 
 
 def test_encoding_and_decoding_beside_backward_make_it_longer_by_what_they_steal() -> None:
@@ -203,15 +211,15 @@ def test_facts_take_no_number_that_is_none(bad: float) -> None:
 
 def test_borders_settle_in_as_many_rounds_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever values are: where they are none, too."""
-    module, asked = importlib.import_module("gossamer.plan.exchange.choose"), list[int]()
+    asked = list[int]()
 
     def value(*what: object) -> float:
         asked.append(1)
         assert len(asked) < 50, "it does not end"
         return math.nan
 
-    monkeypatch.setattr(module, "_value", value)
-    assert module._settled(facts(2e6), [0, 1, 2, 3], (0, 2, 4)) == (0, 2, 4) and len(asked) > 1
+    monkeypatch.setattr(StepSearch, "value", value)
+    assert StepSearch.over(facts(2e6), [0, 1, 2, 3]).settled((0, 2, 4)) == (0, 2, 4) and len(asked) > 1
 
 
 def test_messages_follow_one_another_and_ranks_send_at_once() -> None:

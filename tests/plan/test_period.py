@@ -11,17 +11,17 @@ from gossamer.plan.exchange import (
     LocalUpdateEstimate,
     RoundMeasurements,
     SyncPeriod,
-    Timeline,
     choose_period,
     forecast_apart,
     written_of,
 )
+from gossamer.spec.cost import Cost
 
 SHORT, LONG = SyncPeriod(8, 0.05), SyncPeriod(64, 0.2)
 
 
 def at_every_step(step_s: float, *, dearer: float = 0.0) -> Decision:
-    line = Timeline(step_s=step_s, exposed_s=step_s - 1.0, wire_s=step_s, cpu_s=0.0, sent_bytes=1)
+    line = Cost(step_s=step_s, exposed_s=step_s - 1.0, wire_s=step_s, sent_bytes=(1,))
     return Decision("dense", "", line, line, dearer=dearer)
 
 

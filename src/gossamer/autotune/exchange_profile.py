@@ -23,11 +23,13 @@ from gossamer.plan.exchange import (
     RoundMeasurements,
     StepMeasurements,
     check_finite,
-    timeline,
+    cost_of_step,
+    tasks_of_step,
     wire_seconds,
 )
 from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile, encode_slowdown
+from gossamer.spec.clock import play
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import told
 from gossamer.spec.network import Network
@@ -166,12 +168,13 @@ class ExchangeProfile:
         buckets = tuple(
             BucketMeasurements((), w.numel, at, 0.0, ()) for w, at in zip(cut.layouts, cut.ready_s, strict=True)
         )
+        alone = StepMeasurements(buckets, *self.times)
         dense = [Option(0.0, *_on_wire(Dense(), where, inside, near), 0.0) for where in cut.layouts]
         fragments = exchanges_of_round(loop, self.params, levels, units=units, bucket_bytes=BUCKET_BYTES)
         squares = exchange_of_second_moments(levels)
         cpu_s = sum(exchange_methods.seconds_of(x, where, levels, rank) for one in fragments for where, x in one)
         return RoundMeasurements(
-            step_s=timeline(StepMeasurements(buckets, *self.times), dense).step_s,
+            step_s=cost_of_step(alone, play(tasks_of_step(alone, dense))).step_s,
             fragments_s=tuple(sum(_on_wire(x, where, levels, links)[0] for where, x in one) for one in fragments),
             cpu_s=_largest(self.pump, ("cpu_s of a round",), [cpu_s])[0],
             stolen=self.times[2],

@@ -349,12 +349,11 @@ def _planned(plan: Plan, decision: Decision, links: Network, cost: Cost, beside:
     link = links.levels.get("between", links.levels["all"])
     said = f"{decision.reason}{beside} (links: {show_rate(link.bytes_per_s)}, {1e3 * link.latency_s:.1f} ms)"
     line = decision.forecast
-    times: dict[str, object] = {"state_bytes": plan.forecast.state_bytes, "step_s": line.step_s}
-    times |= {"compute_s": line.step_s - line.exposed_s, "wire_s": line.wire_s, "exposed_s": line.exposed_s}
+    times = {name: getattr(line, name) for name in ("step_s", "compute_s", "wire_s", "exposed_s")}
     return plan.model_copy(
         update={
             "exchange": decision.written,
             "reasons": {**plan.reasons, "exchange": said},
-            "forecast": cost.model_copy(update=times),
+            "forecast": cost.model_copy(update={"state_bytes": plan.forecast.state_bytes, **times}),
         }
     )

@@ -11,6 +11,7 @@ step, increased by a penalty for the part of the gradient that compression defer
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_islands
 from gossamer.plan.exchange.choose import Decision, choose
 from gossamer.plan.exchange.measurements import BucketMeasurements, Option, StepMeasurements, check_finite, wire_seconds
+from gossamer.plan.exchange.step_tasks import cost_of_step, tasks_of_step, waited_for
 from gossamer.plan.exchange.sync_period import (
     PERIODS,
     LocalUpdateEstimate,
@@ -21,7 +22,6 @@ from gossamer.plan.exchange.sync_period import (
     forecast_apart,
     written_of,
 )
-from gossamer.plan.exchange.timeline import Timeline, timeline, waited_for
 
 __all__ = [
     "CANDIDATES",
@@ -34,14 +34,14 @@ __all__ = [
     "LocalUpdateEstimate",
     "SyncPeriod",
     "RoundMeasurements",
-    "Timeline",
     "SyncDecision",
     "across_islands",
     "check_finite",
     "choose",
     "choose_period",
+    "cost_of_step",
     "forecast_apart",
-    "timeline",
+    "tasks_of_step",
     "waited_for",
     "wire_seconds",
     "written_of",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gossamer.plan.exchange.choose import WORTH, Decision
+from gossamer.spec.clock import BESIDE, Part, Task, compute, cost, play, wire
 from gossamer.spec.method_config import Written
 from gossamer.spec.units import show_seconds
 
@@ -102,13 +103,32 @@ def forecast_apart(period: SyncPeriod, facts: RoundMeasurements) -> LocalUpdateE
     A step takes as long as an island's own, unless a round is still on the links when the next begins. The sync delay
     is the shortest that hides the longest fragment, plus one step of margin.
     """
-    own = facts.step_s + facts.stolen * facts.cpu_s / period.every
-    beside = facts.second_moments_s / period.second_moments if period.second_moments else 0.0
-    step_s = max(own, (sum(facts.fragments_s) + beside) / period.every)
+    busy = play(tasks_of_mean_step(period, facts)).busy_s()
+    own, step_s = busy[compute(0)], max(busy.values())
     longest = max(facts.fragments_s, default=0.0)
     delay = min(period.every - 1, math.ceil(longest / step_s) + 1)
-    late = sum(max(0.0, one - delay * step_s) for one in facts.fragments_s) / period.every
+    flights = (play(tasks_of_flight(delay * step_s, one)) for one in facts.fragments_s)
+    late = sum(cost(flight).exposed_s for flight in flights) / period.every
     return LocalUpdateEstimate(step_s + late, step_s + late - own, delay)
+
+
+def tasks_of_mean_step(period: SyncPeriod, facts: RoundMeasurements) -> tuple[Task, ...]:
+    """Return the tasks of a round, divided by its steps: an island's own step, and the messages of the round beside it.
+
+    Rounds follow each other without waiting for their messages, so a step takes as long as the busier of the two.
+    """
+    stolen = Part(0, facts.stolen * facts.cpu_s / period.every)
+    beside = facts.second_moments_s / period.second_moments if period.second_moments else 0.0
+    return (
+        Task(compute(0), facts.step_s),
+        Task(BESIDE, 0.0, begins=Part(0, 0.0), steals=stolen),
+        Task(wire("between"), (sum(facts.fragments_s) + beside) / period.every),
+    )
+
+
+def tasks_of_flight(steps_s: float, fragment_s: float) -> tuple[Task, ...]:
+    """Return the tasks of a fragment: the steps of its sync delay, and its messages beside them."""
+    return Task(compute(0), steps_s), Task(wire("between"), fragment_s)
 
 
 def written_of(period: SyncPeriod, delay: int, steps: int) -> Written:

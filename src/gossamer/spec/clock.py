@@ -1,0 +1,217 @@
+"""The clock: the one model of time. It plays a list of tasks on resources, and gives the cost of what it played.
+
+A resource is a name: `compute(rank)` of a rank's own work, `wire(name)` of a link, any other of a thread beside them.
+Whoever knows a piece of a run writes its tasks: `plan.exchange.step_tasks` a step with gradient buckets,
+`plan.exchange.sync_period` a round of local updates, `plan._sharding_groups` the gathers of sharded states,
+`pipeline.schedule_tasks` a pipeline schedule. Rates and durations never vary. Standard library and `Cost` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from gossamer.spec.cost import Cost
+
+BESIDE = ""  # the resource of a task that waits for no other one: a moment, not work
+_COMPUTE, _WIRE = "compute ", "wire "
+
+
+def compute(rank: int) -> str:
+    """Return the name of the resource that does a rank's forward and backward passes."""
+    return f"{_COMPUTE}{rank}"
+
+
+def wire(name: str) -> str:
+    """Return the name of the resource that carries the messages of a link."""
+    return f"{_WIRE}{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The first `seconds` of the work of task number `of`."""
+
+    of: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task: it keeps the resource `on` busy for `seconds`, once all tasks of `after` have ended.
+
+    `begins`: not before this part of another task is done. `steals`: the seconds that another task loses to this one,
+    if it still runs when this one ends. `latency_s`: how much later its result arrives; the resource is free before
+    (of a task that nothing steals from).
+    `sent_bytes`: of a message. `holds`, `frees`: the bytes of memory it takes when it starts and returns when it ends.
+    Tasks are named by their number in the list; only earlier ones can be named.
+    """
+
+    on: str
+    seconds: float
+    after: tuple[int, ...] = ()
+    begins: Part | None = None
+    steals: Part | None = None
+    latency_s: float = 0.0
+    sent_bytes: int = 0
+    holds: int = 0
+    frees: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The played tasks: when each started and ended, arrival included, and the seconds it lost to others."""
+
+    tasks: tuple[Task, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    lost: Mapping[int, float]
+
+    @property
+    def end_s(self) -> float:
+        """Return the end of the last task."""
+        return max(self.ends, default=0.0)
+
+    def busy_s(self) -> dict[str, float]:
+        """Return the busy seconds of each resource.
+
+        The largest is the time of one repetition, where lists of tasks follow each other without waiting.
+        """
+        found: dict[str, float] = {}
+        for number, task in enumerate(self.tasks):
+            found[task.on] = found.get(task.on, 0.0) + task.seconds + self.lost.get(number, 0.0)
+        return found
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Return the bytes of the messages of each link, by its name."""
+        found: dict[str, int] = {}
+        for task in self.tasks:
+            if task.on.startswith(_WIRE):
+                name = task.on.removeprefix(_WIRE)
+                found[name] = found.get(name, 0) + task.sent_bytes
+        return found
+
+    def peak_bytes(self, resource: str) -> int:
+        """Return the most bytes that the tasks of `resource` hold at once."""
+        changes = (n for task in self.tasks if task.on == resource for n in (task.holds, -task.frees))
+        return max(accumulate(changes), default=0)
+
+
+@dataclass(slots=True)
+class Clock:
+    """A clock under way: each task that is added starts as early as those before it allow.
+
+    First come, first served on each resource, in the order of adding. A theft counts for what is added after it: so
+    tasks that steal are added in the order they end, and what waits for the end of the loser after all of them.
+    """
+
+    tasks: list[Task] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    free: dict[str, float] = field(default_factory=dict)  # by resource
+    lost: dict[int, float] = field(default_factory=dict)  # by task
+
+    def add(self, tasks: Iterable[Task]) -> None:
+        """Play `tasks` after those added before."""
+        played, starts, ends, free, lost = self.tasks, self.starts, self.ends, self.free, self.lost
+        for task in tasks:
+            on = task.on
+            at = free.get(on, 0.0)
+            for need in task.after:
+                if ends[need] > at:
+                    at = ends[need]
+            if (part := task.begins) is not None:
+                begins = starts[part.of] + part.seconds + lost.get(part.of, 0.0)
+                if begins > at:
+                    at = begins
+            end = at + task.seconds
+            if on:
+                free[on] = end
+            played.append(task)
+            starts.append(at)
+            ends.append(end + task.latency_s if task.latency_s else end)
+            if (part := task.steals) is not None and starts[part.of] <= end < ends[part.of]:
+                self._steal(part)
+
+    def _steal(self, part: Part) -> None:
+        """Lengthen a task that runs."""
+        loser = self.tasks[part.of]
+        self.lost[part.of] = self.lost.get(part.of, 0.0) + part.seconds
+        end = self.starts[part.of] + loser.seconds + self.lost[part.of]
+        self.free[loser.on] = max(self.free[loser.on], end)
+        self.ends[part.of] = end
+
+    def copy(self) -> Clock:
+        """Return a clock that has played the same tasks and goes on by itself."""
+        return Clock([*self.tasks], [*self.starts], [*self.ends], {**self.free}, {**self.lost})
+
+    def trace(self) -> Trace:
+        """Return the tasks played so far."""
+        return Trace(tuple(self.tasks), tuple(self.starts), tuple(self.ends), dict(self.lost))
+
+
+def play(tasks: Iterable[Task]) -> Trace:
+    """Play a list of tasks from second 0, first come, first served on each resource, in the order given."""
+    clock = Clock()
+    clock.add(tasks)
+    return clock.trace()
+
+
+def cost(trace: Trace) -> Cost:
+    """Return the cost of the played tasks; times are means over the ranks, bytes by rank and by link.
+
+    A step is the work of a rank (`compute_s`, with the time it loses to others), its waiting for messages, and for what
+    is left when all ranks have done their work (`exposed_s`), and its waiting for the work of other ranks (`bubble_s`).
+    `peak_bytes` is empty where no task says what it holds.
+    """
+    ranks = _ranks(trace)
+    busy = trace.busy_s()
+    last = max((_end(trace, rank) for rank in ranks), default=0.0)
+    exposed = [sum(there for there, _ in _waits(trace, rank)) + (trace.end_s - last) for rank in ranks]
+    bubble = [sum(here for _, here in _waits(trace, rank)) + (last - _end(trace, rank)) for rank in ranks]
+    return Cost(
+        compute_s=_mean([busy[rank] for rank in ranks]),
+        wire_s=sum((task.seconds for task in trace.tasks if task.on.startswith(_WIRE)), 0.0),
+        exposed_s=_mean(exposed),
+        bubble_s=_mean(bubble),
+        step_s=trace.end_s,
+        peak_bytes=tuple(trace.peak_bytes(rank) for rank in ranks) if any(t.holds for t in trace.tasks) else (),
+        wire_bytes=trace.sent_bytes(),
+    )
+
+
+def _ranks(trace: Trace) -> list[str]:
+    """Return the ranks' resources, in the order of the ranks."""
+    found = {task.on for task in trace.tasks if task.on.startswith(_COMPUTE)}
+    return sorted(found, key=lambda on: int(on.removeprefix(_COMPUTE)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _end(trace: Trace, resource: str) -> float:
+    return max((end for task, end in zip(trace.tasks, trace.ends, strict=True) if task.on == resource), default=0.0)
+
+
+def _waits(trace: Trace, resource: str) -> Iterator[tuple[float, float]]:
+    """Yield (seconds for a message, seconds for other ranks' work) of each wait between two tasks of `resource`.
+
+    A wait for a message counts as such from when the message could be sent, so while its link is busy with others too.
+    """
+    free = 0.0
+    for number, task in enumerate(trace.tasks):
+        if task.on != resource:
+            continue
+        wait = trace.starts[number] - free
+        if wait > 0:
+            cause = max(task.after, key=trace.ends.__getitem__, default=number)
+            is_sent = trace.tasks[cause].on.startswith(_WIRE)
+            there = max(0.0, trace.ends[cause] - max(free, _ready(trace, cause))) if is_sent else 0.0
+            yield there, wait - there
+        free = trace.ends[number]
+
+
+def _ready(trace: Trace, number: int) -> float:
+    """Return when all that a task waits for had ended."""
+    return max((trace.ends[need] for need in trace.tasks[number].after), default=0.0)
