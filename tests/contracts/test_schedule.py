@@ -11,9 +11,10 @@ from gossamer.pipeline import schedule
 from gossamer.pipeline.dependencies import Dependencies
 from gossamer.pipeline.passes import with_transfers
 from gossamer.pipeline.schedule import PipelineSchedule, Schedule, StageCosts
-from gossamer.pipeline.simulator import forecast
+from gossamer.pipeline.schedule_tasks import cost_of_schedule, tasks_of_schedule
 from gossamer.pipeline.validate import check
 from gossamer.spec.action import Action, Op
+from gossamer.spec.clock import compute, play
 from gossamer.spec.errors import BadInput
 
 SHAPES = [(s, r, m) for s, r in [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (6, 3)] for m in (1, 2, 3, 4, 8)]
@@ -64,13 +65,18 @@ def test_the_clock_agrees_with_the_work(maker: PipelineSchedule) -> None:
     """Busy time is the work there is, the makespan at least that of the fullest rank; nothing stays in memory."""
     costs = StageCosts(seconds=SECONDS, live_bytes=3, kept_bytes=3, boundary_bytes=5)
     for (stages, _, microbatches), one in made(maker):
-        trace = forecast(with_transfers(one), [costs] * stages)
+        trace = play(tasks_of_schedule(with_transfers(one), [costs] * stages))
+        told = cost_of_schedule(with_transfers(one), [costs] * stages)
+        chunks = cost_of_schedule(
+            with_transfers(one), [dataclasses.replace(costs, live_bytes=1, kept_bytes=1)] * stages
+        ).peak_bytes
         per_chunk = 3.0 if one.trains else 1.0
-        assert sum(trace.busy_s) == pytest.approx(stages * microbatches * per_chunk)
-        assert max(trace.busy_s) <= trace.makespan_s + 1e-9 and -1e-9 <= trace.bubble < 1
-        assert all(b == 3 * c >= 3 for b, c in zip(trace.peak_bytes, trace.peak_chunks, strict=True))
+        busy = [trace.busy_s()[compute(rank)] for rank in range(len(one.ranks))]
+        assert sum(busy) == pytest.approx(stages * microbatches * per_chunk)
+        assert max(busy) <= told.step_s + 1e-9 and -1e-9 <= told.bubble_s < told.step_s
+        assert all(b == 3 * c >= 3 for b, c in zip(told.peak_bytes, chunks, strict=True))
         crossings = sum(a != b for a, b in zip(one.placement, one.placement[1:], strict=False))
-        assert sum(trace.link_bytes.values()) == crossings * microbatches * 5 * (2 if one.trains else 1)
+        assert sum(told.wire_bytes.values()) == crossings * microbatches * 5 * (2 if one.trains else 1)
 
 
 def test_memory_cap_is_kept_or_refused(maker: PipelineSchedule) -> None:
@@ -85,7 +91,7 @@ def test_memory_cap_is_kept_or_refused(maker: PipelineSchedule) -> None:
                 assert cap < stages * microbatches
                 continue
             check(capped)
-            assert max(forecast(capped, costs).peak_bytes) <= cap
+            assert max(cost_of_schedule(capped, costs).peak_bytes) <= cap
 
 
 @pytest.mark.parametrize("wrong", [{"stages": 0}, {"ranks": 0}, {"microbatches": 0}])

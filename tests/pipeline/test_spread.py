@@ -10,7 +10,7 @@ import pytest
 from gossamer.pipeline.passes import spread, with_recompute, with_split_backward, with_transfers
 from gossamer.pipeline.schedule import Schedule, StageCosts, build
 from gossamer.pipeline.schedule._assign import deal
-from gossamer.pipeline.simulator import forecast
+from gossamer.pipeline.schedule_tasks import cost_of_schedule
 from gossamer.pipeline.validate import IllegalSchedule, check
 from gossamer.spec.action import Action, Op
 from pipeline.orders import gpipe, one_f_one_b, parse, split_1f1b, unit_costs
@@ -71,10 +71,12 @@ def test_ranks_of_a_stage_share_its_work(counts: tuple[int, ...], live: tuple[in
     """A stage of k times the work on k ranks: the pipeline is as busy as one of equal stages."""
     microbatches = 24
     costs = [StageCosts(seconds={Op.F: 1.0 * k, Op.B: 2.0 * k}, live_bytes=1) for k in counts]
-    trace = forecast(with_transfers(wide("1f1b", counts, microbatches)), costs)
+    told = cost_of_schedule(with_transfers(wide("1f1b", counts, microbatches)), costs)
     ranks = sum(counts)
-    assert trace.bubble <= (ranks - 1) / (microbatches + ranks - 1) + 1e-9, "a chain of as many ranks is no busier"
-    assert trace.peak_chunks == live
+    assert told.bubble_s / told.step_s <= (ranks - 1) / (microbatches + ranks - 1) + 1e-9, (
+        "a chain of as many ranks is no busier"
+    )
+    assert told.exposed_s == 0 and told.peak_bytes == live
 
 
 def test_who_has_a_part() -> None:
@@ -104,4 +106,5 @@ def test_forward_only_with_fewer_micro_batches_than_ranks() -> None:
     schedule = with_transfers(spread(straight, [(0, 1), (2, 3)], [(0,), (2,)]))
     check(schedule)
     assert [" ".join(map(str, row)) for row in schedule.ranks] == ["0F0 0SF0", "", "1RF0 1F0", ""]
-    assert forecast(schedule, unit_costs(2)).makespan_s == 2
+    told = cost_of_schedule(schedule, unit_costs(2))
+    assert told.step_s == 2 and told.peak_bytes == (1, 0, 1, 0)

@@ -11,7 +11,7 @@ from gossamer.spec.errors import RunFailed
 
 
 class ScheduleBackend(ABC):
-    """A backend that runs the actions of a schedule: one rank of a real run, all stages in one process, a simulator."""
+    """A backend that runs the actions of a schedule: one rank of a real run, all stages in one process, none."""
 
     @property
     @abstractmethod

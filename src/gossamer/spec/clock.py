@@ -8,8 +8,8 @@ Whoever knows a piece of a run writes its tasks: `plan.exchange.step_tasks` a st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from gossamer.spec.cost import Cost
@@ -158,22 +158,21 @@ def play(tasks: Iterable[Task]) -> Trace:
 
 
 def cost(trace: Trace) -> Cost:
-    """Return the cost of the played tasks; times are means over the ranks, bytes by rank and by link.
+    """Return the cost of the played tasks; times are means over the ranks, peak bytes by rank, sent bytes by link.
 
-    A step is the work of a rank (`compute_s`, with the time it loses to others), its waiting for messages, and for what
-    is left when all ranks have done their work (`exposed_s`), and its waiting for the work of other ranks (`bubble_s`).
-    `peak_bytes` is empty where no task says what it holds.
+    A step is a rank's own work (`compute_s`, with the time it loses to others), its waiting for the work of other ranks
+    (`bubble_s`), and what is left (`exposed_s`): the seconds that a step would be shorter if nothing but the ranks' own
+    work took time. `peak_bytes` is empty where no task says what it holds.
     """
     ranks = _ranks(trace)
     busy = trace.busy_s()
-    last = max((_end(trace, rank) for rank in ranks), default=0.0)
-    exposed = [sum(there for there, _ in _waits(trace, rank)) + (trace.end_s - last) for rank in ranks]
-    bubble = [sum(here for _, here in _waits(trace, rank)) + (last - _end(trace, rank)) for rank in ranks]
+    compute_s = sum(busy[rank] for rank in ranks) / len(ranks) if ranks else 0.0
+    alone_s = _work_end(play(_alone(trace)))
     return Cost(
-        compute_s=_mean([busy[rank] for rank in ranks]),
+        compute_s=compute_s,
         wire_s=sum((task.seconds for task in trace.tasks if task.on.startswith(_WIRE)), 0.0),
-        exposed_s=_mean(exposed),
-        bubble_s=_mean(bubble),
+        exposed_s=trace.end_s - alone_s,
+        bubble_s=alone_s - compute_s,
         step_s=trace.end_s,
         peak_bytes=tuple(trace.peak_bytes(rank) for rank in ranks) if any(t.holds for t in trace.tasks) else (),
         wire_bytes=trace.sent_bytes(),
@@ -186,32 +185,15 @@ def _ranks(trace: Trace) -> list[str]:
     return sorted(found, key=lambda on: int(on.removeprefix(_COMPUTE)))
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _work_end(trace: Trace) -> float:
+    """Return when the last of the ranks' own work ended."""
+    own = (end for task, end in zip(trace.tasks, trace.ends, strict=True) if task.on.startswith(_COMPUTE))
+    return max(own, default=0.0)
 
 
-def _end(trace: Trace, resource: str) -> float:
-    return max((end for task, end in zip(trace.tasks, trace.ends, strict=True) if task.on == resource), default=0.0)
-
-
-def _waits(trace: Trace, resource: str) -> Iterator[tuple[float, float]]:
-    """Yield (seconds for a message, seconds for other ranks' work) of each wait between two tasks of `resource`.
-
-    A wait for a message counts as such from when the message could be sent, so while its link is busy with others too.
-    """
-    free = 0.0
+def _alone(trace: Trace) -> Iterator[Task]:
+    """Yield the tasks of the ranks' own work as long as they took, and all others as if they took no time."""
     for number, task in enumerate(trace.tasks):
-        if task.on != resource:
-            continue
-        wait = trace.starts[number] - free
-        if wait > 0:
-            cause = max(task.after, key=trace.ends.__getitem__, default=number)
-            is_sent = trace.tasks[cause].on.startswith(_WIRE)
-            there = max(0.0, trace.ends[cause] - max(free, _ready(trace, cause))) if is_sent else 0.0
-            yield there, wait - there
-        free = trace.ends[number]
-
-
-def _ready(trace: Trace, number: int) -> float:
-    """Return when all that a task waits for had ended."""
-    return max((trace.ends[need] for need in trace.tasks[number].after), default=0.0)
+        own = task.on.startswith(_COMPUTE)
+        seconds = task.seconds + trace.lost.get(number, 0.0) if own else 0.0
+        yield replace(task, seconds=seconds, steals=None, latency_s=0.0)
