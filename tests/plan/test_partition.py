@@ -6,6 +6,8 @@ import pytest
 
 from gossamer.comm.message import ProcessGroups
 from gossamer.plan import ShardingPlace, least_wait, places_of_states
+from gossamer.plan._sharding_groups import tasks_of_gathers
+from gossamer.spec.clock import cost, play
 from gossamer.spec.errors import NoPlan
 from gossamer.spec.network import Link, Network
 
@@ -55,3 +57,10 @@ def test_states_share_the_room() -> None:
     assert least_wait({"a": first, "b": second}, room_bytes=9)["b"].written == "none"
     with pytest.raises(NoPlan, match="a and b take"):
         least_wait({"a": first, "b": second}, room_bytes=1)
+
+
+@pytest.mark.parametrize("hidden_s", [0.0, 2.5, 10.0])
+def test_what_is_waited_for_is_what_the_equation_says(hidden_s: float) -> None:
+    there, back = [1.0, 2.0, 3.0], [0.5, 0.25]
+    told = cost(play(tasks_of_gathers(hidden_s, there, back)))
+    assert told.exposed_s == max(0.0, sum(there) - hidden_s) + sum(back)

@@ -59,6 +59,7 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
             "sent_per_step": {f"rank {r}": show_bytes(n) for r, n in enumerate(plan.forecast.sent_bytes)},
             "model_state_per_process": {s: show_gib(n) for s, n in stages.items()} or show_gib(state_bytes),
             "wire_bytes": plan.forecast.wire_bytes,
+            **({} if held.cut is None else {"pipeline": plan.reasons["pipeline_schedule"]}),
         },
         "samples": [
             {"text": p.text[:400], "tokens": p.tokens, "labels": p.labels}

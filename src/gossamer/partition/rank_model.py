@@ -23,7 +23,7 @@ from gossamer.model.split.segments import with_segments
 from gossamer.model.split.split_points import SplitPoints, StageSpec, stage_specs
 from gossamer.model.split.stage import StageModule
 from gossamer.model.unit_config import check_open, check_units, units_of
-from gossamer.partition.forecast import forecast_of
+from gossamer.partition.forecast import bubble_reason, forecast_of
 from gossamer.partition.model_provider import ModelProvider
 from gossamer.partition.plan_file import make_plan
 from gossamer.partition.request import PartitionRequest
@@ -153,7 +153,8 @@ def outline_stages(source: ModelProvider, asked: PartitionRequest, plan: Plan | 
     cut.ways.check_chance(first, flow)
     cut.ways.know(first, flow, cut.parts)
     check_room(plan, cut, asked)
-    plan = plan.model_copy(update={"forecast": forecast_of(plan, cut, asked.batches, config)})
+    reasons = {**plan.reasons, "pipeline_schedule": bubble_reason(plan, flow, cut.parts)}
+    plan = plan.model_copy(update={"forecast": forecast_of(plan, cut, asked.batches, config), "reasons": reasons})
     return StagedOutline(plan, cut, flow, find)
 
 

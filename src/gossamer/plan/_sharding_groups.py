@@ -23,6 +23,7 @@ from gossamer.comm.message import ProcessGroups
 from gossamer.plan._traffic import Shapes, state_buckets
 from gossamer.plan.exchange import wire_seconds
 from gossamer.recipe import PlanMethods
+from gossamer.spec.clock import Task, compute, cost, play, wire
 from gossamer.spec.errors import NoPlan
 from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.network import Network
@@ -79,17 +80,26 @@ def places_of_states(
     for written in among:
         methods = exact.under(sharding=written)
         sharding, deal = methods.sharding, methods.sharding.deal(levels)
-        there = back = 0.0
+        there, back = list[float](), list[float]()
         for layout, one in state_buckets(methods, shapes, deal, bucket_bytes=bucket_bytes):
             gather = {
                 r: sharding_methods.gather_traffic(layout, deal, r, sharding.differences) for r in levels.everyone
             }
-            there += wire_seconds({r: one.traffic(layout, levels, r) for r in levels.everyone}, levels, links)[0]
-            back += wire_seconds(gather, levels, links)[0]
-        seconds = max(0.0, there - hidden_s) + back
+            there.append(wire_seconds({r: one.traffic(layout, levels, r) for r in levels.everyone}, levels, links)[0])
+            back.append(wire_seconds(gather, levels, links)[0])
+        seconds = cost(play(tasks_of_gathers(hidden_s, there, back))).exposed_s
         held = max(sum(_numbers(deal, name, shape, rank) for name, shape in shapes) for rank in levels.everyone)
         found.append(ShardingPlace(written, seconds, held * number_bytes))
     return tuple(found)
+
+
+def tasks_of_gathers(hidden_s: float, there: Sequence[float], back: Sequence[float]) -> tuple[Task, ...]:
+    """Return the tasks of a step with sharded states: the exchanges of its buckets beside the backward pass, and after
+    both, the update done, the all-gather of each bucket.
+    """
+    sent = [Task(wire("all"), seconds) for seconds in there]
+    after = (0, *([len(sent)] if sent else []))
+    return (Task(compute(0), hidden_s), *sent, *(Task(wire("all"), seconds, after) for seconds in back))
 
 
 def _numbers(deal: sharding_methods.RowPartition, name: str, shape: tuple[int, ...], rank: int) -> int:

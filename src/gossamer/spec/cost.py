@@ -12,8 +12,8 @@ class Cost(BaseModel):
 
     compute_s: float = 0.0
     wire_s: float = 0.0
-    exposed_s: float = 0.0  # the part of wire_s that does not overlap with compute
-    bubble_s: float = 0.0
+    exposed_s: float = 0.0  # what messages and their encoding add to a step
+    bubble_s: float = 0.0  # of a rank, waiting for the work of others
     step_s: float = 0.0
     peak_bytes: tuple[int, ...] = ()
     state_bytes: tuple[int, ...] = ()  # parameters, gradients, states of optimizer and outer loop, between steps

@@ -68,11 +68,12 @@ def balanced_split(flow: DataFlow, stages: int, *, costs: Mapping[str, float] | 
     real machines. Raises BadInput if there are fewer unit calls than stages.
     """
     _check_count(flow, stages)
-    price = [_work(call) if costs is None else costs.get(call.unit, 0.0) for call in flow.calls]
+    price = [work_of(call) if costs is None else costs.get(call.unit, 0.0) for call in flow.calls]
     return SplitPoints(tuple(flow.calls[i].name for i in _balanced(price, stages)))
 
 
-def _work(call: UnitCall) -> float:
+def work_of(call: UnitCall) -> float:
+    """Return the work of a call's forward, in flop: what a split balances where nothing is measured."""
     return call.flop + _FLOP_PER_BYTE * call.parameter_bytes
 
 
