@@ -9,12 +9,12 @@ from random import Random
 
 import pytest
 
-from gossamer.spec.clock import BESIDE, Clock, Part, Task, compute, cost, play, wire
+from gossamer.spec.clock import BESIDE, Clock, Part, TimedTask, compute, cost, play, wire
 
 RESOURCES = (compute(0), compute(1), "encoder 0", wire("0>1"), wire("1>0"), BESIDE)
 
 
-def second_by_second(tasks: Sequence[Task]) -> tuple[list[int], list[int]]:
+def second_by_second(tasks: Sequence[TimedTask]) -> tuple[list[int], list[int]]:
     """Starts and ends, by brute force; seconds are whole numbers.
 
     In every second what is over ends, and then the first task of each queue starts if all it waits for is there, until
@@ -50,16 +50,16 @@ def second_by_second(tasks: Sequence[Task]) -> tuple[list[int], list[int]]:
     raise AssertionError("it does not end")
 
 
-def drawn(seed: int) -> list[Task]:
+def drawn(seed: int) -> list[TimedTask]:
     """A list of tasks of random seconds on random resources, that wait for random earlier ones."""
-    draw, tasks = Random(seed), list[Task]()
+    draw, tasks = Random(seed), list[TimedTask]()
     for number in range(draw.randrange(1, 25)):
         after = tuple(sorted(draw.sample(range(number), min(number, draw.randrange(3)))))
         part = Part(draw.randrange(number), draw.randrange(6)) if number and draw.random() < 0.3 else None
         on = draw.choice(RESOURCES)
         latency = draw.randrange(4) if on.startswith("wire") else 0
         sent = draw.randrange(100) if on.startswith("wire") else 0
-        tasks.append(Task(on, draw.randrange(6), after, begins=part, latency_s=latency, sent_bytes=sent))
+        tasks.append(TimedTask(on, draw.randrange(6), after, begins=part, latency_s=latency, sent_bytes=sent))
     return tasks
 
 
@@ -75,19 +75,19 @@ def test_what_a_thread_steals_lengthens_the_work_it_steals_from(seed: int) -> No
     """Buckets fill in a backward pass and a thread takes seconds of it, with a task that waits for its end."""
     draw = Random(100 + seed)
     buckets = sorted(draw.sample(range(21), draw.randrange(1, 7)))
-    tasks = [Task(compute(0), 20)]
+    tasks = [TimedTask(compute(0), 20)]
     for ready in buckets:
         at = len(tasks)
         tasks += [
-            Task(BESIDE, 0, begins=Part(0, ready), steals=Part(0, draw.randrange(4))),
-            Task("encoder 0", draw.randrange(4), (at,)),
-            Task(wire("all"), draw.randrange(6), (at + 1,)),
+            TimedTask(BESIDE, 0, begins=Part(0, ready), steals=Part(0, draw.randrange(4))),
+            TimedTask("encoder 0", draw.randrange(4), (at,)),
+            TimedTask(wire("all"), draw.randrange(6), (at + 1,)),
         ]
     tasks += [
-        Task("encoder 0", draw.randrange(4), (3 * b + 3,), steals=Part(0, draw.randrange(4)))
+        TimedTask("encoder 0", draw.randrange(4), (3 * b + 3,), steals=Part(0, draw.randrange(4)))
         for b in range(len(buckets))
     ]
-    tasks.append(Task(compute(0), 2, (len(tasks) - 1,)))
+    tasks.append(TimedTask(compute(0), 2, (len(tasks) - 1,)))
     trace = play(tasks)
     assert (list(trace.starts), list(trace.ends)) == second_by_second(tasks)
     assert trace.ends[0] == 20 + trace.lost.get(0, 0.0)
@@ -117,7 +117,7 @@ def test_the_clock_is_pure_and_goes_on_from_a_copy() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_a_step_is_work_and_two_kinds_of_waiting(seed: int) -> None:
     """And no byte is counted twice or left out."""
-    trace = play([Task(compute(0), 1), Task(compute(1), 1), *(_later(task) for task in drawn(seed))])
+    trace = play([TimedTask(compute(0), 1), TimedTask(compute(1), 1), *(_later(task) for task in drawn(seed))])
     told = cost(trace)
     assert told.step_s == trace.end_s == pytest.approx(told.compute_s + told.exposed_s + told.bubble_s)
     assert told.exposed_s >= 0 and told.bubble_s >= 0
@@ -126,7 +126,7 @@ def test_a_step_is_work_and_two_kinds_of_waiting(seed: int) -> None:
         assert sent == sum(task.sent_bytes for task in trace.tasks if task.on == wire(link))
 
 
-def _later(task: Task) -> Task:
+def _later(task: TimedTask) -> TimedTask:
     """The same task in a list that has two more before it."""
     part = task.begins if task.begins is None else replace(task.begins, of=task.begins.of + 2)
     return replace(task, after=tuple(n + 2 for n in task.after), begins=part)
@@ -136,11 +136,11 @@ def test_the_kinds_of_waiting_are_told_apart() -> None:
     """Rank 1 waits 4 s for rank 0's work and 3 s for its message, which delay nothing; what is sent last does."""
     up, out = wire("0>1"), wire("out")
     tasks = [
-        Task(compute(0), 4, holds=10),
-        Task(up, 2, (0,), latency_s=1, sent_bytes=8),
-        Task(compute(0), 5, frees=10),
-        Task(compute(1), 2, (1,), holds=3, frees=3),
-        Task(out, 2, (2, 3), sent_bytes=5),
+        TimedTask(compute(0), 4, holds=10),
+        TimedTask(up, 2, (0,), latency_s=1, sent_bytes=8),
+        TimedTask(compute(0), 5, frees=10),
+        TimedTask(compute(1), 2, (1,), holds=3, frees=3),
+        TimedTask(out, 2, (2, 3), sent_bytes=5),
     ]
     told = cost(play(tasks))
     assert told.step_s == 11 and told.compute_s == (9 + 2) / 2 and told.wire_s == 4
@@ -150,19 +150,23 @@ def test_the_kinds_of_waiting_are_told_apart() -> None:
 
 def test_a_message_that_waits_for_its_link_is_waited_for_as_long() -> None:
     tasks = [
-        Task(wire("a"), 5),
-        Task(compute(0), 1),
-        Task(wire("a"), 1, (1,)),
-        Task(compute(1), 1, (2,)),
+        TimedTask(wire("a"), 5),
+        TimedTask(compute(0), 1),
+        TimedTask(wire("a"), 1, (1,)),
+        TimedTask(compute(1), 1, (2,)),
     ]
     told = cost(play(tasks))
     assert told.step_s == 7 and told.exposed_s == 5 and told.bubble_s == 1
 
 
 def test_memory_is_taken_at_the_start_and_returned_at_the_end() -> None:
-    one = [Task(compute(0), 1, holds=4), Task(compute(0), 1, holds=2, frees=2), Task(compute(0), 1, frees=4)]
-    assert play(one).peak_bytes(compute(0)) == 6 and play(one).peak_bytes(compute(1)) == 0
-    assert cost(play([Task(compute(0), 1)])).peak_bytes == ()
+    one = [
+        TimedTask(compute(0), 1, holds=4),
+        TimedTask(compute(0), 1, holds=2, frees=2),
+        TimedTask(compute(0), 1, frees=4),
+    ]
+    assert play([*one, TimedTask(compute(1), 1)]).peak_bytes() == {compute(0): 6, compute(1): 0}
+    assert cost(play([TimedTask(compute(0), 1)])).peak_bytes == ()
 
 
 def test_without_tasks_there_is_no_cost() -> None:

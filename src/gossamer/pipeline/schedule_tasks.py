@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from gossamer.pipeline.dependencies import Dependencies
 from gossamer.pipeline.executor import ScheduleBackend, execute
 from gossamer.pipeline.schedule import Schedule, StageCosts
 from gossamer.spec.action import Action, Op
-from gossamer.spec.clock import Clock, Task, compute, cost, play, wire
+from gossamer.spec.clock import Clock, TimedTask, compute, cost, play, wire
 from gossamer.spec.cost import Cost
 from gossamer.spec.network import Link
 
@@ -26,20 +27,23 @@ class NamedLink:
 
 
 Links = Mapping[tuple[int, int], NamedLink]  # by (from, to) of a replica's ranks
+NO_LINKS: Links = MappingProxyType({})
 
 
-def cost_of_schedule(schedule: Schedule, costs: Sequence[StageCosts], links: Links | None = None) -> Cost:
+def cost_of_schedule(schedule: Schedule, costs: Sequence[StageCosts], links: Links = NO_LINKS) -> Cost:
     """Return the cost of `schedule`: step, waiting for messages, bubble, peak memory and bytes by link."""
     return cost(play(tasks_of_schedule(schedule, costs, links)))
 
 
-def tasks_of_schedule(schedule: Schedule, costs: Sequence[StageCosts], links: Links | None = None) -> tuple[Task, ...]:
+def tasks_of_schedule(
+    schedule: Schedule, costs: Sequence[StageCosts], links: Links = NO_LINKS
+) -> tuple[TimedTask, ...]:
     """Return the tasks of `schedule`, in the order in which its ranks and links come to them.
 
     `costs` is per stage; a pair of ranks without a link has its own, which takes no time. A schedule without transfers
     is played as if they took no time. A rank does one thing at a time; sends run in the background, receives wait.
     """
-    writer = _TaskWriter(schedule, costs, links or {})
+    writer = _TaskWriter(schedule, costs, links)
     execute(schedule, writer)
     return tuple(writer.clock.tasks)
 
@@ -61,7 +65,7 @@ class _TaskWriter(ScheduleBackend):
         assert len(self.costs) == self.schedule.stages, "costs are given per stage"
         self.needs = Dependencies.of(self.schedule)
         self.memory = _Memory(self.schedule, self.costs, self.needs)
-        self.clock.add(Task(compute(rank), 0.0) for rank, row in enumerate(self.schedule.ranks) if not row)
+        self.clock.add(TimedTask(compute(rank), 0.0) for rank, row in enumerate(self.schedule.ranks) if not row)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -85,16 +89,16 @@ class _TaskWriter(ScheduleBackend):
         self.latest[rank] = len(self.clock.tasks)
         seconds = self.costs[action.stage].seconds.get(action.op, 0.0)
         holds, frees = self.memory.change(action)
-        self.clock.add([Task(compute(rank), seconds, after, holds=holds, frees=frees)])
+        self.clock.add([TimedTask(compute(rank), seconds, after, holds=holds, frees=frees)])
 
-    def _sent(self, rank: int, action: Action, after: tuple[int, ...]) -> Task:
+    def _sent(self, rank: int, action: Action, after: tuple[int, ...]) -> TimedTask:
         # A gradient has the size of the tensor it is the gradient of: what the stage before handed over.
         onward = action.op is Op.SEND_F
         to = self.schedule.rank_of(action.stage + (1 if onward else -1), action.batch)
         size_bytes = self.costs[action.stage if onward else action.stage - 1].boundary_bytes
         named = self.links.get((rank, to), NamedLink(f"{rank}>{to}", _FREE))
         seconds = size_bytes / named.link.bytes_per_s
-        return Task(wire(named.name), seconds, after, latency_s=named.link.latency_s, sent_bytes=size_bytes)
+        return TimedTask(wire(named.name), seconds, after, latency_s=named.link.latency_s, sent_bytes=size_bytes)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from gossamer.comm.message import ProcessGroups
 from gossamer.plan._traffic import Shapes, state_buckets
 from gossamer.plan.exchange import wire_seconds
 from gossamer.recipe import PlanMethods
-from gossamer.spec.clock import Task, compute, cost, play, wire
+from gossamer.spec.clock import TimedTask, compute, cost, play, wire
 from gossamer.spec.errors import NoPlan
 from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.network import Network
@@ -93,13 +93,13 @@ def places_of_states(
     return tuple(found)
 
 
-def tasks_of_gathers(hidden_s: float, there: Sequence[float], back: Sequence[float]) -> tuple[Task, ...]:
+def tasks_of_gathers(hidden_s: float, there: Sequence[float], back: Sequence[float]) -> tuple[TimedTask, ...]:
     """Return the tasks of a step with sharded states: the exchanges of its buckets beside the backward pass, and after
     both, the update done, the all-gather of each bucket.
     """
-    sent = [Task(wire("all"), seconds) for seconds in there]
+    sent = [TimedTask(wire("all"), seconds) for seconds in there]
     after = (0, *([len(sent)] if sent else []))
-    return (Task(compute(0), hidden_s), *sent, *(Task(wire("all"), seconds, after) for seconds in back))
+    return (TimedTask(compute(0), hidden_s), *sent, *(TimedTask(wire("all"), seconds, after) for seconds in back))
 
 
 def _numbers(deal: sharding_methods.RowPartition, name: str, shape: tuple[int, ...], rank: int) -> int:

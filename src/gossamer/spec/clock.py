@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from gossamer.spec.cost import Cost
 
@@ -30,21 +29,20 @@ def wire(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The first `seconds` of the work of task number `of`."""
+    """A share of another task: so many `seconds` of the work of task number `of`."""
 
     of: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A task: it keeps the resource `on` busy for `seconds`, once all tasks of `after` have ended.
+class TimedTask:
+    """A timed task: it keeps the resource `on` busy for `seconds`, once all tasks of `after` have ended.
 
-    `begins`: not before this part of another task is done. `steals`: the seconds that another task loses to this one,
-    if it still runs when this one ends. `latency_s`: how much later its result arrives; the resource is free before
-    (of a task that nothing steals from).
-    `sent_bytes`: of a message. `holds`, `frees`: the bytes of memory it takes when it starts and returns when it ends.
-    Tasks are named by their number in the list; only earlier ones can be named.
+    `begins`: not before so much of another task is done. `steals`: what another task loses to this one, if it still
+    runs when this one ends. `latency_s`: how much later its result arrives, while the resource is free again (of a task
+    that nothing steals from). `sent_bytes`: of a message. `holds`, `frees`: the bytes of memory that it takes when it
+    starts and returns when it ends. Tasks are named by their number in the list; only earlier ones can be named.
     """
 
     on: str
@@ -60,9 +58,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The played tasks: when each started and ended, arrival included, and the seconds it lost to others."""
+    """The trace of played tasks: when each started and ended, arrival included, and the seconds it lost to others."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[TimedTask, ...]
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     lost: Mapping[int, float]
@@ -91,10 +89,14 @@ class Trace:
                 found[name] = found.get(name, 0) + task.sent_bytes
         return found
 
-    def peak_bytes(self, resource: str) -> int:
-        """Return the most bytes that the tasks of `resource` hold at once."""
-        changes = (n for task in self.tasks if task.on == resource for n in (task.holds, -task.frees))
-        return max(accumulate(changes), default=0)
+    def peak_bytes(self) -> dict[str, int]:
+        """Return the most bytes that the tasks of each resource hold at once."""
+        held, most = dict[str, int](), dict[str, int]()
+        for task in self.tasks:
+            now = held.get(task.on, 0) + task.holds
+            held[task.on] = now - task.frees
+            most[task.on] = max(now, most.get(task.on, 0))
+        return most
 
 
 @dataclass(slots=True)
@@ -105,13 +107,13 @@ class Clock:
     tasks that steal are added in the order they end, and what waits for the end of the loser after all of them.
     """
 
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[TimedTask] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     free: dict[str, float] = field(default_factory=dict)  # by resource
     lost: dict[int, float] = field(default_factory=dict)  # by task
 
-    def add(self, tasks: Iterable[Task]) -> None:
+    def add(self, tasks: Iterable[TimedTask]) -> None:
         """Play `tasks` after those added before."""
         played, starts, ends, free, lost = self.tasks, self.starts, self.ends, self.free, self.lost
         for task in tasks:
@@ -150,7 +152,7 @@ class Clock:
         return Trace(tuple(self.tasks), tuple(self.starts), tuple(self.ends), dict(self.lost))
 
 
-def play(tasks: Iterable[Task]) -> Trace:
+def play(tasks: Iterable[TimedTask]) -> Trace:
     """Play a list of tasks from second 0, first come, first served on each resource, in the order given."""
     clock = Clock()
     clock.add(tasks)
@@ -165,7 +167,7 @@ def cost(trace: Trace) -> Cost:
     work took time. `peak_bytes` is empty where no task says what it holds.
     """
     ranks = _ranks(trace)
-    busy = trace.busy_s()
+    busy, peaks = trace.busy_s(), trace.peak_bytes()
     compute_s = sum(busy[rank] for rank in ranks) / len(ranks) if ranks else 0.0
     alone_s = _work_end(play(_alone(trace)))
     return Cost(
@@ -174,7 +176,7 @@ def cost(trace: Trace) -> Cost:
         exposed_s=trace.end_s - alone_s,
         bubble_s=alone_s - compute_s,
         step_s=trace.end_s,
-        peak_bytes=tuple(trace.peak_bytes(rank) for rank in ranks) if any(t.holds for t in trace.tasks) else (),
+        peak_bytes=tuple(peaks[rank] for rank in ranks) if any(peaks.values()) else (),
         wire_bytes=trace.sent_bytes(),
     )
 
@@ -191,7 +193,7 @@ def _work_end(trace: Trace) -> float:
     return max(own, default=0.0)
 
 
-def _alone(trace: Trace) -> Iterator[Task]:
+def _alone(trace: Trace) -> Iterator[TimedTask]:
     """Yield the tasks of the ranks' own work as long as they took, and all others as if they took no time."""
     for number, task in enumerate(trace.tasks):
         own = task.on.startswith(_COMPUTE)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from gossamer.plan.exchange.measurements import BucketMeasurements, StepMeasurements
 from gossamer.plan.exchange.step_tasks import PER_BUCKET, backward_pass, decode_task, send_tasks, step_seconds
-from gossamer.spec.clock import Clock, Task
+from gossamer.spec.clock import Clock, TimedTask
 
 _PRICE = 0.1  # of a step: the saving that compensates for deferring all of its gradient
 _Borders = tuple[int, ...]  # by candidate but the first: the bucket at which it begins; ascending
@@ -32,8 +32,8 @@ class _Column:
     """A candidate for every bucket, or the next weaker one where it cannot serve: numbers, tasks, errors."""
 
     picked: tuple[int, ...]
-    sent: tuple[Task, ...]  # PER_BUCKET of each bucket
-    decoded: tuple[Task, ...]
+    sent: tuple[TimedTask, ...]  # PER_BUCKET of each bucket
+    decoded: tuple[TimedTask, ...]
     lost: tuple[float, ...]
 
     @staticmethod
@@ -41,7 +41,7 @@ class _Column:
         """Return the column of the last of the `usable` candidates."""
         order = usable[::-1]
         picked = tuple(next(c for c in order if bucket.options[c] is not None) for bucket in facts.buckets)
-        sent, decoded = list[Task](), list[Task]()
+        sent, decoded = list[TimedTask](), list[TimedTask]()
         for number, (bucket, c) in enumerate(zip(facts.buckets, picked, strict=True)):
             option = bucket.options[c]
             assert option is not None
@@ -123,7 +123,7 @@ class StepSearch:
         dearer = dearer_of(self._joined([column.lost for column in self.columns], borders))
         return step_seconds(self.facts, clock) * (1 + dearer)
 
-    def _tasks(self, borders: _Borders) -> list[Task]:
+    def _tasks(self, borders: _Borders) -> list[TimedTask]:
         sent = self._joined([column.sent for column in self.columns], [PER_BUCKET * at for at in borders])
         decoded = self._joined([column.decoded for column in self.columns], borders)
         return [backward_pass(self.facts), *sent, *decoded]

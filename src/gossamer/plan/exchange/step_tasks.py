@@ -7,35 +7,35 @@ from dataclasses import replace
 from itertools import chain
 
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
-from gossamer.spec.clock import BESIDE, Clock, Part, Task, Trace, compute, cost, wire
+from gossamer.spec.clock import BESIDE, Clock, Part, TimedTask, Trace, compute, cost, wire
 from gossamer.spec.cost import Cost
 
 PER_BUCKET = 3  # tasks until its messages have arrived
 _BACKWARD, _ENCODER, _WIRE = 0, "encoder 0", wire("all")
 
 
-def backward_pass(facts: StepMeasurements) -> Task:
+def backward_pass(facts: StepMeasurements) -> TimedTask:
     """Return the first task of a step, in which buckets fill."""
-    return Task(compute(0), facts.backward_s)
+    return TimedTask(compute(0), facts.backward_s)
 
 
-def send_tasks(facts: StepMeasurements, bucket: int, option: Option) -> tuple[Task, Task, Task]:
+def send_tasks(facts: StepMeasurements, bucket: int, option: Option) -> tuple[TimedTask, TimedTask, TimedTask]:
     """Return the tasks of a bucket until its messages have arrived.
 
     From when it is full its encoding slows the backward pass, which delays everything after it.
     """
     first = 1 + PER_BUCKET * bucket
     return (
-        Task(BESIDE, 0.0, begins=Part(_BACKWARD, facts.buckets[bucket].ready_s), steals=_stolen(facts, option)),
-        Task(_ENCODER, option.cpu_s / 2, after=(first,)),
-        Task(_WIRE, option.wire_s, after=(first + 1,), sent_bytes=option.sent_bytes),
+        TimedTask(BESIDE, 0.0, begins=Part(_BACKWARD, facts.buckets[bucket].ready_s), steals=_stolen(facts, option)),
+        TimedTask(_ENCODER, option.cpu_s / 2, after=(first,)),
+        TimedTask(_WIRE, option.wire_s, after=(first + 1,), sent_bytes=option.sent_bytes),
     )
 
 
-def decode_task(facts: StepMeasurements, bucket: int, option: Option) -> Task:
+def decode_task(facts: StepMeasurements, bucket: int, option: Option) -> TimedTask:
     """Return the task that decodes what has arrived; the thread that encodes does it when all buckets are encoded."""
     arrived = PER_BUCKET * (bucket + 1)
-    return Task(_ENCODER, option.cpu_s / 2, after=(arrived,), steals=_stolen(facts, option))
+    return TimedTask(_ENCODER, option.cpu_s / 2, after=(arrived,), steals=_stolen(facts, option))
 
 
 def _stolen(facts: StepMeasurements, option: Option) -> Part | None:
@@ -44,7 +44,7 @@ def _stolen(facts: StepMeasurements, option: Option) -> Part | None:
     return Part(_BACKWARD, seconds) if seconds > 0 else None
 
 
-def tasks_of_step(facts: StepMeasurements, chosen: Sequence[Option]) -> tuple[Task, ...]:
+def tasks_of_step(facts: StepMeasurements, chosen: Sequence[Option]) -> tuple[TimedTask, ...]:
     """Return the tasks of a step with the chosen exchange of each bucket.
 
     One wire and one encoding thread serve buckets in the order in which backward fills them.
@@ -85,6 +85,6 @@ def waited_for(facts: StepMeasurements, chosen: Sequence[Option]) -> tuple[float
     return tuple(found)
 
 
-def _seconds(facts: StepMeasurements, clock: Clock, tasks: Iterable[Task]) -> float:
+def _seconds(facts: StepMeasurements, clock: Clock, tasks: Iterable[TimedTask]) -> float:
     clock.add(tasks)
     return step_seconds(facts, clock)

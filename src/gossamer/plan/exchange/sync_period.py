@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gossamer.plan.exchange.choose import WORTH, Decision
-from gossamer.spec.clock import BESIDE, Part, Task, compute, cost, play, wire
+from gossamer.spec.clock import BESIDE, Part, TimedTask, compute, cost, play, wire
 from gossamer.spec.method_config import Written
 from gossamer.spec.units import show_seconds
 
@@ -112,7 +112,7 @@ def forecast_apart(period: SyncPeriod, facts: RoundMeasurements) -> LocalUpdateE
     return LocalUpdateEstimate(step_s + late, step_s + late - own, delay)
 
 
-def tasks_of_mean_step(period: SyncPeriod, facts: RoundMeasurements) -> tuple[Task, ...]:
+def tasks_of_mean_step(period: SyncPeriod, facts: RoundMeasurements) -> tuple[TimedTask, ...]:
     """Return the tasks of a round, divided by its steps: an island's own step, and the messages of the round beside it.
 
     Rounds follow each other without waiting for their messages, so a step takes as long as the busier of the two.
@@ -120,15 +120,15 @@ def tasks_of_mean_step(period: SyncPeriod, facts: RoundMeasurements) -> tuple[Ta
     stolen = Part(0, facts.stolen * facts.cpu_s / period.every)
     beside = facts.second_moments_s / period.second_moments if period.second_moments else 0.0
     return (
-        Task(compute(0), facts.step_s),
-        Task(BESIDE, 0.0, begins=Part(0, 0.0), steals=stolen),
-        Task(wire("between"), (sum(facts.fragments_s) + beside) / period.every),
+        TimedTask(compute(0), facts.step_s),
+        TimedTask(BESIDE, 0.0, begins=Part(0, 0.0), steals=stolen),
+        TimedTask(wire("between"), (sum(facts.fragments_s) + beside) / period.every),
     )
 
 
-def tasks_of_flight(steps_s: float, fragment_s: float) -> tuple[Task, ...]:
+def tasks_of_flight(steps_s: float, fragment_s: float) -> tuple[TimedTask, ...]:
     """Return the tasks of a fragment: the steps of its sync delay, and its messages beside them."""
-    return Task(compute(0), steps_s), Task(wire("between"), fragment_s)
+    return TimedTask(compute(0), steps_s), TimedTask(wire("between"), fragment_s)
 
 
 def written_of(period: SyncPeriod, delay: int, steps: int) -> Written:
