@@ -33,7 +33,7 @@ from gossamer.settings.resolve import load
 from gossamer.settings.yaml_io import flow
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
-from gossamer.spec.plan import Mesh, Plan
+from gossamer.spec.plan import MeshSizes, Plan
 from gossamer.view.run_directory import RunDirectory
 
 RANKS = 4
@@ -174,7 +174,7 @@ def by_file(shape: Sections, other: Sections, folder: Path) -> None:
     plain = words.get("sync", "every_step") in ("auto", "every_step") and stages == 1
     boundary = words.pop("activation_compression", "none")
     plan = Plan(
-        mesh=Mesh(replica=replicas, pipe=stages),
+        mesh=MeshSizes(replica=replicas, pipe=stages),
         batch_fractions=tuple(one / sum(share) for one in share),
         rows=(8 // replicas,) * replicas,
         microbatches=(given["train"].get("accumulate", 1),) * replicas,

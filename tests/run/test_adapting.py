@@ -14,7 +14,7 @@ from gossamer.autotune.adaptive_compression import uplinks_downlinks_of
 from gossamer.autotune.exchange_selection import ExchangeSelector
 from gossamer.comm.message import ProcessGroups
 from gossamer.spec.network import Link, Network
-from gossamer.spec.plan import Mesh, Plan
+from gossamer.spec.plan import MeshSizes, Plan
 from run.test_trainer import losses, records
 
 POWERSGD = {"error_feedback": {"powersgd": {"rank": 4}}}
@@ -162,7 +162,7 @@ def test_a_change_to_an_exchange_without_feedback_is_made_once() -> None:
         lossy=True,
         steps=100,
         plan=Plan(
-            mesh=Mesh(replica=2), batch_fractions=(0.5, 0.5), rows=(1, 1), microbatches=(1, 1), exchange=POWERSGD
+            mesh=MeshSizes(replica=2), batch_fractions=(0.5, 0.5), rows=(1, 1), microbatches=(1, 1), exchange=POWERSGD
         ),
         tell=lambda message, step: None,
         keep=kept.append,

@@ -25,7 +25,7 @@ from gossamer.run.surroundings import Replan
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import MethodConfig
 from gossamer.spec.network import Link, Network
-from gossamer.spec.plan import BUCKET_BYTES, Mesh, Plan
+from gossamer.spec.plan import BUCKET_BYTES, MeshSizes, Plan
 from gossamer.sync import buckets_of
 
 MIB = 1 << 20
@@ -98,7 +98,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ExchangeSelect
 
 
 PLAN: dict[str, Any] = {
-    "mesh": Mesh(replica=4),
+    "mesh": MeshSizes(replica=4),
     "batch_fractions": (1.0,) * 4,
     "rows": (1,) * 4,
     "microbatches": (1,) * 4,

@@ -27,7 +27,7 @@ from gossamer.run.reexecution import Reexecution
 from gossamer.run.verify import Verifier
 from gossamer.sharding import RowPartition, ShardedOptimizer
 from gossamer.spec.config import RunConfig
-from gossamer.spec.plan import Mesh, Plan
+from gossamer.spec.plan import MeshSizes, Plan
 from gossamer.sync import GradientReducer
 from pool import Seat
 from run.jobs import train
@@ -166,7 +166,7 @@ def reruns(seat: Seat, *, count: int) -> dict[str, Any]:
     torch.manual_seed(0)
     data, module = DatasetBatches(Lines()), Broad()
     config = RunConfig.model_validate({"train": {"verify": {"every": 1}}})
-    plan = Plan(mesh=Mesh(replica=3), batch_fractions=(1 / 3,) * 3, rows=(16,) * 3, microbatches=(2,) * 3)
+    plan = Plan(mesh=MeshSizes(replica=3), batch_fractions=(1 / 3,) * 3, rows=(16,) * 3, microbatches=(2,) * 3)
     parts = Parts(
         module=module,
         objective=loss.build("next_token"),

@@ -13,12 +13,12 @@ from gossamer.plan import data_parallel
 from gossamer.settings.plan_file import PLANNED, asks_for_another_plan, with_plan
 from gossamer.settings.resolve import load
 from gossamer.spec.errors import BadInput
-from gossamer.spec.plan import Mesh, Plan
+from gossamer.spec.plan import MeshSizes, Plan
 from gossamer.spec.unread_keys import UNREAD, check_given
 from gossamer.view.run_directory import plan_in
 
 PLAN = Plan(
-    mesh=Mesh(replica=2),
+    mesh=MeshSizes(replica=2),
     batch_fractions=(0.5, 0.5),
     rows=(4, 4),
     microbatches=(1, 1),

@@ -10,7 +10,7 @@ import pytest
 
 from gossamer.settings.describe import leaves
 from gossamer.spec.config import RunConfig
-from gossamer.spec.plan import Mesh
+from gossamer.spec.plan import MeshSizes
 
 SOURCE = Path(__file__).parent.parent.parent / "src" / "gossamer"
 STANDS_FOR_A_SECTION = {"asked", "section", "wanted"}  # names of arguments that are one
@@ -42,6 +42,6 @@ def test_what_a_run_of_an_earlier_version_wrote_down_is_read_where_it_said_nothi
 
 
 def test_a_mesh_of_a_plan_has_the_axes_that_something_divides() -> None:
-    assert Mesh.model_validate({"replica": 2, "tensor": 1}) == Mesh(replica=2)
+    assert MeshSizes.model_validate({"replica": 2, "tensor": 1}) == MeshSizes(replica=2)
     with pytest.raises(ValueError, match="extra_forbidden"):
-        Mesh.model_validate({"replica": 2, "tensor": 2})
+        MeshSizes.model_validate({"replica": 2, "tensor": 2})

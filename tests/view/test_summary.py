@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from gossamer.spec.cost import Cost
-from gossamer.spec.plan import Mesh, Plan
+from gossamer.spec.plan import MeshSizes, Plan
 from gossamer.spec.records import Record
 from gossamer.view.end_summary import DemoResult, Reference, bar, demo_panel, run_panel
 from gossamer.view.run_directory import RunDirectory
@@ -26,7 +26,7 @@ def recorded(path: Path, *records: Record, forecast: Cost | None = None) -> RunD
         directory.append(record)
     if forecast is not None:
         shares = {"batch_fractions": (0.5, 0.5), "rows": (16, 16), "microbatches": (1, 1)}
-        directory.keep_plan(Plan(mesh=Mesh(replica=2), forecast=forecast, **shares))  # type: ignore[arg-type]
+        directory.keep_plan(Plan(mesh=MeshSizes(replica=2), forecast=forecast, **shares))  # type: ignore[arg-type]
     return directory
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 from gossamer.comm.channel import Channel
 from gossamer.comm.link_probe import neighbours
@@ -16,7 +15,6 @@ from gossamer.run.batches import Feed
 from gossamer.run.parts import Parts
 from gossamer.run.staged_model import boundary_of
 from gossamer.spec.network import Link
-from gossamer.spec.plan import Plan
 from gossamer.spec.statistics import Paths, Statistics
 
 Tell = Callable[[str, int], None]
@@ -30,7 +28,8 @@ def with_activation_compression(parts: Parts, channel: Channel, tell: Tell) -> P
     policy = parts.recipe.policy
     if parts.cut is None or policy is None:
         return parts
-    pairs = {stage: _pairs(parts.plan, stage) for stage in range(parts.plan.mesh.pipe - 1)}
+    mesh = parts.plan.axes
+    pairs = {stage: list(mesh.pairs(stage)) for stage in range(parts.plan.mesh.pipe - 1)}
     shifts = {(there - here) % parts.plan.ranks for ways in pairs.values() for here, there in ways}
     found = neighbours(channel, sorted(shifts))
     slowest = {stage: min((found[f"{a}>{b}"] for a, b in ways), key=_rate) for stage, ways in pairs.items()}
@@ -46,13 +45,6 @@ def with_activation_compression(parts: Parts, channel: Channel, tell: Tell) -> P
     plan = plan.model_copy(update={"forecast": forecast_of(plan, parts.cut, parts.train, parts.config)})
     tell(f"boundaries: {choices.reason}", 0)
     return replace(parts, plan=plan)
-
-
-def _pairs(plan: Plan, stage: int) -> list[tuple[int, int]]:
-    """Return the pairs of ranks before and after a stage boundary, of all replicas."""
-    if plan.stage_ranks:
-        return list(product(plan.stage_ranks[stage], plan.stage_ranks[stage + 1]))
-    return [(rank, rank + 1) for rank in range(stage, plan.mesh.size, plan.mesh.pipe)]
 
 
 def _rate(link: Link) -> float:

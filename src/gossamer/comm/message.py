@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer.spec.errors import BadInput
+from gossamer.spec.mesh import Mesh
 
 
 class Collective(Enum):
@@ -65,7 +66,12 @@ class ProcessGroups:
     @staticmethod
     def flat(ranks: int) -> ProcessGroups:
         """Return one level, `all`, with every rank in one group."""
-        return ProcessGroups({"all": (tuple(range(ranks)),)})
+        return ProcessGroups.of(Mesh(replicas=ranks))
+
+    @staticmethod
+    def of(mesh: Mesh) -> ProcessGroups:
+        """Return the levels at which the ranks of `mesh` exchange messages."""
+        return ProcessGroups(mesh.levels())
 
     @staticmethod
     def islands(islands: Sequence[Sequence[int]]) -> ProcessGroups:
@@ -74,37 +80,7 @@ class ProcessGroups:
         The k-th ranks of all islands form a group of `between`. Where islands are unequal, ranks without a counterpart
         in every island are alone there: they own nothing that is exchanged between islands.
         """
-        inside = tuple(tuple(sorted(i)) for i in islands)
-        owners = min(len(i) for i in inside)
-        across = tuple(tuple(sorted(i[k] for i in inside)) for k in range(owners))
-        alone = tuple((r,) for i in inside for r in i[owners:])
-        everyone = tuple(sorted(r for i in inside for r in i))
-        return ProcessGroups({"all": (everyone,), "island": inside, "between": across + alone})
-
-    @staticmethod
-    def mesh(replicas: int, stages: int) -> ProcessGroups:
-        """Return the groups of a model in pipeline stages, rank = replica * stages + stage.
-
-        Three levels: `all`, the ranks that hold the same stage; `pipe`, the stages of one replica; `world`. One stage
-        has `all` alone.
-        """
-        if stages == 1:
-            return ProcessGroups.flat(replicas)
-        ranks = range(replicas * stages)
-        same = tuple(tuple(ranks[stage::stages]) for stage in range(stages))
-        pipes = tuple(tuple(ranks[r * stages : (r + 1) * stages]) for r in range(replicas))
-        return ProcessGroups({"all": same, "pipe": pipes, "world": (tuple(ranks),)})
-
-    @staticmethod
-    def staged(stages: Sequence[Sequence[int]]) -> ProcessGroups:
-        """Return the process groups of one pipeline whose stages have several ranks each.
-
-        stages: the ranks of every stage. Three groups: `all`, the ranks of one stage; `pipe` and `world`, every rank.
-        """
-        everyone = (tuple(sorted(rank for group in stages for rank in group)),)
-        return ProcessGroups(
-            {"all": tuple(tuple(sorted(group)) for group in stages), "pipe": everyone, "world": everyone}
-        )
+        return ProcessGroups.of(Mesh.of_islands(islands))
 
     def owners(self, rank: int) -> tuple[int, ...]:
         """Return the ranks in the island of `rank` that have a counterpart in every island.

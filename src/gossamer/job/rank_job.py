@@ -92,7 +92,7 @@ def _channel(job: RankJob) -> ProcessGroupChannel:
         Rendezvous(
             store=where.store,
             rank=where.rank,
-            levels=levels_of(plan, where.ranks),
+            levels=levels_of(plan),
             backend=plan.backend,
             interface=where.interface,
             timeout_s=where.timeout_s,
@@ -198,7 +198,7 @@ def _exchanger(
     config, where, plan, methods = job.parts.config, job.where, job.parts.plan, job.parts.recipe
     return ExchangeSelector(
         engine=engine,
-        feed=Feed(job.parts.train, plan, plan.place_of(where.rank)[0], config.train.seed),
+        feed=Feed(job.parts.train, plan, plan.axes.place(where.rank)[0], config.train.seed),
         pump=pump,
         lossy=config.plan.lossy,
         steps=config.train.steps,

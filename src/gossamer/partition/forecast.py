@@ -22,7 +22,7 @@ from gossamer.spec.plan import Plan
 def forecast_of(plan: Plan, cut: StagedModel, batches: Batches, config: RunConfig) -> Cost:
     """Return the communication volume of the first step, from the boundary tensors of its micro-batches."""
     shapes = {name: tuple(p.shape) for name, p in cut.ways.module.named_parameters() if p.requires_grad}
-    places = range(plan.width)
+    places = range(plan.axes.width)
     held = tuple(tuple((n, s) for n, s in shapes.items() if any(p in g for g in cut.holders(n))) for p in places)
     borders: list[Border] = []
     for replica in range(plan.mesh.replica):

@@ -117,7 +117,7 @@ def planned(source: ModelProvider, asked: PartitionRequest, plan: Plan | None = 
 
 
 def _held(source: ModelProvider, found: StagedOutline, asked: PartitionRequest) -> RankModel:
-    here = found.cut.stages_at(found.plan.place_of(asked.rank)[1])
+    here = found.cut.stages_at(found.plan.axes.place(asked.rank)[1])
     mine = [part for part in found.cut.parts if part.stage in here]
     module, stages_here, digests = _built(source, found, mine, asked)
     return RankModel(found.plan, module, replace(found.cut, stages=stages_here, digests=digests))

@@ -35,7 +35,7 @@ def check_room(plan: Plan, cut: StagedModel, asked: PartitionRequest) -> None:
     on_gpu = asked.device.type == "cuda"
     there = torch.cuda.get_device_properties(asked.device).total_memory if on_gpu else memory()[0]
     sizes = {p.stage: state_bytes_of(cut, p) for p in cut.parts}
-    held = [cut.stages_at(plan.place_of(rank)[1]) for rank in range(asked.ranks)]
+    held = [cut.stages_at(plan.axes.place(rank)[1]) for rank in range(asked.ranks)]
     together = 1 if on_gpu else asked.local_ranks
     for first in range(0, asked.ranks, together):  # a machine's ranks follow each other
         here = [stage for stages in held[first : first + together] for stage in stages]

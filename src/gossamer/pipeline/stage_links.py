@@ -26,29 +26,20 @@ def links_of(
 
     A micro-batch that stays on its rank has none. `activation`: the codec of every stage boundary.
     """
-    first = replica * plan.width
+    mesh = plan.axes
     found: dict[tuple[int, int], StageLink] = {}
     for stage in range(schedule.stages - 1):
         for batch in range(schedule.microbatches):
             if schedule.crosses(stage, batch):
                 found[stage, batch] = StageLink(
-                    source=first + schedule.rank_of(stage, batch),
-                    target=first + schedule.rank_of(stage + 1, batch),
+                    source=mesh.rank(replica, schedule.rank_of(stage, batch)),
+                    target=mesh.rank(replica, schedule.rank_of(stage + 1, batch)),
                     levels=levels,
                     level="pipe",
                     crossing=activation[stage],
                     name=str(stage),
                 )
     return found
-
-
-def levels_of_stages(plan: Plan) -> ProcessGroups:
-    """Return the process groups of a model in pipeline stages."""
-    return (
-        ProcessGroups.staged(plan.stage_ranks)
-        if plan.stage_ranks
-        else ProcessGroups.mesh(plan.mesh.replica, plan.mesh.pipe)
-    )
 
 
 def way_of(link: StageLink, form: TensorSpec) -> StageLink:

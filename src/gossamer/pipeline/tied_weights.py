@@ -19,9 +19,7 @@ from torch import Tensor
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups, Traffic
 from gossamer.p2p import StageLink, TensorSpec
-from gossamer.spec.plan import Plan
-
-Groups = tuple[tuple[int, ...], ...]
+from gossamer.spec.mesh import Groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +84,3 @@ class TiedWeights:
         """Return the rank of another stage from which this rank receives."""
         mine = next(g for g in self.holders[name] if self.rank in g)
         return group[mine.index(self.rank) % len(group)]
-
-
-def holders_of(plan: Plan, replica: int, shared: Mapping[str, Groups]) -> dict[str, Groups]:
-    """Return `shared` (holders by rank within a replica) with the ranks of the run."""
-    first = replica * plan.width
-    return {name: tuple(tuple(first + r for r in group) for group in groups) for name, groups in shared.items()}

@@ -11,8 +11,8 @@ from gossamer.comm.message import ProcessGroups, Traffic
 from gossamer.p2p import TensorSpec
 from gossamer.pipeline.p2p import StageTensor
 from gossamer.pipeline.schedule import Schedule
-from gossamer.pipeline.stage_links import levels_of_stages, links_of, way_of
-from gossamer.pipeline.tied_weights import TiedWeights, holders_of
+from gossamer.pipeline.stage_links import links_of, way_of
+from gossamer.pipeline.tied_weights import TiedWeights
 from gossamer.plan._traffic import Shapes, agreement, by_link, gradient_buckets
 from gossamer.recipe import PlanMethods
 from gossamer.spec.cost import Cost
@@ -48,7 +48,7 @@ def price_of_stages(plan: Plan, staged: Staged, borders: Sequence[Border]) -> Co
     Counts activations and their gradients, the gradient exchange between replicas, and the gradients of tied
     parameters.
     """
-    levels, methods = levels_of_stages(plan), PlanMethods.of(plan)
+    levels, methods = ProcessGroups.of(plan.axes), PlanMethods.of(plan)
     links = by_link(
         levels,
         lambda rank: (
@@ -64,7 +64,7 @@ def price_of_stages(plan: Plan, staged: Staged, borders: Sequence[Border]) -> Co
 def _crossing(
     methods: PlanMethods, staged: Staged, borders: Sequence[Border], levels: ProcessGroups, rank: int
 ) -> list[Traffic]:
-    replica, _ = methods.plan.place_of(rank)
+    replica, _ = methods.plan.axes.place(rank)
     links = links_of(methods.plan, levels, staged.schedules[replica], replica, methods.activation)
     found: list[Traffic] = []
     for border in borders:
@@ -79,13 +79,14 @@ def _crossing(
 
 
 def _gradients(methods: PlanMethods, staged: Staged, levels: ProcessGroups, rank: int) -> list[Traffic]:
-    plan = methods.plan
-    replica, place = plan.place_of(rank)
+    plan, mesh = methods.plan, methods.plan.axes
+    replica, place = mesh.place(rank)
     shapes = staged.held[place]
     exchange = methods.exchange.by_name(name for name, _ in shapes)
     found: list[Traffic] = []
     for layout, one in gradient_buckets(shapes, exchange, bucket_bytes=plan.bucket_bytes):
         found += one.traffic(layout, levels, rank)
-    tied = TiedWeights(rank, levels, holders_of(plan, replica, staged.shared))
+    holders = {name: mesh.of_replica(replica, places) for name, places in staged.shared.items()}
+    tied = TiedWeights(rank, levels, holders)
     forms = {name: TensorSpec(shape, torch.float32) for name, shape in shapes}
     return [*found, *tied.traffic(forms)]

@@ -28,7 +28,7 @@ from gossamer.spec.config import MeshSection, RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Exchanges, Written
-from gossamer.spec.plan import BUCKET_BYTES, Mesh, Plan
+from gossamer.spec.plan import BUCKET_BYTES, MeshSizes, Plan
 from gossamer.sync import OuterLoopConfig
 
 _PER_STAGE = 4  # micro-batches
@@ -48,7 +48,7 @@ class DataParallel(Planner):
     def plan(self, request: Request) -> Plan:
         config, reasons = request.config, {}
         stages = stages_of(config.plan, request.ranks)
-        mesh = Mesh(pipe=len(stages)) if stages else _mesh(config.plan.mesh, request.ranks)
+        mesh = MeshSizes(pipe=len(stages)) if stages else _mesh(config.plan.mesh, request.ranks)
         share = shares_of(config.plan, stages) if stages else _share(config, mesh.replica)
         whose = "the ranks of each stage" if stages else f"{mesh.replica} replicas"
         reasons["batch_fractions"] = "given" if config.plan.batch_fractions != "auto" else f"equal parts for {whose}"
@@ -108,7 +108,7 @@ class DataParallel(Planner):
         return (wanted,) * len(rows), "given"
 
 
-def _mesh(asked: MeshSection, ranks: int) -> Mesh:
+def _mesh(asked: MeshSection, ranks: int) -> MeshSizes:
     stages = 1 if asked.pipe == "auto" else asked.pipe
     if ranks % stages:
         raise bad_input(
@@ -124,10 +124,10 @@ def _mesh(asked: MeshSection, ranks: int) -> Mesh:
             do=f"set machines.processes to {asked.replica * stages}, or plan.mesh.replica to auto",
             key="plan.mesh.replica",
         )
-    return Mesh(replica=ranks // stages, pipe=stages)
+    return MeshSizes(replica=ranks // stages, pipe=stages)
 
 
-def _sync(asked: PlanMethods, config: RunConfig, mesh: Mesh) -> tuple[Written, str]:
+def _sync(asked: PlanMethods, config: RunConfig, mesh: MeshSizes) -> tuple[Written, str]:
     """Return the sync method and the reason. `auto` stays if local updates are possible: measured links decide
     (gossamer.autotune).
     """
@@ -145,7 +145,7 @@ def _sync(asked: PlanMethods, config: RunConfig, mesh: Mesh) -> tuple[Written, s
     return EVERY_STEP, f"every step: islands do not part with {why}"
 
 
-def _exchange(asked: PlanMethods, mesh: Mesh) -> tuple[Exchanges, str]:
+def _exchange(asked: PlanMethods, mesh: MeshSizes) -> tuple[Exchanges, str]:
     if not asked.chooses_exchange:
         return asked.plan.exchange, "given"
     if asked.sync.probe is not None:
@@ -170,7 +170,7 @@ def _reasons(found: Recipe) -> dict[str, str]:
     return notes
 
 
-def _schedule(config: RunConfig, mesh: Mesh) -> Written:
+def _schedule(config: RunConfig, mesh: MeshSizes) -> Written:
     if config.plan.pipeline_schedule != "auto":
         return config.plan.pipeline_schedule
     return "single_stage" if mesh.pipe == 1 else "one_f_one_b"

@@ -53,7 +53,7 @@ class DividedSide(ProofSide):
 
     def _answer(self, parts: Parts, engine: ModelRuntime, question: TrialSet) -> FingerprintTable:
         rank, levels = self.pump.channel.rank, self.pump.channel.levels
-        mine = parts.plan.place_of(rank)[0]
+        mine = parts.plan.axes.place(rank)[0]
         pipeline, tied = pipeline_of(parts, rank, levels), tied_of(parts, rank, levels)
         held = _held(parts)
         initial = digests_of(held, self.names.values)

@@ -216,7 +216,7 @@ def _feed(given: _Inputs, pipeline: Pipeline) -> Feed:
     parts, loop = given.parts, given.recipe.sync.loop
     pace = loop.pace(given.levels.groups["island"]) if loop is not None else sync.LocalStepSchedule()
     seed = parts.config.train.seed
-    return Feed(parts.train, parts.plan, parts.plan.place_of(given.rank)[0], seed, pipeline.batches, pace)
+    return Feed(parts.train, parts.plan, parts.plan.axes.place(given.rank)[0], seed, pipeline.batches, pace)
 
 
 def _contents(
@@ -277,7 +277,8 @@ def _rule(recipe: Recipe, levels: ProcessGroups, rank: int) -> Optimizer:
     loop, plan = recipe.sync.loop, recipe.plan
     if loop is None or not loop.average_second_moments_every:
         return recipe.optimizer
-    rows = [plan.rows[plan.place_of(one)[0]] for one in levels.everyone]
+    mesh = plan.axes
+    rows = [plan.rows[mesh.place(one)[0]] for one in levels.everyone]
     return recipe.optimizer_with(sum(rows[one] for one in levels.group("island", rank)) / sum(rows))
 
 

@@ -12,7 +12,7 @@ from gossamer.model.unit_seeds import unit_seeds
 from gossamer.pipeline.from_plan import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.stage_links import StageLinks, links_of
-from gossamer.pipeline.tied_weights import TiedWeights, holders_of
+from gossamer.pipeline.tied_weights import TiedWeights
 from gossamer.run.forward import Pipeline
 from gossamer.run.parts import Parts
 from gossamer.run.staged_model import StagePart
@@ -45,7 +45,7 @@ def pieces_of(parts: Parts, engine: ModelRuntime) -> dict[int, ModelPart]:
 def pipeline_of(parts: Parts, rank: int, levels: ProcessGroups) -> Pipeline:
     """Return this rank's pipeline: its schedule of a step and its stage links. Raises BadInput."""
     plan, methods = parts.plan, parts.recipe.methods
-    replica, place = plan.place_of(rank)
+    replica, place = plan.axes.place(rank)
     made = schedule_of(plan, replica, methods.schedule)
 
     def evaluating(microbatches: int) -> tuple[Schedule, StageLinks]:
@@ -58,5 +58,6 @@ def pipeline_of(parts: Parts, rank: int, levels: ProcessGroups) -> Pipeline:
 
 def tied_of(parts: Parts, rank: int, levels: ProcessGroups) -> TiedWeights:
     """Return the tied parameters: those that several stages of this rank's replica hold."""
-    shared = {} if parts.cut is None else parts.cut.shared()
-    return TiedWeights(rank, levels, holders_of(parts.plan, parts.plan.place_of(rank)[0], shared))
+    shared, mesh = {} if parts.cut is None else parts.cut.shared(), parts.plan.axes
+    replica, _ = mesh.place(rank)
+    return TiedWeights(rank, levels, {name: mesh.of_replica(replica, places) for name, places in shared.items()})

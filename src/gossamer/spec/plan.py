@@ -8,13 +8,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gossamer.spec.cost import Cost
+from gossamer.spec.mesh import Mesh
 from gossamer.spec.method_config import Exchanges, Written
 
 PLAN_FORMAT = 2
 BUCKET_BYTES = 25 * 2**20
 
 
-class Mesh(BaseModel):
+class MeshSizes(BaseModel):
     """The sizes of the mesh axes. Ranks are numbered with the last axis fastest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,7 +48,7 @@ class Plan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Annotated[int, Field(ge=1, le=PLAN_FORMAT)] = PLAN_FORMAT
-    mesh: Mesh = Mesh()
+    mesh: MeshSizes = MeshSizes()
     batch_fractions: tuple[float, ...] = (1.0,)
     rows: tuple[int, ...]
     microbatches: tuple[int, ...]
@@ -98,18 +99,15 @@ class Plan(BaseModel):
             )
 
     @property
-    def width(self) -> int:
-        """The number of ranks that hold one replica of the model."""
-        return sum(map(len, self.stage_ranks)) or self.mesh.pipe
+    def axes(self) -> Mesh:
+        """The ranks of the run by mesh axes."""
+        stages = self.stage_ranks or tuple((place,) for place in range(self.mesh.pipe))
+        return Mesh(self.mesh.replica, stages, self.islands)
 
     @property
     def ranks(self) -> int:
         """The number of ranks in the run."""
-        return self.width if self.stage_ranks else self.mesh.size
-
-    def place_of(self, rank: int) -> tuple[int, int]:
-        """Return (replica, rank within the replica) of `rank`."""
-        return divmod(rank, self.width)
+        return self.axes.size
 
     def boundary_of(self, stage: int) -> Written:
         """Return the activation compression between `stage` and the next stage."""
