@@ -54,7 +54,7 @@ def probe(channel: Channel, *, ways: bool = False) -> Network:
         return Network(islands=(everyone,), levels=levels)
     rates = _pair_rates(channel)
     islands = islands_of(rates)
-    if len(islands) == 1 or len(islands) == len(everyone):
+    if not 1 < len(islands) < len(everyone):  # each rank by itself shares a faster link with none
         islands = (everyone,)
     else:
         slow, fast = _sides(rates, islands)
@@ -113,7 +113,8 @@ def ways_of(
     the bandwidth of all ranks together.
     """
     home = {rank: number for number, island in enumerate(islands) for rank in island}
-    pairs = [(i, j) for i in home for j in home if i != j and (len(islands) == 1 or home[i] != home[j])]
+    every = [(i, j) for i in home for j in home if i != j]
+    pairs = [(i, j) for i, j in every if home[i] != home[j]] or every
     out = {r: max(rates[i][j] for i, j in pairs if i == r) for r in home}
     into = {r: max(rates[i][j] for i, j in pairs if j == r) for r in home}
     narrow = min(*out.values(), *into.values())

@@ -100,6 +100,15 @@ class ProcessGroups:
         """All ranks, ascending."""
         return tuple(sorted(r for group in self.groups[self.whole] for r in group))
 
+    def has_several(self, level: str) -> bool:
+        """Return whether there are several groups at `level`, as of islands that have others to average with."""
+        return len(self._groups_of(level)) > 1
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether one rank is all there is: no other has part in what it computes."""
+        return len(self.everyone) == 1
+
     def only(self, level: str) -> ProcessGroups:
         """Return the groups of `level` alone, named `all`, for a method that runs at this level."""
         return ProcessGroups({"all": self._groups_of(level)})

@@ -24,16 +24,15 @@ def sent_bytes(
 ) -> dict[int, int]:
     """Return the bytes that `rank` sends to each peer for one part of `part_bytes`; payload only, no headers."""
     ranks, me = len(group), group.index(rank)
-    if ranks == 1 or part_bytes == 0:
+    if part_bytes == 0:
         return {}
-    following = group[(me + 1) % ranks]
-    if combine is Collective.GATHER:
-        return {following: (ranks - 1) * part_bytes}
     if combine is Collective.SHUFFLE:
         return {peer: part_bytes // ranks for peer in group if peer != rank}
     chunks = ring_chunks(part_bytes, itemsize, ranks)
     # A rank sends every chunk but one while reducing, and every chunk but another while gathering.
-    return {following: 2 * part_bytes - chunks[(me + 1) % ranks] - chunks[(me + 2) % ranks]}
+    reduced = 2 * part_bytes - chunks[(me + 1) % ranks] - chunks[(me + 2) % ranks]
+    sent = (ranks - 1) * part_bytes if combine is Collective.GATHER else reduced
+    return {peer: sent for peer in (group[(me + 1) % ranks],) if peer != rank}
 
 
 def ring_chunks(part_bytes: int, itemsize: int, ranks: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Literal
 from gossamer.launch.paths import lacks_checkpoint
 from gossamer.process.exit_codes import BAD_INPUT, PEER_LOST, exit_text
 from gossamer.process.json_lines import Said
+from gossamer.spec.odd_one_out import ranked
 
 What = Literal["exited", "stopped", "silent", "hung", "host lost"]
 _WIDTH = 100
@@ -135,10 +136,7 @@ def _ranks(failures: Sequence[RankFailure]) -> str:
     by_host: dict[str, list[int]] = {}
     for failure in sorted(failures, key=lambda f: f.rank):
         by_host.setdefault(failure.hostname, []).append(failure.rank)
-    return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(r) for r in ranks)} on {host}"
-        for host, ranks in by_host.items()
-    )
+    return "; ".join(f"{ranked(ranks)} on {host}" for host, ranks in by_host.items())
 
 
 def _bordered(title: str, rows: Sequence[tuple[str, str]]) -> str:

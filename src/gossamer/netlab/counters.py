@@ -25,7 +25,7 @@ def read_links(switch: str, topology: LabTopology) -> dict[str, ByteCounts]:
     count = {name: (int(stats["tx"]["bytes"]), int(stats["rx"]["bytes"])) for name, stats in found.items()}
     hosts = {f"h{h}": count[port(h)][::-1] for h in range(topology.hosts)}  # what the bridge receives, a host sent
     islands = {f"island{k}": count[uplink(k)] for k in range(len(topology.sizes()))}
-    return {**hosts, **islands} if len(islands) > 1 else hosts
+    return {**hosts, **islands} if topology.has_uplinks else hosts
 
 
 def read_pairs(switch: str, topology: LabTopology) -> dict[tuple[int, int], int]:

@@ -68,6 +68,11 @@ class LabTopology:
         """Return the hosts per island; one island of all where none are named."""
         return self.islands or (self.hosts,)
 
+    @property
+    def has_uplinks(self) -> bool:
+        """Return whether there are several islands, with an uplink each."""
+        return len(self.sizes()) > 1
+
     def memory(self) -> tuple[int, ...]:
         """Return the memory limit of every host in bytes, or () for none."""
         return self.memory_bytes * self.hosts if len(self.memory_bytes) == 1 else self.memory_bytes
@@ -81,7 +86,7 @@ class LabTopology:
                 do="make islands and hosts agree",
                 key="islands",
             )
-        if math.isfinite(self.between_bytes_per_s) and len(self.sizes()) == 1:
+        if math.isfinite(self.between_bytes_per_s) and not self.has_uplinks:
             raise BadInput("a rate between islands needs at least two islands: name them, e.g. 2x2", key="inter-rate")
 
     def _check_shares(self) -> None:

@@ -110,7 +110,7 @@ def wrap(
     hand = PassInputs(weight, divides=split)
     scale = scaler.get_scale if scaler else None
     manner = PassSettings(accumulate=accumulate, loss=loss, seed=seed, lossy=lossy, scale=scale)
-    passes = _met(models, optimizers, exchange, whole, hand, manner) if whole.ranks > 1 else []
+    passes = _met(models, optimizers, exchange, whole, hand, manner) if not whole.is_alone else []
     _mind_batch_norm(models, passes, whole, batch_norm)
     _hook_steps(models, optimizers, passes, hand, max_grad_norm)
     divider = _divider(loader, models, whole, parts, rows) if split and loader is not None else None

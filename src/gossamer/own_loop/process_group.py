@@ -32,6 +32,11 @@ class LoopGroup:
     hosts: int = 1
     timeout_s: float = 120.0
 
+    @property
+    def is_alone(self) -> bool:
+        """Return whether this process is the only one."""
+        return self.ranks == 1
+
     def meet(self, name: str, backend: str) -> ProcessGroupChannel:
         """Create a new channel between all ranks. All ranks must call it in the same order."""
         meeting = Rendezvous(

@@ -38,7 +38,7 @@ class RankDataLoader:
         self._own = OwnRows(loader, divider) if OwnRows.serve(loader, divider) else None  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        if self._party.ranks == 1:
+        if self._party.is_alone:
             yield from self.inner
             return
         self._meet()

@@ -35,6 +35,7 @@ from gossamer.run.batches import Feed
 from gossamer.run.staged_model import Forward, StagedModel
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
+from gossamer.spec.unread_keys import in_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,7 @@ def build_rank_model(source: ModelProvider, asked: PartitionRequest, plan: Plan 
 
 def planned(source: ModelProvider, asked: PartitionRequest, plan: Plan | None = None) -> Planned:
     """Return the plan of a model and its split into pipeline stages, if any; no stage is built. Raises BadInput."""
-    wanted = asked.config.plan
-    in_stages = plan.mesh.pipe > 1 if plan else wanted.mesh.pipe not in (1, "auto") or wanted.stage_ranks != "auto"
-    if not in_stages:
+    if not (in_stages(asked.config) if plan is None else plan.axes.is_staged):
         module = source.whole().to(asked.device)
         return Planned(source, asked, _begun(plan, module, asked), module, None)
     source.share(asked.local_ranks)

@@ -68,9 +68,9 @@ def layout_of(plan: Plan) -> str:
     stages, replicas = plan.mesh.pipe, plan.mesh.replica
     if plan.stage_ranks:
         return f"{stages} stages on {plan.ranks} ranks"
-    if stages == 1:
+    if not plan.axes.is_staged:
         return f"{replicas} replicas"
-    return f"{replicas} replicas of {stages} stages" if replicas > 1 else f"{stages} stages"
+    return f"{replicas} replicas of {stages} stages" if plan.axes.is_replicated else f"{stages} stages"
 
 
 def warnings_of(verdict: ProofVerdict) -> Iterator[str]:

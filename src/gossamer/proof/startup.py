@@ -192,10 +192,10 @@ def is_asked(parts: Parts) -> bool:
         return False
     if config.train.prove == "always":
         return True
-    if plan.mesh.pipe > 1:
+    if plan.axes.is_staged:
         return True
     is_uneven = len(set(plan.rows)) > 1 or len(set(plan.microbatches)) > 1
-    return plan.mesh.replica > 1 and together.loop is None and (is_uneven or _has_state(parts.outline))
+    return plan.axes.is_replicated and together.loop is None and (is_uneven or _has_state(parts.outline))
 
 
 def of_proof(plan: Plan) -> Plan:

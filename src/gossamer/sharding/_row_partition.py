@@ -111,4 +111,5 @@ def path_of(level: str, levels: ProcessGroups) -> tuple[str, ...]:
     islands = levels.groups.get("island", ())
     if level == "island" and islands:
         return ("island",)
-    return ("island", "between") if len(islands) > 1 and max(map(len, islands)) > 1 else ("all",)
+    has_two_hops = any(len(island) > 1 for island in islands) and levels.has_several("island")
+    return ("island", "between") if has_two_hops else ("all",)

@@ -63,6 +63,7 @@ class GradientReducer:
         self.timing = Timing()
         self._pump = pump
         self._gathers = StepGathers(pump, self.timing)
+        self._is_alone = pump.channel.levels.is_alone
         self._buckets = GradientBuckets(params, owned=owned, gives_back=gives_back)
         self._lay_out(
             dict.fromkeys(params, exchange) if isinstance(exchange, Exchange) else exchange, bucket_bytes=bucket_bytes
@@ -304,7 +305,7 @@ class GradientReducer:
         if self._keeps_sent:
             slot.own = Bucket(slot.layout, bucket.flat.clone())
         # The cheapest test of all numbers, for `agree`: a non-finite mean does not show which rank caused it.
-        if self.ranks > 1 or not slot.exchange.traits.lossless:
+        if not (self._is_alone and slot.exchange.traits.lossless):
             slot.total = bucket.flat.sum(dtype=torch.promote_types(bucket.flat.dtype, torch.float32))
         method = slot.run(bucket, self._method(slot.exchange, window.level), at)
         if self._gives_back:

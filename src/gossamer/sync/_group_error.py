@@ -27,10 +27,11 @@ def among_all(exchange: Exchange, levels: ProcessGroups, *, keeps: bool) -> Exch
 
     `keeps`: make the compression error equal on all ranks of an island, as it stays in that island's parameters.
     """
-    if all(len(island) == 1 for island in levels.groups["island"]):
-        return exchange
-    wide = exchange if isinstance(exchange, Hierarchical) else Hierarchical(exchange)
-    return GroupError(wide) if keeps else wide
+    found = exchange
+    if any(len(island) > 1 for island in levels.groups["island"]):
+        wide = exchange if isinstance(exchange, Hierarchical) else Hierarchical(exchange)
+        found = GroupError(wide) if keeps else wide
+    return found if levels.has_several("island") else OneGroup(found)
 
 
 def stays_of(outcome: Outcome, islands: int) -> Tensor | None:
@@ -42,6 +43,33 @@ def stays_of(outcome: Outcome, islands: int) -> Tensor | None:
     if outcome.lost is None or outcome.owed is None:
         return outcome.lost
     return outcome.lost.add(outcome.owed, alpha=islands)
+
+
+@dataclass(frozen=True, slots=True)
+class OneGroup(Exchange):
+    """An exchange among islands where there is one: its own input is the mean, and nothing is sent or lost.
+
+    The state is that of `inner`, as it is: a run that goes on with more islands finds it.
+    """
+
+    inner: Exchange
+
+    @property
+    def traits(self) -> ExchangeTraits:
+        return self.inner.traits
+
+    def init(self, layout: Layout) -> ExchangeState:
+        return self.inner.init(layout)
+
+    def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
+        yield from ()
+        return Outcome(x.flat, None, state)
+
+    def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
+        return ()
+
+    def check(self, layout: Layout, levels: ProcessGroups) -> None:
+        self.inner.check(layout, levels)
 
 
 @dataclass(frozen=True, slots=True)

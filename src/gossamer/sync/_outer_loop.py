@@ -98,7 +98,7 @@ class OuterLoop:
         found.sender = RoundSender(loop, exchange, replica, pump, fragments, second_moments)
         found.each = StepAverage(each, replica, pump, found.local, found.timing) if each is not None else None
         found.anchor_here()
-        if loop.straggler_timeout_s and len(levels.groups["island"]) > 1:
+        if loop.straggler_timeout_s and levels.has_several("island"):
             assert pump is not None
             found.roll = QuorumThread(pump.channel, loop.straggler_timeout_s, asked)
         return found
@@ -145,10 +145,7 @@ class OuterLoop:
         """
         if self.roll is None or not self._loop.apart(done):
             return False
-        missed = float(self.roll.missed)
-        if len(self.replica.levels.group("island", self.replica.rank)) > 1:
-            missed = float(self.replica.gather((missed,), "island").max())
-        return missed > done
+        return float(self.replica.gather((float(self.roll.missed),), "island").max()) > done
 
     def anchor_here(self) -> None:
         """Set the anchor (global parameters) to this rank's parameters, which must be equal on all islands."""

@@ -27,14 +27,11 @@ def traffic_of_round(
     bucket_bytes: int,
 ) -> tuple[Traffic, ...]:
     """Return the messages `rank` sends in `loop.cycle` steps, without gradients, weights, votes and status."""
-    alone = len(levels.groups["island"]) == 1  # a single island has no other to average with
     found = [Traffic(Collective.GATHER, 2, 8)] * (loop.cycle if loop.step_exchange is not None else 0)
     full, of_squares = among_all(Dense(), levels, keeps=False), exchange_of_second_moments(levels)
     for fragment in exchanges_of_round(loop, params, levels, units=units, bucket_bytes=bucket_bytes):
         found += [Traffic(Collective.GATHER, 4, 8)] * loop.rounds
         for layout, exchange in fragment:
-            if alone:
-                continue
             rounds = [full if loop.meets_in_full(number) else exchange for number in range(loop.rounds)]
             rounds += [of_squares] * (
                 loop.rounds // loop.average_second_moments_every if loop.average_second_moments_every else 0

@@ -62,7 +62,7 @@ class StatusExchange(StatusChannel):
     @staticmethod
     def of(channel: Channel, start: int) -> StatusExchange | None:
         """Build the channel; None with a single island, whose ranks vote at every step."""
-        return StatusExchange(channel, start) if len(channel.levels.groups["island"]) > 1 else None
+        return StatusExchange(channel, start) if channel.levels.has_several("island") else None
 
     def note(self, loss: float, weight: float, *, committed: bool) -> None:
         self._said += sums_of(loss, weight, committed=committed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gossamer.comm.comm_thread import CommThread
-from gossamer.comm.message import ExchangeContext, Outcome
+from gossamer.comm.message import ExchangeContext
 from gossamer.exchange import Exchange
 from gossamer.sync._fragments import are_finite
 from gossamer.sync._gradient_reducer import GradientReducer
@@ -42,11 +42,8 @@ class StepAverage:
             self.local.follow(parts)
             return
         at = ExchangeContext(self.replica.rank, levels, weights, (moved.seed, moved.done), 1.0, True)
-        if len(levels.groups["island"]) == 1:
-            outcomes = [Outcome(flat, None, part.each) for flat, part in zip(steps, parts, strict=True)]
-        else:
-            step = begin_exchange(self.pump, self.exchange, parts, steps, [part.each for part in parts], at)
-            outcomes = self.timing.waiting(lambda: [step.result(i) for i in range(len(parts))])
+        step = begin_exchange(self.pump, self.exchange, parts, steps, [part.each for part in parts], at)
+        outcomes = self.timing.waiting(lambda: [step.result(i) for i in range(len(parts))])
         for part, outcome in zip(parts, outcomes, strict=True):
             part.each = outcome.state
             part.anchor.sub_(outcome.mean)

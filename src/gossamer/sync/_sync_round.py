@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.comm.bucket import Bucket
 from gossamer.comm.comm_thread import CommStep, CommThread
-from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, late, sent_at
+from gossamer.comm.message import ExchangeContext, ExchangeState, late, sent_at
 from gossamer.exchange import Exchange, has_residual
 from gossamer.exchange.dense import Dense
 from gossamer.sync._fragments import (
@@ -123,7 +123,7 @@ class RoundSender:
     def _tell(self, fragment: Fragment, at: ExchangeContext, *, sound: bool) -> SecondMomentSync | None:
         """Start to average second moments, where the optimizer has any."""
         squares = self.second_moments([e.name for part in fragment.parts for e in part.layout.entries])
-        if len(at.levels.groups["island"]) == 1 or not squares:
+        if not at.levels.has_several("island") or not squares:
             return None
         flats = [torch.zeros_like(part.anchor) for part in fragment.parts]
         if sound:
@@ -145,9 +145,6 @@ class RoundSender:
         *,
         final: bool,
     ) -> None:
-        if len(at.levels.groups["island"]) == 1:  # a single island has no other to average with
-            flight.outcomes = tuple(Outcome(flat, None, state) for flat, state in zip(flats, states, strict=True))
-            return
         exchange = self.exchange
         if self.meets_in_full(flight, final=final):  # else the islands' residuals would be lost
             exchange = among_all(Dense(), at.levels, keeps=False)
