@@ -75,9 +75,12 @@ def learn(
     meets = "all" if method.loop is None else "island"
     sharding = sharding_methods.build(states)
     deal = sharding.deal(levels)
-    held = sharding_methods.ShardedOptimizer.of(update, params, deal, rank=seat.rank, differences=sharding.differences)
-    meet, owned = sharding.exchange(exchange_methods.build(exchange), deal.path), held.own if deal.path else None
-    replica = GradientReducer(params, meet, pump, bucket_bytes=1 << 20, meets=meets, owned=owned)
+    mine = sharding_methods.holdings(deal, sharding_methods.shapes_of(params), seat.rank)
+    held = sharding_methods.ShardedOptimizer.of(
+        update, params, deal, rank=seat.rank, holdings=mine, differences=sharding.differences
+    )
+    meet = sharding.exchange(exchange_methods.build(exchange), deal.path)
+    replica = GradientReducer(params, meet, pump, bucket_bytes=1 << 20, meets=meets, holdings=mine)
     truth = {name: p.detach() for name, p in params.items()}
     apart = OuterLoop.of(
         method.loop, params, truth, replica, beside, units=("embed", "first", "last"), bucket_bytes=1 << 20

@@ -105,7 +105,10 @@ def ours() -> dict[str, object]:
         module, sharding_methods.UnshardOrder.of(module, UNITS), beside, deal=deal.of_parameters, rank=RANK
     )
     rule = optimizer_methods.build({"adamw": {"lr": LR, "weight_decay": 0.0}})
-    states = sharding_methods.ShardedOptimizer.of(rule, params, deal, rank=RANK, differences=None, shards=shards)
+    mine = sharding_methods.holdings(deal, sharding_methods.shapes_of(params), RANK)
+    states = sharding_methods.ShardedOptimizer.of(
+        rule, params, deal, rank=RANK, holdings=mine, differences=None, shards=shards
+    )
     gathers = sent(lambda: loss_of(module, 0).backward())
     states.release()
     replica = GradientReducer(
@@ -113,7 +116,7 @@ def ours() -> dict[str, object]:
         sharding.exchange(exchange_methods.build("dense"), deal.path),
         pump,
         bucket_bytes=1 << 20,
-        owned=states.own,
+        holdings=mine,
         gives_back=sharding.gives_back,
     )
     losses: list[float] = []

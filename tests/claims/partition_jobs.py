@@ -69,13 +69,16 @@ def learn(seat: Seat, *, states: Any, islands: list[list[int]], microbatches: in
             module, UnshardOrder.of(module, UNITS), beside, deal=deal.of_parameters, rank=seat.rank
         )
     rule = optimizer_methods.build({"adamw": {"lr": 3e-3, "weight_decay": 0.0}})
-    held = ShardedOptimizer.of(rule, params, deal, rank=seat.rank, differences=sharding.differences, shards=shards)
+    mine = sharding_methods.holdings(deal, sharding_methods.shapes_of(params), seat.rank)
+    held = ShardedOptimizer.of(
+        rule, params, deal, rank=seat.rank, holdings=mine, differences=sharding.differences, shards=shards
+    )
     replica = GradientReducer(
         params,
         sharding.exchange(exchange_methods.build("dense"), deal.path),
         pump,
         bucket_bytes=1 << 20,
-        owned=held.own if held.is_sharded else None,
+        holdings=mine,
         gives_back=sharding.gives_back,
     )
     losses, sent = [], Counter[str]()

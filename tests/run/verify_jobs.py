@@ -25,7 +25,7 @@ from gossamer.run.parts import Parts
 from gossamer.run.random_beacon import RandomBeacon
 from gossamer.run.reexecution import Reexecution
 from gossamer.run.verify import Verifier
-from gossamer.sharding import RowPartition, ShardedOptimizer
+from gossamer.sharding import RowPartition, ShardedOptimizer, holdings, shapes_of
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import MeshSizes, Plan
 from gossamer.sync import GradientReducer
@@ -181,8 +181,10 @@ def reruns(seat: Seat, *, count: int) -> dict[str, Any]:
         ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, ProcessGroups.flat(1), interface="lo", timeout_s=20.0))
     )
     replica = GradientReducer(witness.params, exchange_methods.build("dense"), pump, bucket_bytes=1 << 20)
+    deal = RowPartition(ProcessGroups.flat(1))
+    held = holdings(deal, shapes_of(witness.params), 0)
     states = ShardedOptimizer.of(
-        optimizer_methods.build("sgd"), witness.params, RowPartition(ProcessGroups.flat(1)), rank=0, differences=None
+        optimizer_methods.build("sgd"), witness.params, deal, rank=0, holdings=held, differences=None
     )
     verifier = Verifier(
         wanted=config.train.verify, witness=witness, replica=replica, states=states, sink=lambda record: None

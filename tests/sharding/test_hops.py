@@ -224,8 +224,14 @@ def gathered(islands: Sequence[int], written: Any) -> tuple[list[dict[str, torch
     held, methods = [], []
     for rank in range(ranks):
         params = {n: v.clone() for n, v in Bucket(where, crew.bucket(where, 99).flat).slices()}
+        mine = sharding_methods.holdings(deal, sharding_methods.shapes_of(params), rank)
         states = sharding_methods.ShardedOptimizer.of(
-            optimizer_methods.build({"sgd": {"lr": 1.0}}), params, deal, rank=rank, differences=sharding.differences
+            optimizer_methods.build({"sgd": {"lr": 1.0}}),
+            params,
+            deal,
+            rank=rank,
+            holdings=mine,
+            differences=sharding.differences,
         )
         gradients = crew.bucket(where, 7).slices()
         states.update({n: states.own(n, g) for n, g in gradients}, lr_scale=1.0, step=0)

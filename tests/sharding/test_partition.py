@@ -53,8 +53,11 @@ def world_of(islands: Sequence[int], written: Any, where: Layout) -> tuple[list[
         module = Named(where)
         shards = ShardedParameters.of(module, UnshardOrder.of(module, ()), None, deal=deal.of_parameters, rank=rank)  # type: ignore[arg-type]
         params = dict(module.named_parameters())
+        mine = sharding_methods.holdings(deal, sharding_methods.shapes_of(params), rank)
         found.append(
-            ShardedOptimizer.of(rule, params, deal, rank=rank, differences=sharding.differences, shards=shards)
+            ShardedOptimizer.of(
+                rule, params, deal, rank=rank, holdings=mine, differences=sharding.differences, shards=shards
+            )
         )
     return found, levels.and_more(ProcessGroups({sharding_methods.LEVEL: levels.groups[deal.path[0]]}))
 

@@ -33,7 +33,14 @@ def test_what_was_lost_is_part_of_the_next_difference(ranks: int) -> None:
     params = [{n: v.clone() for n, v in start.items()} for _ in range(ranks)]
     rule = optimizer_methods.build({"sgd": {"lr": 0.5}})
     states = [
-        sharding_methods.ShardedOptimizer.of(rule, p, deal, rank=r, differences=sharding.differences)
+        sharding_methods.ShardedOptimizer.of(
+            rule,
+            p,
+            deal,
+            rank=r,
+            holdings=sharding_methods.holdings(deal, sharding_methods.shapes_of(p), r),
+            differences=sharding.differences,
+        )
         for r, p in enumerate(params)
     ]
     m = np.concatenate([v.numpy().ravel() for v in start.values()]).astype(np.float64)

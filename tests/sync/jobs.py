@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import nn
 
@@ -11,6 +9,7 @@ from comm.jobs import group
 from gossamer import exchange as exchange_methods
 from gossamer import sharding as sharding_methods
 from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
 from gossamer.sync import GradientReducer, StepContext, StepVote
 from pool import Seat
 
@@ -207,8 +206,10 @@ def by_rows(seat: Seat, *, rows: list[int], steps: int) -> dict[str, list]:
     for gives_back in (False, True):
         torch.manual_seed(0)
         module = Branchy()
-        owned = partial(rows_at, seat)
-        replica = GradientReducer(params_of(module), method, pump, bucket_bytes=64, owned=owned, gives_back=gives_back)
+        mine = held_by(seat, module)
+        replica = GradientReducer(
+            params_of(module), method, pump, bucket_bytes=64, holdings=mine, gives_back=gives_back
+        )
         for step in range(steps):
             ids, labels = (t[first : first + rows[seat.rank]] for t in rows_of(step))
             replica.open(StepContext(step, 0, 1.0, float((labels != -100).sum())))
@@ -226,9 +227,10 @@ def by_rows(seat: Seat, *, rows: list[int], steps: int) -> dict[str, list]:
     return found
 
 
-def rows_at(seat: Seat, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's."""
-    return sharding_methods.rows_of(name, tensor.shape, seat.ranks)[seat.rank].of(tensor)
+def held_by(seat: Seat, module: nn.Module) -> dict[str, sharding_methods.Holding]:
+    """What this rank holds where rows are dealt to all ranks."""
+    deal = sharding_methods.build("zero2").deal(ProcessGroups.flat(seat.ranks))
+    return sharding_methods.holdings(deal, sharding_methods.shapes_of(params_of(module)), seat.rank)
 
 
 def under_way(seat: Seat, *, look_ahead: int) -> tuple[int, int]:
@@ -238,7 +240,7 @@ def under_way(seat: Seat, *, look_ahead: int) -> tuple[int, int]:
     pump = CommThread(channel, look_ahead=look_ahead)
     params = dict(module.named_parameters())
     dense = sharding_methods.build("zero2").exchange(exchange_methods.build("dense"), ["all"])
-    replica = GradientReducer(params, dense, pump, bucket_bytes=64, owned=partial(rows_at, seat), gives_back=True)
+    replica = GradientReducer(params, dense, pump, bucket_bytes=64, holdings=held_by(seat, module), gives_back=True)
 
     def count(_: torch.Tensor) -> None:
         nonlocal most

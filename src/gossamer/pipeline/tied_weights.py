@@ -19,6 +19,7 @@ from torch import Tensor
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups, Traffic
 from gossamer.p2p import StageLink, TensorSpec
+from gossamer.sharding import Holding
 from gossamer.spec.mesh import Groups
 
 
@@ -33,10 +34,10 @@ class TiedWeights:
     levels: ProcessGroups
     holders: Mapping[str, Groups] = field(default_factory=dict)
 
-    @property
-    def elsewhere(self) -> frozenset[str]:
-        """The tied parameters on this rank that an earlier stage holds too."""
-        return frozenset(n for n, groups in self.holders.items() if any(self.rank in group for group in groups[1:]))
+    @staticmethod
+    def of(rank: int, levels: ProcessGroups, holdings: Mapping[str, Holding]) -> TiedWeights:
+        """Build the tied parameters of what `rank` holds."""
+        return TiedWeights(rank, levels, {name: one.added for name, one in holdings.items() if one.added})
 
     @torch.no_grad()
     def add(self, gradients: Mapping[str, Tensor], pump: CommThread) -> None:

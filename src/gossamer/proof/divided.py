@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from gossamer.comm.comm_thread import CommThread
 from gossamer.exchange.dense import Dense
 from gossamer.model.split.input_variants import InputVariants
+from gossamer.pipeline.tied_weights import TiedWeights
 from gossamer.proof.entries import Picked
 from gossamer.proof.fingerprints import FingerprintTable, TensorNames, digests_of, rows_of
 from gossamer.proof.sides import ProofSide, world_kept
 from gossamer.proof.tensor_log import LoggedPart, LossRecorder, TensorLog
 from gossamer.proof.trials import Trial, TrialSet, move, owned
 from gossamer.run.checkpoint import trainable
-from gossamer.run.engine import engine_of, pieces_of, pipeline_of, tied_of
+from gossamer.run.engine import engine_of, holdings_of, pieces_of, pipeline_of
 from gossamer.run.parts import Parts
 from gossamer.run.staged_model import Forward, StagedModel
 from gossamer.run.step_algorithm import At, Gradients, Task
@@ -54,13 +55,11 @@ class DividedSide(ProofSide):
     def _answer(self, parts: Parts, engine: ModelRuntime, question: TrialSet) -> FingerprintTable:
         rank, levels = self.pump.channel.rank, self.pump.channel.levels
         mine = parts.plan.axes.place(rank)[0]
-        pipeline, tied = pipeline_of(parts, rank, levels), tied_of(parts, rank, levels)
-        held = _held(parts)
+        pipeline, holdings = pipeline_of(parts, rank, levels), holdings_of(parts, rank, levels)
+        tied, held = TiedWeights.of(rank, levels, holdings), _held(parts)
         initial = digests_of(held, self.names.values)
         trained = trainable(parts.module)
-        replica = GradientReducer(
-            trained, Dense(), self.pump, bucket_bytes=parts.plan.bucket_bytes, counted_elsewhere=tied.elsewhere
-        )
+        replica = GradientReducer(trained, Dense(), self.pump, bucket_bytes=parts.plan.bucket_bytes, holdings=holdings)
         gradients, buffers, losses = [], [], []
         try:
             for one in question.rounds:

@@ -23,7 +23,7 @@ from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.optimizer_state import OptimizerSlots
 from gossamer.run.checkpoint.outer_state import OuterState
 from gossamer.run.checkpoint.weights import Weights
-from gossamer.run.engine import pieces_of, pipeline_of, tied_of
+from gossamer.run.engine import holdings_of, pieces_of, pipeline_of
 from gossamer.run.evaluation import Evaluator
 from gossamer.run.forward import Pipeline
 from gossamer.run.goal import Goal
@@ -83,17 +83,17 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
     rank, levels = pump.channel.rank, pump.channel.levels
     params = trainable(parts.module)
     pipeline = pipeline_of(parts, rank, levels)
-    tied = tied_of(parts, rank, levels)
     recipe = parts.recipe
     given = _Inputs(parts=parts, recipe=recipe, engine=engine, pump=pump, around=around, params=params)
     rule = Master(inner=_rule(recipe, levels, rank))  # copies half types alone
-    states, replica = _states_and_reducer(given, rule, tied)
+    states, replica = _states_and_reducer(given, rule)
     scaling = LossScale.of(engine.precision)
     truth = {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()}
     apart = _outer_loop(given, states, replica, truth)
     feed = _feed(given, pipeline)
     around.saver.contents = _contents(given, states, replica, apart, scaling)
     stages = RankStages(engine=engine, pieces=pieces_of(parts, engine), pipeline=pipeline, pump=pump)
+    tied = TiedWeights.of(rank, levels, states.holdings)
     gradients = Gradients(pieces=stages.pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at)
     descent: StepAlgorithm = GradientStep(gradients=gradients, states=states, clip=config.train.max_grad_norm)
     if recipe.sync.probe is not None:
@@ -149,24 +149,29 @@ def _trainer(
     )
 
 
-def _states_and_reducer(
-    given: _Inputs, rule: Optimizer, tied: TiedWeights
-) -> tuple[ShardedOptimizer, sync.GradientReducer]:
+def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimizer, sync.GradientReducer]:
     """Return the optimizer states of this rank's rows, and what averages the gradients of these rows."""
     parts, params, together, sharding = given.parts, given.params, given.recipe.sync, given.recipe.sharding
     sharding.check(given.levels)
     deal = sharding.deal(given.levels)
     exchange = given.recipe.methods.exchanges(params, deal)
     shards = None if parts.walk is None else _shards(parts, parts.walk, given.around, given.rank, deal.of_parameters)
-    states = ShardedOptimizer.of(rule, params, deal, rank=given.rank, differences=sharding.differences, shards=shards)
+    states = ShardedOptimizer.of(
+        rule,
+        params,
+        deal,
+        rank=given.rank,
+        holdings=holdings_of(parts, given.rank, given.levels),
+        differences=sharding.differences,
+        shards=shards,
+    )
     replica = sync.GradientReducer(
         params if together.probe is None else {},  # without gradients there is nothing to exchange
         exchange,
         given.pump,
         bucket_bytes=parts.plan.bucket_bytes,
-        counted_elsewhere=frozenset(params) if states.is_spare else tied.elsewhere,
+        holdings=states.holdings,
         meets="all" if together.loop is None else "island",
-        owned=states.own if states.is_sharded else None,
         gives_back=sharding.gives_back,
         keeps_sent=parts.config.train.verify.every > 0,
     )

@@ -12,11 +12,12 @@ from gossamer.model.unit_seeds import unit_seeds
 from gossamer.pipeline.from_plan import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.stage_links import StageLinks, links_of
-from gossamer.pipeline.tied_weights import TiedWeights
+from gossamer.run.checkpoint import trainable
 from gossamer.run.forward import Pipeline
 from gossamer.run.parts import Parts
 from gossamer.run.staged_model import StagePart
 from gossamer.run.step_runner import ModelPart, ModelRuntime, UnsplitModel
+from gossamer.sharding import Holding, holdings, shapes_of
 
 
 def engine_of(parts: Parts) -> ModelRuntime:
@@ -56,8 +57,10 @@ def pipeline_of(parts: Parts, rank: int, levels: ProcessGroups) -> Pipeline:
     return Pipeline(rank=place, schedule=made, links=links, evaluating=evaluating)
 
 
-def tied_of(parts: Parts, rank: int, levels: ProcessGroups) -> TiedWeights:
-    """Return the tied parameters: those that several stages of this rank's replica hold."""
+def holdings_of(parts: Parts, rank: int, levels: ProcessGroups) -> dict[str, Holding]:
+    """Return what a rank holds of the parameters that it trains; tied ones are those of several stages."""
     shared, mesh = {} if parts.cut is None else parts.cut.shared(), parts.plan.axes
     replica, _ = mesh.place(rank)
-    return TiedWeights(rank, levels, {name: mesh.of_replica(replica, places) for name, places in shared.items()})
+    added = {name: mesh.of_replica(replica, places) for name, places in shared.items()}
+    deal = parts.recipe.sharding.deal(levels)
+    return holdings(deal, shapes_of(trainable(parts.module)), rank, added=added)

@@ -18,23 +18,30 @@ from gossamer.sharding._row_partition import RowPartition, RowRange, rows_of
 from gossamer.sharding._sharded_optimizer import ShardedOptimizer, gather_traffic
 from gossamer.sharding._sharded_parameters import ShardedParameters
 from gossamer.sharding._unshard_order import LEVEL, UnshardOrder
+from gossamer.sharding.holding import ElementBytes, Holding, Shard, bytes_of, holdings, shapes_of
 from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
 
 __all__ = [
     "LEVEL",
     "REGISTRY",
+    "ElementBytes",
+    "Holding",
     "RowPartition",
     "RowRange",
+    "Shard",
     "Sharding",
     "ShardedParameters",
     "ShardedOptimizer",
     "UnshardOrder",
     "build",
+    "bytes_of",
     "gather_traffic",
+    "holdings",
     "longest",
     "names",
     "rows_of",
+    "shapes_of",
     "trace_access",
 ]
 
@@ -83,7 +90,7 @@ class Sharding(ABC):
 
     def deal(self, levels: ProcessGroups) -> RowPartition:
         """Return the partition of rows over the ranks of these process groups."""
-        return RowPartition(levels, self.path(levels), kept=int(self.takes_parameters))
+        return RowPartition(levels, self.path(levels), int(self.takes_parameters), self.gives_back)
 
     def check(self, levels: ProcessGroups) -> None:
         """Raise BadInput where the method cannot serve these process groups; called when all of them are known."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gossamer.comm.bucket import Layout
 from gossamer.comm.message import ProcessGroups
+from gossamer.spec.mesh import Ranks
 
 RowPart = tuple[tuple[int, int], ...]  # (start, numel) in a flat buffer of the rows of one rank, entry by entry
 
@@ -55,11 +56,13 @@ class RowPartition:
     a counterpart on all islands.
 
     `kept`: along how many levels, from the first, parameters stay sharded. Updated rows are gathered along the others.
+    `gives_back`: whether a rank keeps only its rows of the gradients too.
     """
 
     levels: ProcessGroups
     path: tuple[str, ...] = ()
     kept: int = 0
+    gives_back: bool = False
 
     @property
     def back(self) -> tuple[str, ...]:
@@ -104,6 +107,17 @@ class RowPartition:
     def is_first(self, rank: int) -> bool:
         """Return whether `rank` has rows that no rank before it has."""
         return rank in self._along(self.path, self.levels.group("all", rank)[0])
+
+    def copies(self, rank: int) -> Ranks:
+        """Return the ranks that have the same rows as `rank`, the first one in front; none where it has no rows."""
+        if any(rank not in self.owners(level, rank) for level in self.path):
+            return ()
+        everyone = self.levels.group("all", rank)
+        if not self.path:
+            return everyone
+        across = self.levels.group("between", rank) if self.path == ("island",) else (rank,)
+        firsts = self._along(self.path, everyone[0])
+        return tuple(sorted(across, key=lambda one: one not in firsts))
 
 
 def path_of(level: str, levels: ProcessGroups) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from gossamer.sharding._gather_updates import collected, collecting, longest
 from gossamer.sharding._reduce_scatter import most, packed, unpacked
 from gossamer.sharding._row_partition import RowPartition, RowRange
 from gossamer.sharding._sharded_parameters import ShardedParameters
+from gossamer.sharding.holding import Holding
 
 _MAIN = "main"
 
@@ -28,17 +29,17 @@ _MAIN = "main"
 class ShardedOptimizer:
     """The optimizer states of one rank, for its own rows of each parameter, and the all-gather of the rows it updates.
 
-    `rows`: this rank's rows by parameter name; where it holds all rows there is nothing to gather. Rows sharded along
-    two levels are gathered between islands first, then inside. `differences`: a codec for weight updates. The optimizer
-    `rule` then updates float32 copies, the state `main`. The parameters are those that all ranks decode, on this rank
-    too: so they are equal everywhere, and a compression error is part of the next difference. `shards`: the sharded
-    parameters, where parameters are sharded too: after an update only their own rows are gathered, the others when a
-    unit runs.
+    `holdings`: what this rank holds, by parameter name; where it owns all rows there is nothing to gather. Rows sharded
+    along two levels are gathered between islands first, then inside. `differences`: a codec for weight updates. The
+    optimizer `rule` then updates float32 copies, the state `main`. The parameters are those that all ranks decode, on
+    this rank too: so they are equal everywhere, and a compression error is part of the next difference. `shards`: the
+    sharded parameters, where parameters are sharded too: after an update only their own rows are gathered, the others
+    when a unit runs.
     """
 
     rule: Optimizer
     params: Mapping[str, Tensor]
-    rows: Mapping[str, RowRange]
+    holdings: Mapping[str, Holding]
     deal: RowPartition
     rank: int
     differences: Codec | None
@@ -53,18 +54,18 @@ class ShardedOptimizer:
         deal: RowPartition,
         *,
         rank: int,
+        holdings: Mapping[str, Holding],
         differences: Codec | None,
         shards: ShardedParameters | None = None,
     ) -> ShardedOptimizer:
-        """Build the optimizer states of the rows that `rank` has in the partition `deal`."""
-        mine = {name: deal.rows(name, p.shape, rank) for name, p in params.items()}
-        own = _own_of(mine, _held(params, shards))
+        """Build the optimizer states of the rows that `rank` owns; it gathers the others as `deal` has them."""
+        own = _own_of(holdings, _held(params, shards))
         if differences is not None:
             own = {n: view.float().clone() for n, view in own.items()}
         held = rule.init(own)
         for name in own if differences is not None else ():
             held[name][_MAIN] = own[name]
-        return ShardedOptimizer(rule, params, mine, deal, rank, differences, held, shards)
+        return ShardedOptimizer(rule, params, holdings, deal, rank, differences, held, shards)
 
     @property
     def is_sharded(self) -> bool:
@@ -85,21 +86,23 @@ class ShardedOptimizer:
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's rows of a tensor shaped like the parameter `name`; an empty tensor where it has none."""
-        rows = self.rows[name]
-        return rows.of(tensor) if _any(rows) else tensor.new_empty(0)
+        return self.holdings[name].own(tensor)
 
     def update(self, grads: Mapping[str, Tensor], *, lr_scale: float, step: int, apart: bool = False) -> None:
         """Update this rank's rows, given its rows of the mean gradients.
 
         `apart`: the gradients are averaged within one island of several only.
         """
-        own = {name: grad for name, grad in grads.items() if _any(self.rows[name])}
+        own = {name: grad for name, grad in grads.items() if self._owns(name)}
         update = self.rule.update_apart if apart else self.rule.update
         each = self.skipped if self.rule.counts_each else {}
         for skipped in sorted({each.get(name, 0) for name in own}):
             part = {name: grad for name, grad in own.items() if each.get(name, 0) == skipped}
             update(self._moved_by_rule(part), part, self.held, lr_scale=lr_scale, step=step - skipped)
         self.release()
+
+    def _owns(self, name: str) -> bool:
+        return self.holdings[name].owned.rows.count > 0
 
     def missed(self, names: Iterable[str]) -> None:
         """Count an update in which the parameters `names` had no gradient."""
@@ -108,7 +111,7 @@ class ShardedOptimizer:
 
     def meet(self, moved: Mapping[str, Tensor], *, rates: float) -> None:
         """Report the mean pseudo-gradients of a sync round to the optimizer (see Optimizer.meet)."""
-        own = {name: self.own(name, gone) for name, gone in moved.items() if _any(self.rows[name])}
+        own = {name: self.own(name, gone) for name, gone in moved.items() if self._owns(name)}
         self.rule.meet(self._moved_by_rule(own), own, self.held, rates=rates)
 
     def second_moments(self, step: int, names: Iterable[str]) -> Mapping[str, Tensor]:
@@ -129,7 +132,7 @@ class ShardedOptimizer:
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters' rows whose optimizer states this rank holds, by name."""
-        return iter(_own_of(self.rows, _held(self.params, self.shards)).items())
+        return iter(_own_of(self.holdings, _held(self.params, self.shards)).items())
 
     @property
     def sharded(self) -> dict[str, tuple[Tensor, RowRange, Tensor]]:
@@ -191,7 +194,7 @@ class ShardedOptimizer:
         bucket = as_float(layout).allocate()
         for name, view in bucket.slices():
             if name in self.held:
-                rows = self.rows[name]
+                rows = self.holdings[name].owned.rows
                 rows.of(view).copy_(self.held[name][_MAIN] - rows.of(self.params[name]).float())
         mine = packed(bucket.flat, self.deal.part(layout, self.rank), most(parts))
         message = codec.encode(mine, key)
@@ -207,7 +210,7 @@ class ShardedOptimizer:
         """Yield (slot, parameter, this rank's rows, tensor) of all optimizer states."""
         for name, slots in self.held.items():
             for slot, tensor in slots.items():
-                yield slot, name, self.rows[name], tensor
+                yield slot, name, self.holdings[name].owned.rows, tensor
 
 
 def gather_traffic(layout: Layout, deal: RowPartition, rank: int, differences: Codec | None) -> tuple[Traffic, ...]:
@@ -233,10 +236,7 @@ def _held(params: Mapping[str, Tensor], shards: ShardedParameters | None) -> dic
     return {n: _Held(shards.rows[n], tensor) for n, tensor in shards.own() if n in params}
 
 
-def _own_of(mine: Mapping[str, RowRange], held: Mapping[str, _Held]) -> dict[str, Tensor]:
-    """Return the rows that are `mine`, out of the kept ones."""
-    return {n: rows.within(held[n].rows).of(held[n].tensor) for n, rows in mine.items() if _any(rows)}
-
-
-def _any(rows: RowRange) -> bool:
-    return rows.count > 0
+def _own_of(holdings: Mapping[str, Holding], held: Mapping[str, _Held]) -> dict[str, Tensor]:
+    """Return the owned rows, out of the kept ones."""
+    owned = ((name, one.owned.rows) for name, one in holdings.items())
+    return {n: rows.within(held[n].rows).of(held[n].tensor) for n, rows in owned if rows.count}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,6 +13,7 @@ from gossamer.comm.bucket import Bucket, Layout, partition
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, Rounds
 from gossamer.exchange import Exchange, has_residual, is_residual
 from gossamer.ops.norm import global_norm_squared
+from gossamer.sharding import Holding
 from gossamer.spec.errors import bad_input
 from gossamer.sync._state_by_name import named, refilled
 
@@ -64,19 +65,21 @@ class BucketState:
 class GradientBuckets:
     """The buckets that hold the gradients of one rank's parameters: each `.grad` is a view of one.
 
-    `owned`: the part of a gradient whose mean this rank receives; None: all of it. `gives_back`: buckets are allocated
-    while gradients are made and sent only. `fill` must be called first.
+    `holdings`: what this rank holds, by parameter; of one without an entry all ranks hold all. `gives_back`: buckets
+    are allocated while gradients are made and sent only. `fill` must be called first.
     """
 
     def __init__(
         self,
         params: Mapping[str, Tensor],
         *,
-        owned: Callable[[str, Tensor], Tensor] | None,
+        holdings: Mapping[str, Holding],
         gives_back: bool,
     ) -> None:
         self.params = dict(params)
-        self.is_whole, self._owned, self._gives_back = owned is None, owned or _all_of_it, gives_back
+        self.is_whole = not any(one.divided for one in holdings.values())  # this rank gets the mean of all rows
+        self._elsewhere = frozenset(name for name, one in holdings.items() if not one.counts)
+        self._holdings, self._gives_back = holdings, gives_back
         self.slots: list[BucketState] = []
         self.index_of: dict[str, int] = {}  # of the bucket that holds a parameter
 
@@ -116,6 +119,10 @@ class GradientBuckets:
             own.copy_(self._owned(name, view))
         return replace(outcome, mean=mean.flat)
 
+    def _owned(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the part of a gradient whose mean this rank receives."""
+        return tensor if self.is_whole else self._holdings[name].own(tensor)
+
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients by parameter name, in the order of the parameters."""
         views = {name: view for s in self.slots for name, view in self._known(s)}
@@ -140,8 +147,12 @@ class GradientBuckets:
         """Return whether the mean on this rank is the weighted sum of all ranks' gradients, up to rounding."""
         return self.is_whole and all(slot.exchange.traits.lossless for slot in self.slots)
 
-    def norm_squared(self, elsewhere: frozenset[str]) -> float:
-        """Return the squared norm of the gradients, without those of the parameters `elsewhere`."""
+    def norm_squared(self, level: str) -> float:
+        """Return the squared norm of the gradients that this rank counts where the ranks of `level` average them.
+
+        In a local step each island counts its own.
+        """
+        elsewhere = self._elsewhere if level == "all" else frozenset()
         counted: list[Tensor] = []
         for slot in self.slots:
             mine = [view for name, view in self._known(slot) if name not in elsewhere]
@@ -227,7 +238,3 @@ def _last(path: str) -> str:
     """Return "e@name" of "0/1/e@name"."""
     state, at, name = path.partition("@")
     return f"{state.rpartition('/')[2]}{at}{name}"
-
-
-def _all_of_it(name: str, tensor: Tensor) -> Tensor:
-    return tensor

@@ -10,8 +10,9 @@ All three run among the ranks whose gradients are averaged: in a local step, tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,10 +23,13 @@ from gossamer.comm.comm_thread import CommStep, CommThread
 from gossamer.comm.message import ExchangeContext, ProcessGroups, sent_at
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
+from gossamer.sharding import Holding
 from gossamer.sync._gradient_buckets import BucketState, GradientBuckets, buckets_of
 from gossamer.sync._step_gathers import StepGathers
 from gossamer.sync._step_vote import GradientReport, StepAgreement, StepContext, StepVote
 from gossamer.sync._timing import Timing
+
+_ALL_HOLD_ALL: Mapping[str, Holding] = MappingProxyType({})
 
 
 class GradientReducer:
@@ -33,16 +37,14 @@ class GradientReducer:
 
     `params` are the trainable parameters by canonical name (tied ones once); with pipeline parallelism, those of this
     rank's stage. `exchange` averages their gradients: one for all, or one by parameter name. Each `.grad` becomes a
-    view of a flat bucket, so autograd writes a gradient once and the exchange sends it from there. `counted_elsewhere`
-    names the parameters whose squared norm another rank reports: tied weights of another stage, or rows that another
-    island owns too. In a local step each island counts its own. `meets`: the level the exchange must serve, where it is
-    not `all`; each StepContext names the level of its step. Raise BadInput where an exchange cannot serve its buckets
-    or these process groups.
+    view of a flat bucket, so autograd writes a gradient once and the exchange sends it from there. `holdings`: by
+    parameter, the rows whose mean this rank receives and counts in the norm; of one without an entry all ranks hold all
+    rows. `meets`: the level the exchange must serve, where it is not `all`; each StepContext names the level of its
+    step. Raise BadInput where an exchange cannot serve its buckets or these process groups.
 
-    `owned`: the part of a gradient whose mean this rank receives, where that is not all of it. `gives_back`: free the
-    rest after the exchange, and allocate a bucket at its first gradient. At most as many buckets are pending as the
-    order of messages needs, and backward waits for them. `keeps_sent`: keep a copy of this rank's input to the exchange
-    until the next step.
+    `gives_back`: free all but the owned rows after the exchange, and allocate a bucket at its first gradient. At most
+    as many buckets are pending as the order of messages needs, and backward waits for them. `keeps_sent`: keep a copy
+    of this rank's input to the exchange until the next step.
     """
 
     def __init__(
@@ -52,19 +54,17 @@ class GradientReducer:
         pump: CommThread,
         *,
         bucket_bytes: int,
-        counted_elsewhere: frozenset[str] = frozenset(),
+        holdings: Mapping[str, Holding] = _ALL_HOLD_ALL,
         meets: str = "all",
-        owned: Callable[[str, Tensor], Tensor] | None = None,
         gives_back: bool = False,
         keeps_sent: bool = False,
     ) -> None:
         self.meets, self._gives_back, self._keeps_sent = meets, gives_back, keeps_sent
-        self._counted_elsewhere = counted_elsewhere
         self.timing = Timing()
         self._pump = pump
         self._gathers = StepGathers(pump, self.timing)
         self._is_alone = pump.channel.levels.is_alone
-        self._buckets = GradientBuckets(params, owned=owned, gives_back=gives_back)
+        self._buckets = GradientBuckets(params, holdings=holdings, gives_back=gives_back)
         self._lay_out(
             dict.fromkeys(params, exchange) if isinstance(exchange, Exchange) else exchange, bucket_bytes=bucket_bytes
         )
@@ -223,8 +223,7 @@ class GradientReducer:
     def agree(self, vote: StepVote) -> StepAgreement:
         """Exchange votes with the ranks whose gradients are averaged, and return the outcome."""
         # No number is counted by two ranks of the average.
-        elsewhere = self._counted_elsewhere if self._window.level == "all" else frozenset()
-        squared = self._buckets.norm_squared(elsewhere) if vote.squared is None else vote.squared
+        squared = self._buckets.norm_squared(self._window.level) if vote.squared is None else vote.squared
         report = GradientReport(squared, *self._buckets.not_finite(), self._buckets.idle(self._touched))
         return self._gathers.agree(vote, report, self.names, one_mean=self._buckets.is_whole)
 
