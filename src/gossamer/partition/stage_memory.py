@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gossamer.comm.message import ProcessGroups
 from gossamer.model.split.constructor_state import (
     ConstructorState,
 )
@@ -11,9 +12,12 @@ from gossamer.model.split.split_points import StageSpec
 from gossamer.partition.request import PartitionRequest
 from gossamer.run.resources import memory
 from gossamer.run.staged_model import StagedModel
+from gossamer.sharding import ElementBytes, RowPartition, bytes_of, holdings, shapes_of
 from gossamer.spec.errors import bad_input
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_gib
+
+_UNDIVIDED = RowPartition(ProcessGroups.flat(1))  # every rank of a stage holds all of it
 
 
 def check_shared_memory(construction: ConstructorState, cut: StagedModel) -> None:
@@ -56,7 +60,9 @@ def check_room(plan: Plan, cut: StagedModel, asked: PartitionRequest) -> None:
 def state_bytes_of(cut: StagedModel, part: StageSpec) -> int:
     """Return the bytes of a stage's parameters, gradients and optimizer states.
 
-    Trained parameters count 12 bytes per element more: gradients and two optimizer slots in float32.
+    Gradients and two optimizer slots are counted in float32.
     """
-    held = [p for name, p in cut.ways.module.named_parameters() if name in part.holds]
-    return sum(p.numel() * (p.element_size() + (12 if p.requires_grad else 0)) for p in held)
+    held = {name: p for name, p in cut.ways.module.named_parameters() if name in part.holds}
+    frozen = [name for name, p in held.items() if not p.requires_grad]
+    sizes = {name: ElementBytes(kept=p.element_size(), gradient=4, owned=8) for name, p in held.items()}
+    return bytes_of(holdings(_UNDIVIDED, shapes_of(held), 0, frozen=frozen).values(), sizes)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 
 from gossamer import sharding as sharding_methods
 from gossamer.comm.message import ProcessGroups
@@ -76,6 +75,7 @@ def places_of_states(
     cost of each includes its gradient exchange and the all-gather after the update.
     """
     found = []
+    sizes = {name: sharding_methods.ElementBytes(kept=0, gradient=0, owned=number_bytes) for name, _ in shapes}
     exact = PlanMethods.of(Plan(rows=(1,), microbatches=(1,), exchange=exchange))
     for written in among:
         methods = exact.under(sharding=written)
@@ -88,8 +88,9 @@ def places_of_states(
             there.append(wire_seconds({r: one.traffic(layout, levels, r) for r in levels.everyone}, levels, links)[0])
             back.append(wire_seconds(gather, levels, links)[0])
         seconds = cost(play(tasks_of_gathers(hidden_s, there, back))).exposed_s
-        held = max(sum(_numbers(deal, name, shape, rank) for name, shape in shapes) for rank in levels.everyone)
-        found.append(ShardingPlace(written, seconds, held * number_bytes))
+        held = (sharding_methods.holdings(deal, dict(shapes), rank) for rank in levels.everyone)
+        most = max(sharding_methods.bytes_of(one.values(), sizes) for one in held)
+        found.append(ShardingPlace(written, seconds, most))
     return tuple(found)
 
 
@@ -100,10 +101,6 @@ def tasks_of_gathers(hidden_s: float, there: Sequence[float], back: Sequence[flo
     sent = [TimedTask(wire("all"), seconds) for seconds in there]
     after = (0, *([len(sent)] if sent else []))
     return (TimedTask(compute(0), hidden_s), *sent, *(TimedTask(wire("all"), seconds, after) for seconds in back))
-
-
-def _numbers(deal: sharding_methods.RowPartition, name: str, shape: tuple[int, ...], rank: int) -> int:
-    return deal.rows(name, shape, rank).count * prod(shape[1:])
 
 
 def _held(chosen: Mapping[str, ShardingPlace]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
 import torch
 
@@ -14,7 +13,16 @@ from gossamer.comm.message import Collective, ProcessGroups, Traffic
 from gossamer.exchange import Exchange
 from gossamer.exchange.codec import Codec
 from gossamer.recipe import PlanMethods
-from gossamer.sharding import RowPartition, Sharding, UnshardOrder, gather_traffic, longest
+from gossamer.sharding import (
+    ElementBytes,
+    RowPartition,
+    Sharding,
+    UnshardOrder,
+    bytes_of,
+    gather_traffic,
+    holdings,
+    longest,
+)
 from gossamer.sync import OuterLoopConfig, StatusExchange, ZerothOrderConfig, buckets_of, traffic_of_round
 
 
@@ -74,23 +82,28 @@ def state_bytes(
 
     `slots`: tensors of optimizer state per parameter.
     """
-    deal, ranks = sharding.deal(levels), len(levels.everyone)
-    found = [0] * ranks
-    for layout in (layout for unit in (walk.always, *walk.units) for layout in unit.layouts):
+    deal = sharding.deal(levels)
+    layouts = [layout for unit in (walk.always, *walk.units) for layout in unit.layouts]
+    shapes, sizes = dict[str, tuple[int, ...]](), dict[str, ElementBytes]()
+    for layout in layouts:
         size, wide = layout.dtype.itemsize, max(4, layout.dtype.itemsize)
         kept = slots + (size < wide) + (sharding.differences is not None)  # and a float32 copy
-        for rank in range(ranks):
-            found[rank] += _held(layout, deal.of_parameters, rank) * size
-        for entry in (e for e in layout.entries if e.name in trained):
-            for rank in range(ranks):
-                own = deal.rows(entry.name, entry.shape, rank).count * prod(entry.shape[1:])
-                found[rank] += (own if sharding.gives_back else entry.numel) * size + own * wide * kept
-    return tuple(found)
+        shapes |= {entry.name: entry.shape for entry in layout.entries}
+        sizes |= {entry.name: ElementBytes(size, size, wide * kept) for entry in layout.entries}
+    frozen = shapes.keys() - frozenset(trained)
+
+    def held(rank: int) -> int:
+        mine = holdings(deal, shapes, rank, frozen=frozen).values()
+        padding = sum(_padding(layout, deal.of_parameters, rank) * layout.dtype.itemsize for layout in layouts)
+        return bytes_of(mine, sizes) + padding
+
+    return tuple(held(rank) for rank in levels.everyone)
 
 
-def _held(layout: Layout, deal: RowPartition, rank: int) -> int:
-    """Return the elements of a bucket on a rank; a rank with any rows allocates as many as the rank with most."""
-    return longest(layout, deal, rank) if rank in deal.givers(rank) else 0
+def _padding(layout: Layout, deal: RowPartition, rank: int) -> int:
+    """Return the elements by which a bucket of a rank with any rows is longer than these: as long as the longest."""
+    own = sum(numel for _, numel in deal.part(layout, rank))
+    return longest(layout, deal, rank) - own if rank in deal.givers(rank) else 0
 
 
 def round_bytes(
