@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, TypeAlias
 
-from gossamer.spec.errors import bad_input
+from gossamer.spec.errors import BadInput
 
 Ranks: TypeAlias = tuple[int, ...]
 Groups: TypeAlias = tuple[Ranks, ...]
@@ -96,10 +96,9 @@ class Mesh:
         if axis == "pipe":
             return tuple(self.everyone[self.width * r : self.width * (r + 1)] for r in range(self.replicas))
         if axis not in self.axes:
-            raise bad_input(
-                wanted=f"an axis {axis!r} of the ranks",
-                got=f"the axes {', '.join(self.axes)}",
-                do="name methods that speak of these alone, or say in machines.islands who shares a fast link",
+            raise BadInput(
+                f"the ranks have no mesh axis {axis!r}, the axes are {', '.join(self.axes)}: list the ranks of each "
+                "island in machines.islands, or choose methods without islands"
             )
         inside = tuple(tuple(sorted(island)) for island in self.islands)
         return inside if axis == "island" else _across(inside)
@@ -111,10 +110,9 @@ class Mesh:
         """
         found = next((group for group in self.groups(axis) if rank in group), None)
         if found is None:
-            raise bad_input(
-                wanted=f"rank {rank} in a group along {axis!r}",
-                got=f"the ranks 0 to {self.size - 1}, by {', '.join(self.axes)}",
-                do="name every rank once",
+            raise BadInput(
+                f"rank {rank} has no group on the mesh axis {axis!r}, the ranks are 0 to {self.size - 1} and the axes "
+                f"{', '.join(self.axes)}: list every rank once"
             )
         return found
 
