@@ -18,7 +18,7 @@ from gossamer.sharding._row_partition import RowPartition, RowRange, rows_of
 from gossamer.sharding._sharded_optimizer import ShardedOptimizer, gather_traffic
 from gossamer.sharding._sharded_parameters import ShardedParameters
 from gossamer.sharding._unshard_order import LEVEL, UnshardOrder
-from gossamer.sharding.holding import ElementBytes, Holding, Shard, bytes_of, holdings, shapes_of
+from gossamer.sharding.holding import ElementBytes, Holding, RowShard, bytes_of, holdings, shapes_of
 from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
 
@@ -29,7 +29,7 @@ __all__ = [
     "Holding",
     "RowPartition",
     "RowRange",
-    "Shard",
+    "RowShard",
     "Sharding",
     "ShardedParameters",
     "ShardedOptimizer",

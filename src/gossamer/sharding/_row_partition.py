@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.comm.bucket import Layout
 from gossamer.comm.message import ProcessGroups
-from gossamer.spec.mesh import Ranks
+from gossamer.spec.mesh import Group
 
 RowPart = tuple[tuple[int, int], ...]  # (start, numel) in a flat buffer of the rows of one rank, entry by entry
 
@@ -108,7 +108,7 @@ class RowPartition:
         """Return whether `rank` has rows that no rank before it has."""
         return rank in self._along(self.path, self.levels.group("all", rank)[0])
 
-    def copies(self, rank: int) -> Ranks:
+    def copies(self, rank: int) -> Group:
         """Return the ranks that have the same rows as `rank`, the first one in front; none where it has no rows."""
         if any(rank not in self.owners(level, rank) for level in self.path):
             return ()

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from gossamer.sharding._row_partition import RowPartition, RowRange
-from gossamer.spec.mesh import Groups, Ranks
+from gossamer.spec.mesh import Group, Groups
 from gossamer.store.slices import REPLICATED
 
 Shape = tuple[int, ...]
@@ -24,11 +24,11 @@ _NONE = RowRange(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class RowShard:
     """Rows of a parameter and the ranks that have just these, the one that speaks for all of them first."""
 
     rows: RowRange
-    ranks: Ranks
+    ranks: Group
 
     def is_first(self, rank: int) -> bool:
         """Return whether `rank` speaks for the rows, as it counts and writes them: no rank before it has them."""
@@ -49,10 +49,10 @@ class Holding:
 
     name: str
     shape: Shape
-    kept: Shard
-    owned: Shard
+    kept: RowShard
+    owned: RowShard
     gradient: RowRange
-    summed: Ranks
+    summed: Group
     divided: bool
     added: Groups = ()
     counts: bool = True
@@ -136,6 +136,6 @@ def shapes_of(params: Mapping[str, Tensor]) -> dict[str, Shape]:
     return {name: tuple(param.shape) for name, param in params.items()}
 
 
-def _shard(rows: RowRange, ranks: Ranks) -> Shard:
+def _shard(rows: RowRange, ranks: Group) -> RowShard:
     """Return rows with those who have them: nobody where there are none."""
-    return Shard(rows, ranks if rows.count else ())
+    return RowShard(rows, ranks if rows.count else ())

@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 
 from gossamer.spec.errors import BadInput
 
-Ranks: TypeAlias = tuple[int, ...]
-Groups: TypeAlias = tuple[Ranks, ...]
+Group: TypeAlias = tuple[int, ...]
+Groups: TypeAlias = tuple[Group, ...]
 Axis: TypeAlias = Literal["replica", "pipe", "island", "between"]
 
 
@@ -52,7 +52,7 @@ class Mesh:
         return self.replicas * self.width
 
     @property
-    def everyone(self) -> Ranks:
+    def everyone(self) -> Group:
         """All ranks, ascending."""
         return tuple(range(self.size))
 
@@ -103,7 +103,7 @@ class Mesh:
         inside = tuple(tuple(sorted(island)) for island in self.islands)
         return inside if axis == "island" else _across(inside)
 
-    def group(self, axis: Axis, rank: int) -> Ranks:
+    def group(self, axis: Axis, rank: int) -> Group:
         """Return the ranks of the group of `rank` along `axis`, itself included.
 
         Raise BadInput where there is no such axis, or no such rank.
