@@ -230,7 +230,7 @@ def _proved(parts: Parts, model: Planned, pump: CommThread) -> str:
 
 
 def _channel(trial: Trial, parts: Parts, rank: int) -> Channel:
-    levels = levels_of(parts.plan, trial.ranks)
+    levels = levels_of(parts.plan)
     if trial.ranks == 1:
         return LoopbackChannel(0, levels)
     store = dist.FileStore(str(trial.folder / f"meeting-{trial.ranks}"), trial.ranks)

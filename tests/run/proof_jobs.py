@@ -177,7 +177,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 @contextmanager
 def pump_of(seat: Seat, model: Planned) -> Iterator[CommThread]:
-    levels = levels_of(model.plan, seat.ranks)
+    levels = levels_of(model.plan)
     pump = CommThread(ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0)))
     try:
         yield pump
