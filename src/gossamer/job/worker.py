@@ -16,6 +16,7 @@ import torch
 from gossamer import loss
 from gossamer.comm.channel.store import join_store
 from gossamer.data import Corpus, open_corpus
+from gossamer.job.data_files import check_data_files, keep_data_files
 from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
@@ -61,7 +62,9 @@ def run_rank(
     ready.heartbeat.at(phase="build")
     set_memory(PlanMethods.asked(config.plan).sharding)
     set_threads(config.machines.threads, place.local_ranks)
-    corpus = corpus_of(config.data)
+    corpus, is_resumed = corpus_of(config.data), resume or place.resume_step >= 0
+    if is_resumed:
+        check_data_files(directory.data_file, config.data, corpus)
     origin = origin_for(config, corpus)
     device = device_of(place)
     given = read_plan(directory.plan_file, ranks=place.ranks) if directory.plan_file.exists() else None
@@ -89,12 +92,12 @@ def run_rank(
             text=str(config.data.source),
             remark=corpus.remark,
             vocabulary=corpus.tokenizer.vocabulary,
-            resume=resume or place.resume_step >= 0,
+            resume=is_resumed,
             resume_step=place.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
             callbacks=JobCallbacks(
-                keep=lambda: keep(directory, corpus.tokenizer, origin),
+                keep=lambda: _keep(directory, config, corpus, origin),
                 moves=ready.heartbeat.at,
                 sealed=lambda outcome: ready.heartbeat.leave(_CODES[outcome], for_all=place.rank == 0),
                 observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
@@ -102,6 +105,11 @@ def run_rank(
             ),
         )
     )
+
+
+def _keep(directory: RunDirectory, config: RunConfig, corpus: Corpus, origin: ModelSource) -> None:
+    keep(directory, corpus.tokenizer, origin)
+    keep_data_files(directory.data_file, config.data, corpus)
 
 
 def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:
