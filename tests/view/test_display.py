@@ -59,7 +59,10 @@ def test_plain_is_throttled_by_the_time_of_the_run() -> None:
 
 def test_plain_says_the_unit_of_the_loss_where_it_is_known() -> None:
     known, unknown = start(), dataclasses.replace(start(), loss_unit="")
-    for record, said in ((known, "200 steps of 4.1k tokens, loss in nats/token"), (unknown, "200 steps of 4.1k tokens")):
+    for record, said in (
+        (known, "200 steps of 4.1k tokens, loss in nats/token"),
+        (unknown, "200 steps of 4.1k tokens"),
+    ):
         out = io.StringIO()
         assert lines(Plain(out), out, [record])[1].endswith(said)
 

@@ -1,4 +1,4 @@
-"""The names and sizes of the files of a run's text, kept beside its checkpoints: a resume says which of them changed."""
+"""The names and sizes of the files of a run's text, kept with it, so that a resume can name those that changed."""
 
 from __future__ import annotations
 

@@ -57,6 +57,7 @@ def start_record(job: RankJob, trainer: Trainer, flop_per_token: float) -> recor
         peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
         exchange=_in_words(plan),
         precision=trainer.attempts.stages.engine.precision.name,
+        limit_s=config.train.seconds,
         loss_unit=_loss_unit(job),
         versions={"gossamer": version("gossamer"), "torch": torch.__version__, "python": sys.version.split()[0]},
     )

@@ -45,7 +45,9 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     try:
         total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
     except IndexError as error:  # on a CPU; a GPU ends the process
-        wrong = sorted({int(label) for label in labels.unique() if label != IGNORE and not 0 <= label < logits.shape[1]})
+        wrong = sorted(
+            {int(label) for label in set(labels.tolist()) if label != IGNORE and not 0 <= label < logits.shape[1]}
+        )
         raise bad_input(
             wanted=f"labels from 0 to {logits.shape[1] - 1}, as the model gives {logits.shape[1]} logits, or {IGNORE}",
             got=", ".join(map(str, wrong[:3])) or str(error),

@@ -80,9 +80,7 @@ def _border(progress: RunProgress) -> str:
     return {"done": GOOD, "interrupted": WARN}.get(progress.end.outcome, BAD)
 
 
-def _header(
-    progress: RunProgress, width: int, *, now_s: float, opened_s: float | None
-) -> list[RenderableType]:
+def _header(progress: RunProgress, width: int, *, now_s: float, opened_s: float | None) -> list[RenderableType]:
     start = progress.start
     if start is None:
         spent = f"  {show_seconds(max(1, round(now_s - opened_s)))}" if opened_s is not None else ""
