@@ -135,16 +135,16 @@ def _spelled_out(
 
 def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
     inner, hints = _inner(cls), get_type_hints(cls)
-    if missing := [name for name in _required(cls) if name not in parameters]:
-        method, wanted = cls.__module__.rpartition(".")[2], ", ".join(f"{name}: ..." for name in missing)
-        do = f"write {{{method}: {{{wanted}}}}}"
-        raise BadInput(f"{method} needs {' and '.join(map(repr, missing))}: {do}", key=key)
     values = {
         name: inner[name].build(value, key=f"{key}.{name}")
         if name in inner and value is not None
         else _coerce(value, hints[name], key=f"{key}.{name}")
         for name, value in parameters.items()
     }
+    if missing := [name for name in _required(cls) if name not in parameters]:
+        method, wanted = cls.__module__.rpartition(".")[2], ", ".join(f"{name}: ..." for name in missing)
+        do = f"write {{{method}: {{{wanted}}}}}"
+        raise BadInput(f"{method} needs {' and '.join(map(repr, missing))}: {do}", key=key)
     try:
         return cls(**values)
     except BadInput as error:
