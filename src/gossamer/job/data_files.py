@@ -8,23 +8,21 @@ from pathlib import Path
 
 from gossamer.data import Corpus
 from gossamer.data.cache import read_json, write_json
-from gossamer.data.source import parse_source
-from gossamer.spec.config import DataSection
 from gossamer.spec.errors import BadInput
 
 _MOST = 10_000  # files whose names are kept; of more, none are
 _SHOWN = 3  # names in a message
 
 
-def keep_data_files(file: Path, data: DataSection, corpus: Corpus) -> None:
+def keep_data_files(file: Path, corpus: Corpus) -> None:
     """Write the names and sizes of the text's files, unless `file` exists. Raises BadInput, e.g. on a full disk."""
-    sizes = _sizes(data)
+    sizes = _sizes(corpus)
     if file.exists() or not 0 < len(sizes) <= _MOST:
         return
     write_json(file, {"fingerprint": corpus.fingerprint, "files": sizes})
 
 
-def check_data_files(file: Path, data: DataSection, corpus: Corpus) -> None:
+def check_data_files(file: Path, corpus: Corpus) -> None:
     """Raise BadInput that names the files of the text which are new, missing or of another size since the run began.
 
     Another fingerprint without such a file (same sizes, another tokenizer) is left to the checkpoint's own check.
@@ -32,7 +30,7 @@ def check_data_files(file: Path, data: DataSection, corpus: Corpus) -> None:
     began = read_json(file)
     if began is None or began.get("fingerprint") == corpus.fingerprint:
         return
-    before, now = began.get("files"), _sizes(data)
+    before, now = began.get("files"), _sizes(corpus)
     if not isinstance(before, dict) or not now or not (told := _differences(before, now)):
         return
     raise BadInput(
@@ -42,13 +40,12 @@ def check_data_files(file: Path, data: DataSection, corpus: Corpus) -> None:
     )
 
 
-def _sizes(data: DataSection) -> dict[str, int]:
+def _sizes(corpus: Corpus) -> dict[str, int]:
     """Return name -> bytes of the text's files; names are relative to the folder that holds all of them."""
-    stamp = parse_source(data.source).stamp()
-    if not stamp:
+    if not corpus.files:
         return {}
-    root = os.path.commonpath([os.path.dirname(path) for path, _, _ in stamp])
-    return {os.path.relpath(path, root): size for path, size, _ in stamp}
+    root = os.path.commonpath([os.path.dirname(path) for path, _, _ in corpus.files])
+    return {os.path.relpath(path, root): size for path, size, _ in corpus.files}
 
 
 def _differences(before: Mapping[str, int], now: Mapping[str, int]) -> str:

@@ -62,9 +62,8 @@ def run_rank(
     ready.heartbeat.at(phase="build")
     set_memory(PlanMethods.asked(config.plan).sharding)
     set_threads(config.machines.threads, place.local_ranks)
-    corpus, is_resumed = corpus_of(config.data), resume or place.resume_step >= 0
-    if is_resumed:
-        check_data_files(directory.data_file, config.data, corpus)
+    is_resumed = resume or place.resume_step >= 0
+    corpus = _corpus(directory, config.data, is_resumed=is_resumed)
     origin = origin_for(config, corpus)
     device = device_of(place)
     given = read_plan(directory.plan_file, ranks=place.ranks) if directory.plan_file.exists() else None
@@ -97,7 +96,7 @@ def run_rank(
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
             callbacks=JobCallbacks(
-                keep=lambda: _keep(directory, config, corpus, origin),
+                keep=lambda: _keep(directory, corpus, origin),
                 moves=ready.heartbeat.at,
                 sealed=lambda outcome: ready.heartbeat.leave(_CODES[outcome], for_all=place.rank == 0),
                 observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
@@ -107,9 +106,17 @@ def run_rank(
     )
 
 
-def _keep(directory: RunDirectory, config: RunConfig, corpus: Corpus, origin: ModelSource) -> None:
+def _corpus(directory: RunDirectory, data: DataSection, *, is_resumed: bool) -> Corpus:
+    """Return the corpus of a run. Raises BadInput for a resumed run whose files of text are others now."""
+    corpus = corpus_of(data)
+    if is_resumed:
+        check_data_files(directory.data_file, corpus)
+    return corpus
+
+
+def _keep(directory: RunDirectory, corpus: Corpus, origin: ModelSource) -> None:
     keep(directory, corpus.tokenizer, origin)
-    keep_data_files(directory.data_file, config.data, corpus)
+    keep_data_files(directory.data_file, corpus)
 
 
 def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:
