@@ -73,7 +73,17 @@ def test_config_check_builds_the_methods(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["set"] == 1
     file.write_text("train: {optimizer: {adamw: {lr: fast}}}\n")
     assert main(["config", "check", str(file)]) == 2
-    assert f"{file}:1: train.optimizer.adamw.lr: wanted float, got 'fast'" in capsys.readouterr().err
+    assert f"{file}:1: train.optimizer.adamw.lr: wanted a number, got 'fast'" in capsys.readouterr().err
+
+
+def test_config_check_finds_all_keys_that_nothing_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("plan:\n  cuts: [0, 1]\n  adapt_every: 20\n")
+    assert main(["config", "check", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "2 mistakes:" in said and f"{file}:2: plan.cuts: wanted a model in stages" in said
+    assert f"{file}:3: plan.adapt_every" in said
+    assert main(["config", "check", str(file), "plan.mesh.pipe=2", "plan.adapt=bcrs"]) == 0
 
 
 def test_config_schema_is_one_json_object_either_way(capsys: pytest.CaptureFixture[str]) -> None:

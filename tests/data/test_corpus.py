@@ -236,8 +236,10 @@ def test_too_little_text(tmp_path: Path, cache: Path) -> None:
 
 def test_an_empty_corpus(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(BadInput, match=r"data\.source: the corpus is empty.*0 bytes"):
+    (tmp_path / "b.txt").write_text("")
+    with pytest.raises(BadInput, match=r"data\.source: the corpus is empty.*0 bytes") as error:
         open_corpus(source=f"text:{tmp_path}/*.txt", cache=cache)
+    assert f"text:{tmp_path}/*.txt (2 files, the first is {tmp_path}/a.txt)" in str(error.value)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1, 1.5, float("nan")])

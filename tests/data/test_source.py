@@ -48,7 +48,7 @@ def test_text_is_untouched_and_named_below_the_pattern(tmp_path: Path) -> None:
 
 
 def test_what_text_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert f"no such file: {tmp_path}/no.txt" in refused(f"text:{tmp_path}/no.txt")
+    assert f"there is no file {tmp_path}/no.txt: write the path" in refused(f"text:{tmp_path}/no.txt")
     assert "no file matches" in refused(f"text:{tmp_path}/*.txt")
     assert f"got the folder {tmp_path}: write a pattern" in refused(f"text:{tmp_path}")
     (tmp_path / "bad.txt").write_bytes(b"good \xe9 bad")
@@ -59,7 +59,13 @@ def test_what_text_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_bytes", denied)
-    assert f"cannot read {tmp_path}/bad.txt: Permission denied" in refused(f"text:{tmp_path}/*.txt")
+    assert f"cannot read {tmp_path}/bad.txt (Permission denied): mend it, or" in refused(f"text:{tmp_path}/*.txt")
+
+
+@pytest.mark.parametrize("pattern", ["gone.txt", "g*.txt", "**/gone.txt"])
+def test_a_link_to_nothing_is_named(tmp_path: Path, pattern: str) -> None:
+    (tmp_path / "gone.txt").symlink_to("nowhere")
+    assert f"{tmp_path}/gone.txt is a link to nowhere, where no file is" in refused(f"text:{tmp_path}/{pattern}")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +96,9 @@ def test_jsonl_field_and_gzip(tmp_path: Path) -> None:
     assert [d.text for d in found[:2]] == ["x\u00e9", "y"]
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(raw)[:-9])
     assert "cannot read" in refused({"jsonl": {"files": f"{tmp_path}/*", "field": "body"}})
+    (tmp_path / "b.jsonl.gz").write_bytes(raw)
+    said = refused({"jsonl": {"files": f"{tmp_path}/*", "field": "body"}})
+    assert f"cannot read {tmp_path}/b.jsonl.gz (it is no gzip file" in said and "b'" not in said
 
 
 def test_parquet_and_arrow(tmp_path: Path) -> None:

@@ -157,3 +157,11 @@ def test_logits_of_other_rows_are_named() -> None:
 def test_missing_labels_are_named() -> None:
     with pytest.raises(BadInput, match="input_ids"):
         NextToken().weight({"input_ids": torch.zeros(2, 3)})
+
+
+def test_a_label_without_a_logit_is_named() -> None:
+    labels = torch.tensor([[0, 1, 9, -100, 12]])
+    with pytest.raises(BadInput, match=r"^data: wanted labels from 0 to 6, .*got 9, 12: correct the labels"):
+        NextToken()(torch.zeros(1, 5, 7), {"labels": labels})
+    with pytest.raises(BadInput, match=r"wanted labels from 0 to 2.*got -1"):
+        Classification()(torch.zeros(2, 3), {"labels": torch.tensor([2, -1])})

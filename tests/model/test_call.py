@@ -78,14 +78,14 @@ def test_what_is_no_text_goes_by_name() -> None:
 def test_a_plain_module_is_called_with_the_tokens() -> None:
     module = Plain()
     caller = caller_of(module)
-    assert caller(module, batch()).shape == (2, 16, 257) and not caller.gives_loss
+    assert caller(module, batch()).shape == (2, 16, 257)
 
 
 def test_models_of_transformers_keep_no_cache() -> None:
     module = Hf("llama", CONFIGS["llama"]).suited_to(257, 256).build(0)
     caller = caller_of(module)
     output = caller(module, batch())
-    assert caller.gives_loss and output.loss is not None and output.past_key_values is None
+    assert output.loss is not None and output.past_key_values is None
     assert caller_of(torch.compile(module, backend="eager")) == caller  # type: ignore[arg-type]
 
 

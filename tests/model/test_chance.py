@@ -193,6 +193,27 @@ def test_a_way_that_chance_decides_is_refused_before_the_run(draw: Callable[[], 
         ways.check_chance(rows(), flow)
 
 
+def by_torch_in_a_range() -> float:
+    return float(torch.empty(1).uniform_(-3, -1))
+
+
+def by_torch_in_a_named_range() -> float:
+    return float(torch.empty(1).uniform_(to=9, **{"from": 5}))
+
+
+@pytest.mark.parametrize(("draw", "least", "most"), [(by_torch_in_a_range, -3, -1), (by_torch_in_a_named_range, 5, 9)])
+def test_a_range_of_random_numbers_is_traced_at_its_own_ends(
+    draw: Callable[[], float], least: float, most: float
+) -> None:
+    for border in (least + 0.01, most - 0.01):
+        ways = ways_of(Dropping(draw, border))
+        with pytest.raises(BadInput, match=r"whether blocks\.\d runs"):
+            ways.check_chance(rows(), ways.flow(rows()))
+    for border in (least, most):  # never below the one, always below the other
+        ways = ways_of(Dropping(draw, border))
+        ways.check_chance(rows(), ways.flow(rows()))
+
+
 @pytest.mark.parametrize("draw", ALL_DRAWS)
 def test_chance_that_decides_nothing_is_let_through(draw: Callable[[], float]) -> None:
     for module in (Dropping(draw, 0.0), Dropping(draw, 0.5).eval(), Noises(draw, between=False)):

@@ -327,7 +327,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         sections({"cser": {"sync_every": 4, "local_steps": [4, 2]}}),
-        "plan.sync.cser: Cser has no parameter 'local_steps'",
+        "plan.sync.cser: cser has no parameter 'local_steps'",
     ),
     (
         sections({"gossip": {"global_sync_every": 0}}),

@@ -182,7 +182,7 @@ def test_an_unknown_method_is_told_without_and_with_building_it(given: str) -> N
 def test_a_wrong_value_of_a_parameter_is_told_when_it_is_built(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("train:\n  optimizer:\n    adamw: {lr: fast}\n")
     resolved = load(tmp_path / "run.yaml")
-    with pytest.raises(BadInput, match=r"run\.yaml:2: train\.optimizer\.adamw\.lr: wanted float, got 'fast'"):
+    with pytest.raises(BadInput, match=r"run\.yaml:2: train\.optimizer\.adamw\.lr: wanted a number, got 'fast'"):
         check_methods(resolved)
 
 

@@ -119,6 +119,7 @@ WRITTEN: dict[str, list[Any]] = {
     "plan.lossy": ["plan.lossy=true", "plan.exchange=auto"],
     "train.verify.tolerance_factor": ["train.verify.tolerance_factor=9", "train.verify.every=3"],
     "train.verify.on_failure": ["train.verify.on_failure=warn", "train.verify.every=3"],
+    "data.isolate": ["data.isolate=true", "data.pack=true"],
     "train.sample_max_new_tokens": ["train.sample_max_new_tokens=3", "train.sample_prompt=x"],
 }
 
@@ -126,7 +127,7 @@ WRITTEN: dict[str, list[Any]] = {
 @pytest.mark.parametrize("key", [one.key for one in UNREAD])
 def test_a_key_that_nothing_would_read_is_refused_and_beside_what_reads_it_taken(key: str) -> None:
     alone, beside = WRITTEN[key]
-    against = {"plan.lossy": ["plan.exchange=dense"]}.get(key, [])
+    against = {"plan.lossy": ["plan.exchange=dense"], "data.isolate": ["data.pack=false"]}.get(key, [])
     with pytest.raises(BadInput) as error:
         check_given(load(None, [alone, *against]).config)
     assert error.value.key == key

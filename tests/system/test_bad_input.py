@@ -275,6 +275,15 @@ def test_a_run_is_not_resumed_with_what_would_make_it_another(
     assert (run / "checkpoints" / "step-00000006").is_dir(), "nothing is set aside for a run that does not begin"
 
 
+def test_a_resume_on_another_text_names_the_files(trained: Trained, place: Place) -> None:
+    run, corpus = trained.copy(place.folder / "runs" / "copy"), place.folder / "texts"
+    shutil.copytree(trained.place.folder / "corpus", corpus)
+    (corpus / "new.txt").write_text("nobody has read this")
+    said = one_message(trained.place.run("resume", run, "train.steps=7", f"data.source=text:{corpus}/*.txt"))
+    assert "data.source: the text is not that of the run: 1 file is new (new.txt)" in said
+    assert "command line" in said and "start a new run" in said
+
+
 # A full disk
 
 

@@ -24,6 +24,7 @@ def start(step: int = 0, steps: int = 200, *, time_s: float = 0.0, peak: float =
         flop_per_token=1.9e6,
         peak_flop_per_s=peak,
         exchange="dense",
+        loss_unit="nats/token",
     )
 
 

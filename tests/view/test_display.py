@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -55,6 +57,27 @@ def test_plain_is_throttled_by_the_time_of_the_run() -> None:
     assert len({line.index("loss") for line in steps}) == len({line.index("tok/s") for line in steps}) == 1
 
 
+def test_plain_says_the_unit_of_the_loss_where_it_is_known() -> None:
+    known, unknown = start(), dataclasses.replace(start(), loss_unit="")
+    for record, said in (
+        (known, "200 steps of 4.1k tokens, loss in nats/token"),
+        (unknown, "200 steps of 4.1k tokens"),
+    ):
+        out = io.StringIO()
+        assert lines(Plain(out), out, [record])[1].endswith(said)
+
+
+def test_plain_says_once_that_it_waits_for_the_processes() -> None:
+    out = io.StringIO()
+    plain = Plain(out)
+    for _ in range(3):
+        plain.tick()
+    shown = lines(plain, out, [start()])
+    plain.tick()
+    assert [line[9:] for line in shown[:1]] == ["starting   processes, data, model"]
+    assert [line[9:17].strip() for line in shown] == ["starting", "start", ""]
+
+
 @pytest.mark.parametrize("word", ["start", "validation", "checkpoint", "warning", "sample", "done"])
 def test_plain_always_shows_what_is_no_step(word: str) -> None:
     out = io.StringIO()
@@ -94,6 +117,7 @@ def test_the_panel_tells_what_a_run_is_judged_by() -> None:
     text = "\n".join(drawn(80, 24, until=137))
     for figure in ("137 / 200", "left", "bits/byte", "8.19k", "of measured peak", "12.6 MB/step", "202 Mbit/s"):
         assert figure in text
+    assert re.search(r"loss +1\.\d{4} +nats/token", text)
     for figure in ("8.0%", "412 MiB", "3.00e-04", "1.25", "step 100, 37.8 MB", "loss was nan", "20261009-120102"):
         assert figure in text
 
@@ -124,6 +148,17 @@ def test_live_draws_at_most_so_often() -> None:
     live.close()
     live.show(step(101))
     assert len(out.getvalue()) == drawn_at_close
+
+
+def test_live_shows_how_long_a_start_takes() -> None:
+    now = 1000.0
+    out = Terminal()
+    console = Console(file=out, force_terminal=True, width=80, height=24)
+    live = Live(out, console=console, clock=lambda: now, now=lambda: now)
+    now += 75.0
+    live.tick()
+    assert "starting: processes, data, model  1m15s" in out.getvalue()
+    live.close()
 
 
 def test_live_leaves_nothing_behind_where_nothing_began() -> None:

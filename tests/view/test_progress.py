@@ -31,6 +31,12 @@ def test_figures_of_a_run_under_way() -> None:
     assert progress.evaluation is not None and progress.evaluation.step == 150
 
 
+@pytest.mark.parametrize(("limit_s", "left_s"), [(0.0, 150 * STEP_S), (40.0, 15.0), (25.0, 0.0), (1e6, 150 * STEP_S)])
+def test_a_time_limit_is_the_most_that_is_left(limit_s: float, left_s: float) -> None:
+    progress = fold(replace(start(), limit_s=limit_s), *(step(number) for number in range(1, 51)))
+    assert progress.remaining_s == pytest.approx(left_s)
+
+
 def test_nothing_is_known_of_a_run_that_has_not_begun() -> None:
     progress = RunProgress()
     assert progress.steps_done == progress.steps == progress.fraction == 0

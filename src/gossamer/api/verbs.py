@@ -353,6 +353,8 @@ def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
     config = demo.config()
     summary = train_command(Resolved.of(config, origin="gossamer demo"))
     run_dir = Path(summary["directory"])
+    said = "Now it writes a sample, and zlib, xz and byte counts are measured on the same text."
+    Console(stderr=True).print(said, highlight=False)
     from gossamer.job.worker import corpus_of
     from gossamer.model.generate import generate
 

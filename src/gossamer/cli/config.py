@@ -11,6 +11,8 @@ from gossamer.cli.output import CommandResult, Json
 from gossamer.settings import load, schema, show
 from gossamer.settings.methods import check_methods, check_names
 from gossamer.settings.upgrade_file import upgrade_file
+from gossamer.settings.validation_errors import DEFAULT, several
+from gossamer.spec.unread_keys import unread
 
 app = App(name="config")
 
@@ -36,7 +38,7 @@ def show_config(run: Path | None = None, /, *override: str, json: Json = False) 
 
 @app.command(name="check")
 def check_config(run: Path, /, *override: str, json: Json = False) -> CommandResult:
-    """Read a configuration file and build every method it names; nothing is trained.
+    """Read a configuration file, build every method it names, and find keys that nothing reads; nothing is trained.
 
     Parameters
     ----------
@@ -47,7 +49,10 @@ def check_config(run: Path, /, *override: str, json: Json = False) -> CommandRes
     """
     resolved = load(run, override)
     check_methods(resolved)
-    changed = sum(where != "default" for where in resolved.origin.values())
+    places = {key: where for key, where in resolved.origin.items() if where != DEFAULT}
+    if mistakes := list(unread(resolved.config)):
+        raise several(mistakes, places)
+    changed = sum(where != DEFAULT for where in resolved.origin.values())
     total = len(resolved.origin)
     text = f"{run} is valid: {changed} of {total} keys set, {total - changed} defaults"
     return CommandResult({"ok": True, "set": changed, "values": len(resolved.origin)}, text)

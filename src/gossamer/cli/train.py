@@ -121,7 +121,7 @@ def ending(data: Mapping[str, Any]) -> str:
         return f"{directory}: nothing to do, {made} of {made} steps are made: add train.steps=... to go on"
     figures = [f"{data.get('outcome')} at step {data.get('steps')}"]
     if data.get("seconds"):
-        figures.append(f"in {show_seconds(data['seconds'])}")
+        figures.append(_length(data))
     if data.get("validation_bits_per_byte") is not None:
         figures.append(f"validation {data['validation_bits_per_byte']:.3f} bits/byte")
     elif data.get("validation_loss") is not None:
@@ -129,11 +129,19 @@ def ending(data: Mapping[str, Any]) -> str:
     return f"{directory}: {', '.join(figures)}\nnext: gossamer sample {directory} PROMPT"
 
 
+def _length(data: Mapping[str, Any]) -> str:
+    """Return how long a run took: from its last start on, as its display says, and with the earlier starts."""
+    whole = show_seconds(data["seconds"])
+    if data.get("starts", 1) == 1:
+        return f"in {whole}"
+    return f"in {show_seconds(data['seconds_since_start'])} ({whole} over {data['starts']} starts)"
+
+
 def _host_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")] if text else []
     if not all(names) or len(set(names)) != len(names):
         raise bad_input(
-            wanted="names of different hosts such as a,b", got=repr(text), do="separate by commas", key="--hosts"
+            wanted="names of different hosts such as a,b", got=repr(text), do="name each host once", key="--hosts"
         )
     return names
 

@@ -37,6 +37,7 @@ class Corpus:
     manifest: dict[str, Any]
     fingerprint: str
     remark: str = ""  # on what was read, for the user
+    files: tuple[tuple[str, int, int], ...] = ()  # (path, bytes, modified_ns) of those read; empty: not known
 
     def text(self, side: SplitSide, *, limit_bytes: int = 1 << 24) -> bytes:
         """Return the first `limit_bytes` of text of one side, decoded from its tokens, documents joined without
@@ -88,7 +89,7 @@ def open_corpus(
     }
     settings = {"source": source, "tokenizer": tokenizer, "sequence": sequence, "pack": pack, "isolate": isolate}
     manifest = {**known, "settings": settings}
-    return Corpus(splits["train"], splits["validation"], words, manifest, fingerprint, text.remark())
+    return Corpus(splits["train"], splits["validation"], words, manifest, fingerprint, text.remark(), text.stamp())
 
 
 def _hash(*parts: object) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from gossamer.data.cache import read_json, write_json
-from gossamer.data.source import Document, Source
+from gossamer.data.source import Document, Source, written
 from gossamer.spec.errors import BadInput
 
 SplitSide = Literal["train", "validation"]
@@ -51,7 +51,10 @@ def manifest(source: Source) -> CorpusManifest:
         at = place(document.path)
         documents, bytes_, lowest, highest = documents + 1, bytes_ + len(data), min(lowest, at), max(highest, at)
     if not documents:
-        raise BadInput(f"the corpus is empty: {source} holds 0 bytes of text: name files with text", key="data.source")
+        files = [file for file, _, _ in source.stamp()]
+        which = f" ({len(files)} file{'s' * (len(files) != 1)}, the first is {files[0]})" if files else ""
+        said = f"the corpus is empty: {written(source)}{which} holds 0 bytes of text: name files with text"
+        raise BadInput(said, key="data.source")
     return CorpusManifest(documents, bytes_, whole.hexdigest(), lowest, highest, source.licence)
 
 

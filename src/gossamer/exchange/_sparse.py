@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gossamer.comm.bucket import Layout
+from gossamer.comm.message import ExchangeState
+from gossamer.exchange import Exchange, ExchangeTraits
 from gossamer.ops.pack import pack, unpack
 from gossamer.spec.errors import bad_input
 
 
-def check_fraction(fraction: float) -> None:
-    """Raise BadInput where `fraction` is not in (0, 1]."""
-    if not 0 < fraction <= 1:
-        raise bad_input(wanted="0 < fraction <= 1", got=repr(fraction), do="give 0.01", key="fraction")
+class FractionExchange(Exchange):
+    """An exchange without state that sends `fraction` of a bucket's entries."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def fraction(self) -> float:
+        """Return the fraction of a bucket's entries that is sent, above 0 and up to 1."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise bad_input(wanted="0 < fraction <= 1", got=repr(self.fraction), do="give 0.01", key="fraction")
+
+    @property
+    def traits(self) -> ExchangeTraits:
+        return ExchangeTraits()
+
+    def init(self, layout: Layout) -> ExchangeState:
+        return ExchangeState()
 
 
 def count_of(fraction: float, numel: int) -> int:

@@ -28,29 +28,21 @@ from gossamer.comm.message import (
     Traffic,
 )
 from gossamer.comm.random_key import key_of
-from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._sparse import check_fraction, placed, taken
+from gossamer.exchange._sparse import FractionExchange, placed, taken
 from gossamer.spec.errors import bad_input
 
 
 @dataclass(frozen=True, slots=True)
-class RandomBlocks(Exchange):
+class RandomBlocks(FractionExchange):
     """An exchange that sends `fraction` (1 / R in the paper) of a bucket's blocks, drawn from a shared key."""
 
     fraction: float = 1 / 32
     block_size: int = 1024
 
     def __post_init__(self) -> None:
-        check_fraction(self.fraction)
+        FractionExchange.__post_init__(self)
         if self.block_size < 1:
             raise bad_input(wanted="1 or more", got=repr(self.block_size), do="give 1024", key="block_size")
-
-    @property
-    def traits(self) -> ExchangeTraits:
-        return ExchangeTraits()
-
-    def init(self, layout: Layout) -> ExchangeState:
-        return ExchangeState()
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         flat, block = x.flat.float(), self._block(x.layout)

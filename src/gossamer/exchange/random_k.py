@@ -30,26 +30,15 @@ from gossamer.comm.message import (
     Traffic,
 )
 from gossamer.comm.random_key import Key, key_of
-from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._sparse import check_fraction, count_of
+from gossamer.exchange._sparse import FractionExchange, count_of
 
 
 @dataclass(frozen=True, slots=True)
-class RandomK(Exchange):
+class RandomK(FractionExchange):
     """An exchange that sends `fraction` of a bucket's entries, scaled for an unbiased mean with `unbiased`."""
 
     fraction: float = 0.01
     unbiased: bool = False
-
-    def __post_init__(self) -> None:
-        check_fraction(self.fraction)
-
-    @property
-    def traits(self) -> ExchangeTraits:
-        return ExchangeTraits()
-
-    def init(self, layout: Layout) -> ExchangeState:
-        return ExchangeState()
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         flat, k = x.flat.float(), count_of(self.fraction, x.layout.numel)

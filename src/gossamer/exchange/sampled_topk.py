@@ -32,26 +32,15 @@ from gossamer.comm.message import (
     Traffic,
 )
 from gossamer.comm.random_key import key_of
-from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._sparse import check_fraction, count_of, mean_of, packed, without
+from gossamer.exchange._sparse import FractionExchange, count_of, mean_of, packed, without
 from gossamer.ops.topk_indices import at_least, is_small, sampled_threshold
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTopK(Exchange):
+class SampledTopK(FractionExchange):
     """An exchange that sends at most `fraction` of a bucket's entries, those above a sampled threshold."""
 
     fraction: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_fraction(self.fraction)
-
-    @property
-    def traits(self) -> ExchangeTraits:
-        return ExchangeTraits()
-
-    def init(self, layout: Layout) -> ExchangeState:
-        return ExchangeState()
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         flat, k = x.flat.float(), count_of(self.fraction, x.layout.numel)

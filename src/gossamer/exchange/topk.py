@@ -26,26 +26,15 @@ from gossamer.comm.message import (
     Traffic,
 )
 from gossamer.comm.random_key import key_of
-from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._sparse import check_fraction, count_of, mean_of, packed, without
+from gossamer.exchange._sparse import FractionExchange, count_of, mean_of, packed, without
 from gossamer.ops.topk_indices import largest
 
 
 @dataclass(frozen=True, slots=True)
-class TopK(Exchange):
+class TopK(FractionExchange):
     """An exchange that sends the `fraction` of a bucket's entries with the largest magnitudes."""
 
     fraction: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_fraction(self.fraction)
-
-    @property
-    def traits(self) -> ExchangeTraits:
-        return ExchangeTraits()
-
-    def init(self, layout: Layout) -> ExchangeState:
-        return ExchangeState()
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         flat, k = x.flat.float(), count_of(self.fraction, x.layout.numel)

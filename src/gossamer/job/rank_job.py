@@ -20,6 +20,7 @@ from gossamer.job.rank_inputs import RankJob
 from gossamer.job.record_writer import RecordWriter, forget
 from gossamer.job.start_record import flop_per_token_of, start_record
 from gossamer.job.training_end import train_to_end
+from gossamer.model.precision import precision_of
 from gossamer.optimizer.common_adamw import CommonAdamW
 from gossamer.proof.startup import Proving
 from gossamer.run.auto_precision import choose_precision
@@ -52,6 +53,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         saver = _saver(job, sink)
         saver.open()
         check_agreement(pump, _facts(job))
+        caution = _caution(job)
         job = _settled(job, pump, sink)
         flop_per_token = flop_per_token_of(job)  # before hooks of Gossamer change its forward
         job = _built(job, pump, sink)
@@ -75,8 +77,8 @@ def run_job(job: RankJob) -> dict[str, Any]:
         _begin(job, trainer, saver, exchanger)
         _keep(job, sink)
         sink(start_record(job, trainer, flop_per_token))
-        if job.remark:
-            sink(records.Event(level="warning", message=job.remark, step=trainer.progress.step))
+        for warning in filter(None, (job.remark, caution)):
+            sink(records.Event(level="warning", message=warning, step=trainer.progress.step))
         return train_to_end(job, trainer, saver, sink)
     finally:
         ending.close()
@@ -177,6 +179,12 @@ def _settled(job: RankJob, pump: CommThread, sink: Sink) -> RankJob:
     train = parts.config.train.model_copy(update={"precision": chosen})
     plan = parts.plan.model_copy(update={"reasons": {**parts.plan.reasons, "precision": why}})
     return replace(job, parts=replace(parts, config=parts.config.model_copy(update={"train": train}), plan=plan))
+
+
+def _caution(job: RankJob) -> str:
+    """Return a warning about the asked precision on this device; "" for none, and where it is left to be measured."""
+    asked = job.parts.config.train.precision
+    return "" if asked == "auto" else precision_of(asked).caution(job.parts.device)
 
 
 def _walk(parts: Parts, engine: ModelRuntime, pump: CommThread) -> UnshardOrder | None:

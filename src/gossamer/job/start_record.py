@@ -57,8 +57,15 @@ def start_record(job: RankJob, trainer: Trainer, flop_per_token: float) -> recor
         peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
         exchange=_in_words(plan),
         precision=trainer.attempts.stages.engine.precision.name,
+        limit_s=config.train.seconds,
+        loss_unit=_loss_unit(job),
         versions={"gossamer": version("gossamer"), "torch": torch.__version__, "python": sys.version.split()[0]},
     )
+
+
+def _loss_unit(job: RankJob) -> str:
+    """Return the unit of the losses: nats per token of text; "" for other data, whose loss is the model's affair."""
+    return "nats/token" if job.parts.train.text_bytes(np.zeros(1, np.int64)) is not None else ""
 
 
 def _in_words(plan: Plan) -> str:

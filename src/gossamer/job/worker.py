@@ -16,6 +16,7 @@ import torch
 from gossamer import loss
 from gossamer.comm.channel.store import join_store
 from gossamer.data import Corpus, open_corpus
+from gossamer.job.data_files import check_data_files, keep_data_files
 from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
@@ -61,7 +62,8 @@ def run_rank(
     ready.heartbeat.at(phase="build")
     set_memory(PlanMethods.asked(config.plan).sharding)
     set_threads(config.machines.threads, place.local_ranks)
-    corpus = corpus_of(config.data)
+    is_resumed = resume or place.resume_step >= 0
+    corpus = _corpus(directory, config.data, is_resumed=is_resumed)
     origin = origin_for(config, corpus)
     device = device_of(place)
     given = read_plan(directory.plan_file, ranks=place.ranks) if directory.plan_file.exists() else None
@@ -89,12 +91,12 @@ def run_rank(
             text=str(config.data.source),
             remark=corpus.remark,
             vocabulary=corpus.tokenizer.vocabulary,
-            resume=resume or place.resume_step >= 0,
+            resume=is_resumed,
             resume_step=place.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
             callbacks=JobCallbacks(
-                keep=lambda: keep(directory, corpus.tokenizer, origin),
+                keep=lambda: _keep(directory, corpus, origin),
                 moves=ready.heartbeat.at,
                 sealed=lambda outcome: ready.heartbeat.leave(_CODES[outcome], for_all=place.rank == 0),
                 observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
@@ -102,6 +104,19 @@ def run_rank(
             ),
         )
     )
+
+
+def _corpus(directory: RunDirectory, data: DataSection, *, is_resumed: bool) -> Corpus:
+    """Return the corpus of a run. Raises BadInput for a resumed run whose files of text are others now."""
+    corpus = corpus_of(data)
+    if is_resumed:
+        check_data_files(directory.data_file, corpus)
+    return corpus
+
+
+def _keep(directory: RunDirectory, corpus: Corpus, origin: ModelSource) -> None:
+    keep(directory, corpus.tokenizer, origin)
+    keep_data_files(directory.data_file, corpus)
 
 
 def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:

@@ -38,8 +38,22 @@ def logits_of(output: Any, *, dims: int, shape: str) -> Tensor:
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean over labels other than -100, () float32, of logits (N, C) and labels (N,); 0 without any."""
-    total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+    """Return the mean over labels other than -100, () float32, of logits (N, C) and labels (N,); 0 without any.
+
+    Raises BadInput for a label that the model has no logit for.
+    """
+    try:
+        total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+    except IndexError as error:  # on a CPU; a GPU ends the process
+        wrong = sorted(
+            {int(label) for label in set(labels.tolist()) if label != IGNORE and not 0 <= label < logits.shape[1]}
+        )
+        raise bad_input(
+            wanted=f"labels from 0 to {logits.shape[1] - 1}, as the model gives {logits.shape[1]} logits, or {IGNORE}",
+            got=", ".join(map(str, wrong[:3])) or str(error),
+            do="correct the labels of the data, or build the model with more outputs",
+            key="data",
+        ) from None
     return total / (labels != IGNORE).sum().clamp(min=1)
 
 

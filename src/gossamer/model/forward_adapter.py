@@ -31,11 +31,6 @@ class ForwardAdapter:
         named.pop(_FIRST, None)
         return module(batch[_FIRST], **named, **dict(self.constant))
 
-    @property
-    def gives_loss(self) -> bool:
-        """Return whether forward takes labels, and so can compute its own loss."""
-        return _LABELS in self.takes
-
 
 def caller_of(module: nn.Module, given: Collection[str] = ()) -> ForwardAdapter:
     """Return the adapter that calls `module`. `given`: keys of its batches.

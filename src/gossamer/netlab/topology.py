@@ -45,7 +45,9 @@ class LabTopology:
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= MOST_HOSTS:
-            raise bad_input(wanted=f"1 to {MOST_HOSTS} hosts", got=str(self.hosts), do="change hosts", key="hosts")
+            raise bad_input(
+                wanted=f"1 to {MOST_HOSTS} hosts", got=str(self.hosts), do="give such a number", key="hosts"
+            )
         check_rate(self.rate_bytes_per_s, key="rate")
         check_rate(self.between_bytes_per_s, key="inter-rate")
         self._check_islands()

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from gossamer.optimizer._foreach import Lists
+from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer._foreach import Lists, zeros
 from gossamer.spec.validate import below_one, not_negative, positive
 
 
-class Adaptive(Protocol):
-    """The settings of an Adam-like optimizer."""
+class Adaptive(Optimizer):
+    """An Adam-like optimizer: its settings, and both moments of every parameter as its state."""
+
+    __slots__ = ()
 
     @property
-    def lr(self) -> float: ...
+    @abstractmethod
+    def betas(self) -> tuple[float, float]:
+        """Return the decay of the first and of the second moment."""
+
     @property
-    def betas(self) -> tuple[float, float]: ...
+    @abstractmethod
+    def eps(self) -> float:
+        """Return the number that is added to the root of the second moment."""
+
     @property
-    def eps(self) -> float: ...
+    @abstractmethod
+    def weight_decay(self) -> float:
+        """Return the rate of weight decay."""
+
     @property
-    def weight_decay(self) -> float: ...
+    def slots(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
+        return zeros(params, self.slots)
 
 
 def check(rule: Adaptive) -> None:

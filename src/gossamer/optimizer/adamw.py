@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.optimizer import Optimizer, OptimizerState
-from gossamer.optimizer._adam import check
-from gossamer.optimizer._foreach import lists, zeros
+from gossamer.optimizer import OptimizerState
+from gossamer.optimizer._adam import Adaptive, check
+from gossamer.optimizer._foreach import lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW(Optimizer):
+class AdamW(Adaptive):
     """Adam with decoupled weight decay; `decay_1d`: whether vectors and scalars decay too."""
 
     lr: float = 3e-4
@@ -36,13 +36,6 @@ class AdamW(Optimizer):
 
     def __post_init__(self) -> None:
         check(self)
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("mean", "square")
-
-    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
-        return zeros(params, self.slots)
 
     @torch.no_grad()
     def update(

@@ -22,15 +22,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.optimizer import Optimizer, OptimizerState
-from gossamer.optimizer._adam import check, moments
-from gossamer.optimizer._foreach import lists, zeros
+from gossamer.optimizer import OptimizerState
+from gossamer.optimizer._adam import Adaptive, check, moments
+from gossamer.optimizer._foreach import lists
 from gossamer.optimizer._trust_ratio import ratios, unit
 from gossamer.spec.validate import positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lans(Optimizer):
+class Lans(Adaptive):
     """LAMB on normalized gradients.
 
     `max_coeff`: limit of a parameter's norm in its ratio; `adapt_1d`: trust ratios and weight decay for 1-D parameters
@@ -51,13 +51,6 @@ class Lans(Optimizer):
     @property
     def by_element(self) -> bool:
         return False
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("mean", "square")
-
-    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
-        return zeros(params, self.slots)
 
     @torch.no_grad()
     def update(

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.optimizer import Optimizer, OptimizerState
-from gossamer.optimizer._adam import check, frozen, inverse
-from gossamer.optimizer._foreach import lists, zeros
+from gossamer.optimizer import OptimizerState
+from gossamer.optimizer._adam import Adaptive, check, frozen, inverse
+from gossamer.optimizer._foreach import lists
 from gossamer.optimizer.adamw import AdamW
 from gossamer.spec.validate import not_negative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneBitAdam(Optimizer):
+class OneBitAdam(Adaptive):
     """Adam with a second moment that is frozen after `freeze_step` updates (15 to 25% of a run in the paper)."""
 
     lr: float = 3e-4
@@ -52,13 +52,6 @@ class OneBitAdam(Optimizer):
     @property
     def by_element(self) -> bool:
         return False
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("mean", "square")
-
-    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
-        return zeros(params, self.slots)
 
     @torch.no_grad()
     def update(

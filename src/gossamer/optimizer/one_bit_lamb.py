@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.optimizer import Optimizer, OptimizerState
-from gossamer.optimizer._adam import check, inverse
+from gossamer.optimizer import OptimizerState
+from gossamer.optimizer._adam import Adaptive, check, inverse
 from gossamer.optimizer._foreach import Lists, lists, zeros
 from gossamer.optimizer.lamb import Lamb
 from gossamer.spec.errors import bad_input
@@ -37,7 +37,7 @@ from gossamer.spec.validate import below_one, not_negative, positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneBitLamb(Optimizer):
+class OneBitLamb(Adaptive):
     """LAMB with a second moment that is frozen after `freeze_step` updates.
 
     `coeff_beta`: decay of the mean of the trust ratios until then.

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.optimizer import Optimizer, OptimizerState
-from gossamer.optimizer._adam import check, frozen, inverse
+from gossamer.optimizer import OptimizerState
+from gossamer.optimizer._adam import Adaptive, check, frozen, inverse
 from gossamer.optimizer._foreach import Lists, lists, zeros
 from gossamer.optimizer.adamw import AdamW
 from gossamer.spec.validate import not_negative
@@ -39,7 +39,7 @@ _WEIGHTS = ("mean_weight", "square_weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroOneAdam(Optimizer):
+class ZeroOneAdam(Adaptive):
     """Adam for plan.sync `zero_one`, which decides in which steps all ranks average gradients and when rounds end."""
 
     lr: float = 3e-4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from gossamer.data import SampleOrder, Split
-from gossamer.spec.errors import bad_input
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.sync import LocalStepSchedule
 
@@ -63,7 +63,10 @@ class DatasetBatches(Batches):
 
     def batch(self, indices: np.ndarray[Any, Any]) -> RankBatch:
         items = [self._dataset[int(i)] for i in indices]
-        stacked = default_collate(items)
+        try:
+            stacked = default_collate(items)
+        except (RuntimeError, TypeError, KeyError, IndexError) as error:
+            raise _unlike(items, indices, error) from error
         if not isinstance(stacked, dict):
             raise bad_input(
                 wanted="a dataset whose items are dictionaries, such as {input_ids, labels}",
@@ -75,6 +78,30 @@ class DatasetBatches(Batches):
 
     def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
         return None
+
+
+def _unlike(items: Sequence[Any], indices: np.ndarray[Any, Any], error: Exception) -> BadInput:
+    """Return the error about items of a dataset that do not stack: two of them by number, and how they differ."""
+    kinds = [_kind(item) for item in items]
+    other = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    here, there = kinds[0], kinds[other]
+    if isinstance(here, dict) and isinstance(there, dict):  # the entries that differ alone
+        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        here, there = ({name: kind.get(name, "missing") for name in names} for kind in (here, there))
+    first, second = int(indices[0]), int(indices[other])
+    got = f"{there} in item {second} beside {here} in item {first}" if other else str(error).splitlines()[0]
+    return bad_input(
+        wanted="items of a dataset that stack: the same keys, types and shapes",
+        got=got,
+        do="cut or fill all items to one length, or mend that item",
+        key="data",
+    )
+
+
+def _kind(item: Any) -> Any:
+    if isinstance(item, Mapping):
+        return {str(name): _kind(value) for name, value in item.items()}
+    return tuple(item.shape) if isinstance(item, (Tensor, np.ndarray)) else type(item).__name__
 
 
 @dataclass(frozen=True, slots=True)

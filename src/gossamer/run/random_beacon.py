@@ -16,7 +16,6 @@ from torch import Tensor
 
 _LENGTH = 1024  # draws of one secret
 _BYTES, _WORD = 18, 6  # of a secret, and as much of it as is exact in a float64
-WORDS = _BYTES // _WORD
 
 GatherBytes = Callable[[tuple[float, ...]], Tensor]  # the row of every rank, (ranks, len(row)); all ranks call it
 

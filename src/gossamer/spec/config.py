@@ -14,7 +14,6 @@ from gossamer.spec.method_config import Exchanges, MethodOf, Written
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 def _broken(value: Any) -> str | None:

@@ -39,6 +39,8 @@ class Start(Record):
     peak_flop_per_s: float  # measured matmul rate of all ranks together; 0: not measured
     exchange: str
     precision: str = ""  # of forward and backward
+    limit_s: float = 0.0  # `train.seconds`, after which the run ends; 0: none
+    loss_unit: str = ""  # "nats/token"; "": not known, as with a loss of the model's own on other data than text
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -6,11 +6,12 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gossamer.spec import earlier_names
 from gossamer.spec.errors import BadInput, bad_input
@@ -108,21 +109,27 @@ def _inner(cls: type[Any]) -> dict[str, Registry[Any]]:
     return {f.name: room for f in fields(cls) if f.init and (room := _registry_in(hints[f.name]))}
 
 
+def _required(cls: type[Any]) -> list[str]:
+    """Return the parameters of a method that have no default."""
+    return [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING]
+
+
 def _spelled_out(
     cls: type[Any], parameters: Mapping[str, Any], preset: Mapping[str, Any], *, key: str
 ) -> Mapping[str, Any]:
     inner = _inner(cls)
     known = {f.name: f for f in fields(cls) if f.init}
-    needed = [n for n in inner if known[n].default is MISSING and known[n].default_factory is MISSING]
+    needed = [name for name in _required(cls) if name in inner]
     form = ShortForm(
         known=known,
         inner={name: room.names() for name, room in inner.items()},
         needed=[name for name in needed if name not in preset],
     )
     given = form.spelled_out(parameters)
-    if (unknown := form.unknown(given, method=cls.__module__.rpartition(".")[2])) is not None:
+    method = cls.__module__.rpartition(".")[2]
+    if (unknown := form.unknown(given, method=method)) is not None:
         name, near = unknown
-        raise BadInput(f"{cls.__name__} has no parameter {name!r}: {near}", key=key)
+        raise BadInput(f"{method} has no parameter {name!r}: {near}", key=key)
     return given
 
 
@@ -134,6 +141,10 @@ def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
         else _coerce(value, hints[name], key=f"{key}.{name}")
         for name, value in parameters.items()
     }
+    if missing := [name for name in _required(cls) if name not in parameters]:
+        method, wanted = cls.__module__.rpartition(".")[2], ", ".join(f"{name}: ..." for name in missing)
+        do = f"write {{{method}: {{{wanted}}}}}"
+        raise BadInput(f"{method} needs {' and '.join(map(repr, missing))}: {do}", key=key)
     try:
         return cls(**values)
     except BadInput as error:
@@ -149,12 +160,26 @@ def _coerce(value: Any, hint: Any, *, key: str) -> Any:
         return None
     try:
         return TypeAdapter(hint).validate_python(value)  # lax: YAML reads 1e-4 as a string
-    except ValidationError as error:
-        said = error.errors()[0]["msg"]
-        raise bad_input(wanted=_name(hint), got=repr(value), do=said, key=key) from None
+    except ValidationError:
+        raise bad_input(wanted=_name(hint), got=repr(value), do="write one", key=key) from None
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 
 
 def _name(hint: Any) -> str:
+    """Return the values that an annotation allows, as text: "a whole number", "one of all, island"."""
+    if hint in _KINDS:
+        return _KINDS[hint]
+    arguments, origin = get_args(hint), get_origin(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (Union, UnionType):
+        return " or ".join(map(_name, arguments))
+    if origin in (list, tuple, Sequence):
+        inside = dict.fromkeys(_name(one) for one in arguments if one is not Ellipsis)
+        count = f"of {len(arguments)}, each " if origin is tuple and Ellipsis not in arguments else "of "
+        return f"a list [...] {count}{' or '.join(inside)}"
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from gossamer.spec.config import PlanSection, RunConfig, TrainSection, VerifySection
+from gossamer.spec.config import DataSection, PlanSection, RunConfig, TrainSection, VerifySection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import told
 
-_PLAN, _TRAIN, _VERIFY = PlanSection(), TrainSection(), VerifySection()
+_DATA, _PLAN, _TRAIN, _VERIFY = DataSection(), PlanSection(), TrainSection(), VerifySection()
 
 
 def in_stages(config: RunConfig) -> bool:
@@ -112,6 +112,14 @@ UNREAD = (
         wanted="a text to go on with",
         got=lambda c: "no train.sample_prompt",
         do="set train.sample_prompt, or leave train.sample_max_new_tokens out",
+    ),
+    Unread(
+        key="data.isolate",
+        is_written=lambda c: c.data.isolate != _DATA.isolate,
+        is_read=lambda c: c.data.pack,
+        wanted="packed sequences, in which one document follows another",
+        got=lambda c: "data.pack false",
+        do="leave data.isolate out: without packing no sequence has more than one document",
     ),
 )
 

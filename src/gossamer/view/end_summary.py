@@ -1,10 +1,8 @@
-"""The closing panels of commands: the summary of a run, and the result of the demo."""
+"""The closing panel of the demo: its result beside simple statistics of the same text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,12 +11,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gossamer.spec.units import show_bytes, show_gib, show_seconds
-from gossamer.view.format import ACCENT, GOOD, SECOND, WARN, show_share
+from gossamer.spec.units import show_seconds
+from gossamer.view.format import ACCENT, GOOD, SECOND, WARN
 
 _STROKE, _HALF = "\u2501", "\u2578"
 _SAMPLE_LINES = 12
-_NAMES = {"compute_s": "compute", "exposed_s": "exposed", "step_s": "step", "peak_bytes": "memory"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,67 +129,3 @@ def _commands(pairs: tuple[tuple[str, str], ...], width: int) -> list[Renderable
     if left + max(len(does) for _, does in pairs) <= width:
         return [Text.assemble((f"  {command:<{left - 2}}", ACCENT), (does, "dim")) for command, does in pairs]
     return [Text.assemble((f"  {command}\n", ACCENT), (f"      {does}", "dim")) for command, does in pairs]
-
-
-def run_panel(summary: Mapping[str, Any], *, width: int = 80) -> RenderableType:
-    """Draw the summary of a run (`summarise`) as a table; a forecast in the plan is compared with it."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")  # a path can be copied whole
-    for label, value in _closing_rows(summary):
-        table.add_row(Text(label, style="dim"), Text(value))
-    parts: list[RenderableType] = [table]
-    if summary["forecast_error"]:
-        parts += [Text(), _comparison(summary)]
-    colour = {"done": GOOD, "failed": "color(160)"}.get(summary["outcome"], WARN)
-    title = Text(f"{summary['run']}: {summary['outcome']}", style="bold", overflow="ellipsis")
-    return Panel(
-        Group(*parts), title=title, title_align="left", box=box.ROUNDED, border_style=colour, width=min(width, 100)
-    )
-
-
-def _closing_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [
-        ("steps", f"{summary['steps']:,} of {summary['steps_wanted'] or 0:,} in {show_seconds(summary['seconds'])}")
-    ]
-    if summary["final_loss"] is not None:
-        rows.append(("loss", f"{summary['final_loss']:.4f}"))
-    if summary["validation_loss"] is not None:
-        bits = summary["validation_bits_per_byte"]
-        rows.append(
-            ("validation", f"{bits:.3f} bits/byte" if bits is not None else f"loss {summary['validation_loss']:.4f}")
-        )
-    if summary["tokens_per_s"] is not None:
-        peak = f", {show_share(summary['of_peak'])} of measured peak" if summary["of_peak"] is not None else ""
-        rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f}{peak}"))
-    sent = sum(summary["wire_bytes"].values())
-    if sent:
-        share = summary["exposed_share"]
-        waited = f", {show_share(share)} of the time exposed" if share is not None else ""
-        rows.append(("sent", f"{show_bytes(sent)} by the first rank{waited}"))
-    if summary["rejected_steps"]:
-        rows.append(("rejected", f"{summary['rejected_steps']} steps"))
-    if summary["checkpoint"] is not None:
-        rows.append(("checkpoint", summary["checkpoint"]))
-    return rows + ([("message", summary["message"])] if summary["message"] else [])
-
-
-def _comparison(summary: Mapping[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
-    for column, justify in (("", "left"), ("forecast", "right"), ("measured", "right"), ("off by", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for name, error in summary["forecast_error"].items():
-        said, was = (_shown(name, summary[side]) for side in ("forecast", "measured"))
-        table.add_row(
-            Text(_NAMES.get(name, name.replace("wire_bytes", "link"))),
-            said,
-            was,
-            Text(f"{100 * error:+.1f}%", style=WARN if abs(error) > 0.15 else GOOD),
-        )
-    return table
-
-
-def _shown(name: str, cost: Mapping[str, Any]) -> str:
-    if name.startswith("wire_bytes "):
-        return show_bytes(cost["wire_bytes"][name.removeprefix("wire_bytes ")])
-    return show_gib(cost["peak_bytes"][0]) if name == "peak_bytes" else show_seconds(cost[name])

@@ -39,12 +39,17 @@ FIGURES = 37  # columns of labels and values together
 PanelRow = tuple[str, Text]
 
 
-def panel(progress: RunProgress, *, width: int, height: int, now_s: float, title: str = "") -> RenderableType:
-    """Draw the state of a run as one renderable of at most `width` x `height` characters (20 lines at most)."""
+def panel(
+    progress: RunProgress, *, width: int, height: int, now_s: float, opened_s: float | None = None, title: str = ""
+) -> RenderableType:
+    """Draw the state of a run as one renderable of at most `width` x `height` characters (20 lines at most).
+
+    `opened_s`: when the display was opened, for the time that a start takes; None: not shown.
+    """
     inner = min(width, WIDEST) - 4
     rows = _figures(progress)
     events = _news(progress, inner)
-    parts: list[RenderableType] = [*_header(progress, inner, now_s=now_s)]
+    parts: list[RenderableType] = [*_header(progress, inner, now_s=now_s, opened_s=opened_s)]
     room = height - len(parts) - 4 - len(events)  # 2 borders, a blank line, the cursor's
     rows = rows[: max(3, room)]
     beside = inner - FIGURES - 2
@@ -75,10 +80,11 @@ def _border(progress: RunProgress) -> str:
     return {"done": GOOD, "interrupted": WARN}.get(progress.end.outcome, BAD)
 
 
-def _header(progress: RunProgress, width: int, *, now_s: float) -> list[RenderableType]:
+def _header(progress: RunProgress, width: int, *, now_s: float, opened_s: float | None) -> list[RenderableType]:
     start = progress.start
     if start is None:
-        return [Text("starting: processes, data, model", style="dim")]
+        spent = f"  {show_seconds(max(1, round(now_s - opened_s)))}" if opened_s is not None else ""
+        return [Text(f"starting: processes, data, model{spent}", style="dim")]
     tokens = f"{show_count(start.tokens_per_step)} tokens a step"
     about = Text(f"{setting_words(start)}, {tokens}", style="dim", no_wrap=True, overflow="ellipsis")
     count = f"step {progress.steps_done:,} / {progress.steps:,}"
@@ -109,7 +115,8 @@ def _figures(progress: RunProgress) -> list[PanelRow]:
     rows: list[PanelRow] = []
     step = progress.step
     if (loss := progress.loss) is not None:
-        rows.append(("loss", _value(f"{loss:.4f}", style=f"bold {ACCENT}")))
+        unit = progress.start.loss_unit if progress.start is not None else ""
+        rows.append(("loss", _value(f"{loss:.4f}", unit, style=f"bold {ACCENT}")))
     if (evaluation := progress.evaluation) is not None:
         rows.append(
             ("validation", _value(evaluation_words(evaluation), f"at {evaluation.step:,}", style=f"bold {SECOND}"))

@@ -158,11 +158,17 @@ class RunProgress:
 
     @property
     def remaining_s(self) -> float | None:
-        """The estimated seconds to the end, at the recent pace including evaluations and checkpoints between steps."""
+        """The estimated seconds to the end, at the recent pace including evaluations and checkpoints between steps.
+
+        A time limit ends the run before that: what is left of it is the most.
+        """
         if len(self._ends) < 2:
             return None
         pace_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return max(0, self.steps - self.steps_done) * pace_s
+        left_s = max(0, self.steps - self.steps_done) * pace_s
+        if self.start is None or self.start.limit_s == 0:
+            return left_s
+        return min(left_s, max(0.0, self.start.limit_s - (self._ends[-1] - self.start.time_s)))
 
 
 @dataclass(slots=True)

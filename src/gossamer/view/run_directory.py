@@ -94,6 +94,10 @@ class RunDirectory:
         return self.path / "proved.json"
 
     @property
+    def data_file(self) -> Path:
+        return self.path / "data.json"
+
+    @property
     def began_file(self) -> Path:
         return self.path / "began.json"
 

@@ -43,6 +43,9 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
         "rejected_steps": told.rejected,
         "tokens": sum(step.tokens for step in steps),
         "seconds": told.seconds,
+        "seconds_since_start": told.since_start_s,
+        "starts": told.starts,
+        "loss_unit": start.loss_unit if start is not None else None,
         "final_loss": told.steps[max(told.steps)].loss if told.steps else None,
         "validation_step": evaluation.step if evaluation is not None else None,
         "validation_loss": evaluation.loss if evaluation is not None else None,
@@ -84,7 +87,9 @@ class _Told:
     sent_bytes: dict[str, int] = field(default_factory=dict)
     rejected: int = 0
     peak_bytes: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of all starts together
+    since_start_s: float = 0.0  # of the last one
+    starts: int = 0
     _last_s: float = 0.0
 
     @staticmethod
@@ -97,10 +102,13 @@ class _Told:
     def add(self, record: Record) -> None:
         if isinstance(record, Start):
             self.start, self.end = record, None
+            self.since_start_s, self.starts = 0.0, self.starts + 1
             self.steps = {number: step for number, step in self.steps.items() if number <= record.step}
             self.evaluations = {at: found for at, found in self.evaluations.items() if at <= record.step}
         elif self.start is not None:
-            self.seconds += max(0.0, record.time_s - self._last_s)
+            passed_s = max(0.0, record.time_s - self._last_s)
+            self.seconds += passed_s
+            self.since_start_s += passed_s
         self._last_s = record.time_s
         if isinstance(record, Step):
             self._add_step(record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from gossamer.data._written import parse_written
@@ -45,6 +45,13 @@ class Source(ABC):
     def remark(self) -> str:
         """Return a remark for the user on the files that are read; "" for none."""
         return ""
+
+
+def written(source: Source) -> str:
+    """Return a source as configurations write it: "text:corpus/*.txt"; fields after the first are left out."""
+    name = type(source).__module__.rpartition(".")[2]
+    first = next((str(getattr(source, one.name)) for one in fields(source)), "")  # type: ignore[arg-type]
+    return f"{name}:{first}" if first else name
 
 
 REGISTRY = Registry(__name__, Source)  # type: ignore[type-abstract]

@@ -76,9 +76,13 @@ def _explain_nothing(pattern: str) -> None:
             do=f"write a pattern such as {pattern.rstrip('/')}/**/*",
             key=KEY,
         )
+    do = f"write the path as seen from {Path.cwd()}, or a whole one"
+    links = sorted(found for found in glob.glob(pattern, recursive=True) if os.path.islink(found))
+    if links:  # glob finds them, and there is nothing behind them
+        raise BadInput(f"{links[0]} is a link to {os.readlink(links[0])}, where no file is: mend or remove it", key=KEY)
     if glob.has_magic(pattern):
-        raise BadInput(f"no file matches {pattern!r} (looked from {Path.cwd()})", key=KEY)
-    raise BadInput(f"no such file: {pattern} (looked from {Path.cwd()})", key=KEY)
+        raise BadInput(f"no file matches {pattern!r}: {do}", key=KEY)
+    raise BadInput(f"there is no file {pattern}: {do}", key=KEY)
 
 
 def stamps(files: list[tuple[str, Path]]) -> tuple[tuple[str, int, int], ...]:
@@ -117,6 +121,8 @@ def _open(file: Path) -> BinaryIO:
 
 
 def unreadable(file: Path, error: Exception) -> BadInput:
-    """Return the error about a file that exists but cannot be read."""
+    """Return the error about a file that exists but cannot be read: its name, the reason, and what to do."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return BadInput(f"cannot read {file}: {said}", key=KEY)
+    if isinstance(error, gzip.BadGzipFile):
+        said = "it is no gzip file, though its name ends in .gz"
+    return BadInput(f"cannot read {file} ({said.rstrip('.')}): mend it, or leave it out of the source", key=KEY)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.random_key import Key
-from gossamer.exchange.codec import Codec
+from gossamer.exchange.codec import Codec, CodecTraits
 from gossamer.ops.blocks import empty_message, part
 from gossamer.ops.quantize import add_dequantised, dequantise, quantise
 from gossamer.spec.errors import bad_input
@@ -65,6 +65,36 @@ class UniformQuantizer(Codec):
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         blocks, kind = -(-numel // self.block), torch.int8 if self.bits == 8 else torch.uint8
         return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, -(-numel * self.bits // 8), kind)
+
+
+class BlockInteger(UniformQuantizer):
+    """A uniform quantizer to integers of `bits` bits, rounded to nearest, or at random where `stochastic`."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def block_size(self) -> int:
+        """Return the count of numbers that share a step size."""
+
+    @property
+    @abstractmethod
+    def stochastic(self) -> bool:
+        """Return whether numbers are rounded at random, so that their mean is unbiased."""
+
+    @property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(
+            unbiased=self.stochastic, contraction=None if self.stochastic else self.nearest_contraction()
+        )
+
+    @property
+    def block(self) -> int:
+        return self.block_size
+
+    @property
+    def rounds_at_random(self) -> bool:
+        return self.stochastic
 
 
 def check_block(block_size: int, *, multiple: int, typical: int) -> None:

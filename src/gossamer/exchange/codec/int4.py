@@ -15,12 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gossamer.exchange.codec import CodecTraits
-from gossamer.exchange.codec._uniform import UniformQuantizer, check_block
+from gossamer.exchange.codec._uniform import BlockInteger, check_block
 
 
 @dataclass(frozen=True, slots=True)
-class Int4(UniformQuantizer):
+class Int4(BlockInteger):
     """A 4-bit codec; `block_size` numbers share a scale."""
 
     block_size: int = 128
@@ -30,17 +29,3 @@ class Int4(UniformQuantizer):
 
     def __post_init__(self) -> None:
         check_block(self.block_size, multiple=8, typical=128)
-
-    @property
-    def traits(self) -> CodecTraits:
-        return CodecTraits(
-            unbiased=self.stochastic, contraction=None if self.stochastic else self.nearest_contraction()
-        )
-
-    @property
-    def block(self) -> int:
-        return self.block_size
-
-    @property
-    def rounds_at_random(self) -> bool:
-        return self.stochastic

@@ -13,12 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gossamer.exchange.codec import CodecTraits
-from gossamer.exchange.codec._uniform import UniformQuantizer, check_block
+from gossamer.exchange.codec._uniform import BlockInteger, check_block
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(UniformQuantizer):
+class Int8(BlockInteger):
     """An 8-bit codec; `block_size` numbers share a scale."""
 
     block_size: int = 256
@@ -28,17 +27,3 @@ class Int8(UniformQuantizer):
 
     def __post_init__(self) -> None:
         check_block(self.block_size, multiple=4, typical=256)
-
-    @property
-    def traits(self) -> CodecTraits:
-        return CodecTraits(
-            unbiased=self.stochastic, contraction=None if self.stochastic else self.nearest_contraction()
-        )
-
-    @property
-    def block(self) -> int:
-        return self.block_size
-
-    @property
-    def rounds_at_random(self) -> bool:
-        return self.stochastic

@@ -7,7 +7,7 @@ both extremes of what may be drawn: with the smallest numbers that generators gi
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -23,6 +23,7 @@ from gossamer.spec.errors import bad_input
 _WORDS, _ENDS = 624, 500  # of the state of a Mersenne twister; so many at an end, then others: loops that reject do end
 _HIGHEST = 0x12DD9BB3  # as a word of the state, gives 32 ones
 _BELOW_ONE = 1 - 2**-11  # in half precision, too
+_UNIT, _RANGED = ("aten::rand", "aten::rand_like"), ("aten::uniform_", "aten::uniform")  # operators that draw evenly
 
 
 class RandomExtreme(Enum):
@@ -43,14 +44,19 @@ class RandomExtreme(Enum):
             random.setstate((3, (*words, 0), None))
             np.random.set_state(("MT19937", np.array(words, np.uint32), 0, 0, 0.0))
 
-    def bend(self, func: Any, out: Any) -> None:
-        """Set `out`, the output of the operator `func`, to this extreme if it is drawn uniformly.
+    def bend(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Set `out`, the output of the operator `func` of these arguments, to this extreme if it is drawn uniformly.
 
-        The range is taken to be from 0 to 1.
+        The range is that of the call: `from` to `to` of `uniform_`, 0 to 1 of the others and where it is not given.
         """
-        is_even = func.name().partition(".")[0] in ("aten::rand", "aten::rand_like", "aten::uniform_", "aten::uniform")
-        if self is not RandomExtreme.ANY and is_even and not isinstance(out, FakeTensor):
-            out.fill_(_BELOW_ONE if self is RandomExtreme.HIGHEST else 0.0)
+        name = func.name().partition(".")[0]
+        if self is RandomExtreme.ANY or name not in (*_UNIT, *_RANGED) or isinstance(out, FakeTensor):
+            return
+        low, high = 0.0, 1.0
+        if name in _RANGED:
+            given = dict(zip(("self", "from", "to"), args, strict=False)) | dict(kwargs)
+            low, high = float(given.get("from", low)), float(given.get("to", high))
+        out.fill_(low + (high - low) * _BELOW_ONE if self is RandomExtreme.HIGHEST else low)
 
 
 @dataclass

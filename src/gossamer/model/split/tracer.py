@@ -85,7 +85,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values.follow_constants(func, ins, made + changed)
         self._follow_buffers(self.running.ran(func, args, kwargs, out), values, is_look=looked is not None)
         if (current := self.calls.current) is None:
-            self.lot.bend(func, out)
+            self.lot.bend(func, args, kwargs, out)
             self.draws.follow(func, {self.key(x) for x in ins}, made + changed)
             self.values.spread(made + [k for k in changed if k not in self.parameters.static], values)
             return out

@@ -44,6 +44,7 @@ class Live(Display):
         self._title = title
         self._clock = clock
         self._now = now
+        self._opened_s = now()
         self._progress = RunProgress()
         self._drawn_s: float | None = None
         self._region: Region | None = None
@@ -85,6 +86,12 @@ class Live(Display):
             self._region = Region(console=self._console, auto_refresh=False, vertical_overflow="crop")
             self._region.start()
         width, height = self._console.size
-        self._region.update(
-            panel(self._progress, width=width, height=height, now_s=self._now(), title=self._title), refresh=True
+        drawing = panel(
+            self._progress,
+            width=width,
+            height=height,
+            now_s=self._now(),
+            opened_s=self._opened_s,
+            title=self._title,
         )
+        self._region.update(drawing, refresh=True)

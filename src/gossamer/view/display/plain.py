@@ -30,11 +30,13 @@ class Plain(Display):
         self._progress = RunProgress()
         self._shown_s: float | None = None  # time of the last step line
         self._shown_step = -1
+        self._is_waiting = True  # for the first record
 
     def recall(self, record: Record) -> None:
         self._progress.add(record)
 
     def show(self, record: Record) -> None:
+        self._is_waiting = False
         self._progress.add(record)
         if isinstance(record, Step):
             self._show_step(record)
@@ -47,7 +49,10 @@ class Plain(Display):
             self._shown_s = None
 
     def tick(self) -> None:
-        pass
+        """Say once that the processes start: it may take a minute until they have something to tell."""
+        if self._is_waiting:
+            self._is_waiting = False
+            self._line(time.time(), "starting", "processes, data, model")
 
     def close(self) -> None:
         pass
@@ -104,7 +109,8 @@ def _lines(record: Record) -> list[tuple[str, str]]:
         tokens = f"{record.steps} steps of {show_count(record.tokens_per_step)} tokens"
         verb = "start" if record.step == 0 else "resume"
         again = "" if record.step == 0 else f" from step {record.step}"
-        return [(verb, f"{model_words(record)}{again}"), ("", f"{setting_words(record)}, {tokens}")]
+        unit = f", loss in {record.loss_unit}" if record.loss_unit else ""
+        return [(verb, f"{model_words(record)}{again}"), ("", f"{setting_words(record)}, {tokens}{unit}")]
     if isinstance(record, Evaluation):
         note = f"step {record.step}, {record.sequences} sequences in {show_seconds(record.seconds)}"
         return [("validation", f"{evaluation_words(record)} ({note})")]
