@@ -55,7 +55,7 @@ def _signature(method: Method) -> str:
 
 
 def _category_data(page: Category) -> dict[str, Any]:
-    return {"category": page.name, "doc": page.doc, "methods": [_data(m) for m in page.methods.values()]}
+    return {"room": page.name, "doc": page.doc, "methods": [_data(m) for m in page.methods.values()]}
 
 
 def _data(method: Method) -> dict[str, Any]:
