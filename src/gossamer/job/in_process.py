@@ -22,7 +22,7 @@ from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
 from gossamer.job.trainer_parts import parts_of
 from gossamer.job.worker import corpus_of, device_of, objective_of, origin_for, rendezvous
-from gossamer.launch.environment import LauncherRank, launcher_of, read_environment
+from gossamer.launch.environment import LauncherRank, MasterAddress, launcher_of, read_environment
 from gossamer.launch.worker import StopFlag
 from gossamer.model.source import ModelSource, origin_of
 from gossamer.partition.model_provider import ModelProvider, ModuleSource, OriginSource
@@ -49,9 +49,8 @@ _ALONE = LauncherRank(
     host=0,
     hosts=1,
     hostname="",
-    address="127.0.0.1",
-    port=0,
     launcher="",
+    master=MasterAddress(host="127.0.0.1", port=0),
 )
 
 
