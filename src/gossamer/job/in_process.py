@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from gossamer.data import Corpus
 from gossamer.data.tokenizer import Tokenizer
-from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
+from gossamer.job.rank_inputs import DataDescription, JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
 from gossamer.job.trainer_parts import parts_of
@@ -67,6 +67,18 @@ class _TrainingData:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return None if self.corpus is None else self.corpus.tokenizer
+
+    @property
+    def description(self) -> DataDescription:
+        """The data in words and figures."""
+        if self.corpus is None:
+            return DataDescription(fingerprint=self.fingerprint, text=self.text)
+        return DataDescription(
+            fingerprint=self.fingerprint,
+            text=self.text,
+            remark=self.corpus.remark,
+            vocabulary=self.corpus.tokenizer.vocabulary,
+        )
 
 
 def train_in_process(
@@ -119,11 +131,8 @@ def _train(
                     where=_where(place, settings),
                     directory=directory,
                     described=described,
-                    data=given.fingerprint,
-                    text=given.text,
-                    remark="" if given.corpus is None else given.corpus.remark,
+                    data=given.description,
                     resume=resuming,
-                    vocabulary=0 if given.tokenizer is None else given.tokenizer.vocabulary,
                     at=lambda step, phase: None,
                     asked_to_stop=lambda: stop.is_set,
                     callbacks=callbacks,

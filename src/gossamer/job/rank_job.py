@@ -75,8 +75,8 @@ def run_job(job: RankJob) -> dict[str, Any]:
         _begin(job, trainer, saver, exchanger)
         _keep(job, sink)
         sink(start_record(job, trainer, flop_per_token))
-        if job.remark:
-            sink(records.Event(level="warning", message=job.remark, step=trainer.progress.step))
+        if job.data.remark:
+            sink(records.Event(level="warning", message=job.data.remark, step=trainer.progress.step))
         return train_to_end(job, trainer, saver, sink)
     finally:
         ending.close()
@@ -137,7 +137,7 @@ def _built(job: RankJob, pump: CommThread, sink: Sink) -> RankJob:
         at=job.at,
         asked_to_stop=job.asked_to_stop,
         described=job.described,
-        data=job.data,
+        data=job.data.fingerprint,
         file=job.directory.proved_file if job.where.rank == 0 else None,
     )
     try:
@@ -226,7 +226,7 @@ def _saver(job: RankJob, sink: Sink) -> CheckpointManager:
         identity={
             "seed": config.train.seed,
             "batch": job.parts.plan.batch,
-            "data": job.data,
+            "data": job.data.fingerprint,
             "sequence": config.data.sequence,
             "pack": config.data.pack,
             "model": job.described,
@@ -241,6 +241,6 @@ def _facts(job: RankJob) -> dict[str, str]:
         "version of Gossamer": version("gossamer"),
         "configuration": json.dumps(config, sort_keys=True),
         "plan": job.parts.plan.model_dump_json(),
-        "training data": job.data,
+        "training data": job.data.fingerprint,
         "model": hashlib.sha256(fingerprint(job.parts.outline).encode()).hexdigest(),
     }

@@ -16,7 +16,7 @@ import torch
 from gossamer import loss
 from gossamer.comm.channel.store import join_store
 from gossamer.data import Corpus, open_corpus
-from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
+from gossamer.job.rank_inputs import DataDescription, JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
 from gossamer.job.trainer_parts import parts_of
@@ -85,10 +85,12 @@ def run_rank(
             where=rendezvous(place, config.machines.timeout_s + (_LATER_S if place.supervisor.heartbeat else 0.0)),
             directory=directory,
             described=origin.describe(),
-            data=corpus.fingerprint,
-            text=str(config.data.source),
-            remark=corpus.remark,
-            vocabulary=corpus.tokenizer.vocabulary,
+            data=DataDescription(
+                fingerprint=corpus.fingerprint,
+                text=str(config.data.source),
+                remark=corpus.remark,
+                vocabulary=corpus.tokenizer.vocabulary,
+            ),
             resume=resume or place.start.resume_step >= 0,
             resume_step=place.start.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),

@@ -202,7 +202,7 @@ def _outer_steps(
     return OuterSteps(
         sync=given.recipe.sync,
         apart=apart,
-        word=apart.roll or (status.of(given.pump.channel, loop.warmup_steps) if loop is not None else None),
+        word=apart.roll or (status.of(given.pump.channel, loop.warmup.steps) if loop is not None else None),
         replica=replica,
         states=states,
         rule=rule,

@@ -183,21 +183,21 @@ class OuterLoop:
         if self.each is not None:
             self.each.after(moved)
         landing = [
-            f for f in self.fragments if f.flight and (moved.last or moved.done - f.flight.since >= loop.sync_delay)
+            f for f in self.fragments if f.flight and (moved.last or moved.done - f.flight.since >= loop.overlap.delay)
         ]
         leaving = self._sender.due(moved.done, last=moved.last)
         landed: list[SyncResult] = []
-        if not loop.reset_to_global:
+        if not loop.overlap.reset_to_global:
             landed += self._land(landing, final=False)  # in the last step they are sent once more
         gone = [self.local.pseudo_gradient(f) for f in leaving]
         if (
-            loop.reset_to_global
+            loop.overlap.reset_to_global
         ):  # the result that is applied now was sent a round ago; the island restarts from the new anchor
             landed += self._land(landing, final=moved.last)
             self.local.return_to(leaving)
         landed += self._learn(leaving)
         landed += self._launch(leaving, gone, moved)
-        if moved.last or not loop.sync_delay:
+        if moved.last or not loop.overlap.delay:
             landed += self._land([f for f in leaving if f.flight], final=moved.last)
         return landed
 
@@ -246,7 +246,7 @@ class OuterLoop:
 
     def _left(self, fragment: Fragment, gone: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return this rank's parameters when the pseudo-gradient `gone` is sent; empty unless `carries`."""
-        if not self._loop.keep_local_progress:
+        if not self._loop.overlap.keep_local_progress:
             return ()
         if not gone:
             return tuple(part.anchor.clone() for part in fragment.parts)
@@ -279,7 +279,7 @@ class OuterLoop:
             keeps_own = arrived and flight.takes_part and not (final or full)
             losses = [stays_of(o, islands) if keeps_own and loop.error_reset else None for o in outcomes]
             carried = self.local.moved_since(fragment, flight) if keeps_own and flight.left else ()
-            self.local.take_over(fragment, losses, loop.alpha if keeps_own else 0.0, carried)
+            self.local.take_over(fragment, losses, loop.overlap.alpha if keeps_own else 0.0, carried)
             came = means if arrived else [torch.zeros_like(mean) for mean in means]
             landed.append(SyncResult(fragment.views(came), flight.at.rates))
             flight.let_go([part.state for part in fragment.parts])
