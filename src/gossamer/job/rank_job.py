@@ -12,7 +12,7 @@ from typing import Any
 from gossamer import recipe
 from gossamer.autotune.activation_compression import with_activation_compression
 from gossamer.autotune.adaptive_compression import AdaptiveCompression, inter_island_policy, replan_callback
-from gossamer.autotune.exchange_selection import ExchangeSelector
+from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
 from gossamer.autotune.plan_groups import levels_of
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
@@ -200,14 +200,16 @@ def _exchanger(
         engine=engine,
         feed=Feed(job.parts.train, plan, plan.place_of(where.rank)[0], config.train.seed),
         pump=pump,
-        lossy=config.plan.lossy,
-        steps=config.train.steps,
+        run=SelectionSettings(
+            lossy=config.plan.lossy,
+            steps=config.train.steps,
+            second_moments=CommonAdamW.serves(methods.optimizer),
+            policy=inter_island_policy(methods),
+            walk=walk,
+        ),
         plan=plan,
         tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),
         keep=job.directory.keep_plan if where.writer == 0 else lambda plan: None,  # every host reads its own again
-        policy=inter_island_policy(methods),
-        walk=walk,
-        tells=CommonAdamW.serves(methods.optimizer),
     )
 
 

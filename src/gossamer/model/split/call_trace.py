@@ -14,7 +14,7 @@ from gossamer.model.split.dataflow import HIDDEN, KEPT, CallOutput, OutputLeaf, 
 from gossamer.model.split.parameter_trace import ParameterTrace
 from gossamer.model.split.python_effects import BEGINNING, OF_TORCH, PythonEffects
 from gossamer.model.split.pytree import flatten, leaves_of
-from gossamer.model.split.traced_call import TracedCall
+from gossamer.model.split.traced_call import SideOutputWatch, TracedCall
 from gossamer.model.split.value_trace import ValueTrace
 
 _REPEATABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
@@ -50,11 +50,11 @@ class CallTrace:
         """Record that a call of the unit `name` begins; return its number."""
         self.current = self.position
         turn = sum(seen.unit == name for seen in self.traced)
-        seen = TracedCall(name, turn, flatten((args, kwargs))[0], containers=containers_of((args, kwargs)))
-        seen.before = [copy.copy(container) for container in seen.containers]
-        seen.kept = [*self._lists_and_dicts(name, {id(container) for container in seen.containers})]
-        seen.effects = PythonEffects.begin(self.module.get_submodule(name), name, (args, kwargs))
-        self.traced.append(seen)
+        containers: list[Any] = [*containers_of((args, kwargs))]
+        before = [copy.copy(container) for container in containers]
+        sides = SideOutputWatch(containers, before, [*self._lists_and_dicts(name, {id(one) for one in containers})])
+        effects = PythonEffects.begin(self.module.get_submodule(name), name, (args, kwargs))
+        self.traced.append(TracedCall(name, turn, flatten((args, kwargs))[0], effects, sides))
         return self.current
 
     def drop(self) -> None:
@@ -69,7 +69,6 @@ class CallTrace:
         """
         list(self.values.buffers.assigned(number, self.values.taint, loose=False))
         seen = self.traced[number]
-        assert seen.effects is not None
         seen.effects.end(self.module, seen.arguments, until)
         stored = [self.values.key(x) for x in seen.effects.tensors]  # other stages do not compute it
         self.values.constant.difference_update(stored)
@@ -92,9 +91,9 @@ class CallTrace:
         hooked = module._forward_hooks  # its output leaves the unit only through a forward hook
         if hooked and id(module) in self.within[seen.unit] and self.paths[id(module)] != seen.unit:
             path = self.paths[id(module)]
-            turn = seen.turns.get(path, 0)
-            seen.turns[path] = turn + 1
-            seen.inner.append((path, turn, "", output))
+            turn = seen.sides.turns.get(path, 0)
+            seen.sides.turns[path] = turn + 1
+            seen.sides.inner.append((path, turn, "", output))
 
     def _lists_and_dicts(self, unit: str, known: set[int]) -> Iterator[tuple[str, str, Any, Any]]:
         """Yield the attributes of modules that are lists or dicts, to which a call may add."""
@@ -143,13 +142,13 @@ class CallTrace:
         for inner in unit.modules():
             for name, held in vars(inner).items():
                 if isinstance(held, Tensor) and self.values.born.get(self.values.key(held)) == number:
-                    seen.inner.append((self.paths[id(inner)], 0, name, held))
-        for path, turn, attribute, output in seen.inner:
+                    seen.sides.inner.append((self.paths[id(inner)], 0, name, held))
+        for path, turn, attribute, output in seen.sides.inner:
             self._keep_inside(number, seen, SideOutput(path, turn, attribute, (), (), flatten(output)[1]), output)
-        for i, (container, before) in enumerate(zip(seen.containers, seen.before, strict=True)):
+        for i, (container, before) in enumerate(zip(seen.sides.containers, seen.sides.before, strict=True)):
             for key, held in _added(container, before):
                 self._keep_inside(number, seen, SideOutput("", 0, "", (), (), flatten(held)[1], i, key), held)
-        for path, name, container, before in seen.kept:
+        for path, name, container, before in seen.sides.kept:
             for key, held in _added(container, before):
                 if any(
                     isinstance(x, Tensor) and self.values.born.get(self.values.key(x)) == number
@@ -158,7 +157,7 @@ class CallTrace:
                     self._keep_inside(
                         number, seen, SideOutput(path, 0, name, (), (), flatten(held)[1], KEPT, key), held
                     )
-        seen.inner, seen.containers, seen.before, seen.kept = [], [], [], []
+        seen.sides = SideOutputWatch()
 
     def _keep_inside(self, number: int, seen: TracedCall, inside: SideOutput, output: Any) -> None:
         start = len(seen.leaves) + sum(len(i.leaves) for i in seen.insides)

@@ -181,7 +181,29 @@ class LateWrite:
         return is_behind and any(reader <= end for reader in self.readers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterUse:
+    """The use of parameters, buffers and tensor attributes outside of the units that hold them, in one forward."""
+
+    loose: Mapping[str, frozenset[int]]  # read by the code between units -> positions
+    lent: Mapping[str, frozenset[int]]  # read inside other units' calls -> those calls
+    written: frozenset[str]  # written in place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonStateUse:
+    """The use of Python state in one forward: attributes of modules, and containers that modules hold."""
+
+    late: tuple[LateWrite, ...]
+    stirred: tuple[LateWrite, ...]  # state that the forward changes before the read at `after`
+    stirs: frozenset[float]  # when (as in LateWrite) the forward changes lasting tensors
+    touched: frozenset[str]  # attributes of modules that the forward reads or sets
+    looked_into: Mapping[str, frozenset[float]]  # their readers: see LateWrite.readers
+    kept: Mapping[str, frozenset[int]]  # attribute of a module -> calls that change it
+    left: Mapping[str, frozenset[int]]  # tensor held outside of modules -> the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataFlow:
     """The data flow of one forward for one kind of batch: unit calls, and the readers of each tensor.
 
@@ -189,23 +211,15 @@ class DataFlow:
     """
 
     calls: tuple[UnitCall, ...]
+    units: tuple[str, ...]
     readers: Mapping[CallOutput, frozenset[int]]  # -> calls, and the end, that depend on it
     branches: Mapping[CallOutput, frozenset[int]]  # -> positions where Python reads a value computed from it
-    loose: Mapping[str, frozenset[int]]  # parameter or buffer read outside of its units -> positions
-    lent: Mapping[str, frozenset[int]]  # the same, read inside other units' calls -> those calls
-    units: tuple[str, ...]
-    late: tuple[LateWrite, ...] = ()
-    stirred: tuple[LateWrite, ...] = ()  # state that the forward changes before the read at `after`
-    stirs: frozenset[float] = frozenset()  # when (as in LateWrite) the forward changes lasting tensors
-    by_chance: bool = False  # the code between units may have read a random number
-    buffers: Mapping[str, BufferUse] = field(default_factory=dict)
-    written: frozenset[str] = frozenset()  # parameters, buffers, attributes written in place
-    nodes: frozenset[CallOutput] = frozenset()  # whose grad_fn the code between units takes
-    touched: frozenset[str] = frozenset()  # attributes of modules that the forward reads or sets
-    looked_into: Mapping[str, frozenset[float]] = field(default_factory=dict)  # their readers: see LateWrite.readers
-    kept: Mapping[str, frozenset[int]] = field(default_factory=dict)  # attribute of a module -> calls that change it
-    left: Mapping[str, frozenset[int]] = field(default_factory=dict)  # tensor held outside of modules -> the same
-    slope: str = ""  # a unit through which the code between units computes a gradient
+    nodes: frozenset[CallOutput]  # whose grad_fn the code between units takes
+    parameters: ParameterUse
+    buffers: Mapping[str, BufferUse]
+    state: PythonStateUse
+    by_chance: bool  # the code between units may have read a random number
+    slope: str  # a unit through which the code between units computes a gradient
     names: Mapping[str, int] = field(default_factory=dict)  # call name -> number
 
     def __post_init__(self) -> None:

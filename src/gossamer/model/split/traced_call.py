@@ -12,24 +12,31 @@ from gossamer.model.split.value_trace import ValueTrace
 
 
 @dataclass
+class SideOutputWatch:
+    """The places in which a running call may leave tensors that it does not return, and what modules in it returned."""
+
+    containers: list[Any] = field(default_factory=list)  # lists and dicts among the arguments
+    before: list[Any] = field(default_factory=list)  # copies of them
+    kept: list[tuple[str, str, Any, Any]] = field(default_factory=list)  # of modules: path, attribute, object, a copy
+    inner: list[tuple[str, int, str, Any]] = field(default_factory=list)  # module, turn, attribute, output
+    turns: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
 class TracedCall:
     """A record of one unit call while it is traced: arguments, output tensors, side effects."""
 
     unit: str
     turn: int
     arguments: list[Any]
+    effects: PythonEffects
+    sides: SideOutputWatch
     leaves: list[OutputLeaf] = field(default_factory=list)
     spec: TreeShape | None = None
-    containers: list[Any] = field(default_factory=list)  # lists and dicts among the arguments
-    before: list[Any] = field(default_factory=list)  # copies of them
-    kept: list[tuple[str, str, Any, Any]] = field(default_factory=list)  # of modules: path, attribute, object, a copy
-    inner: list[tuple[str, int, str, Any]] = field(default_factory=list)  # module, turn, attribute, output
     insides: list[SideOutput] = field(default_factory=list)
-    turns: dict[str, int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # storages from elsewhere
     looked: bool = False
     is_used: bool = False  # whether it computes with a parameter or buffer of the unit
-    effects: PythonEffects | None = None
     flop: float = 0.0
 
     def unit_call(self, number: int, values: ValueTrace, effects: tuple[str, ...], parameter_bytes: int) -> UnitCall:
