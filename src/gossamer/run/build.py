@@ -177,7 +177,7 @@ def _outer_loop(
     given: _Inputs, states: ShardedOptimizer, replica: sync.GradientReducer, truth: Mapping[str, Tensor]
 ) -> sync.OuterLoop:
     progress = given.around.saver.progress
-    return sync.OuterLoop.of(
+    return sync.outer_loop_of(
         given.recipe.sync.loop,
         given.params,
         truth,
