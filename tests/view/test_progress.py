@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gossamer.spec.records import Saved
+from gossamer.spec.records import Length, Saved
 from gossamer.view.curve import POINTS, Curve, Frame, draw
 from gossamer.view.fraction import part_of
 from gossamer.view.progress import Doubtful, RunProgress
@@ -72,6 +72,18 @@ def test_a_failed_save_is_remembered_until_one_succeeds() -> None:
     assert fold(bad).saves.failed == bad
     progress = fold(bad, good)
     assert (progress.saves.saved, progress.saves.failed) == (good, None)
+
+
+def test_a_length_that_is_found_later_is_that_of_this_start() -> None:
+    progress = fold(start(), step(1), Length(step=1, steps=40))
+    assert (progress.steps, progress.fraction) == (40, 1 / 40)
+    progress.add(start(1))
+    assert progress.steps == 200, "a resume wants its own number again"
+
+
+def test_a_resume_has_no_pace_yet() -> None:
+    progress = fold(*run(200, until=180, ends=False), start(100, time_s=1000.0))
+    assert (progress.pace.step_s, progress.pace.link_bytes, progress.remaining_s) == (None, {}, None)
 
 
 def test_a_long_curve_stays_small_and_true() -> None:

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.split.dataflow import HIDDEN, KEPT, CallOutput, OutputLeaf, Produced, SideOutput, containers_of
+from gossamer.model.split.dataflow import HIDDEN, KEPT, CallOutput, SideOutput, containers_of
+from gossamer.model.split.output_leaf import (
+    ArgumentLeaf,
+    ConstantLeaf,
+    MadeLeaf,
+    OpaqueLeaf,
+    OutputLeaf,
+    OverwrittenLeaf,
+    Produced,
+    RepeatedLeaf,
+)
 from gossamer.model.split.parameter_trace import ParameterTrace
 from gossamer.model.split.python_effects import BEGINNING, OF_TORCH, PythonEffects
 from gossamer.model.split.pytree import flatten, leaves_of
@@ -77,7 +87,7 @@ class CallTrace:
         first: dict[int, int] = {}
         for i, leaf in enumerate(leaves):
             same = first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i
-            seen.leaves.append(OutputLeaf(same=same) if same != i else self._leaf(seen, leaf, CallOutput(number, i)))
+            seen.leaves.append(RepeatedLeaf(same) if same != i else self._leaf(seen, leaf, CallOutput(number, i)))
         kept = {self.values.where[v] for v in self.values.where if v.call == number}
         self.values.spread(seen.written - kept, frozenset((CallOutput(number, HIDDEN),)))
         self._keep_insides(number, seen, unit)
@@ -113,23 +123,22 @@ class CallTrace:
         same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
         if not isinstance(leaf, Tensor):
             if same is not None and leaf is not None:
-                return OutputLeaf(source=same)
-            opaque = "" if type(leaf) in _REPEATABLE else type(leaf).__qualname__
-            return OutputLeaf(constant=None if opaque else leaf, opaque=opaque)
+                return ArgumentLeaf(same)
+            return ConstantLeaf(leaf) if type(leaf) in _REPEATABLE else OpaqueLeaf(type(leaf).__qualname__)
         if leaf.layout is not torch.strided:
-            return OutputLeaf(opaque=f"tensor of layout {leaf.layout}")
+            return OpaqueLeaf(f"tensor of layout {leaf.layout}")
         key = self.values.key(leaf)
         is_skipped = same is not None and not seen.is_used and bool(self.parameters.owned[seen.unit])
         if same is not None and key not in seen.written and not is_skipped:
-            return OutputLeaf(source=same)
+            return ArgumentLeaf(same)
         if is_skipped:
             self.values.reach(self.values.taint.get(key, ()), value.call)
         self.values.name(key, value)
         if not torch.is_grad_enabled():
             self.without_grad.append((seen.unit, leaf))
         if is_skipped and key not in seen.written:  # this time; another time it returns what it computes
-            return OutputLeaf(made=self._to_come(leaf, seen.unit))
-        return OutputLeaf(source=same, made=Produced.of(leaf))
+            return MadeLeaf(self._to_come(leaf, seen.unit))
+        return MadeLeaf(Produced.of(leaf)) if same is None else OverwrittenLeaf(Produced.of(leaf), same)
 
     def _to_come(self, leaf: Tensor, unit: str) -> Produced:
         """Return the output of a unit when it computes, which has passed its argument through this time."""
@@ -169,16 +178,16 @@ class CallTrace:
     def _inner_leaf(self, seen: TracedCall, leaf: Any, value: CallOutput) -> tuple[OutputLeaf, int]:
         """Return the leaf, and the place of its value: a new one, or the one that its memory already has."""
         if not isinstance(leaf, Tensor):
-            return OutputLeaf(constant=leaf if type(leaf) in _REPEATABLE else None), HIDDEN
+            return ConstantLeaf(leaf if type(leaf) in _REPEATABLE else None), HIDDEN
         same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
         if same is not None and self.values.key(leaf) not in seen.written:
-            return OutputLeaf(source=same), HIDDEN
+            return ArgumentLeaf(same), HIDDEN
         key, made = self.values.key(leaf), Produced.of(leaf)
         if self.values.born.get(key) == value.call:
             self.values.name(key, value)
-            return OutputLeaf(made=made), value.place
+            return MadeLeaf(made), value.place
         named = (v.place for v, at in self.values.where.items() if at == key and v.call == value.call)
-        return OutputLeaf(made=made), next(named, HIDDEN)
+        return MadeLeaf(made), next(named, HIDDEN)
 
 
 def _added(container: Any, before: Any) -> list[tuple[Any, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossamer.model.split.output_leaf import OutputLeaf, Produced, TensorLeaf
 from gossamer.model.split.pytree import TreeShape
 
 TOLD = -2  # CallOutput.place of the values that a call read, as a message of bytes
@@ -24,53 +25,6 @@ class CallOutput:
 
     call: int
     place: int
-
-
-@dataclass(frozen=True, slots=True)
-class OutputLeaf:
-    """A leaf of a unit call's output: an argument passed through (`source`), a tensor (`made`), or a `constant`.
-
-    Both `source` and `made`: the unit wrote the argument in place.
-    """
-
-    constant: Any = None
-    source: int | None = None  # index of the argument leaf that it is
-    made: Produced | None = None
-    opaque: str = ""  # type of a value that other stages cannot reproduce
-    same: int | None = None  # index of an earlier output leaf that is the same object
-
-    @property
-    def is_python(self) -> bool:
-        """Return whether the leaf is a number, a string or an object, which may be another one in the next forward."""
-        return (
-            self.made is None
-            and self.source is None
-            and self.same is None
-            and (bool(self.opaque) or self.constant is not None)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """The shape, dtype, device and layout of a tensor that a unit call makes. `written`: changed in place later."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    needs_grad: bool
-    written: bool = False
-    strides: tuple[int, ...] | None = field(default=None, compare=False)  # None: contiguous
-
-    @staticmethod
-    def of(tensor: Tensor) -> Produced:
-        """Return the description of `tensor`."""
-        strides = None if tensor.layout is not torch.strided or tensor.is_contiguous() else tensor.stride()
-        return Produced(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, strides=strides)
-
-    @property
-    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shape and strides."""
-        return self.shape, self.strides or torch.empty(self.shape, device="meta").stride()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +85,12 @@ class UnitCall:
         if not leaves:
             inside = next(i for i in self.insides if place in i.places)
             leaves, at = [*inside.leaves], inside.places.index(place)
-        made = leaves[at].made
-        assert made is not None
-        return made
+        leaf = leaves[at]
+        assert isinstance(leaf, TensorLeaf)
+        return leaf.made
 
     def _device(self) -> torch.device:
-        made = (leaf.made for leaf in self.leaves if leaf.made is not None)
+        made = (leaf.made for leaf in self.leaves if isinstance(leaf, TensorLeaf))
         return next((one.device for one in made), torch.device("cpu"))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from gossamer.model.split.boundary_hooks import check_around
 from gossamer.model.split.buffer_owners import Keepers, check_readers, keepers_of
 from gossamer.model.split.dataflow import FIRST, HIDDEN, TOLD, CallOutput, DataFlow, LateWrite, UnitCall
+from gossamer.model.split.output_leaf import OpaqueLeaf
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
 
@@ -226,7 +227,7 @@ def _never_called(flow: DataFlow) -> str:
 def _check(flow: DataFlow, part: StageSpec) -> None:
     """Raise BadInput if this stage would compute with an absent tensor."""
     for call in flow.calls[: part.low]:
-        strange = next((leaf.opaque for leaf in call.leaves if leaf.opaque), "")
+        strange = next((leaf.kind for leaf in call.leaves if isinstance(leaf, OpaqueLeaf)), "")
         if strange and any(v.place == HIDDEN for v in part.receives):
             raise bad_input(
                 wanted=f"{call.name} to return tensors, in tuples, lists, dicts or dataclasses",

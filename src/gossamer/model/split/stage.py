@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from gossamer.model.split.absent_parameters import make_absent
 from gossamer.model.split.absent_tensor import Over, StageAbsence, user_line
 from gossamer.model.split.backward_python import BackwardPython, check_left, runs_in_backward
-from gossamer.model.split.dataflow import FIRST, CallOutput, DataFlow, Produced
+from gossamer.model.split.dataflow import FIRST, CallOutput, DataFlow
 from gossamer.model.split.forward_run import ForwardRun
 from gossamer.model.split.in_flight import InFlight
 from gossamer.model.split.later_effects import LaterEffects, changes_python
+from gossamer.model.split.output_leaf import Produced
 from gossamer.model.split.pytree import flatten
 from gossamer.model.split.recompute import buffers_of, detached, nothing_saved, once, once_more, python_of
 from gossamer.model.split.saved_copies import copies_of, memory_of_names

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gossamer.model.split.dataflow import CallOutput, OutputLeaf, SideOutput, UnitCall
+from gossamer.model.split.dataflow import CallOutput, SideOutput, UnitCall
+from gossamer.model.split.output_leaf import ArgumentLeaf, OutputLeaf, TensorLeaf
 from gossamer.model.split.python_effects import PythonEffects
 from gossamer.model.split.pytree import TreeShape
 from gossamer.model.split.value_trace import ValueTrace
@@ -50,7 +51,9 @@ class TracedCall:
             )
             for i in self.insides
         )
-        gives = bool(effects) or len(leaves) > 1 or any(leaf.is_python or _is_none(leaf) for leaf in leaves)
+        gives = (
+            bool(effects) or len(leaves) > 1 or not all(isinstance(leaf, ArgumentLeaf | TensorLeaf) for leaf in leaves)
+        )
         return UnitCall(
             self.unit,
             self.turn,
@@ -63,7 +66,3 @@ class TracedCall:
             flop=self.flop,
             parameter_bytes=parameter_bytes,
         )
-
-
-def _is_none(leaf: OutputLeaf) -> bool:
-    return leaf.made is None and leaf.source is None and leaf.constant is None
