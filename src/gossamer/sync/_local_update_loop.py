@@ -309,26 +309,22 @@ def outer_loop_of(
     """
     if loop is None:
         return NoOuterLoop()
-    levels, timing, fragments = replica.levels, Timing(), list[Fragment]()
-    local = ReplicaParameters(params, truth, fragments)
+    levels, timing = replica.levels, Timing()
     exchange = among_all(loop.exchange, levels, keeps=loop.error_reset)
     each = among_all(loop.step_exchange, levels, keeps=True) if loop.step_exchange is not None else None
+    fragments = []
     for names in fragments_of(truth, loop.fragments, units):
         layouts = partition({n: truth[n] for n in names}, bucket_bytes=bucket_bytes)
         parts = [_part(as_float(layout), exchange, each, levels) for layout in layouts]
         fragments.append(Fragment(parts, loop.outer_optimizer.init([part.anchor for part in parts])))
+    local = ReplicaParameters(params, truth, fragments)
     roll: QuorumThread[LocalContribution, list[SyncLaunch]] | None = None
     if loop.straggler_timeout_s and len(levels.groups["island"]) > 1:
         assert pump is not None
         roll = QuorumThread(pump.channel, loop.straggler_timeout_s, asked)
-    found = LocalUpdateLoop(
-        replica,
-        local,
-        timing,
-        RoundSender(loop, exchange, replica, pump, fragments, second_moments),
-        StepAverage(each, replica, pump, local, timing) if each is not None else None,
-        roll,
-    )
+    sender = RoundSender(loop, exchange, replica, pump, fragments, second_moments)
+    average = StepAverage(each, replica, pump, local, timing) if each is not None else None
+    found = LocalUpdateLoop(replica, local, timing, sender, average, roll)
     found.anchor_here()
     return found
 
