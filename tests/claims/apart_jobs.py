@@ -19,7 +19,7 @@ from gossamer import sync
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups
-from gossamer.sync import GradientReducer, LocalStep, OuterLoop, StepContext, StepVote
+from gossamer.sync import GradientReducer, LocalStep, StepContext, StepVote, outer_loop_of
 from pool import Seat
 
 CONTEXT, HELD_OUT = 8, 4000
@@ -82,7 +82,7 @@ def learn(
     meet = sharding.exchange(exchange_methods.build(exchange), deal.path)
     replica = GradientReducer(params, meet, pump, bucket_bytes=1 << 20, meets=meets, holdings=mine)
     truth = {name: p.detach() for name, p in params.items()}
-    apart = OuterLoop.of(
+    apart = outer_loop_of(
         method.loop, params, truth, replica, beside, units=("embed", "first", "last"), bucket_bytes=1 << 20
     )
     part = (len(text()) - HELD_OUT - CONTEXT) // seat.ranks
@@ -102,7 +102,7 @@ def learn(
         held.gather(replica.layouts, pump, key=(0, step))
         for landed in apart.after(LocalStep(step + 1, factor * update.lr, float(batch), 0, last=step == steps - 1)):
             held.meet(landed.moved, rates=landed.rates)
-        if apart.loop is not None:
+        if method.loop is not None:
             apart.settle(step + 1)
         sent.append(channel.meter.total_bytes - before)
     with torch.no_grad():

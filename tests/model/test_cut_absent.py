@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.split.absent_tensor import AbsentTensor, Over, StageAbsence
-from gossamer.model.split.dataflow import Produced
+from gossamer.model.split.output_leaf import Produced
 from gossamer.model.split.reference import LossFunction, run_lockstep, stages_of
 from gossamer.model.split.split_points import SplitPoints
 from gossamer.model.split.trace import trace

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gossamer.own_loop.batches import Divider
 from gossamer.own_loop.pass_inputs import PassInputs
+from gossamer.own_loop.status_rows import RowMark
 from gossamer.spec.errors import BadInput
 
 
@@ -89,3 +92,28 @@ def test_what_an_optimizer_moves_has_no_rows() -> None:
     optimizer = torch.optim.SGD([scales], 0.1)
     hand.know(optimizer)
     assert hand.origin().layout(scales.detach(), is_input=True) is None
+
+
+def test_without_a_batch_a_rank_counts_as_one_mean() -> None:
+    hand, model = loop()
+    assert (hand.rows, hand.whole, hand.first, hand.counts(), hand.is_spare) == (0, 0, 0, set(), False)
+    assert hand.mark == RowMark()
+    assert hand.counted(None, "mean").counts == (1.0,)
+    model(torch.randn(4, 3))  # rows of no batch
+    assert hand.rows == 0
+
+
+def test_a_spare_row_weighs_nothing_and_others_weigh_their_rows() -> None:
+    hand, model = loop()
+    model(given(hand, 1))
+    assert hand.is_spare and hand.counted(None, "mean").counts == (0.0,)
+    model(given(hand, 8))
+    assert not hand.is_spare and hand.counted(None, "mean").counts == (4.0,)
+
+
+def test_a_copy_of_a_wrapped_model_reports_to_nobody() -> None:
+    hand, model = loop()
+    first, second = given(hand, 8), given(hand, 6)
+    model(first)
+    copy.deepcopy(model)(second)
+    assert hand.rows == 4

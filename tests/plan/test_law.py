@@ -17,7 +17,7 @@ from torch import nn
 from gossamer.api import verbs
 from gossamer.api.launcher import Launcher
 from gossamer.job import dry_run, in_process
-from gossamer.launch.environment import LauncherRank
+from gossamer.launch.environment import LauncherRank, MasterAddress
 from gossamer.loss.next_token import NextToken
 from gossamer.partition import rank_model
 from gossamer.partition.model_provider import ModuleSource
@@ -144,9 +144,8 @@ PLACE = LauncherRank(
     host=0,
     hosts=1,
     hostname="",
-    address="127.0.0.1",
-    port=0,
     launcher="torchrun",
+    master=MasterAddress(host="127.0.0.1", port=0),
 )
 
 

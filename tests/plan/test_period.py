@@ -84,4 +84,4 @@ def test_a_run_of_few_rounds_does_not_part() -> None:
 def test_every_setting_can_be_built_with_every_delay(period: SyncPeriod) -> None:
     for delay in range(period.every):
         loop = sync.build(written_of(period, delay, 1000)).loop
-        assert loop is not None and loop.sync_every == period.every and loop.warmup_steps == 100
+        assert loop is not None and loop.sync_every == period.every and loop.warmup.steps == 100

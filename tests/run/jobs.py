@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from gossamer import loss
-from gossamer.job.rank_inputs import RankContext, RankJob
+from gossamer.job.rank_inputs import DataDescription, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.model.generate import generate
 from gossamer.model.split.absent_tensor import AbsentTensor
@@ -479,8 +479,7 @@ def train(
         ),
         directory=directory,
         described="Small",
-        data="tokens",
-        text="tokens",
+        data=DataDescription(fingerprint="tokens", text="tokens"),
         resume=resume,
         at=at,
         asked_to_stop=lambda: bool(until) and done[0] + 1 >= until,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gossamer.job.rank_inputs import RankContext, RankJob
+from gossamer.job.rank_inputs import DataDescription, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.loss import Loss
 from gossamer.partition.model_provider import ModuleSource
@@ -93,8 +93,7 @@ def train(seat: Seat, *, kind: str, folder: str, plan: dict[str, Any], steps: in
         ),
         directory=RunDirectory(Path(folder) / "run"),
         described=kind,
-        data="inputs",
-        text="inputs",
+        data=DataDescription(fingerprint="inputs", text="inputs"),
         resume=False,
         at=lambda step, phase: None,
         asked_to_stop=lambda: False,

@@ -11,7 +11,7 @@ import yaml
 
 from gossamer import exchange as exchange_methods
 from gossamer.autotune.adaptive_compression import uplinks_downlinks_of
-from gossamer.autotune.exchange_selection import ExchangeSelector
+from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
 from gossamer.comm.message import ProcessGroups
 from gossamer.spec.network import Link, Network
 from gossamer.spec.plan import MeshSizes, Plan
@@ -159,8 +159,7 @@ def test_a_change_to_an_exchange_without_feedback_is_made_once() -> None:
         engine=SimpleNamespace(module=module),
         feed=None,
         pump=SimpleNamespace(channel=channel),
-        lossy=True,
-        steps=100,
+        run=SelectionSettings(lossy=True, steps=100),
         plan=Plan(
             mesh=MeshSizes(replica=2), batch_fractions=(0.5, 0.5), rows=(1, 1), microbatches=(1, 1), exchange=POWERSGD
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gossamer.launch.failure_report import Dated, RankFailure, cause_of_exit, find_root_cause, format_report
-from gossamer.process import PEER_LOST, Liveness, left_standing, stalled
+from gossamer.process import PEER_LOST, Liveness, Position, left_standing, stalled
 
 
 def failure(rank: int, **given: object) -> RankFailure:
@@ -72,10 +72,11 @@ def test_a_kill_is_told_from_a_lack_of_memory() -> None:
     assert cause_of_exit(-31, said="", out_of_memory="", peak="") == "ended with signal SIGSYS and said nothing"
 
 
-def pulse(rank: int, *, step: int = 5, sequence: int = -1, still_s: float = 0.0, **given: object) -> Liveness:
-    return Liveness(
-        rank=rank, step=step, sequence=sequence, first_step=0, heard_s=100.0, progress_s=100.0 - still_s, **given
-    )  # type: ignore[arg-type]
+def pulse(
+    rank: int, *, step: int = 5, phase: str = "start", sequence: int = -1, still_s: float = 0.0, **given: object
+) -> Liveness:
+    at = Position(step, phase, sequence=sequence)
+    return Liveness(rank=rank, at=at, first_step=0, heard_s=100.0, progress_s=100.0 - still_s, **given)  # type: ignore[arg-type]
 
 
 def names(*pulses: Liveness, **given: float) -> list[int]:

@@ -66,34 +66,34 @@ HYDRA = {
 def test_ours() -> None:
     place = read_environment(OURS)
     assert (place.rank, place.ranks, place.local_rank, place.local_ranks) == (3, 4, 1, 2)
-    assert (place.host, place.hosts, place.address, place.port) == (1, 2, "10.0.0.1", 29401)
-    assert (place.generation, place.heartbeat, place.token, place.heartbeat_s) == (5, "127.0.0.1:4000", "t", 2.5)
-    assert (place.box, place.errors, place.resume_step, place.shared) == (7, "/run/errors", 40, False)
-    assert place.launcher == "gossamer"
+    assert (place.host, place.hosts, place.master.host, place.master.port) == (1, 2, "10.0.0.1", 29401)
+    above, start = place.supervisor, place.start
+    assert (start.generation, above.heartbeat, above.token, above.heartbeat_s) == (5, "127.0.0.1:4000", "t", 2.5)
+    assert (above.box, above.errors, start.resume_step, start.shared) == (7, "/run/errors", 40, False)
 
 
 def test_torchrun() -> None:
     place = read_environment(TORCHRUN)
     assert (place.rank, place.ranks, place.local_rank, place.local_ranks) == (5, 8, 1, 4)
-    assert (place.host, place.hosts, place.address, place.port) == (1, 2, "node1", 29500)
-    assert (place.launcher, place.heartbeat) == ("torchrun", "")
+    assert (place.host, place.hosts, place.master.host, place.master.port) == (1, 2, "node1", 29500)
+    assert (place.launcher, place.supervisor.heartbeat) == ("torchrun", "")
 
 
 def test_srun_meets_at_the_first_host_and_a_port_of_the_job() -> None:
     place = read_environment(SRUN)
     assert (place.rank, place.ranks, place.local_rank, place.local_ranks) == (4, 5, 0, 1)
-    assert (place.host, place.hosts, place.address) == (2, 3, "gpu08")
+    assert (place.host, place.hosts, place.master.host) == (2, 3, "gpu08")
     assert place.launcher == "srun"
     other_rank = read_environment({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})
-    assert other_rank.port == place.port
+    assert other_rank.master.port == place.master.port
     assert other_rank.local_ranks == 2
-    assert read_environment({**SRUN, "SLURM_JOB_ID": "78"}).port != place.port
+    assert read_environment({**SRUN, "SLURM_JOB_ID": "78"}).master.port != place.master.port
 
 
 def test_srun_with_its_fewest_variables() -> None:
     few = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODELIST": "a,b"}
     place = read_environment({**few, "MASTER_PORT": "29500"})
-    assert (place.host, place.hosts, place.local_ranks, place.address) == (1, 2, 2, "a")
+    assert (place.host, place.hosts, place.local_ranks, place.master.host) == (1, 2, 2, "a")
     with pytest.raises(BadInput, match="MASTER_PORT"):
         read_environment(few)
 
@@ -101,15 +101,16 @@ def test_srun_with_its_fewest_variables() -> None:
 def test_mpirun_of_openmpi() -> None:
     place = read_environment(OPENMPI)
     assert (place.rank, place.ranks, place.local_rank, place.local_ranks) == (1, 2, 1, 2)
-    assert (place.address, place.launcher) == ("127.0.0.1", "mpirun")
+    assert (place.master.host, place.launcher) == ("127.0.0.1", "mpirun")
     assert (
-        read_environment({**OPENMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).port == place.port
+        read_environment({**OPENMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).master.port
+        == place.master.port
     )
 
 
 def test_mpirun_over_hosts_needs_an_address() -> None:
     place = read_environment(HYDRA)
-    assert (place.rank, place.host, place.hosts, place.address, place.port) == (3, 1, 2, "n1", 29500)
+    assert (place.rank, place.host, place.hosts, place.master.host, place.master.port) == (3, 1, 2, "n1", 29500)
     with pytest.raises(BadInput, match="MASTER_ADDR is not set"):
         read_environment({name: value for name, value in HYDRA.items() if name != "MASTER_ADDR"})
 

@@ -147,7 +147,7 @@ class Server:
         for _ in range(500):
             self.loop.turn(0.02)
             pulse = self.server.pulses[0]
-            if (pulse.phase == phase and not pid >= 0) or (phase == "" and pulse.finished):
+            if (pulse.at.phase == phase and not pid >= 0) or (phase == "" and pulse.finished):
                 return
         raise AssertionError(f"never came: {self.server.pulses[0]}")
 
@@ -158,7 +158,7 @@ def test_beats_arrive_and_end_with_a_goodbye() -> None:
         heart.at(step=3, phase="exchange", op="bucket 1", sequence=9)
         at.turn_until(phase="exchange")
         pulse = at.server.pulses[0]
-        assert (pulse.step, pulse.op, pulse.sequence, pulse.pid) == (3, "bucket 1", 9, os.getpid())
+        assert (pulse.at.step, pulse.at.op, pulse.at.sequence, pulse.pid) == (3, "bucket 1", 9, os.getpid())
         heart.close()
         heart.close()
         at.turn_until()

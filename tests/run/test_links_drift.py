@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gossamer import exchange as exchange_methods
 from gossamer.autotune import exchange_profile, exchange_selection, link_use
-from gossamer.autotune.exchange_selection import ExchangeSelector
+from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import ProcessGroups
 from gossamer.plan.exchange import CANDIDATES, across_islands
@@ -86,8 +86,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ExchangeSelect
             engine=SimpleNamespace(module=module),  # type: ignore[arg-type]
             feed=None,  # type: ignore[arg-type]
             pump=SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(4)), busy_s=1.0),  # type: ignore[arg-type]
-            lossy=lossy,
-            steps=1000,
+            run=SelectionSettings(lossy=lossy, steps=1000),
             plan=Plan(**{**PLAN, **plan}),
             tell=lambda message, step: here.told.append(message),
             keep=here.kept.append,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gossamer import loss
-from gossamer.job.rank_inputs import RankContext, RankJob
+from gossamer.job.rank_inputs import DataDescription, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.model_profile import forward_flop_per_token
@@ -76,8 +76,7 @@ def run_alone(parts: Parts, folder: Path, *, resume: bool = False) -> RunDirecto
             where=RankContext(store=dist.HashStore(), interface="lo"),
             directory=directory,
             described="Net",
-            data="rows",
-            text="rows",
+            data=DataDescription(fingerprint="rows", text="rows"),
             resume=resume,
             at=lambda step, phase: None,
             asked_to_stop=lambda: False,

@@ -17,10 +17,10 @@ from gossamer.sync import (
     GradientReducer,
     LocalStep,
     LocalStepSchedule,
-    OuterLoop,
     StatusExchange,
     StepContext,
     StepVote,
+    outer_loop_of,
 )
 from pool import Seat
 
@@ -66,7 +66,7 @@ def rounds(
     meets = "all" if method.loop is None else "island"
     replica = GradientReducer(params, exchange_methods.build("dense"), pump, bucket_bytes=bucket_bytes, meets=meets)
     truth = {name: p.detach() for name, p in params.items()}
-    apart = OuterLoop.of(
+    apart = outer_loop_of(
         method.loop,
         params,
         truth,
@@ -114,11 +114,11 @@ def rounds(
             with torch.no_grad():
                 params["a.bias"].fill_(float("nan"))
         apart.after(LocalStep(step + 1, RATE, weight, 0, last=last))
-        if apart.loop is not None:
+        if method.loop is not None:
             apart.settle(step + 1)  # so that what is under way is counted where it was sent
         sent.append(channel.meter.total_bytes - before)
         at.append(flat(truth))
-        anchors.append(flat(apart.common()) if apart.loop else [])
+        anchors.append(flat(apart.common()) if method.loop else [])
     factor = apart.factor
     apart.close()
     replica.close()

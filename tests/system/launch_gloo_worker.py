@@ -16,10 +16,9 @@ from gossamer.launch import Ready, run_worker
 
 def main(ready: Ready) -> None:
     place = ready.place
-    store = join_store(
-        place.address, place.port, place.ranks, is_keeper=place.rank == 0, timeout_s=60.0, listener=place.listener
-    )
-    store = dist.PrefixStore(f"generation-{place.generation}", store)
+    at, is_keeper = place.master, place.rank == 0
+    store = join_store(at.host, at.port, place.ranks, is_keeper=is_keeper, timeout_s=60.0, listener=at.listener)
+    store = dist.PrefixStore(f"generation-{place.start.generation}", store)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=timedelta(seconds=60))
     for step in range(4):
         ready.heartbeat.at(step=step, phase="exchange", op="all_reduce", sequence=step)

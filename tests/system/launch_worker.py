@@ -26,12 +26,12 @@ class Star:
         place = ready.place
         self.is_hub = place.rank == 0
         if place.rank == 0:
-            with socket.socket(fileno=place.listener) as server:
+            with socket.socket(fileno=place.master.listener) as server:
                 self.peers = [server.accept()[0] for _ in range(place.ranks - 1)]
             return
         while True:
             try:
-                self.peers = [socket.create_connection((place.address, place.port))]
+                self.peers = [socket.create_connection((place.master.host, place.master.port))]
                 return
             except ConnectionRefusedError:
                 time.sleep(0.02)

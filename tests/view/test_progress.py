@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from gossamer.spec.records import Saved
+from gossamer.spec.records import Length, Saved
 from gossamer.view.curve import POINTS, Curve, Frame, draw
-from gossamer.view.progress import Doubtful, RunProgress, part_of
+from gossamer.view.fraction import part_of
+from gossamer.view.progress import Doubtful, RunProgress
 from view.streams import STEP_S, run, start, step
 
 
@@ -23,12 +24,12 @@ def fold(*records: object) -> RunProgress:
 def test_figures_of_a_run_under_way() -> None:
     progress = fold(*run(200, until=150, ends=False))
     assert (progress.steps_done, progress.steps, progress.fraction) == (150, 200, 0.75)
-    assert progress.tokens_per_s == pytest.approx(4096 / STEP_S)
+    assert progress.pace.tokens_per_s == pytest.approx(4096 / STEP_S)
     assert progress.of_peak == pytest.approx(4096 / STEP_S * 1.9e6 / 5e10)
-    assert progress.exposed_share == pytest.approx(0.04 / STEP_S)
-    assert progress.link_bytes["0>1"] == (pytest.approx(12_600_000), pytest.approx(12_600_000 / STEP_S))
+    assert progress.pace.exposed_share == pytest.approx(0.04 / STEP_S)
+    assert progress.pace.link_bytes["0>1"] == (pytest.approx(12_600_000), pytest.approx(12_600_000 / STEP_S))
     assert progress.remaining_s == pytest.approx(50 * STEP_S)
-    assert progress.evaluation is not None and progress.evaluation.step == 150
+    assert progress.evaluations[-1].step == 150
 
 
 @pytest.mark.parametrize(("limit_s", "left_s"), [(0.0, 150 * STEP_S), (40.0, 15.0), (25.0, 0.0), (1e6, 150 * STEP_S)])
@@ -40,9 +41,15 @@ def test_a_time_limit_is_the_most_that_is_left(limit_s: float, left_s: float) ->
 def test_nothing_is_known_of_a_run_that_has_not_begun() -> None:
     progress = RunProgress()
     assert progress.steps_done == progress.steps == progress.fraction == 0
-    unknown = (progress.loss, progress.tokens_per_s, progress.of_peak, progress.exposed_share, progress.remaining_s)
+    unknown = (
+        progress.pace.loss,
+        progress.pace.tokens_per_s,
+        progress.of_peak,
+        progress.pace.exposed_share,
+        progress.remaining_s,
+    )
     assert unknown == (None,) * 5
-    assert progress.link_bytes == {}
+    assert progress.pace.link_bytes == {}
 
 
 def test_share_of_peak_is_hidden_where_the_peak_was_not_measured() -> None:
@@ -51,7 +58,7 @@ def test_share_of_peak_is_hidden_where_the_peak_was_not_measured() -> None:
 
 def test_a_rejected_step_counts_and_moves_nothing() -> None:
     progress = fold(start(), step(1, loss=3.0), step(2, loss=math.nan, committed=False))
-    assert (progress.rejected, progress.steps_done, progress.loss) == (1, 1, 3.0)
+    assert (progress.rejected, progress.steps_done, progress.pace.loss) == (1, 1, 3.0)
 
 
 def test_a_resume_replaces_what_it_repeats() -> None:
@@ -68,9 +75,21 @@ def test_a_resume_replaces_what_it_repeats() -> None:
 def test_a_failed_save_is_remembered_until_one_succeeds() -> None:
     bad = Saved(step=10, path="x", bytes=0, copy_s=0.0, write_s=0.0, error="disk full")
     good = Saved(step=20, path="y", bytes=5, copy_s=0.0, write_s=0.0)
-    assert fold(bad).save_failed == bad
+    assert fold(bad).saves.failed == bad
     progress = fold(bad, good)
-    assert (progress.saved, progress.save_failed) == (good, None)
+    assert (progress.saves.saved, progress.saves.failed) == (good, None)
+
+
+def test_a_length_that_is_found_later_is_that_of_this_start() -> None:
+    progress = fold(start(), step(1), Length(step=1, steps=40))
+    assert (progress.steps, progress.fraction) == (40, 1 / 40)
+    progress.add(start(1))
+    assert progress.steps == 200, "a resume wants its own number again"
+
+
+def test_a_resume_has_no_pace_yet() -> None:
+    progress = fold(*run(200, until=180, ends=False), start(100, time_s=1000.0))
+    assert (progress.pace.step_s, progress.pace.link_bytes, progress.remaining_s) == (None, {}, None)
 
 
 def test_a_long_curve_stays_small_and_true() -> None:
@@ -105,7 +124,7 @@ def test_a_share_that_cannot_be_is_not_shown_but_said_once() -> None:
     said = [one for record in wrong for one in doubtful.add(record)]
     assert len(said) == 1 and said[0].startswith("step 1 makes more arithmetic than")
     late = replace(step(1), exposed_s=2 * STEP_S)
-    assert fold(start(), late).exposed_share is None
+    assert fold(start(), late).pace.exposed_share is None
     again = Doubtful()
     again.add(start())
     assert "has waited longer for the wire than it took" in again.add(late)[0]

@@ -120,14 +120,19 @@ class AdaptiveCompression:
         self._sums, self._count, self._last = {}, 0, -1
 
     @property
+    def _reducer(self) -> GradientReducer:
+        """The reducer of the run's gradients, known once `begin` was called."""
+        assert self.replica is not None
+        return self.replica
+
+    @property
     def _base(self) -> Exchanges:
         return self.exchanger.plan.adapted_from or self.exchanger.plan.exchange
 
     def _groups(self) -> list[_Group]:
-        assert self.replica is not None
         found = lines(self._base, key="plan.exchange")
         served: dict[int, list[str]] = {}
-        for name in self.replica.names:
+        for name in self._reducer.names:
             line = exchange_methods.matching_rule(found, name)
             if line is not None:
                 served.setdefault(found.index(line), []).append(name)
@@ -144,8 +149,7 @@ class AdaptiveCompression:
             self._last = last
         if step <= last - self.window:
             return
-        assert self.replica is not None
-        for name, gradient in self.replica.gradients().items():
+        for name, gradient in self._reducer.gradients().items():
             if name in self._sums:
                 self._sums[name] += gradient
             else:
@@ -153,9 +157,8 @@ class AdaptiveCompression:
         self._count += 1
 
     def _for_all(self) -> tuple[Exchanges, str]:
-        assert self.replica is not None
-        numel = tuple(p.numel() for p in self.replica.gradients().values())
-        names = self.replica.names
+        numel = tuple(p.numel() for p in self._reducer.gradients().values())
+        names = self._reducer.names
         choices = self.policy.choose(Statistics(names=names, numel=numel), self._paths())
         return _shortest(list(choices.rules)), choices.reason
 
@@ -173,9 +176,8 @@ class AdaptiveCompression:
 
     def _with(self, chosen: Mapping[str, tuple[str, Written]]) -> Exchanges:
         """Return the chosen rules followed by those rules of the base that still serve a parameter."""
-        assert self.replica is not None
         before = lines(self._base, key="plan.exchange")
-        left = {exchange_methods.matching_rule(before, name) for name in self.replica.names if name not in chosen}
+        left = {exchange_methods.matching_rule(before, name) for name in self._reducer.names if name not in chosen}
         found: list[AdaptRule] = []
         for level, written in {told(w): (level, w) for level, w in chosen.values()}.values():
             names = [n for n, (_, w) in chosen.items() if w == written]
@@ -187,17 +189,16 @@ class AdaptiveCompression:
 
     def _measure(self, groups: list[_Group]) -> list[Statistics]:
         """Return the same statistics on every rank: one rank measures each parameter, the others add zeros."""
-        assert self.replica is not None
-        rank, ranks, tables = self.replica.rank, self.replica.ranks, []
+        rank, ranks, tables = self._reducer.rank, self._reducer.ranks, []
         for group in groups:
             table = torch.zeros(2, len(group.names), len(group.settings), dtype=torch.float64)
             by_size = sorted(range(len(group.names)), key=lambda i: -self._sums[group.names[i]].numel())
             for i in by_size[rank::ranks]:
                 gradient = self._sums[group.names[i]] / self._count
-                table[:, i] = _measured(group.names[i], gradient, group.settings, self.replica.levels)
+                table[:, i] = _measured(group.names[i], gradient, group.settings, self._reducer.levels)
             tables.append(table)
         mine = torch.cat([table.flatten() for table in tables])
-        total = self.replica.gather(tuple(mine.tolist())).sum(0)
+        total = self._reducer.gather(tuple(mine.tolist())).sum(0)
         cut = torch.split(total, [table.numel() for table in tables])  # type: ignore[no-untyped-call]
         return [self._statistics(g, c.view_as(t)) for g, c, t in zip(groups, cut, tables, strict=True)]
 

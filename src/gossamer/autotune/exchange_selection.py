@@ -44,6 +44,17 @@ from gossamer.sync import OuterLoopConfig
 _REHEARSALS = 3  # batches to try for one with finite gradients
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionSettings:
+    """The settings and methods of a run that the choice of its exchanges depends on."""
+
+    lossy: bool
+    steps: int  # of the run
+    second_moments: bool = False  # whether the optimizer has second moments that islands can average
+    policy: Policy | None = None  # for the exchange between islands in local-update training
+    walk: UnshardOrder | None = None  # where parameters are sharded
+
+
 @dataclass(slots=True, kw_only=True)
 class ExchangeSelector:
     """The selection of exchanges on one rank; all ranks must call the same methods between the same steps."""
@@ -51,15 +62,11 @@ class ExchangeSelector:
     engine: ModelRuntime
     feed: Feed
     pump: CommThread
-    lossy: bool
-    steps: int  # of the run
+    run: SelectionSettings
     plan: Plan
     tell: Callable[[str, int], None]  # an event: message, step
     keep: Callable[[Plan], None]  # a plan that has changed
-    policy: Policy | None = None  # for the exchange between islands in local-update training
     waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
-    walk: UnshardOrder | None = None  # where parameters are sharded
-    tells: bool = False  # whether the optimizer has second moments that islands can average
     _measured: ExchangeProfile | None = None
     _sick: tuple[int, ...] = ()  # ranks with non-finite gradients in the last profiled step; then no lossy choice
     _most_bucket_bytes: int = 0  # if links do not limit it
@@ -96,7 +103,7 @@ class ExchangeSelector:
             self._learn(probe(self.pump.channel))
             if self.plan.islands:
                 self._reprice()
-        if self.walk is not None:
+        if self.run.walk is not None:
             self._reprice()
         self._watch.active = automatic and hosts > 1 and self.methods.sync.is_plain
         self._watch.rate(self.pump)  # exclude messages before training
@@ -115,13 +122,13 @@ class ExchangeSelector:
         assert self._measured is not None
         links = links_of_islands(links, self.plan.islands) if self.plan.islands else links
         islands = self.plan.islands or tuple((rank,) for rank in self.pump.channel.levels.everyone)
-        periods = [period for period in PERIODS if bool(period.second_moments) == self.tells]
-        first = written_of(periods[0], 1, self.steps)  # all of them send the same in a round
+        periods = [period for period in PERIODS if bool(period.second_moments) == self.run.second_moments]
+        first = written_of(periods[0], 1, self.run.steps)  # all of them send the same in a round
         loop = self.methods.under(sync=first).sync.loop
         assert loop is not None
         cut = bucket_bytes_for(links, self._most_bucket_bytes)
         facts = self._measured.round_facts(loop, links, ProcessGroups.islands(islands), self.plan.units, cut)
-        chosen = choose_period(decision, facts, steps=self.steps, lossy=self.lossy, periods=periods)
+        chosen = choose_period(decision, facts, steps=self.run.steps, lossy=self.run.lossy, periods=periods)
         self._adopt("sync", chosen.sync or EVERY_STEP, chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
         if (loop := self.methods.sync.loop) is not None and chosen.forecast is not None:
@@ -136,7 +143,9 @@ class ExchangeSelector:
     def _part(self, loop: OuterLoopConfig, hosts: int) -> None:
         """Set up local-update training: islands as given, else as the links suggest, else one per rank."""
         self._part_into(self.plan.islands or self._islands(hosts))
-        when = f"every {loop.sync_every} steps" + (f", from step {loop.steady} on" if loop.local_step_scaler else "")
+        when = f"every {loop.sync_every} steps" + (
+            f", from step {loop.steady} on" if loop.warmup.local_step_scaler else ""
+        )
         said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet {when}"
         round_s = 0.0
         if loop.local_steps:
@@ -144,8 +153,8 @@ class ExchangeSelector:
             said += f": {each}, {round_s:.3g} s of computing a round"
         if self.methods.sharding.is_sharded:
             said += f"; in each, states are shared out among {min(map(len, self.plan.islands))} of its ranks"
-        if self.policy is not None:
-            loop = self._by_ways(loop, self.policy)
+        if self.run.policy is not None:
+            loop = self._by_ways(loop, self.run.policy)
         self._price_apart(loop, compute_s=round_s / loop.sync_every, state_bytes=self.plan.forecast.state_bytes)
         self._adopt("sync", self.plan.sync, said)
         self.tell(f"sync: {said}", 0)
@@ -281,7 +290,7 @@ class ExchangeSelector:
     def _price(self, written: Exchanges) -> Cost:
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         methods = self.methods.under(exchange=written)
-        return price_of(methods, shapes, self.pump.channel.levels, walk=self.walk)
+        return price_of(methods, shapes, self.pump.channel.levels, walk=self.run.walk)
 
     def links(self) -> Network:
         """Return the links as they are now. The probe takes some seconds, between two steps."""
@@ -302,7 +311,7 @@ class ExchangeSelector:
         candidates = across_islands(CANDIDATES) if self.plan.islands else CANDIDATES
         measured = self._measure(step)
         facts = measured.facts(links, candidates, bucket_bytes)
-        decision = choose(facts, lossy=self.lossy and measured.knows, candidates=candidates)
+        decision = choose(facts, lossy=self.run.lossy and measured.knows, candidates=candidates)
         self.waited = decision.waited
         exact = decision.written == candidates[0].written
         cut = {"bucket_bytes": self._most_bucket_bytes if exact else bucket_bytes}

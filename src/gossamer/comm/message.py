@@ -246,6 +246,14 @@ class Outcome:
     state: ExchangeState
     owed: Tensor | None = None
 
+    def less_lost(self, x: Tensor) -> Tensor:
+        """Return `x` less the compression error of this rank, in place."""
+        return x if self.lost is None else x.sub_(self.lost)
+
+    def less_owed(self, x: Tensor) -> Tensor:
+        """Return `x` less the error of the mean itself, in place."""
+        return x if self.owed is None else x.sub_(self.owed)
+
 
 Rounds: TypeAlias = Generator[Message, tuple[Tensor, ...], Outcome]
 

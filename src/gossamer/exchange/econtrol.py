@@ -69,12 +69,9 @@ class EControl(Exchange):
         sent = _news(flat, h, e, share=share, push=push)
         out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, replace(at, accounts=True))
         agg = state.tensors["agg"] + out.mean
-        kept = _news(flat, h, e, share=share, push=push)  # again: what was sent may have been overwritten
-        if out.lost is not None:
-            kept -= out.lost
-        known = torch.add(h, kept, alpha=share, out=sent)
-        if out.owed is not None:
-            known -= out.owed
+        # again: what was sent may have been overwritten
+        kept = out.less_lost(_news(flat, h, e, share=share, push=push))
+        known = out.less_owed(torch.add(h, kept, alpha=share, out=sent))
         mean = agg.to(x.layout.dtype, copy=True)  # the caller may change it
         owed = torch.empty_like(e)
         for one, old, new, heard in tiles(owed, e, flat, known):

@@ -53,11 +53,10 @@ class EF21(Exchange):
         sent = difference(flat, h, share)
         out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, replace(at, accounts=True))
         agg = state.tensors["agg"] + out.mean
-        kept = difference(flat, h, share)  # again: what was sent may have been overwritten
-        if out.lost is not None:
-            kept -= out.lost
+        # again: what was sent may have been overwritten
+        kept = out.less_lost(difference(flat, h, share))
         h = torch.add(h, kept, alpha=share, out=sent)
-        known = {"h": h if out.owed is None else h.sub_(out.owed), "agg": agg}
+        known = {"h": out.less_owed(h), "agg": agg}
         mean = agg.to(x.layout.dtype, copy=True)  # the caller may change it
         return Outcome(mean, None, ExchangeState(known, (out.state,)))
 

@@ -59,11 +59,10 @@ class EF21SGDM(Exchange):
         sent = _news(m, h, share)
         out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, replace(at, accounts=True))
         agg = state.tensors["agg"] + out.mean
-        kept = _news(m, h, share)  # again: what was sent may have been overwritten
-        if out.lost is not None:
-            kept -= out.lost
+        # again: what was sent may have been overwritten
+        kept = out.less_lost(_news(m, h, share))
         h = torch.add(h, kept, alpha=share, out=sent)
-        known = {"m": m, "h": h if out.owed is None else h.sub_(out.owed), "agg": agg}
+        known = {"m": m, "h": out.less_owed(h), "agg": agg}
         mean = agg.to(x.layout.dtype, copy=True)  # the caller may change it
         return Outcome(mean, None, ExchangeState(known, (out.state,)))
 

@@ -19,6 +19,7 @@ Good when: links inside islands are fast.   Not for: one giant entry (an entry h
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
@@ -42,7 +43,6 @@ from gossamer.exchange.codec import Codec
 from gossamer.exchange.dense import Dense
 from gossamer.exchange.islands.island_share import (
     IslandShare,
-    OwnerRange,
     across,
     check_across,
     part_of,
@@ -53,6 +53,97 @@ from gossamer.exchange.two_shot import TwoShot
 from gossamer.spec.errors import bad_input
 
 _Turns = Generator[Message, tuple[Tensor, ...], Tensor]
+
+
+class _Form(ABC):
+    """The form in which numbers travel inside an island."""
+
+    @abstractmethod
+    def size(self, numel: int) -> int:
+        """Return the elements of the message about a range of `numel` numbers."""
+
+    @abstractmethod
+    def itemsize(self, whole: torch.dtype) -> int:
+        """Return the bytes of an element of a message about numbers of type `whole`."""
+
+    @abstractmethod
+    def sent(self, flat: Tensor, here: IslandShare, keys: list[Key]) -> Tensor:
+        """Return the message about all ranges of a bucket."""
+
+    @abstractmethod
+    def answer(self, mine: Tensor, key: Key) -> Tensor:
+        """Return the message about an owner's own range."""
+
+    @abstractmethod
+    def mean(self, rows: Tensor, numel: int, shares: list[float], key: Key) -> Tensor:
+        """Return the weighted mean of the messages `rows` about one range, float32."""
+
+    @abstractmethod
+    def read(self, message: Tensor, here: IslandShare, keys: list[Key]) -> Tensor:
+        """Return the bucket that a message of all ranges holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AsTheyAre(_Form):
+    """The numbers themselves."""
+
+    def size(self, numel: int) -> int:
+        return numel
+
+    def itemsize(self, whole: torch.dtype) -> int:
+        return whole.itemsize
+
+    def sent(self, flat: Tensor, here: IslandShare, keys: list[Key]) -> Tensor:
+        return flat
+
+    def answer(self, mine: Tensor, key: Key) -> Tensor:
+        return mine
+
+    def mean(self, rows: Tensor, numel: int, shares: list[float], key: Key) -> Tensor:
+        total = torch.zeros(numel, device=rows.device)
+        for row, share in zip(rows, shares, strict=True):
+            total.add_(row, alpha=share)
+        return total
+
+    def read(self, message: Tensor, here: IslandShare, keys: list[Key]) -> Tensor:
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded(_Form):
+    """The bytes of a codec, range by range; an empty range is an empty message."""
+
+    codec: Codec
+
+    def size(self, numel: int) -> int:
+        return self.codec.nbytes(numel) if numel else 0
+
+    def itemsize(self, whole: torch.dtype) -> int:
+        return 1
+
+    def sent(self, flat: Tensor, here: IslandShare, keys: list[Key]) -> Tensor:
+        parts = [flat.new_empty(0, dtype=torch.uint8)]
+        for run, key in zip(here.runs, keys, strict=False):
+            parts += [self.codec.encode(flat[run.slice].float(), key)] if run.numel else []
+        return torch.cat(parts)
+
+    def answer(self, mine: Tensor, key: Key) -> Tensor:
+        return self.codec.encode(mine.float(), key) if mine.numel() else mine.new_empty(0).byte()
+
+    def mean(self, rows: Tensor, numel: int, shares: list[float], key: Key) -> Tensor:
+        return self.codec.mean(rows, numel, shares, key) if numel else torch.zeros(0, device=rows.device)
+
+    def read(self, message: Tensor, here: IslandShare, keys: list[Key]) -> Tensor:
+        pieces = torch.split(message, [self.size(run.numel) for run in here.runs])
+        found = [torch.empty(0, device=message.device)]
+        for piece, run, key in zip(pieces, here.runs, keys, strict=False):
+            found += [self.codec.decode(piece, run.numel, key)] if run.numel else []
+        return torch.cat(found)
+
+
+def _own_key(here: IslandShare, keys: list[Key]) -> Key:
+    """Return the key of this rank's own range; that of the last range for a rank that owns none, which needs no key."""
+    return keys[min(here.me, len(here.runs) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +171,10 @@ class Hierarchical(Exchange):
         return True
 
     @property
+    def _form(self) -> _Form:
+        return _AsTheyAre() if self.intra_codec is None else _Coded(self.intra_codec)
+
+    @property
     def _exact(self) -> bool:
         return self.intra_codec is None or self.intra_codec.traits.lossless
 
@@ -89,14 +184,15 @@ class Hierarchical(Exchange):
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         here, (inner,) = IslandShare.of(x.layout, at.levels, at.rank), state.inner
         keys = [key_of(at, x.layout, turn=-1 - k) for k in range(2 * len(here.runs))]  # there, then back
-        sent = x.flat if self.intra_codec is None else torch.cat(self._encoded(x.flat, here, keys))
+        form = self._form
+        sent = form.sent(x.flat, here, keys)
         island = yield from self._reduce(sent, here, at, keys)
         sub = Bucket(here.mine.layout, island.to(x.layout.dtype))
         out = yield from across(self.inter, sub, part_of(inner, here), at, here)
         mean = yield from self._spread(out.mean, here, keys)
         lost = owed = None
         if at.accounts and (out.lost is not None or not self._exact):
-            lost = x.flat.float() - self._decoded(sent, here, keys).float()
+            lost = x.flat.float() - form.read(sent, here, keys).float()
             later = out.mean.float() - mean[here.mine.slice].float()
             later += 0.0 if out.lost is None else out.lost
             weight = float(here.totals(at.weights)[at.rank])
@@ -111,43 +207,18 @@ class Hierarchical(Exchange):
         """Return the island's mean of this rank's entries, in float32."""
         there, _ = self._inside(here)
         (arrived,) = yield Message((sent,), Collective.SHUFFLE, "island", there.splits, there.arriving)
-        rows, shares = arrived.view(len(here.island), self._size(here.mine)), here.shares(at.weights)
-        if self.intra_codec is not None and here.mine.numel:
-            return self.intra_codec.mean(rows, here.mine.numel, shares, keys[here.me])
-        total = torch.zeros(here.mine.numel, device=sent.device)
-        for row, share in zip(rows, shares, strict=True):
-            total.add_(row, alpha=share)
-        return total
+        rows = arrived.view(len(here.island), self._form.size(here.mine.numel))
+        return self._form.mean(rows, here.mine.numel, here.shares(at.weights), _own_key(here, keys))
 
     def _spread(self, mine: Tensor, here: IslandShare, keys: list[Key]) -> _Turns:
         """Gather the mean of all entries from the owners in the island."""
         _, back = self._inside(here)
         agreed = [Key(k.shared, k.shared) for k in keys[len(here.runs) :]]  # all islands must decode the same bits
-        answer = mine
-        if self.intra_codec is not None:
-            answer = (
-                self.intra_codec.encode(mine.float(), agreed[here.me]) if mine.numel() else mine.new_empty(0).byte()
-            )
+        form = self._form
+        answer = form.answer(mine, _own_key(here, agreed))
         part = answer.repeat(len(here.island))
         (arrived,) = yield Message((part,), Collective.SHUFFLE, "island", back.splits, back.arriving)
-        return self._decoded(arrived, here, agreed).to(here.whole.dtype)
-
-    def _encoded(self, flat: Tensor, here: IslandShare, keys: list[Key]) -> list[Tensor]:
-        assert self.intra_codec is not None
-        parts = [flat.new_empty(0, dtype=torch.uint8)]
-        for run, key in zip(here.runs, keys, strict=False):
-            parts += [self.intra_codec.encode(flat[run.slice].float(), key)] if run.numel else []
-        return parts
-
-    def _decoded(self, message: Tensor, here: IslandShare, keys: list[Key]) -> Tensor:
-        """Return the bucket that a message of all ranges holds."""
-        if self.intra_codec is None:
-            return message
-        pieces = torch.split(message, [self._size(run) for run in here.runs])
-        found = [torch.empty(0, device=message.device)]
-        for piece, run, key in zip(pieces, here.runs, keys, strict=False):
-            found += [self.intra_codec.decode(piece, run.numel, key)] if run.numel else []
-        return torch.cat(found)
+        return form.read(arrived, here, agreed).to(here.whole.dtype)
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         here = IslandShare.of(layout, levels, rank)
@@ -161,15 +232,12 @@ class Hierarchical(Exchange):
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
         check_across(self.inter, layout, levels)
 
-    def _size(self, run: OwnerRange) -> int:
-        """Return the elements of the message about a range: numbers, or encoded bytes."""
-        return run.numel if self.intra_codec is None or not run.numel else self.intra_codec.nbytes(run.numel)
-
     def _inside(self, here: IslandShare) -> tuple[Traffic, Traffic]:
         """Return the messages inside the island: to the owners, and from them."""
-        everyone = (self._size(here.mine),) * len(here.island)
-        owners = tuple(map(self._size, here.runs)) + (0,) * (len(here.island) - len(here.runs))
-        size = here.whole.dtype.itemsize if self.intra_codec is None else 1
+        form = self._form
+        everyone = (form.size(here.mine.numel),) * len(here.island)
+        owners = tuple(form.size(run.numel) for run in here.runs) + (0,) * (len(here.island) - len(here.runs))
+        size = form.itemsize(here.whole.dtype)
         return (
             Traffic(Collective.SHUFFLE, sum(owners), size, "island", owners, everyone),
             Traffic(Collective.SHUFFLE, sum(everyone), size, "island", everyone, owners),

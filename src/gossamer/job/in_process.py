@@ -17,12 +17,12 @@ from torch.utils.data import Dataset
 
 from gossamer.data import Corpus
 from gossamer.data.tokenizer import Tokenizer
-from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
+from gossamer.job.rank_inputs import DataDescription, JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
 from gossamer.job.trainer_parts import parts_of
 from gossamer.job.worker import corpus_of, device_of, objective_of, origin_for, rendezvous
-from gossamer.launch.environment import LauncherRank, launcher_of, read_environment
+from gossamer.launch.environment import LauncherRank, MasterAddress, launcher_of, read_environment
 from gossamer.launch.worker import StopFlag
 from gossamer.model.source import ModelSource, origin_of
 from gossamer.partition.model_provider import ModelProvider, ModuleSource, OriginSource
@@ -49,9 +49,8 @@ _ALONE = LauncherRank(
     host=0,
     hosts=1,
     hostname="",
-    address="127.0.0.1",
-    port=0,
     launcher="",
+    master=MasterAddress(host="127.0.0.1", port=0),
 )
 
 
@@ -68,6 +67,18 @@ class _TrainingData:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return None if self.corpus is None else self.corpus.tokenizer
+
+    @property
+    def description(self) -> DataDescription:
+        """The data in words and figures."""
+        if self.corpus is None:
+            return DataDescription(fingerprint=self.fingerprint, text=self.text)
+        return DataDescription(
+            fingerprint=self.fingerprint,
+            text=self.text,
+            remark=self.corpus.remark,
+            vocabulary=self.corpus.tokenizer.vocabulary,
+        )
 
 
 def train_in_process(
@@ -120,11 +131,8 @@ def _train(
                     where=_where(place, settings),
                     directory=directory,
                     described=described,
-                    data=given.fingerprint,
-                    text=given.text,
-                    remark="" if given.corpus is None else given.corpus.remark,
+                    data=given.description,
                     resume=resuming,
-                    vocabulary=0 if given.tokenizer is None else given.tokenizer.vocabulary,
                     at=lambda step, phase: None,
                     asked_to_stop=lambda: stop.is_set,
                     callbacks=callbacks,

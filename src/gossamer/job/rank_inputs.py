@@ -49,6 +49,16 @@ class JobCallbacks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataDescription:
+    """The training data of a run in words and figures: for records, checkpoints and the user."""
+
+    fingerprint: str
+    text: str  # for the user
+    remark: str = ""  # a warning, for the user
+    vocabulary: int = 0  # ids of the tokenizer, where the data is text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
     """The inputs of one rank's job: model, data, rendezvous, directory, callbacks. All ranks hold the same
     `parts.plan`.
@@ -58,15 +68,12 @@ class RankJob:
     where: RankContext
     directory: RunDirectory
     described: str  # the model, for people
-    data: str  # fingerprint of the training data
-    text: str  # description of the data, for the user
-    remark: str = ""  # a warning about the data, for the user
+    data: DataDescription
     resume: bool
     resume_step: int = -1  # the one all hosts hold; -1: the newest good one here
     at: Callable[[int, str], None]
     asked_to_stop: Callable[[], bool]
     callbacks: JobCallbacks = field(default_factory=JobCallbacks)
-    vocabulary: int = 0  # ids of the tokenizer, where the data is text
     planned: Planned | None = None  # builds this rank's part, if that is not built yet or is to be proved
     is_kept: bool = False  # whether to restore the caller's full module from sharded parameters at the end
 

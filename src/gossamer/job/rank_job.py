@@ -12,7 +12,7 @@ from typing import Any
 from gossamer import recipe
 from gossamer.autotune.activation_compression import with_activation_compression
 from gossamer.autotune.adaptive_compression import AdaptiveCompression, inter_island_policy, replan_callback
-from gossamer.autotune.exchange_selection import ExchangeSelector
+from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
 from gossamer.autotune.plan_groups import levels_of
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
@@ -77,7 +77,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         _begin(job, trainer, saver, exchanger)
         _keep(job, sink)
         sink(start_record(job, trainer, flop_per_token))
-        for warning in filter(None, (job.remark, caution)):
+        for warning in filter(None, (job.data.remark, caution)):
             sink(records.Event(level="warning", message=warning, step=trainer.progress.step))
         return train_to_end(job, trainer, saver, sink)
     finally:
@@ -139,7 +139,7 @@ def _built(job: RankJob, pump: CommThread, sink: Sink) -> RankJob:
         at=job.at,
         asked_to_stop=job.asked_to_stop,
         described=job.described,
-        data=job.data,
+        data=job.data.fingerprint,
         file=job.directory.proved_file if job.where.rank == 0 else None,
     )
     try:
@@ -208,14 +208,16 @@ def _exchanger(
         engine=engine,
         feed=Feed(job.parts.train, plan, plan.axes.place(where.rank)[0], config.train.seed),
         pump=pump,
-        lossy=config.plan.lossy,
-        steps=config.train.steps,
+        run=SelectionSettings(
+            lossy=config.plan.lossy,
+            steps=config.train.steps,
+            second_moments=CommonAdamW.serves(methods.optimizer),
+            policy=inter_island_policy(methods),
+            walk=walk,
+        ),
         plan=plan,
         tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),
         keep=job.directory.keep_plan if where.writer == 0 else lambda plan: None,  # every host reads its own again
-        policy=inter_island_policy(methods),
-        walk=walk,
-        tells=CommonAdamW.serves(methods.optimizer),
     )
 
 
@@ -234,7 +236,7 @@ def _saver(job: RankJob, sink: Sink) -> CheckpointManager:
         identity={
             "seed": config.train.seed,
             "batch": job.parts.plan.batch,
-            "data": job.data,
+            "data": job.data.fingerprint,
             "sequence": config.data.sequence,
             "pack": config.data.pack,
             "model": job.described,
@@ -249,6 +251,6 @@ def _facts(job: RankJob) -> dict[str, str]:
         "version of Gossamer": version("gossamer"),
         "configuration": json.dumps(config, sort_keys=True),
         "plan": job.parts.plan.model_dump_json(),
-        "training data": job.data,
+        "training data": job.data.fingerprint,
         "model": hashlib.sha256(fingerprint(job.parts.outline).encode()).hexdigest(),
     }

@@ -34,7 +34,7 @@ def flop_per_token_of(job: RankJob) -> float:
     one = moved(parts.train.batch(np.zeros(1, np.int64)), parts.device)
     if "input_ids" not in one:
         return 0.0
-    with within_vocabulary(parts.outline, one["input_ids"], job.vocabulary):
+    with within_vocabulary(parts.outline, one["input_ids"], job.data.vocabulary):
         return forward_flop_per_token(parts.outline, caller_of(parts.outline, one), one)
 
 
@@ -51,7 +51,7 @@ def start_record(job: RankJob, trainer: Trainer, flop_per_token: float) -> recor
         steps=config.train.steps,
         model=job.described,
         parameters=facts_of(job.parts.outline).parameters,
-        data=job.text,
+        data=job.data.text,
         tokens_per_step=plan.batch * tokens,
         flop_per_token=training_flop_per_token(flop_per_token),
         peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),

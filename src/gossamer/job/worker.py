@@ -17,7 +17,7 @@ from gossamer import loss
 from gossamer.comm.channel.store import join_store
 from gossamer.data import Corpus, open_corpus
 from gossamer.job.data_files import check_data_files, keep_data_files
-from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
+from gossamer.job.rank_inputs import DataDescription, JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
 from gossamer.job.trainer_parts import parts_of
@@ -62,7 +62,7 @@ def run_rank(
     ready.heartbeat.at(phase="build")
     set_memory(PlanMethods.asked(config.plan).sharding)
     set_threads(config.machines.threads, place.local_ranks)
-    is_resumed = resume or place.resume_step >= 0
+    is_resumed = resume or place.start.resume_step >= 0
     corpus = _corpus(directory, config.data, is_resumed=is_resumed)
     origin = origin_for(config, corpus)
     device = device_of(place)
@@ -84,15 +84,12 @@ def run_rank(
         RankJob(
             parts=parts,
             planned=model,
-            where=rendezvous(place, config.machines.timeout_s + (_LATER_S if place.heartbeat else 0.0)),
+            where=rendezvous(place, config.machines.timeout_s + (_LATER_S if place.supervisor.heartbeat else 0.0)),
             directory=directory,
             described=origin.describe(),
-            data=corpus.fingerprint,
-            text=str(config.data.source),
-            remark=corpus.remark,
-            vocabulary=corpus.tokenizer.vocabulary,
+            data=_described(config, corpus),
             resume=is_resumed,
-            resume_step=place.resume_step,
+            resume_step=place.start.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
             callbacks=JobCallbacks(
@@ -112,6 +109,16 @@ def _corpus(directory: RunDirectory, data: DataSection, *, is_resumed: bool) -> 
     if is_resumed:
         check_data_files(directory.data_file, corpus)
     return corpus
+
+
+def _described(config: RunConfig, corpus: Corpus) -> DataDescription:
+    """Return the training data in words and figures."""
+    return DataDescription(
+        fingerprint=corpus.fingerprint,
+        text=str(config.data.source),
+        remark=corpus.remark,
+        vocabulary=corpus.tokenizer.vocabulary,
+    )
 
 
 def _keep(directory: RunDirectory, corpus: Corpus, origin: ModelSource) -> None:
@@ -158,26 +165,26 @@ def rendezvous(place: LauncherRank, timeout_s: float) -> RankContext:
     """Connect to the TCPStore of rank 0 and return this rank's context. Raises PeerLost, BadInput."""
     try:
         store = join_store(
-            place.address,
-            place.port,
+            place.master.host,
+            place.master.port,
             place.ranks,
-            is_keeper=place.rank == 0 and not place.has_store,
+            is_keeper=place.rank == 0 and not place.master.has_store,
             timeout_s=timeout_s,
-            listener=place.listener,
+            listener=place.master.listener,
         )
     except RuntimeError as error:
         said = str(error).strip().splitlines()[0]
         if "address already in use" in said:  # never of our own supervisor's: that listens before it starts anybody
             raise BadInput(
-                f"port {place.port}, where rank 0 is to listen, is in use{owner(place.port)}: "
+                f"port {place.master.port}, where rank 0 is to listen, is in use{owner(place.master.port)}: "
                 "end that, or set MASTER_PORT to another port on all ranks"
             ) from None
         raise PeerLost(
-            f"rank {place.rank} cannot reach the meeting point {place.address}:{place.port}: {said}. "
+            f"rank {place.rank} cannot reach the meeting point {place.master.host}:{place.master.port}: {said}. "
             "Rank 0 listens there: look whether it has started, and whether this host reaches that address"
         ) from None
-    first = place.local_rank if place.hosts > 1 and not place.shared else place.rank
-    writers = place.local_ranks if place.hosts > 1 and not place.shared else place.ranks
+    first = place.local_rank if place.hosts > 1 and not place.start.shared else place.rank
+    writers = place.local_ranks if place.hosts > 1 and not place.start.shared else place.ranks
     return RankContext(
         rank=place.rank,
         ranks=place.ranks,
@@ -186,7 +193,7 @@ def rendezvous(place: LauncherRank, timeout_s: float) -> RankContext:
         writers=writers,
         store=store,
         interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
-        generation=place.generation,
+        generation=place.start.generation,
         timeout_s=timeout_s,
     )
 

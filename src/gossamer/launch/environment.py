@@ -16,10 +16,40 @@ _FIRST_PORT, _PORTS = 20_000, 10_000  # below what systems hand out by themselve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MasterAddress:
+    """The address on which rank 0 listens for the other ranks, and who opens its socket."""
+
+    host: str
+    port: int
+    listener: int = -1  # descriptor of the socket that the supervisor has opened; -1: rank 0 opens one
+    has_store: bool = False  # whether the launcher keeps the store itself, as torchrun's agent does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorLink:
+    """The ways by which a worker reports to the supervisor that started it; without one they lead nowhere."""
+
+    heartbeat: str = ""  # "host:port" on which it listens; "": there is none
+    token: str = ""
+    heartbeat_s: float = 5.0
+    box: int = -1  # descriptor of its position page; -1: there is none
+    errors: str = ""  # folder for the error report of a failing rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartAgreement:
+    """The agreement of all hosts' supervisors on one start of the ranks."""
+
+    generation: int = 0  # one more at every restart: messages of older ones are ignored
+    resume_step: int = -1  # newest checkpoint that every host holds; -1: not known here
+    shared: bool = True  # whether all hosts see the same run directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherRank:
     """The rank of one worker and its place among the hosts.
 
-    `host` counts the hosts from 0; rank 0 listens on `address`:`port`.
+    `host` counts the hosts from 0.
     """
 
     rank: int
@@ -29,19 +59,10 @@ class LauncherRank:
     host: int
     hosts: int
     hostname: str
-    address: str
-    port: int
     launcher: str  # "gossamer" | "torchrun" | "srun" | "mpirun"
-    generation: int = 0  # one more at every restart: messages of older ones are ignored
-    heartbeat: str = ""  # "host:port" of our supervisor; "": there is none
-    token: str = ""
-    heartbeat_s: float = 5.0
-    box: int = -1  # descriptor of the supervisor's position page; -1: there is none
-    has_store: bool = False  # whether the launcher keeps the store itself, as torchrun's agent does
-    listener: int = -1  # descriptor of the socket on which rank 0 listens, from the supervisor; -1: it opens one
-    errors: str = ""  # folder for the error report of a failing rank
-    resume_step: int = -1  # newest checkpoint that every host holds; -1: not known here
-    shared: bool = True  # whether all hosts see the same run directory
+    master: MasterAddress
+    supervisor: SupervisorLink = SupervisorLink()
+    start: StartAgreement = StartAgreement()
 
 
 def launcher_of(environ: Mapping[str, str]) -> str:
@@ -139,19 +160,29 @@ def _torchrun(env: _Variables) -> LauncherRank:
         host=host,
         hosts=hosts,
         hostname=socket.gethostname(),
-        address=env.text("MASTER_ADDR"),
-        port=env.number("MASTER_PORT"),
         launcher=launcher_of(env.all),
-        generation=env.number_or("GOSSAMER_GENERATION", 0),
+        master=MasterAddress(
+            host=env.text("MASTER_ADDR"),
+            port=env.number("MASTER_PORT"),
+            listener=env.number_or("GOSSAMER_LISTENER", -1),
+            has_store=env.all.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        ),
+        supervisor=_supervisor(env),
+        start=StartAgreement(
+            generation=env.number_or("GOSSAMER_GENERATION", 0),
+            resume_step=env.number_or("GOSSAMER_RESUME_STEP", -1),
+            shared=env.all.get("GOSSAMER_SHARED", "1") == "1",
+        ),
+    )
+
+
+def _supervisor(env: _Variables) -> SupervisorLink:
+    return SupervisorLink(
         heartbeat=env.all.get("GOSSAMER_HEARTBEAT", ""),
         token=env.all.get("GOSSAMER_TOKEN", ""),
         heartbeat_s=env.seconds("GOSSAMER_HEARTBEAT_S", 5.0),
         box=env.number_or("GOSSAMER_BOX", -1),
-        has_store=env.all.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        listener=env.number_or("GOSSAMER_LISTENER", -1),
         errors=env.all.get("GOSSAMER_ERRORS", ""),
-        resume_step=env.number_or("GOSSAMER_RESUME_STEP", -1),
-        shared=env.all.get("GOSSAMER_SHARED", "1") == "1",
     )
 
 
@@ -170,9 +201,8 @@ def _srun(env: _Variables) -> LauncherRank:
         host=host,
         hosts=len(hosts),
         hostname=socket.gethostname(),
-        address=env.all.get("MASTER_ADDR") or hosts[0],
-        port=env.port(job.strip(".")),
         launcher="srun",
+        master=MasterAddress(host=env.all.get("MASTER_ADDR") or hosts[0], port=env.port(job.strip("."))),
     )
 
 
@@ -191,9 +221,11 @@ def _mpirun(env: _Variables) -> LauncherRank:
         host=rank // max(1, local_ranks),  # mpirun fills host after host unless told otherwise
         hosts=-(-ranks // max(1, local_ranks)),
         hostname=socket.gethostname(),
-        address="127.0.0.1" if is_one_host and "MASTER_ADDR" not in env.all else env.text("MASTER_ADDR"),
-        port=env.port(job),
         launcher="mpirun",
+        master=MasterAddress(
+            host="127.0.0.1" if is_one_host and "MASTER_ADDR" not in env.all else env.text("MASTER_ADDR"),
+            port=env.port(job),
+        ),
     )
 
 

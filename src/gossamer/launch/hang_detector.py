@@ -10,7 +10,7 @@ from gossamer.launch.control_channel import HostAlive, RankPosition
 from gossamer.launch.failure_report import RankFailure
 from gossamer.launch.paths import log_file
 from gossamer.launch.worker_group import Limits
-from gossamer.process import Liveness, left_standing, stalled
+from gossamer.process import Liveness, Position, left_standing, stalled
 from gossamer.spec.units import show_seconds
 
 _PATIENCE = 4.0  # a rank is named when it stands still for so many times its longest pause so far
@@ -69,24 +69,24 @@ class HangDetector:
             pid=pulse.pid,
             what="hung",
             cause=self._standstill(pulse, everyone, now_s) + "; its stacks are at the end of its log",
-            step=pulse.step,
-            phase=pulse.phase,
-            op=pulse.op,
-            sequence=pulse.sequence,
+            step=pulse.at.step,
+            phase=pulse.at.phase,
+            op=pulse.at.op,
+            sequence=pulse.at.sequence,
             place=pulse.place,
             log=str(log_file(self._rundir, pulse.rank)),
         )
 
     def _slow(self, pulse: Liveness, everyone: Sequence[Liveness], now_s: float) -> str:
         host = self._hostnames[self._host_of.get(pulse.rank, 0)]
-        at = f"step {pulse.step}, {pulse.phase}" + (f", {pulse.op}" if pulse.op else "")
+        at = f"step {pulse.at.step}, {pulse.at.phase}" + (f", {pulse.at.op}" if pulse.at.op else "")
         return f"rank {pulse.rank} on {host} is slow ({at}): {self._standstill(pulse, everyone, now_s)}"
 
     def _standstill(self, pulse: Liveness, everyone: Sequence[Liveness], now_s: float) -> str:
         still = f"no progress for {show_seconds(now_s - pulse.progress_s)}, though its heart beats"
         others = [p for p in everyone if p.rank != pulse.rank and not p.finished]
         if pulse.is_waiting:
-            return f"{still}: all ranks wait in {pulse.phase}; look at the network between the hosts"
+            return f"{still}: all ranks wait in {pulse.at.phase}; look at the network between the hosts"
         waiting = sorted(p.rank for p in others if p.is_waiting)
         if not waiting:
             return still
@@ -99,10 +99,10 @@ def standing_of(pulse: Liveness) -> RankPosition:
     return RankPosition(
         rank=pulse.rank,
         pid=pulse.pid,
-        step=pulse.step,
-        phase=pulse.phase,
-        op=pulse.op,
-        sequence=pulse.sequence,
+        step=pulse.at.step,
+        phase=pulse.at.phase,
+        op=pulse.at.op,
+        sequence=pulse.at.sequence,
         first_step=pulse.first_step,
         still_s=max(0.0, time.monotonic() - pulse.progress_s),
         longest_s=pulse.longest_s,
@@ -113,17 +113,14 @@ def standing_of(pulse: Liveness) -> RankPosition:
 
 
 def _spot(pulse: Liveness) -> tuple[int, int, str, int]:
-    return pulse.rank, pulse.step, pulse.phase, pulse.sequence
+    return pulse.rank, pulse.at.step, pulse.at.phase, pulse.at.sequence
 
 
 def _pulse(said: RankPosition, now_s: float) -> Liveness:
     return Liveness(
         rank=said.rank,
         pid=said.pid,
-        step=said.step,
-        phase=said.phase,
-        op=said.op,
-        sequence=said.sequence,
+        at=Position(said.step, said.phase, said.op, said.sequence),
         first_step=said.first_step,
         heard_s=now_s,
         progress_s=now_s - said.still_s,

@@ -85,11 +85,11 @@ def run_worker(body: Callable[[Ready], None]) -> int:
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks a hung rank for its stacks
     heartbeat = Heartbeat(
         place.rank,
-        place.heartbeat,
-        place.token,
-        period_s=place.heartbeat_s,
-        generation=place.generation,
-        box=place.box,
+        place.supervisor.heartbeat,
+        place.supervisor.token,
+        period_s=place.supervisor.heartbeat_s,
+        generation=place.start.generation,
+        box=place.supervisor.box,
     )
     try:
         body(Ready(place=place, heartbeat=heartbeat, stop=stop))
@@ -117,9 +117,9 @@ def _leave_note(place: LauncherRank, error: BaseException) -> None:
             sys.stderr.write(f"rank {place.rank} lost a peer: {error}\n")  # whose supervisor has more to say
         elif not isinstance(error, BadInput):
             sys.excepthook(type(error), error, error.__traceback__)
-    if place.errors:
+    if place.supervisor.errors:
         try:
-            write_error(Path(place.errors), place.rank, error)
+            write_error(Path(place.supervisor.errors), place.rank, error)
         except OSError as disk:
             with suppress(OSError):
-                sys.stderr.write(f"no note about this could be left in {place.errors}: {disk}\n")
+                sys.stderr.write(f"no note about this could be left in {place.supervisor.errors}: {disk}\n")

@@ -78,11 +78,11 @@ class WorkerGroup:
 
     @property
     def is_over(self) -> bool:
-        return all(worker.exit_code is not None for worker in self._workers.values())
+        return not any(worker.runs for worker in self._workers.values())
 
     @property
     def exit_codes(self) -> tuple[int, ...]:
-        return tuple(_code(worker) for worker in self._workers.values() if worker.exit_code is not None)
+        return tuple(_code(worker) for worker in self._workers.values() if not worker.runs)
 
     @property
     def sealed(self) -> int | None:
@@ -134,7 +134,7 @@ class WorkerGroup:
         """
         failures: list[RankFailure] = []
         for rank, worker in self._workers.items():
-            if worker.exit_code is not None or worker.poll() is None:
+            if not worker.runs or worker.poll() is None:
                 continue
             self._server.finish(rank)
             # asked to stop before its handler stood, or killed because it took too long
@@ -152,7 +152,7 @@ class WorkerGroup:
         for rank, worker in self._workers.items():
             pulse = self._server.pulses[rank]
             silent_s = now_s - pulse.heard_s
-            if worker.exit_code is not None or rank in self._named or silent_s < self._limits.heartbeat_s:
+            if not worker.runs or rank in self._named or silent_s < self._limits.heartbeat_s:
                 self._suspects.pop(rank, None)
                 continue
             state = worker.state()

@@ -9,7 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer.loss_reader.graph_nodes import PASSING, dims_of, is_parameter, kept, name_of, saved
+from gossamer.loss_reader.graph_nodes import (
+    PASSING,
+    dims_of,
+    is_parameter,
+    kept,
+    name_of,
+    nodes_below,
+    saved,
+    side_without_gradient,
+)
 from gossamer.loss_reader.normalized import is_normalised
 from gossamer.loss_reader.row_dims import with_rows
 
@@ -35,7 +44,7 @@ def across_rows(roots: Sequence[Tensor], rows: int) -> str:
         is_linear = name in PASSING or name in ("Add", "Sub", "Mul", "Div", "Stack", "Cat", "Mean", "Sum", "Dot")
         if node in top and (is_linear or hasattr(node, "_saved_reduction")):
             if is_linear and not (name in ("Mean", "Sum") and _reduces(node, below, rows)):
-                top |= {one for one in below if one is not None}  # still above the reductions
+                top |= set(nodes_below(node))  # still above the reductions
         elif _takes_rows_together(node, name, below, rows):
             return name
         todo += below
@@ -109,7 +118,7 @@ def _pairs(below: list[Any], rows: int) -> bool:
 
 def _is_centred(node: Any, below: list[Any], rows: int) -> bool:
     """Return whether the node multiplies by values of the rows that were normalized over the rows."""
-    other = kept(node, "other" if below[0] is not None else "self") if None in below[:2] else None
+    other = kept(node, side_without_gradient(node)) if None in below[:2] else None
     if other is None or other.numel() != rows or rows not in other.shape:
         return False
     return is_normalised(other, with_rows(other.shape, tuple(other.shape).index(rows)), rows)

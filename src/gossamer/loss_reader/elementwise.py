@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from gossamer.loss_reader import row_dims as lay
-from gossamer.loss_reader.graph_nodes import below, kept, made, name_of
+from gossamer.loss_reader.graph_nodes import kept, made, name_of, side_without_gradient
 from gossamer.loss_reader.normalized import is_normalised
 from gossamer.loss_reader.row_dims import RowDims, RowsMixed
-from gossamer.loss_reader.row_flow import FREE, GraphStep, RowFlow, RowPath, RowPlace, known_of, without_layout
+from gossamer.loss_reader.row_flow import FREE, GraphStep, RowFlow, RowPath, RowPlace, known_of, need_layouts
 
 
 def _by_element(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
@@ -19,14 +19,13 @@ def _by_element(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | Non
     is_linear = name in ("Add", "Sub", "Neg", "Where", "MaskedFill") or (
         name in ("Mul", "Div", "Rsub") and _is_multiple(name, inputs)
     )
-    if (found := without_layout(name, inputs, is_linear=is_linear)) is not None:
-        return found
+    need_layouts(name, inputs, is_linear=is_linear)
     sizes = made(node)
     layouts = [one.layout for one in known_of(inputs)]
     if not layouts:
         return _met_first(flow, node, name, sizes)
     if name in ("Mul", "Div") and None in inputs[:2]:
-        other = kept(node, "other" if inputs[0] is not None else "self")
+        other = kept(node, side_without_gradient(node))
         if other is not None and is_normalised(other, layouts[0], flow.origin.rows):
             raise RowsMixed(f"{name} with numbers that were normalised over rows")
         if other is not None and other.dim():
@@ -46,7 +45,7 @@ def _is_multiple(name: str, inputs: Sequence[RowPlace | None]) -> bool:
 def _met_first(flow: RowFlow, node: Any, name: str, sizes: tuple[int, ...]) -> RowPlace:
     """Return the place of the result of parameters and a tensor without a graph."""
     if name in ("Mul", "Div"):
-        other = kept(node, "other" if below(node)[0] is not None else "self")
+        other = kept(node, side_without_gradient(node))
         if other is None or not other.dim():
             return FREE
         spreads = _sizes_below(node)[0] != sizes

@@ -43,6 +43,16 @@ def below(node: Any) -> list[Any]:
     return [one for one, _ in node.next_functions]
 
 
+def nodes_below(node: Any) -> list[Any]:
+    """Return the nodes of those inputs that have a gradient."""
+    return [one for one in below(node) if one is not None]
+
+
+def side_without_gradient(node: Any, first: str = "self", second: str = "other") -> str:
+    """Return the name under which a node of two inputs has saved the one without a gradient: `first` or `second`."""
+    return first if below(node)[0] is None else second
+
+
 def made(node: Any, output: int = 0) -> tuple[int, ...]:
     """Return the sizes of an output tensor; () if there is no such output."""
     metadata = node._input_metadata

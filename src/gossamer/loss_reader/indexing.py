@@ -19,8 +19,8 @@ from gossamer.loss_reader.row_flow import (
     RowPlace,
     all_kept,
     known_of,
+    need_layouts,
     with_dim,
-    without_layout,
 )
 
 
@@ -102,8 +102,7 @@ def _is_count(index: Tensor) -> bool:
 
 def _put_back(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
     """Return the place of values of selected rows added at the rows' own places, or put into other dimensions."""
-    if (found := without_layout(name, inputs, is_linear=True)) is not None:
-        return found
+    need_layouts(name, inputs, is_linear=True)
     into = inputs[0]
     source = next((one for one in inputs[1:] if one is not None and one.way is RowPath.ROWS), None)
     if name.startswith(("IndexPut", "UnsafeIndexPut")):

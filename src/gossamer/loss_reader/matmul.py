@@ -17,7 +17,7 @@ from gossamer.loss_reader.row_flow import (
     RowPlace,
     all_kept,
     known_of,
-    without_layout,
+    need_layouts,
 )
 
 
@@ -32,8 +32,7 @@ def _product(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None])
     ]
     if inputs[first] is None:
         refuse_standardised(name, kept(node, names[0]), pair[0], flow.origin.rows)
-    if (found := without_layout(name, [*inputs[:first], *pair], is_linear=len(known_of(pair)) < 2)) is not None:
-        return found
+    need_layouts(name, [*inputs[:first], *pair], is_linear=len(known_of(pair)) < 2)
     sizes = made(node)
     if not known_of(pair):
         return known_of(inputs)[0] if known_of(inputs) else FREE
@@ -78,8 +77,7 @@ def _without_inner(layout: RowDims, at: int, name: str) -> RowDims:
 
 def _attention(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
     """Return the place of scaled_dot_product_attention: (..., steps, features)."""
-    if (found := without_layout(name, inputs, is_linear=False)) is not None:
-        return found
+    need_layouts(name, inputs, is_linear=False)
     known = known_of(inputs[:3])
     for one in known:
         if any(lay.labels(dim) and not lay.is_loose(dim) for dim in one.layout[-2:]):
@@ -101,8 +99,7 @@ def _layer(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -
         entered = flow.entered(given, given.shape if given is not None else sizes, is_input=True)
         refuse_standardised(name, given, entered, flow.origin.rows)
         known = [entered, *known] if entered.way is not RowPath.FREE else known
-    if (found := without_layout(name, known, is_linear=False)) is not None:
-        return found
+    need_layouts(name, known, is_linear=False)
     return all_kept(flow, node, name, known[0].layout) if known else FREE
 
 
@@ -118,8 +115,7 @@ def _embedded(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]
 
 def _pairs(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
     """Return the place of the distances between every row of one matrix and every row of another."""
-    if (found := without_layout(name, inputs, is_linear=False)) is not None:
-        return found
+    need_layouts(name, inputs, is_linear=False)
     sizes = made(node)
     given = [
         one if one is not None else flow.entered(kept(node, named), (), is_input=False)

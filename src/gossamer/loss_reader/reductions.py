@@ -10,7 +10,7 @@ from gossamer.loss_reader.graph_nodes import dims_of, kept, made, saved
 from gossamer.loss_reader.indexing import broadcast
 from gossamer.loss_reader.normalized import has_spread_one, is_normalised
 from gossamer.loss_reader.row_dims import RowDims, RowsMixed
-from gossamer.loss_reader.row_flow import SUMMED, GraphStep, RowFlow, RowPath, RowPlace, known_of, without_layout
+from gossamer.loss_reader.row_flow import SUMMED, GraphStep, RowFlow, RowPath, RowPlace, known_of, need_layouts
 
 
 def _sum(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
@@ -37,8 +37,7 @@ def _reduced(layout: RowDims, dims: Sequence[int], sizes: Sequence[int]) -> RowD
 
 def _along(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
     """Return the place of norms, maxima, softmax and sorts, which must not run along the row dimension."""
-    if (found := without_layout(name, inputs, is_linear=False)) is not None:
-        return found
+    need_layouts(name, inputs, is_linear=False)
     one = known_of(inputs)[0]
     dims = dims_of(node, lay.sizes_of(one.layout))
     if any(lay.labels(one.layout[at]) and not _stays(one.layout, at, dims) for at in dims):
@@ -57,8 +56,7 @@ def _along(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -
 
 def _loss(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
     """Return the place of a torch loss: classes in the second dimension, or elementwise."""
-    if (found := without_layout(name, inputs, is_linear=False)) is not None:
-        return found
+    need_layouts(name, inputs, is_linear=False)
     layouts = [one.layout for one in known_of(inputs)]
     sizes = made(node)
     target = kept(node, "target")
@@ -82,8 +80,7 @@ def _dot(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> 
     """Return the place of a dot product with parameters or a tensor without a graph: a sum over rows."""
     known = known_of(inputs)
     if len(known) > 1 and len(inputs) > 1:
-        if (found := without_layout(name, inputs, is_linear=False)) is not None:
-            return found
+        need_layouts(name, inputs, is_linear=False)
         lay.joined([one.layout for one in known], lay.sizes_of(known[0].layout), name)
     return SUMMED if known[0].way is RowPath.ROWS else known[0]
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.loss_reader import row_dims as lay
-from gossamer.loss_reader.graph_nodes import below, made, name_of
+from gossamer.loss_reader.graph_nodes import made, name_of, nodes_below
 from gossamer.loss_reader.row_dims import RowDims, RowsLost, RowsMixed
 from gossamer.loss_reader.row_labels import RowLabels
 from gossamer.ops.fingerprint import digest
@@ -97,7 +97,7 @@ class RowFlow:
             node = todo[-1]
             if node in self.places:
                 todo.pop()
-            elif waiting := [one for one in below(node) if one is not None and one not in self.places]:
+            elif waiting := [one for one in nodes_below(node) if one not in self.places]:
                 todo += waiting
             else:
                 self.places[node] = _checked(self._place(node))
@@ -119,6 +119,8 @@ class RowFlow:
             step = entered
         try:
             found = step(self, node, name, inputs)
+        except _Settled as settled:
+            found = settled.place
         except (RowsLost, RowsMixed) as error:
             if isinstance(error, RowsMixed) and not self._is_guess(error):
                 raise
@@ -202,27 +204,34 @@ def known_of(inputs: Sequence[RowPlace | None]) -> list[RowPlace]:
     return [one for one in inputs if one is not None and one.way is not RowPath.FREE]
 
 
-def without_layout(name: str, inputs: Sequence[RowPlace | None], *, is_linear: bool) -> RowPlace | None:
-    """Return the place of a result of row sums, single rows or lost rows; None if all inputs that depend on rows have a
-    layout.
+class _Settled(Exception):
+    """The place of a result that has no layout, raised to end the operation's own step."""
 
-    Raises RowsMixed if the operation mixes rows; `is_linear`: whether it is a sum or a multiple of its inputs.
+    def __init__(self, place: RowPlace) -> None:
+        super().__init__(place.way.value)
+        self.place = place
+
+
+def need_layouts(name: str, inputs: Sequence[RowPlace | None], *, is_linear: bool) -> None:
+    """Go on only if all inputs that depend on rows have a layout.
+
+    Else the step ends here: the result is of row sums, single rows or lost rows. Raises RowsMixed if the operation
+    mixes rows; `is_linear`: whether it is a sum or a multiple of its inputs.
     """
     known = known_of(inputs)
     ways = {one.way for one in known}
     if RowPath.SUMMED in ways:
         if not is_linear or ways - {RowPath.SUMMED, RowPath.ROW}:
             raise RowsMixed(f"{name} of a mean or sum over rows")
-        return EACH if RowPath.ROW in ways or EACH in known else SUMMED
+        raise _Settled(EACH if RowPath.ROW in ways or EACH in known else SUMMED)
     if RowPath.LOST in ways:
-        return LOST
+        raise _Settled(LOST)
     if RowPath.ROW in ways:
         if len({one.row for one in known}) == 1 and ways == {RowPath.ROW}:
-            return known[0]
+            raise _Settled(known[0])
         if not is_linear or ways != {RowPath.ROW}:
             raise RowsMixed(f"{name} of several rows")
-        return EACH
-    return None
+        raise _Settled(EACH)
 
 
 def entered(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) -> RowPlace:
@@ -236,8 +245,7 @@ def other(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) ->
     """Return the place of an unknown operation's result: rows stay where the output has the same size in their
     dimension.
     """
-    if (found := without_layout(name, inputs, is_linear=False)) is not None:
-        return found
+    need_layouts(name, inputs, is_linear=False)
     return all_kept(flow, node, name, known_of(inputs)[0].layout)
 
 

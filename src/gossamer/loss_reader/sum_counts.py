@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gossamer.loss_reader.graph_nodes import REDUCING, below, kept, name_of, signed, sizes_before
+from gossamer.loss_reader.graph_nodes import REDUCING, kept, name_of, side_without_gradient, signed, sizes_before
 
 
 def counts_of(node: Any) -> set[float]:
@@ -20,10 +20,10 @@ def counts_of(node: Any) -> set[float]:
             found.add(float((~summed.isnan()).sum()))
         return found
     if name in ("Mul", "Div"):
-        other = kept(node, "other" if below(node)[0] is not None else "self")
+        other = kept(node, side_without_gradient(node))
         return set() if other is None or not other.dim() else {float(other.sum()), float(torch.count_nonzero(other))}
     if name == "Dot":
-        other = kept(node, "tensor" if below(node)[0] is not None else "self")
+        other = kept(node, side_without_gradient(node, second="tensor"))
         return set() if other is None else {float(other.sum()), float(torch.count_nonzero(other))}
     if name in ("Where", "MaskedFill"):
         through = kept(node, "condition" if name == "Where" else "mask")

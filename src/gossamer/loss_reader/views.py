@@ -20,8 +20,8 @@ from gossamer.loss_reader.row_flow import (
     RowPath,
     RowPlace,
     known_of,
+    need_layouts,
     with_dim,
-    without_layout,
 )
 
 
@@ -186,8 +186,7 @@ def _join(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) ->
             if sizes == (len(inputs),)
             else RowPlace(RowPath.ROWS, lay.with_rows(sizes, signed(node._saved_dim) % len(sizes)))
         )
-    if (found := without_layout(name, inputs, is_linear=True)) is not None:
-        return found
+    need_layouts(name, inputs, is_linear=True)
     dim = signed(node._saved_dim) % max(1, len(sizes))
     layouts = [one.layout for one in known]
     if name == "Stack":

@@ -13,6 +13,7 @@ A layer keeps its parameters, buffers, name and place in the model; its class be
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,38 +46,63 @@ def over_all_ranks(layers: Sequence[tuple[str, _BatchNorm]], passes: BackwardPas
                 do="use one of them, or batch_norm='rank'", key="batch_norm",
             )  # fmt: skip
         layer.__class__ = _CLASSES[type(layer)]
-        object.__setattr__(layer, "_ranks", _Ranks(weakref.ref(passes), channel))
+        object.__setattr__(layer, "_ranks", _AllRanks(weakref.ref(passes), channel))
 
 
-class _Ranks:
-    """The other ranks, as a layer reaches them. A copy of the layer has none."""
+class _Ranks(ABC):
+    """The ranks over which a layer takes its statistics, as the layer reaches them."""
 
-    def __init__(self, passes: weakref.ref[BackwardPasses] | None = None, channel: Channel | None = None) -> None:
+    @abstractmethod
+    def summed(self, mine: Tensor) -> Tensor:
+        """Sum a small tensor over ranks in float64."""
+
+    @property
+    @abstractmethod
+    def counts(self) -> bool:
+        """Return whether this rank's rows count; in a batch with fewer rows than ranks some ranks hold a spare row."""
+
+    @abstractmethod
+    def weight(self) -> float:
+        """Return the weight of this rank's loss in the current pass."""
+
+
+class _Alone(_Ranks):
+    """A rank by itself, as a copy of a layer has it."""
+
+    def summed(self, mine: Tensor) -> Tensor:
+        return mine.double().cpu().to(mine.device)
+
+    @property
+    def counts(self) -> bool:
+        return True
+
+    def weight(self) -> float:
+        return 1.0
+
+
+class _AllRanks(_Ranks):
+    """All ranks of the loop. A copy of the layer has none but its own."""
+
+    def __init__(self, passes: weakref.ref[BackwardPasses], channel: Channel) -> None:
         self._passes, self._channel = passes, channel
 
     def __deepcopy__(self, _: Any) -> _Ranks:
-        return _Ranks()
+        return _Alone()
 
-    def __reduce__(self) -> tuple[type[_Ranks], tuple[()]]:
-        return _Ranks, ()
+    def __reduce__(self) -> tuple[type[_Alone], tuple[()]]:
+        return _Alone, ()
 
     def summed(self, mine: Tensor) -> Tensor:
-        """Sum a small tensor over ranks in float64."""
-        sent = mine.double().cpu()
-        if self._channel is not None:
-            (sent,) = self._channel.start(Message((sent,), Collective.SUM)).wait()
+        (sent,) = self._channel.start(Message((mine.double().cpu(),), Collective.SUM)).wait()
         return sent.to(mine.device)
 
     @property
     def counts(self) -> bool:
-        """Return whether this rank's rows count; in a batch with fewer rows than ranks some ranks hold a spare row."""
-        passes = self._passes() if self._passes is not None else None
-        share = passes.hand.share if passes is not None else None
-        return share is None or share.rows > 0
+        passes = self._passes()
+        return passes is None or not passes.hand.is_spare
 
     def weight(self) -> float:
-        """Return the weight of this rank's loss in the current pass."""
-        passes = self._passes() if self._passes is not None else None
+        passes = self._passes()
         return 1.0 if passes is None else passes.share()
 
 

@@ -16,6 +16,7 @@ from gossamer.loss_reader.batch_tensors import OfBatch
 from gossamer.loss_reader.count import BatchRows, Kind, LossCount
 from gossamer.own_loop.batch_structure import leaves
 from gossamer.own_loop.batches import Share
+from gossamer.own_loop.pass_batch import UNKNOWN, KnownBatch, PassBatch
 from gossamer.own_loop.status_rows import RowMark
 from gossamer.spec.errors import BadInput
 
@@ -27,20 +28,23 @@ _KEPT = 4  # batches that a loop may prefetch
 class _Seen:
     """A forward hook of a wrapped model. A copy of the model, or a saved one, has one without effect."""
 
-    def __init__(self, hand: weakref.ref[PassInputs] | None = None) -> None:
+    def __init__(self, hand: Callable[[], PassInputs | None]) -> None:
         self._hand = hand
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hand = self._hand() if self._hand is not None else None
-        if hand is not None:
+        if (hand := self._hand()) is not None:
             tensors = [_bare(leaf) for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             hand.see(tensors) if torch.is_grad_enabled() else hand.see_evaluated(tensors)
 
     def __deepcopy__(self, _: Any) -> _Seen:
-        return _Seen()
+        return _Seen(_nobody)
 
-    def __reduce__(self) -> tuple[type[_Seen], tuple[()]]:
-        return _Seen, ()
+    def __reduce__(self) -> tuple[type[_Seen], tuple[Callable[[], None]]]:
+        return _Seen, (_nobody,)
+
+
+def _nobody() -> None:
+    """Stand in for the inputs that a copy of a wrapped model does not report to."""
 
 
 def _bare(tensor: Tensor) -> Tensor:
@@ -69,10 +73,10 @@ class PassInputs(BatchRows):
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._means: set[int] = set()
         self.is_last = False  # whether the batch is its loader's last, if known
-        self._given: deque[tuple[int, Share]] = deque(maxlen=_KEPT)
+        self._given: deque[KnownBatch] = deque(maxlen=_KEPT)
         self._since = 0  # batches given out since the last pass began
         self._ahead = False
-        self._seen: tuple[int, Share] | None = None
+        self._seen: PassBatch = UNKNOWN
         self._evaluated: set[int] = set()
         self._many = False  # whether the model got several rows of no known batch
         self._part = False  # whether the model got only some of a batch's rows
@@ -81,7 +85,7 @@ class PassInputs(BatchRows):
     def give(self, share: Share, *, is_last: bool) -> None:
         """Record a batch that the loader gives to the loop; `is_last`: whether it is the loader's last one."""
         self._number += 1
-        self._given.append((self._number, share))
+        self._given.append(KnownBatch(self._number, share))
         self._since += 1
         self._evaluated = {one for one in self._evaluated if one > self._number - _KEPT}
         self._ahead |= self._since > 1
@@ -98,43 +102,38 @@ class PassInputs(BatchRows):
 
     def see(self, tensors: list[Tensor]) -> None:
         """Record which batch the tensors given to a forward with gradients belong to."""
-        given = [*self._given] if self._seen is None or self._seen in self._given else [self._seen, *self._given]
-        for number, share in reversed(given):
-            held = [tensor for tensor in tensors if share.holds(tensor)]
+        given: list[PassBatch] = [*self._given] if self._seen in self._given else [self._seen, *self._given]
+        for one in reversed(given):
+            held = [tensor for tensor in tensors if one.holds(tensor)]
             if held:
-                self._seen = (number, share)
-                self._evaluated.discard(number)
-                self._part = next((t for t in held if share.lacks(t)), None) is not None
+                self._seen = one
+                self._evaluated.discard(one.number)
+                self._part = any(one.lacks(tensor) for tensor in held)
                 return
-        self._seen, self._many = None, any(t.dim() > 0 and t.shape[0] > 1 for t in tensors)
+        self._seen, self._many = UNKNOWN, any(t.dim() > 0 and t.shape[0] > 1 for t in tensors)
 
     def see_evaluated(self, tensors: list[Tensor]) -> None:
         """Mark the last batch as evaluated if the tensors, given to a forward without gradients, belong to it."""
         number = self._number
-        if self._given and number not in self._evaluated and any(self._given[-1][1].holds(one) for one in tensors):
+        if self._given and number not in self._evaluated and any(self._given[-1].holds(one) for one in tensors):
             self._evaluated.add(number)
 
     @property
-    def share(self) -> Share | None:
-        """Return the batch of the pass that begins; None if there is none."""
-        at = self._at
-        return None if at is None else at[1]
-
-    @property
-    def _at(self) -> tuple[int, Share] | None:
-        given = [one for one in self._given if one[0] not in self._evaluated]
-        if self._seen is not None and (self._seen in self._given or not given):
+    def _at(self) -> PassBatch:
+        """Return the batch of the pass that begins."""
+        given = [one for one in self._given if one.number not in self._evaluated]
+        if self._seen in self._given or (self._seen.is_known and not given):
             return self._seen
         given = given or [*self._given]
         if not given:
-            return None
-        if self._ahead and len({share.rows == 0 for _, share in given}) > 1:
+            return UNKNOWN
+        if self._ahead and len({one.is_spare for one in given}) > 1:
             raise BadInput(
                 "a batch with fewer rows than ranks, in a loop that asks for batches before it needs them: which one a "
                 "backward pass is of cannot be told. Drop the last batch (drop_last=True)"
             )
         last = given[-1]
-        if last[1].rows == 0 and self._many:
+        if last.is_spare and self._many:
             raise BadInput(
                 "a batch with fewer rows than ranks, while the model was given rows that are not of it: what they "
                 "count on this rank cannot be told. Drop the last batch (drop_last=True)"
@@ -144,31 +143,35 @@ class PassInputs(BatchRows):
     @property
     def mark(self) -> RowMark:
         """Return the number and hash of the batch of the pass that begins."""
-        at = self._at
-        return RowMark() if at is None else RowMark(at[0], at[1].mark)
+        return self._at.mark
 
     @property
     def rows(self) -> int:  # type: ignore[override]
         """Return this rank's rows in the batch of the pass that begins; 0 if unknown."""
-        share = self.share
-        return 0 if share is None or not self._divides else share.rows
+        at = self._at
+        return at.rows if self._divides else 0
 
     @property
     def whole(self) -> int:  # type: ignore[override]
         """Return the rows of all ranks in that batch; 0 if unknown."""
-        share = self.share
-        return 0 if share is None or not self._divides else share.whole
+        at = self._at
+        return at.whole if self._divides else 0
 
     @property
     def first(self) -> int:  # type: ignore[override]
         """Return the dimension that has rows, if it is the same in all tensors of two or more dimensions, else 0."""
-        share = self.share
-        return 0 if share is None else share.first
+        return self._at.first
+
+    @property
+    def is_spare(self) -> bool:
+        """Return whether this rank's batch is one row of weight 0, as there were fewer rows than ranks."""
+        return self._at.is_spare
 
     def origin(self) -> OfBatch:
         """Return a reader of where tensors without an autograd graph have the rows of the batch."""
-        share = self.share
-        assert share is not None
+        at = self._at
+        assert isinstance(at, KnownBatch)
+        share = at.share
         found = [model() for model in self._models]
         own = [t for model in found if model is not None for t in (*model.parameters(), *model.buffers())]
         own += [p for one in self._optimizers if (o := one()) is not None for g in o.param_groups for p in g["params"]]
@@ -177,8 +180,7 @@ class PassInputs(BatchRows):
 
     def counts(self) -> set[float]:
         """Return the values that a loss may divide by in this rank's rows."""
-        share = self.share
-        return set() if share is None else share.counts()
+        return self._at.counts()
 
     def is_new(self, shape: int) -> bool:
         """Return whether a loss of this hash was looked through fewer than twice, and count the look. False beyond 200
@@ -205,7 +207,7 @@ class PassInputs(BatchRows):
         this rank's rows.
         """
         self._since = 0
-        share = self.share
+        at = self._at
         if self._part:
             self._part = False
             raise BadInput(
@@ -213,24 +215,15 @@ class PassInputs(BatchRows):
                 "other parts of a rank's rows than of all. Cut them smaller in the loader, and pass accumulate=, the "
                 "number of backward passes before a step"
             )
-        is_spare = share is not None and share.rows == 0
         if loss == "sum":
-            return LossCount(Kind.SUM, (-1.0 if is_spare else 1.0,))
+            return LossCount(Kind.SUM, (-1.0 if at.is_spare else 1.0,))
         if loss == "mean" or self.weigh is not None:
-            return LossCount(Kind.MEAN, (0.0 if is_spare else self._weight(share),))
+            return LossCount(Kind.MEAN, (0.0 if at.is_spare else at.weight(self.weigh),))
         if read is None:
             return LossCount(Kind.UNKNOWN, said="a backward pass that did not come through torch.autograd.backward")
-        if is_spare:
+        if at.is_spare:
             counts = tuple(-1.0 if read.kind is Kind.SUM else 0.0 for _ in read.counts)
             return replace(read, counts=counts)
         if read.kind is Kind.SUM:
             return replace(read, counts=(1.0,))
         return read
-
-    def _weight(self, share: Share | None) -> float:
-        if share is None:
-            return 1.0
-        weight = float(share.rows) if self.weigh is None else float(self.weigh(share.batch))
-        if not weight >= 0.0:
-            raise BadInput(f"wanted a number that is not negative, got {weight} for a batch", key="weight")
-        return weight

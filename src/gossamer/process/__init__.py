@@ -9,6 +9,7 @@ from gossamer.process.event_loop import EventLoop
 from gossamer.process.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, ORPHANED, PEER_LOST, exit_text
 from gossamer.process.heartbeat import Heartbeat
 from gossamer.process.heartbeat_server import HeartbeatServer
+from gossamer.process.last_position import Position
 from gossamer.process.liveness import Liveness, left_standing, stalled
 from gossamer.process.orphan_reaper import OrphanReaper
 from gossamer.process.spawn import Command, Worker, tied
@@ -27,6 +28,7 @@ __all__ = [
     "EventLoop",
     "Liveness",
     "OrphanReaper",
+    "Position",
     "Worker",
     "exit_text",
     "read_error",

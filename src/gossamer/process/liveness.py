@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from gossamer.process.last_position import Position
 
 WAITING = ("exchange", "agree", "meet", "wait")  # phases in which a rank may wait for another one
 _SAVING, _SAVE_S = "save", 660.0  # a slow disk is no fault: a save gives up by itself after ten minutes
@@ -15,10 +17,7 @@ class Liveness:
 
     rank: int
     pid: int = 0
-    step: int = -1
-    phase: str = "start"
-    op: str = ""
-    sequence: int = -1
+    at: Position = field(default_factory=Position)
     heard_s: float  # when the last beat came
     progress_s: float  # when the rank last moved
     first_step: int = -1  # the first step of its process
@@ -30,12 +29,12 @@ class Liveness:
     @property
     def is_stepping(self) -> bool:
         """Whether the rank has finished its first step: compilation and warm-up are over."""
-        return self.first_step >= 0 and self.step > self.first_step
+        return self.first_step >= 0 and self.at.step > self.first_step
 
     @property
     def is_waiting(self) -> bool:
         """Whether the rank is in a phase in which it waits for another rank."""
-        return self.waits or self.phase in WAITING
+        return self.waits or self.at.phase in WAITING
 
     def allowed_s(self, after_s: float, patience: float) -> float:
         """Return for how many seconds the rank may make no progress.
@@ -58,10 +57,7 @@ class Liveness:
         """Return a copy updated by a heartbeat that arrived at `now_s`."""
         return replace(
             self,
-            step=int(beat["step"]),
-            phase=str(beat["phase"]),
-            op=str(beat["op"]),
-            sequence=int(beat["sequence"]),
+            at=Position(int(beat["step"]), str(beat["phase"]), str(beat["op"]), int(beat["sequence"])),
             heard_s=now_s,
             progress_s=now_s - max(0.0, float(beat["progress_age_s"])),
             first_step=int(beat["first_step"]),
@@ -86,13 +82,13 @@ def stalled(pulses: Iterable[Liveness], now_s: float, *, after_s: float, patienc
     busy = [p for p in running if not p.is_waiting]
     if held and busy:
         # a rank that is steps ahead has already sent what the others wait for
-        suspects = [p for p in busy if p.step <= max(h.step for h in held)]
+        suspects = [p for p in busy if p.at.step <= max(h.at.step for h in held)]
         if suspects:
             return _in_order(p for p in suspects if now_s - p.progress_s > p.allowed_s(after_s, patience))
     if not all(p.is_stepping for p in running) or (busy and not held and len(busy) < len(running)):
         return []
-    furthest_behind = min(((p.step, p.sequence) for p in running), default=(0, 0))
-    last = [p for p in running if (p.step, p.sequence) == furthest_behind]
+    furthest_behind = min(((p.at.step, p.at.sequence) for p in running), default=(0, 0))
+    last = [p for p in running if (p.at.step, p.at.sequence) == furthest_behind]
     still = [p for p in last if now_s - p.progress_s > _alone_s(p, after_s, patience)]
     return _in_order(still) if len(still) == len(last) else []
 
@@ -111,8 +107,8 @@ def left_standing(pulses: Iterable[Liveness], now_s: float, *, after_s: float) -
 def _alone_s(pulse: Liveness, after_s: float, patience: float) -> float:
     """Return for how many seconds a rank that no other waits for may make no progress."""
     allowed_s = pulse.allowed_s(after_s, patience)
-    return max(allowed_s, _SAVE_S) if pulse.phase == _SAVING else allowed_s
+    return max(allowed_s, _SAVE_S) if pulse.at.phase == _SAVING else allowed_s
 
 
 def _in_order(pulses: Iterable[Liveness]) -> list[Liveness]:
-    return sorted(pulses, key=lambda p: (p.step, p.sequence, p.progress_s, p.rank))
+    return sorted(pulses, key=lambda p: (p.at.step, p.at.sequence, p.progress_s, p.rank))

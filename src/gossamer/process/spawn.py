@@ -72,12 +72,17 @@ class Worker:
             if pipe is not None
         ]
 
+    @property
+    def runs(self) -> bool:
+        """Whether the end of the worker has not been seen yet."""
+        return self.exit_code is None
+
     def poll(self) -> int | None:
         """Return the exit code (minus the signal's number) once the worker has ended, else None.
 
         When the worker has ended, the rest of its process group is killed.
         """
-        if self.exit_code is None and self._has_ended():
+        if self.runs and self._has_ended():
             self._signal_group(SIGKILL)  # while the dead leader still holds the group's number
             _, status, usage = os.wait4(self.pid, 0)
             self.exit_code = self._process.returncode = os.waitstatus_to_exitcode(status)
@@ -92,12 +97,12 @@ class Worker:
 
     def last_position(self) -> Position:
         """Return the worker's current position, or its last one if it has ended."""
-        return self._box.read() if self.exit_code is None else self._position
+        return self._box.read() if self.runs else self._position
 
     @property
     def word(self) -> LastWord:
         """The exit that the worker has recorded."""
-        return self._box.word() if self.exit_code is None else self._word
+        return self._box.word() if self.runs else self._word
 
     @property
     def is_silent(self) -> bool:
@@ -106,18 +111,18 @@ class Worker:
 
     def signal(self, number: Signals) -> None:
         """Send a signal to the worker process alone, not to its children."""
-        if self.exit_code is None:
+        if self.runs:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL to the worker's process group; stopped processes die too."""
-        if self.exit_code is None:
+        if self.runs:
             self._signal_group(SIGKILL)
 
     def state(self) -> str:
         """Return the process state as one letter of ps: R, S, D, T (stopped), Z, ...; "" when it is unknown."""
-        return process_state(self.pid) if self.exit_code is None else ""
+        return process_state(self.pid) if self.runs else ""
 
     def last_line(self) -> str:
         """Return the last line the worker wrote to its log since it was started."""

@@ -22,8 +22,9 @@ from gossamer.run.checkpoint import trainable
 from gossamer.run.engine import engine_of, holdings_of, pieces_of, pipeline_of
 from gossamer.run.parts import Parts
 from gossamer.run.staged_model import Forward, StagedModel
-from gossamer.run.step_algorithm import At, Gradients, Task
+from gossamer.run.step_algorithm import At, Gradients
 from gossamer.run.step_runner import ModelRuntime
+from gossamer.run.task import Task
 from gossamer.sync import GradientReducer, StepContext
 
 

@@ -21,7 +21,7 @@ def line_of(
 ) -> str:
     """Return the one-line summary of a successful proof: losses, gradients proved, their largest distance, and cost."""
     mine, one = verdict.losses
-    each = " each" if verdict.apart is not None or verdict.writes else ""
+    each = " each" if verdict.own.apart is not None or verdict.own.writes else ""
     said = [
         f"{question.microbatches} micro-batches: {layout_of(plan)} = 1 process{each}",
         f"loss {mine:.4f} = {one:.4f}",
@@ -78,14 +78,14 @@ def warnings_of(verdict: ProofVerdict) -> Iterator[str]:
     together not one process.
     """
     own = "each replica keeps buffers or other state for itself, so that together they are not one process"
-    if verdict.apart is not None:
-        yield f"{own}: {told_of(verdict.apart)}"
-    elif verdict.counted:
+    if verdict.own.apart is not None:
+        yield f"{own}: {told_of(verdict.own.apart)}"
+    elif verdict.own.counted:
         yield (
-            f"{own}: {verdict.counted} is of its own batches; no loss and no gradient here depends on it, and a "
+            f"{own}: {verdict.own.counted} is of its own batches; no loss and no gradient here depends on it, and a "
             "checkpoint has the first replica's"
         )
-    if verdict.writes:
+    if verdict.own.writes:
         yield "the forward writes to parameters, which each replica does for itself: they may drift apart"
 
 

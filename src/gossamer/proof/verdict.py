@@ -89,6 +89,15 @@ class EntryDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaState:
+    """The state that each data-parallel replica keeps for itself, so that together they are not one process."""
+
+    apart: Fault | None = None  # first difference if replicas shared one state
+    writes: bool = False  # whether the forward writes to parameters, on each replica by itself
+    counted: str = ""  # a buffer that each replica updates from its own batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProofVerdict:
     """The result of a proof: losses, the number of gradients proved, distances and faults.
 
@@ -105,9 +114,7 @@ class ProofVerdict:
     faults: tuple[Fault, ...] = ()
     parting: Parting | None = None  # the first forward value that differs
     entries: EntryDifference | None = None
-    apart: Fault | None = None  # first difference if replicas shared one state
-    writes: bool = False  # whether the forward writes to parameters, on each replica by itself
-    counted: str = ""  # a buffer that each replica updates from its own batches
+    own: ReplicaState = ReplicaState()
 
 
 def first_of(faults: Sequence[Fault]) -> Fault:
@@ -141,9 +148,11 @@ def judge(sides: BothTables) -> ProofVerdict:
         within_coarse=max(coarse, default=0.0),
         unsteady=unsteady,
         faults=(*values, *losses, *gradients, *buffers),
-        apart=parted,
-        writes=bool(sides.alone.keeps[1]),
-        counted=("", *sides.names.buffers)[int(sides.alone.keeps[2])],
+        own=ReplicaState(
+            apart=parted,
+            writes=bool(sides.alone.keeps[1]),
+            counted=("", *sides.names.buffers)[int(sides.alone.keeps[2])],
+        ),
     )
 
 

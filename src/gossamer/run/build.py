@@ -182,7 +182,7 @@ def _outer_loop(
     given: _Inputs, states: ShardedOptimizer, replica: sync.GradientReducer, truth: Mapping[str, Tensor]
 ) -> sync.OuterLoop:
     progress = given.around.saver.progress
-    return sync.OuterLoop.of(
+    return sync.outer_loop_of(
         given.recipe.sync.loop,
         given.params,
         truth,
@@ -207,7 +207,7 @@ def _outer_steps(
     return OuterSteps(
         sync=given.recipe.sync,
         apart=apart,
-        word=apart.roll or (status.of(given.pump.channel, loop.warmup_steps) if loop is not None else None),
+        word=apart.roll or (status.of(given.pump.channel, loop.warmup.steps) if loop is not None else None),
         replica=replica,
         states=states,
         rule=rule,

@@ -9,7 +9,7 @@ from gossamer.run.loss_scale import LossScale
 from gossamer.run.nonfinite_cause import NonFiniteSite, Ranks, cause_of
 from gossamer.run.nonfinite_policy import NonFiniteAction, NonFinitePolicy
 from gossamer.run.rank_stages import RankStages
-from gossamer.run.step_algorithm import Task
+from gossamer.run.task import Task
 from gossamer.sync import GradientReducer, StepAgreement
 
 

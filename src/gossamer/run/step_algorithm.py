@@ -15,23 +15,14 @@ from gossamer.ops.norm import scale_
 from gossamer.pipeline.executor import execute
 from gossamer.pipeline.rank_backend import RankBackend
 from gossamer.pipeline.tied_weights import TiedWeights
-from gossamer.run.batches import MicroBatch
 from gossamer.run.forward import Pipeline, transfers_of
-from gossamer.run.step_runner import ModelPart, StepRunner
+from gossamer.run.step_runner import ModelPart, StepHooks, StepRunner
+from gossamer.run.task import Task
 from gossamer.sharding import ShardedOptimizer
 from gossamer.spec.action import Op
-from gossamer.sync import GradientReducer, StepAgreement, StepContext, StepVote
+from gossamer.sync import GradientReducer, StepAgreement, StepVote
 
 At = Callable[[int, str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """The work of one rank in a step: the step's context, its micro-batches by number, their counts of valid labels."""
-
-    window: StepContext
-    pieces: Mapping[int, MicroBatch]
-    weights: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +95,15 @@ class Gradients:
         work = StepRunner(
             pieces=self.pieces,
             stages=self.pipeline.schedule.stages,
-            step=window.step,
-            microbatches=task.pieces,
-            weights=task.weights,
+            task=task,
             labels=self.replica.labels if window.together else lambda: window.weight,
-            scale=window.scale,
             transfers=transfers_of(self.pump, self.pieces, self.pipeline, task.pieces, key),
             recomputed=frozenset((a.stage, a.batch) for a in self.pipeline.row if a.op is Op.RECOMPUTE),
-            on_last_backward=self.replica.watch,
-            on_reduce=lambda: self.reduce(window.step),
-            moves=lambda: self.at(window.step, "compute"),
+            hooks=StepHooks(
+                on_last_backward=self.replica.watch,
+                on_reduce=lambda: self.reduce(window.step),
+                moves=lambda: self.at(window.step, "compute"),
+            ),
         )
         self.replica.open(window)
         self.at(window.step, "compute")

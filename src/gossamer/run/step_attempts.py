@@ -11,8 +11,9 @@ from gossamer.run.goal import Goal
 from gossamer.run.loss_scale import LossScale
 from gossamer.run.outer_steps import OuterSteps
 from gossamer.run.rank_stages import RankStages
-from gossamer.run.step_algorithm import StepAlgorithm, StepAttempt, Task
+from gossamer.run.step_algorithm import StepAlgorithm, StepAttempt
 from gossamer.run.surroundings import Surroundings
+from gossamer.run.task import Task
 from gossamer.sharding import ShardedOptimizer
 from gossamer.sync import GradientReducer, StepAgreement, StepContext
 

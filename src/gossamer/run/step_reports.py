@@ -8,8 +8,9 @@ from gossamer.optimizer import Optimizer
 from gossamer.run.batches import Feed
 from gossamer.run.nonfinite_policy import NonFiniteAction
 from gossamer.run.resources import peak_bytes
-from gossamer.run.step_algorithm import StepAttempt, Task
+from gossamer.run.step_algorithm import StepAttempt
 from gossamer.run.surroundings import Sink
+from gossamer.run.task import Task
 from gossamer.spec import records
 from gossamer.sync import GradientReducer, StepAgreement
 

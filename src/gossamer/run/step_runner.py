@@ -23,6 +23,7 @@ from gossamer.model.split.recompute import InPlaceWrites, nothing_saved, once_mo
 from gossamer.model.unit_seeds import UnitSeeds
 from gossamer.pipeline.p2p import StageBoundary, StepP2P
 from gossamer.run.batches import MicroBatch, RankBatch
+from gossamer.run.task import Task
 from gossamer.spec.action import Action
 
 
@@ -108,8 +109,13 @@ class UnsplitModel(ModelPart):
         )
 
 
-def _nothing() -> None:
-    pass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHooks:
+    """The callbacks of a step's work into averaging and supervision."""
+
+    on_last_backward: Callable[[], None]
+    on_reduce: Callable[[], None]
+    moves: Callable[[], None]  # called at every forward and backward
 
 
 @dataclass(slots=True)
@@ -117,21 +123,16 @@ class StepRunner:
     """The work of one rank in one step: the methods that the schedule runtime calls for each action.
 
     Gradients are those of the mean loss over `labels` valid labels: micro-batch b counts with weight_b / labels, so
-    unequal micro-batches are exact. `scale` multiplies the loss (fp16).
+    unequal micro-batches are exact.
     """
 
     pieces: Mapping[int, ModelPart]  # the stages of this rank
     stages: int
-    step: int
-    microbatches: Mapping[int, MicroBatch]  # that this rank has a part in, by number
-    weights: Mapping[int, float]  # valid labels of each of them
+    task: Task
     labels: Callable[[], float]  # of all that the pipeline works on
-    scale: float
     transfers: StepP2P
     recomputed: frozenset[tuple[int, int]]  # (stage, micro-batch) that keeps no graph until it is recomputed
-    on_last_backward: Callable[[], None]
-    on_reduce: Callable[[], None]
-    moves: Callable[[], None] = _nothing  # called at every forward and backward
+    hooks: StepHooks
     losses: dict[int, Tensor] = field(default_factory=dict)
     compute_s: float = 0.0
     _live: dict[tuple[int, int], InFlight] = field(default_factory=dict)
@@ -141,7 +142,7 @@ class StepRunner:
     @property
     def weight(self) -> float:
         """Return the number of valid labels of this rank's micro-batches in this step."""
-        return sum(self.weights.values())
+        return sum(self.task.weights.values())
 
     @property
     def speaks(self) -> bool:
@@ -150,10 +151,10 @@ class StepRunner:
 
     def forward(self, stage: int, batch: int) -> None:
         """Run a stage forward on a micro-batch, and hand its outputs to the transfers."""
-        self.moves()
-        began, piece = time.perf_counter(), self.microbatches[batch]
+        self.hooks.moves()
+        began, piece = time.perf_counter(), self.task.pieces[batch]
         received, keep = self.transfers.received(stage, batch), (stage, batch) not in self.recomputed
-        live = self.pieces[stage].forward(piece, self.step, received, keep_graph=keep)
+        live = self.pieces[stage].forward(piece, self.task.window.step, received, keep_graph=keep)
         if stage + 1 == self.stages:
             self.losses[batch] = live.result.detach() * self._part(batch, self.weight)
         self._live[stage, batch] = live
@@ -188,19 +189,19 @@ class StepRunner:
     @contextmanager
     def _backward(self, stage: int, batch: int, *, is_last: bool) -> Iterator[None]:
         """Wrap a backward or a part of one; `is_last`: it is the last work on the micro-batch in this stage."""
-        self.moves()
+        self.hooks.moves()
         began = time.perf_counter()
         self._backwards += is_last
-        if is_last and self._backwards == len(self.microbatches) * len(self.pieces):
-            self.on_last_backward()
+        if is_last and self._backwards == len(self.task.pieces) * len(self.pieces):
+            self.hooks.on_last_backward()
         # A saver may recompute a unit in here: under the forward's key it draws the forward's numbers.
-        with self.pieces[stage].engine.randomness.at(self.step, self.microbatches[batch].key):
+        with self.pieces[stage].engine.randomness.at(self.task.window.step, self.task.pieces[batch].key):
             yield
         self.compute_s += time.perf_counter() - began
 
     def _part(self, batch: int, labels: float) -> float:
         """Return the weight of a micro-batch in the mean over `labels` valid labels."""
-        return self.weights[batch] / labels if labels else 0.0
+        return self.task.weights[batch] / labels if labels else 0.0
 
     def _scaled(self, stage: int, batch: int, live: InFlight) -> Tensor | None:
         """Return the scaled loss that the last stage's backward begins with; None for other stages."""
@@ -209,7 +210,7 @@ class StepRunner:
         loss: Tensor = live.result
         part = self._part(batch, self.labels())
         # Rows without a valid label have a mean over nothing (nan); they still must run backward, with zeros.
-        return loss * (part * self.scale) if part else torch.nan_to_num(loss) * 0.0
+        return loss * (part * self.task.window.scale) if part else torch.nan_to_num(loss) * 0.0
 
     def send(self, action: Action) -> None:
         """Send the activations or gradients of an action."""
@@ -224,9 +225,9 @@ class StepRunner:
         self._reduced += 1
         if self._reduced == len(self.pieces):
             self.transfers.finish()
-            self.on_reduce()
+            self.hooks.on_reduce()
 
     def loss(self) -> float:
         """Return the mean loss over this rank's valid labels; 0 if there are none, or if another rank computes it."""
-        parts = [loss for batch, loss in self.losses.items() if self.weights[batch]]
+        parts = [loss for batch, loss in self.losses.items() if self.task.weights[batch]]
         return float(torch.stack(parts).sum()) if parts else 0.0

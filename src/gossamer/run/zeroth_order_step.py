@@ -13,9 +13,10 @@ from torch import nn
 from gossamer.comm.comm_thread import CommThread
 from gossamer.model.split.recompute import BufferValues, buffers_of, in_place_of
 from gossamer.run.forward import Pipeline, run_forward
-from gossamer.run.step_algorithm import At, ReplayedSteps, StepAlgorithm, StepAttempt, Task
+from gossamer.run.step_algorithm import At, ReplayedSteps, StepAlgorithm, StepAttempt
 from gossamer.run.step_log import NAME, StepLog
 from gossamer.run.step_runner import ModelPart
+from gossamer.run.task import Task
 from gossamer.sync import StepAgreement, StepMessage, ZerothOrderRank
 
 

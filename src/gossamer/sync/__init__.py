@@ -18,8 +18,9 @@ from gossamer.spec.registry import Registry
 from gossamer.sync._gradient_buckets import buckets_of
 from gossamer.sync._gradient_reducer import GradientReducer
 from gossamer.sync._local_steps import LocalStepSchedule, by_speed
+from gossamer.sync._local_update_loop import outer_loop_of
 from gossamer.sync._outer_config import OuterLoopConfig
-from gossamer.sync._outer_loop import OuterLoop
+from gossamer.sync._outer_loop import NoOuterLoop, OuterLoop
 from gossamer.sync._quorum import QuorumThread
 from gossamer.sync._round_traffic import exchange_of_second_moments, exchanges_of_round, traffic_of_round
 from gossamer.sync._status import ReplicaStatus, StatusChannel, StatusExchange
@@ -33,6 +34,7 @@ __all__ = [
     "REGISTRY",
     "StepAgreement",
     "OuterLoop",
+    "NoOuterLoop",
     "StepMessage",
     "SyncResult",
     "OuterLoopConfig",
@@ -55,6 +57,7 @@ __all__ = [
     "exchange_of_second_moments",
     "exchanges_of_round",
     "names",
+    "outer_loop_of",
     "parsed",
     "traffic_of_round",
 ]

@@ -16,6 +16,41 @@ LocalSteps: TypeAlias = tuple[int, ...] | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SyncWarmup:
+    """The beginning of local-update training: synchronous warm-up steps, then rounds that grow.
+
+    steps: synchronous warm-up steps, in which all ranks average gradients.
+    var_update_scaler: in the warm-up all average in each of the first so many steps, then in every second until there
+        were as many again, in every fourth, and so on. A local step between two of them is a round by itself. 0:
+        average in all steps.
+    local_step_scaler: after the warm-up, rounds have one step, and twice as many after every so many steps, up to
+        `sync_every`. 0: `sync_every` at once.
+    """
+
+    steps: int = 0
+    var_update_scaler: int = 0
+    local_step_scaler: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncOverlap:
+    """The overlap of training with the exchange of a pseudo-gradient, and the local steps taken meanwhile.
+
+    delay: training steps between sending a pseudo-gradient and applying the average.
+    alpha: weight of the local parameters when the updated global parameters are loaded: 0 loads those alone.
+    keep_local_progress: delayed averaging: add to the loaded parameters the local movement since the pseudo-gradient
+        was sent. Without it those steps are lost, except for alpha's part.
+    reset_to_global: return to the global parameters when a pseudo-gradient has been sent, as in CO2; they are then
+        updated by the pseudo-gradient of the round before.
+    """
+
+    delay: int = 0
+    alpha: float = 0.0
+    keep_local_progress: bool = False
+    reset_to_global: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OuterLoopConfig:
     """The settings of local-update training: how often and through which exchange islands average pseudo-gradients.
 
@@ -24,19 +59,9 @@ class OuterLoopConfig:
     sync_every: from one exchange of a parameter to the next (the sync period).
     outer_optimizer: updates the global parameters by the mean pseudo-gradient.
     exchange: how pseudo-gradients are averaged.
+    warmup: synchronous steps at first, and growing rounds after them.
+    overlap: what islands do with the steps they take while a pseudo-gradient is in flight.
     fragments: parts of the model that are exchanged one after the other, sync_every / fragments steps apart.
-    sync_delay: training steps between sending a pseudo-gradient and applying the average.
-    alpha: weight of the local parameters when the updated global parameters are loaded: 0 loads those alone.
-    keep_local_progress: delayed averaging: add to the loaded parameters the local movement since the pseudo-gradient
-        was sent. Without it those steps are lost, except for alpha's part.
-    warmup_steps: synchronous warm-up steps, in which all ranks average gradients.
-    var_update_scaler: in the warm-up all average in each of the first so many steps, then in every second until there
-        were as many again, in every fourth, and so on. A local step between two of them is a round by itself. 0:
-        average in all steps.
-    local_step_scaler: after the warm-up, rounds have one step, and twice as many after every so many steps, up to
-        `sync_every`. 0: `sync_every` at once.
-    reset_to_global: return to the global parameters when a pseudo-gradient has been sent, as in CO2; they are then
-        updated by the pseudo-gradient of the round before.
     error_reset: keep the compression error of an island's pseudo-gradient in its parameters (error reset).
     global_sync_every: with `error_reset`, every so many rounds is a dense average without loss; 0: only the last one.
     average_second_moments_every: every so many rounds average the second moments of the optimizer too, one byte per
@@ -55,13 +80,8 @@ class OuterLoopConfig:
     outer_optimizer: OuterOptimizer
     exchange: Exchange
     fragments: int = 1
-    sync_delay: int = 0
-    alpha: float = 0.0
-    keep_local_progress: bool = False
-    warmup_steps: int = 0
-    var_update_scaler: int = 0
-    local_step_scaler: int = 0
-    reset_to_global: bool = False
+    overlap: SyncOverlap = SyncOverlap()
+    warmup: SyncWarmup = SyncWarmup()
     error_reset: bool = False
     global_sync_every: int = 0
     average_second_moments_every: int = 0
@@ -82,11 +102,17 @@ class OuterLoopConfig:
         _demand(every >= 1, "sync_every", "a period of at least 1 step", every, do)
         fits, wanted = 1 <= self.fragments <= every, f"1 to {every} fragments (sync_every)"
         _demand(fits, "fragments", wanted, self.fragments, "each has a step of its own")
-        longest = every if self.reset_to_global else every - 1
-        fits = 0 <= self.sync_delay <= longest
+        longest = every if self.overlap.reset_to_global else every - 1
+        fits = 0 <= self.overlap.delay <= longest
         do = "an exchange must end before the next one of the same parameters begins: raise sync_every"
-        _demand(fits, "sync_delay", f"a delay of 0 to {longest} steps", self.sync_delay, do)
-        _demand(0 <= self.alpha <= 1, "alpha", "a part from 0 to 1", self.alpha, "0 takes the common parameters alone")
+        _demand(fits, "sync_delay", f"a delay of 0 to {longest} steps", self.overlap.delay, do)
+        _demand(
+            0 <= self.overlap.alpha <= 1,
+            "alpha",
+            "a part from 0 to 1",
+            self.overlap.alpha,
+            "0 takes the common parameters alone",
+        )
 
     def _check_rounds(self) -> None:
         """Check the numbers of rounds after which one is dense, or averages second moments."""
@@ -101,11 +127,11 @@ class OuterLoopConfig:
         key, patience_s = "straggler_timeout_s", self.straggler_timeout_s
         _demand(0 <= patience_s < math.inf, key, "0 seconds or more", patience_s, "0 waits for as long as it takes")
         plain = not (
-            self.reset_to_global
+            self.overlap.reset_to_global
             or self.error_reset
             or self.step_exchange is not None
-            or self.var_update_scaler
-            or self.local_step_scaler
+            or self.warmup.var_update_scaler
+            or self.warmup.local_step_scaler
         )
         do = "what an island owes, or meets of every step, is of all islands: such a loop waits for all"
         _demand(plain or not patience_s, key, "0", patience_s, do)
@@ -115,13 +141,13 @@ class OuterLoopConfig:
     def _check_warmup(self) -> None:
         """Check the synchronous steps at first, and the rounds that grow after them."""
         wanted, do = "a number of steps from 0 on", "0 parts the islands at once"
-        _demand(self.warmup_steps >= 0, "warmup_steps", wanted, self.warmup_steps, do)
+        _demand(self.warmup.steps >= 0, "warmup_steps", wanted, self.warmup.steps, do)
         do = "0 lets all gradients meet in all steps before warmup_steps"
-        _demand(self.var_update_scaler >= 0, "var_update_scaler", wanted, self.var_update_scaler, do)
+        _demand(self.warmup.var_update_scaler >= 0, "var_update_scaler", wanted, self.warmup.var_update_scaler, do)
         do = "0 does not let rounds grow"
-        _demand(self.local_step_scaler >= 0, "local_step_scaler", wanted, self.local_step_scaler, do)
-        whole = self.fragments == 1 and not self.sync_delay and not self.local_steps
-        fits = whole or not self.var_update_scaler + self.local_step_scaler
+        _demand(self.warmup.local_step_scaler >= 0, "local_step_scaler", wanted, self.warmup.local_step_scaler, do)
+        whole = self.fragments == 1 and not self.overlap.delay and not self.local_steps
+        fits = whole or not self.warmup.var_update_scaler + self.warmup.local_step_scaler
         do = "rounds of one step are of the whole model, without delay, and everybody makes all steps"
         _demand(fits, "fragments", "one fragment", self.fragments, do)
 
@@ -141,10 +167,12 @@ class OuterLoopConfig:
 
         False where `done` is negative.
         """
-        if done >= self.warmup_steps or done < 0 or not self.var_update_scaler:
-            return done >= self.warmup_steps
-        distance = 1 << (done // self.var_update_scaler + 1).bit_length() - 1  # between synchronous steps at this point
-        return (done - self.var_update_scaler * (distance - 1)) % distance > 0
+        if done >= self.warmup.steps or done < 0 or not self.warmup.var_update_scaler:
+            return done >= self.warmup.steps
+        distance = (
+            1 << (done // self.warmup.var_update_scaler + 1).bit_length() - 1
+        )  # between synchronous steps at this point
+        return (done - self.warmup.var_update_scaler * (distance - 1)) % distance > 0
 
     def steps_of(self, islands: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Return the inner steps of a round by island. Raise BadInput if `local_steps` is for other islands."""
@@ -164,7 +192,7 @@ class OuterLoopConfig:
         """Return the schedule of each rank's inner steps."""
         pairs = zip(islands, self.steps_of(islands), strict=True)
         by_rank = {rank: n for ranks, n in pairs for rank in ranks}
-        return LocalStepSchedule(self.sync_every, self.warmup_steps, tuple(by_rank[rank] for rank in sorted(by_rank)))
+        return LocalStepSchedule(self.sync_every, self.warmup.steps, tuple(by_rank[rank] for rank in sorted(by_rank)))
 
     @property
     def cycle(self) -> int:
@@ -188,24 +216,24 @@ class OuterLoopConfig:
 
     def sends(self, fragment: int, done: int) -> bool:
         """Return whether a fragment's pseudo-gradient is sent after `done` steps."""
-        if done <= self.warmup_steps:
+        if done <= self.warmup.steps:
             return self.apart(done - 1)
         period = self._period(done)
-        since = done - self.warmup_steps - (fragment * period) // self.fragments
+        since = done - self.warmup.steps - (fragment * period) // self.fragments
         return since >= 0 and since % period == 0
 
     @property
     def steady(self) -> int:
         """Return the number of steps before all rounds have `sync_every` steps: warm-up and growing rounds."""
-        return self.warmup_steps + self.local_step_scaler * (self.sync_every - 1).bit_length()
+        return self.warmup.steps + self.warmup.local_step_scaler * (self.sync_every - 1).bit_length()
 
     def _period(self, done: int) -> int:
         """Return the steps of a round that ends after `done` steps, more than `warmup_steps`."""
-        if not self.local_step_scaler:
+        if not self.warmup.local_step_scaler:
             return self.sync_every
         return min(
             self.sync_every,
-            1 << min((done - self.warmup_steps - 1) // self.local_step_scaler, self.sync_every.bit_length()),
+            1 << min((done - self.warmup.steps - 1) // self.warmup.local_step_scaler, self.sync_every.bit_length()),
         )
 
 

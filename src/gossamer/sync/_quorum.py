@@ -4,7 +4,7 @@ At the end of a round all ranks gather, again and again, whether they are presen
 for `patience_s`, the round continues without the others. All ranks decide alike, as all have the same answers. A late
 island finds the results of the rounds it missed, in order, and applies them.
 
-Wire: 16 bytes from every rank to all for each gather, which runs when a rank arrives, and else after `pause_s`; then
+Wire: 16 bytes from every rank to all for each gather, which runs when a rank arrives, and else after `_PAUSE_S`; then
 one more, with a rank's row of the round and the 32 bytes of a status message.
 """
 
@@ -29,6 +29,7 @@ Brought = TypeVar("Brought")
 Left = TypeVar("Left")
 
 _AWAY, _FULL = -1.0, -math.inf  # sent by an absent rank; by one whose backlog of rounds is full
+_PAUSE_S = 0.05  # between two gathers in which no rank has arrived
 _MOST = 8  # rounds an island may miss before the others wait for it: each holds its result in memory
 
 
@@ -72,7 +73,6 @@ class QuorumThread(StatusChannel, Generic[Brought, Left]):
     channel: Channel
     patience_s: float
     asked: Callable[[], bool]
-    pause_s: float = 0.05
     missed: int = 0  # the last step after which a round went on without this rank
     _said: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     _answers: dict[int, _Answer[Brought]] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class QuorumThread(StatusChannel, Generic[Brought, Left]):
         levels, rank = self.channel.levels, self.channel.rank
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: due.step in self._answers or self._ending, self.pause_s)
+                self._changed.wait_for(lambda: due.step in self._answers or self._ending, _PAUSE_S)
                 mine, ending = self._answers.get(due.step), self._ending
                 behind = len(self._ended)
             absent = _AWAY if behind < _MOST else _FULL

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
 from gossamer.sync import OuterLoopConfig, Sync
+from gossamer.sync._outer_config import SyncOverlap, SyncWarmup
 from gossamer.sync.outer import OuterOptimizer
 from gossamer.sync.outer.stale_momentum import StaleMomentum
 
@@ -38,9 +39,8 @@ class Co2(Sync):
     def loop(self) -> OuterLoopConfig:
         return OuterLoopConfig(
             sync_every=self.sync_every,
-            sync_delay=self.sync_every,
-            warmup_steps=self.warmup_steps,
-            reset_to_global=True,
+            warmup=SyncWarmup(steps=self.warmup_steps),
+            overlap=SyncOverlap(delay=self.sync_every, reset_to_global=True),
             exchange=self.exchange,
             outer_optimizer=self.outer_optimizer,
         )

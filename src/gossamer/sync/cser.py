@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from gossamer.exchange import Exchange
 from gossamer.exchange.random_blocks import RandomBlocks
 from gossamer.sync import OuterLoopConfig, Sync
+from gossamer.sync._outer_config import SyncWarmup
 from gossamer.sync.outer.average import Average
 
 
@@ -40,7 +41,7 @@ class Cser(Sync):
     def loop(self) -> OuterLoopConfig:
         return OuterLoopConfig(
             sync_every=self.sync_every,
-            warmup_steps=self.warmup_steps,
+            warmup=SyncWarmup(steps=self.warmup_steps),
             error_reset=True,
             step_exchange=self.step_exchange,
             exchange=self.exchange,

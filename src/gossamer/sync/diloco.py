@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
 from gossamer.sync import OuterLoopConfig, Sync
-from gossamer.sync._outer_config import LocalSteps
+from gossamer.sync._outer_config import LocalSteps, SyncOverlap, SyncWarmup
 from gossamer.sync.outer import OuterOptimizer
 from gossamer.sync.outer.nesterov import Nesterov
 
@@ -58,10 +58,8 @@ class Diloco(Sync):
         return OuterLoopConfig(
             sync_every=self.sync_every,
             fragments=self.fragments,
-            sync_delay=self.sync_delay,
-            alpha=self.alpha,
-            keep_local_progress=self.keep_local_progress,
-            warmup_steps=self.warmup_steps,
+            overlap=SyncOverlap(delay=self.sync_delay, alpha=self.alpha, keep_local_progress=self.keep_local_progress),
+            warmup=SyncWarmup(steps=self.warmup_steps),
             local_steps=self.local_steps,
             average_second_moments_every=self.average_second_moments_every,
             straggler_timeout_s=self.straggler_timeout_s,

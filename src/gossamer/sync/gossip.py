@@ -24,6 +24,7 @@ from gossamer.exchange.codec.float32 import Float32
 from gossamer.spec.errors import bad_input
 from gossamer.sync import OuterLoopConfig, Sync
 from gossamer.sync._gossip_exchange import GossipExchange
+from gossamer.sync._outer_config import SyncWarmup
 from gossamer.sync.outer.average import Average
 from gossamer.sync.topology import Topology
 from gossamer.sync.topology.pairs import Pairs
@@ -61,7 +62,7 @@ class Gossip(Sync):
         return OuterLoopConfig(
             sync_every=self.sync_every,
             global_sync_every=self.global_sync_every,
-            warmup_steps=self.warmup_steps,
+            warmup=SyncWarmup(steps=self.warmup_steps),
             error_reset=True,
             exchange=GossipExchange(self.topology, self.codec, self.gamma),
             outer_optimizer=Average(),

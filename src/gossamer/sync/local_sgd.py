@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
 from gossamer.sync import OuterLoopConfig, Sync
-from gossamer.sync._outer_config import LocalSteps
+from gossamer.sync._outer_config import LocalSteps, SyncWarmup
 from gossamer.sync.outer.average import Average
 
 
@@ -42,7 +42,7 @@ class LocalSgd(Sync):
     def loop(self) -> OuterLoopConfig:
         return OuterLoopConfig(
             sync_every=self.sync_every,
-            warmup_steps=self.warmup_steps,
+            warmup=SyncWarmup(steps=self.warmup_steps),
             local_steps=self.local_steps,
             straggler_timeout_s=self.straggler_timeout_s,
             exchange=self.exchange,

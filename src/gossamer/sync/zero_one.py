@@ -27,6 +27,7 @@ from gossamer.exchange.error_feedback import ErrorFeedback
 from gossamer.exchange.two_shot import TwoShot
 from gossamer.spec.errors import bad_input
 from gossamer.sync import OuterLoopConfig, Sync
+from gossamer.sync._outer_config import SyncWarmup
 from gossamer.sync.outer.average import Average
 
 
@@ -54,9 +55,11 @@ class ZeroOne(Sync):
     def loop(self) -> OuterLoopConfig:
         return OuterLoopConfig(
             sync_every=self.local_step_clipper,
-            warmup_steps=self.var_freeze_step,
-            var_update_scaler=self.var_update_scaler,
-            local_step_scaler=self.local_step_scaler,
+            warmup=SyncWarmup(
+                steps=self.var_freeze_step,
+                var_update_scaler=self.var_update_scaler,
+                local_step_scaler=self.local_step_scaler,
+            ),
             exchange=self.exchange,
             outer_optimizer=Average(),
         )

@@ -114,15 +114,16 @@ def _figures(progress: RunProgress) -> list[PanelRow]:
     """Return label and value of the known figures, the most important first: a low terminal shows fewer."""
     rows: list[PanelRow] = []
     step = progress.step
-    if (loss := progress.loss) is not None:
+    if (loss := progress.pace.loss) is not None:
         unit = progress.start.loss_unit if progress.start is not None else ""
         rows.append(("loss", _value(f"{loss:.4f}", unit, style=f"bold {ACCENT}")))
-    if (evaluation := progress.evaluation) is not None:
+    if progress.evaluations:
+        evaluation = progress.evaluations[-1]
         rows.append(
             ("validation", _value(evaluation_words(evaluation), f"at {evaluation.step:,}", style=f"bold {SECOND}"))
         )
-    if (rate := progress.tokens_per_s) is not None and progress.step_s is not None:
-        rows.append(("tokens/s", _value(show_count(rate), f"{show_seconds(progress.step_s)} a step")))
+    if (rate := progress.pace.tokens_per_s) is not None and progress.pace.step_s is not None:
+        rows.append(("tokens/s", _value(show_count(rate), f"{show_seconds(progress.pace.step_s)} a step")))
     if (share := progress.of_peak) is not None:
         rows.append(("arithmetic", _value(show_share(share), "of measured peak")))
     rows += _wire(progress)
@@ -138,22 +139,22 @@ def _figures(progress: RunProgress) -> list[PanelRow]:
 
 
 def _wire(progress: RunProgress) -> list[PanelRow]:
-    links = sorted(progress.link_bytes.items(), key=lambda item: -item[1][0])
+    links = sorted(progress.pace.link_bytes.items(), key=lambda item: -item[1][0])
     rows = [
         (f"link {link}"[:LABELS], _value(f"{show_bytes(per_step)}/step", show_rate(per_s)))
         for link, (per_step, per_s) in links[:LINKS]
     ]
     if len(links) > LINKS:
         rows.append(("", Text(f"and {len(links) - LINKS} more links", style="dim")))
-    if links and (exposed := progress.exposed_share) is not None:
+    if links and (exposed := progress.pace.exposed_share) is not None:
         rows.append(("exposed", _value(show_share(exposed), "of the step waits", style=WARN if exposed > 0.25 else "")))
     return rows
 
 
 def _saved(progress: RunProgress) -> list[PanelRow]:
-    if progress.save_failed is not None:
-        return [("checkpoint", Text(saved_words(progress.save_failed), style=BAD))]
-    return [("checkpoint", _value(saved_words(progress.saved)))] if progress.saved is not None else []
+    if progress.saves.failed is not None:
+        return [("checkpoint", Text(saved_words(progress.saves.failed), style=BAD))]
+    return [("checkpoint", _value(saved_words(progress.saves.saved)))] if progress.saves.saved is not None else []
 
 
 def _value(value: str, note: str = "", *, style: str = "") -> Text:

@@ -49,33 +49,46 @@ def _can_draw(out: TextIO, environ: Mapping[str, str]) -> bool:
     return is_terminal and environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and encoding == "utf8"
 
 
+class _Off(Display):
+    """The display after a failure of the real one: it shows nothing."""
+
+    def show(self, record: Record) -> None:
+        pass
+
+    def recall(self, record: Record) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class Guarded(Display):
     """A display that may fail: its first failure closes it and is logged, and the run continues without it."""
 
     def __init__(self, inner: Display) -> None:
-        self.inner: Display | None = inner
+        self.inner = inner
 
     def show(self, record: Record) -> None:
-        if self.inner is not None:
-            self._guard(self.inner, lambda inner: inner.show(record))
+        self._guard(lambda inner: inner.show(record))
 
     def recall(self, record: Record) -> None:
-        if self.inner is not None:
-            self._guard(self.inner, lambda inner: inner.recall(record))
+        self._guard(lambda inner: inner.recall(record))
 
     def tick(self) -> None:
-        if self.inner is not None:
-            self._guard(self.inner, lambda inner: inner.tick())
+        self._guard(lambda inner: inner.tick())
 
     def close(self) -> None:
-        if self.inner is not None:
-            self._guard(self.inner, lambda inner: inner.close())
+        self._guard(lambda inner: inner.close())
 
-    def _guard(self, inner: Display, act: Callable[[Display], None]) -> None:
+    def _guard(self, act: Callable[[Display], None]) -> None:
+        inner = self.inner
         try:
             act(inner)
         except (Exception, SystemExit) as error:  # whatever a terminal does, training is worth more
-            self.inner = None
+            self.inner = _Off()
             with suppress(Exception):
                 inner.close()
             _log.warning("the display failed and is off: %s: %s", type(error).__name__, error)

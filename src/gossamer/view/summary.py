@@ -8,7 +8,7 @@ from typing import Any
 
 from gossamer.spec.cost import Cost
 from gossamer.spec.records import End, Evaluation, Length, Record, Saved, Start, Step
-from gossamer.view.progress import part_of
+from gossamer.view.fraction import part_of
 from gossamer.view.run_directory import RunDirectory
 
 _TIMES = ("compute_s", "exposed_s", "step_s")  # of Cost; wire_s and bubble_s are not in the records
@@ -22,7 +22,8 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
     / forecast - 1 for every figure of the plan's forecast that the records hold.
     """
     told = _Told.of(run)
-    start, end, steps = told.start, told.end, list(told.steps.values())
+    start, steps = told.start, list(told.steps.values())
+    end = told.end if told.end is not None else End(step=max(told.steps, default=0), outcome="unfinished")
     plan = run.plan()
     forecast = plan.forecast if plan is not None and plan.forecast != Cost() else None
     measured = _measured(told, steps)
@@ -32,14 +33,14 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
     return {
         "run": run.name,
         "directory": str(run.path),
-        "outcome": end.outcome if end is not None else "unfinished",
-        "message": end.message if end is not None else "",
-        "model": start.model if start is not None else None,
-        "parameters": start.parameters if start is not None else None,
-        "ranks": start.ranks if start is not None else None,
-        "exchange": start.exchange if start is not None else None,
-        "steps": end.step if end is not None else max(told.steps, default=0),
-        "steps_wanted": start.steps if start is not None else None,
+        "outcome": end.outcome,
+        "message": end.message,
+        "model": _field(start, "model"),
+        "parameters": _field(start, "parameters"),
+        "ranks": _field(start, "ranks"),
+        "exchange": _field(start, "exchange"),
+        "steps": end.step,
+        "steps_wanted": _field(start, "steps"),
         "rejected_steps": told.rejected,
         "tokens": sum(step.tokens for step in steps),
         "seconds": told.seconds,
@@ -47,21 +48,26 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
         "starts": told.starts,
         "loss_unit": start.loss_unit if start is not None else None,
         "final_loss": told.steps[max(told.steps)].loss if told.steps else None,
-        "validation_step": evaluation.step if evaluation is not None else None,
-        "validation_loss": evaluation.loss if evaluation is not None else None,
-        "validation_bits_per_byte": evaluation.bits_per_byte if evaluation is not None else None,
+        "validation_step": _field(evaluation, "step"),
+        "validation_loss": _field(evaluation, "loss"),
+        "validation_bits_per_byte": _field(evaluation, "bits_per_byte"),
         "tokens_per_s": rate,
         "of_peak": _of_peak(start, rate),
         "exposed_share": part_of(sum(step.exposed_s for step in steps), stepping_s),
         "wire_bytes_per_step": measured.wire_bytes,
         "wire_bytes": told.sent_bytes,
         "peak_bytes": told.peak_bytes or None,
-        "checkpoint": told.saved.path if told.saved is not None else None,
-        "checkpoint_step": told.saved.step if told.saved is not None else None,
+        "checkpoint": _field(told.saved, "path"),
+        "checkpoint_step": _field(told.saved, "step"),
         "measured": measured.model_dump(mode="json"),
         "forecast": forecast.model_dump(mode="json") if forecast is not None else None,
         "forecast_error": forecast_error(forecast, measured) if forecast is not None else {},
     }
+
+
+def _field(record: Record | None, name: str) -> Any:
+    """Return a field of a record; None where the run has no such record."""
+    return None if record is None else getattr(record, name)
 
 
 def forecast_error(forecast: Cost, measured: Cost) -> dict[str, float]:

@@ -35,7 +35,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gossamer.model.split.dataflow import Produced
+from gossamer.model.split.output_leaf import Produced
 from gossamer.model.split.trace_backends import GROUPED, changed, like_bf16, unlogged
 from gossamer.spec.errors import BadInput, bad_input
 

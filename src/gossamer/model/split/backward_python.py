@@ -109,7 +109,7 @@ class BackwardPython:
         root = one.root
         path = next((p for p, m in self.module.named_modules() if root is not None and id(m) == root[0]), None)
         is_own = path is not None and any(path == unit or path.startswith(f"{unit}.") for unit in self.owned)
-        if root is None or not is_own or is_split or one.name != f"{path}.{root[1]}" or one.name in flow.touched:
+        if root is None or not is_own or is_split or one.name != f"{path}.{root[1]}" or one.name in flow.state.touched:
             raise self._refused(one.name)
         self.carried[root] = one.now
 
@@ -150,7 +150,7 @@ class BackwardPython:
     def _reading(self, flow: DataFlow) -> Iterator[None]:
         """Raise BadInput at a read of an attribute that a unit of another stage has set."""
         calls = flow.calls
-        foreign = {key for key, at in flow.kept.items() if any(calls[i].unit not in self.owned for i in at)}
+        foreign = {key for key, at in flow.state.kept.items() if any(calls[i].unit not in self.owned for i in at)}
         paths = {id(m): path for path, m in self.module.named_modules()} if foreign else {}
         roots = {
             (i, key.rpartition(".")[2]) for i, p in paths.items() for key in foreign if key.rpartition(".")[0] == p
@@ -185,7 +185,7 @@ def check_left(flow: DataFlow, part: StageSpec) -> None:
 
     For example, as an attribute of a class.
     """
-    for name, at in flow.left.items():
+    for name, at in flow.state.left.items():
         if any(part.owns(i) for i in at) and not all(part.owns(i) for i in at):
             raise bad_input(
                 wanted=f"{name}, which code in a backward may read, to be set by units of one stage",

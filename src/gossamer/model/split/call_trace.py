@@ -10,11 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.split.dataflow import HIDDEN, KEPT, CallOutput, OutputLeaf, Produced, SideOutput, containers_of
+from gossamer.model.split.dataflow import HIDDEN, KEPT, CallOutput, SideOutput, containers_of
+from gossamer.model.split.output_leaf import (
+    ArgumentLeaf,
+    ConstantLeaf,
+    MadeLeaf,
+    OpaqueLeaf,
+    OutputLeaf,
+    OverwrittenLeaf,
+    Produced,
+    RepeatedLeaf,
+)
 from gossamer.model.split.parameter_trace import ParameterTrace
 from gossamer.model.split.python_effects import BEGINNING, OF_TORCH, PythonEffects
 from gossamer.model.split.pytree import flatten, leaves_of
-from gossamer.model.split.traced_call import TracedCall
+from gossamer.model.split.traced_call import SideOutputWatch, TracedCall
 from gossamer.model.split.value_trace import ValueTrace
 
 _REPEATABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
@@ -50,11 +60,11 @@ class CallTrace:
         """Record that a call of the unit `name` begins; return its number."""
         self.current = self.position
         turn = sum(seen.unit == name for seen in self.traced)
-        seen = TracedCall(name, turn, flatten((args, kwargs))[0], containers=containers_of((args, kwargs)))
-        seen.before = [copy.copy(container) for container in seen.containers]
-        seen.kept = [*self._lists_and_dicts(name, {id(container) for container in seen.containers})]
-        seen.effects = PythonEffects.begin(self.module.get_submodule(name), name, (args, kwargs))
-        self.traced.append(seen)
+        containers: list[Any] = [*containers_of((args, kwargs))]
+        before = [copy.copy(container) for container in containers]
+        sides = SideOutputWatch(containers, before, [*self._lists_and_dicts(name, {id(one) for one in containers})])
+        effects = PythonEffects.begin(self.module.get_submodule(name), name, (args, kwargs))
+        self.traced.append(TracedCall(name, turn, flatten((args, kwargs))[0], effects, sides))
         return self.current
 
     def drop(self) -> None:
@@ -69,7 +79,6 @@ class CallTrace:
         """
         list(self.values.buffers.assigned(number, self.values.taint, loose=False))
         seen = self.traced[number]
-        assert seen.effects is not None
         seen.effects.end(self.module, seen.arguments, until)
         stored = [self.values.key(x) for x in seen.effects.tensors]  # other stages do not compute it
         self.values.constant.difference_update(stored)
@@ -78,7 +87,7 @@ class CallTrace:
         first: dict[int, int] = {}
         for i, leaf in enumerate(leaves):
             same = first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i
-            seen.leaves.append(OutputLeaf(same=same) if same != i else self._leaf(seen, leaf, CallOutput(number, i)))
+            seen.leaves.append(RepeatedLeaf(same) if same != i else self._leaf(seen, leaf, CallOutput(number, i)))
         kept = {self.values.where[v] for v in self.values.where if v.call == number}
         self.values.spread(seen.written - kept, frozenset((CallOutput(number, HIDDEN),)))
         self._keep_insides(number, seen, unit)
@@ -92,9 +101,9 @@ class CallTrace:
         hooked = module._forward_hooks  # its output leaves the unit only through a forward hook
         if hooked and id(module) in self.within[seen.unit] and self.paths[id(module)] != seen.unit:
             path = self.paths[id(module)]
-            turn = seen.turns.get(path, 0)
-            seen.turns[path] = turn + 1
-            seen.inner.append((path, turn, "", output))
+            turn = seen.sides.turns.get(path, 0)
+            seen.sides.turns[path] = turn + 1
+            seen.sides.inner.append((path, turn, "", output))
 
     def _lists_and_dicts(self, unit: str, known: set[int]) -> Iterator[tuple[str, str, Any, Any]]:
         """Yield the attributes of modules that are lists or dicts, to which a call may add."""
@@ -114,23 +123,22 @@ class CallTrace:
         same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
         if not isinstance(leaf, Tensor):
             if same is not None and leaf is not None:
-                return OutputLeaf(source=same)
-            opaque = "" if type(leaf) in _REPEATABLE else type(leaf).__qualname__
-            return OutputLeaf(constant=None if opaque else leaf, opaque=opaque)
+                return ArgumentLeaf(same)
+            return ConstantLeaf(leaf) if type(leaf) in _REPEATABLE else OpaqueLeaf(type(leaf).__qualname__)
         if leaf.layout is not torch.strided:
-            return OutputLeaf(opaque=f"tensor of layout {leaf.layout}")
+            return OpaqueLeaf(f"tensor of layout {leaf.layout}")
         key = self.values.key(leaf)
         is_skipped = same is not None and not seen.is_used and bool(self.parameters.owned[seen.unit])
         if same is not None and key not in seen.written and not is_skipped:
-            return OutputLeaf(source=same)
+            return ArgumentLeaf(same)
         if is_skipped:
             self.values.reach(self.values.taint.get(key, ()), value.call)
         self.values.name(key, value)
         if not torch.is_grad_enabled():
             self.without_grad.append((seen.unit, leaf))
         if is_skipped and key not in seen.written:  # this time; another time it returns what it computes
-            return OutputLeaf(made=self._to_come(leaf, seen.unit))
-        return OutputLeaf(source=same, made=Produced.of(leaf))
+            return MadeLeaf(self._to_come(leaf, seen.unit))
+        return MadeLeaf(Produced.of(leaf)) if same is None else OverwrittenLeaf(Produced.of(leaf), same)
 
     def _to_come(self, leaf: Tensor, unit: str) -> Produced:
         """Return the output of a unit when it computes, which has passed its argument through this time."""
@@ -143,13 +151,13 @@ class CallTrace:
         for inner in unit.modules():
             for name, held in vars(inner).items():
                 if isinstance(held, Tensor) and self.values.born.get(self.values.key(held)) == number:
-                    seen.inner.append((self.paths[id(inner)], 0, name, held))
-        for path, turn, attribute, output in seen.inner:
+                    seen.sides.inner.append((self.paths[id(inner)], 0, name, held))
+        for path, turn, attribute, output in seen.sides.inner:
             self._keep_inside(number, seen, SideOutput(path, turn, attribute, (), (), flatten(output)[1]), output)
-        for i, (container, before) in enumerate(zip(seen.containers, seen.before, strict=True)):
+        for i, (container, before) in enumerate(zip(seen.sides.containers, seen.sides.before, strict=True)):
             for key, held in _added(container, before):
                 self._keep_inside(number, seen, SideOutput("", 0, "", (), (), flatten(held)[1], i, key), held)
-        for path, name, container, before in seen.kept:
+        for path, name, container, before in seen.sides.kept:
             for key, held in _added(container, before):
                 if any(
                     isinstance(x, Tensor) and self.values.born.get(self.values.key(x)) == number
@@ -158,7 +166,7 @@ class CallTrace:
                     self._keep_inside(
                         number, seen, SideOutput(path, 0, name, (), (), flatten(held)[1], KEPT, key), held
                     )
-        seen.inner, seen.containers, seen.before, seen.kept = [], [], [], []
+        seen.sides = SideOutputWatch()
 
     def _keep_inside(self, number: int, seen: TracedCall, inside: SideOutput, output: Any) -> None:
         start = len(seen.leaves) + sum(len(i.leaves) for i in seen.insides)
@@ -170,16 +178,16 @@ class CallTrace:
     def _inner_leaf(self, seen: TracedCall, leaf: Any, value: CallOutput) -> tuple[OutputLeaf, int]:
         """Return the leaf, and the place of its value: a new one, or the one that its memory already has."""
         if not isinstance(leaf, Tensor):
-            return OutputLeaf(constant=leaf if type(leaf) in _REPEATABLE else None), HIDDEN
+            return ConstantLeaf(leaf if type(leaf) in _REPEATABLE else None), HIDDEN
         same = next((i for i, given in enumerate(seen.arguments) if given is leaf), None)
         if same is not None and self.values.key(leaf) not in seen.written:
-            return OutputLeaf(source=same), HIDDEN
+            return ArgumentLeaf(same), HIDDEN
         key, made = self.values.key(leaf), Produced.of(leaf)
         if self.values.born.get(key) == value.call:
             self.values.name(key, value)
-            return OutputLeaf(made=made), value.place
+            return MadeLeaf(made), value.place
         named = (v.place for v, at in self.values.where.items() if at == key and v.call == value.call)
-        return OutputLeaf(made=made), next(named, HIDDEN)
+        return MadeLeaf(made), next(named, HIDDEN)
 
 
 def _added(container: Any, before: Any) -> list[tuple[Any, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossamer.model.split.output_leaf import OutputLeaf, Produced, TensorLeaf
 from gossamer.model.split.pytree import TreeShape
 
 TOLD = -2  # CallOutput.place of the values that a call read, as a message of bytes
@@ -24,53 +25,6 @@ class CallOutput:
 
     call: int
     place: int
-
-
-@dataclass(frozen=True, slots=True)
-class OutputLeaf:
-    """A leaf of a unit call's output: an argument passed through (`source`), a tensor (`made`), or a `constant`.
-
-    Both `source` and `made`: the unit wrote the argument in place.
-    """
-
-    constant: Any = None
-    source: int | None = None  # index of the argument leaf that it is
-    made: Produced | None = None
-    opaque: str = ""  # type of a value that other stages cannot reproduce
-    same: int | None = None  # index of an earlier output leaf that is the same object
-
-    @property
-    def is_python(self) -> bool:
-        """Return whether the leaf is a number, a string or an object, which may be another one in the next forward."""
-        return (
-            self.made is None
-            and self.source is None
-            and self.same is None
-            and (bool(self.opaque) or self.constant is not None)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """The shape, dtype, device and layout of a tensor that a unit call makes. `written`: changed in place later."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    needs_grad: bool
-    written: bool = False
-    strides: tuple[int, ...] | None = field(default=None, compare=False)  # None: contiguous
-
-    @staticmethod
-    def of(tensor: Tensor) -> Produced:
-        """Return the description of `tensor`."""
-        strides = None if tensor.layout is not torch.strided or tensor.is_contiguous() else tensor.stride()
-        return Produced(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, strides=strides)
-
-    @property
-    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shape and strides."""
-        return self.shape, self.strides or torch.empty(self.shape, device="meta").stride()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +85,12 @@ class UnitCall:
         if not leaves:
             inside = next(i for i in self.insides if place in i.places)
             leaves, at = [*inside.leaves], inside.places.index(place)
-        made = leaves[at].made
-        assert made is not None
-        return made
+        leaf = leaves[at]
+        assert isinstance(leaf, TensorLeaf)
+        return leaf.made
 
     def _device(self) -> torch.device:
-        made = (leaf.made for leaf in self.leaves if leaf.made is not None)
+        made = (leaf.made for leaf in self.leaves if isinstance(leaf, TensorLeaf))
         return next((one.device for one in made), torch.device("cpu"))
 
 
@@ -181,7 +135,29 @@ class LateWrite:
         return is_behind and any(reader <= end for reader in self.readers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterUse:
+    """The use of parameters, buffers and tensor attributes outside of the units that hold them, in one forward."""
+
+    loose: Mapping[str, frozenset[int]]  # read by the code between units -> positions
+    lent: Mapping[str, frozenset[int]]  # read inside other units' calls -> those calls
+    written: frozenset[str]  # written in place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonStateUse:
+    """The use of Python state in one forward: attributes of modules, and containers that modules hold."""
+
+    late: tuple[LateWrite, ...]
+    stirred: tuple[LateWrite, ...]  # state that the forward changes before the read at `after`
+    stirs: frozenset[float]  # when (as in LateWrite) the forward changes lasting tensors
+    touched: frozenset[str]  # attributes of modules that the forward reads or sets
+    looked_into: Mapping[str, frozenset[float]]  # their readers: see LateWrite.readers
+    kept: Mapping[str, frozenset[int]]  # attribute of a module -> calls that change it
+    left: Mapping[str, frozenset[int]]  # tensor held outside of modules -> the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataFlow:
     """The data flow of one forward for one kind of batch: unit calls, and the readers of each tensor.
 
@@ -189,23 +165,15 @@ class DataFlow:
     """
 
     calls: tuple[UnitCall, ...]
+    units: tuple[str, ...]
     readers: Mapping[CallOutput, frozenset[int]]  # -> calls, and the end, that depend on it
     branches: Mapping[CallOutput, frozenset[int]]  # -> positions where Python reads a value computed from it
-    loose: Mapping[str, frozenset[int]]  # parameter or buffer read outside of its units -> positions
-    lent: Mapping[str, frozenset[int]]  # the same, read inside other units' calls -> those calls
-    units: tuple[str, ...]
-    late: tuple[LateWrite, ...] = ()
-    stirred: tuple[LateWrite, ...] = ()  # state that the forward changes before the read at `after`
-    stirs: frozenset[float] = frozenset()  # when (as in LateWrite) the forward changes lasting tensors
-    by_chance: bool = False  # the code between units may have read a random number
-    buffers: Mapping[str, BufferUse] = field(default_factory=dict)
-    written: frozenset[str] = frozenset()  # parameters, buffers, attributes written in place
-    nodes: frozenset[CallOutput] = frozenset()  # whose grad_fn the code between units takes
-    touched: frozenset[str] = frozenset()  # attributes of modules that the forward reads or sets
-    looked_into: Mapping[str, frozenset[float]] = field(default_factory=dict)  # their readers: see LateWrite.readers
-    kept: Mapping[str, frozenset[int]] = field(default_factory=dict)  # attribute of a module -> calls that change it
-    left: Mapping[str, frozenset[int]] = field(default_factory=dict)  # tensor held outside of modules -> the same
-    slope: str = ""  # a unit through which the code between units computes a gradient
+    nodes: frozenset[CallOutput]  # whose grad_fn the code between units takes
+    parameters: ParameterUse
+    buffers: Mapping[str, BufferUse]
+    state: PythonStateUse
+    by_chance: bool  # the code between units may have read a random number
+    slope: str  # a unit through which the code between units computes a gradient
     names: Mapping[str, int] = field(default_factory=dict)  # call name -> number
 
     def __post_init__(self) -> None:

@@ -87,9 +87,10 @@ class LaterEffects:
 
     def _is_new(self, flow: DataFlow, number: int, one: Difference) -> bool:
         if one.root is None:
-            return number not in flow.left.get(one.name, ())
+            return number not in flow.state.left.get(one.name, ())
         if one.root[1] in OF_TORCH:
             return False
         path = next((p for p, m in self.module.named_modules() if id(m) == one.root[0]), "") if one.root else ""
         key = f"{path}.{one.root[1]}" if path else one.root[1]
-        return number not in flow.kept.get(key, ()) and bool(flow.looked_into.get(key, frozenset()) - {number})
+        others = flow.state.looked_into.get(key, frozenset()) - {number}
+        return number not in flow.state.kept.get(key, ()) and bool(others)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.split.call_containers import CallContainers, added_elements
-from gossamer.model.split.dataflow import KEPT, CallOutput, OutputLeaf, Produced, SideOutput, UnitCall
+from gossamer.model.split.dataflow import KEPT, CallOutput, SideOutput, UnitCall
 from gossamer.model.split.forward_run import ForwardRun
+from gossamer.model.split.output_leaf import ArgumentLeaf, OutputLeaf, Produced, PythonLeaf, RepeatedLeaf, TensorLeaf
 from gossamer.model.split.pytree import flatten
 from gossamer.spec.errors import bad_input
 
@@ -29,9 +30,9 @@ class OutputRecorder:
         leaves = flatten(output)[0]
         run.check_structure(call, leaves)
         for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
-            if leaf.same is not None and came is not leaves[leaf.same]:
+            if isinstance(leaf, RepeatedLeaf) and came is not leaves[leaf.same]:
                 raise run.differing(call, place, came, f"its output {leaf.same} once more")
-            if leaf.source is not None and leaf.made is None and came is not given[leaf.source]:
+            if isinstance(leaf, ArgumentLeaf) and came is not given[leaf.source]:
                 raise run.differing(call, place, came, "its argument, as it was")
         if call.is_pure:
             self._check_kinds(run, call, leaves)
@@ -70,9 +71,10 @@ class OutputRecorder:
         self, run: ForwardRun, leaves: Sequence[OutputLeaf], places: Sequence[int], came: Sequence[Any]
     ) -> None:
         for leaf, place, tensor in zip(leaves, places, came, strict=True):
-            value, made = CallOutput(run.at, place), leaf.made
-            if value not in run.part.sends or made is None:
+            value = CallOutput(run.at, place)
+            if value not in run.part.sends or not isinstance(leaf, TensorLeaf):
                 continue
+            made = leaf.made
             if not isinstance(tensor, Tensor):  # None this time: the message to placeholders says so
                 run.made.setdefault(value, torch.zeros(made.shape, dtype=made.dtype, device=made.device))
             elif made.shape == run.flow.calls[run.at].made(place).shape:
@@ -82,9 +84,9 @@ class OutputRecorder:
 
     def _check_kinds(self, run: ForwardRun, call: UnitCall, leaves: Sequence[Any]) -> None:
         for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
-            if leaf.made is None and leaf.source is None and leaf.same is None and isinstance(came, Tensor):
-                raise run.differing(call, place, came, repr(leaf.constant))
-            if leaf.made is not None and not isinstance(came, Tensor):
+            if isinstance(leaf, PythonLeaf) and isinstance(came, Tensor):
+                raise run.differing(call, place, came, repr(leaf.value))
+            if isinstance(leaf, TensorLeaf) and not isinstance(came, Tensor):
                 raise run.differing(call, place, came, "a tensor")
 
     def _check_like(self, run: ForwardRun, made: Produced, tensor: Tensor) -> None:

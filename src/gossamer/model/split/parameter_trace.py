@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from gossamer.model.split.dataflow import ParameterUse
+
 
 @dataclass
 class ParameterTrace:
@@ -36,6 +38,14 @@ class ParameterTrace:
         """Record writes to storages; return whether a module holds one of them."""
         self.overwritten.update(name for key in keys for name in self.kept.get(key, ()))
         return any(key in self.kept for key in keys)
+
+    def use(self) -> ParameterUse:
+        """Return what was traced, for the data flow."""
+        return ParameterUse(
+            loose={name: frozenset(at) for name, at in self.loose.items()},
+            lent={name: frozenset(at) for name, at in self.lent.items()},
+            written=frozenset(self.overwritten),
+        )
 
     def _static(self, module: nn.Module) -> dict[int, str]:
         """Return the canonical name of every parameter and buffer, by storage."""

@@ -16,13 +16,20 @@ from gossamer.model.split.dataflow import (
     KEPT,
     TOLD,
     CallOutput,
-    OutputLeaf,
-    Produced,
     SideOutput,
     UnitCall,
     containers_of,
 )
 from gossamer.model.split.forward_run import ForwardRun
+from gossamer.model.split.output_leaf import (
+    ArgumentLeaf,
+    OutputLeaf,
+    OverwrittenLeaf,
+    Produced,
+    PythonLeaf,
+    RepeatedLeaf,
+    TensorLeaf,
+)
 from gossamer.model.split.pytree import TreeShape, flatten
 from gossamer.model.split.value_reads import ValueReads
 
@@ -71,8 +78,10 @@ class PlaceholderOutputs:
         run.check_structure(call, leaves)
         placed: list[Any] = []
         for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
-            is_first = leaf.same is None or came is not leaves[leaf.same]
-            placed.append(self._placed(run, leaf, place, came, arguments) if is_first else placed[leaf.same or 0])
+            if isinstance(leaf, RepeatedLeaf) and came is leaves[leaf.same]:
+                placed.append(placed[leaf.same])
+            else:
+                placed.append(self._placed(run, leaf, place, came, arguments))
         return spec.fill(placed)
 
     def _kinds(self, run: ForwardRun, call: UnitCall) -> dict[int, tuple[tuple[int, ...], torch.dtype] | None]:
@@ -92,12 +101,15 @@ class PlaceholderOutputs:
     def _leaf(
         self, run: ForwardRun, leaf: OutputLeaf, place: int, given: Sequence[Any], before: Sequence[Any] = ()
     ) -> Any:
-        if leaf.same is not None:
+        if isinstance(leaf, RepeatedLeaf):
             return before[leaf.same]
-        if leaf.made is None:
-            return leaf.constant if leaf.source is None else given[leaf.source]
+        if isinstance(leaf, ArgumentLeaf):
+            return given[leaf.source]
+        if isinstance(leaf, PythonLeaf):
+            return leaf.value
+        assert isinstance(leaf, TensorLeaf)
         received = run.given.get(CallOutput(run.at, place))
-        if leaf.source is not None:  # other holders of the argument see the unit's write
+        if isinstance(leaf, OverwrittenLeaf):  # other holders of the argument see the unit's write
             return self._written(given[leaf.source], received, run.origin(place))
         if received is None or received.numel() != math.prod(leaf.made.shape):
             return self.absence.tensor(leaf.made, run.origin(place))
@@ -113,7 +125,7 @@ class PlaceholderOutputs:
         return received if isinstance(given, AbsentTensor) else given.copy_(received)
 
     def _placed(self, run: ForwardRun, leaf: OutputLeaf, place: int, came: Any, given: Sequence[Any]) -> Any:
-        is_there = isinstance(came, Tensor) and leaf.made is not None and CallOutput(run.at, place) in run.given
+        is_there = isinstance(came, Tensor) and isinstance(leaf, TensorLeaf) and CallOutput(run.at, place) in run.given
         if isinstance(came, AbsentTensor):
             came.origin = run.origin(place)
         return self._leaf(run, leaf, place, given) if is_there else came

@@ -12,6 +12,7 @@ from torch import nn
 from gossamer.model.split.boundary_hooks import check_around
 from gossamer.model.split.buffer_owners import Keepers, check_readers, keepers_of
 from gossamer.model.split.dataflow import FIRST, HIDDEN, TOLD, CallOutput, DataFlow, LateWrite, UnitCall
+from gossamer.model.split.output_leaf import OpaqueLeaf
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
 
@@ -148,11 +149,12 @@ def _holds(module: nn.Module, flow: DataFlow, low: int, high: int) -> frozenset[
         mine |= set(flow.units) - used  # never called: the last stage keeps their parameters
     inside = {name for name in canonical if any(_is_in(name, unit) for unit in flow.units)}
     names = {canonical[name] for name in canonical if any(_is_in(name, unit) for unit in mine)}
-    loose = {name for name, at in flow.loose.items() if is_last or min(at) < high}
-    lent = {name for name, at in flow.lent.items() if any(low <= call < high for call in at)}
+    use = flow.parameters
+    loose = {name for name, at in use.loose.items() if is_last or min(at) < high}
+    lent = {name for name, at in use.lent.items() if any(low <= call < high for call in at)}
     parameters = {name for name, _ in module.named_parameters()}
     others = {canonical[n] for n in canonical if n not in inside}
-    kept = {n for n in others if n not in parameters or (is_last and n not in flow.loose and n not in flow.lent)}
+    kept = {n for n in others if n not in parameters or (is_last and n not in use.loose and n not in use.lent)}
     return frozenset(names | loose | lent | kept)
 
 
@@ -225,7 +227,7 @@ def _never_called(flow: DataFlow) -> str:
 def _check(flow: DataFlow, part: StageSpec) -> None:
     """Raise BadInput if this stage would compute with an absent tensor."""
     for call in flow.calls[: part.low]:
-        strange = next((leaf.opaque for leaf in call.leaves if leaf.opaque), "")
+        strange = next((leaf.kind for leaf in call.leaves if isinstance(leaf, OpaqueLeaf)), "")
         if strange and any(v.place == HIDDEN for v in part.receives):
             raise bad_input(
                 wanted=f"{call.name} to return tensors, in tuples, lists, dicts or dataclasses",
@@ -269,7 +271,7 @@ def _check(flow: DataFlow, part: StageSpec) -> None:
                 key=_KEY,
             )
 
-    check_late(flow, part, end_of(flow, part), [one for one in flow.late if one.after != FIRST])
+    check_late(flow, part, end_of(flow, part), [one for one in flow.state.late if one.after != FIRST])
 
 
 def end_of(flow: DataFlow, part: StageSpec) -> float:
@@ -305,9 +307,9 @@ def _stays(flow: DataFlow, late: LateWrite, end: float) -> bool:
     A reader right before the end can only pass it on by a change that lasts: of a tensor, or of state that is read
     earlier.
     """
-    if late.after == FIRST or min(late.readers) < end or end in flow.stirs:
+    if late.after == FIRST or min(late.readers) < end or end in flow.state.stirs:
         return True
-    stirred = (one for one in flow.stirred if one.after == end and one.written >= end)
+    stirred = (one for one in flow.state.stirred if one.after == end and one.written >= end)
     return any(reader < end for one in stirred for reader in one.readers)
 
 

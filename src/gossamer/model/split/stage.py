@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from gossamer.model.split.absent_parameters import make_absent
 from gossamer.model.split.absent_tensor import Over, StageAbsence, user_line
 from gossamer.model.split.backward_python import BackwardPython, check_left, runs_in_backward
-from gossamer.model.split.dataflow import FIRST, CallOutput, DataFlow, Produced
+from gossamer.model.split.dataflow import FIRST, CallOutput, DataFlow
 from gossamer.model.split.forward_run import ForwardRun
 from gossamer.model.split.in_flight import InFlight
 from gossamer.model.split.later_effects import LaterEffects, changes_python
+from gossamer.model.split.output_leaf import Produced
 from gossamer.model.split.pytree import flatten
 from gossamer.model.split.recompute import buffers_of, detached, nothing_saved, once, once_more, python_of
 from gossamer.model.split.saved_copies import copies_of, memory_of_names
@@ -106,7 +107,7 @@ class StageModule:
         received = {v: tensors[v] for v in self.part.receives}
         forward = functools.partial(self._way_of, self.flow, self.part, run, received)
         held = {path for path, name in self.names.items() if name in self.part.holds}
-        buffers, python = buffers_of(self.module, held, self.flow.written), python_of(self.module)
+        buffers, python = buffers_of(self.module, held, self.flow.parameters.written), python_of(self.module)
         with nothing_saved(), once(self.module, python, buffers):
             live = self._forward(run, tensors, is_saved=False)
         again = functools.partial(once_more, forward, self.module, buffers, python)
@@ -165,14 +166,14 @@ class StageModule:
     def _check_late(self, current: ForwardRun, cause: BaseException | None) -> None:
         """Check a forward that ended early, perhaps at a value read that the trace did not have, or due to `cause`."""
         if self._end == math.inf or current.at != math.ceil(self._end):
-            lates = [one for one in self.flow.late if one.after == FIRST]
+            lates = [one for one in self.flow.state.late if one.after == FIRST]
             try:
                 check_late(self.flow, self.part, current.at - 0.5, lates)
             except BadInput as error:
                 raise cause if isinstance(cause, BadInput) else error from None
 
     def _saving(self, is_saved: bool) -> AbstractContextManager[Any]:
-        memory = memory_of_names(self.module, self.flow.written) if is_saved else frozenset()
+        memory = memory_of_names(self.module, self.flow.parameters.written) if is_saved else frozenset()
         return copies_of(memory) if memory else nullcontext()
 
     def _no_gradient(self, current: ForwardRun) -> BadInput:

@@ -54,7 +54,7 @@ class StaleAttributes:
         """Mark the attributes that the calls from `at` on change: the forward of this stage ended before them."""
         for number in range(at, flow.end):
             self.passed(flow, number)
-        for late in flow.late:
+        for late in flow.state.late:
             path, _, name = late.name.rpartition(".")
             if late.after == FIRST and late.written >= at and (found := _module(self.module, path)) is not None:
                 self._guard(found, frozenset((name,)))
@@ -141,7 +141,7 @@ def _places(module: nn.Module, flow: DataFlow, number: int) -> Iterator[tuple[nn
     """Yield modules, and their attributes that a unit changes for its own use: it sets them, and alone reads them."""
     call = flow.calls[number]
     followed = {f"{i.module}.{i.attribute}" for i in call.insides if i.attribute and i.container != KEPT}
-    kept = [name for name, at in flow.kept.items() if number in at and name not in followed]
+    kept = [name for name, at in flow.state.kept.items() if number in at and name not in followed]
     for path, one in module.named_modules():
         mine = {name.removeprefix(f"{path}." if path else "") for name in kept if name.rpartition(".")[0] == path}
         if path == call.unit or path.startswith(f"{call.unit}.") or not call.unit:
@@ -151,7 +151,7 @@ def _places(module: nn.Module, flow: DataFlow, number: int) -> Iterator[tuple[nn
 
 
 def _is_read(flow: DataFlow, call: UnitCall, name: str) -> bool:
-    readers = flow.looked_into.get(name, frozenset())
+    readers = flow.state.looked_into.get(name, frozenset())
     return any(r != int(r) or r < 0 or flow.calls[int(r)].unit != call.unit for r in readers) or any(
         f"{i.module}.{i.attribute}" == name and i.container != KEPT for i in call.insides
     )

@@ -10,7 +10,7 @@ from torch import nn
 from gossamer.model.python_state.record import Difference, Root
 from gossamer.model.snapshot import Snapshot
 from gossamer.model.split.call_trace import CallTrace
-from gossamer.model.split.dataflow import FIRST, KEPT, LateWrite
+from gossamer.model.split.dataflow import FIRST, KEPT, LateWrite, PythonStateUse
 from gossamer.model.split.object_paths import ways_to
 from gossamer.model.split.python_effects import BEGINNING, OF_TORCH, PythonEffects, Reads, unseen
 from gossamer.model.split.traced_call import TracedCall
@@ -44,7 +44,19 @@ class StateTrace:
             self.late = tuple(self._late())
         self.early.clear()
 
-    def early_writes(self) -> tuple[LateWrite, ...]:
+    def use(self) -> PythonStateUse:
+        """Return what was traced, for the data flow."""
+        return PythonStateUse(
+            late=self.late,
+            stirred=self._early_writes(),
+            stirs=frozenset(self.stirs | self.reads.put),
+            touched=frozenset(self.path(root) for root in self.reads.touched),
+            looked_into={self.path(root): frozenset(self.reads.others(root, -1)) for root in self.reads.of},
+            kept=self._by_call(lambda effects: (self.path(root) for root in effects.kept)),
+            left=self._by_call(lambda effects: effects.left),
+        )
+
+    def _early_writes(self) -> tuple[LateWrite, ...]:
         """Return the state that the forward changes before it reads a tensor value."""
         held = {id(one.holder) for _, one, _ in self.stirred if one.holder is not None and one.root is not None}
         ways = ways_to(held, self.module, OF_TORCH, None) if held else {}
@@ -58,7 +70,6 @@ class StateTrace:
 
         If its outputs may change in kind with state that only it reads, return all.
         """
-        assert seen.effects is not None
         ids = {path: key for key, path in self.calls.paths.items()}
         followed = {(ids[i.module], i.attribute) for i in seen.insides if i.attribute and i.container != KEPT}
         found = [*seen.effects.outside(number, self.reads, followed)]
@@ -66,11 +77,11 @@ class StateTrace:
             found = seen.effects.found
         return tuple(dict.fromkeys(one.name for one in found))
 
-    def by_call(self, names: Callable[[PythonEffects], Iterable[str]]) -> dict[str, frozenset[int]]:
+    def _by_call(self, names: Callable[[PythonEffects], Iterable[str]]) -> dict[str, frozenset[int]]:
         """Return `names` of the Python effects of every call, each with the calls that have it."""
         found: dict[str, set[int]] = {}
         for number, seen in enumerate(self.calls.traced):
-            for name in names(seen.effects) if seen.effects is not None else ():
+            for name in names(seen.effects):
                 found.setdefault(name, set()).add(number)
         return {name: frozenset(at) for name, at in sorted(found.items())}
 
@@ -98,9 +109,5 @@ class StateTrace:
 
     def _written(self, one: Difference) -> float:
         """Return the last call that changed it; the end of the forward if no unit did."""
-        changed = (
-            any(d.name == one.name for d in seen.effects.found)
-            for seen in self.calls.traced
-            if seen.effects is not None
-        )
+        changed = (any(d.name == one.name for d in seen.effects.found) for seen in self.calls.traced)
         return max((number for number, is_it in enumerate(changed) if is_it), default=float(self.calls.position))

@@ -5,10 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gossamer.model.split.dataflow import CallOutput, OutputLeaf, SideOutput, UnitCall
+from gossamer.model.split.dataflow import CallOutput, SideOutput, UnitCall
+from gossamer.model.split.output_leaf import ArgumentLeaf, OutputLeaf, TensorLeaf
 from gossamer.model.split.python_effects import PythonEffects
 from gossamer.model.split.pytree import TreeShape
 from gossamer.model.split.value_trace import ValueTrace
+
+
+@dataclass
+class SideOutputWatch:
+    """The places in which a running call may leave tensors that it does not return, and what modules in it returned."""
+
+    containers: list[Any] = field(default_factory=list)  # lists and dicts among the arguments
+    before: list[Any] = field(default_factory=list)  # copies of them
+    kept: list[tuple[str, str, Any, Any]] = field(default_factory=list)  # of modules: path, attribute, object, a copy
+    inner: list[tuple[str, int, str, Any]] = field(default_factory=list)  # module, turn, attribute, output
+    turns: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -18,18 +30,14 @@ class TracedCall:
     unit: str
     turn: int
     arguments: list[Any]
+    effects: PythonEffects
+    sides: SideOutputWatch
     leaves: list[OutputLeaf] = field(default_factory=list)
     spec: TreeShape | None = None
-    containers: list[Any] = field(default_factory=list)  # lists and dicts among the arguments
-    before: list[Any] = field(default_factory=list)  # copies of them
-    kept: list[tuple[str, str, Any, Any]] = field(default_factory=list)  # of modules: path, attribute, object, a copy
-    inner: list[tuple[str, int, str, Any]] = field(default_factory=list)  # module, turn, attribute, output
     insides: list[SideOutput] = field(default_factory=list)
-    turns: dict[str, int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # storages from elsewhere
     looked: bool = False
     is_used: bool = False  # whether it computes with a parameter or buffer of the unit
-    effects: PythonEffects | None = None
     flop: float = 0.0
 
     def unit_call(self, number: int, values: ValueTrace, effects: tuple[str, ...], parameter_bytes: int) -> UnitCall:
@@ -43,7 +51,9 @@ class TracedCall:
             )
             for i in self.insides
         )
-        gives = bool(effects) or len(leaves) > 1 or any(leaf.is_python or _is_none(leaf) for leaf in leaves)
+        gives = (
+            bool(effects) or len(leaves) > 1 or not all(isinstance(leaf, ArgumentLeaf | TensorLeaf) for leaf in leaves)
+        )
         return UnitCall(
             self.unit,
             self.turn,
@@ -56,7 +66,3 @@ class TracedCall:
             flop=self.flop,
             parameter_bytes=parameter_bytes,
         )
-
-
-def _is_none(leaf: OutputLeaf) -> bool:
-    return leaf.made is None and leaf.source is None and leaf.constant is None

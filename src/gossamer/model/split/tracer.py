@@ -231,22 +231,12 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             calls=calls,
             readers={value: frozenset(at) for value, at in self.values.readers.items()},
             branches={value: frozenset(at) for value, at in self.values.branches.items()},
-            loose={name: frozenset(at) for name, at in self.parameters.loose.items()},
-            lent={name: frozenset(at) for name, at in self.parameters.lent.items()},
+            nodes=frozenset(self.values.nodes),
+            parameters=self.parameters.use(),
             buffers=self.running.uses(),
-            late=self.state.late,
-            stirred=self.state.early_writes(),
-            stirs=frozenset(self.state.stirs | self.state.reads.put),
+            state=self.state.use(),
             units=self.units,
             by_chance=self.draws.decide,
-            written=frozenset(self.parameters.overwritten),
-            nodes=frozenset(self.values.nodes),
-            touched=frozenset(self.state.path(root) for root in self.state.reads.touched),
-            looked_into={
-                self.state.path(root): frozenset(self.state.reads.others(root, -1)) for root in self.state.reads.of
-            },
-            kept=self.state.by_call(lambda effects: (self.state.path(root) for root in effects.kept)),
-            left=self.state.by_call(lambda effects: effects.left),
             slope=self.slope,
         )
 

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gossamer.model.split.absent_tensor import AbsentTensor
-from gossamer.model.split.dataflow import TOLD_BYTES, OutputLeaf
+from gossamer.model.split.dataflow import TOLD_BYTES
+from gossamer.model.split.output_leaf import OutputLeaf, PythonLeaf
 from gossamer.spec.errors import WireMismatch, bad_input
 
 _TAKES_ALL = {Tensor.numpy: "numpy", Tensor.__array__: "numpy", Tensor.tolist: "list"}
@@ -113,7 +114,7 @@ class ValueReads:
         """Record which outputs of a call are tensors or None, where that differs from the trace."""
         kinds: list[Any] = []
         for place, (leaf, came) in enumerate(zip(traced, leaves, strict=True)):
-            was = leaf.made is not None or leaf.source is not None or leaf.same is not None
+            was = not isinstance(leaf, PythonLeaf)
             if isinstance(came, Tensor) and not was:
                 kinds.append([place, [list(came.shape), str(came.dtype).removeprefix("torch.")]])
             elif not isinstance(came, Tensor) and was:

@@ -7,14 +7,15 @@ call may be read outside without having been returned: a side output, or else a 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer.model.split.buffer_trace import BufferTrace
-from gossamer.model.split.dataflow import HIDDEN, CallOutput, OutputLeaf
+from gossamer.model.split.dataflow import HIDDEN, CallOutput
+from gossamer.model.split.output_leaf import OutputLeaf, TensorLeaf
 
 
 @dataclass
@@ -82,6 +83,4 @@ class ValueTrace:
 
     def marked(self, leaf: OutputLeaf, value: CallOutput) -> OutputLeaf:
         """Return the leaf, marked as written if its tensor is changed in place later."""
-        if leaf.made is None or value not in self.changed:
-            return leaf
-        return replace(leaf, made=replace(leaf.made, written=True))
+        return leaf.written() if isinstance(leaf, TensorLeaf) and value in self.changed else leaf

@@ -80,21 +80,21 @@ class Plain(Display):
 def step_words(progress: RunProgress, step: Step) -> str:
     """Return one step as text in columns of fixed width, with the figures that are known."""
     steps = f"{progress.steps}"
-    loss = progress.loss if progress.loss is not None else step.loss
+    loss = progress.pace.loss if progress.pace.loss is not None else step.loss
     words = [
         f"{step.step:>{len(steps)}}/{steps}",
         f"loss {loss:7.4f}",
         f"lr {step.lr:.1e}",
         f"grad {step.grad_norm:6.3g}",
     ]
-    if (rate := progress.tokens_per_s) is not None:
+    if (rate := progress.pace.tokens_per_s) is not None:
         words.append(f"{show_count(rate):>5} tok/s")
     if (share := progress.of_peak) is not None:
         words.append(f"{show_share(share):>4} of peak")
     words.append(f"{show_gib(progress.peak_bytes):>8}")
-    sent = sum(per_step for per_step, _ in progress.link_bytes.values())
+    sent = sum(per_step for per_step, _ in progress.pace.link_bytes.values())
     if sent:
-        exposed = progress.exposed_share
+        exposed = progress.pace.exposed_share
         words.append(
             f"sent {show_bytes(sent):>7}" + (f", {show_share(exposed):>4} exposed" if exposed is not None else "")
         )

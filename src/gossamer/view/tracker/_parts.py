@@ -11,7 +11,7 @@ from typing import Any
 from gossamer.spec.errors import bad_input
 from gossamer.spec.extras import install
 from gossamer.spec.records import Evaluation, Record, Step
-from gossamer.view.progress import part_of
+from gossamer.view.fraction import part_of
 
 
 def need(module: str, *, extra: str) -> Any:
