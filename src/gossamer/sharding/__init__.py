@@ -14,11 +14,11 @@ from gossamer.exchange import Exchange
 from gossamer.exchange.codec import Codec
 from gossamer.sharding._access_trace import trace_access
 from gossamer.sharding._gather_updates import longest
+from gossamer.sharding._holding import ElementBytes, Holding, RowShard, bytes_of, holdings, shapes_of
 from gossamer.sharding._row_partition import RowPartition, RowRange, rows_of
 from gossamer.sharding._sharded_optimizer import ShardedOptimizer, gather_traffic
 from gossamer.sharding._sharded_parameters import ShardedParameters
 from gossamer.sharding._unshard_order import LEVEL, UnshardOrder
-from gossamer.sharding.holding import ElementBytes, Holding, RowShard, bytes_of, holdings, shapes_of
 from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
 

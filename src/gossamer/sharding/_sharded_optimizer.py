@@ -17,10 +17,10 @@ from gossamer.comm.random_key import key_at
 from gossamer.exchange.codec import Codec
 from gossamer.optimizer import Optimizer, OptimizerState
 from gossamer.sharding._gather_updates import collected, collecting, longest
+from gossamer.sharding._holding import Holding
 from gossamer.sharding._reduce_scatter import most, packed, unpacked
 from gossamer.sharding._row_partition import RowPartition, RowRange
 from gossamer.sharding._sharded_parameters import ShardedParameters
-from gossamer.sharding.holding import Holding
 
 _MAIN = "main"
 
