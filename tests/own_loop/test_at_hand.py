@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.own_loop.batches import Divider
+from gossamer.own_loop.loss_denominator import MeanDenominator
 from gossamer.own_loop.pass_inputs import PassInputs
 from gossamer.own_loop.status_rows import RowMark
 from gossamer.spec.errors import BadInput
@@ -22,7 +23,7 @@ def given(hand: PassInputs, rows: int, rank: int = 1) -> Tensor:
 
 
 def loop() -> tuple[PassInputs, nn.Module]:
-    hand, model = PassInputs(None, divides=True), nn.Linear(3, 2)
+    hand, model = PassInputs(divides=True), nn.Linear(3, 2)
     hand.look(model)
     return hand, model
 
@@ -34,7 +35,7 @@ def test_a_batch_that_was_seen_before_an_evaluation_is_the_one() -> None:
         for rows in (8, 8, 8, 8, 8, 1):
             model(given(hand, rows))
     assert hand.rows == 4
-    hand.counted(None, "mean")
+    hand.counted(None, MeanDenominator())
     model(given(hand, 6))
     assert hand.rows == 3
 
