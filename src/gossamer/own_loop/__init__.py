@@ -95,15 +95,14 @@ def wrap(
     """
     models, optimizers = _several(model), [one for one in _several(optimizer) if one is not None]
     _check(models, optimizers, max_grad_norm=max_grad_norm, accumulate=accumulate, batch_norm=batch_norm)
-    denominator = denominator_of(loss, weight)
+    scale = scaler.get_scale if scaler else None
+    manner = PassSettings(accumulate=accumulate, loss=denominator_of(loss, weight), seed=seed, lossy=lossy, scale=scale)
     if loader is not None and split:
         refuse_sampler(loader)
     whole = party(timeout_s)
     parts = parts_of(batch_fractions, whole.ranks)
     exchange = _checked_exchange(exchange, whole, max_grad_norm)
     hand = PassInputs(divides=split)
-    scale = scaler.get_scale if scaler else None
-    manner = PassSettings(accumulate=accumulate, loss=denominator, seed=seed, lossy=lossy, scale=scale)
     passes = [] if whole.is_alone else _met(models, optimizers, exchange, whole, hand, manner)
     _mind_batch_norm(models, passes, whole, batch_norm)
     _hook_steps(models, optimizers, passes, hand, max_grad_norm)
