@@ -30,7 +30,7 @@ from recipe.pair_statements import (
 
 FEATURES = support()
 BY_NAME = {one.name: one for one in FEATURES.FEATURES}
-AT_ONCE = 6  # runs of one job: a job has a deadline
+AT_ONCE = 1  # runs of one job, which has a deadline
 SPREAD = (
     ("pipeline stages", "unequal batch fractions"),
     ("pipeline stages", "top-k"),
