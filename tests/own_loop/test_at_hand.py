@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gossamer.own_loop.batches import Divider
+from gossamer.own_loop.loss_denominator import MeanDenominator, denominator_of
 from gossamer.own_loop.pass_inputs import PassInputs
 from gossamer.own_loop.status_rows import RowMark
 from gossamer.spec.errors import BadInput
@@ -22,7 +25,7 @@ def given(hand: PassInputs, rows: int, rank: int = 1) -> Tensor:
 
 
 def loop() -> tuple[PassInputs, nn.Module]:
-    hand, model = PassInputs(None, divides=True), nn.Linear(3, 2)
+    hand, model = PassInputs(divides=True), nn.Linear(3, 2)
     hand.look(model)
     return hand, model
 
@@ -34,7 +37,7 @@ def test_a_batch_that_was_seen_before_an_evaluation_is_the_one() -> None:
         for rows in (8, 8, 8, 8, 8, 1):
             model(given(hand, rows))
     assert hand.rows == 4
-    hand.counted(None, "mean")
+    hand.counted(None, MeanDenominator())
     model(given(hand, 6))
     assert hand.rows == 3
 
@@ -98,7 +101,7 @@ def test_without_a_batch_a_rank_counts_as_one_mean() -> None:
     hand, model = loop()
     assert (hand.rows, hand.whole, hand.first, hand.counts(), hand.is_spare) == (0, 0, 0, set(), False)
     assert hand.mark == RowMark()
-    assert hand.counted(None, "mean").counts == (1.0,)
+    assert hand.counted(None, MeanDenominator()).counts == (1.0,)
     model(torch.randn(4, 3))  # rows of no batch
     assert hand.rows == 0
 
@@ -106,9 +109,9 @@ def test_without_a_batch_a_rank_counts_as_one_mean() -> None:
 def test_a_spare_row_weighs_nothing_and_others_weigh_their_rows() -> None:
     hand, model = loop()
     model(given(hand, 1))
-    assert hand.is_spare and hand.counted(None, "mean").counts == (0.0,)
+    assert hand.is_spare and hand.counted(None, MeanDenominator()).counts == (0.0,)
     model(given(hand, 8))
-    assert not hand.is_spare and hand.counted(None, "mean").counts == (4.0,)
+    assert not hand.is_spare and hand.counted(None, MeanDenominator()).counts == (4.0,)
 
 
 def test_a_copy_of_a_wrapped_model_reports_to_nobody() -> None:
@@ -117,3 +120,27 @@ def test_a_copy_of_a_wrapped_model_reports_to_nobody() -> None:
     model(first)
     copy.deepcopy(model)(second)
     assert hand.rows == 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight", "said"),
+    [
+        ("maen", None, "loss: wanted one of read, mean, sum, got 'maen': did you mean 'mean'?"),
+        (3, None, "loss: wanted one of read, mean, sum"),
+        ("sum", len, "weight: wanted no weight beside loss='sum'"),
+        ("mean", 2, "weight: wanted a function of a batch"),
+    ],
+)
+def test_words_that_are_no_denominator_are_refused(loss: Any, weight: Any, said: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(said)):
+        denominator_of(loss, weight)
+
+
+def test_a_weight_makes_what_is_read_a_mean() -> None:
+    assert denominator_of("read", None).reads_graph and not denominator_of("mean", None).reads_graph
+    weighted = denominator_of("read", lambda batch: 5.0)
+    assert weighted == denominator_of("mean", weighted.weight) and not weighted.reads_graph
+    hand, _ = loop()
+    given(hand, 8)
+    assert hand.counted(None, weighted).counts == (5.0,)
+    assert hand.counted(None, denominator_of("sum", None)).counts == (1.0,)

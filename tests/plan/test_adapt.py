@@ -22,12 +22,14 @@ from gossamer.p2p.activation.topk import TopKCompression
 from gossamer.policy.ada_topk import AdaTopK, ratios
 from gossamer.policy.bcrs import BCRS, fractions, sent
 from gossamer.policy.l_greco import LGreco, cheapest
+from gossamer.recipe import RegisteredSettings
 from gossamer.spec.errors import BadInput
 from gossamer.spec.network import Link
 from gossamer.spec.statistics import Paths, Statistics
 
 CANDIDATES = tuple({"topk": {"fraction": f}} for f in (0.005, 0.01, 0.02, 0.04))
 DEFAULT = CANDIDATES[1]
+NEAR = RegisteredSettings()
 
 
 def table(rng: np.random.Generator, layers: int, candidates: int) -> tuple[np.ndarray, np.ndarray]:
@@ -326,21 +328,25 @@ def test_what_is_measured_can_be_decided_by() -> None:
 def test_settings_near_the_one_a_run_has() -> None:
     """What is around them stays; without neighbours there is nothing to choose."""
     fed, alone = {"error_feedback": {"powersgd": {"rank": 4}}}, {"two_shot": {"codec": {"int8": {"stochastic": True}}}}
-    ranks = [exchange_methods.build(w).inner.rank for w in LGreco().to_measure(fed)]
+    ranks = [exchange_methods.build(w).inner.rank for w in LGreco().to_measure(fed, NEAR)]
     assert ranks == [4, 2, 3, 6, 8]
-    built = [exchange_methods.build(w) for w in LGreco().to_measure(alone)]
+    built = [exchange_methods.build(w) for w in LGreco().to_measure(alone, NEAR)]
     assert [type(one.codec).__name__ for one in built] == ["Int8", "Int4", "Cast"] and built[1].codec.stochastic
     across = {"hierarchical": {"inter": {"error_feedback": "powersgd"}}}
-    assert [exchange_methods.build(w).inter.inner.rank for w in LGreco().to_measure(across)] == [4, 2, 3, 6, 8]
-    assert LGreco().to_measure("dense") == LGreco().to_measure("topk") == ()
-    assert BCRS().to_measure(fed) == AdaTopK().to_measure(fed) == ()
+    assert [exchange_methods.build(w).inter.inner.rank for w in LGreco().to_measure(across, NEAR)] == [4, 2, 3, 6, 8]
+    assert LGreco().to_measure("dense", NEAR) == LGreco().to_measure("topk", NEAR) == ()
+    assert BCRS().to_measure(fed, NEAR) == AdaTopK().to_measure(fed, NEAR) == ()
 
 
 def test_candidates_of_the_user_hold_where_the_exchange_is_among_them() -> None:
     given = LGreco(candidates=(CANDIDATES[0], {"topk": {"fraction": 0.010}}))
-    assert given.to_measure({"topk": {}}) == ({"topk": {}}, CANDIDATES[0]), "the same method, written otherwise"
-    assert given.to_measure("dense") == ()
-    assert LGreco(DEFAULT, candidates=CANDIDATES).to_measure("dense") == (DEFAULT, *CANDIDATES[:1], *CANDIDATES[2:])
+    assert given.to_measure({"topk": {}}, NEAR) == ({"topk": {}}, CANDIDATES[0]), "the same method, written otherwise"
+    assert given.to_measure("dense", NEAR) == ()
+    assert LGreco(DEFAULT, candidates=CANDIDATES).to_measure("dense", NEAR) == (
+        DEFAULT,
+        *CANDIDATES[:1],
+        *CANDIDATES[2:],
+    )
 
 
 def test_without_a_default_it_is_what_the_run_has() -> None:

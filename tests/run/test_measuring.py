@@ -107,7 +107,7 @@ def adapting(*, every: int, window: int, waited: dict[str, float], chosen: list[
         chosen.append(statistics)
         return AdaptChoices(((".*", "all", "dense"),), "")
 
-    policy: Any = SimpleNamespace(needs_paths=False, choose=choose, to_measure=lambda w: ("dense", {"topk": {}}))
+    policy: Any = SimpleNamespace(needs_paths=False, choose=choose, to_measure=lambda w, near: ("dense", {"topk": {}}))
     replica: Any = SimpleNamespace(
         names=("a", "b"),
         rank=0,
@@ -118,9 +118,7 @@ def adapting(*, every: int, window: int, waited: dict[str, float], chosen: list[
     )
     plan = SimpleNamespace(exchange="dense", adapted_from="")
     exchanger: Any = SimpleNamespace(plan=plan, waited=waited, change=lambda *given, **more: None)
-    return AdaptiveCompression(
-        policy=policy, every=every, window=window, exchanger=exchanger, automatic=True, replica=replica
-    )
+    return AdaptiveCompression(policy=policy, every=every, window=window, exchanger=exchanger, replica=replica)
 
 
 def test_a_window_is_the_last_steps_before_a_choice_and_no_more() -> None:

@@ -65,8 +65,8 @@ class Demo:
         )
 
 
-# Validation bits per byte of longer runs of this configuration, steps -> figure: `reached` in docs/results/longer.json,
-# measured by benchmarks/longer.py. The demo says nothing of longer runs while it is empty.
+# Validation bits per byte of longer runs of this configuration, steps -> figure, as benchmarks/longer.py writes them
+# (`reached`). Not measured yet: the demo says nothing of longer runs while it is empty.
 LONGER: dict[int, float] = {}
 
 

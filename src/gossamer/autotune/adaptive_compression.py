@@ -25,9 +25,9 @@ from gossamer.comm.bucket import Layout
 from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.policy import AdaptRule, Policy
-from gossamer.recipe import ParameterRules, PlanMethods, Recipe
+from gossamer.recipe import ParameterRules, Recipe, RegisteredSettings
 from gossamer.run.surroundings import Replan
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import Exchanges, Written, told
 from gossamer.spec.parameter_rules import LAST_RESORT, lines
 from gossamer.spec.statistics import Paths, Statistics
@@ -56,7 +56,6 @@ class AdaptiveCompression:
     every: int
     window: int
     exchanger: ExchangeSelector
-    automatic: bool  # the exchange was not named by the user
     replica: GradientReducer | None = None  # given when there is one
     _sums: dict[str, Tensor] = field(default_factory=dict)
     _count: int = 0
@@ -69,37 +68,23 @@ class AdaptiveCompression:
         Stage boundaries, and the exchange between islands in local-update training, are chosen before step 1.
         """
         section = recipe.config.plan
-        if recipe.policy is None or recipe.stages > 1 or exchanger.methods.sync.loop is not None:
+        if recipe.policy is None or recipe.in_stages or exchanger.methods.sync.loop is not None:
             return None
         return AdaptiveCompression(
             policy=recipe.policy,
             every=section.adapt_every,
             window=section.adapt_window,
             exchanger=exchanger,
-            automatic=PlanMethods.asked(section).chooses_exchange,
         )
 
     def begin(self, replica: GradientReducer) -> None:
-        """Prepare before the first step.
-
-        Raises BadInput for settings that cannot be built, or if an exchange that the user named has no settings to
-        choose from.
-        """
+        """Prepare before the first step. Raises BadInput for settings that cannot be built."""
         self.replica = replica
         settings = {told(w): w for group in self._groups() for w in group.settings}
         for written in settings.values():
             ParameterRules.read(written, key=_KEY)
-        if settings or self.policy.needs_paths:
-            return
-        named = told(self._base)
-        if not self.automatic:
-            raise bad_input(
-                wanted="settings to choose from",
-                got=f"an exchange whose neighbours are not known ({named})",
-                do="list candidates in the policy, the exchange among them",
-                key=_KEY,
-            )
-        self.exchanger.tell(f"nothing is adapted: {named} has no settings to choose from", 0)
+        if not settings and not self.policy.needs_paths:
+            self.exchanger.tell(f"nothing is adapted: {told(self._base)} has no settings to choose from", 0)
 
     def replan(self, step: int) -> Replan | None:
         """Return the newly chosen exchange after `step`, once its update is made; None for no change."""
@@ -136,8 +121,9 @@ class AdaptiveCompression:
             line = exchange_methods.matching_rule(found, name)
             if line is not None:
                 served.setdefault(found.index(line), []).append(name)
+        near = RegisteredSettings()
         return [
-            _Group(tuple(names), found[i].level, found[i].written, self.policy.to_measure(found[i].written))
+            _Group(tuple(names), found[i].level, found[i].written, self.policy.to_measure(found[i].written, near))
             for i, names in sorted(served.items())
         ]
 

@@ -69,6 +69,7 @@ class ExchangeSelector:
     waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
     _measured: ExchangeProfile | None = None
     _sick: tuple[int, ...] = ()  # ranks with non-finite gradients in the last profiled step; then no lossy choice
+    _tried: int = 0  # batches of the last profile
     _most_bucket_bytes: int = 0  # if links do not limit it
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
 
@@ -85,10 +86,10 @@ class ExchangeSelector:
         The plan also gets the islands that its exchange, sharding or sync method needs. `automatic`: choose again when
         links drift; `hosts`: the number of hosts. All ranks must call it.
         """
-        asked = self.methods
+        asked, several = self.methods, hosts > 1
         if (loop := asked.sync.loop) is not None:
             self._part(loop, hosts)
-        elif asked.chooses_exchange and hosts == 1:
+        elif asked.chooses_exchange and not several:
             why = "every process is on this machine"
             self._adopt("exchange", ALL_REDUCE, f"all-reduce: {why}")
             if asked.chooses_sync:
@@ -99,13 +100,13 @@ class ExchangeSelector:
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
             if asked.chooses_sync:
                 self._choose_period(decision, links)
-        elif not self.plan.islands and (asked.exchange.asks_for_islands or self._shards(hosts)):
+        elif not self.plan.islands and (asked.exchange.asks_for_islands or (several and self._follows_islands)):
             self._learn(probe(self.pump.channel))
             if self.plan.islands:
                 self._reprice()
         if self.run.walk is not None:
             self._reprice()
-        self._watch.active = automatic and hosts > 1 and self.methods.sync.is_plain
+        self._watch.active = automatic and several and self.methods.sync.is_plain
         self._watch.rate(self.pump)  # exclude messages before training
         return self.plan
 
@@ -135,10 +136,11 @@ class ExchangeSelector:
             self._part_into(islands)
             self._price_apart(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
 
-    def _shards(self, hosts: int) -> bool:
+    @property
+    def _follows_islands(self) -> bool:
         """Return whether sharded states follow the islands, if any; sharded parameters do only if asked to."""
         sharding = self.methods.sharding
-        return hosts > 1 and sharding.is_sharded and (sharding.needs_islands or not sharding.takes_parameters)
+        return sharding.is_sharded and (sharding.needs_islands or not sharding.takes_parameters)
 
     def _part(self, loop: OuterLoopConfig, hosts: int) -> None:
         """Set up local-update training: islands as given, else as the links suggest, else one per rank."""
@@ -219,12 +221,12 @@ class ExchangeSelector:
 
     def _islands(self, hosts: int) -> tuple[tuple[int, ...], ...]:
         everyone = self.pump.channel.levels.everyone
-        if hosts > 1 and len(everyone) > PAIRS_RANKS and len(everyone) % hosts == 0:  # too many pairs to measure
-            each = len(everyone) // hosts
-            return tuple(everyone[at : at + each] for at in range(0, len(everyone), each))
-        links = probe(self.pump.channel) if hosts > 1 else None
-        if links is not None and links.has_islands:
-            return links.islands
+        if hosts > 1:
+            if len(everyone) > PAIRS_RANKS and len(everyone) % hosts == 0:  # too many pairs to measure
+                each = len(everyone) // hosts
+                return tuple(everyone[at : at + each] for at in range(0, len(everyone), each))
+            if (links := probe(self.pump.channel)).has_islands:
+                return links.islands
         return tuple((rank,) for rank in everyone)
 
     def replan(self, step: int) -> Replan | None:
@@ -325,7 +327,7 @@ class ExchangeSelector:
         if not self._sick:
             return ""
         return (
-            f"; gradients of {_REHEARSALS} batches were not finite on ranks {list(self._sick)}: what a lossy exchange "
+            f"; gradients of {self._tried} batches were not finite on ranks {list(self._sick)}: what a lossy exchange "
             "loses is not known, so only what is exact, or bf16, was held against the wire"
         )
 
@@ -344,7 +346,7 @@ class ExchangeSelector:
         After a few batches the last one is returned. One bad batch is harmless: its step will be rejected and retried.
         """
         params, channel = trainable(self.engine.module), self.pump.channel
-        for batch in range(step, step + _REHEARSALS):
+        for self._tried, batch in enumerate(range(step, step + _REHEARSALS), 1):
             rehearsal = profile_step(self.engine, self.feed, params, batch)
             is_finite = all(bool(torch.isfinite(g).all()) for g in rehearsal.gradients.values())
             sound = gathered(channel, [float(is_finite)])[:, 0].tolist()

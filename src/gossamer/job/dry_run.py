@@ -10,13 +10,14 @@ import torch
 
 from gossamer.data import decode_preview
 from gossamer.job.trainer_parts import parts_of
-from gossamer.job.worker import corpus_of, objective_of, origin_for
+from gossamer.job.worker import corpus_of, origin_for
 from gossamer.model.model_profile import facts_of
 from gossamer.partition.model_provider import OriginSource
 from gossamer.partition.plan_file import read_plan
 from gossamer.partition.rank_model import build_rank_model
 from gossamer.partition.request import PartitionRequest
 from gossamer.partition.stage_memory import state_bytes_of
+from gossamer.recipe import Recipe
 from gossamer.run.batches import TextBatches
 from gossamer.run.start_checks import check_before_start
 from gossamer.spec.config import RunConfig
@@ -35,7 +36,7 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
         ranks=ranks,
         rank=0,
         batches=TextBatches(corpus.train),
-        objective=objective_of(config),
+        objective=Recipe.loss_of(config),
         device=device,
         local_ranks=ranks // hosts,
     )

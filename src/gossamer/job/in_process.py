@@ -21,14 +21,14 @@ from gossamer.job.rank_inputs import DataDescription, JobCallbacks, RankContext,
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
 from gossamer.job.trainer_parts import parts_of
-from gossamer.job.worker import corpus_of, device_of, objective_of, origin_for, rendezvous
+from gossamer.job.worker import corpus_of, device_of, origin_for, rendezvous
 from gossamer.launch.environment import LauncherRank, MasterAddress, launcher_of, read_environment
 from gossamer.launch.worker import StopFlag
 from gossamer.model.source import ModelSource, origin_of
 from gossamer.partition.model_provider import ModelProvider, ModuleSource, OriginSource
 from gossamer.partition.rank_model import planned
 from gossamer.partition.request import PartitionRequest
-from gossamer.recipe import PlanMethods
+from gossamer.recipe import PlanMethods, Recipe
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
 from gossamer.run.process_settings import set_memory, set_threads
 from gossamer.settings import Resolved, check
@@ -150,7 +150,7 @@ def _request(settings: RunConfig, place: LauncherRank, given: _TrainingData) -> 
         ranks=place.ranks,
         rank=place.rank,
         device=device_of(place),
-        objective=objective_of(settings),
+        objective=Recipe.loss_of(settings),
         batches=given.train,
         local_ranks=place.local_ranks,
     )
@@ -217,7 +217,7 @@ def _article(word: str) -> str:
 
 
 def _one_rank_per_process(config: RunConfig, place: LauncherRank) -> None:
-    if config.machines.processes > 1 and place.ranks == 1:
+    if config.machines.processes > 1 and place.is_alone:
         raise bad_input(
             wanted=f"{config.machines.processes} processes",
             got="one: a model that lives in this process cannot be in several",
@@ -273,7 +273,7 @@ def _directory(config: RunConfig, place: LauncherRank, resume: str | None) -> tu
     if resume not in (None, "auto"):
         raise bad_input(wanted='resume="auto" or None', got=repr(resume), do="or call gossamer.resume(RUN_DIR)")
     runs = Path(config.run.directory)
-    if place.ranks == 1:
+    if place.is_alone:
         found = newest_like(runs, config, is_fit=_has_checkpoint) if resume else None
         return (found, True) if found else (RunDirectory.create(runs, config.run.name or "run"), False)
     if config.run.name is None:
@@ -287,7 +287,7 @@ def _has_checkpoint(directory: RunDirectory) -> bool:
 
 
 def _where(place: LauncherRank, config: RunConfig) -> RankContext:
-    if place.ranks == 1:
+    if place.is_alone:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
         return RankContext(store=dist.HashStore(), interface=interface, timeout_s=config.machines.timeout_s)
     return rendezvous(place, config.machines.timeout_s)

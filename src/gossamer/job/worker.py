@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from gossamer import loss
 from gossamer.comm.channel.store import join_store
 from gossamer.data import Corpus, open_corpus
 from gossamer.job.data_files import check_data_files, keep_data_files
@@ -24,7 +23,6 @@ from gossamer.job.trainer_parts import parts_of
 from gossamer.launch.environment import LauncherRank
 from gossamer.launch.port import owner
 from gossamer.launch.worker import Ready, run_worker
-from gossamer.loss import Loss
 from gossamer.model.input_checks import check_sequence, check_vocabulary
 from gossamer.model.source import ModelSource, origin_of
 from gossamer.partition.model_provider import OriginSource
@@ -32,7 +30,7 @@ from gossamer.partition.plan_file import read_plan
 from gossamer.partition.rank_model import planned
 from gossamer.partition.request import PartitionRequest
 from gossamer.process import DONE, INTERRUPTED
-from gossamer.recipe import PlanMethods
+from gossamer.recipe import PlanMethods, Recipe
 from gossamer.run.batches import TextBatches
 from gossamer.run.process_settings import set_memory, set_threads
 from gossamer.spec.config import DataSection, RunConfig
@@ -72,7 +70,7 @@ def run_rank(
         ranks=place.ranks,
         rank=place.rank,
         batches=TextBatches(corpus.train),
-        objective=objective_of(config),
+        objective=Recipe.loss_of(config),
         device=device,
         local_ranks=place.local_ranks,
     )
@@ -135,11 +133,6 @@ def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:
     return origin
 
 
-def objective_of(config: RunConfig) -> Loss:
-    """Build the loss function that `train.loss` names."""
-    return loss.build(config.train.loss, key="train.loss")
-
-
 def corpus_of(data: DataSection) -> Corpus:
     """Return the corpus of a configuration."""
     return open_corpus(
@@ -183,8 +176,8 @@ def rendezvous(place: LauncherRank, timeout_s: float) -> RankContext:
             f"rank {place.rank} cannot reach the meeting point {place.master.host}:{place.master.port}: {said}. "
             "Rank 0 listens there: look whether it has started, and whether this host reaches that address"
         ) from None
-    first = place.local_rank if place.hosts > 1 and not place.start.shared else place.rank
-    writers = place.local_ranks if place.hosts > 1 and not place.start.shared else place.ranks
+    first = place.local_rank if place.own_directory else place.rank
+    writers = place.local_ranks if place.own_directory else place.ranks
     return RankContext(
         rank=place.rank,
         ranks=place.ranks,

@@ -64,6 +64,16 @@ class LauncherRank:
     supervisor: SupervisorLink = SupervisorLink()
     start: StartAgreement = StartAgreement()
 
+    @property
+    def is_alone(self) -> bool:
+        """Return whether this rank is the only one."""
+        return self.ranks == 1
+
+    @property
+    def own_directory(self) -> bool:
+        """Return whether this host has a run directory that the other hosts do not see."""
+        return self.hosts > 1 and not self.start.shared
+
 
 def launcher_of(environ: Mapping[str, str]) -> str:
     """Return the launcher of this process: "gossamer", "torchrun", "srun" or "mpirun"; "" if it is not one of several.

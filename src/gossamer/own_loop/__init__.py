@@ -24,6 +24,7 @@ each module here holds one other part of that contract.
     process_group       rendezvous, and lost peers           startup           broadcast rank 0's initial values
     blocking_exchange   exchanges without a thread           trained_parameters   parameters that require a gradient
     exchange_choice     exchange="auto"                      batch_norm        statistics over all ranks
+    loss_denominator    the number a loss is a mean over
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from gossamer.own_loop.backward_pass import PassSettings
 from gossamer.own_loop.backward_passes import AUTO, BackwardPasses
 from gossamer.own_loop.batch_norm import over_all_ranks, with_statistics
 from gossamer.own_loop.batches import BatchDims, Divider, is_time_major
+from gossamer.own_loop.loss_denominator import READ, denominator_of
 from gossamer.own_loop.optimizer_step import OptimizerSteps
 from gossamer.own_loop.pass_inputs import PassInputs
 from gossamer.own_loop.process_group import LoopGroup, parts_of, party
@@ -68,7 +70,7 @@ def wrap(
     max_grad_norm: float = 0.0,
     accumulate: int = 1,
     weight: Callable[[Any], float] | None = None,
-    loss: str = "read",
+    loss: str = READ,
     rows: BatchDims = None,
     split: bool = True,
     scaler: torch.amp.GradScaler | None = None,
@@ -86,31 +88,22 @@ def wrap(
     max_grad_norm: largest global gradient norm, 0 for none. accumulate: backward passes before each step, averaged in
     one exchange (`model.no_sync()` does the same by hand). weight: a function of a batch that returns the number of
     labels or rows in the loss's mean. loss: "read" from its autograd graph, else "mean" (over `weight`'s number, or
-    rows) or "sum".
-    rows: the dimension of each tensor that has rows, where it cannot be found. split: False if every rank's loader
-    yields its own data. scaler: the GradScaler of the loop, for exchanges that keep residuals. batch_norm: "rank" or
-    "all", the rows that BatchNorm's statistics are taken over. seed: of exchanges that draw random numbers. timeout_s:
-    seconds to wait for other ranks.
+    rows) or "sum". rows: the dimension of each tensor that has rows, where it cannot be found. split: False if every
+    rank's loader yields its own data. scaler: the GradScaler of the loop, for exchanges that keep residuals.
+    batch_norm: "rank" or "all", the rows that BatchNorm's statistics are taken over. seed: of exchanges that draw
+    random numbers. timeout_s: seconds to wait for other ranks.
     """
     models, optimizers = _several(model), [one for one in _several(optimizer) if one is not None]
-    _check(
-        models,
-        optimizers,
-        max_grad_norm=max_grad_norm,
-        accumulate=accumulate,
-        loss=loss,
-        weight=weight,
-        batch_norm=batch_norm,
-    )
+    _check(models, optimizers, max_grad_norm=max_grad_norm, accumulate=accumulate, batch_norm=batch_norm)
+    scale = scaler.get_scale if scaler else None
+    manner = PassSettings(accumulate=accumulate, loss=denominator_of(loss, weight), seed=seed, lossy=lossy, scale=scale)
     if loader is not None and split:
         refuse_sampler(loader)
     whole = party(timeout_s)
     parts = parts_of(batch_fractions, whole.ranks)
     exchange = _checked_exchange(exchange, whole, max_grad_norm)
-    hand = PassInputs(weight, divides=split)
-    scale = scaler.get_scale if scaler else None
-    manner = PassSettings(accumulate=accumulate, loss=loss, seed=seed, lossy=lossy, scale=scale)
-    passes = _met(models, optimizers, exchange, whole, hand, manner) if not whole.is_alone else []
+    hand = PassInputs(divides=split)
+    passes = [] if whole.is_alone else _met(models, optimizers, exchange, whole, hand, manner)
     _mind_batch_norm(models, passes, whole, batch_norm)
     _hook_steps(models, optimizers, passes, hand, max_grad_norm)
     divider = _divider(loader, models, whole, parts, rows) if split and loader is not None else None
@@ -120,7 +113,7 @@ def wrap(
 
 def _checked_exchange(exchange: Exchanges, whole: LoopGroup, max_grad_norm: float) -> Exchanges:
     """Return the exchange of a loop. Raises BadInput if clipping excludes it, for a lone process too."""
-    if exchange == AUTO and whole.hosts == 1:
+    if exchange == AUTO and whole.is_on_one_host:
         exchange = "dense"  # every process is on this machine
     check_loop(exchange=exchange, max_grad_norm=max_grad_norm)
     return exchange
@@ -280,8 +273,6 @@ def _check(
     *,
     max_grad_norm: float,
     accumulate: int,
-    loss: str,
-    weight: Any,
     batch_norm: str,
 ) -> None:
     """Check each argument by itself. Raises BadInput."""
@@ -293,16 +284,9 @@ def _check(
         raise bad_input(
             wanted="1 backward pass or more", got=repr(accumulate), do="1 exchanges every one", key="accumulate"
         )
-    if loss not in ("read", "mean", "sum"):
-        raise bad_input(wanted="read, mean or sum", got=repr(loss), do="correct it", key="loss")
-    if loss != "mean" and loss != "read" and weight is not None:
-        raise bad_input(wanted="weight with a loss that is a mean", got="loss='sum'", do="leave one away", key="weight")
-    if weight is not None and not callable(weight):
-        raise bad_input(
-            wanted="a function of a batch", got=repr(weight), do="pass weight=lambda batch: ...", key="weight"
-        )
     if batch_norm not in ("rank", "all"):
-        raise bad_input(wanted="rank or all", got=repr(batch_norm), do="correct it", key="batch_norm")
+        do = "rank takes BatchNorm's statistics over each rank's own rows, all over those of all ranks"
+        raise bad_input(wanted="one of rank, all", got=repr(batch_norm), do=do, key="batch_norm")
 
 
 def _close(pump: CommThread, words: Channel, whole: LoopGroup, index: int) -> None:

@@ -10,17 +10,16 @@ from gossamer.comm.channel import Pending
 from gossamer.comm.comm_thread import CommStep
 from gossamer.own_loop.blocking_exchange import BlockingExchange
 from gossamer.own_loop.gradient_hooks import PassEnding
+from gossamer.own_loop.loss_denominator import LossDenominator, ReadDenominator
 from gossamer.own_loop.status_rows import Deferred, StatusRow, StatusRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSettings:
-    """The settings of a loop's gradient averaging. `loss`: "read" from the autograd graph, "mean" over the weight of a
-    batch, or "sum".
-    """
+    """The settings of a loop's gradient averaging. `loss`: the rule by which a loss's denominator is known."""
 
     accumulate: int = 1
-    loss: str = "read"
+    loss: LossDenominator = field(default_factory=ReadDenominator)
     seed: int = 0
     lossy: bool = False  # whether exchange="auto" may choose a lossy one
     scale: Callable[[], float] | None = None  # the GradScaler's current loss scale

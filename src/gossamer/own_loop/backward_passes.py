@@ -157,7 +157,7 @@ class BackwardPasses:
         if self._watch is not None:
             self._watch.turn()
         self._counted = None
-        if self.manner.loss == "read" and self.hand.weigh is None:
+        if self.manner.loss.reads_graph:
             self._counted = asked.counted(self.hand)
         self._roots = tuple(root.detach().sum() for root in asked.roots)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.own_loop.batches import Share
 from gossamer.own_loop.status_rows import RowMark
-from gossamer.spec.errors import BadInput
+from gossamer.spec.errors import bad_input
 
 Weigh = Callable[[Any], float]
 
@@ -112,7 +112,12 @@ class KnownBatch(PassBatch):
     def weight(self, weigh: Weigh | None) -> float:
         weight = float(self.share.rows) if weigh is None else float(weigh(self.share.batch))
         if not weight >= 0.0:
-            raise BadInput(f"wanted a number that is not negative, got {weight} for a batch", key="weight")
+            raise bad_input(
+                wanted="a number of 0 or more for every batch",
+                got=f"{weight:g} for this one",
+                do="return the number of labels, or of rows, that the loss is a mean over",
+                key="weight",
+            )
         return weight
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from gossamer.loss_reader.batch_tensors import OfBatch
 from gossamer.loss_reader.count import BatchRows, Kind, LossCount
 from gossamer.own_loop.batch_structure import leaves
 from gossamer.own_loop.batches import Share
+from gossamer.own_loop.loss_denominator import LossDenominator
 from gossamer.own_loop.pass_batch import UNKNOWN, KnownBatch, PassBatch
 from gossamer.own_loop.status_rows import RowMark
 from gossamer.spec.errors import BadInput
@@ -63,11 +63,9 @@ class PassInputs(BatchRows):
     without gradients was evaluated, and belongs to no pass.
     """
 
-    def __init__(self, weigh: Callable[[Any], float] | None, *, divides: bool) -> None:
-        """Start without batches. `weigh`: the user's weight function of a batch, if any; `divides`: whether batches are
-        split over ranks, else every rank has its own.
-        """
-        self.weigh, self._divides = weigh, divides
+    def __init__(self, *, divides: bool) -> None:
+        """Start without batches. `divides`: whether batches are split over ranks, else every rank has its own."""
+        self._divides = divides
         self._looks: dict[int, int] = {}
         self._models: list[weakref.ref[nn.Module]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -200,8 +198,8 @@ class PassInputs(BatchRows):
         if counted.is_divided and kind is Kind.MEAN:
             self._means.add(counted.kinds)
 
-    def counted(self, read: LossCount | None, loss: str) -> LossCount:
-        """Return the denominator of this rank's loss, from `read` or from the user's setting `loss`. Begins the pass.
+    def counted(self, read: LossCount | None, loss: LossDenominator) -> LossCount:
+        """Return the denominator of this rank's loss. Begins the pass.
 
         `read`: the denominator found in the autograd graph, if any. Raises BadInput if the model was given only some of
         this rank's rows.
@@ -215,15 +213,4 @@ class PassInputs(BatchRows):
                 "other parts of a rank's rows than of all. Cut them smaller in the loader, and pass accumulate=, the "
                 "number of backward passes before a step"
             )
-        if loss == "sum":
-            return LossCount(Kind.SUM, (-1.0 if at.is_spare else 1.0,))
-        if loss == "mean" or self.weigh is not None:
-            return LossCount(Kind.MEAN, (0.0 if at.is_spare else at.weight(self.weigh),))
-        if read is None:
-            return LossCount(Kind.UNKNOWN, said="a backward pass that did not come through torch.autograd.backward")
-        if at.is_spare:
-            counts = tuple(-1.0 if read.kind is Kind.SUM else 0.0 for _ in read.counts)
-            return replace(read, counts=counts)
-        if read.kind is Kind.SUM:
-            return replace(read, counts=(1.0,))
-        return read
+        return loss.count(read, at)

@@ -34,8 +34,13 @@ class LoopGroup:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether this process is the only one."""
+        """Return whether this rank is the only one."""
         return self.ranks == 1
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Return whether all ranks run on this host."""
+        return self.hosts == 1
 
     def meet(self, name: str, backend: str) -> ProcessGroupChannel:
         """Create a new channel between all ranks. All ranks must call it in the same order."""

@@ -8,6 +8,7 @@ import torch
 
 from gossamer import plan as planner
 from gossamer.model.unit_config import units_of
+from gossamer.plan.data_parallel import DataParallel
 from gossamer.run.checkpoint import trainable
 from gossamer.sharding import UnshardOrder
 from gossamer.spec.config import RunConfig
@@ -22,7 +23,7 @@ def make_plan(config: RunConfig, module: torch.nn.Module, *, ranks: int, device:
     units = units_of(module, config.plan.units)
     walk = UnshardOrder.of(module, units)
     request = planner.Request(config=config, ranks=ranks, device=device.type, shapes=shapes, units=units, walk=walk)
-    return planner.build("data_parallel").plan(request)
+    return DataParallel().plan(request)
 
 
 def read_plan(path: Path, *, ranks: int) -> Plan:

@@ -18,20 +18,17 @@ from math import prod
 
 from gossamer import recipe
 from gossamer.comm.message import ProcessGroups
-from gossamer.data import share_rows
 from gossamer.plan import Planner, Request, price_apart, price_of, price_probed, state_bytes
-from gossamer.plan._stage_ranks import Groups, check_microbatches, shares_of, stages_of
 from gossamer.recipe import EVERY_STEP, PlanMethods, Recipe
 from gossamer.recipe.plan_methods import ALL_REDUCE, AUTO
+from gossamer.recipe.rank_layout import MICROBATCH_TOKENS, RankLayout
 from gossamer.sharding import Sharding
-from gossamer.spec.config import MeshSection, RunConfig
+from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
-from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.plan import BUCKET_BYTES, MeshSizes, Plan
 from gossamer.sync import OuterLoopConfig
 
-_PER_STAGE = 4  # micro-batches
 # Of sharded states. With buckets of 1 MiB, a step at 100 Mbit/s takes 1.23 times as long as with these (zero1).
 _BUCKETS, _LEAST_BUCKET_BYTES = 64, 4 << 20
 
@@ -43,19 +40,14 @@ class DataParallel(Planner):
     `microbatch_tokens`: the largest micro-batch that `accumulate: auto` chooses, in tokens.
     """
 
-    microbatch_tokens: int = 16384
+    microbatch_tokens: int = MICROBATCH_TOKENS
 
     def plan(self, request: Request) -> Plan:
-        config, reasons = request.config, {}
-        stages = stages_of(config.plan, request.ranks)
-        mesh = MeshSizes(pipe=len(stages)) if stages else _mesh(config.plan.mesh, request.ranks)
-        share = shares_of(config.plan, stages) if stages else _share(config, mesh.replica)
-        whose = "the ranks of each stage" if stages else f"{mesh.replica} replicas"
-        reasons["batch_fractions"] = "given" if config.plan.batch_fractions != "auto" else f"equal parts for {whose}"
-        rows = (config.train.batch,) if stages else share_rows(config.train.batch, share)
-        pieces, reasons["microbatches"] = self._microbatches(config, rows, mesh.pipe, stages)
+        config = request.config
+        layout = RankLayout.of(config, request.ranks, microbatch_tokens=self.microbatch_tokens)
+        mesh, reasons = layout.mesh, dict(layout.reasons)
         asked = PlanMethods.asked(config.plan)
-        pieces = _in_step(asked.sharding, rows, pieces)
+        pieces = layout.microbatches_with(asked.sharding)
         exchange, reasons["exchange"] = _exchange(asked, mesh)
         sync, why = _sync(asked, config, mesh)
         reasons.update({"sync": why} if why else {})
@@ -65,11 +57,11 @@ class DataParallel(Planner):
             )
         plan = Plan(
             mesh=mesh,
-            batch_fractions=share,
-            rows=rows,
+            batch_fractions=layout.batch_fractions,
+            rows=layout.rows,
             microbatches=pieces,
             pipeline_schedule=_schedule(config, mesh),
-            stage_ranks=stages,
+            stage_ranks=layout.stage_ranks,
             units=request.units,
             activation_compression=_boundary(config),
             exchange=exchange,
@@ -83,49 +75,6 @@ class DataParallel(Planner):
         plan = plan.model_copy(update={"reasons": {**reasons, **_reasons(found)}})
         return plan.model_copy(update={"forecast": _forecast(found, request)}) if request.shapes else plan
 
-    def _microbatches(
-        self, config: RunConfig, rows: tuple[int, ...], stages: int, groups: Groups
-    ) -> tuple[tuple[int, ...], str]:
-        """Return the micro-batches per replica, and the reason. `groups`: the ranks of every stage, if given."""
-        wanted, key = config.train.accumulate, "train.accumulate"
-        if wanted == "auto":
-            fitting = max(1, self.microbatch_tokens // config.data.sequence)  # rows of one micro-batch
-            each = f"{sum(map(len, groups))} ranks" if groups else f"{stages} stages"
-            least = 1 if stages == 1 else _PER_STAGE * (sum(map(len, groups)) or stages)
-            why = f"at most {self.microbatch_tokens} tokens each"
-            why += f", {_PER_STAGE} for each of {each} where there are rows" if stages > 1 else ""
-            found = tuple(max(-(-r // fitting), min(r, least)) for r in rows)
-            check_microbatches(groups, found[0], "train.batch")
-            return found, why
-        if wanted > min(rows):
-            raise bad_input(
-                wanted=f"{wanted} micro-batches on every replica",
-                got=f"{min(rows)} sequences on the smallest (rows {list(rows)})",
-                do=f"lower {key} or raise train.batch",
-                key=key,
-            )
-        check_microbatches(groups, wanted, key)
-        return (wanted,) * len(rows), "given"
-
-
-def _mesh(asked: MeshSection, ranks: int) -> MeshSizes:
-    stages = 1 if asked.pipe == "auto" else asked.pipe
-    if ranks % stages:
-        raise bad_input(
-            wanted=f"a multiple of {stages} processes, one for every stage",
-            got=f"{ranks}",
-            do=f"set machines.processes to a multiple of {stages}, or plan.mesh.pipe to a divisor of {ranks}",
-            key="plan.mesh.pipe",
-        )
-    if asked.replica not in ("auto", ranks // stages):
-        raise bad_input(
-            wanted=f"{asked.replica} replicas of {stages} stages" if stages > 1 else f"{asked.replica} replicas",
-            got=f"{ranks} processes",
-            do=f"set machines.processes to {asked.replica * stages}, or plan.mesh.replica to auto",
-            key="plan.mesh.replica",
-        )
-    return MeshSizes(replica=ranks // stages, pipe=stages)
-
 
 def _sync(asked: PlanMethods, config: RunConfig, mesh: MeshSizes) -> tuple[Written, str]:
     """Return the sync method and the reason. `auto` stays if local updates are possible: measured links decide
@@ -134,9 +83,9 @@ def _sync(asked: PlanMethods, config: RunConfig, mesh: MeshSizes) -> tuple[Writt
     if not asked.chooses_sync:
         return config.plan.sync, ""
     against = {
-        "a model in stages": mesh.pipe > 1,
+        "a model in stages": mesh.in_stages,
         "sharded states": asked.sharding.is_sharded,
-        "plan.adapt": config.plan.adapt != "none",
+        "plan.adapt": config.plan.adapts,
         "verification": config.train.verify.every > 0,
     }
     why = " and ".join(name for name, holds in against.items() if holds)
@@ -152,7 +101,7 @@ def _exchange(asked: PlanMethods, mesh: MeshSizes) -> tuple[Exchanges, str]:
         return ALL_REDUCE, "no gradient is exchanged"
     if asked.sync.loop is not None:
         return ALL_REDUCE, "all-reduce of the gradients of an island; what goes between islands is plan.sync's"
-    if mesh.pipe > 1:
+    if mesh.in_stages:
         return ALL_REDUCE, "all-reduce: of a model in stages only what is given is compressed"
     return AUTO, "chosen before step 1, as the links are"
 
@@ -165,34 +114,20 @@ def _reasons(found: Recipe) -> dict[str, str]:
     loop = found.sync.loop
     if loop is not None and (unused := recipe.not_used_inside(loop, plan.islands, plan.exchange)):
         notes["exchange"] = unused
-    if found.config.machines.islands != "auto" and found.stages > 1:
+    if found.config.machines.islands != "auto" and found.in_stages:
         notes["islands"] = "not used: the links of a model in stages are its own"
     return notes
 
 
 def _schedule(config: RunConfig, mesh: MeshSizes) -> Written:
-    if config.plan.pipeline_schedule != "auto":
+    if not config.plan.chooses_schedule:
         return config.plan.pipeline_schedule
-    return "single_stage" if mesh.pipe == 1 else "one_f_one_b"
+    return "one_f_one_b" if mesh.in_stages else "single_stage"
 
 
 def _boundary(config: RunConfig) -> Written | tuple[Written, ...]:
     asked = config.plan.activation_compression
     return tuple(asked) if isinstance(asked, list) else asked
-
-
-def _in_step(sharding: Sharding, rows: tuple[int, ...], pieces: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the micro-batches per replica, equal if all ranks gather sharded parameters together. Raises BadInput."""
-    if not sharding.takes_parameters:
-        return pieces
-    if max(pieces) > min(rows):
-        raise bad_input(
-            wanted=f"as many micro-batches on every replica, {max(pieces)}, as all gather parameters together",
-            got=f"{min(rows)} sequences on the smallest (rows {list(rows)})",
-            do="raise train.batch, set train.accumulate, or make plan.batch_fractions more equal",
-            key="plan.batch_fractions",
-        )
-    return (max(pieces),) * len(pieces)
 
 
 def _bucket_bytes(sharding: Sharding, request: Request) -> int:
@@ -211,23 +146,9 @@ def _islands(config: RunConfig) -> tuple[tuple[int, ...], ...]:
     return () if asked == "auto" else tuple(tuple(sorted(island)) for island in asked)
 
 
-def _share(config: RunConfig, replicas: int) -> tuple[float, ...]:
-    asked = config.plan.batch_fractions
-    if asked == "auto":
-        return (1.0 / replicas,) * replicas
-    if len(asked) != replicas:
-        raise bad_input(
-            wanted=f"one share for each of {replicas} replicas",
-            got=f"{len(asked)} ({asked})",
-            do="list as many shares as there are processes",
-            key="plan.batch_fractions",
-        )
-    return tuple(part / sum(asked) for part in asked)
-
-
 def _forecast(found: Recipe, request: Request) -> Cost:
     plan = found.plan
-    if found.stages > 1:
+    if found.in_stages:
         return Cost()  # which parameters lie on which rank is known when the cuts are
     methods = found.methods
     if methods.exchange.asks_for_islands and not plan.islands:

@@ -28,6 +28,18 @@ class AdaptChoices:
     reason: str
 
 
+class NearbySettings(ABC):
+    """The exchange settings around a given one, as a recipe knows them: a policy builds no method itself."""
+
+    @abstractmethod
+    def near(self, written: Written) -> tuple[Written, ...]:
+        """Return the variants of an exchange; empty if it has none. Raises BadInput for an unknown exchange."""
+
+    @abstractmethod
+    def are_equal(self, one: Written, other: Written) -> bool:
+        """Return whether two settings are the same exchange, however written. Raises BadInput for an unknown one."""
+
+
 class Policy(ABC):
     """An adaptive compression policy: a frozen dataclass whose fields are what the user may set.
 
@@ -38,7 +50,7 @@ class Policy(ABC):
     needs_paths: ClassVar[bool] = False
     for_links: ClassVar[bool] = False
 
-    def to_measure(self, now: Written) -> tuple[Written, ...]:
+    def to_measure(self, now: Written, settings: NearbySettings) -> tuple[Written, ...]:
         """Return the settings to measure for parameters with the exchange `now`: the default first; empty for no
         choice.
 

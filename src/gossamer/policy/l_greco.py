@@ -25,9 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer import exchange as exchange_methods
-from gossamer.policy import AdaptChoices, Policy
-from gossamer.policy._neighbors import near
+from gossamer.policy import AdaptChoices, NearbySettings, Policy
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Written
 from gossamer.spec.statistics import Paths, Statistics
@@ -53,15 +51,15 @@ class LGreco(Policy):
         if self.bins < 1:
             raise bad_input(wanted="bins >= 1", got=repr(self.bins), do="give 10000", key="bins")
 
-    def to_measure(self, now: Written) -> tuple[Written, ...]:
+    def to_measure(self, now: Written, settings: NearbySettings) -> tuple[Written, ...]:
+        own = self.default or now
         if not self.candidates:
-            beside = near(self.default or now)
-            return (self.default or now, *beside) if beside else ()
-        given = [exchange_methods.build(written) for written in self.candidates]
-        own = exchange_methods.build(self.default or now)
-        if own not in given and not self.default:
+            beside = settings.near(own)
+            return (own, *beside) if beside else ()
+        others = tuple(written for written in self.candidates if not settings.are_equal(written, own))
+        if len(others) == len(self.candidates) and not self.default:
             return ()  # a method the candidates do not speak of
-        return (self.default or now, *(w for w, one in zip(self.candidates, given, strict=True) if one != own))
+        return (own, *others)
 
     def choose(self, statistics: Statistics, paths: Paths) -> AdaptChoices:
         uniform = self.default or statistics.default

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gossamer import loss as losses
 from gossamer import optimizer as optimizer_methods
 from gossamer import policy as policies
 from gossamer.exchange import Exchange
+from gossamer.loss import Loss
 from gossamer.optimizer import Optimizer, lr_schedule
 from gossamer.optimizer.common_adamw import CommonAdamW
 from gossamer.optimizer.lr_schedule import LRSchedule
@@ -14,6 +16,7 @@ from gossamer.policy import Policy
 from gossamer.recipe.plan_methods import AUTO, PlanMethods
 from gossamer.sharding import Sharding
 from gossamer.spec.config import RunConfig
+from gossamer.spec.method_config import told
 from gossamer.spec.plan import Plan
 from gossamer.sync import Sync
 
@@ -39,14 +42,18 @@ class Recipe:
 
         Whether they can be combined is checked by `conflicts.check`.
         """
-        adapts = config.plan.adapt
         return Recipe(
             config=config,
             methods=PlanMethods.of(plan),
             optimizer=optimizer_methods.build(config.train.optimizer, key=OPTIMIZER),
             lr_schedule=lr_schedule.build(config.train.lr_schedule, key="train.lr_schedule"),
-            policy=None if adapts == "none" else policies.build(adapts, key="plan.adapt"),
+            policy=policies.build(config.plan.adapt, key="plan.adapt") if config.plan.adapts else None,
         )
+
+    @staticmethod
+    def loss_of(config: RunConfig) -> Loss:
+        """Build the loss of a run, which no plan changes. Raises BadInput for an unknown name or wrong settings."""
+        return losses.build(config.train.loss, key="train.loss")
 
     @property
     def plan(self) -> Plan:
@@ -69,6 +76,18 @@ class Recipe:
         return self.plan.mesh.pipe
 
     @property
+    def in_stages(self) -> bool:
+        """Return whether the model is split into pipeline stages."""
+        return self.plan.mesh.in_stages
+
+    @property
+    def apart_by(self) -> str:
+        """Return in a phrase what keeps ranks from being replicas that meet at every step: stages, else the sync
+        method.
+        """
+        return f"a model in {self.stages} stages" if self.in_stages else f"plan.sync {told(self.plan.sync)}"
+
+    @property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Return the gradient exchanges, one per rule; empty if they are still to be chosen."""
         return () if self.methods.chooses_exchange else self.methods.exchange.written
@@ -78,7 +97,7 @@ class Recipe:
         """Return whether any exchange loses part of what it averages, or is left to be chosen."""
         loop, asked = self.sync.loop, self.config.plan
         met = [*self.exchanges, *([loop.exchange] if loop is not None else [])]
-        chosen = asked.exchange == AUTO and self.stages == 1 and self.sync.is_plain
+        chosen = asked.exchange == AUTO and not self.in_stages and self.sync.is_plain
         is_open = chosen or asked.sync == AUTO or self.policy is not None
         return is_open or not all(one.traits.lossless for one in met)
 

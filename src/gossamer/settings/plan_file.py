@@ -50,7 +50,7 @@ def with_plan(resolved: Resolved, file: Path, *, ranks: int | None = None) -> Re
     given = {key for key, where in resolved.origin.items() if where != DEFAULT}
     for error in contradictions(resolved.config, plan, given, name=str(file), lines=lines):
         raise error
-    asked, plain = resolved.config.plan, plan.mesh.pipe == 1 and MethodConfig.parse(plan.sync).name == "every_step"
+    asked, plain = resolved.config.plan, not plan.mesh.in_stages and MethodConfig.parse(plan.sync).name == "every_step"
     chose = asked.exchange == "auto" != plan.exchange and (plain or asked.sync == "auto")
     for key, value, field in _decisions(plan):
         if key not in given or value_at(resolved.config, key) == "auto":
@@ -147,7 +147,7 @@ def _decisions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
     yield "plan.sync", plan.sync, "sync"
     if plan.exchange != "auto":
         yield "plan.exchange", plan.adapted_from or plan.exchange, "exchange"
-    if plan.mesh.pipe > 1:
+    if plan.mesh.in_stages:
         yield "plan.pipeline_schedule", plan.pipeline_schedule, "pipeline_schedule"
         boundary = plan.activation_compression
         yield (

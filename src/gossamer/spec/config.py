@@ -230,6 +230,16 @@ class PlanSection(Section):
             )
         return self
 
+    @property
+    def adapts(self) -> bool:
+        """Return whether a policy adapts the compression of exchanges or activations."""
+        return bool(self.adapt != "none")
+
+    @property
+    def chooses_schedule(self) -> bool:
+        """Return whether the planner chooses the pipeline schedule."""
+        return bool(self.pipeline_schedule == "auto")
+
 
 class RunSection(Section):
     """The run directory, the trackers and the display of a run."""

@@ -35,6 +35,11 @@ class MeshSizes(BaseModel):
     def size(self) -> int:
         return self.replica * self.pipe
 
+    @property
+    def in_stages(self) -> bool:
+        """Return whether the model is split into pipeline stages."""
+        return self.pipe > 1
+
 
 class Plan(BaseModel):
     """The complete split of a run's work over its ranks; holds no parameter values.

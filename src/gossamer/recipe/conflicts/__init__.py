@@ -17,6 +17,7 @@ from gossamer.spec.unread_keys import check_given
 Law: TypeAlias = Callable[[Recipe], BadInput | None]
 
 LAWS: tuple[Law, ...] = (
+    layout.layout_as_asked,
     layout.everybody_on_an_island,
     layout.stage_boundaries,
     layout.sync_in_stages,
@@ -40,6 +41,7 @@ LAWS: tuple[Law, ...] = (
     verification.verified,
     sync.proved,
     sync.seconds_of_steps,
+    adaptation.adapts_something,
     adaptation.adapts_as_it_goes,
     exchange.lossy_is_asked,
     exchange.residuals_are_kept,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from gossamer.recipe.conflicts.exchange import exchange_told
+from gossamer.recipe.nearby_settings import RegisteredSettings
+from gossamer.recipe.plan_methods import AUTO
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.config import PlanSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import told
+from gossamer.spec.parameter_rules import lines
 
 _PLAN = PlanSection()
 
@@ -48,9 +52,9 @@ def adapts_ways(recipe: Recipe) -> BadInput | None:
 
 def adapts_links(recipe: Recipe) -> BadInput | None:
     """Return an error for a policy for stage boundaries without stages, or one for gradients with stages."""
-    if recipe.policy is None or recipe.policy.for_links == (recipe.stages > 1):
+    if recipe.policy is None or recipe.policy.for_links == recipe.in_stages:
         return None
-    if recipe.stages > 1:
+    if recipe.in_stages:
         return bad_input(
             wanted="a policy for the links between stages, ada_topk",
             got=f"{told(recipe.config.plan.adapt)} for a model in {recipe.stages} stages",
@@ -65,14 +69,31 @@ def adapts_links(recipe: Recipe) -> BadInput | None:
     )
 
 
+def adapts_something(recipe: Recipe) -> BadInput | None:
+    """Return an error for a policy that has no settings to choose from for an exchange that the user named."""
+    policy, is_chosen = recipe.policy, recipe.config.plan.exchange == AUTO
+    if policy is None or policy.for_links or policy.needs_paths or is_chosen or not recipe.sync.is_plain:
+        return None
+    before, near = recipe.plan.adapted_from or recipe.plan.exchange, RegisteredSettings()
+    found = lines(before, key="plan.exchange")
+    if any(policy.to_measure(line.written, near) for line in found if line.level != "intra"):
+        return None
+    return bad_input(
+        wanted="settings to choose from",
+        got=f"an exchange whose neighbours are not known ({exchange_told(before)})",
+        do="list candidates in the policy, the exchange among them",
+        key="plan.adapt",
+    )
+
+
 def adapts_as_it_goes(recipe: Recipe) -> BadInput | None:
     """Check `adapt_every` and `adapt_window`: stage boundaries and exchanges between islands are chosen once, before
     step 1.
     """
-    asked, before = recipe.config.plan, recipe.stages > 1 or recipe.sync.loop is not None
+    asked, before = recipe.config.plan, recipe.in_stages or recipe.sync.loop is not None
     for key in ("adapt_every", "adapt_window"):
         if before and getattr(asked, key) != getattr(_PLAN, key):
-            where = f"a model in {recipe.stages} stages" if recipe.stages > 1 else f"plan.sync {told(recipe.plan.sync)}"
+            where = recipe.apart_by
             return bad_input(
                 wanted="a policy that chooses as the run goes on",
                 got=f"one that chooses before the first step, for {where}",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gossamer import exchange as exchange_methods
 from gossamer.exchange import Exchange
+from gossamer.recipe.nearby_settings import RegisteredSettings
 from gossamer.recipe.parameter_rules import ParameterRules
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.config import PlanSection
@@ -45,7 +46,8 @@ def clip_adapted(recipe: Recipe) -> BadInput | None:
     """Apply the clipping law to the settings that a policy may choose."""
     if recipe.policy is None or recipe.methods.chooses_exchange:
         return None
-    settings = [w for line in recipe.methods.exchange.lines for w in recipe.policy.to_measure(line.written)]
+    near = RegisteredSettings()
+    settings = [w for line in recipe.methods.exchange.lines for w in recipe.policy.to_measure(line.written, near)]
     built = [one for written in settings for one in ParameterRules.read(written, key="plan.adapt").written]
     return clipped(built, recipe.config.train.max_grad_norm, key="plan.adapt")
 
@@ -53,9 +55,9 @@ def clip_adapted(recipe: Recipe) -> BadInput | None:
 def lossy_is_asked(recipe: Recipe) -> BadInput | None:
     """Check that `plan.lossy` has an effect: `auto` must choose something; `spec.unread_keys` checks the rest."""
     is_open = recipe.config.plan.sync == "auto" or recipe.sync.is_plain
-    if not recipe.config.plan.lossy or (recipe.stages == 1 and is_open):
+    if not recipe.config.plan.lossy or (not recipe.in_stages and is_open):
         return None
-    where = f"a model in {recipe.stages} stages" if recipe.stages > 1 else f"plan.sync {told(recipe.plan.sync)}"
+    where = recipe.apart_by
     return bad_input(
         wanted="whole replicas whose gradients meet at every step, for which an exchange is chosen",
         got=where,

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from gossamer.recipe.rank_layout import RankLayout
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.config import PlanSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.unread_keys import without_stages
 
 _PLAN = PlanSection()
+
+
+def layout_as_asked(recipe: Recipe) -> BadInput | None:
+    """Return the error of a configuration whose mesh, stages, fractions or micro-batches do not fit the ranks."""
+    try:
+        RankLayout.of(recipe.config, recipe.plan.ranks)
+    except BadInput as error:
+        return error
+    return None
 
 
 def everybody_on_an_island(recipe: Recipe) -> BadInput | None:
@@ -26,9 +36,9 @@ def everybody_on_an_island(recipe: Recipe) -> BadInput | None:
 def stage_boundaries(recipe: Recipe) -> BadInput | None:
     """Return an error for split points or activation compression that do not fit the number of stages."""
     plan = recipe.plan
-    if recipe.stages == 1 and plan.cuts:
+    if not recipe.in_stages and plan.cuts:
         return without_stages("plan.cuts")
-    if recipe.stages == 1 and plan.activation_compression != _PLAN.activation_compression:
+    if not recipe.in_stages and plan.activation_compression != _PLAN.activation_compression:
         return without_stages("plan.activation_compression")
     if isinstance(plan.activation_compression, tuple) and len(plan.activation_compression) != recipe.stages - 1:
         return bad_input(
@@ -49,7 +59,7 @@ def stage_boundaries(recipe: Recipe) -> BadInput | None:
 
 def sync_in_stages(recipe: Recipe) -> BadInput | None:
     """Return an error for a sync method other than every_step with pipeline parallelism."""
-    if recipe.sync.is_plain or recipe.stages == 1:
+    if recipe.sync.is_plain or not recipe.in_stages:
         return None
     where = "islands train apart" if recipe.sync.loop is not None else "losses alone decide"
     return bad_input(
@@ -62,7 +72,7 @@ def sync_in_stages(recipe: Recipe) -> BadInput | None:
 
 def islands_in_stages(recipe: Recipe) -> BadInput | None:
     """Return an error for an exchange with islands among the ranks of a pipeline stage."""
-    if recipe.stages == 1 or recipe.methods.chooses_exchange or not recipe.methods.exchange.asks_for_islands:
+    if not recipe.in_stages or recipe.methods.chooses_exchange or not recipe.methods.exchange.asks_for_islands:
         return None
     return bad_input(
         wanted="an exchange among the ranks of a stage, which are all alike",

@@ -15,11 +15,11 @@ def states_of_whole_replicas(recipe: Recipe) -> BadInput | None:
     if not sharding.is_sharded:
         return None
     key, do = "plan.sharding", _WHOLE
-    if recipe.stages == 1 and sharding.takes_parameters and MethodConfig.parse(schedule).name != "single_stage":
+    if not recipe.in_stages and sharding.takes_parameters and MethodConfig.parse(schedule).name != "single_stage":
         got = f"plan.pipeline_schedule {told(schedule)}"
         return bad_input(wanted="plan.pipeline_schedule single_stage, for sharded parameters", got=got, do=do, key=key)
-    if recipe.stages > 1 or recipe.sync.probe is not None:
-        got = f"a model in {recipe.stages} stages" if recipe.stages > 1 else f"plan.sync {told(recipe.plan.sync)}"
+    if recipe.in_stages or recipe.sync.probe is not None:
+        got = recipe.apart_by
         return bad_input(wanted="whole replicas whose gradients meet, for sharded states", got=got, do=do, key=key)
     return None
 

@@ -12,8 +12,8 @@ def verified(recipe: Recipe) -> BadInput | None:
     key = "train.verify.every"
     if not recipe.config.train.verify.every:
         return None
-    if recipe.stages > 1 or not recipe.sync.is_plain:
-        got = f"a model in {recipe.stages} stages" if recipe.stages > 1 else f"plan.sync {told(recipe.plan.sync)}"
+    if recipe.in_stages or not recipe.sync.is_plain:
+        got = recipe.apart_by
         wanted = "whole replicas that hold the same at every step, by gradients, so that each can do another's work"
         return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sync to every_step", key=key)
     if recipe.sharding.is_sharded:

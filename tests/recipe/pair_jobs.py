@@ -1,0 +1,87 @@
+"""What pool workers run for the tests of this folder: several short runs one after the other, through the real job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from gossamer import loss
+from gossamer.job import start_record
+from gossamer.job.rank_inputs import RankContext, RankJob
+from gossamer.job.rank_job import run_job
+from gossamer.partition.model_provider import ModuleSource
+from gossamer.partition.rank_model import build_rank_model
+from gossamer.partition.request import PartitionRequest
+from gossamer.run.batches import DatasetBatches
+from gossamer.run.parts import Parts
+from gossamer.spec.config import RunConfig
+from gossamer.view.run_directory import RunDirectory
+from pool import Seat
+from run.jobs import Causal, Tokens, digest
+
+
+class EqualTokens(Tokens):
+    """Sequences that all have labels: islands weigh by samples what replicas weigh by labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels = self.ids.clone()
+
+
+def losses(seat: Seat, *, runs: Sequence[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Train each of `runs`, sections of a configuration: the losses of its steps, digest and norms of parameters."""
+    store = seat.store()
+    with patch.object(start_record, "measure_peak_flop_per_s", lambda *given, **more: 1e9):  # it takes its time
+        return [_trained(seat, dist.PrefixStore(f"run {n}", store), sections, n) for n, sections in enumerate(runs)]
+
+
+def _trained(seat: Seat, store: dist.Store, sections: dict[str, dict[str, Any]], number: int) -> dict[str, Any]:
+    config = RunConfig.model_validate(sections)
+    torch.manual_seed(0)
+    data, objective, cpu = DatasetBatches(EqualTokens()), loss.build("next_token"), torch.device("cpu")
+    asked = PartitionRequest(
+        config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu
+    )
+    held = build_rank_model(ModuleSource(Causal()), asked, None)
+    directory = RunDirectory(Path(seat.folder) / str(number))
+    parts = Parts(
+        module=held.module,
+        objective=objective,
+        train=data,
+        validation=None,
+        config=config,
+        plan=held.plan,
+        device=cpu,
+        cut=held.cut,
+    )
+    where = RankContext(
+        rank=seat.rank, ranks=seat.ranks, writer=seat.rank, writers=seat.ranks, store=store, interface="lo"
+    )
+    job = RankJob(
+        parts=parts,
+        where=where,
+        directory=directory,
+        described="Causal",
+        data="tokens",
+        text="tokens",
+        resume=False,
+        at=lambda step, phase: None,
+        asked_to_stop=lambda: False,
+        is_kept=True,
+    )
+    run_job(job)
+    if held.cut is not None:
+        found: dict[str, Any] = {"digest": "", "norms": []}
+    else:
+        norms = [float(p.detach().double().norm()) for _, p in sorted(held.module.named_parameters())]
+        found = {"digest": digest(held.module), "norms": norms}
+    if seat.rank == 0:
+        lines = [json.loads(line) for line in (directory.path / "records.jsonl").read_text().splitlines()]
+        found["losses"] = [one["loss"] for one in lines if one["kind"] == "step"]
+    return found
