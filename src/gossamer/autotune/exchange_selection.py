@@ -55,6 +55,17 @@ class SelectionSettings:
     walk: UnshardOrder | None = None  # where parameters are sharded
 
 
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """The batches that were tried for a step profile, and the ranks whose last gradients were not finite.
+
+    With such ranks the compression errors are not known, and no lossy exchange is chosen.
+    """
+
+    tried: int = 0
+    sick: tuple[int, ...] = ()
+
+
 @dataclass(slots=True, kw_only=True)
 class ExchangeSelector:
     """The selection of exchanges on one rank; all ranks must call the same methods between the same steps."""
@@ -68,8 +79,7 @@ class ExchangeSelector:
     keep: Callable[[Plan], None]  # a plan that has changed
     waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
     _measured: ExchangeProfile | None = None
-    _sick: tuple[int, ...] = ()  # ranks with non-finite gradients in the last profiled step; then no lossy choice
-    _tried: int = 0  # batches of the last profile
+    _rehearsal: Rehearsal = field(default_factory=Rehearsal)
     _most_bucket_bytes: int = 0  # if links do not limit it
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
 
@@ -324,36 +334,35 @@ class ExchangeSelector:
     @property
     def _unknown(self) -> str:
         """Return a note on measurements that the choice lacks."""
-        if not self._sick:
+        if not self._rehearsal.sick:
             return ""
         return (
-            f"; gradients of {self._tried} batches were not finite on ranks {list(self._sick)}: what a lossy exchange "
-            "loses is not known, so only what is exact, or bf16, was held against the wire"
+            f"; gradients of {self._rehearsal.tried} batches were not finite on ranks {list(self._rehearsal.sick)}: "
+            "the error of lossy exchanges is not known, so only exact ones and bf16 were candidates"
         )
 
     def _measure(self, step: int) -> ExchangeProfile:
         """Return the profile, measured once; compression errors are measured again while they are unknown."""
         if self._measured is None or not self._measured.knows:
             params = trainable(self.engine.module)
-            rehearsal, self._sick = self._rehearsed(step)
-            self._measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, self.pump, knows=not self._sick)
+            profile, self._rehearsal = self._rehearsed(step)
+            self._measured = ExchangeProfile.by(profile, params, CANDIDATES, self.pump, knows=not self._rehearsal.sick)
         return self._measured
 
-    def _rehearsed(self, step: int) -> tuple[StepProfile, tuple[int, ...]]:
-        """Profile the first batch from `step` on whose gradients are finite on all ranks; return also the ranks that
-        had none.
+    def _rehearsed(self, step: int) -> tuple[StepProfile, Rehearsal]:
+        """Profile the first batch from `step` on whose gradients are finite on all ranks; return also what was tried.
 
         After a few batches the last one is returned. One bad batch is harmless: its step will be rejected and retried.
         """
         params, channel = trainable(self.engine.module), self.pump.channel
-        for self._tried, batch in enumerate(range(step, step + _REHEARSALS), 1):
-            rehearsal = profile_step(self.engine, self.feed, params, batch)
-            is_finite = all(bool(torch.isfinite(g).all()) for g in rehearsal.gradients.values())
+        for batch in range(step, step + _REHEARSALS):
+            profile = profile_step(self.engine, self.feed, params, batch)
+            is_finite = all(bool(torch.isfinite(g).all()) for g in profile.gradients.values())
             sound = gathered(channel, [float(is_finite)])[:, 0].tolist()
             sick = tuple(rank for rank, ok in zip(channel.levels.everyone, sound, strict=True) if not ok)
             if not sick:
                 break
-        return rehearsal, sick
+        return profile, Rehearsal(batch - step + 1, sick)
 
 
 def _planned(plan: Plan, decision: Decision, links: Network, cost: Cost, beside: str) -> Plan:
