@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gossamer import loss
 from gossamer.job import start_record
-from gossamer.job.rank_inputs import RankContext, RankJob
+from gossamer.job.rank_inputs import DataDescription, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.partition.model_provider import ModuleSource
 from gossamer.partition.rank_model import build_rank_model
@@ -68,8 +68,7 @@ def _trained(seat: Seat, store: dist.Store, sections: dict[str, dict[str, Any]],
         where=where,
         directory=directory,
         described="Causal",
-        data="tokens",
-        text="tokens",
+        data=DataDescription(fingerprint="tokens", text="tokens"),
         resume=False,
         at=lambda step, phase: None,
         asked_to_stop=lambda: False,
