@@ -32,6 +32,7 @@ from gossamer.partition.request import PartitionRequest
 from gossamer.proof.startup import Proving
 from gossamer.run.batches import Batches, RankBatch
 from gossamer.run.build import build
+from gossamer.run.checkpoint_directory import CheckpointDirectory
 from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.run.engine import engine_of
 from gossamer.run.parts import Parts
@@ -148,15 +149,7 @@ def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _around(folder: Path, said: list[records.Record]) -> Surroundings:
     saver = CheckpointManager(
-        directory=folder / "unused",
-        rank=0,
-        ranks=1,
-        writer=0,
-        writers=1,
-        keep=1,
-        generation=0,
-        sink=said.append,
-        identity={},
+        directory=CheckpointDirectory(path=folder / "unused"), rank=0, sink=said.append, identity={}
     )
     return Surroundings(sink=said.append, at=lambda step, phase: None, asked_to_stop=lambda: False, saver=saver)
 

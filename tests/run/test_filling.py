@@ -9,14 +9,14 @@ import torch
 
 from gossamer.run.checkpoint.stored import agreed, merged, of_rank
 from gossamer.spec.errors import CheckpointMismatch
-from gossamer.store.checkpoint import Checkpoint, open_checkpoint
+from gossamer.store.checkpoint import CheckpointSource, open_checkpoint
 from gossamer.store.slices import Slice
 from store.crew import good, save, whole
 
 OWED = torch.tensor([[1.0, -2.0, 8.0], [3.0, 4.0, -5.0], [5.0, 1.0, 0.5]])  # by rank
 
 
-def saved(folder: Path, islands: list[list[int]]) -> Checkpoint:
+def saved(folder: Path, islands: list[list[int]]) -> CheckpointSource:
     """Three ranks: what each is owed, a factor that is the same on all, a counter, the square of island or rank."""
     ranks = []
     for rank in range(3):
@@ -30,7 +30,7 @@ def saved(folder: Path, islands: list[list[int]]) -> Checkpoint:
         ranks.append([*pieces, *([whole("square", OWED[rank], rank)] if leader == rank else [])])
     ranks[0].append(whole("scale", torch.tensor([7.0])))
     good(save(folder, 1, ranks, {"ranks": 3, "islands": islands}))
-    return open_checkpoint(folder, 1)
+    return CheckpointSource(open_checkpoint(folder, 1))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -56,7 +56,7 @@ def test_a_mean_of_some_of_them_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatch, match=r"square of ranks \[0, 1\] of 3, wanted all of them"):
         pieces = [[whole("square", OWED[rank], rank)] for rank in range(2)]
         good(save(tmp_path, 1, pieces, {"ranks": 3, "islands": []}))
-        agreed(open_checkpoint(tmp_path, 1), Slice.whole("square", (3,)))
+        agreed(CheckpointSource(open_checkpoint(tmp_path, 1)), Slice.whole("square", (3,)))
 
 
 def test_what_all_shared_goes_before_what_each_had(tmp_path: Path) -> None:
@@ -64,5 +64,6 @@ def test_what_all_shared_goes_before_what_each_had(tmp_path: Path) -> None:
     assert [float(of_rank(checkpoint, "scale", rank)) for rank in range(4)] == [7.0] * 4
     ranks = [[whole("island/other", torch.tensor([10.0 + rank]), rank)] for rank in range(3)]
     good(save(tmp_path, 2, ranks, {"ranks": 3}))
-    found = [float(of_rank(open_checkpoint(tmp_path, 2), "other", rank)) for rank in range(4)]
+    source = CheckpointSource(open_checkpoint(tmp_path, 2))
+    found = [float(of_rank(source, "other", rank)) for rank in range(4)]
     assert found == [10.0, 11.0, 12.0, 10.0]  # one that was not there takes another's

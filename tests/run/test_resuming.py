@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gossamer.run.checkpoint_directory import CheckpointDirectory
 from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.spec.errors import BadInput
 from store.crew import good, halves, model, save
@@ -65,9 +66,7 @@ def test_a_host_without_what_the_others_have_is_told_to_all(pool, tmp_path: Path
 
 
 def test_a_checkpoint_of_another_format_names_the_version_that_wrote_it(tmp_path: Path) -> None:
-    saver = CheckpointManager(
-        directory=tmp_path, rank=0, ranks=1, writer=0, writers=1, keep=1, generation=0, sink=lambda _: None, identity={}
-    )
+    saver = CheckpointManager(directory=CheckpointDirectory(path=tmp_path), rank=0, sink=lambda _: None, identity={})
     older = SimpleNamespace(folder=tmp_path, meta={"format": 1, "gossamer": "0.0.9"})
     with pytest.raises(BadInput, match=r"wanted a checkpoint of format 2, got 1\. Go on with version 0\.0\.9"):
         saver._check(older)

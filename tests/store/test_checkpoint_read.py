@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from gossamer.spec.errors import BadInput, CheckpointMismatch
-from gossamer.store.checkpoint import latest_good, list_checkpoints, open_checkpoint, set_aside
+from gossamer.store.checkpoint import CheckpointSource, latest_good, list_checkpoints, open_checkpoint, set_aside
 from store.crew import good, halves, model, save, whole
 
 
@@ -109,16 +109,16 @@ def test_only_touched_shards_are_opened(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_told_by_names_and_counts(tmp_path: Path) -> None:
     tensors = {f"model.{name}": tensor for name, tensor in model().items()}
     good(save(tmp_path, 1, [[whole(n, t) for n, t in tensors.items()] + [whole("optimizer.x", torch.zeros(1))]]))
-    checkpoint = open_checkpoint(tmp_path, 1)
+    source = CheckpointSource(open_checkpoint(tmp_path, 1))
     expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    checkpoint.check_against(expected, prefix="model.")
+    source.check_against(expected, elsewhere=lambda name: not name.startswith("model."))
     with pytest.raises(CheckpointMismatch, match=r"1 not wanted \(first: optimizer\.x\)"):
-        checkpoint.check_against(expected)
+        source.check_against(expected, elsewhere=lambda name: False)
     expected["model.cube"] = ((4, 3, 7), torch.float32)
     expected["model.new"] = expected["model.newer"] = ((1,), torch.float32)
     del expected["model.layer.bias"]
     with pytest.raises(CheckpointMismatch) as caught:
-        checkpoint.check_against(expected, prefix="model.")
+        source.check_against(expected, elsewhere=lambda name: not name.startswith("model."))
     for part in (
         "of 5 tensors wanted and 4 stored",
         "2 missing (first: model.new)",

@@ -26,6 +26,7 @@ from gossamer.proof.startup import Proving
 from gossamer.run.auto_precision import choose_precision
 from gossamer.run.batches import Feed
 from gossamer.run.build import build
+from gossamer.run.checkpoint_directory import CheckpointDirectory
 from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.run.engine import engine_of
 from gossamer.run.parts import Parts
@@ -51,7 +52,6 @@ def run_job(job: RankJob) -> dict[str, Any]:
     try:
         sink: Sink = RecordWriter(job.directory, job.callbacks.show) if job.where.rank == 0 else forget
         saver = _saver(job, sink)
-        saver.open()
         check_agreement(pump, _facts(job))
         caution = _caution(job)
         job = _settled(job, pump, sink)
@@ -224,14 +224,14 @@ def _exchanger(
 def _saver(job: RankJob, sink: Sink) -> CheckpointManager:
     config, where = job.parts.config, job.where
     return CheckpointManager(
-        directory=job.directory.checkpoints,
+        directory=CheckpointDirectory(
+            path=job.directory.checkpoints,
+            writer=where.writer,
+            writers=where.writers,
+            keep=config.train.keep_checkpoints,
+            generation=where.generation,
+        ),
         rank=where.rank,
-        ranks=where.ranks,
-        writer=where.writer,
-        writers=where.writers,
-        keep=config.train.keep_checkpoints,
-        generation=where.generation,
-        residuals=config.plan.residuals_on_resume,
         sink=sink,
         identity={
             "seed": config.train.seed,

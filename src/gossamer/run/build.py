@@ -17,12 +17,7 @@ from gossamer.optimizer.master import Master
 from gossamer.pipeline.tied_weights import TiedWeights
 from gossamer.recipe import Recipe
 from gossamer.run.batches import Feed
-from gossamer.run.checkpoint import CheckpointContents, trainable
-from gossamer.run.checkpoint.exchange_state import SavedExchanges
-from gossamer.run.checkpoint.membership import Membership
-from gossamer.run.checkpoint.optimizer_state import OptimizerSlots
-from gossamer.run.checkpoint.outer_state import OuterState
-from gossamer.run.checkpoint.weights import Weights
+from gossamer.run.checkpoint import contents_of, trainable
 from gossamer.run.engine import holdings_of, pieces_of, pipeline_of
 from gossamer.run.evaluation import Evaluator
 from gossamer.run.forward import Pipeline
@@ -91,7 +86,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surround
     truth = {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()}
     apart = _outer_loop(given, states, replica, truth)
     feed = _feed(given, pipeline)
-    around.saver.contents = _contents(given, states, replica, apart, scaling)
+    around.saver.contents = contents_of(parts, around.saver.progress, states, replica, apart, scaling)
     stages = RankStages(engine=engine, pieces=pieces_of(parts, engine), pipeline=pipeline, pump=pump)
     tied = TiedWeights.of(rank, levels, states.holdings)
     gradients = Gradients(pieces=stages.pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at)
@@ -224,24 +219,6 @@ def _feed(given: _Inputs, pipeline: Pipeline) -> Feed:
     return Feed(parts.train, parts.plan, parts.plan.axes.place(given.rank)[0], seed, pipeline.batches, pace)
 
 
-def _contents(
-    given: _Inputs,
-    states: ShardedOptimizer,
-    replica: sync.GradientReducer,
-    apart: sync.OuterLoop,
-    scaling: LossScale,
-) -> CheckpointContents:
-    members = Membership(replica, apart)
-    return CheckpointContents(
-        weights=Weights(given.parts.module, states, given.parts.cut),
-        slots=OptimizerSlots(states, members),
-        exchange=SavedExchanges(replica),
-        outer=OuterState(apart, members, given.around.saver.progress),
-        scaling=scaling,
-        members=members,
-    )
-
-
 def _zeroth_order(given: _Inputs, stages: RankStages, probing: sync.ZerothOrderRank, rate: float) -> ZerothOrderStep:
     around = given.around
     return ZerothOrderStep(
@@ -252,7 +229,7 @@ def _zeroth_order(given: _Inputs, stages: RankStages, probing: sync.ZerothOrderR
         pump=stages.pump,
         rate=rate,
         clip=given.parts.config.train.max_grad_norm,
-        log=StepLog(around.saver.directory, is_writer=around.saver.writer == 0),
+        log=StepLog(around.saver.directory.path, is_writer=around.saver.directory.is_leader),
         at=around.at,
     )
 

@@ -6,19 +6,20 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from gossamer.comm.channel import Channel
 from gossamer.run.checkpoint import CheckpointContents
+from gossamer.run.checkpoint_directory import CheckpointDirectory
 from gossamer.run.checkpoint_search import CheckpointSearch
 from gossamer.run.goal import Progress
 from gossamer.spec import records
 from gossamer.spec.errors import BadInput, CheckpointMismatch, PeerLost, RunFailed
 from gossamer.store.checkpoint import (
     Checkpoint,
+    CheckpointSource,
     CheckpointWriter,
     SaveStatus,
     latest_step,
@@ -38,29 +39,22 @@ _log = logging.getLogger(__name__)
 class CheckpointManager:
     """The checkpoint manager of one rank: it saves, reports and restores the checkpoints of a run.
 
-    `writer`/`writers` number the ranks that see the same directory.
+    `identity`: entries of a checkpoint's metadata besides those of its contents. `contents`: set once the trainer is
+    built. The store is open from the construction on.
     """
 
-    directory: Path
+    directory: CheckpointDirectory
     rank: int
-    ranks: int
-    writer: int
-    writers: int
-    keep: int
-    generation: int
     sink: Callable[[records.Record], None]
-    residuals: str = "redistribute"  # of exchanges, when the number of ranks is another: redistribute | reset
-    identity: dict[str, Any]  # entries of a checkpoint's metadata besides the progress
+    identity: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
-    contents: CheckpointContents | None = None
-    _store: CheckpointWriter | None = None
+    contents: CheckpointContents = field(init=False, repr=False, compare=False)
+    _store: CheckpointWriter = field(init=False, repr=False, compare=False)
     _unsaved: str = ""  # why the newest save did not become a checkpoint
 
-    def open(self) -> None:
-        """Open the store, before any rank saves; its first writer deletes half-written files of an earlier run."""
-        self._store = CheckpointWriter(
-            self.directory, rank=self.writer, ranks=self.writers, keep=self.keep, token=f"g{self.generation}"
-        )
+    def __post_init__(self) -> None:
+        """Open the store."""
+        self._store = self.directory.open()
 
     def save(self, progress: Progress, *, last: bool = False) -> None:
         """Copy the state to a staging buffer and return; the store writes it in the background.
@@ -68,17 +62,8 @@ class CheckpointManager:
         Errors of the write appear as records. If the previous checkpoint is still being written, this one is skipped,
         with a warning; with `last` the call waits instead.
         """
-        assert self.contents is not None and self._store is not None
-        meta = {
-            "format": FORMAT,
-            "step": progress.step,
-            "updates": progress.updates,
-            "skipped": dict(self.contents.skipped),
-            "ranks": self.ranks,
-            "islands": self.contents.islands,
-            **self.identity,
-        }
-        pieces = self.contents.pieces(self.writer, self.writers)
+        meta = {"format": FORMAT, **self.contents.meta(), **self.identity}
+        pieces = self.contents.pieces(self.directory.writer, self.directory.writers)
         status = self._store.save(progress.step, pieces, meta, **({"patience_s": None} if last else {}))
         if status is SaveStatus.SKIPPED:
             said = "the checkpoint before this one is still being written: this one was skipped"
@@ -87,14 +72,12 @@ class CheckpointManager:
 
     def report(self) -> None:
         """Write a record for every checkpoint that was written, or could not be, since the last call."""
-        if self._store is None:
-            return
         for result in self._store.poll():
             self._unsaved = "" if result.ok else result.error
             self.sink(
                 records.Saved(
                     step=result.step,
-                    path=str(self.directory / f"step-{result.step:08d}"),
+                    path=str(self.directory.path / f"step-{result.step:08d}"),
                     bytes=result.bytes,
                     copy_s=result.copy_s,
                     write_s=result.write_s,
@@ -104,10 +87,8 @@ class CheckpointManager:
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written and report it."""
-        if self._store is not None:
-            self._store.finish()
-            self.report()
-            self._store = None
+        self._store.finish()
+        self.report()
 
     def confirm(self, gather: GatherBytes, at: Callable[[int, str], None]) -> RunFailed | None:
         """Wait until the last step is saved on all disks; return the error to raise if it is not, None if it is.
@@ -127,13 +108,12 @@ class CheckpointManager:
             return None
         if self.rank not in lacking:
             return PeerLost(f"rank {lacking[0]} could not save step {self.progress.step}, and says why")
-        newest = latest_step(self.directory)
+        newest = latest_step(self.directory.path)
         left = f"the newest checkpoint is of step {newest}" if newest is not None else "there is no checkpoint"
         return RunFailed(f"{self._missing()}; {left}")
 
     def _lacking(self, gather: GatherBytes, at: Callable[[int, str], None]) -> list[int]:
         """Return the ranks whose disks lack the last step, once no rank is writing any more."""
-        assert self._store is not None
         while True:
             at(self.progress.step, "save")
             is_writing = not self._store.wait(_WORD_S)
@@ -144,9 +124,9 @@ class CheckpointManager:
 
     def _missing(self) -> str:
         """Return why the last step is not on this disk; "" if it is, and on all writers but the first."""
-        if self.writer or self.progress.step in list_checkpoints(self.directory):
+        if not self.directory.is_leader or self.progress.step in list_checkpoints(self.directory.path):
             return ""
-        return self._unsaved or f"the checkpoint of step {self.progress.step} is not in {self.directory} any more"
+        return self._unsaved or f"the checkpoint of step {self.progress.step} is not in {self.directory.path} any more"
 
     def resume(self, channel: Channel, step: int = -1) -> bool:
         """Restore the trainer from the newest checkpoint that is good on all hosts; return False if there is none.
@@ -154,19 +134,15 @@ class CheckpointManager:
         All ranks must call it. `step`: the newest step to accept; -1: any. Damaged checkpoints that are passed over are
         quarantined. Raises BadInput for a checkpoint made with other settings, CheckpointMismatch if none is good.
         """
-        assert self.contents is not None
-        is_reader = self.writer == 0
-        found = CheckpointSearch(channel, self.directory, is_reader).run(step if step >= 0 else None)
+        until = step if step >= 0 else None
+        found = CheckpointSearch(channel, self.directory.path, self.directory.is_leader).run(until)
         if found is None:
             return False
         checkpoint, problems = found
         self._check(checkpoint)
         for bad, problem in problems.items():
             self._tell("warning", f"{problem}; fell back to the one before; {self._set_aside(bad)}")
-        self.progress.step = int(checkpoint.meta["step"])
-        self.progress.updates = int(checkpoint.meta["updates"])
-        self.contents.skipped.update(checkpoint.meta.get("skipped", {}))
-        told = self.contents.fill(checkpoint, residuals=self.residuals)
+        told = self.contents.restore(CheckpointSource(checkpoint))
         if told:
             self._tell("info", told, step=checkpoint.step)
         return True
@@ -178,7 +154,7 @@ class CheckpointManager:
 
     def _set_aside(self, step: int) -> str:
         try:
-            return f"it is now {set_aside(self.directory, step).name}"
+            return f"it is now {set_aside(self.directory.path, step).name}"
         except OSError as error:
             return f"it could not be set aside ({error.strerror})"
 
@@ -196,8 +172,7 @@ class CheckpointManager:
                     f"{checkpoint.folder}: the checkpoint was made with {name} {saved!r}, the run has {now!r}: the "
                     f"order of the samples would change. Resume with {name} {saved!r}, or start a new run"
                 )
-        assert self.contents is not None
         try:
-            self.contents.check(checkpoint)
+            self.contents.check(CheckpointSource(checkpoint))
         except CheckpointMismatch as error:  # every byte is as written: it is the user's model that is another
             raise BadInput(f"{error}, or start a new run") from None

@@ -1,4 +1,6 @@
-"""The tensors in a checkpoint of a run, and how to restore a trainer from them.
+"""The components whose state the checkpoints of a run hold, each in a file of its own, and the list of them.
+
+`assembly` has the list: a new component that keeps state is a `Stateful` class in one file, and a line there.
 
 Names: "model/<parameter or buffer>", "optim/<slot>/<parameter>", "exchange/<path>@<parameter>" (one per rank),
 "precision/<field>", "rng/torch" (one per rank). All tensors are keyed by canonical names, so a run with another number
@@ -14,7 +16,8 @@ under the number of its first rank.
 
 from __future__ import annotations
 
+from gossamer.run.checkpoint.assembly import contents_of
 from gossamer.run.checkpoint.contents import CheckpointContents
 from gossamer.run.checkpoint.weights import named_state, read_model, trainable
 
-__all__ = ["CheckpointContents", "named_state", "read_model", "trainable"]
+__all__ = ["CheckpointContents", "contents_of", "named_state", "read_model", "trainable"]

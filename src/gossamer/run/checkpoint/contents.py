@@ -1,149 +1,85 @@
-"""All tensors that the checkpoints of one rank's run hold, and how to restore a trainer from them."""
+"""The state that the checkpoints of one rank's run hold: the components that keep it, and who writes what."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from gossamer.run.checkpoint.exchange_state import SavedExchanges
+from gossamer.run.checkpoint.holders import ParameterHolders
 from gossamer.run.checkpoint.membership import Membership
-from gossamer.run.checkpoint.optimizer_state import OptimizerSlots
-from gossamer.run.checkpoint.outer_state import OuterState
-from gossamer.run.checkpoint.slices import whole
-from gossamer.run.checkpoint.stored import COMMON, of_rank, starts_anew
-from gossamer.run.checkpoint.weights import Weights, check_plain
-from gossamer.run.checkpoint.writers import balanced, bare, of_stage
-from gossamer.run.loss_scale import LossScale
+from gossamer.run.checkpoint.stored import BY_RANK
+from gossamer.run.checkpoint.writers import balanced
 from gossamer.spec.errors import CheckpointMismatch
-from gossamer.store.checkpoint import Checkpoint
 from gossamer.store.slices import NamedSlice
+from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """The tensors of one rank's run that its checkpoints hold, by their owners."""
+    """The components of one rank's run that keep state, in the order in which they are restored."""
 
-    weights: Weights
-    slots: OptimizerSlots
-    exchange: SavedExchanges
-    outer: OuterState
-    scaling: LossScale
+    components: tuple[Stateful, ...]
     members: Membership
+    holders: ParameterHolders
 
-    @property
-    def islands(self) -> list[list[int]]:
-        """Return the ranks of every island in local-update training; an empty list in synchronous training."""
-        return self.members.islands
+    def __post_init__(self) -> None:
+        """Raise ValueError where two components have the same prefix."""
+        prefixes = [prefix for one in self.components for prefix in one.prefixes]
+        if len(set(prefixes)) != len(prefixes):
+            raise ValueError(f"two components keep tensors of one prefix: {sorted(prefixes)}")
 
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Return the number of updates without its gradient, by parameter: a part of the metadata."""
-        return self.slots.states.skipped
-
-    def replicated(self) -> dict[str, Tensor]:
-        """Return the tensors that are the same on every rank that holds them."""
-        common = self.outer.apart.common()
-        found = self.weights.replicated(common)
-        if not common:
-            found.update(self.slots.tensors())
-        found.update(self.outer.shared())
-        if not common:
-            found.update({f"precision/{name}": tensor for name, tensor in self.scaling.state().items()})
-        return found
-
-    def private(self) -> dict[str, Tensor]:
-        """Return the tensors that differ per rank: exchange state, random state, local state of local updates."""
-        found = self.exchange.tensors()
-        found["rng/torch"] = torch.get_rng_state()
-        if own := self.outer.own():
-            found.update(own)
-            found.update({f"island/precision/{name}": tensor for name, tensor in self.scaling.state().items()})
-            found.update(self.outer.updates())
-            found.update(self.slots.tensors())
-        return found
-
-    def _sharded(self) -> list[NamedSlice]:
-        """Return this rank's rows of sharded optimizer states and sharded parameters."""
-        return self.slots.rows() + self.weights.rows()
+    def meta(self) -> Mapping[str, Any]:
+        """Return the values to save beside the tensors."""
+        found: dict[str, Any] = {}
+        for component in self.components:
+            found.update(component.meta())
+        return {**found, **self.members.meta()}
 
     def pieces(self, writer: int, writers: int) -> list[NamedSlice]:
         """Return the slices that writer number `writer` of the `writers` on this host has to write.
 
-        The writers of a host are consecutive ranks.
+        The writers of a host are consecutive ranks. Where not all ranks see one disk, none could hold all rows of a
+        sharded tensor: each rank then stores its rows for itself.
         """
-        shared, all_here, rank = list(self.replicated().items()), writers, self.members.rank
-        cut, states = self.weights.cut, self.slots.states
-        if cut is not None:
-            shared, writer, writers = of_stage(cut, rank, shared, writer, writers)
-        mine = [shared[i] for i in balanced(shared, self.weights.buffers(), writer, writers)]
-        pieces = [(whole(name, tensor, -1), tensor) for name, tensor in mine]
-        if all_here < self.members.ranks:  # a disk that only some ranks see holds no tensor that all have parts of
-            rows = [(whole(f"states/{of.name}", tensor, rank), tensor) for of, tensor in self._sharded()]
+        rank = self.members.rank
+        held = [one for component in self.components for one in component.slices()]
+        replicated = [one for one in held if one.copies.is_replicated]
+        shared, index, count = self.holders.division(replicated, rank, writer, writers)
+        found = [shared[i].named for i in balanced(shared, index, count)]
+        if writers < self.members.ranks:
+            rows = [one for one in held if one.copies.is_sharded]
+            found += [StateSlice.whole(BY_RANK + r.where.name, r.tensor, r.copies, rank).named for r in rows]
         else:
-            rows = [] if states.is_spare and not self.islands else self.slots.rows()
-            rows += [] if states.has_spare_parameters else self.weights.rows()
-        return pieces + rows + [(whole(n, t, rank), t) for n, t in self.private().items()]
+            found += [one.named for one in held if one.copies is SliceCopies.SHARDED]
+        return found + [one.named for one in held if one.copies is SliceCopies.PRIVATE]
 
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Check that `checkpoint` holds the tensors that `fill` will read.
+    def check(self, source: StateSource) -> None:
+        """Check that `source` holds all that `restore` will read; nothing is changed.
 
         Raises CheckpointMismatch for other tensors, BadInput for a model with state that is not in tensors.
         """
-        check_plain(self.weights.module)
-        names, states = frozenset(checkpoint.names()), self.slots.states
-        apart = "states/model/" if states.is_sharded else "states/"
-        if not states.sharded and any(name.startswith(apart) for name in names):
-            raise CheckpointMismatch(
-                f"{checkpoint.folder} holds sharded states rank by rank, as no disk saw all of them: resume with the "
-                "plan.sharding that it was saved with"
-            )
-        expected = {n: (tuple(t.shape), str(t.dtype)) for n, t in self.replicated().items()}
-        expected |= {of.name: (of.shape, str(tensor.dtype)) for of, tensor in self._sharded()}
-        anew = {n for n in expected if f"states/{n}" in names or starts_anew(checkpoint, n)}
-        expected = {n: kind for n, kind in expected.items() if n not in anew}
-        elsewhere, other_ways = self._names_elsewhere(), self._names_of_other_ways()
+        expected = {one.where.name: one.kind for component in self.components for one in component.wanted(source)}
         try:
-            checkpoint.check_against(
-                expected, elsewhere=lambda name: bare(name) in elsewhere or name.startswith(other_ways)
-            )
+            source.check_against(expected, elsewhere=self._is_elsewhere)
         except CheckpointMismatch:
-            self.slots.check_rule(checkpoint, names, [n for n in self.replicated() if n.startswith("model/")])
+            missing = frozenset(expected) - source.names()
+            for why in (component.cause(source, missing) for component in self.components):
+                if why:
+                    raise CheckpointMismatch(why) from None
             raise
+        for component in self.components:
+            component.check(source)
 
-    def _names_elsewhere(self) -> frozenset[str]:
-        """Return the parameters and buffers that other ranks may hold."""
-        cut, states = self.weights.cut, self.slots.states
-        names = frozenset[str]() if cut is None else cut.names
-        if states.is_sharded:  # a parameter of few rows has its state on some ranks alone
-            names |= frozenset(states.params) | frozenset(states.sharded)
-        return names
+    def restore(self, source: StateSource) -> str:
+        """Restore all components in place; return a note for the user, "" for none.
 
-    def _names_of_other_ways(self) -> tuple[str, ...]:
-        """Return the prefixes of tensors that a run in another mode has, and this one need not read."""
-        return ("outer/", "optim/main/", COMMON, *(("optim/", "precision/") if self.outer.apart.fragments else ()))
-
-    @torch.no_grad()
-    def fill(self, checkpoint: Checkpoint, *, residuals: str = "redistribute") -> str:
-        """Restore all tensors in place from a checkpoint that passed `check`; return a note for the user, "" for none.
-
-        Exchange state and random state belong to a rank. With another number of ranks the random state starts anew, and
-        `residuals` decides about exchange state: `redistribute` divides the sum of the former ranks' residuals evenly
-        over the ranks, so that no residual is lost; `reset` starts with none.
+        Raises what `check` raises, before anything is changed.
         """
-        common, rank = self.outer.apart.common(), self.members.rank
-        self.weights.restore(checkpoint, common)
-        if not common:
-            self.slots.restore_shared(checkpoint)
-        self.outer.restore_shared(checkpoint)
-        goes_on = self.outer.goes_on(checkpoint)
-        for of, tensor in self._sharded():
-            tensor.copy_(self.slots.read_rows(checkpoint, of, goes_on=goes_on))
-        self.scaling.load({n: of_rank(checkpoint, f"precision/{n}", rank) for n in self.scaling.state()})
-        told = self.outer.restore(checkpoint, self.slots, residuals, goes_on=goes_on)
-        same_ranks = self.members.has_ranks_of(checkpoint)
-        if same_ranks:
-            torch.set_rng_state(checkpoint.read("rng/torch", replica=rank))
-        said = self.exchange.restore(checkpoint, residuals)
-        return f"{told}{said}" if said or same_ranks else told.removesuffix("; ")
+        self.check(source)
+        return "; ".join([note for component in self.components if (note := component.restore(source))])
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Return whether a stored tensor need not be wanted by this rank, as its component says."""
+        of = {prefix: one for one in self.components for prefix in one.prefixes if name.startswith(prefix)}
+        return bool(of) and of[max(of, key=len)].ignores(name)

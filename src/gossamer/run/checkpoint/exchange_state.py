@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-from torch import Tensor
+import torch
 
+from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.stored import merged
-from gossamer.store.checkpoint import Checkpoint
+from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
 from gossamer.sync import GradientReducer
 
 
 @dataclass(frozen=True, slots=True)
-class SavedExchanges:
-    """The state of the exchanges of one rank's gradients."""
+class SavedExchanges(Stateful):
+    """The state of the exchanges of one rank's gradients.
+
+    `residuals`: with another number of ranks, `redistribute` divides the sum of the former ranks' residuals evenly over
+    the ranks, so that no residual is lost; `reset` starts with none.
+    """
+
+    prefixes: ClassVar[tuple[str, ...]] = ("exchange/",)
 
     replica: GradientReducer
+    members: Membership
+    residuals: str
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's state."""
-        return {f"exchange/{name}": tensor for name, tensor in self.replica.states().items()}
+    def slices(self) -> Iterator[StateSlice]:
+        for name, tensor in self.replica.states().items():
+            yield StateSlice.whole(f"exchange/{name}", tensor, SliceCopies.PRIVATE, self.members.rank)
 
-    def restore(self, checkpoint: Checkpoint, residuals: str) -> str:
-        """Restore this rank's state; return a note for the user, "" for none.
+    def check(self, source: StateSource) -> None:
+        """Check nothing: state that is not there, or of another exchange, starts anew."""
 
-        With another number of ranks `residuals` decides: `redistribute` divides the sum of the former ranks' residuals
-        evenly over the ranks, else there are none at first.
-        """
-        former, rank = int(checkpoint.meta["ranks"]), self.replica.rank
+    @torch.no_grad()
+    def restore(self, source: StateSource) -> str:
+        former, rank, ranks = int(source.meta["ranks"]), self.members.rank, self.members.ranks
         names = list(self.replica.states())
-        held = {n: checkpoint.replicas(f"exchange/{n}") for n in names}
-        if former == self.replica.ranks and all(rank in replicas for replicas in held.values()):
-            self.replica.restore({n: checkpoint.read(f"exchange/{n}", replica=rank) for n in names})
+        held = {n: source.versions(f"exchange/{n}") for n in names}
+        if former == ranks and all(rank in versions for versions in held.values()):
+            self.replica.restore({n: source.read_whole(f"exchange/{n}", rank) for n in names})
             return ""
-        there = former > 1 and all(replicas == tuple(range(former)) for replicas in held.values())
-        if there and residuals == "redistribute":
-            self.replica.restore({n: merged(checkpoint, f"exchange/{n}", former, self.replica.ranks) for n in names})
-            return f"resumed on {self.replica.ranks} ranks what {former} saved: exchange residuals were merged"
+        there = former > 1 and all(versions == tuple(range(former)) for versions in held.values())
+        if there and self.residuals == "redistribute":
+            self.replica.restore({n: merged(source, f"exchange/{n}", former, ranks) for n in names})
+            return f"resumed on {ranks} ranks what {former} saved: exchange residuals were merged"
         why = "residuals_on_resume reset" if there else "not every rank's is stored here, or the exchange is another"
         return f"exchange residuals start anew ({why})" if names else ""

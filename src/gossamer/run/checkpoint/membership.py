@@ -2,62 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from gossamer.spec.errors import CheckpointMismatch
-from gossamer.store.checkpoint import Checkpoint
 from gossamer.store.slices import REPLICATED
-from gossamer.sync import GradientReducer, OuterLoop
+from gossamer.store.stateful import StateSource
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The place of one rank among the ranks and islands of its run."""
+    """The place of one rank among the ranks of its run, and the islands of local-update training.
 
-    replica: GradientReducer
-    apart: OuterLoop
+    `islands`: the ranks of every island; empty in synchronous training.
+    """
 
-    @property
-    def rank(self) -> int:
-        """Return the number of this rank."""
-        return self.replica.rank
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks."""
-        return self.replica.ranks
+    rank: int
+    ranks: int
+    islands: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def islands(self) -> list[list[int]]:
-        """Return the ranks of every island in local-update training; an empty list in synchronous training."""
-        return [list(island) for island in self.replica.levels.groups["island"]] if self.apart.fragments else []
-
-    @property
-    def whose(self) -> int:
-        """Return the replica number of sharded state: the island's first rank if islands have states of their own."""
+    def version_of_shards(self) -> int:
+        """The replica number of sharded state: the island's first rank if islands have states of their own."""
         return next((island[0] for island in self.islands if self.rank in island), REPLICATED)
 
-    def has_ranks_of(self, checkpoint: Checkpoint) -> bool:
-        """Return whether as many ranks saved the checkpoint."""
-        return int(checkpoint.meta["ranks"]) == self.ranks
+    def meta(self) -> Mapping[str, Any]:
+        """Return the number of ranks and the islands, as saved with every checkpoint."""
+        return {"ranks": self.ranks, "islands": [list(island) for island in self.islands]}
 
-    def has_islands_of(self, checkpoint: Checkpoint) -> bool:
-        """Return whether the same islands saved the checkpoint."""
-        return bool(checkpoint.meta.get("islands", self.islands) == self.islands)
+    def has_ranks_of(self, source: StateSource) -> bool:
+        """Return whether as many ranks saved the state."""
+        return int(source.meta["ranks"]) == self.ranks
 
-    def own(self, checkpoint: Checkpoint, name: str) -> Tensor:
-        """Return this rank's tensor of those that were stored per rank, because no disk held all of it."""
-        if not self.has_ranks_of(checkpoint) or self.rank not in checkpoint.replicas(name):
+    def has_islands_of(self, source: StateSource) -> bool:
+        """Return whether the same islands saved the state."""
+        now = [list(island) for island in self.islands]
+        return bool(source.meta.get("islands", now) == now)
+
+    def check_own(self, source: StateSource, name: str) -> None:
+        """Raise CheckpointMismatch if this rank has no tensor of those stored per rank, because no disk held all."""
+        if not self.has_ranks_of(source) or self.rank not in source.versions(name):
             raise CheckpointMismatch(
-                f"{checkpoint.folder} holds the sharded state of ranks {list(checkpoint.replicas(name))} of "
-                f"{int(checkpoint.meta['ranks'])}, wanted rank {self.rank} of {self.ranks}: resume with as many ranks, "
+                f"{source.label} holds the sharded state of ranks {list(source.versions(name))} of "
+                f"{int(source.meta['ranks'])}, wanted rank {self.rank} of {self.ranks}: resume with as many ranks, "
                 "each on the host where it was"
             )
-        if not self.has_islands_of(checkpoint):
+        if not self.has_islands_of(source):
             raise CheckpointMismatch(
-                f"{checkpoint.folder} holds the rows of each rank where islands apart were {checkpoint.meta['islands']}"
-                f", wanted {self.islands}: resume with the same islands, and the plan.sync that it was saved with"
+                f"{source.label} holds the rows of each rank where islands apart were {source.meta['islands']}"
+                f", wanted {[list(island) for island in self.islands]}: resume with the same islands, and the "
+                "plan.sync that it was saved with"
             )
-        return checkpoint.read(name, replica=self.rank)
+
+    def own(self, source: StateSource, name: str) -> Tensor:
+        """Return this rank's tensor of those stored per rank; see `check_own`."""
+        return source.read_whole(name, self.rank)

@@ -2,89 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from gossamer.run.checkpoint.holders import ParameterHolders, bare
 from gossamer.run.checkpoint.membership import Membership
+from gossamer.run.checkpoint.outer_loop_state import OuterLoopState
 from gossamer.run.checkpoint.slices import rows_of
-from gossamer.run.checkpoint.stored import COMMON, agreed, by_rank, speaker, starts_anew
+from gossamer.run.checkpoint.stored import (
+    BY_RANK,
+    agreed,
+    check_agreed,
+    holds_under,
+    other_sharding,
+    speaker,
+    was_apart,
+)
 from gossamer.sharding import ShardedOptimizer
 from gossamer.spec.errors import CheckpointMismatch
-from gossamer.store.checkpoint import Checkpoint
-from gossamer.store.slices import NamedSlice, Slice
+from gossamer.store.slices import REPLICATED
+from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
 
+_MAIN = "optim/main/"  # equal to the parameters where it is absent
+_COMMON = "optim/common/"  # second moments averaged over islands: absent before the first average
 _OF_ANY_RULE = frozenset({"main", "master", "common"})  # slots that any optimizer may have
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerSlots:
-    """The optimizer states that one rank holds."""
+class OptimizerSlots(Stateful):
+    """The optimizer states that one rank holds, and the number of updates that its parameters have missed."""
+
+    prefixes: ClassVar[tuple[str, ...]] = ("optim/",)
 
     states: ShardedOptimizer
+    holders: ParameterHolders
     members: Membership
+    outer: OuterLoopState
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer states, if they are not sharded."""
-        if self.states.is_sharded:
-            return {}
-        return {f"optim/{slot}/{param}": tensor for slot, param, _, tensor in self.states.slots()}
+    def slices(self) -> Iterator[StateSlice]:
+        for slot, param, rows, tensor in self.states.slots():
+            name = f"optim/{slot}/{param}"
+            if self.states.is_sharded:
+                copies = SliceCopies.SPARE if self.states.is_spare and not self.outer.is_apart else SliceCopies.SHARDED
+                where = rows_of(name, self.states.params[param], rows, tensor, self.members.version_of_shards)
+                yield StateSlice(where, tensor, copies)
+            elif self.outer.is_apart:
+                yield StateSlice.whole(name, tensor, SliceCopies.PRIVATE, self.members.rank)
+            else:
+                yield StateSlice.whole(name, tensor, SliceCopies.REPLICATED)
 
-    def rows(self) -> list[NamedSlice]:
-        """Return this rank's rows of sharded optimizer states."""
-        slots = self.states.slots() if self.states.is_sharded else ()
-        whose, params = self.members.whose, self.states.params
-        return [rows_of(f"optim/{slot}/{n}", params[n], rows, t, whose) for slot, n, rows, t in slots]
+    def meta(self) -> Mapping[str, Any]:
+        return {"skipped": dict(self.states.skipped)}
 
-    def check_rule(self, checkpoint: Checkpoint, names: Collection[str], model: Collection[str]) -> None:
-        """Raise CheckpointMismatch if the optimizer, and not the model, differs from the one that was saved.
+    def wanted(self, source: StateSource) -> Iterator[StateSlice]:
+        """Yield the slices that a run in the same mode has stored; one in another continues from what is there."""
+        is_other = holds_under(source, BY_RANK) or was_apart(source)
+        for one in self.slices():
+            name = one.where.name
+            is_absent = REPLICATED not in source.versions(name) if name.startswith((_MAIN, _COMMON)) else is_other
+            if one.copies is not SliceCopies.PRIVATE and not is_absent:
+                yield one
 
-        `names`: of all stored tensors; `model`: of the weights that this rank reads.
-        """
+    def ignores(self, name: str) -> bool:
+        param = bare(name)
+        is_rows = self.states.is_sharded and (param in self.states.params or param in self.states.sharded)
+        is_other_mode = self.outer.is_apart or name.startswith((_MAIN, _COMMON))
+        return is_rows or is_other_mode or param in self.holders.elsewhere
+
+    def cause(self, source: StateSource, missing: frozenset[str]) -> str:
+        """Return that the optimizer is another one than the one saved, if the weights are the same."""
         wanted = {slot for slot, *_ in self.states.slots()} - _OF_ANY_RULE
-        stored = {name.split("/")[1] for name in names if name.startswith("optim/")} - _OF_ANY_RULE
-        if wanted == stored or not set(model) <= set(names):
-            return
-        raise CheckpointMismatch(
-            f"{checkpoint.folder} was trained with another update rule: this one keeps {_slots_told(wanted)} of every "
+        stored = {name.split("/")[1] for name in source.names() if name.startswith("optim/")} - _OF_ANY_RULE
+        if wanted == stored or any(name.startswith("model/") for name in missing):
+            return ""
+        return (
+            f"{source.label} was trained with another update rule: this one keeps {_slots_told(wanted)} of every "
             f"parameter, that one {_slots_told(stored)}. Resume with the train.optimizer that it was saved with, or "
             "export the model and begin a run from it"
         )
 
-    def restore_shared(self, checkpoint: Checkpoint) -> None:
-        """Load states that all ranks share, as in synchronous training."""
-        for name, tensor in self.tensors().items():
-            tensor.copy_(agreed(checkpoint, Slice.whole(name, tuple(tensor.shape))))
+    def check(self, source: StateSource) -> None:
+        is_by_rank, goes_on = holds_under(source, BY_RANK), self.outer.goes_on(source)
+        if is_by_rank and not self.states.is_sharded:
+            raise other_sharding(source)
+        for one in self.slices():
+            if is_by_rank:
+                self.members.check_own(source, BY_RANK + one.where.name)
+            elif not self._starts_anew(source, one):
+                self._check_stored(source, one, goes_on=goes_on)
 
-    def restore_same(self, checkpoint: Checkpoint) -> None:
-        """Load states of synchronous training, at the start of local updates."""
-        for name, tensor in self.tensors().items():
-            if not starts_anew(checkpoint, name):
-                tensor.copy_(checkpoint.read(name))
+    def _check_stored(self, source: StateSource, one: StateSlice, *, goes_on: bool) -> None:
+        name = one.where.name
+        if not source.versions(name) and (why := self.cause(source, frozenset())):
+            raise CheckpointMismatch(why)
+        if not goes_on or not source.versions(name):
+            check_agreed(source, name)
+        elif (version := speaker(source, name, self.members.rank)) not in source.versions(name):
+            raise CheckpointMismatch(
+                f"{source.label} holds {name} of ranks {list(source.versions(name))}, wanted rank {version}: resume "
+                "each rank on the host where it was"
+            )
 
-    def restore_local(self, checkpoint: Checkpoint, *, goes_on: bool) -> None:
-        """Load states of local-update training; `goes_on`: this island's own."""
-        for name, tensor in self.tensors().items():
-            if checkpoint.replicas(name) or not name.startswith(COMMON):
-                tensor.copy_(self._kept(checkpoint, Slice.whole(name, tuple(tensor.shape)), goes_on=goes_on))
+    @torch.no_grad()
+    def restore(self, source: StateSource) -> str:
+        self.states.skipped.update(source.meta.get("skipped", {}))
+        is_by_rank, goes_on = holds_under(source, BY_RANK), self.outer.goes_on(source)
+        for one in self.slices():
+            if is_by_rank:
+                one.tensor.copy_(self.members.own(source, BY_RANK + one.where.name))
+            elif self._starts_anew(source, one):
+                self._begin(one)
+            else:
+                one.tensor.copy_(self._stored(source, one, goes_on=goes_on))
+        return ""
 
-    def read_rows(self, checkpoint: Checkpoint, of: Slice, *, goes_on: bool) -> Tensor:
-        """Return this rank's rows of a sharded state or parameter, in whichever form the checkpoint stores it."""
-        is_by_rank = of.name.startswith("optim/") and by_rank(checkpoint)
-        if is_by_rank or f"states/{of.name}" in checkpoint.names():
-            return self.members.own(checkpoint, f"states/{of.name}")
-        if of.name.startswith("optim/main/") and not checkpoint.replicas(of.name):  # equal to the parameter
-            return dict(self.states.parameters())[of.name.removeprefix("optim/main/")]
-        return self._kept(checkpoint, of, goes_on=goes_on)
+    def _starts_anew(self, source: StateSource, one: StateSlice) -> bool:
+        """Return whether the slice has a value without being stored."""
+        return one.where.name.startswith((_MAIN, _COMMON)) and not source.versions(one.where.name)
 
-    def _kept(self, checkpoint: Checkpoint, of: Slice, *, goes_on: bool) -> Tensor:
-        """Return a slice of stored optimizer state: this island's own if islands continue, else the mean over all
-        islands.
-        """
+    def _begin(self, one: StateSlice) -> None:
+        """Set a slice that is not stored: float32 copies equal the parameters, other states stay as they are."""
+        if one.where.name.startswith(_MAIN):
+            one.tensor.copy_(dict(self.states.parameters())[one.where.name.removeprefix(_MAIN)])
+
+    def _stored(self, source: StateSource, one: StateSlice, *, goes_on: bool) -> Tensor:
+        """Return a stored slice: this island's own if islands continue, else the mean over all islands."""
         if not goes_on:
-            return agreed(checkpoint, of)
-        return checkpoint.read(of.name, of.start, of.size, speaker(checkpoint, of.name, self.members.rank))
+            return agreed(source, one.where)
+        return source.read(replace(one.where, replica=speaker(source, one.where.name, self.members.rank)))
 
 
 def _slots_told(slots: Collection[str]) -> str:

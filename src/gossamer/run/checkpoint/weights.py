@@ -2,51 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from gossamer.run.checkpoint.holders import ParameterHolders
+from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.slices import rows_of
-from gossamer.run.staged_model import StagedModel
+from gossamer.run.checkpoint.stored import BY_RANK, holds_under, other_sharding
 from gossamer.sharding import ShardedOptimizer
 from gossamer.spec.errors import BadInput, CheckpointMismatch, bad_input
-from gossamer.store.checkpoint import Checkpoint, latest_good, list_checkpoints
-from gossamer.store.slices import NamedSlice
+from gossamer.store.checkpoint import latest_good, list_checkpoints
+from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """The weights that one rank holds: its model's parameters and persistent buffers."""
+class Weights(Stateful):
+    """The weights that one rank holds: its model's parameters and persistent buffers.
+
+    `global_parameters`: by name, those that all islands of local-update training share. They are saved in place of an
+    island's own.
+    """
+
+    prefixes: ClassVar[tuple[str, ...]] = ("model/",)
 
     module: nn.Module
     states: ShardedOptimizer
-    cut: StagedModel | None
+    holders: ParameterHolders
+    members: Membership
+    global_parameters: Callable[[], Mapping[str, Tensor]]
 
-    def replicated(self, common: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the full tensors; those of `common`, the global parameters of local updates, replace local ones."""
-        found: dict[str, Tensor] = {}
-        sharded = self.states.sharded
+    def slices(self) -> Iterator[StateSlice]:
+        shared, sharded = self.global_parameters(), self.states.sharded
+        buffers = {name for name, _ in self.module.named_buffers()}
         for name, tensor in named_state(self.module):
-            if name not in sharded and (self.cut is None or name in self.cut.holds):
-                found[f"model/{name}"] = common.get(name, tensor)
-        return found
+            if name not in sharded and self.holders.has(name):
+                copies = SliceCopies.PER_REPLICA if name in buffers else SliceCopies.REPLICATED
+                yield StateSlice.whole(f"model/{name}", shared.get(name, tensor), copies)
+        copies = SliceCopies.SPARE if self.states.has_spare_parameters else SliceCopies.SHARDED
+        for name, (param, rows, tensor) in sharded.items():
+            if rows.count:
+                yield StateSlice(rows_of(f"model/{name}", param, rows, tensor), tensor, copies)
 
-    def rows(self) -> list[NamedSlice]:
-        """Return this rank's rows of sharded parameters."""
-        there = self.states.sharded.items()
-        return [rows_of(f"model/{name}", param, rows, t) for name, (param, rows, t) in there if rows.count]
+    def wanted(self, source: StateSource) -> Iterator[StateSlice]:
+        return (one for one in self.slices() if not self._is_by_rank(source, one))
 
-    def buffers(self) -> set[str]:
-        """Return the stored names of the buffers."""
-        return {f"model/{name}" for name, _ in self.module.named_buffers()}
+    def ignores(self, name: str) -> bool:
+        bare = name.removeprefix("model/")
+        sharded = {*self.states.params, *self.states.sharded} if self.states.is_sharded else frozenset[str]()
+        return bare in self.holders.elsewhere or bare in sharded  # a parameter of few rows lies on some ranks alone
 
-    def restore(self, checkpoint: Checkpoint, common: Mapping[str, Tensor]) -> None:
-        """Load the full tensors of `replicated`."""
-        for name, tensor in self.replicated(common).items():
-            tensor.copy_(checkpoint.read(name))
+    def check(self, source: StateSource) -> None:
+        check_plain(self.module)
+        if not self.states.sharded and holds_under(source, f"{BY_RANK}model/"):
+            raise other_sharding(source)
+        for one in self.slices():
+            if self._is_by_rank(source, one):
+                self.members.check_own(source, BY_RANK + one.where.name)
+
+    @torch.no_grad()
+    def restore(self, source: StateSource) -> str:
+        for one in self.slices():
+            name = one.where.name
+            is_own = self._is_by_rank(source, one)
+            one.tensor.copy_(self.members.own(source, BY_RANK + name) if is_own else source.read(one.where))
+        return ""
+
+    def _is_by_rank(self, source: StateSource, one: StateSlice) -> bool:
+        """Return whether each rank stored its rows of a sharded parameter for itself."""
+        return one.copies.is_sharded and bool(source.versions(BY_RANK + one.where.name))
 
 
 @torch.no_grad()

@@ -14,10 +14,12 @@ At any instant the newest committed checkpoint is complete. No network, no pickl
 
 from gossamer.store.checkpoint.commit import latest_step, list_checkpoints, set_aside
 from gossamer.store.checkpoint.read import Checkpoint, latest_good, open_checkpoint
+from gossamer.store.checkpoint.source import CheckpointSource
 from gossamer.store.checkpoint.write import CheckpointWriter, SaveResult, SaveStatus
 
 __all__ = [
     "Checkpoint",
+    "CheckpointSource",
     "CheckpointWriter",
     "SaveResult",
     "SaveStatus",

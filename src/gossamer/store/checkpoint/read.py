@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer.spec.errors import CheckpointMismatch, bad_input
 from gossamer.spec.suggest import nearest
-from gossamer.store.checkpoint.checksum import dtype_name, dtype_of
+from gossamer.store.checkpoint.checksum import dtype_of
 from gossamer.store.checkpoint.commit import list_checkpoints, locate
 from gossamer.store.checkpoint.manifest import read_manifest
 from gossamer.store.checkpoint.shard import Placed, Shard, ShardReader
@@ -34,6 +34,9 @@ class Checkpoint:
         for shard in self._shards.values():
             for placed in shard.placed:
                 self._held[placed.where.name, placed.where.replica].setdefault(placed.where, (shard, placed))
+        self._replicas: dict[str, list[int]] = defaultdict(list)
+        for name, replica in sorted(self._held):
+            self._replicas[name].append(replica)
         self._open: dict[str, ShardReader] = {}
         self._checked: set[Slice] = set()
 
@@ -48,11 +51,11 @@ class Checkpoint:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all tensors, sorted."""
-        return tuple(sorted({name for name, _ in self._held}))
+        return tuple(self._replicas)
 
     def replicas(self, name: str) -> tuple[int, ...]:
         """Return the replicas stored of a tensor: -1 for a replicated one, else the ranks whose state it is."""
-        return tuple(sorted(replica for held, replica in self._held if held == name))
+        return tuple(self._replicas.get(name, ()))
 
     def slices(self) -> tuple[Slice, ...]:
         """Return all stored slices."""
@@ -106,38 +109,6 @@ class Checkpoint:
             self._reader(shard).check_all()
             self._checked.update(placed.where for placed in shard.placed)
             beat()
-
-    def check_against(
-        self,
-        expected: Mapping[str, tuple[Extent, torch.dtype | str]],
-        *,
-        prefix: str = "",
-        elsewhere: Callable[[str], bool] = lambda name: False,
-    ) -> None:
-        """Raise CheckpointMismatch where the replicated tensors under `prefix` are not those of `expected`.
-
-            expected:  full name -> shape and dtype.
-            elsewhere: returns true for a name that is not in `expected`, but may be stored; such tensors are ignored.
-
-        Tensors that differ per rank belong to ranks, not to a model, and are ignored too.
-        """
-        wanted = {name: (tuple(shape), dtype_name(dtype)) for name, (shape, dtype) in expected.items()}
-        stored = {
-            name: (self.shape(name), dtype_name(self.dtype(name)))
-            for name, replica in self._held
-            if replica == REPLICATED and name.startswith(prefix) and (name in wanted or not elsewhere(name))
-        }
-        other = [name for name in wanted if name in stored and stored[name] != wanted[name]]
-        said = [
-            _first("missing", [name for name in wanted if name not in stored]),
-            _first("not wanted", [name for name in stored if name not in wanted]),
-            _first("of another shape or dtype", [f"{n}: {_show(stored[n])}, wanted {_show(wanted[n])}" for n in other]),
-        ]
-        if any(said):
-            raise CheckpointMismatch(
-                f"{self.folder} is a checkpoint of another model: of {len(wanted)} tensors wanted and {len(stored)} "
-                f"stored, {', '.join(text for text in said if text)}: give the model it was saved from"
-            )
 
     def _find(self, name: str, replica: int) -> dict[Slice, tuple[Shard, Placed]]:
         held = self._held.get((name, replica))
@@ -216,11 +187,3 @@ def _box(tensor: Tensor, origin: Extent, start: Extent, size: Extent) -> Tensor:
     for dim, (zero, at, count) in enumerate(zip(origin, start, size, strict=True)):
         tensor = tensor.narrow(dim, at - zero, count)
     return tensor
-
-
-def _show(kind: tuple[Extent, str]) -> str:
-    return f"{kind[1]} {kind[0]}"
-
-
-def _first(kind: str, names: list[str]) -> str:
-    return f"{len(names)} {kind} (first: {names[0]})" if names else ""

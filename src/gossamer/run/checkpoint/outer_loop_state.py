@@ -1,0 +1,94 @@
+"""The state of local-update training in a checkpoint: "outer/..." of all ranks, "island/..." of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gossamer.run.checkpoint.membership import Membership
+from gossamer.run.checkpoint.stored import merged, was_apart
+from gossamer.store.slices import REPLICATED
+from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
+from gossamer.sync import OuterLoop
+
+
+@dataclass(frozen=True, slots=True)
+class OuterLoopState(Stateful):
+    """The state of one rank's outer loop; empty in synchronous training. The global parameters are the weights'.
+
+    `residuals`: with other islands than before, `redistribute` divides the sum of the former ranks' residuals evenly
+    over the ranks, `reset` starts with none.
+    """
+
+    prefixes: ClassVar[tuple[str, ...]] = ("outer/", "island/")
+
+    apart: OuterLoop
+    members: Membership
+    residuals: str
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether there is an outer loop, so that islands have states of their own."""
+        return bool(self.apart.fragments)
+
+    def slices(self) -> Iterator[StateSlice]:
+        for name, tensor in self.apart.shared().items():
+            yield StateSlice.whole(f"outer/{name}", tensor, SliceCopies.REPLICATED)
+        for name, tensor in self.apart.own().items():
+            yield StateSlice.whole(f"island/{name}", tensor, SliceCopies.PRIVATE, self.members.rank)
+
+    def wanted(self, source: StateSource) -> Iterator[StateSlice]:
+        return (one for one in self.slices() if one.copies is SliceCopies.REPLICATED and was_apart(source))
+
+    def ignores(self, name: str) -> bool:
+        return name.startswith("outer/")
+
+    def goes_on(self, source: StateSource) -> bool:
+        """Return whether local-update training continues with the same islands and all stored state of this rank's
+        island.
+        """
+        if not self.is_apart or not was_apart(source):
+            return False
+        same = self.members.has_ranks_of(source) and self.members.has_islands_of(source)
+        return same and all(self.members.rank in versions for versions in self._own_there(source).values())
+
+    def _own_there(self, source: StateSource) -> dict[str, tuple[int, ...]]:
+        """Return the ranks whose local state of local-update training is stored, by tensor name."""
+        under_way = (n.removeprefix("island/") for n in sorted(source.names()) if n.startswith("island/left/"))
+        return {n: source.versions(f"island/{n}") for n in (*self.apart.own(), *under_way)}
+
+    def check(self, source: StateSource) -> None:
+        """Check nothing more than `wanted`: local state that is not there starts from the global parameters."""
+
+    @torch.no_grad()
+    def restore(self, source: StateSource) -> str:
+        """Restore the outer loop, once the global parameters and the optimizer states are restored.
+
+        With other islands than before, all start from the global parameters and the mean of the optimizer states.
+        """
+        if not self.is_apart:
+            return ""
+        former, rank, ranks = int(source.meta["ranks"]), self.members.rank, self.members.ranks
+        if not was_apart(source):
+            self.apart.part()
+            return "the islands part from what all ranks had trained together"
+        names = sorted(n for n in source.names() if n.startswith("outer/") and REPLICATED in source.versions(n))
+        shared = {n.removeprefix("outer/"): source.read_whole(n) for n in names}
+        there = self._own_there(source)
+        if self.goes_on(source):
+            self.apart.restore(shared, {n: source.read_whole(f"island/{n}", rank) for n in there})
+            return ""
+        owed = self._residuals_there(there, former) if self.residuals == "redistribute" else []
+        self.apart.restore(shared, {n: merged(source, f"island/{n}", former, ranks) for n in owed})
+        return f"resumed on {ranks} ranks what {former} saved: all islands start from what they had agreed on"
+
+    def _residuals_there(self, there: Mapping[str, tuple[int, ...]], former: int) -> list[str]:
+        """Return the states of exchanges of which all ranks' are stored; of one kind all of them, or none."""
+        found: list[str] = []
+        for kind in ("rounds/", "steps/"):
+            names = [name for name in there if name.startswith(kind)]
+            found += names if all(there[name] == tuple(range(former)) for name in names) else []
+        return found
