@@ -173,7 +173,7 @@ def _key(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _weights(real: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, batch, labels: 1 / len(self.weights)
+    return lambda self, batch, labels: 1 / len(self.task.weights)
 
 
 def _too_heavy(real: Callable[..., Any]) -> Callable[..., Any]:

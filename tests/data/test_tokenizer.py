@@ -160,7 +160,7 @@ def test_a_text_without_tokens_leaves_its_bytes_over(tmp_path: Path) -> None:
         ("byte:7", "takes nothing after it"),
         ("bpe", "wanted bpe:VOCABULARY"),
         ("bpe:", "wanted bpe:VOCABULARY"),
-        ("bpe:many", "wanted int, got 'many'"),
+        ("bpe:many", "wanted a whole number, got 'many'"),
         ("bpe:256", "at least 257 tokens"),
         ("bpe:-1", "at least 257 tokens"),
     ],
