@@ -28,8 +28,6 @@ from gossamer.exchange.dense import Dense
 from gossamer.exchange.error_feedback import ErrorFeedback
 from gossamer.exchange.powersgd import PowerSgd
 
-pytestmark = pytest.mark.nightly  # claims that train for long
-
 RANKS, STEPS, BATCH, CONTEXT, WIDTH, VOCABULARY = 4, 300, 32, 8, 128, 128
 RATE = 0.1
 

@@ -27,8 +27,6 @@ from gossamer.spec.network import Link
 from gossamer.spec.statistics import Paths, Statistics
 from pool import Pool
 
-pytestmark = pytest.mark.nightly  # claims that train for long
-
 
 def learn(pool: Pool, written: Any, rule: Any, exchange: Any = "dense") -> tuple[float, list[int]]:
     found = pool.run("claims.apart_jobs:learn", 4, written=written, rule=rule, exchange=exchange, steps=300)

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from pool import Pool
-
-pytestmark = pytest.mark.nightly
 
 
 def learn(pool: Pool, exchange: Any) -> tuple[float, int]:

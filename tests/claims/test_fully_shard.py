@@ -17,7 +17,6 @@ from gossamer.netlab import Lab, LabTopology, lab_unavailable
 pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]
 
 
-@pytest.mark.nightly
 def test_half_the_gradient_bytes_of_fully_shard_and_its_losses() -> None:
     host = Path(__file__).with_name("fully_shard_host.py")
     said: dict[int, list[str]] = {0: [], 1: []}

@@ -15,8 +15,6 @@ import pytest
 
 from pool import Pool
 
-pytestmark = pytest.mark.nightly  # claims that train for long
-
 RANKS, STEPS, RATE = 4, 300, 3e-3
 
 

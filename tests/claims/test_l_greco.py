@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -196,7 +195,6 @@ def test_topk_over_a_whole_bucket_needs_no_choices() -> None:
     assert error_of(together, flat) < 0.9 * error[layers, found].norm()
 
 
-@pytest.mark.nightly
 def test_training_loses_nothing_and_sends_less() -> None:
     """Choices renewed every 15 steps, what feedback still owes carried over; the first 15 steps are those of rank 8."""
     uniform, sent_by_uniform = train(False, steps=60, every=15)

@@ -7,11 +7,7 @@ Four ranks, 400 steps, the first 60 of them dense (15%); a small network on real
 
 from __future__ import annotations
 
-import pytest
-
 from pool import Pool
-
-pytestmark = pytest.mark.nightly
 
 LR, WARM = 3e-3, 60
 SIGNS = {"two_shot": {"codec": "sign"}}

@@ -10,11 +10,7 @@ steps at the larger rate: what freezing alone costs is 1.005 (no code), the rest
 
 from __future__ import annotations
 
-import pytest
-
 from pool import Pool
-
-pytestmark = pytest.mark.nightly
 
 LR, WARM = 0.03, 60
 

@@ -18,8 +18,6 @@ import pytest
 
 from pool import Pool
 
-pytestmark = pytest.mark.nightly
-
 STEPS = 400
 
 

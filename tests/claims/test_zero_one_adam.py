@@ -10,11 +10,7 @@ one step after them, 2.645 and 2.406 where 1-bit Adam comes to 2.662 and 2.453 w
 
 from __future__ import annotations
 
-import pytest
-
 from pool import Pool
-
-pytestmark = pytest.mark.nightly
 
 LR, WARM = 3e-3, 60
 
