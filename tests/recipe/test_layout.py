@@ -48,6 +48,6 @@ def test_a_given_plan_is_refused_as_planning_is(sections: dict[str, Any]) -> Non
 @pytest.mark.parametrize("inner", [{"topk": {"fraction": 0.1}}, "dense"])
 def test_a_policy_without_settings_to_choose_from_is_refused_when_planned(inner: Any) -> None:
     asked = {"exchange": {"error_feedback": {"inner": inner}}, "adapt": "l_greco"}
-    with pytest.raises(BadInput, match=r"plan\.adapt: wanted settings to choose from"):
+    with pytest.raises(BadInput, match=r"plan\.adapt: wanted an exchange with a rank or a codec"):
         planned(config(plan=asked))
     planned(config(plan={**asked, "exchange": {"error_feedback": {"inner": {"powersgd": {"rank": 2}}}}}))

@@ -106,7 +106,7 @@ def test_lines_are_adapted_each_by_itself(pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("exchange", "adapt", "said"),
     [
-        ("dense", {"l_greco": {}}, "wanted settings to choose from"),
+        ("dense", {"l_greco": {}}, "wanted an exchange with a rank or a codec"),
         ("dense", "ada_topk", "wanted a policy for gradients"),
         (POWERSGD, {"l_greco": {"candidates": [POWERSGD, "no_such"]}}, "no_such"),
     ],

@@ -314,7 +314,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"plan": {"sync": "local_sgd"}, "train": {"optimizer": "zero_one_adam"}},
-        "train.optimizer: wanted first steps in which all gradients meet",
+        "train.optimizer: wanted synchronous first steps",
     ),
     (
         sections({"diloco": {"sync_every": 4, "local_steps": [4, 5]}}),
@@ -345,8 +345,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"plan": {"sync": "diloco", "adapt": "bcrs"}, "machines": {"islands": [[0, 1]]}},
         "plan.adapt: wanted islands of one rank each",
     ),
-    ({"plan": {"sync": "diloco", "mesh": {"pipe": 2}}}, "plan.sync: wanted every process to hold the whole model"),
-    ({"plan": {"sync": "auto", "exchange": "dense"}}, "plan.sync: wanted an exchange that is chosen with it, got"),
+    ({"plan": {"sync": "diloco", "mesh": {"pipe": 2}}}, "plan.sync: wanted no pipeline stages with"),
+    ({"plan": {"sync": "auto", "exchange": "dense"}}, "plan.sync: wanted plan.exchange: auto with plan.sync: auto"),
 ]
 
 

@@ -206,8 +206,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asking(plan={"adapt": "l_greco"}), "plan.adapt: wanted gradients that all ranks exchange"),
     (asking(plan={"adapt": "bcrs"}), "plan.adapt: wanted gradients that all ranks exchange"),
     (asking(train={"verify": {"every": 2}}), "train.verify.every: wanted whole replicas"),
-    (asking(plan={"sharding": "zero1"}), "plan.sharding: wanted whole replicas whose gradients meet"),
-    (asking(plan={"mesh": {"pipe": 2}}), "plan.sync: wanted every process to hold the whole model"),
+    (
+        asking(plan={"sharding": "zero1"}),
+        "plan.sharding: wanted no pipeline stages and a gradient exchange at every step",
+    ),
+    (asking(plan={"mesh": {"pipe": 2}}), "plan.sync: wanted no pipeline stages with"),
     (asking(plan={"sync": {"just_one_byte": {"directions": 0}}}), "plan.sync.just_one_byte.directions"),
 ]
 

@@ -142,7 +142,11 @@ def test_evaluation_and_gradients_of_frozen_parts(pool, tmp_path: Path) -> None:
         (2, {"mesh": {"pipe": 2}, "cuts": [0]}, "the first unit of each of 2 stages"),
         (2, {"mesh": {"pipe": 2}, "accumulate": 9}, "9 micro-batches on every replica"),
         (2, {"mesh": {"pipe": 2}, "pipeline_schedule": "single_stage"}, "1 stage on 1 rank"),
-        (2, {"mesh": {"pipe": 2}, "activation_compression": ["none", "none"]}, "one way for each of the 1 borders"),
+        (
+            2,
+            {"mesh": {"pipe": 2}, "activation_compression": ["none", "none"]},
+            "one method for each of the 1 boundaries",
+        ),
         (2, {"mesh": {"pipe": 2}, "activation_compression": "int8"}, "no activation codec is called 'int8'"),
         (2, {"mesh": {"pipe": 2}, "adapt": "l_greco"}, "a policy for the links between stages"),
     ],

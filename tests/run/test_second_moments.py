@@ -158,7 +158,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"train": {"optimizer": {"sgd": {"lr": 0.1}}}}, "adamw, whose second moments islands can bring together"),
     (
         {"plan": {"sharding": {"zero1": {"shard_group": "island"}}}},
-        "whole states, where islands bring their second moments",
+        "optimizer states that are not sharded, to average second moments",
     ),
     (
         {"plan": {"sync": {"diloco": {"sync_every": 2, "average_second_moments_every": -1}}}},

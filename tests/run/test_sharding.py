@@ -264,15 +264,18 @@ def test_half_parameters(pool: Pool, tmp_path: Path) -> None:
 BAD = [
     (
         {"plan": {"sharding": "zero1", "sync": "just_one_byte"}},
-        "plan.sharding: wanted whole replicas whose gradients meet",
+        "plan.sharding: wanted no pipeline stages and a gradient exchange at every step",
     ),
-    ({"plan": {"sharding": "zero1", "mesh": {"pipe": 2}}}, "plan.sharding: wanted whole replicas whose gradients meet"),
-    ({"plan": {"sharding": "zero1"}, "train": {"optimizer": "lamb"}}, "wanted a rule that moves each number by itself"),
+    (
+        {"plan": {"sharding": "zero1", "mesh": {"pipe": 2}}},
+        "plan.sharding: wanted no pipeline stages and a gradient exchange at every step",
+    ),
+    ({"plan": {"sharding": "zero1"}, "train": {"optimizer": "lamb"}}, "wanted an element-wise optimizer"),
     ({"plan": {"sharding": "zero1", "adapt": "l_greco"}}, "plan.sharding: wanted no policy"),
-    ({"plan": {"exchange": {"momentum": "dense"}}}, "plan.exchange: wanted no clipping around the exchange `momentum`"),
+    ({"plan": {"exchange": {"momentum": "dense"}}}, "plan.exchange: wanted no gradient clipping with the exchange `momentum`"),
     (
         {"plan": {"sharding": "zero3", "batch_fractions": [7.0, 1.0]}, "data": {"sequence": 16384}},
-        "plan.batch_fractions: wanted as many micro-batches on every replica",
+        "micro-batches on every replica, as all gather sharded parameters together",
     ),
     (
         {"plan": {"sharding": "zero2"}, "train": {"verify": {"every": 2}}},

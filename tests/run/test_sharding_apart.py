@@ -248,9 +248,9 @@ def plan_of(states: Any, **more: Any) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    (plan_of("zero1"), "small", "plan.sharding: wanted states that are shared out inside every island"),
+    (plan_of("zero1"), "small", "plan.sharding: wanted states sharded inside each island"),
     (plan_of("zero2"), "small", "write plan.sharding: {zero2: {shard_group: island}}"),
-    (plan_of("zero3"), "small", "plan.sharding: wanted zero1 or zero2, where islands train apart"),
+    (plan_of("zero3"), "small", "plan.sharding: wanted zero1 or zero2 with local updates"),
     (
         plan_of({"sdp4bit": {"shard_group": "island"}}),
         "small",
@@ -261,7 +261,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {**plan_of(SHARDED[0], sync={"zero_one": {"var_freeze_step": 2}}), "train": {"optimizer": "zero_one_adam"}},
         "small",
-        "plan.sharding: wanted a rule that moves each number by itself",
+        "plan.sharding: wanted an element-wise optimizer",
     ),
 ]
 

@@ -134,7 +134,7 @@ def test_a_run_goes_on_from_before(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "plan", "said"),
     [
-        (2, {}, "train.verify.every: wanted 3 replicas, of which two can outvote one, got 2"),
+        (2, {}, "train.verify.every: wanted 3 or more replicas, so that two can outvote one, got 2"),
         *(
             (3, {"sharding": one}, "train.verify.every: wanted plan.sharding none")
             for one in ("zero1", "zero3", "sdp4bit")

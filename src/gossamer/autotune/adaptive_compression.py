@@ -84,7 +84,7 @@ class AdaptiveCompression:
         for written in settings.values():
             ParameterRules.read(written, key=_KEY)
         if not settings and not self.policy.needs_paths:
-            self.exchanger.tell(f"nothing is adapted: {told(self._base)} has no settings to choose from", 0)
+            self.exchanger.tell(f"nothing is adapted: {told(self._base)} has neither a rank nor a codec to vary", 0)
 
     def replan(self, step: int) -> Replan | None:
         """Return the newly chosen exchange after `step`, once its update is made; None for no change."""

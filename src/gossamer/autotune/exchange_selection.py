@@ -208,7 +208,7 @@ class ExchangeSelector:
         islands = self.plan.islands
         if any(len(island) > 1 for island in islands):
             raise bad_input(
-                wanted="islands of one rank each, whose ways out are known",
+                wanted="islands of one rank each, for a policy with local updates",
                 got=str([list(island) for island in islands]),
                 do="leave plan.adapt at none, and name plan.sync's exchange",
                 key="plan.adapt",

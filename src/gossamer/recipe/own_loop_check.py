@@ -20,7 +20,7 @@ def check_loop(*, exchange: Exchanges, max_grad_norm: float) -> None:
     if found.asks_for_islands:
         raise bad_input(
             wanted="an exchange among ranks that are all alike, as nothing says here which of them share a fast link",
-            got="one that speaks of islands",
+            got="an exchange with islands",
             do="name the method that is inside it, or train with `gossamer train`",
             key=_KEY,
         )

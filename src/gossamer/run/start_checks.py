@@ -59,7 +59,7 @@ def _check_copies(parts: Parts) -> None:
     halves = [name for name, param in trainable(parts.outline).items() if param.dtype in HALF]
     if halves and methods.sharding.is_sharded:
         raise bad_input(
-            wanted="parameters in float32, to shard the states of islands that train apart",
+            wanted="float32 parameters, to shard states with local updates",
             got=f"{len(halves)} in half types, such as {halves[0]}",
             do="set model.dtype to float32 (train.precision: bf16 still computes in bf16), or plan.sharding to none",
             key="plan.sharding",

@@ -43,7 +43,7 @@ def adapts_ways(recipe: Recipe) -> BadInput | None:
     if recipe.policy is None or recipe.sync.is_plain or all(len(island) == 1 for island in islands):
         return None
     return bad_input(
-        wanted="islands of one rank each, whose ways out are known",
+        wanted="islands of one rank each, for a policy with local updates",
         got=str([list(island) for island in islands]),
         do="leave plan.adapt at none, and name plan.sync's exchange",
         key="plan.adapt",
@@ -58,7 +58,7 @@ def adapts_links(recipe: Recipe) -> BadInput | None:
         return bad_input(
             wanted="a policy for the links between stages, ada_topk",
             got=f"{told(recipe.config.plan.adapt)} for a model in {recipe.stages} stages",
-            do="name another, leave plan.adapt at none, or plan.mesh.pipe at 1",
+            do="set plan.adapt to ada_topk or none, or plan.mesh.pipe to 1",
             key="plan.adapt",
         )
     return bad_input(
@@ -79,8 +79,8 @@ def adapts_something(recipe: Recipe) -> BadInput | None:
     if any(policy.to_measure(line.written, near) for line in found if line.level != "intra"):
         return None
     return bad_input(
-        wanted="settings to choose from",
-        got=f"an exchange whose neighbours are not known ({exchange_told(before)})",
+        wanted="an exchange with a rank or a codec that the policy can vary",
+        got=exchange_told(before),
         do="list candidates in the policy, the exchange among them",
         key="plan.adapt",
     )
@@ -95,7 +95,7 @@ def adapts_as_it_goes(recipe: Recipe) -> BadInput | None:
         if before and getattr(asked, key) != getattr(_PLAN, key):
             where = recipe.apart_by
             return bad_input(
-                wanted="a policy that chooses as the run goes on",
+                wanted="a policy that chooses during the run",
                 got=f"one that chooses before the first step, for {where}",
                 do=f"leave plan.{key} out",
                 key=f"plan.{key}",

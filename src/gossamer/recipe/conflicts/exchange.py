@@ -25,7 +25,7 @@ def clipped(
     if not clip or wrong is None:
         return None
     return bad_input(
-        wanted=f"no clipping around the exchange `{_name(wrong)}`, whose norm is mostly its code's error",
+        wanted=f"no gradient clipping with the exchange `{_name(wrong)}`, whose mean does not have the gradient's norm",
         got=f"{clip_key} {clip:g}",
         do=f"set {clip_key} to 0",
         key=key,
@@ -59,9 +59,9 @@ def lossy_is_asked(recipe: Recipe) -> BadInput | None:
         return None
     where = recipe.apart_by
     return bad_input(
-        wanted="whole replicas whose gradients meet at every step, for which an exchange is chosen",
+        wanted="synchronous training without stages, where `auto` chooses the exchange that plan.lossy is about",
         got=where,
-        do="leave plan.lossy out, and name an exchange where one is to lose something",
+        do="leave plan.lossy out, and name a lossy exchange if you want one",
         key="plan.lossy",
     )
 
@@ -71,7 +71,7 @@ def residuals_are_kept(recipe: Recipe) -> BadInput | None:
     if recipe.config.plan.residuals_on_resume == _PLAN.residuals_on_resume or recipe.is_lossy:
         return None
     return bad_input(
-        wanted="an exchange that may lose something, and keeps it",
+        wanted="a lossy exchange with error feedback, which has residuals",
         got=f"plan.exchange {exchange_told(recipe.plan.exchange)}",
         do="leave plan.residuals_on_resume out",
         key="plan.residuals_on_resume",

@@ -42,9 +42,9 @@ def stage_boundaries(recipe: Recipe) -> BadInput | None:
         return without_stages("plan.activation_compression")
     if isinstance(plan.activation_compression, tuple) and len(plan.activation_compression) != recipe.stages - 1:
         return bad_input(
-            wanted=f"one way for each of the {recipe.stages - 1} borders between {recipe.stages} stages",
+            wanted=f"one method for each of the {recipe.stages - 1} boundaries between {recipe.stages} stages",
             got=f"{len(plan.activation_compression)}",
-            do="list as many, or give one for all",
+            do="list as many methods, or name one for all",
             key="plan.activation_compression",
         )
     if plan.cuts and len(plan.cuts) != recipe.stages:
@@ -61,9 +61,9 @@ def sync_in_stages(recipe: Recipe) -> BadInput | None:
     """Return an error for a sync method other than every_step with pipeline parallelism."""
     if recipe.sync.is_plain or not recipe.in_stages:
         return None
-    where = "islands train apart" if recipe.sync.loop is not None else "losses alone decide"
+    what = "local updates" if recipe.sync.loop is not None else "zeroth-order training"
     return bad_input(
-        wanted=f"every process to hold the whole model, where {where}",
+        wanted=f"no pipeline stages with {what}",
         got=f"a model in {recipe.stages} stages",
         do="leave plan.mesh.pipe at 1, or plan.sync at every_step",
         key="plan.sync",
@@ -75,8 +75,8 @@ def islands_in_stages(recipe: Recipe) -> BadInput | None:
     if not recipe.in_stages or recipe.methods.chooses_exchange or not recipe.methods.exchange.asks_for_islands:
         return None
     return bad_input(
-        wanted="an exchange among the ranks of a stage, which are all alike",
-        got=f"one that speaks of islands, for a model in {recipe.stages} stages",
-        do="name the method that is to go between them for all, or leave plan.mesh.pipe at 1",
+        wanted="an exchange without islands for a model in stages: islands are not known within a stage",
+        got=f"an exchange with islands, for a model in {recipe.stages} stages",
+        do="name one method for all ranks, or leave plan.mesh.pipe at 1",
         key="plan.exchange",
     )

@@ -20,7 +20,12 @@ def states_of_whole_replicas(recipe: Recipe) -> BadInput | None:
         return bad_input(wanted="plan.pipeline_schedule single_stage, for sharded parameters", got=got, do=do, key=key)
     if recipe.in_stages or recipe.sync.probe is not None:
         got = recipe.apart_by
-        return bad_input(wanted="whole replicas whose gradients meet, for sharded states", got=got, do=do, key=key)
+        return bad_input(
+            wanted="no pipeline stages and a gradient exchange at every step, for sharded states",
+            got=got,
+            do=do,
+            key=key,
+        )
     return None
 
 
@@ -32,8 +37,7 @@ def states_apart(recipe: Recipe) -> BadInput | None:
     key, got = "plan.sharding", told(recipe.plan.sharding)
     if sharding.takes_parameters or sharding.differences is not None:
         return bad_input(
-            wanted="zero1 or zero2, where islands train apart: what meets between them is whole parameters, as each "
-            "rank holds them",
+            wanted="zero1 or zero2 with local updates: each rank must hold full parameters",
             got=got,
             do="write plan.sharding: {zero1: {shard_group: island}} or {zero2: {shard_group: island}}, or "
             "plan.sync: every_step",
@@ -41,7 +45,7 @@ def states_apart(recipe: Recipe) -> BadInput | None:
         )
     if loop.average_second_moments_every:
         return bad_input(
-            wanted="whole states, where islands bring their second moments together",
+            wanted="optimizer states that are not sharded, to average second moments over islands",
             got=got,
             do="leave average_second_moments_every out of plan.sync, or write plan.sharding: none",
             key=key,
@@ -49,7 +53,7 @@ def states_apart(recipe: Recipe) -> BadInput | None:
     if not sharding.needs_islands:
         name = MethodConfig.parse(recipe.plan.sharding).name
         return bad_input(
-            wanted="states that are shared out inside every island, where islands train apart: each has its own",
+            wanted="states sharded inside each island, with local updates",
             got=f"{got}, over all ranks",
             do=f"write plan.sharding: {{{name}: {{shard_group: island}}}}",
             key=key,
@@ -61,8 +65,8 @@ def states_adapted(recipe: Recipe) -> BadInput | None:
     """Return an error for a policy that measures full mean gradients, with sharded states."""
     if not recipe.sharding.is_sharded or recipe.policy is None:
         return None
-    got = f"plan.adapt {told(recipe.config.plan.adapt)}, which measures whole mean gradients"
-    wanted = "no policy, where a rank knows the mean of its own rows alone"
+    got = f"plan.adapt {told(recipe.config.plan.adapt)}, which measures the full mean gradient"
+    wanted = "no policy: with sharded states a rank has the mean gradient of its own rows only"
     return bad_input(wanted=wanted, got=got, do=_WHOLE, key="plan.sharding")
 
 
@@ -71,7 +75,7 @@ def states_by_element(recipe: Recipe) -> BadInput | None:
     if not recipe.sharding.is_sharded or recipe.optimizer.by_element:
         return None
     return bad_input(
-        wanted="a rule that moves each number by itself, such as adamw, as no rank sees a whole parameter",
+        wanted="an element-wise optimizer such as adamw, as no rank holds a full parameter",
         got=f"train.optimizer {told(recipe.config.train.optimizer)}",
         do=_WHOLE,
         key="plan.sharding",
@@ -84,7 +88,7 @@ def gathers_in_step(recipe: Recipe) -> BadInput | None:
     if not recipe.sharding.takes_parameters or len(set(counts)) == 1:
         return None
     return bad_input(
-        wanted="as many micro-batches on every replica, as all gather parameters together",
+        wanted="the same number of micro-batches on every replica, as all of them gather parameters together",
         got=str(list(counts)),
         do="plan again, or leave plan.sharding at zero2",
         key="plan.sharding",

@@ -16,9 +16,9 @@ def rule_begins_apart(recipe: Recipe) -> BadInput | None:
     if recipe.sync.level(0) == "all" or recipe.optimizer.begins_apart:
         return None
     return bad_input(
-        wanted="first steps in which all gradients meet, as in others this rule's second moment stays as it is",
+        wanted="synchronous first steps: this optimizer updates its second moment only in these",
         got=f"plan.sync {told(recipe.plan.sync)}",
-        do="give plan.sync warmup_steps, of a tenth of the run, say",
+        do="set warmup_steps in plan.sync, e.g. to a tenth of train.steps",
         key=OPTIMIZER,
     )
 
@@ -28,8 +28,8 @@ def sync_open(recipe: Recipe) -> BadInput | None:
     if recipe.plan.sync != "auto" or recipe.plan.exchange == "auto":
         return None
     return bad_input(
-        wanted="an exchange that is chosen with it",
-        got=f"plan.exchange {exchange_told(recipe.plan.exchange)}",
+        wanted="plan.exchange: auto with plan.sync: auto, as both are chosen together",
+        got=exchange_told(recipe.plan.exchange),
         do="leave plan.exchange at auto, or name a method of `gossamer methods sync`",
         key="plan.sync",
     )
@@ -40,7 +40,7 @@ def probe_exchanges_nothing(recipe: Recipe) -> BadInput | None:
     if recipe.sync.probe is None or recipe.plan.exchange in ("auto", "dense"):
         return None
     return bad_input(
-        wanted="no exchange of gradients, where losses alone decide",
+        wanted="no gradient exchange with zeroth-order training, which sends no gradients",
         got=exchange_told(recipe.plan.exchange),
         do="leave plan.exchange at auto",
         key="plan.exchange",
@@ -52,8 +52,7 @@ def probe_moves_plainly(recipe: Recipe) -> BadInput | None:
     if recipe.sync.probe is None or recipe.optimizer.is_plain:
         return None
     return bad_input(
-        wanted="sgd without momentum or weight decay, where losses alone decide: all that moves the parameters is "
-        "then what the ranks have told each other",
+        wanted="sgd without momentum and weight decay with zeroth-order training, as ranks exchange only scalars",
         got=told(recipe.config.train.optimizer),
         do="set train.optimizer to {sgd: {lr: 1e-4}}; rates are much smaller than for gradients",
         key=OPTIMIZER,
@@ -65,7 +64,7 @@ def probe_scales_nothing(recipe: Recipe) -> BadInput | None:
     if recipe.sync.probe is None or recipe.config.train.precision != "fp16":
         return None
     return bad_input(
-        wanted="fp32 or bf16, where there is no backward pass whose loss could be scaled",
+        wanted="fp32 or bf16 with zeroth-order training, which has no backward pass to scale a loss for",
         got="fp16",
         do="set train.precision to fp32: the differences of losses are small",
         key="train.precision",
@@ -86,7 +85,7 @@ def proved(recipe: Recipe) -> BadInput | None:
     if recipe.config.train.prove != "always" or recipe.sync.probe is None:
         return None
     return bad_input(
-        wanted="gradients, which a proof compares with those of one process",
+        wanted="a sync method with gradients, which the proof compares with those of one process",
         got=f"plan.sync {told(recipe.plan.sync)}, which has none",
         do="leave train.prove at auto",
         key="train.prove",
@@ -98,9 +97,9 @@ def seconds_of_steps(recipe: Recipe) -> BadInput | None:
     if not recipe.config.train.seconds or (recipe.plan.sync != "auto" and recipe.sync.is_plain):
         return None
     return bad_input(
-        wanted="steps in which all ranks meet, for a number of them that time decides",
+        wanted="synchronous training with a time limit, as all ranks must stop after the same step",
         got=f"plan.sync {told(recipe.plan.sync)}",
-        do="set it to 0 and say the steps in train.steps, or set plan.sync to every_step",
+        do="set it to 0 and set train.steps, or set plan.sync to every_step",
         key="train.seconds",
     )
 
@@ -109,4 +108,4 @@ def not_used_inside(loop: OuterLoopConfig, islands: Sequence[Sequence[int]], exc
     """Return why the gradient exchange is never used in local-update training; "" if it is used."""
     if exchange == "dense" or not loop.apart(0) or not islands or any(len(island) > 1 for island in islands):
         return ""
-    return f"{exchange_told(exchange)} is not used: every island is one rank, which meets nobody inside of it"
+    return f"{exchange_told(exchange)} is not used: every island is one rank, so there is no exchange inside of it"
