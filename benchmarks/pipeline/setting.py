@@ -79,7 +79,9 @@ def corpus() -> Corpus:
 
 def whole() -> Gpt:
     """The model as ours begins with it, bit for bit."""
-    origin = origin_of(ModelSection(**MODEL)).suited_to(corpus().tokenizer.vocabulary, corpus().tokenizer.separator)
+    origin = origin_of(ModelSection(**MODEL)).fitted_to_tokenizer(
+        corpus().tokenizer.vocabulary, corpus().tokenizer.separator
+    )
     module = origin.build(SEED)
     assert isinstance(module, Gpt)
     return module

@@ -141,7 +141,7 @@ def model_of(habit: Habit, corpus: Any = None) -> nn.Module:
 
     origin = origin_of(ModelSection(factory=habit.written))
     if corpus is not None:
-        origin = origin.suited_to(corpus.tokenizer.vocabulary, corpus.tokenizer.separator)
+        origin = origin.fitted_to_tokenizer(corpus.tokenizer.vocabulary, corpus.tokenizer.separator)
     return origin.build(SEED)
 
 

@@ -82,7 +82,7 @@ def test_a_plain_module_is_called_with_the_tokens() -> None:
 
 
 def test_models_of_transformers_keep_no_cache() -> None:
-    module = Hf("llama", CONFIGS["llama"]).suited_to(257, 256).build(0)
+    module = Hf("llama", CONFIGS["llama"]).fitted_to_tokenizer(257, 256).build(0)
     caller = caller_of(module)
     output = caller(module, batch())
     assert output.loss is not None and output.past_key_values is None

@@ -112,7 +112,7 @@ def test_a_module_that_cannot_be_copied_is_refused() -> None:
 
 
 def test_a_part_of_saved_weights_is_read_without_the_whole(tmp_path: Path) -> None:
-    fresh = Hf("llama", CONFIGS["llama"]).suited_to(257, 256)
+    fresh = Hf("llama", CONFIGS["llama"]).fitted_to_tokenizer(257, 256)
     export_hf(fresh.build(3), fresh, None, tmp_path / "saved")
     given = OriginSource(Hf(str(tmp_path / "saved")), 0)
     expected = tensors_of(fresh.build(3))

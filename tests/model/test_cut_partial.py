@@ -58,9 +58,9 @@ def odd() -> nn.Module:
 ORIGINS: dict[str, ModelSource] = {
     "a factory": Factory(f"{__name__}:odd"),
     "a factory in bf16": Factory(f"{__name__}:odd", dtype="bfloat16"),
-    "llama": Hf("llama", CONFIGS["llama"]).suited_to(257, 256),
-    "gpt2": Hf("gpt2", CONFIGS["gpt2"]).suited_to(257, 256),
-    "mamba": Hf("mamba", CONFIGS["mamba"]).suited_to(257, 256),
+    "llama": Hf("llama", CONFIGS["llama"]).fitted_to_tokenizer(257, 256),
+    "gpt2": Hf("gpt2", CONFIGS["gpt2"]).fitted_to_tokenizer(257, 256),
+    "mamba": Hf("mamba", CONFIGS["mamba"]).fitted_to_tokenizer(257, 256),
 }
 
 
@@ -107,7 +107,7 @@ def test_a_model_that_is_built_otherwise_each_time_is_refused() -> None:
 def test_a_part_reads_its_weights_from_a_directory(kind: str, tmp_path: Path) -> None:
     keys = {"tie_word_embeddings": True} if kind == "qwen3" else {"num_local_experts": 2}
     config = CONFIGS.get(kind, CONFIGS["llama"]) | keys
-    fresh = Hf(kind, config).suited_to(257, 256)
+    fresh = Hf(kind, config).fitted_to_tokenizer(257, 256)
     export_hf(fresh.build(3), fresh, None, tmp_path / "saved")
     origin = Hf(str(tmp_path / "saved"))
     expected = dict(origin.build(0).named_parameters())

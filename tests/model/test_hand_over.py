@@ -26,7 +26,7 @@ MORE: dict[str, dict[str, Any]] = {
 def built(kind: str, dtype: Any = "float32") -> tuple[nn.Module, ModelSource]:
     config = dict((CONFIGS | MORE)[kind])
     section = ModelSection(hf=config.pop("model_type", kind), config=config, dtype=dtype)
-    origin = origin_of(section).suited_to(257, 256)
+    origin = origin_of(section).fitted_to_tokenizer(257, 256)
     return origin.build(0), origin
 
 

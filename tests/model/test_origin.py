@@ -49,7 +49,7 @@ def test_every_key_of_the_section_has_an_origin() -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_model_type_builds_runs_and_gives_a_loss(kind: str) -> None:
-    origin = origin_of(hf(kind, **CONFIGS[kind])).suited_to(VOCABULARY, 256)
+    origin = origin_of(hf(kind, **CONFIGS[kind])).fitted_to_tokenizer(VOCABULARY, 256)
     assert origin.vocabulary() == VOCABULARY
     module = origin.build(0)
     loss = caller_of(module)(module, batch()).loss
@@ -81,7 +81,7 @@ def test_fingerprints_tell_models_apart() -> None:
 
 
 def test_suiting_keeps_what_was_written() -> None:
-    origin = origin_of(hf("llama", vocab_size=300, eos_token_id=7, **SIZES)).suited_to(VOCABULARY, 256)
+    origin = origin_of(hf("llama", vocab_size=300, eos_token_id=7, **SIZES)).fitted_to_tokenizer(VOCABULARY, 256)
     assert origin.vocabulary() == 300
     module: Any = origin.build(0)
     assert (module.config.eos_token_id, module.config.bos_token_id) == (7, 256)
@@ -91,7 +91,7 @@ def test_a_directory_loads_its_weights_whatever_the_seed(saved: Path) -> None:
     (saved / "tokenizer.json").write_text("{}")
     origin = origin_of(hf(str(saved), attention_dropout=0.25))
     reference: Any = origin_of(hf("llama", vocab_size=50, **SIZES)).build(3)
-    module: Any = origin.suited_to(10, 9).build(99)
+    module: Any = origin.fitted_to_tokenizer(10, 9).build(99)
     assert module.training and module.config.attention_dropout == 0.25 and origin.vocabulary() == 50
     for a, b in zip(reference.parameters(), module.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -169,7 +169,7 @@ def test_files_that_are_no_gguf(tmp_path: Path) -> None:
 def test_a_factory_builds_a_plain_module() -> None:
     origin = origin_of(ModelSection(factory="model.tiny:Plain", config={"width": 8}))
     assert origin.vocabulary() is None
-    suited = origin.suited_to(99, 98)
+    suited = origin.fitted_to_tokenizer(99, 98)
     assert suited.vocabulary() == 99 and "vocabulary=99" in suited.describe()
     a, b = suited.build(5), suited.build(5)
     assert isinstance(a, Plain) and all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))

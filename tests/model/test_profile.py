@@ -31,7 +31,7 @@ def test_flop_of_a_linear_chain() -> None:
 
 
 def test_flop_of_a_transformer_counts_attention() -> None:
-    module = Hf("llama", SIZES).suited_to(257, 256).build(0)
+    module = Hf("llama", SIZES).fitted_to_tokenizer(257, 256).build(0)
     width, ffn, heads, kv, head = 32, 64, 4, 2, 8
     linear = 2 * (width * head * (heads + 2 * kv) + heads * head * width + 3 * width * ffn) + width * 257
     for sequence in (16, 48):
@@ -52,7 +52,7 @@ def test_the_peak_is_a_rate_some_machine_could_have(dtype: torch.dtype) -> None:
 
 def test_no_kind_of_model_resists_counting() -> None:
     for kind, config in CONFIGS.items():
-        module = Hf(kind, config).suited_to(257, 256).build(0)
+        module = Hf(kind, config).fitted_to_tokenizer(257, 256).build(0)
         facts = facts_of(module)
         assert forward_flop_per_token(module, caller_of(module), batch(1, 16)) > facts.parameters / 2
         assert len([u for u in facts.units if u.rpartition(".")[2].isdigit()]) == 2

@@ -25,7 +25,7 @@ def gradients(module: nn.Module, seeds: UnitSeeds, *key: int, noise: int = 0) ->
 def test_units_are_blocks_and_what_else_owns_parameters() -> None:
     assert unit_names(Plain()) == ("embed", "blocks.0", "blocks.1", "blocks.2", "head")
     assert block_names(Plain()) == ("blocks.0", "blocks.1", "blocks.2")
-    gpt2 = Hf("gpt2", CONFIGS["gpt2"]).suited_to(257, 256).build(0)
+    gpt2 = Hf("gpt2", CONFIGS["gpt2"]).fitted_to_tokenizer(257, 256).build(0)
     expected = ("wte", "wpe", "h.0", "h.1", "ln_f")
     assert unit_names(gpt2) == (*(f"transformer.{n}" for n in expected), "lm_head")
     assert unit_names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ("0", "2")
@@ -43,7 +43,9 @@ def test_mixing_has_no_near_keys() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "gpt2"])
 def test_dropout_depends_on_the_key_alone(kind: str) -> None:
-    module: nn.Module = Plain() if kind == "plain" else Hf("gpt2", CONFIGS["gpt2"]).suited_to(257, 256).build(0)
+    module: nn.Module = (
+        Plain() if kind == "plain" else Hf("gpt2", CONFIGS["gpt2"]).fitted_to_tokenizer(257, 256).build(0)
+    )
     seeds = unit_seeds(module, seed=1)
     first = gradients(module, seeds, 3, 8)
     assert torch.equal(first, gradients(module, seeds, 3, 8, noise=5))
@@ -105,7 +107,7 @@ def test_recomputing_under_no_key_is_refused() -> None:
 
 
 def test_the_recomputing_of_transformers_gives_the_same_numbers() -> None:
-    module = Hf("gpt2", CONFIGS["gpt2"]).suited_to(257, 256).build(0)
+    module = Hf("gpt2", CONFIGS["gpt2"]).fitted_to_tokenizer(257, 256).build(0)
     seeds = unit_seeds(module, seed=1)
     kept = gradients(module, seeds, 0, 0)
     checkpoints = []

@@ -46,7 +46,7 @@ def test_text_goes_on_and_the_window_slides() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "llama"])
 def test_equal_seeds_give_equal_text(kind: str) -> None:
-    module = Plain() if kind == "plain" else Hf("llama", CONFIGS["llama"]).suited_to(257, 256).build(0)
+    module = Plain() if kind == "plain" else Hf("llama", CONFIGS["llama"]).fitted_to_tokenizer(257, 256).build(0)
     state = torch.get_rng_state()
     texts = [generate(module, Bytes(), "x", tokens=12, temperature=20.0, seed=s) for s in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2] and module.training

@@ -272,7 +272,10 @@ BAD = [
     ),
     ({"plan": {"sharding": "zero1"}, "train": {"optimizer": "lamb"}}, "wanted an element-wise optimizer"),
     ({"plan": {"sharding": "zero1", "adapt": "l_greco"}}, "plan.sharding: wanted no policy"),
-    ({"plan": {"exchange": {"momentum": "dense"}}}, "plan.exchange: wanted no gradient clipping with the exchange `momentum`"),
+    (
+        {"plan": {"exchange": {"momentum": "dense"}}},
+        "plan.exchange: wanted no gradient clipping with the exchange `momentum`",
+    ),
     (
         {"plan": {"sharding": "zero3", "batch_fractions": [7.0, 1.0]}, "data": {"sequence": 16384}},
         "micro-batches on every replica, as all gather sharded parameters together",

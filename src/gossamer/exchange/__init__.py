@@ -83,7 +83,7 @@ class Exchange(ABC):
         """Return delta, where E|lost|^2 <= (1 - delta)|x|^2 holds for every x; None where no delta > 0 does."""
         return 1.0 if self.traits.lossless else None
 
-    def part_of_mean(self, at: ExchangeContext) -> float:
+    def rounding_error_weight(self, at: ExchangeContext) -> float:
         """Return this rank's part of the rounding error, where the mean is rounded to the bucket's type.
 
         All ranks hold the same error. Each takes its weight's share of it, unless a method overrides this.

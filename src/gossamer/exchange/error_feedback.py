@@ -54,7 +54,7 @@ class ErrorFeedback(Exchange):
         if out.owed is not None:
             owed.add_(out.owed, alpha=rate_of(at, self.track_lr))
         mean = out.mean.to(x.layout.dtype)
-        add_rounding_error(owed, out.mean, mean, rate_of(at, self.track_lr) * self.inner.part_of_mean(at))
+        add_rounding_error(owed, out.mean, mean, rate_of(at, self.track_lr) * self.inner.rounding_error_weight(at))
         return Outcome(mean, None, ExchangeState({"e": owed}, (out.state,)))
 
     @staticmethod

@@ -92,7 +92,7 @@ def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer) ->
             "there, call gossamer.load(RUN_DIR, module=...) with one built alike",
             key="model",
         )
-    return origin_of(section).suited_to(tokenizer.vocabulary, tokenizer.separator)
+    return origin_of(section).fitted_to_tokenizer(tokenizer.vocabulary, tokenizer.separator)
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def _keep(directory: RunDirectory, corpus: Corpus, origin: ModelSource) -> None:
 def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:
     """Return the configured model source, fitted to the corpus. Raises BadInput if the two do not match."""
     words = corpus.tokenizer
-    origin = origin_of(config.model).suited_to(words.vocabulary, words.separator)
+    origin = origin_of(config.model).fitted_to_tokenizer(words.vocabulary, words.separator)
     check_vocabulary(origin.vocabulary(), words.vocabulary, tokenizer=str(config.data.tokenizer))
     check_sequence(origin.positions(), config.data.sequence)
     return origin

@@ -36,7 +36,7 @@ class Optimizer(ABC):
         return True
 
     @property
-    def begins_apart(self) -> bool:
+    def can_start_local(self) -> bool:
         """Return whether local steps may start with the first step, without synchronous warm-up."""
         return True
 

@@ -37,8 +37,8 @@ class Master(Optimizer):
         return self.inner.by_element
 
     @property
-    def begins_apart(self) -> bool:
-        return self.inner.begins_apart
+    def can_start_local(self) -> bool:
+        return self.inner.can_start_local
 
     @property
     def counts_each(self) -> bool:

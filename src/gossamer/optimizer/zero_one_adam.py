@@ -62,7 +62,7 @@ class ZeroOneAdam(Adaptive):
         return False
 
     @property
-    def begins_apart(self) -> bool:
+    def can_start_local(self) -> bool:
         return False
 
     @property

@@ -70,7 +70,7 @@ def compared(
         alone=answer,
         again=again,
         divided=divided,
-        exact=tuple(not one.is_coarse for one in question.rounds),
+        exact=tuple(not one.is_half_precision for one in question.rounds),
         own=len(question.rounds[0].pieces[question.replicas[0]]),
         kinds=len(set(company.texts(_kind()))),
     )
@@ -107,7 +107,7 @@ def _looked_at(
     told = json.loads(company.texts(json.dumps(tracks.found))[company.speaker])
     replace(layout, tracks=mine, picked=other).answer(question)
     all_of_it = [json.loads(text) for text in company.texts(json.dumps(mine.found))]
-    exact = [not one.is_coarse for one in question.rounds]
+    exact = [not one.is_half_precision for one in question.rounds]
     return replace(verdict, parting=parting(told, all_of_it, exact), entries=_entries(company, one, other))
 
 

@@ -57,7 +57,7 @@ class OneProcess(ProofSide):
             rounds = []
             for one in question.rounds:
                 turns.round(moves=one.moves, seed=question.seed)
-                if self.shake != 1 and one.is_coarse:
+                if self.shake != 1 and one.is_half_precision:
                     turns.nudge(one.precision.compute, question.seed)
                 rounds.append(self._round(turns, one, question.seed, pulse))
             firsts, gradients, buffers, losses = map(torch.stack, zip(*rounds, strict=True))

@@ -38,7 +38,7 @@ class Trial:
         return sum(sum(mine.values()) for mine in self.labels.values())
 
     @property
-    def is_coarse(self) -> bool:
+    def is_half_precision(self) -> bool:
         """Return whether the round computes in half precision, in which case it is the last one."""
         return self.precision.compute is not torch.float32
 

@@ -121,7 +121,7 @@ class HierarchicalReduceScatter(Exchange):
         unpacked(rows, part, lost)
         return message
 
-    def part_of_mean(self, at: ExchangeContext) -> float:
+    def rounding_error_weight(self, at: ExchangeContext) -> float:
         """Return this rank's part of the rounding error: all of it on its island, divided over islands as `between`
         does.
         """
@@ -131,7 +131,7 @@ class HierarchicalReduceScatter(Exchange):
         weights = [float(at.weights[list(island)].sum()) for island in islands]
         mine = islands.index(at.levels.group("island", at.rank))
         level = ProcessGroups({"all": (tuple(range(len(islands))),)})
-        return self.between.part_of_mean(replace(at, rank=mine, levels=level, weights=torch.tensor(weights)))
+        return self.between.rounding_error_weight(replace(at, rank=mine, levels=level, weights=torch.tensor(weights)))
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         here = _place(layout, levels, rank)

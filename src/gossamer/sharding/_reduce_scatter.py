@@ -66,7 +66,7 @@ class ReduceScatter(Exchange):
         unpacked(own.to(x.flat.dtype), parts[me], x.flat.zero_())
         return Outcome(x.flat, None if lost is None or not at.accounts else spread(lost, parts, x.flat), state)
 
-    def part_of_mean(self, at: ExchangeContext) -> float:
+    def rounding_error_weight(self, at: ExchangeContext) -> float:
         """Return 1: no other rank has the mean of this rank's rows."""
         return 1.0
 

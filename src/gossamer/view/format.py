@@ -39,7 +39,7 @@ def setting_words(start: Start) -> str:
     return f"{start.data} on {ranks}, {start.exchange} exchange"
 
 
-def evaluation_words(evaluation: Evaluation) -> str:
+def format_evaluation(evaluation: Evaluation) -> str:
     """Return the result of an evaluation as text: bits per byte where known, else the loss."""
     if evaluation.bits_per_byte is not None:
         return f"{evaluation.bits_per_byte:.3f} bits/byte"
@@ -53,13 +53,13 @@ def saved_words(saved: Saved) -> str:
     return f"step {saved.step}, {show_bytes(saved.bytes)}"
 
 
-def event_words(event: Event) -> str:
+def format_event(event: Event) -> str:
     """Return the message of an event, after its step and rank where it has them."""
     where = [f"step {event.step}"] * (event.step >= 0) + [f"rank {event.rank}"] * (event.rank >= 0)
     return f"{', '.join(where)}: {event.message}" if where else event.message
 
 
-def sample_words(sample: Sample, width: int) -> str:
+def format_sample(sample: Sample, width: int) -> str:
     """Return a generated sample on one line of at most `width` characters; line ends are shown as a slash."""
     text = " / ".join((sample.prompt + sample.text).split("\n"))
     printable = "".join(c if c.isprintable() else " " for c in text)

@@ -19,10 +19,10 @@ from gossamer.view.format import (
     LEVELS,
     SECOND,
     WARN,
-    evaluation_words,
-    event_words,
+    format_evaluation,
+    format_event,
+    format_sample,
     model_words,
-    sample_words,
     saved_words,
     setting_words,
     show_count,
@@ -120,7 +120,7 @@ def _figures(progress: RunProgress) -> list[PanelRow]:
     if progress.evaluations:
         evaluation = progress.evaluations[-1]
         rows.append(
-            ("validation", _value(evaluation_words(evaluation), f"at {evaluation.step:,}", style=f"bold {SECOND}"))
+            ("validation", _value(format_evaluation(evaluation), f"at {evaluation.step:,}", style=f"bold {SECOND}"))
         )
     if (rate := progress.pace.tokens_per_s) is not None and progress.pace.step_s is not None:
         rows.append(("tokens/s", _value(show_count(rate), f"{show_seconds(progress.pace.step_s)} a step")))
@@ -201,13 +201,13 @@ def _news(progress: RunProgress, width: int) -> list[RenderableType]:
     """Return the latest messages of the run: a generated sample, the newest events, and the reason of a failure."""
     lines: list[RenderableType] = []
     if progress.sample is not None:
-        words = sample_words(progress.sample, width - LABELS - 1)
+        words = format_sample(progress.sample, width - LABELS - 1)
         lines.append(
             Text.assemble((f"{'sample':<{LABELS}} ", "dim"), (words, "italic"), no_wrap=True, overflow="ellipsis")
         )
     if progress.proof is not None and progress.step is None:
         lines.append(_said("info", f"proof: {progress.proof.message}"))
-    lines += [_said(event.level, event_words(event)) for event in list(progress.events)[-EVENTS:]]
+    lines += [_said(event.level, format_event(event)) for event in list(progress.events)[-EVENTS:]]
     if progress.end is not None and progress.end.message:
         lines.append(_said("error" if progress.end.outcome == "failed" else "info", progress.end.message))
     return lines

@@ -28,7 +28,7 @@ class ModelSource(ABC):
         """Return the source that the configuration names; raise BadInput if it is wrong."""
 
     @abstractmethod
-    def suited_to(self, vocabulary: int, separator: int) -> ModelSource:
+    def fitted_to_tokenizer(self, vocabulary: int, separator: int) -> ModelSource:
         """Return this source adapted to a tokenizer of `vocabulary` ids whose documents end with the id `separator`.
 
         Only what the user left open is filled in; a model with weights, or with a written vocabulary, stays itself.

@@ -45,7 +45,7 @@ class Factory(ModelSource):
         assert section.factory is not None
         return cls(of=section.factory, config=section.config, dtype=section.dtype)
 
-    def suited_to(self, vocabulary: int, separator: int) -> Factory:
+    def fitted_to_tokenizer(self, vocabulary: int, separator: int) -> Factory:
         if self.vocabulary() is not None:
             return self
         known = inspect.signature(self._function).parameters

@@ -48,7 +48,7 @@ class Gguf(ModelSource):
         assert section.gguf is not None
         return cls(of=section.gguf, config=section.config, dtype=section.dtype)
 
-    def suited_to(self, vocabulary: int, separator: int) -> Gguf:
+    def fitted_to_tokenizer(self, vocabulary: int, separator: int) -> Gguf:
         return self
 
     def describe(self) -> str:

@@ -48,7 +48,7 @@ class Hf(ModelSource):
         assert section.hf is not None
         return cls(of=section.hf, config=section.config, dtype=section.dtype)
 
-    def suited_to(self, vocabulary: int, separator: int) -> Hf:
+    def fitted_to_tokenizer(self, vocabulary: int, separator: int) -> Hf:
         if self._directory is not None:
             return self
         open_keys = {"vocab_size": vocabulary, "bos_token_id": separator, "eos_token_id": separator}

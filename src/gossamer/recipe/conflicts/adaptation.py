@@ -14,7 +14,7 @@ from gossamer.spec.parameter_rules import lines
 _PLAN = PlanSection()
 
 
-def adapts_what_meets(recipe: Recipe) -> BadInput | None:
+def policy_with_sync(recipe: Recipe) -> BadInput | None:
     """Return an error for a policy for a sync method whose exchange it cannot adapt."""
     if recipe.policy is None or recipe.sync.is_plain:
         return None
@@ -37,7 +37,7 @@ def adapts_what_meets(recipe: Recipe) -> BadInput | None:
     return None
 
 
-def adapts_ways(recipe: Recipe) -> BadInput | None:
+def policy_with_islands(recipe: Recipe) -> BadInput | None:
     """Return an error for a policy for links between islands that have several ranks."""
     islands = recipe.plan.islands
     if recipe.policy is None or recipe.sync.is_plain or all(len(island) == 1 for island in islands):
@@ -50,7 +50,7 @@ def adapts_ways(recipe: Recipe) -> BadInput | None:
     )
 
 
-def adapts_links(recipe: Recipe) -> BadInput | None:
+def policy_with_stages(recipe: Recipe) -> BadInput | None:
     """Return an error for a policy for stage boundaries without stages, or one for gradients with stages."""
     if recipe.policy is None or recipe.policy.for_links == recipe.in_stages:
         return None
@@ -69,7 +69,7 @@ def adapts_links(recipe: Recipe) -> BadInput | None:
     )
 
 
-def adapts_something(recipe: Recipe) -> BadInput | None:
+def policy_with_exchange(recipe: Recipe) -> BadInput | None:
     """Return an error for a policy that has no settings to choose from for an exchange that the user named."""
     policy, is_chosen = recipe.policy, recipe.config.plan.exchange == AUTO
     if policy is None or policy.for_links or policy.needs_paths or is_chosen or not recipe.sync.is_plain:
@@ -86,7 +86,7 @@ def adapts_something(recipe: Recipe) -> BadInput | None:
     )
 
 
-def adapts_as_it_goes(recipe: Recipe) -> BadInput | None:
+def policy_intervals(recipe: Recipe) -> BadInput | None:
     """Check `adapt_every` and `adapt_window`: stage boundaries and exchanges between islands are chosen once, before
     step 1.
     """

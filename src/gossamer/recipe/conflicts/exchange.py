@@ -42,7 +42,7 @@ def clip(recipe: Recipe) -> BadInput | None:
     return clipped(recipe.exchanges, recipe.config.train.max_grad_norm)
 
 
-def clip_adapted(recipe: Recipe) -> BadInput | None:
+def clipping_with_policy(recipe: Recipe) -> BadInput | None:
     """Apply the clipping law to the settings that a policy may choose."""
     if recipe.policy is None or recipe.methods.chooses_exchange:
         return None
@@ -52,7 +52,7 @@ def clip_adapted(recipe: Recipe) -> BadInput | None:
     return clipped(built, recipe.config.train.max_grad_norm, key="plan.adapt")
 
 
-def lossy_is_asked(recipe: Recipe) -> BadInput | None:
+def lossy_with_layout(recipe: Recipe) -> BadInput | None:
     """Check that `plan.lossy` has an effect: `auto` must choose something; `spec.unread_keys` checks the rest."""
     is_open = recipe.config.plan.sync == "auto" or recipe.sync.is_plain
     if not recipe.config.plan.lossy or (not recipe.in_stages and is_open):
@@ -66,7 +66,7 @@ def lossy_is_asked(recipe: Recipe) -> BadInput | None:
     )
 
 
-def residuals_are_kept(recipe: Recipe) -> BadInput | None:
+def residuals_with_exchange(recipe: Recipe) -> BadInput | None:
     """Return an error for `plan.residuals_on_resume` where no exchange has residuals."""
     if recipe.config.plan.residuals_on_resume == _PLAN.residuals_on_resume or recipe.is_lossy:
         return None

@@ -11,7 +11,7 @@ from gossamer.spec.unread_keys import without_stages
 _PLAN = PlanSection()
 
 
-def layout_as_asked(recipe: Recipe) -> BadInput | None:
+def layout_with_ranks(recipe: Recipe) -> BadInput | None:
     """Return the error of a configuration whose mesh, stages, fractions or micro-batches do not fit the ranks."""
     try:
         RankLayout.of(recipe.config, recipe.plan.ranks)
@@ -20,7 +20,7 @@ def layout_as_asked(recipe: Recipe) -> BadInput | None:
     return None
 
 
-def everybody_on_an_island(recipe: Recipe) -> BadInput | None:
+def islands_with_ranks(recipe: Recipe) -> BadInput | None:
     """Return an error for an island list that misses a rank or names one twice."""
     islands, ranks = recipe.plan.islands, recipe.plan.ranks
     if not islands or (all(islands) and sorted(r for island in islands for r in island) == list(range(ranks))):
@@ -57,7 +57,7 @@ def stage_boundaries(recipe: Recipe) -> BadInput | None:
     return None
 
 
-def sync_in_stages(recipe: Recipe) -> BadInput | None:
+def sync_with_stages(recipe: Recipe) -> BadInput | None:
     """Return an error for a sync method other than every_step with pipeline parallelism."""
     if recipe.sync.is_plain or not recipe.in_stages:
         return None
@@ -70,7 +70,7 @@ def sync_in_stages(recipe: Recipe) -> BadInput | None:
     )
 
 
-def islands_in_stages(recipe: Recipe) -> BadInput | None:
+def islands_with_stages(recipe: Recipe) -> BadInput | None:
     """Return an error for an exchange with islands among the ranks of a pipeline stage."""
     if not recipe.in_stages or recipe.methods.chooses_exchange or not recipe.methods.exchange.asks_for_islands:
         return None

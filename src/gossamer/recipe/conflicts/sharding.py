@@ -9,7 +9,7 @@ from gossamer.spec.method_config import MethodConfig, told
 _WHOLE = "leave plan.sharding at none"
 
 
-def states_of_whole_replicas(recipe: Recipe) -> BadInput | None:
+def sharding_with_stages(recipe: Recipe) -> BadInput | None:
     """Return an error for sharded states with stages, in zeroth-order training, or with an unsuitable schedule."""
     sharding, schedule = recipe.sharding, recipe.plan.pipeline_schedule
     if not sharding.is_sharded:
@@ -29,7 +29,7 @@ def states_of_whole_replicas(recipe: Recipe) -> BadInput | None:
     return None
 
 
-def states_apart(recipe: Recipe) -> BadInput | None:
+def sharding_with_local_updates(recipe: Recipe) -> BadInput | None:
     """Check that the sharding keeps states inside each island, as local-update training needs."""
     sharding, loop = recipe.sharding, recipe.sync.loop
     if not sharding.is_sharded or loop is None:
@@ -61,7 +61,7 @@ def states_apart(recipe: Recipe) -> BadInput | None:
     return None
 
 
-def states_adapted(recipe: Recipe) -> BadInput | None:
+def sharding_with_policy(recipe: Recipe) -> BadInput | None:
     """Return an error for a policy that measures full mean gradients, with sharded states."""
     if not recipe.sharding.is_sharded or recipe.policy is None:
         return None
@@ -70,7 +70,7 @@ def states_adapted(recipe: Recipe) -> BadInput | None:
     return bad_input(wanted=wanted, got=got, do=_WHOLE, key="plan.sharding")
 
 
-def states_by_element(recipe: Recipe) -> BadInput | None:
+def sharding_with_optimizer(recipe: Recipe) -> BadInput | None:
     """Return an error for sharded states with an optimizer that needs full parameters."""
     if not recipe.sharding.is_sharded or recipe.optimizer.by_element:
         return None
@@ -82,7 +82,7 @@ def states_by_element(recipe: Recipe) -> BadInput | None:
     )
 
 
-def gathers_in_step(recipe: Recipe) -> BadInput | None:
+def sharding_with_microbatches(recipe: Recipe) -> BadInput | None:
     """Return an error for sharded parameters on replicas with different numbers of micro-batches."""
     counts = recipe.plan.microbatches
     if not recipe.sharding.takes_parameters or len(set(counts)) == 1:

@@ -11,9 +11,9 @@ from gossamer.spec.method_config import Exchanges, told
 from gossamer.sync import OuterLoopConfig
 
 
-def rule_begins_apart(recipe: Recipe) -> BadInput | None:
+def optimizer_with_local_updates(recipe: Recipe) -> BadInput | None:
     """Return an error for an optimizer that cannot start in steps whose gradients only one island averages."""
-    if recipe.sync.level(0) == "all" or recipe.optimizer.begins_apart:
+    if recipe.sync.level(0) == "all" or recipe.optimizer.can_start_local:
         return None
     return bad_input(
         wanted="synchronous first steps: this optimizer updates its second moment only in these",
@@ -23,7 +23,7 @@ def rule_begins_apart(recipe: Recipe) -> BadInput | None:
     )
 
 
-def sync_open(recipe: Recipe) -> BadInput | None:
+def auto_sync_with_exchange(recipe: Recipe) -> BadInput | None:
     """Return an error for a sync method to be chosen beside an exchange that is given."""
     if recipe.plan.sync != "auto" or recipe.plan.exchange == "auto":
         return None
@@ -35,7 +35,7 @@ def sync_open(recipe: Recipe) -> BadInput | None:
     )
 
 
-def probe_exchanges_nothing(recipe: Recipe) -> BadInput | None:
+def zeroth_order_with_exchange(recipe: Recipe) -> BadInput | None:
     """Return an error for a gradient exchange in zeroth-order training, which has no gradients."""
     if recipe.sync.probe is None or recipe.plan.exchange in ("auto", "dense"):
         return None
@@ -47,7 +47,7 @@ def probe_exchanges_nothing(recipe: Recipe) -> BadInput | None:
     )
 
 
-def probe_moves_plainly(recipe: Recipe) -> BadInput | None:
+def zeroth_order_with_optimizer(recipe: Recipe) -> BadInput | None:
     """Return an error for an optimizer other than plain SGD in zeroth-order training."""
     if recipe.sync.probe is None or recipe.optimizer.is_plain:
         return None
@@ -59,7 +59,7 @@ def probe_moves_plainly(recipe: Recipe) -> BadInput | None:
     )
 
 
-def probe_scales_nothing(recipe: Recipe) -> BadInput | None:
+def zeroth_order_with_fp16(recipe: Recipe) -> BadInput | None:
     """Return an error for fp16 in zeroth-order training, which has no backward pass to scale a loss for."""
     if recipe.sync.probe is None or recipe.config.train.precision != "fp16":
         return None
@@ -71,7 +71,7 @@ def probe_scales_nothing(recipe: Recipe) -> BadInput | None:
     )
 
 
-def rule_of_islands(recipe: Recipe) -> BadInput | None:
+def second_moments_with_optimizer(recipe: Recipe) -> BadInput | None:
     """Return an error for an averaging of second moments with an optimizer that has none."""
     try:
         recipe.optimizer_with(1.0)
@@ -92,7 +92,7 @@ def proved(recipe: Recipe) -> BadInput | None:
     )
 
 
-def seconds_of_steps(recipe: Recipe) -> BadInput | None:
+def time_limit_with_sync(recipe: Recipe) -> BadInput | None:
     """Return an error for a time limit in a run whose ranks do not all take part in every step."""
     if not recipe.config.train.seconds or (recipe.plan.sync != "auto" and recipe.sync.is_plain):
         return None

@@ -9,10 +9,10 @@ from gossamer.spec.records import End, Evaluation, Event, Proof, Record, Sample,
 from gossamer.spec.units import show_bytes, show_gib, show_seconds
 from gossamer.view.display import Display
 from gossamer.view.format import (
-    evaluation_words,
-    event_words,
+    format_evaluation,
+    format_event,
+    format_sample,
     model_words,
-    sample_words,
     saved_words,
     setting_words,
     show_count,
@@ -69,7 +69,7 @@ class Plain(Display):
         if step is None:
             return
         self._shown_s, self._shown_step = step.time_s, step.step
-        self._line(step.time_s, "step", step_words(self._progress, step))
+        self._line(step.time_s, "step", format_step(self._progress, step))
 
     def _line(self, time_s: float, word: str, text: str) -> None:
         clock = time.strftime("%H:%M:%S", time.localtime(time_s))
@@ -77,7 +77,7 @@ class Plain(Display):
         self._out.flush()
 
 
-def step_words(progress: RunProgress, step: Step) -> str:
+def format_step(progress: RunProgress, step: Step) -> str:
     """Return one step as text in columns of fixed width, with the figures that are known."""
     steps = f"{progress.steps}"
     loss = progress.pace.loss if progress.pace.loss is not None else step.loss
@@ -113,15 +113,15 @@ def _lines(record: Record) -> list[tuple[str, str]]:
         return [(verb, f"{model_words(record)}{again}"), ("", f"{setting_words(record)}, {tokens}{unit}")]
     if isinstance(record, Evaluation):
         note = f"step {record.step}, {record.sequences} sequences in {show_seconds(record.seconds)}"
-        return [("validation", f"{evaluation_words(record)} ({note})")]
+        return [("validation", f"{format_evaluation(record)} ({note})")]
     if isinstance(record, Saved):
         return [("checkpoint", saved_words(record) if record.error else f"{saved_words(record)}: {record.path}")]
     if isinstance(record, Sample):
-        return [("sample", sample_words(record, 100))]
+        return [("sample", format_sample(record, 100))]
     if isinstance(record, Proof):  # of others there is a warning, or the run ends with it
         return [("proof", record.message)] if record.is_proved else []
     if isinstance(record, Event):
-        return [(record.level, event_words(record))]
+        return [(record.level, format_event(record))]
     if isinstance(record, End):
         said = f": {record.message}" if record.message else ""
         return [(record.outcome, f"step {record.step} after {show_seconds(record.seconds)}{said}")]

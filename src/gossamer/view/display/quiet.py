@@ -6,7 +6,7 @@ from typing import TextIO
 
 from gossamer.spec.records import End, Event, Record, Saved
 from gossamer.view.display import Display
-from gossamer.view.format import event_words, saved_words
+from gossamer.view.format import format_event, saved_words
 
 
 class Quiet(Display):
@@ -17,7 +17,7 @@ class Quiet(Display):
 
     def show(self, record: Record) -> None:
         if isinstance(record, Event) and record.level != "info":
-            self._write(f"{record.level}: {event_words(record)}")
+            self._write(f"{record.level}: {format_event(record)}")
         elif isinstance(record, Saved) and record.error:
             self._write(f"warning: {saved_words(record)}")
         elif isinstance(record, End) and record.outcome == "failed":
