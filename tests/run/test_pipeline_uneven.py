@@ -165,7 +165,7 @@ def test_a_bad_sample_moves_no_stage(pool, tmp_path: Path) -> None:
         (3, {"stage_ranks": [[0, 1, 2]]}, "one stage is the whole model"),
         (3, {"stage_ranks": [[0, 1], [2]], "mesh": {"pipe": 3}}, "the ranks of each of 3 stages"),
         (3, {"stage_ranks": [[0, 1], [2]], "mesh": {"pipe": 2, "replica": 3}}, "leave one of the two at auto"),
-        (3, {"stage_ranks": [[0, 1], [2]], "batch_fractions": [1, 1]}, "a share for each of 3 ranks"),
+        (3, {"stage_ranks": [[0, 1], [2]], "batch_fractions": [1, 1]}, "fraction for each of 3 ranks"),
         (
             3,
             {"stage_ranks": [[0, 1], [2]], "accumulate": 1},

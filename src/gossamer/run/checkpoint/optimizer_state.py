@@ -88,7 +88,7 @@ class OptimizerSlots(Stateful):
     def check(self, source: StateSource) -> None:
         is_by_rank, goes_on = holds_under(source, BY_RANK), self.outer.goes_on(source)
         if is_by_rank and not self.states.is_sharded:
-            raise other_sharding(source)
+            raise CheckpointMismatch(other_sharding(source))
         for one in self.slices():
             if is_by_rank:
                 self.members.check_own(source, BY_RANK + one.where.name)

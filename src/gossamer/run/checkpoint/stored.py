@@ -24,9 +24,9 @@ def holds_under(source: StateSource, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in source.names())
 
 
-def other_sharding(source: StateSource) -> CheckpointMismatch:
-    """Return the error for sharded state of each rank, where this run's sharding has no such state."""
-    return CheckpointMismatch(
+def other_sharding(source: StateSource) -> str:
+    """Return the message about sharded state of each rank, where this run's sharding has no such state."""
+    return (
         f"{source.label} holds sharded states rank by rank, as no disk saw all of them: resume with the "
         "plan.sharding that it was saved with"
     )

@@ -56,10 +56,15 @@ class Weights(Stateful):
         sharded = {*self.states.params, *self.states.sharded} if self.states.is_sharded else frozenset[str]()
         return bare in self.holders.elsewhere or bare in sharded  # a parameter of few rows lies on some ranks alone
 
+    def cause(self, source: StateSource, missing: frozenset[str]) -> str:
+        """Return that the weights were saved rank by rank, if they were, and this run's parameters are not sharded."""
+        is_other = not self.states.sharded and holds_under(source, f"{BY_RANK}model/")
+        return other_sharding(source) if is_other else ""
+
     def check(self, source: StateSource) -> None:
         check_plain(self.module)
-        if not self.states.sharded and holds_under(source, f"{BY_RANK}model/"):
-            raise other_sharding(source)
+        if why := self.cause(source, frozenset()):
+            raise CheckpointMismatch(why)
         for one in self.slices():
             if self._is_by_rank(source, one):
                 self.members.check_own(source, BY_RANK + one.where.name)
