@@ -109,7 +109,7 @@ class CommStep:
 
 
 class P2PStep(CommStep):
-    """A step of point-to-point jobs of one message each, which may wait for each other's results.
+    """The point-to-point messages of one training step; sending a message may need the data of another.
 
     Messages start in the order of the jobs. This order is the rank's own; only for two ranks and one direction must it
     be the same on both. The thread that asks for a result waits for its message and decodes it. A second thread waits

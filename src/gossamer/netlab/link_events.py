@@ -16,7 +16,7 @@ _WRITTEN = re.compile(r"([0-9.]+)s\s+(slow|cut|heal)\s+h(\d+)(?:-h(\d+))?(?:\s+(
 
 @dataclass(frozen=True, slots=True)
 class LinkEvent:
-    """A change of a host's link, or of its pair with `to`, `after_s` seconds into a run.
+    """A timed change of an emulated link: after `after_s` seconds the link of `host`, or only its traffic with `to`.
 
     verb: slow (to `rate_bytes_per_s`), cut or heal.
     """

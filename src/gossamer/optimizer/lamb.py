@@ -1,10 +1,10 @@
-"""Lamb: steps of Adam, each layer's as long as the layer is large: for very large batches.
+"""Lamb: Adam with the update of each parameter scaled by its trust ratio |w| / |u|, for very large batches.
 
 Paper: You et al., ICLR 2020, arXiv:1904.00962, algorithm 2.
 Equations, for update t = 1, 2, ... and rate a = lr * lr_scale:
     m <- b1 m + (1 - b1) g ;  v <- b2 v + (1 - b2) g^2
     u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w
-    w <- w - a (phi(|w|) / |u|) u,   phi(z) = min(z, largest);  a ratio of 1 where w or u is zero
+    w <- w - a (phi(|w|) / |u|) u,   phi(z) = min(z, max_coeff);  a ratio of 1 where w or u is zero
 Symbols: w parameter, g gradient, m `mean` and v `square` (state), all of one shape; (b1, b2) = betas; |.| is the norm
 of a parameter.
 State:   2 tensors per parameter.   Work: about six passes.

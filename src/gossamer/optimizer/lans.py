@@ -5,7 +5,7 @@ Equations, for update t = 1, 2, ... and rate a = lr * lr_scale:
     g <- g / |g|
     m <- b1 m + (1 - b1) g ;  v <- b2 v + (1 - b2) g^2 ;  h = sqrt(v / (1 - b2^t)) + eps
     r = (m / (1 - b1^t)) / h + weight_decay w ;   c = g / h + weight_decay w
-    w <- w - a phi(|w|) (b1 r / |r| + (1 - b1) c / |c|),   phi(z) = min(z, largest);  phi = 1, and no division, where
+    w <- w - a phi(|w|) (b1 r / |r| + (1 - b1) c / |c|),   phi(z) = min(z, max_coeff);  phi = 1, and no division, where
     w, r or c is zero
 Symbols: w parameter, g gradient, m `mean` and v `square` (state), all of one shape; (b1, b2) = betas; |.| is the norm
 of a parameter. The gradient is the one that all ranks agreed on: its norm is that of what was decoded.

@@ -1,7 +1,7 @@
 """OneBitAdam: Adam whose second moment stays as it was after a warm-up, so that only the momentum has to be exact.
 
 Paper: Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888, algorithm 1.
-Equations, for update t = 1, 2, ... and rate a = lr * lr_scale, T = freeze:
+Equations, for update t = 1, 2, ... and rate a = lr * lr_scale, T = freeze_step:
     w <- w (1 - a weight_decay)
     m <- b1 m + (1 - b1) g ;  v <- b2 v + (1 - b2) g^2  while t <= T, then no more
     w <- w - a (m / (1 - b1^t)) / (h + eps),   h = sqrt(v / (1 - b2^min(t, T)))

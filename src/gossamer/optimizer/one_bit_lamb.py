@@ -2,17 +2,17 @@
 were, but for what the momentum itself tells of how they would have gone on.
 
 Paper: Li et al., 1-bit LAMB, HiPC 2022, arXiv:2104.06069, algorithm 1.
-Equations, for update t = 1, 2, ... and rate a = lr * lr_scale, T = freeze:
+Equations, for update t = 1, 2, ... and rate a = lr * lr_scale, T = freeze_step:
     t <= T:  Lamb, and of its ratios  c <- b3 c + (1 - b3) phi(|w|) / |u|
     t > T:   m' = b1 m + (1 - b1) g ;   f <- b2 f + (1 - b2) g^2, where f was v at T ;   m <- m'
              h = sqrt(v / (1 - b2^T)) ;   h' = sqrt(f / (1 - b2^t)) ;   u' = (m / (1 - b1^t)) / (h + eps)
              u = u' + weight_decay w ;   k = min(1, |u'| / |u|)
              s = k max((h + eps) / (h' + eps)) + 1 - k, at least `factor_min` and at most `factor_max`, and within
-             `factor_threshold` of r r <- s ;   w <- w - a r (c / (1 - b3^T)) u
+             `factor_threshold` of r ;   r <- s ;   w <- w - a r (c / (1 - b3^T)) u
     where h and h' are at least `floor` times their root mean square over the parameter, and u' = 0 where v = 0
 Symbols: w parameter, m `mean`, v `square`, f `fresh` (state, of one shape), c `coefficient`, r `factor` (state, one
 number each, r is 1 at first); g gradient: under the exchange `momentum` what the momentum has moved by, over 1 - b1, so
-that m is what crossed the wire; (b1, b2) = betas, b3 = average; max over the elements of a parameter.
+that m is what crossed the wire; (b1, b2) = betas, b3 = coeff_beta; max over the elements of a parameter.
 State:   3 tensors and 2 numbers per parameter.   Work: about six passes while t <= T, then about twelve.
 Good when: the exchange is {momentum: {inner: {warmup: {steps: T, inner: ...}}}} with beta = b1, error feedback and a
 code inside, and train.max_grad_norm is 0. With T beyond the run's end it is Lamb.

@@ -80,7 +80,7 @@ class StateSource(ABC):
 
     @abstractmethod
     def versions(self, name: str) -> tuple[int, ...]:
-        """Return the replicas stored of a tensor, sorted: -1 for a replicated one, else the ranks whose state it is."""
+        """Return the stored versions of a tensor, sorted: -1 is the one shared by all ranks, r that of rank r."""
 
     @abstractmethod
     def kind(self, name: str, version: int = REPLICATED) -> TensorKind:

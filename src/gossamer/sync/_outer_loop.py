@@ -59,7 +59,7 @@ class OuterLoop(ABC):
 
     @abstractmethod
     def agreed(self, done: int) -> AbstractContextManager[None]:
-        """Load the anchor into the parameters inside the context; restore this island's own afterwards.
+        """Load the global parameters inside the context; restore this replica group's local parameters afterwards.
 
         Nothing changes where the last of `done` steps was synchronous.
         """

@@ -1,4 +1,4 @@
-"""The source of the interpreter's own library: real text that is there wherever Gossamer is, and needs no network."""
+"""A data source that reads the .py files of Python's standard library: text on every machine, without a download."""
 
 from __future__ import annotations
 

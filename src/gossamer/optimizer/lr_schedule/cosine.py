@@ -1,8 +1,9 @@
 """A learning rate that falls along half a cosine, after a warm-up.
 
 Paper: Loshchilov, Hutter, ICLR 2017, arXiv:1608.03983 (one period, no restart).
-Equation: f = floor + (1 - floor) (1 + cos(pi x)) / 2 with x = (step - w) / (steps - w), after w steps of warm-up.
-The last update (step = steps - 1) is still above the floor: none is wasted on a rate of 0.
+Equation: f = m + (1 - m) (1 + cos(pi x)) / 2 with m = min_lr_factor and x = (step - w) / (steps - w), after w steps
+of warm-up.
+The last update (step = steps - 1) is still above m: none is wasted on a rate of 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A learning rate that rises, stays, and falls at the end: a run can be prolonged from any point before the fall.
 
 Paper: Hu et al. 2024 (MiniCPM), arXiv:2404.06395; shapes of the fall: Haegele et al. 2024, arXiv:2405.18392.
-Equation: over the last d steps, f = floor + (1 - floor) (1 - x) for linear, (1 - sqrt(x)) for sqrt,
-with x = (step - (steps - d) + 1) / (d + 1): the last update is still above the floor.
+Equation: over the last d steps, f = m + (1 - m) (1 - x) for linear, m + (1 - m) (1 - sqrt(x)) for sqrt,
+with m = min_lr_factor and x = (step - (steps - d) + 1) / (d + 1): the last update is still above m.
 """
 
 from __future__ import annotations

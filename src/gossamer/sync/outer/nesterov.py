@@ -2,7 +2,7 @@
 
 Equations:
     m <- mu m + D ;   x <- x - lr (D + mu m)
-Symbols: x global parameters; D mean pseudo-gradient; m `momentum` (state), zero at first; mu the field of that name.
+Symbols: x global parameters; D mean pseudo-gradient; m `momentum` (state), zero at first; mu = momentum.
 State:   1 tensor as large as the parameters.   Work: two passes.
 Paper:   Douillard et al., DiLoCo, arXiv 2311.08105, algorithm 1; lr 0.7, mu 0.9 there, lr 0.4 when streaming.
 """

@@ -2,7 +2,7 @@
 
 Equations:
     D' = D / g ;   u = b1 m + (1 - b1) D'
-    x <- x - lr r (S(u) + decay x)
+    x <- x - lr r (S(u) + weight_decay x)
     m <- b2 m + (1 - b2) D'
     S(u) = sign(u), or with `randomized`: +1 with probability 1/2 + u / (2 B), else -1;  B = max |u| of its buffer
 Symbols: x global parameters; D mean pseudo-gradient; g sum, r mean of the learning rates of the round's steps; m
@@ -10,7 +10,7 @@ Symbols: x global parameters; D mean pseudo-gradient; g sum, r mean of the learn
 State:   1 tensor as large as the parameters.   Work: four passes. The wire carries D in full: the sign comes after it.
 Paper:   Yu et al., Distributed Sign Momentum with Local Steps, arXiv 2411.17866, algorithm 1 (b1 .95, b2 .98 there).
 Unlike the paper: g is the sum of the rates, so that warm-up inside a round does not stretch D'. Where u is zero (rows
-without a gradient) nothing moves but by decay.
+without a gradient) nothing moves but by weight_decay.
 """
 
 from __future__ import annotations

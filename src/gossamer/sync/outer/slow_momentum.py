@@ -3,7 +3,7 @@
 Equations:
     u <- beta u + D / g ;   x <- x - lr g u
 Symbols: x global parameters; D mean pseudo-gradient; g the sum of the learning rates of the round's steps; u `momentum`
-(state).
+(state); beta = momentum.
 State:   1 tensor as large as the parameters.   Work: two passes.   A round at rate 0 moves nothing.
 Paper:   Wang et al., SlowMo, ICLR 2020, arXiv 1910.00643, algorithm 1. There g is the one rate of the round; the sum
 is the same up to the unit of u where rates do not change inside a round, and right where they do (warm-up).

@@ -3,8 +3,8 @@
 Equations (round t; the pseudo-gradient that arrives now is the one of round t - 1):
     L = 1 + gap |x_t - x_{t-1}| / |D|
     m <- mu m + D / L ;   m <- min(max(m, -clip), clip) ;   x_{t+1} = x_t - lr m
-Symbols: x global parameters; D mean pseudo-gradient from x_{t-1}; L staleness gap; m `momentum`, x_{t-1} `before`
-(state).
+Symbols: x global parameters; D mean pseudo-gradient from x_{t-1}; L staleness gap; mu = momentum; m `momentum`,
+x_{t-1} `before` (state). The clip is skipped where clip = 0.
 State:   2 tensors as large as the parameters.   Work: four passes.
 Paper:   Sun et al., CO2, ICLR 2024, arXiv 2401.16265: staleness gap penalty and outer momentum clipping. The exact
 form of L is ours: the distance in units of what a round moves. Its published code clips nothing and has a constant L.

@@ -1,4 +1,4 @@
-"""Complete: everyone averages with everyone, so that all meet in one round. The control that others are held against.
+"""Complete: everyone averages with everyone, so all are equal after one round: the baseline.
 
 Equations:
     x_i <- sum_j w_j x_j

@@ -1,4 +1,4 @@
-"""Pairs: in every round a new random matching; the two of a pair meet in their mean.
+"""Pairs: in every round a new random matching; both ranks of a pair load their weighted mean.
 
 Equations (pair i, j):
     x_i, x_j <- (w_i x_i + w_j x_j) / (w_i + w_j)
@@ -6,8 +6,8 @@ Symbols: w weights. The matching is a random permutation from the shared key, cu
 out.
 Contraction: |x - mean|^2 falls by lambda_2(E W^2) = lambda_2(E W) = (n - 2) / (2 (n - 1)) per round, in expectation and
 for even n (W is a projection).
-Wire:    one message to one rank. The price shares it out over all others: that is the mean over rounds of every link,
-and, where one sits out, a cap.
+Wire:    one message to one rank. `traffic` spreads it evenly over all other ranks: the mean per link over
+rounds, an upper bound where n is odd.
 Paper:   Boyd et al., Randomized Gossip Algorithms, IEEE Trans. IT 2006, with all pairs of a matching at once.
 """
 

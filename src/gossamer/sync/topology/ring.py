@@ -4,7 +4,8 @@ Equations:
     x_i <- sum_{j in {i-1, i, i+1}} W_ij x_j,   w_i W_ij = min(w_i, w_j) / 3 for j != i
 Symbols: w weights; with equal ones W_ij = 1/3.
 Contraction: |x - mean| falls by lambda_2(W) = 1/3 + 2/3 cos(2 pi / n) per round at least, for n >= 4 equal ones.
-Wire:    one message to two ranks.   Good when: neighbours are near, or what is sent is compressed: they stay.
+Wire:    one message to two ranks.   Good when: neighbors are near, or messages are compressed: a rank has the same
+neighbors in every round.
 Not for: many ranks: 1 - lambda_2 falls with n^2.
 """
 
