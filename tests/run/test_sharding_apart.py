@@ -254,9 +254,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         plan_of({"sdp4bit": {"shard_group": "island"}}),
         "small",
-        "plan.sharding: wanted zero1 or zero2, where islands train",
+        "plan.sharding: wanted zero1 or zero2 with local updates",
     ),
-    (plan_of(SHARDED[0]), "halves", "plan.sharding: wanted parameters in float32"),
+    (plan_of(SHARDED[0]), "halves", "plan.sharding: wanted float32 parameters"),
     (plan_of(SHARDED[0], adapt={"bcrs": {"fraction": 0.05}}), "small", "plan.sharding: wanted no policy"),
     (
         {**plan_of(SHARDED[0], sync={"zero_one": {"var_freeze_step": 2}}), "train": {"optimizer": "zero_one_adam"}},

@@ -139,7 +139,7 @@ def test_a_run_goes_on_from_before(pool: Pool, tmp_path: Path) -> None:
             (3, {"sharding": one}, "train.verify.every: wanted plan.sharding none")
             for one in ("zero1", "zero3", "sdp4bit")
         ),
-        (3, {"sync": "diloco"}, "train.verify.every: wanted whole replicas that hold the same at every step"),
+        (3, {"sync": "diloco"}, "train.verify.every: wanted replicas that hold the full model"),
         (3, {"sharding": "zero1"}, "train.verify.every: wanted plan.sharding none"),
     ],
 )
