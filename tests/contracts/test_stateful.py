@@ -19,16 +19,7 @@ from torch import Tensor, nn
 from gossamer import exchange, optimizer, sharding, sync
 from gossamer.comm.message import ProcessGroups
 from gossamer.model.precision import precision_of
-from gossamer.run.checkpoint.contents import CheckpointContents
-from gossamer.run.checkpoint.exchange_state import SavedExchanges
-from gossamer.run.checkpoint.generators import Generators
-from gossamer.run.checkpoint.holders import AllRanks
-from gossamer.run.checkpoint.loss_scale_state import SavedLossScale
-from gossamer.run.checkpoint.membership import Membership
-from gossamer.run.checkpoint.optimizer_state import OptimizerSlots
-from gossamer.run.checkpoint.outer_loop_state import OuterLoopState
-from gossamer.run.checkpoint.progress import SavedProgress
-from gossamer.run.checkpoint.weights import Weights, trainable
+from gossamer.run.checkpoint import CheckpointContents, contents_of, trainable
 from gossamer.run.goal import Progress
 from gossamer.run.loss_scale import LossScale
 from gossamer.sharding import ShardedOptimizer
@@ -154,19 +145,9 @@ def rank_of(way: Way, rank: int, ranks: int, seed: int) -> tuple[CheckpointConte
     scaling = LossScale.of(precision_of("fp16"))
     for _ in range(seed % 5):
         scaling.committed()
-    islands = tuple((one,) for one in range(ranks)) if apart.fragments else ()
-    members, holders = Membership(rank, ranks, islands), AllRanks()
-    outer = OuterLoopState(apart, members, way.residuals)
-    components = (
-        SavedProgress(progress, members, outer),
-        Weights(module, states, holders, members, apart.common),
-        OptimizerSlots(states, holders, members, outer),
-        outer,
-        SavedLossScale(scaling, members),
-        Generators(members),
-        SavedExchanges(replica, members, way.residuals),
-    )
-    contents = CheckpointContents(components, members, holders)
+    asked = SimpleNamespace(plan=SimpleNamespace(residuals_on_resume=way.residuals))
+    parts: Any = SimpleNamespace(module=module, cut=None, config=asked)
+    contents = contents_of(parts, progress, states, replica, apart, scaling)
     made = SimpleNamespace(module=module, states=states, replica=replica, apart=apart, progress=progress)
     fill(contents, seed, rank)
     return contents, made

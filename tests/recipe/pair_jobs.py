@@ -15,11 +15,11 @@ from gossamer import loss
 from gossamer.job import start_record
 from gossamer.job.rank_inputs import DataDescription, RankContext, RankJob
 from gossamer.job.rank_job import run_job
+from gossamer.job.trainer_parts import parts_of
 from gossamer.partition.model_provider import ModuleSource
 from gossamer.partition.rank_model import build_rank_model
 from gossamer.partition.request import PartitionRequest
 from gossamer.run.batches import DatasetBatches
-from gossamer.run.parts import Parts
 from gossamer.spec.config import RunConfig
 from gossamer.view.run_directory import RunDirectory
 from pool import Seat
@@ -50,16 +50,7 @@ def _trained(seat: Seat, store: dist.Store, sections: dict[str, dict[str, Any]],
     )
     held = build_rank_model(ModuleSource(Causal()), asked, None)
     directory = RunDirectory(Path(seat.folder) / str(number))
-    parts = Parts(
-        module=held.module,
-        objective=objective,
-        train=data,
-        validation=None,
-        config=config,
-        plan=held.plan,
-        device=cpu,
-        cut=held.cut,
-    )
+    parts = parts_of(asked, held, validation=None, words=None)
     where = RankContext(
         rank=seat.rank, ranks=seat.ranks, writer=seat.rank, writers=seat.ranks, store=store, interface="lo"
     )

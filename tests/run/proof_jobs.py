@@ -19,13 +19,13 @@ from gossamer import loss
 from gossamer.autotune.plan_groups import levels_of
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
+from gossamer.job.trainer_parts import parts_of
 from gossamer.model.source import origin_of
 from gossamer.partition.model_provider import ModuleSource, OriginSource
 from gossamer.partition.rank_model import Planned, planned
 from gossamer.partition.request import PartitionRequest
 from gossamer.proof.startup import Proving
 from gossamer.run.batches import DatasetBatches
-from gossamer.run.parts import Parts
 from gossamer.spec import records
 from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput, Interrupted
@@ -214,16 +214,7 @@ def prove(
     model = planned(module or OriginSource(origin_of(ModelSection(factory=factory)), 0), asked)
     CALLS[0] = 0
     held = model.outline
-    parts = Parts(
-        module=held.module,
-        objective=objective,
-        train=data,
-        validation=None,
-        config=config,
-        plan=held.plan,
-        device=cpu,
-        cut=held.cut,
-    )
+    parts = parts_of(asked, held, validation=None, words=None)
     told: list[records.Record] = []
     with pump_of(seat, model) as pump, faults.planted(fault, seat.rank) if fault else nullcontext():
         proving = Proving(

@@ -14,12 +14,12 @@ from torch.utils.data import Dataset
 
 from gossamer.job.rank_inputs import DataDescription, RankContext, RankJob
 from gossamer.job.rank_job import run_job
+from gossamer.job.trainer_parts import parts_of
 from gossamer.loss import Loss
 from gossamer.partition.model_provider import ModuleSource
 from gossamer.partition.rank_model import build_rank_model
 from gossamer.partition.request import PartitionRequest
 from gossamer.run.batches import DatasetBatches
-from gossamer.run.parts import Parts
 from gossamer.spec.config import RunConfig
 from gossamer.view.run_directory import RunDirectory
 from model.cuttable import MODULES
@@ -70,16 +70,7 @@ def train(seat: Seat, *, kind: str, folder: str, plan: dict[str, Any], steps: in
         config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu
     )
     held = build_rank_model(ModuleSource(module), asked)
-    parts = Parts(
-        module=held.module,
-        objective=objective,
-        train=data,
-        validation=None,
-        config=config,
-        plan=held.plan,
-        device=cpu,
-        cut=held.cut,
-    )
+    parts = parts_of(asked, held, validation=None, words=None)
     job = RankJob(
         parts=parts,
         where=RankContext(

@@ -56,10 +56,10 @@ def every(name: str) -> list[int]:
     return list(range(SHAPES[name][0] if SHAPES[name] else 1))
 
 
-def of_all(mesh: Mesh, written: Any, *, apart: bool = False, **given: Any) -> dict[int, dict[str, Holding]]:
+def of_all(mesh: Mesh, written: Any, **given: Any) -> dict[int, dict[str, Holding]]:
     """What every rank holds."""
     deal = sharding_methods.build(written).deal(ProcessGroups.of(mesh))
-    return {rank: holdings(deal, SHAPES, rank, apart=apart, **given) for rank in mesh.everyone}
+    return {rank: holdings(deal, SHAPES, rank, **given) for rank in mesh.everyone}
 
 
 @each_mesh
@@ -96,23 +96,9 @@ def test_one_mean_has_one_group_and_states_lie_in_what_is_kept(mesh: Mesh, writt
     world = of_all(mesh, written)
     for rank, mine in world.items():
         for name, one in mine.items():
-            assert one.summed == mesh.group("replica", rank) and not one.added and one.version == -1
+            assert one.summed == mesh.group("replica", rank) and not one.added
             assert set(rows(one.owned.rows)) <= set(rows(one.kept.rows)) & set(rows(one.gradient))
             assert len(rows(one.gradient)) in (len(every(name)), one.owned.rows.count)
-
-
-@pytest.mark.parametrize("mesh", [mesh for mesh in meshes() if mesh.islands], ids=str)
-@pytest.mark.parametrize("written", [WAYS["none"], WAYS["zero1 island"]], ids=["none", "zero1 island"])
-def test_islands_apart_have_versions_that_are_whole_by_themselves(mesh: Mesh, written: Any) -> None:
-    """Each island counts and writes every row once, under the number of its first rank."""
-    world = of_all(mesh, written, apart=True)
-    for island in mesh.groups("island"):
-        for name in SHAPES:
-            held = {rank: world[rank][name] for rank in island}
-            assert {one.version for one in held.values()} == {island[0]}
-            assert all(one.summed == island and set(one.owned.ranks) <= set(island) for one in held.values())
-            first = [rows(one.owned.rows) for rank, one in held.items() if one.owned.is_first(rank)]
-            assert sorted(row for some in first for row in some) == every(name)
 
 
 @pytest.mark.parametrize(

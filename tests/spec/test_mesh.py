@@ -107,7 +107,7 @@ def test_levels_are_the_groups_in_the_order_of_their_creation(mesh: Mesh) -> Non
         assert list(levels) == (["all", "island", "between"] if mesh.islands else ["all"])
         assert levels["all"] == (mesh.everyone,)
     assert levels["all"] == mesh.groups("replica")
-    assert mesh.is_staged == (len(mesh.stages) > 1)
+    assert mesh.in_stages == (len(mesh.stages) > 1)
     assert mesh.is_replicated == (len(mesh.stages) < mesh.size)
 
 
@@ -115,7 +115,7 @@ def test_one_process_is_a_mesh_of_one_stage() -> None:
     alone = Mesh()
     assert (alone.size, alone.place(0), alone.group("replica", 0), alone.group("pipe", 0)) == (1, (0, 0), (0,), (0,))
     assert alone.levels() == {"all": ((0,),)}
-    assert not alone.is_staged and not alone.is_replicated
+    assert not alone.in_stages and not alone.is_replicated
 
 
 @pytest.mark.parametrize("axis", ["island", "between"])

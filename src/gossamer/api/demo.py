@@ -60,9 +60,7 @@ class Demo:
     def promise(self) -> str:
         """Return the message about the expected duration, shown before the start."""
         whole, training = show_seconds(round(self.seconds + BESIDE_S)), show_seconds(round(self.seconds))
-        return (
-            f"This takes about {whole} at most: up to {training} to train, the rest to begin and to look at what came."
-        )
+        return f"This takes about {whole} at most: up to {training} to train, the rest for start-up and evaluation."
 
 
 # Validation bits per byte of longer runs of this configuration, steps -> figure, as benchmarks/longer.py writes them

@@ -155,9 +155,8 @@ class ExchangeSelector:
     def _part(self, loop: OuterLoopConfig, hosts: int) -> None:
         """Set up local-update training: islands as given, else as the links suggest, else one per rank."""
         self._part_into(self.plan.islands or self._islands(hosts))
-        when = f"every {loop.sync_every} steps" + (
-            f", from step {loop.steady} on" if loop.warmup.local_step_scaler else ""
-        )
+        later = f", from step {loop.steady} on" if loop.warmup.local_step_scaler else ""
+        when = f"every {loop.sync_every} steps{later}"
         said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet {when}"
         round_s = 0.0
         if loop.local_steps:

@@ -107,7 +107,7 @@ def build_rank_model(source: ModelProvider, asked: PartitionRequest, plan: Plan 
 
 def planned(source: ModelProvider, asked: PartitionRequest, plan: Plan | None = None) -> Planned:
     """Return the plan of a model and its split into pipeline stages, if any; no stage is built. Raises BadInput."""
-    if not (in_stages(asked.config) if plan is None else plan.axes.is_staged):
+    if not (in_stages(asked.config) if plan is None else plan.axes.in_stages):
         module = source.whole().to(asked.device)
         return Planned(source, asked, _begun(plan, module, asked), module, None)
     source.share(asked.local_ranks)

@@ -68,7 +68,7 @@ def layout_of(plan: Plan) -> str:
     stages, replicas = plan.mesh.pipe, plan.mesh.replica
     if plan.stage_ranks:
         return f"{stages} stages on {plan.ranks} ranks"
-    if not plan.axes.is_staged:
+    if not plan.axes.in_stages:
         return f"{replicas} replicas"
     return f"{replicas} replicas of {stages} stages" if plan.axes.is_replicated else f"{stages} stages"
 

@@ -192,7 +192,7 @@ def is_asked(parts: Parts) -> bool:
         return False
     if config.train.prove == "always":
         return True
-    if plan.axes.is_staged:
+    if plan.axes.in_stages:
         return True
     is_uneven = len(set(plan.rows)) > 1 or len(set(plan.microbatches)) > 1
     return plan.axes.is_replicated and together.loop is None and (is_uneven or _has_state(parts.outline))

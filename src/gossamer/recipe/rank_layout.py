@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from gossamer.data import share_rows
 from gossamer.sharding import Sharding
 from gossamer.spec.config import MeshSection, PlanSection, RunConfig
 from gossamer.spec.errors import bad_input
+from gossamer.spec.mesh import Groups
+from gossamer.spec.odd_one_out import ranked
 from gossamer.spec.plan import MeshSizes
 
 MICROBATCH_TOKENS = 16384  # of the largest micro-batch that `accumulate: auto` chooses
 _PER_STAGE = 4  # micro-batches
 _KEY = "plan.stage_ranks"
-Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def _check_ranks(groups: Groups, ranks: int) -> None:
         *(f"stage {stage} has no rank" for stage, group in enumerate(groups) if not group),
         *(f"rank {rank} is listed {n} times" for rank, n in sorted(counts.items()) if n > 1),
         *(f"there is no rank {rank}" for rank in sorted(counts) if not 0 <= rank < ranks),
-        *([f"{_ranks(missing)} in no stage"] if missing else []),
+        *([f"{ranked(missing)} in no stage"] if missing else []),
     ]
     if faults:
         raise bad_input(
@@ -220,7 +220,3 @@ def _check_microbatches(groups: Groups, microbatches: int, key: str) -> None:
                 do=f"raise {key}, or give the stage fewer ranks",
                 key=key,
             )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"

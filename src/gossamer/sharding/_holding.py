@@ -16,7 +16,6 @@ from torch import Tensor
 
 from gossamer.sharding._row_partition import RowPartition, RowRange
 from gossamer.spec.mesh import Group, Groups
-from gossamer.store.slices import REPLICATED
 
 Shape = tuple[int, ...]
 NOT_TIED: Mapping[str, Groups] = MappingProxyType({})  # no parameter is held by several stages
@@ -44,7 +43,7 @@ class Holding:
     the ranks whose gradients of it are one mean; of this mean the rank has its owned rows where it is `divided`, else
     all. `added`: by stage the ranks of this replica that hold it, whose means are added; () where all who hold it have
     one mean. `counts`: whether the norm of the gradients has the owned rows from this rank, or if it is not divided
-    from the first that has the same mean. `version`: the rank whose numbers these are where islands train apart.
+    from the first that has the same mean.
     """
 
     name: str
@@ -56,7 +55,6 @@ class Holding:
     divided: bool
     added: Groups = ()
     counts: bool = True
-    version: int = REPLICATED
 
     def own(self, tensor: Tensor) -> Tensor:
         """Return the owned rows of a tensor shaped like the parameter; an empty tensor where there are none."""
@@ -84,17 +82,15 @@ def holdings(
     *,
     added: Mapping[str, Groups] = NOT_TIED,
     frozen: Collection[str] = (),
-    apart: bool = False,
 ) -> dict[str, Holding]:
     """Return what `rank` holds of every parameter in `shapes`, those of its stages, where rows are dealt by `deal`.
 
     `added`: tied parameters of several stages, with the ranks of each that hold them in this replica. `frozen`: the
-    parameters that are not trained. `apart`: islands train apart, and have versions of their own.
+    parameters that are not trained.
     """
     levels, divided = deal.levels, bool(deal.path)
-    home = levels.group("island" if apart else "all", rank)
-    here = frozenset(home)
-    owners, keepers = (tuple(r for r in one.copies(rank) if r in here) for one in (deal, deal.of_parameters))
+    home = levels.group("all", rank)
+    owners, keepers = deal.copies(rank), deal.of_parameters.copies(rank)
     found = {}
     for name, shape in shapes.items():
         groups = added.get(name, ())
@@ -111,7 +107,6 @@ def holdings(
             divided=divided,
             added=groups,
             counts=any(owned.is_first(one) for one in ((rank,) if divided else home)),
-            version=home[0] if apart else REPLICATED,
         )
     return found
 

@@ -57,7 +57,7 @@ class Mesh:
         return tuple(range(self.size))
 
     @property
-    def is_staged(self) -> bool:
+    def in_stages(self) -> bool:
         """Return whether ranks hold different parts of the model: no group of replicas has all of them."""
         return self.everyone not in self.groups("replica")
 
@@ -123,7 +123,7 @@ class Mesh:
         where there are islands `island` and `between`.
         """
         found = {"all": self.groups("replica")}
-        if self.is_staged:
+        if self.in_stages:
             return {**found, "pipe": self.groups("pipe"), "world": (self.everyone,)}
         return {**found, **{axis: self.groups(axis) for axis in self.axes if axis in ("island", "between")}}
 

@@ -46,11 +46,8 @@ def stays_of(outcome: Outcome, islands: int) -> Tensor | None:
 
 
 @dataclass(frozen=True, slots=True)
-class OneGroup(Exchange):
-    """An exchange among islands where there is one: its own input is the mean, and nothing is sent or lost.
-
-    The state is that of `inner`, as it is: a run that goes on with more islands finds it.
-    """
+class _AroundExchange(Exchange):
+    """An exchange between islands around another one, whose state is its own."""
 
     inner: Exchange
 
@@ -60,6 +57,17 @@ class OneGroup(Exchange):
 
     def init(self, layout: Layout) -> ExchangeState:
         return self.inner.init(layout)
+
+    def check(self, layout: Layout, levels: ProcessGroups) -> None:
+        self.inner.check(layout, levels)
+
+
+@dataclass(frozen=True, slots=True)
+class OneGroup(_AroundExchange):
+    """An exchange among islands where there is one: its own input is the mean, and nothing is sent or lost.
+
+    The state is that of `inner`, as it is: a run that goes on with more islands finds it.
+    """
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         yield from ()
@@ -68,26 +76,14 @@ class OneGroup(Exchange):
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         return ()
 
-    def check(self, layout: Layout, levels: ProcessGroups) -> None:
-        self.inner.check(layout, levels)
-
 
 @dataclass(frozen=True, slots=True)
-class GroupError(Exchange):
+class GroupError(_AroundExchange):
     """An exchange between islands whose compression error is averaged over the island, not left to the rank that sent.
 
     lost <- sum_{i in I} (w_i lost_i + owed_i) / W_I, W_I = sum of w_i over I: a SUM of float32 more inside the island.
     An island without weight: the mean of its lost_i, and the sum of its owed_i times the number of islands.
     """
-
-    inner: Exchange
-
-    @property
-    def traits(self) -> ExchangeTraits:
-        return self.inner.traits
-
-    def init(self, layout: Layout) -> ExchangeState:
-        return self.inner.init(layout)
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         out = yield from self.inner.run(x, state, at)
@@ -102,6 +98,3 @@ class GroupError(Exchange):
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         return (*self.inner.traffic(layout, levels, rank), Traffic(Collective.SUM, layout.numel, 4, "island"))
-
-    def check(self, layout: Layout, levels: ProcessGroups) -> None:
-        self.inner.check(layout, levels)

@@ -6,7 +6,7 @@ same on all groups, and each group continues from there. The fragments of the mo
 while an exchange is in flight: pseudo-gradients have process groups and a communication thread of their own, so no
 inner step waits behind them.
 
-After the update of training step t the driver:
+After the update of training step t the trainer calls `after`, which does three things:
     land     applies the fragments whose exchange is `sync_delay` steps old: outer step, then load the anchor
     leave    takes the pseudo-gradients of the fragments that are due, and gathers who takes part with what weight
     launch   starts their exchange; with a delay of 0 applies it at once
@@ -145,7 +145,7 @@ class LocalUpdateLoop(OuterLoop):
         gone = [self.local.pseudo_gradient(f) for f in leaving]
         if (
             loop.overlap.reset_to_global
-        ):  # the result that is applied now was sent a round ago; the island restarts from the new anchor
+        ):  # what is applied was sent a round ago; the island restarts from the new anchor
             landed += self._land(landing, final=moved.last)
             self.local.return_to(leaving)
         landed += self._learn(leaving)

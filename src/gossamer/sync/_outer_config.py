@@ -106,13 +106,8 @@ class OuterLoopConfig:
         fits = 0 <= self.overlap.delay <= longest
         do = "an exchange must end before the next one of the same parameters begins: raise sync_every"
         _demand(fits, "sync_delay", f"a delay of 0 to {longest} steps", self.overlap.delay, do)
-        _demand(
-            0 <= self.overlap.alpha <= 1,
-            "alpha",
-            "a part from 0 to 1",
-            self.overlap.alpha,
-            "0 takes the common parameters alone",
-        )
+        alpha, do = self.overlap.alpha, "0 takes the common parameters alone"
+        _demand(0 <= alpha <= 1, "alpha", "a part from 0 to 1", alpha, do)
 
     def _check_rounds(self) -> None:
         """Check the numbers of rounds after which one is dense, or averages second moments."""
@@ -167,12 +162,11 @@ class OuterLoopConfig:
 
         False where `done` is negative.
         """
-        if done >= self.warmup.steps or done < 0 or not self.warmup.var_update_scaler:
+        every = self.warmup.var_update_scaler
+        if done >= self.warmup.steps or done < 0 or not every:
             return done >= self.warmup.steps
-        distance = (
-            1 << (done // self.warmup.var_update_scaler + 1).bit_length() - 1
-        )  # between synchronous steps at this point
-        return (done - self.warmup.var_update_scaler * (distance - 1)) % distance > 0
+        distance = 1 << (done // every + 1).bit_length() - 1  # between synchronous steps at this point
+        return (done - every * (distance - 1)) % distance > 0
 
     def steps_of(self, islands: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Return the inner steps of a round by island. Raise BadInput if `local_steps` is for other islands."""

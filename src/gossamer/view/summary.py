@@ -46,7 +46,7 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
         "seconds": told.seconds,
         "seconds_since_start": told.since_start_s,
         "starts": told.starts,
-        "loss_unit": start.loss_unit if start is not None else None,
+        "loss_unit": _field(start, "loss_unit"),
         "final_loss": told.steps[max(told.steps)].loss if told.steps else None,
         "validation_step": _field(evaluation, "step"),
         "validation_loss": _field(evaluation, "loss"),

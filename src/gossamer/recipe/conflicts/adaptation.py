@@ -86,7 +86,7 @@ def policy_with_exchange(recipe: Recipe) -> BadInput | None:
     )
 
 
-def policy_intervals(recipe: Recipe) -> BadInput | None:
+def policy_with_interval(recipe: Recipe) -> BadInput | None:
     """Check `adapt_every` and `adapt_window`: stage boundaries and exchanges between islands are chosen once, before
     step 1.
     """

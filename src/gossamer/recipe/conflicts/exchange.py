@@ -37,7 +37,7 @@ def _name(method: Exchange) -> str:
     return type(method).__module__.rpartition(".")[2]
 
 
-def clip(recipe: Recipe) -> BadInput | None:
+def clipping_with_exchange(recipe: Recipe) -> BadInput | None:
     """Return an error for gradient clipping around an exchange of the plan that does not keep the norm."""
     return clipped(recipe.exchanges, recipe.config.train.max_grad_norm)
 

@@ -33,7 +33,7 @@ def islands_with_ranks(recipe: Recipe) -> BadInput | None:
     )
 
 
-def stage_boundaries(recipe: Recipe) -> BadInput | None:
+def boundaries_with_stages(recipe: Recipe) -> BadInput | None:
     """Return an error for split points or activation compression that do not fit the number of stages."""
     plan = recipe.plan
     if not recipe.in_stages and plan.cuts:

@@ -80,7 +80,7 @@ def second_moments_with_optimizer(recipe: Recipe) -> BadInput | None:
     return None
 
 
-def proved(recipe: Recipe) -> BadInput | None:
+def proof_with_sync(recipe: Recipe) -> BadInput | None:
     """Return an error for a proof of gradients in zeroth-order training, which has none."""
     if recipe.config.train.prove != "always" or recipe.sync.probe is None:
         return None

@@ -7,7 +7,7 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import told
 
 
-def verified(recipe: Recipe) -> BadInput | None:
+def verification_with_replicas(recipe: Recipe) -> BadInput | None:
     """Return an error for verification without at least three whole replicas that hold the same states."""
     key = "train.verify.every"
     if not recipe.config.train.verify.every:
