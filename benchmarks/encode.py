@@ -4,7 +4,7 @@
 
 A codec encodes and decodes one message of Gaussian numbers. An exchange runs as one rank of 2 and of 4 with a channel
 that answers at once (islands of two), on a bucket of the matrices of a small GPT, states carried along. One thread; CPU
-time of that thread, so that neighbours on the machine count little; medians of repeats that take turns.
+time of that thread, so that neighbors on the machine count little; medians of repeats that take turns.
 
 break_even_gbit: bytes saved over CPU seconds. On slower links the method is faster than what it replaces, even when
 none of its work is hidden behind the backward pass: for a codec, sending the float32 message once; for an exchange, the

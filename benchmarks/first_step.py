@@ -2,7 +2,7 @@
 
     python benchmarks/first_step.py
 
-Runs `gossamer demo --json` as a user would, in an empty folder, and watches the run's records. The tokenised corpus
+Runs `gossamer demo --json` as a user would, in an empty folder, and watches the run's records. The tokenized corpus
 is made anew (an empty cache), as on a machine that has never run it.
 """
 

@@ -5,7 +5,7 @@
 
 Needs root and iproute2 (see `gossamer doctor`). A GPT of 14.4 million parameters, a plain module, trains in 4 stages
 of one thread each on 8 micro-batches of 1 x 256 tokens. Both have the same weights, sequences, cuts and optimizer, and
-take turns: `ratio_to_peer` is the median of the tokens/s of pairs of neighbouring rounds. Bytes: what all ranks of
+take turns: `ratio_to_peer` is the median of the tokens/s of pairs of neighboring rounds. Bytes: what all ranks of
 ours metered, against the plan's forecast (exactly) and the interfaces' own counters. Loss: after --loss-steps on links
 that are not shaped, since no link changes it. `cpu_s`: processor seconds of a step, of all hosts together. About 50
 minutes on two cores.
@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
 
 
 def methods(schedule: str) -> list[Method]:
-    """The rows of a schedule; neighbours are pairs."""
+    """The rows of a schedule; neighbors are pairs."""
     exact = [Method("plain", schedule), Method("torch", schedule, peer=PEERS[schedule])]
     coded = [Method(codec, schedule, codec) for codec in CODECS]
     return [*exact, *coded] if schedule == FIRST else exact

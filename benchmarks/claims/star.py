@@ -2,7 +2,7 @@
 
 The published figure is what the paper's model of both makes of the setting: a ring takes 2 (n-1) a + 2 (n-1)/n S/B, a
 star 2 a + 2 (n-1) S/B, with a one way and S bytes at B per second. gloo's all-reduce, the ring here, waits for its
-neighbour's word before every hop, so it takes more than that; and beyond about 14 KB a far TCP stream begins slowly.
+neighbor's word before every hop, so it takes more than that; and beyond about 14 KB a far TCP stream begins slowly.
 Timed are blocks of exchanges one behind the other, methods in turns, the slowest host of every block.
 """
 

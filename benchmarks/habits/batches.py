@@ -177,7 +177,7 @@ def truncated_backpropagation(wrap):
 
 @habit(may="refused")
 def unequal_row_counts(wrap):
-    """Labelled and unlabelled rows in one batch, twice as many of these."""
+    """Labeled and unlabeled rows in one batch, twice as many of these."""
     data = [(x, y, torch.cat([-x, 2 * x])) for x, y in batches()]
 
     def loss_of(model, batch):

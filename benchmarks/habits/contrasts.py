@@ -111,7 +111,7 @@ def passages_of_the_row(wrap):
 
 @habit(must="equal")
 def centers(wrap):
-    """Center loss and a margin of angles: class centres and weights are parameters."""
+    """Center loss and a margin of angles: class centers and weights are parameters."""
     torch.manual_seed(3)
     model = nn.ModuleDict({"body": net(outputs=8)})
     model.centers, model.faces = nn.Parameter(torch.randn(CLASSES, 8)), nn.Parameter(torch.randn(CLASSES, 8))
@@ -303,20 +303,20 @@ def prompts_of_classes(wrap):
 
 
 @habit(may="refused", says="frozen parameter", sets=True)
-def centre_of_the_teacher(wrap):
+def center_of_the_teacher(wrap):
     """DINO: what the teacher says less its running mean, which is a parameter that nobody trains."""
     body, held = net(), nn.Module()
-    held.centre = nn.Parameter(torch.zeros(1, CLASSES), requires_grad=False)
+    held.center = nn.Parameter(torch.zeros(1, CLASSES), requires_grad=False)
     model, teacher = nn.ModuleList([body, held]), copy.deepcopy(body).requires_grad_(False)
     model, optimizer, loader = wrap(model, sgd(body), pairs(rows=7, outputs=WIDTH))
     for x, y in loader:
         wanted = teacher(x)
-        soft = F.softmax((wanted - held.centre) / 0.5, dim=-1)
+        soft = F.softmax((wanted - held.center) / 0.5, dim=-1)
         loss = -(soft * F.log_softmax(body(y), dim=-1)).sum(-1).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        held.centre.data = held.centre.data * 0.9 + wanted.mean(0, keepdim=True) * 0.1
+        held.center.data = held.center.data * 0.9 + wanted.mean(0, keepdim=True) * 0.1
         for slow, fast in zip(teacher.parameters(), body.parameters(), strict=True):
             slow.data.mul_(0.9).add_(fast.detach(), alpha=0.1)
     return model

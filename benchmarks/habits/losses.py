@@ -476,8 +476,10 @@ def variance_of_the_batch(wrap):
 
     def loss_of(model, x, y):
         out = model(x)
-        centred = out - out.mean(0)
-        return F.relu(1 - out.std(0)).mean() + (centred.T @ centred / (len(x) - 1)).square().sum() + out.square().mean()
+        centered = out - out.mean(0)
+        return (
+            F.relu(1 - out.std(0)).mean() + (centered.T @ centered / (len(x) - 1)).square().sum() + out.square().mean()
+        )
 
     return trained(wrap, loss_of, batches(), lr=0.01)
 
@@ -517,8 +519,8 @@ def largest_only(wrap):
 
 
 @habit(may="refused")
-def centred_outputs(wrap):
-    """Outputs less their mean over the batch (DINO's centre, a baseline in policy gradients)."""
+def centered_outputs(wrap):
+    """Outputs less their mean over the batch (DINO's center, a baseline in policy gradients)."""
 
     def loss_of(model, x, y):
         out = model(x)
@@ -665,7 +667,7 @@ def against_selected_rows(wrap):
 
 
 @habit(may="refused")
-def inputs_normalised(wrap):
+def inputs_normalized(wrap):
     """Inputs less their mean over the batch, divided by their deviation: the graph has no trace but their numbers."""
 
     def loss_of(model, x, y):
@@ -675,8 +677,8 @@ def inputs_normalised(wrap):
 
 
 @habit(may="refused")
-def targets_normalised(wrap):
-    """Targets (returns) normalised over the batch."""
+def targets_normalized(wrap):
+    """Targets (returns) normalized over the batch."""
 
     def loss_of(model, x, y):
         return F.mse_loss(model(x), (y - y.mean()) / (y.std() + 1e-8))
@@ -685,8 +687,8 @@ def targets_normalised(wrap):
 
 
 @habit(may="refused")
-def advantages_normalised_in_columns(wrap):
-    """Advantages of several steps, normalised over all of them."""
+def advantages_normalized_in_columns(wrap):
+    """Advantages of several steps, normalized over all of them."""
 
     def loss_of(model, x, y):
         gain = (x[:, :CLASSES] - x[:, :CLASSES].mean()) / (x[:, :CLASSES].std() + 1e-8)

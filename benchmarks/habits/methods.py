@@ -168,7 +168,7 @@ def reward_model(wrap):
 
 @habit(must="equal")
 def groups_of_answers(wrap):
-    """GRPO: four answers to each question, whose rewards are normalised within the question."""
+    """GRPO: four answers to each question, whose rewards are normalized within the question."""
     draw = seeded(22)
     data = [(torch.randint(11, (6, 4, 5), generator=draw), torch.rand(6, 4, generator=draw)) for _ in range(steps())]
 

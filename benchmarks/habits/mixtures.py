@@ -143,7 +143,7 @@ def contrast_of_two_views(wrap):
 
 
 @habit(may="refused")
-def neighbours(wrap):
+def neighbors(wrap):
     """Rows less the ones before them."""
 
     def loss_of(model, x, y, _):
@@ -154,7 +154,7 @@ def neighbours(wrap):
 
 
 @habit(may="refused")
-def labelled_half(wrap):
+def labeled_half(wrap):
     """Labels for the first half of a batch alone."""
 
     def loss_of(model, x, y, _):
@@ -201,7 +201,7 @@ def classes_averaged(wrap):
 
 
 @habit(may="refused")
-def advantages_normalised(wrap):
+def advantages_normalized(wrap):
     """PPO: advantages less their mean, divided by their deviation, over the batch."""
 
     def loss_of(model, x, y, _):

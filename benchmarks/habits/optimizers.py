@@ -69,7 +69,7 @@ def adamw_foreach(wrap):
 
 @habit(must="equal")
 def rmsprop(wrap):
-    """RMSprop, centred, with momentum."""
+    """RMSprop, centered, with momentum."""
     return trained(wrap, torch.optim.RMSprop, lr=0.005, centered=True, momentum=0.5)
 
 

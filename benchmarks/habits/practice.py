@@ -65,11 +65,11 @@ def endless_generator(wrap):
 
 @habit(may="refused")
 def two_loaders_each_wrapped(wrap):
-    """Labelled and unlabelled rows from two loaders, zipped; wrap is called for each of them."""
+    """Labeled and unlabeled rows from two loaders, zipped; wrap is called for each of them."""
     model = net()
-    model, optimizer, labelled = wrap(model, sgd(model), batches(rows=8))
+    model, optimizer, labeled = wrap(model, sgd(model), batches(rows=8))
     _, _, other = wrap(model, optimizer, [x for x, _ in batches(rows=6, seed=1)])
-    for (x, y), u in zip(labelled, other, strict=True):
+    for (x, y), u in zip(labeled, other, strict=True):
         stepped(model, optimizer, F.cross_entropy(model(x), y) + model(u).square().mean())
     return model
 
@@ -79,8 +79,8 @@ def two_loaders_each_wrapped_before(wrap):
     """The same the other way round, with a sum over the rows of each."""
     model = net()
     model, optimizer, other = wrap(model, sgd(model), [x for x, _ in batches(rows=6, seed=1)])
-    _, _, labelled = wrap(model, optimizer, batches(rows=7))
-    for (x, y), u in zip(labelled, other, strict=True):
+    _, _, labeled = wrap(model, optimizer, batches(rows=7))
+    for (x, y), u in zip(labeled, other, strict=True):
         loss = F.cross_entropy(model(x), y, reduction="sum") / len(x) + model(u).square().sum(1).mean()
         stepped(model, optimizer, loss)
     return model
@@ -327,7 +327,7 @@ def statistics_of_the_average(wrap):
 
 
 @habit(must="equal")
-def rows_normalised_one_by_one(wrap):
+def rows_normalized_one_by_one(wrap):
     """Each recording less its own mean, divided by its own deviation, in the loop (wav2vec2)."""
     model = net()
     model, optimizer, loader = wrap(model, sgd(model), batches(rows=7))

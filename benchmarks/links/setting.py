@@ -35,7 +35,7 @@ def tokens(hosts: int) -> int:
 
 @cache
 def corpus() -> Corpus:
-    """Tokenised once into the user's cache, and read from there by every process."""
+    """Tokenized once into the user's cache, and read from there by every process."""
     return open_corpus(**DATA)
 
 

@@ -22,7 +22,7 @@ WRONG = [
     ({"between_bytes_per_s": 1e6}, "inter-rate: .* at least two islands"),
     ({"delay_s": -0.001}, "delay: .* got -1 ms"),
     ({"delay_s": math.nan}, "got nan ms"),
-    ({"cpu": (1.0, 0.5)}, r"cpu: wanted 4 positive shares .* got \[1.0, 0.5\]"),
+    ({"cpu": (1.0, 0.5)}, r"cpu: wanted 4 positive numbers .* got \[1.0, 0.5\]"),
     ({"cpu": (1.0, 1.0, 1.0, 0.0)}, "a host without a quota would donate"),
     ({"memory_bytes": (2**30, 2**30)}, "memory: wanted one memory limit or 4"),
     ({"memory_bytes": (1000,)}, r"at least 4 MiB, got \[1000\] bytes"),
@@ -131,12 +131,12 @@ def test_the_delay_line_moves_large_segments_as_they_are():
     header = struct.Struct("=BBHHHH")
     body = bytes([0x45]) + bytes(15) + bytes([10, 77, 0, 3]) + b"payload"
     own = bytes([2, 0x67, 0x73, 0x6D, 0, 1])
-    frame = delay.framed(header.pack(1, 1, 52, 1448, 20, 16) + body, own)
+    frame = delay.ethernet_frame(header.pack(1, 1, 52, 1448, 20, 16) + body, own)
     assert header.unpack_from(frame) == (1, 1, 66, 1448, 34, 16), "offsets count from the frame's start"
     assert frame[10:] == own[:5] + bytes([3]) + own + b"\x08\x00" + body
-    plain = delay.framed(header.pack(0, 0, 0, 0, 0, 0) + body, own)
+    plain = delay.ethernet_frame(header.pack(0, 0, 0, 0, 0, 0) + body, own)
     assert header.unpack_from(plain) == (0, 0, 0, 0, 0, 0)
-    assert delay.framed(header.pack(0, 0, 0, 0, 0, 0) + bytes([0x60]) + body, own) is None
+    assert delay.ethernet_frame(header.pack(0, 0, 0, 0, 0, 0) + bytes([0x60]) + body, own) is None
 
 
 def test_what_is_missing_is_said(monkeypatch):

@@ -139,7 +139,7 @@ def test_a_rate_of_zero_moves_nothing(rule: optimizer_methods.Optimizer) -> None
 
 
 def test_strides_do_not_matter(rule: optimizer_methods.Optimizer) -> None:
-    """Transposed, gapped and channels-last tensors move like contiguous ones, and their neighbours stay."""
+    """Transposed, gapped and channels-last tensors move like contiguous ones, and their neighbors stay."""
     plain = {"t": torch.arange(12.0).view(3, 4), "gap": torch.ones(4, 3), "image": torch.ones(2, 3, 4, 5)}
     around = torch.full((4, 6), 7.0)
     around[:, ::2] = 1.0

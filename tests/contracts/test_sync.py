@@ -210,7 +210,7 @@ def test_who_takes_nothing_over_goes_on_alone(pool: Pool) -> None:
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_what_is_carried_on_is_not_lost(pool: Pool, fragments: int) -> None:
-    """The islands' quadratics are alike but for their centres: where they are on the mean is a matter of their steps
+    """The islands' quadratics are alike but for their centers: where they are on the mean is a matter of their steps
     alone, however they meet, unless steps are thrown away.
     """
     late = {"sync_every": 4, "fragments": fragments, "sync_delay": 2, "outer_optimizer": "average"}
@@ -259,7 +259,7 @@ def test_the_last_steps_count_though_a_fragment_is_under_way(pool: Pool) -> None
     assert torch.allclose(torch.tensor(found[0]["at"][-1]), wanted, atol=1e-6)
 
 
-def test_what_is_quantised_is_bounded_by_the_displacement(pool: Pool) -> None:
+def test_what_is_quantized_is_bounded_by_the_displacement(pool: Pool) -> None:
     exact = pool.run("sync.apart_jobs:rounds", 2, written={"local_sgd": {"sync_every": 3}}, steps=3)
     coded = {"local_sgd": {"sync_every": 3, "exchange": {"two_shot": {"codec": "int8"}}}}
     found = pool.run("sync.apart_jobs:rounds", 2, written=coded, steps=3)

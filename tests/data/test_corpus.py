@@ -116,10 +116,10 @@ def test_bytes_are_counted_exactly(frozen: Path, cache: Path, tokenizer: str, pa
     assert total == sum(file.stat().st_size for file in frozen.rglob("*.txt"))
 
 
-def test_a_second_opening_tokenises_nothing(frozen: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_opening_tokenizes_nothing(frozen: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"source": f"text:{frozen}/**/*.txt", "tokenizer": "bpe:280", "cache": cache, "validation": 0.2}
     first = open_corpus(**settings, sequence=64)  # type: ignore[arg-type]
-    monkeypatch.setattr(corpus_module, "write_stream", lambda *_, **__: pytest.fail("tokenised again"))
+    monkeypatch.setattr(corpus_module, "write_stream", lambda *_, **__: pytest.fail("tokenized again"))
     again = open_corpus(**settings, sequence=64)  # type: ignore[arg-type]
     assert again.fingerprint == first.fingerprint and again.train.fingerprint == first.train.fingerprint
     assert tensors_hash(again.train) == tensors_hash(first.train)

@@ -27,7 +27,7 @@ def made(written: str, cache: Path) -> Tokenizer:
 
 
 def word_piece(folder: Path) -> str:
-    """Lower-cases, normalises, splits at spaces, knows hardly a word: as lossy as tokenizers get."""
+    """Lower-cases, normalizes, splits at spaces, knows hardly a word: as lossy as tokenizers get."""
     vocabulary = {piece: n for n, piece in enumerate(["[UNK]", "[SEP]", "plain", "as", "##cii", "in", "##e", "x"])}
     inner = kit.Tokenizer(kit.models.WordPiece(vocabulary, unk_token="[UNK]"))
     inner.normalizer = kit.normalizers.BertNormalizer()

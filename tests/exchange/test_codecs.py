@@ -17,7 +17,7 @@ from gossamer.ops import bits
 from gossamer.ops.byte_planes import join, split
 from gossamer.ops.hadamard import GROUP, hadamard
 from gossamer.ops.low_precision import widen
-from gossamer.ops.quantize import dequantise, quantise
+from gossamer.ops.quantize import dequantize, quantize
 from gossamer.ops.rounding_noise import Noise
 from gossamer.spec.errors import BadInput
 
@@ -366,6 +366,6 @@ def test_no_noise_rounds_the_largest_beyond_the_last_level(levels: int, bits: in
     x = torch.stack((top, torch.zeros_like(top)), 1).repeat(1, 4).flatten()  # blocks of 8
     kind = torch.int8 if bits == 8 else torch.uint8
     scales, out = torch.empty(len(top)), torch.empty(x.numel() * bits // 8, dtype=kind)
-    quantise(x, 8, levels, scales, out, torch.Generator(), bits=bits)
-    back = dequantise(out, scales, 8, bits=bits, numel=x.numel()).view(-1, 8)[:, 0]
+    quantize(x, 8, levels, scales, out, torch.Generator(), bits=bits)
+    back = dequantize(out, scales, 8, bits=bits, numel=x.numel()).view(-1, 8)[:, 0]
     torch.testing.assert_close(back, top, rtol=6e-7, atol=0)

@@ -79,7 +79,10 @@ WRONG = {
         "plan.exchange.1.0: wanted a regular expression",
     ),
     "unknown level": ([("a", "intar", "dense")], "plan.exchange.0.1: there is no link level 'intar': did you mean"),
-    "intra alone": ([("a", "intra", "dense")], "plan.exchange.0.1: wanted lines for both intra and inter"),
+    "intra alone": (
+        [("a", "intra", "dense")],
+        "plan.exchange.0.1: wanted an exchange for each of the levels intra and inter",
+    ),
     "inter alone": ([("a", "inter", INT8)], "add ['a', intra, dense], say"),
     "unknown method": ([("a", "all", "dens")], "plan.exchange.0.2: no exchange is called 'dens': did you mean 'dense'"),
     "unknown inner": (

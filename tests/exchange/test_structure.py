@@ -177,7 +177,7 @@ def test_only_owners_talk_to_other_islands(islands: tuple[int, ...]) -> None:
                 back = sizes[me] if me < owners else 0
                 assert sent.get(f"{rank}>{peer}", 0) == to_owner + back
         abroad = {link for link in sent if int(link.partition(">")[2]) not in island}
-        assert len(abroad) == (1 if me < owners and len(islands) > 1 else 0), "a ring goes to one neighbour"
+        assert len(abroad) == (1 if me < owners and len(islands) > 1 else 0), "a ring goes to one neighbor"
 
 
 @each_islands

@@ -55,7 +55,7 @@ def test_sketches_are_linear(rows: int) -> None:
     "places", [torch.arange(5000), torch.arange(5000) * 64, torch.arange(5000) // 50 * 640 + torch.arange(5000) % 50]
 )
 def test_the_error_of_a_sketch_is_that_of_independent_hashes(places: Tensor) -> None:
-    """Also for neighbours, a column and rows of a matrix, where multiplying once leaves errors ten times larger."""
+    """Also for neighbors, a column and rows of a matrix, where multiplying once leaves errors ten times larger."""
     errors, x = [], gaussian(5000)
     rng = torch.Generator().manual_seed(3)
     for _ in range(40):

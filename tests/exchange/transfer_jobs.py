@@ -148,7 +148,7 @@ def pipeline(seat: Seat, *, crossing: Any, dtype: str = "float32") -> dict[str, 
 def rows_of(rank: int, ranks: int, case: str, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
     """The rows of a rank, sorted by target, and how many go where."""
     splits = [(3 * rank + 5 * peer) % 7 for peer in range(ranks)]
-    if case == "sparse":  # only neighbours share rows, and the last rank gets none
+    if case == "sparse":  # only neighbors share rows, and the last rank gets none
         splits = [4 * (peer == (rank + 1) % ranks and peer != ranks - 1) for peer in range(ranks)]
     if case == "none":
         splits = [0] * ranks

@@ -1,4 +1,4 @@
-"""Constructors of every kind: those that only initialise, those that compute with parameters, and bad ones."""
+"""Constructors of every kind: those that only initialize, those that compute with parameters, and bad ones."""
 
 from __future__ import annotations
 

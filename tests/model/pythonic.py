@@ -260,7 +260,7 @@ def own_state_read(module: Any, i: int, got: Any) -> Any:
     return got * (1 + 0.1 * module.blocks[i].n)
 
 
-class Neighbour(Block):
+class Neighbor(Block):
     """Reads what the block before has counted."""
 
     n, before = 0, None
@@ -270,8 +270,8 @@ class Neighbour(Block):
         return mixed(self, x) * (1 + 0.2 * (self.before[0].n if self.before else 0))
 
 
-class Neighbours(Net):
-    block = Neighbour
+class Neighbors(Net):
+    block = Neighbor
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class Shared(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Neighbour()])
+        self.blocks = nn.ModuleList([Neighbor()])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inlet(x)
@@ -373,7 +373,7 @@ EQUAL: dict[str, Callable[[], nn.Module]] = {
     "called_back": net(called_back, forward=with_callback),
     "skips": Skips,
     "own_state_read": of_class("Reading", Counted, own_state_read),
-    "neighbours": Neighbours,
+    "neighbors": Neighbors,
     "shared": Shared,
     "elsewhere": net(elsewhere, forward=with_elsewhere),
     "text": net(written, forward=with_text),

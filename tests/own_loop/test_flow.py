@@ -96,17 +96,17 @@ SEVERAL = {
     "the first against all": lambda o: (o * o[0]).sum(-1).mean(),
     "rows in an order of their own": lambda o: o[torch.arange(len(o) - 1, -1, -2)].square().mean(),
     "one row times another": lambda o: (o[0] * o[1]).mean() + o.square().mean(),
-    "advantages of mean 0": lambda o: (o[:, 0] * centred(frozen(o)[:, 0])).mean(),
-    "advantages of mean 0, in a column": lambda o: (o[:, :1] * centred(frozen(o)[:, :1])).mean(),
-    "advantages over steps too": lambda o: (o * centred(frozen(o))).mean(),
+    "advantages of mean 0": lambda o: (o[:, 0] * centered(frozen(o)[:, 0])).mean(),
+    "advantages of mean 0, in a column": lambda o: (o[:, :1] * centered(frozen(o)[:, :1])).mean(),
+    "advantages over steps too": lambda o: (o * centered(frozen(o))).mean(),
     "advantages of every column": lambda o: (o * (frozen(o) - frozen(o).mean(0))).mean(),
-    "a target of mean 0 and spread 1": lambda o: F.mse_loss(o, centred(frozen(o))),
+    "a target of mean 0 and spread 1": lambda o: F.mse_loss(o, centered(frozen(o))),
     "a half of what is large": lambda o: o.square().sum(-1).topk(len(o) // 2).values.mean(),
     "what has no graph, by broadcasting": lambda o: (o[:, None] - frozen(o)[None]).square().sum(-1).logsumexp(1).mean(),
 }
 
 
-def centred(one: Tensor) -> Tensor:
+def centered(one: Tensor) -> Tensor:
     return (one - one.mean()) / (one.std() + 1e-8)
 
 
@@ -402,13 +402,13 @@ def test_one_row_beside_one_step_is_not_taken_for_the_step() -> None:
     assert not found((q @ q.transpose(2, 3)).exp().mean(), 1)
 
 
-def test_numbers_that_every_row_normalises_by_itself_pass() -> None:
+def test_numbers_that_every_row_normalizes_by_itself_pass() -> None:
     o = made(6, 4, WIDTH)[..., 0]
-    gain = centred_rows(frozen(o))
+    gain = centered_rows(frozen(o))
     assert not found((o * gain).mean(), 6)
     assert not found((o.flatten() * gain.flatten()).mean(), 6)
     assert not found(nn.Linear(4, 4)(gain).square().mean(), 6, (gain, 0))
 
 
-def centred_rows(one: Tensor) -> Tensor:
+def centered_rows(one: Tensor) -> Tensor:
     return (one - one.mean(1, keepdim=True)) / one.std(1, keepdim=True)

@@ -150,7 +150,7 @@ def test_a_sum_divided_by_a_tensor_is_left_to_the_ranks(name: str) -> None:
     assert (found.kind, found.counts) == (Kind.DIVIDED, pytest.approx((count,)))
 
 
-centred = torch.eye(ROWS) - 1 / ROWS
+centered = torch.eye(ROWS) - 1 / ROWS
 UNKNOWN = {
     "root of a mean": lambda o: F.mse_loss(o, target).sqrt(),
     "product of two losses": lambda o: F.mse_loss(o, target) * o.abs().mean(),

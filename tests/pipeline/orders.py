@@ -58,7 +58,7 @@ def split_1f1b(p: int, m: int) -> Schedule:
 
 
 def vee(m: int) -> Schedule:
-    """Four stages down and up again over two ranks; stages 1 and 2 are neighbours on rank 1."""
+    """Four stages down and up again over two ranks; stages 1 and 2 are neighbors on rank 1."""
     rows = [
         " ".join(f"0F{b}" for b in range(m)) + " " + " ".join(f"3F{b} 3B{b}" for b in range(m)),
         " ".join(f"1F{b} 2F{b}" for b in range(m)) + " " + " ".join(f"2B{b} 1B{b}" for b in range(m)),

@@ -123,7 +123,7 @@ def test_bytes_follow_recompute_and_offload() -> None:
         assert cost_of_schedule(schedule, ones).peak_bytes == (peak_chunks,), row
 
 
-def test_neighbours_on_one_rank_hand_over_without_a_link() -> None:
+def test_neighbors_on_one_rank_hand_over_without_a_link() -> None:
     costs = [replace(c, boundary_bytes=1) for c in unit_costs(4)]
     schedule = with_transfers(vee(3))
     check(schedule)

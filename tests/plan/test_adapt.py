@@ -326,7 +326,7 @@ def test_what_is_measured_can_be_decided_by() -> None:
 
 
 def test_settings_near_the_one_a_run_has() -> None:
-    """What is around them stays; without neighbours there is nothing to choose."""
+    """What is around them stays; without neighbors there is nothing to choose."""
     fed, alone = {"error_feedback": {"powersgd": {"rank": 4}}}, {"two_shot": {"codec": {"int8": {"stochastic": True}}}}
     ranks = [exchange_methods.build(w).inner.rank for w in LGreco().to_measure(fed, NEAR)]
     assert ranks == [4, 2, 3, 6, 8]

@@ -122,7 +122,7 @@ def stage_costs(draw: Callable[[], float]) -> StageCosts:
 
 
 def links_of(stages: int, draw: Callable[[], float]) -> dict[tuple[int, int], NamedLink]:
-    """A link of each direction between neighbours, or one that all share."""
+    """A link of each direction between neighbors, or one that all share."""
 
     def link(name: str) -> NamedLink:
         return NamedLink(name, Link(latency_s=draw() / 4, bytes_per_s=20 + 200 * draw()))

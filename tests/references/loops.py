@@ -222,7 +222,7 @@ class Cser:
 
 @dataclass(frozen=True)
 class Gossip:
-    """Every island mixes what it knows of its neighbours on a ring of three; every `full` rounds all meet."""
+    """Every island mixes what it knows of its neighbors on a ring of three; every `full` rounds all meet."""
 
     every: int
     full: int

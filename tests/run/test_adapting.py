@@ -92,7 +92,7 @@ def test_a_single_candidate_is_the_run_without_adapting(pool, tmp_path: Path) ->
 
 
 def test_lines_are_adapted_each_by_itself(pool, tmp_path: Path) -> None:
-    """One line has neighbours, the other none: what serves the embedding stays."""
+    """One line has neighbors, the other none: what serves the embedding stays."""
     topk = {"error_feedback": {"topk": {"fraction": 0.1}}}
     lines = [["^embed", "all", topk], [".*", "all", POWERSGD]]
     runs = pool.run(

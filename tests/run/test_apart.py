@@ -335,7 +335,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         sections({"gossip": {"gamma": 2}}),
-        "plan.sync.gossip.gamma: wanted a step towards the neighbours in (0, 1], got 2",
+        "plan.sync.gossip.gamma: wanted a step towards the neighbors in (0, 1], got 2",
     ),
     (sections({"gossip": {"codec": "lossless"}}), "plan.sync.gossip.codec: wanted a codec whose messages have a fixed"),
     (sections({"gossip": {"topology": "rings"}}), "plan.sync.gossip.topology: no topology is called 'rings'"),

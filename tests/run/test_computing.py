@@ -14,7 +14,7 @@ import torch
 from gossamer.model.model_profile import matmul_seconds
 from gossamer.model.precision import BF16, FP32
 from gossamer.run import auto_precision
-from gossamer.view.summary import summarise
+from gossamer.view.summary import summarize
 from model.habits import Net
 from run.test_untouched import parts_of, run_alone
 
@@ -68,5 +68,5 @@ def test_the_schedule_is_of_the_steps_that_are_made(tmp_path: Path) -> None:
             tmp_path,
         )
     steps = told(tmp_path, "step")
-    assert 20 < len(steps) < 200 and summarise(directory)["steps_wanted"] == len(steps)
+    assert 20 < len(steps) < 200 and summarize(directory)["steps_wanted"] == len(steps)
     assert steps[-1]["lr"] == pytest.approx(0.1 * (0.1 + 0.9 * (1 + math.cos(math.pi * (1 - 1 / len(steps)))) / 2))

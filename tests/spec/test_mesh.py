@@ -84,7 +84,7 @@ def test_places_number_the_ranks_and_give_them_back(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("mesh", list(meshes()), ids=str)
-def test_pairs_over_a_boundary_are_neighbouring_stages_of_one_replica(mesh: Mesh) -> None:
+def test_pairs_over_a_boundary_are_neighboring_stages_of_one_replica(mesh: Mesh) -> None:
     for stage in range(len(mesh.stages) - 1):
         wanted = {
             (a, b)

@@ -47,7 +47,7 @@ def test_state_that_differs_per_rank_keeps_its_owner(tmp_path: Path) -> None:
     assert checkpoint.replicas("residual") == (0, 1, 2) and checkpoint.replicas("w") == (-1,)
     for rank in range(3):
         assert torch.equal(checkpoint.read("residual", replica=rank), torch.full((4 + rank,), float(rank)))
-    with pytest.raises(BadInput, match=r"residual of replica 3, got replicas \(0, 1, 2\)"):
+    with pytest.raises(BadInput, match=r"replica 3 of residual, got replicas \(0, 1, 2\)"):
         checkpoint.read("residual", replica=3)
 
 

@@ -71,7 +71,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_write_fails_the_save_on_all_at_once(tmp_path: Path) -> None:
     good(save(tmp_path, 1, halves(model())))
     pieces = halves(model())
-    pieces[1].append(whole("quantised", torch.zeros(3, dtype=torch.complex128)))
+    pieces[1].append(whole("quantized", torch.zeros(3, dtype=torch.complex128)))
     results = save(tmp_path, 2, pieces)
     assert not any(result.ok for result in results)
     assert "rank 1: wanted a tensor of one of" in results[0].error and "complex128" in results[0].error

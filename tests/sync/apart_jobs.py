@@ -37,8 +37,8 @@ def start() -> dict[str, torch.Tensor]:
 def gradient(name: str, value: torch.Tensor, rank: int, step: int) -> torch.Tensor:
     """Of a quadratic whose minimum is another one on every rank, with noise that depends on the step."""
     seed = torch.Generator().manual_seed(1000 * rank + 10 * step + len(name))
-    centre = torch.randn(value.shape, generator=torch.Generator().manual_seed(100 + rank + len(name)))
-    return value - centre + 0.1 * torch.randn(value.shape, generator=seed)
+    center = torch.randn(value.shape, generator=torch.Generator().manual_seed(100 + rank + len(name)))
+    return value - center + 0.1 * torch.randn(value.shape, generator=seed)
 
 
 def rounds(

@@ -24,11 +24,11 @@ def start(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return found
 
 
-def loss_of(params: dict[str, torch.Tensor], *, centre: int = 0) -> torch.Tensor:
+def loss_of(params: dict[str, torch.Tensor], *, center: int = 0) -> torch.Tensor:
     """Smooth, not quadratic, of float64 where they are."""
     total = torch.zeros((), dtype=torch.float64)
     for number, value in enumerate(params.values()):
-        seed = torch.Generator().manual_seed(100 + 10 * centre + number)
+        seed = torch.Generator().manual_seed(100 + 10 * center + number)
         total = total + torch.log(torch.cosh(value.double() - torch.randn(value.shape, generator=seed))).sum()
     return total / 50
 
@@ -62,7 +62,7 @@ def steps(
         before = {n: p.clone() for n, p in params.items()}
 
         def loss(step: int = step) -> float:
-            found = float(loss_of(params, centre=0 if alike else seat.rank))
+            found = float(loss_of(params, center=0 if alike else seat.rank))
             return found * (float("nan") if poison == [seat.rank, step] else 1.0)
 
         vote = probing.look(step, loss)

@@ -63,7 +63,7 @@ def world(one: GossipExchange, inputs: Tensor, rounds: int, weights: list[float]
         for rank, channel in enumerate(channels):
             price = CountingChannel(rank, ProcessGroups.flat(ranks))
             price.charge(one.traffic(layout, price.levels, rank))
-            if one.graph.stays:
+            if one.graph.fixed_degree:
                 assert channel.meter.snapshot() == price.meter.snapshot()
             elif ranks % 2 == 0:
                 assert channel.meter.total_bytes == price.meter.total_bytes
@@ -123,7 +123,7 @@ def test_complete_is_the_mean_on_all_bit_for_bit() -> None:
     torch.testing.assert_close(after[0], inputs.mean(0), rtol=0, atol=1e-6)
 
 
-def test_what_is_remembered_of_neighbours_that_stay_lets_four_bits_come_together() -> None:
+def test_what_is_remembered_of_neighbors_that_stay_lets_four_bits_come_together() -> None:
     """CHOCO: differences to what is known go to zero, and their error with them; without a memory the error stays."""
     inputs = drawn(6)
     exact = spread(world(GossipExchange(topology.build("ring"), codec.build("float32")), inputs, 60)[-1])

@@ -16,7 +16,7 @@ from gossamer.spec.records import Record
 from gossamer.view.end_summary import DemoResult, Reference, bar, demo_panel
 from gossamer.view.run_directory import RunDirectory
 from gossamer.view.screenshot import LIGHT, picture, picture_of_run
-from gossamer.view.summary import forecast_error, summarise
+from gossamer.view.summary import forecast_error, summarize
 from view.streams import STEP_S, run, start, step
 
 
@@ -37,7 +37,7 @@ def text_of(shown: RenderableType, width: int = 80) -> str:
 
 
 def test_the_figures_of_a_run(tmp_path: Path) -> None:
-    summary = summarise(recorded(tmp_path / "r", *run(200)))
+    summary = summarize(recorded(tmp_path / "r", *run(200)))
     assert json.loads(json.dumps(summary)) == summary
     assert (summary["run"], summary["outcome"], summary["steps"], summary["tokens"]) == ("r", "done", 200, 200 * 4096)
     assert summary["final_loss"] == step(200).loss
@@ -53,7 +53,7 @@ def test_the_figures_of_a_run(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_record_has_a_summary(tmp_path: Path) -> None:
-    summary = summarise(RunDirectory(tmp_path))
+    summary = summarize(RunDirectory(tmp_path))
     assert (summary["outcome"], summary["steps"], summary["final_loss"]) == ("unfinished", 0, None)
 
 
@@ -61,7 +61,7 @@ def test_repeated_steps_count_once_and_their_bytes_twice(tmp_path: Path) -> None
     first = list(run(100, until=70, ends=False))
     again = list(run(100, first=50))
     pause = [type(r)(**{**r_fields(r), "time_s": r.time_s + 1000}) for r in again]
-    summary = summarise(recorded(tmp_path, *first, *pause))
+    summary = summarize(recorded(tmp_path, *first, *pause))
     assert (summary["steps"], summary["tokens"]) == (100, 100 * 4096)
     assert summary["wire_bytes"]["0>2"] == 120 * 2048
     assert summary["seconds"] == pytest.approx((70 + 50) * STEP_S)  # the pause is no work
@@ -73,13 +73,13 @@ def r_fields(record: Record) -> dict[str, object]:
 
 
 def test_rejected_steps_are_counted_apart(tmp_path: Path) -> None:
-    summary = summarise(recorded(tmp_path, start(), step(1), step(2, committed=False)))
+    summary = summarize(recorded(tmp_path, start(), step(1), step(2, committed=False)))
     assert (summary["steps"], summary["rejected_steps"]) == (1, 1)
 
 
 def test_forecast_and_measurement_side_by_side(tmp_path: Path) -> None:
     forecast = Cost(step_s=0.4, peak_bytes=(400 * 2**20,) * 2, wire_bytes={"0>1": 12_600_000, "1>0": 12_600_000})
-    summary = summarise(recorded(tmp_path, *run(50), forecast=forecast))
+    summary = summarize(recorded(tmp_path, *run(50), forecast=forecast))
     assert summary["forecast_error"] == pytest.approx({"step_s": 0.25, "peak_bytes": 0.03, "wire_bytes 0>1": 0.0})
 
 
@@ -128,6 +128,6 @@ def test_a_picture_is_svg_that_loads_nothing(tmp_path: Path, width: int) -> None
     assert svg.count("http") == 1 and "@import" not in svg and "url(h" not in svg  # the name of the format itself
 
 
-def test_the_demo_has_a_picture_in_light_colours(tmp_path: Path) -> None:
+def test_the_demo_has_a_picture_in_light_colors(tmp_path: Path) -> None:
     picture(demo_panel(DEMO), tmp_path / "demo.svg", theme=LIGHT)
     assert "#fcfcfa" in (tmp_path / "demo.svg").read_text("utf-8")

@@ -274,7 +274,7 @@ def adapters_from_singular_vectors():
 
 
 @habit(EQUAL)
-def orthogonal_initialiser():
+def orthogonal_initializer():
     """nn.init.orthogonal_, and a gain."""
     net = Net()
     for block in net.blocks:
@@ -325,7 +325,7 @@ def grown_from_a_shallow_net():
 
 @habit(EQUAL, hard=True)
 def drawn_again_until_small():
-    """Initialised again until the norm is what the author wants."""
+    """Initialized again until the norm is what the author wants."""
     net = Net()
     for block in net.blocks:
         while float(block.mix.weight.norm()) > 2.3:
@@ -397,7 +397,7 @@ def read_from_a_checkpoint():
 
 @habit(EQUAL, hard=True)
 def all_as_one_vector():
-    """All parameters as one vector, normalised, and put back."""
+    """All parameters as one vector, normalized, and put back."""
     net = Net()
     vector = parameters_to_vector(net.parameters()).detach()
     vector_to_parameters(vector / vector.norm() * 12, net.parameters())
@@ -514,7 +514,7 @@ def from_a_hub():
 
 @habit(EQUAL, hard=True)
 def weights_that_sum_to_zero():
-    """An initialiser over all blocks at once: their mean is taken from each."""
+    """An initializer over all blocks at once: their mean is taken from each."""
     net = Net()
     with torch.no_grad():
         mean = sum(block.mix.weight for block in net.blocks) / DEPTH

@@ -302,8 +302,8 @@ def lists_of_parameters():
     return Net(Bag)
 
 
-class Quantised(Block):
-    """A vector-quantised bottleneck with a straight-through estimate and a codebook that follows (VQ-VAE)."""
+class Quantized(Block):
+    """A vector-quantized bottleneck with a straight-through estimate and a codebook that follows (VQ-VAE)."""
 
     def __init__(self):
         super().__init__()
@@ -324,7 +324,7 @@ class Quantised(Block):
 @habit(EQUAL)
 def codebooks():
     """Buffers that are updated and read in every forward."""
-    return Net(Quantised)
+    return Net(Quantized)
 
 
 class Half(Net):

@@ -928,7 +928,7 @@ class ZeroHead(Net):
 
 
 @habit(EQUAL)
-def zero_initialised():
+def zero_initialized():
     """The head and all residual branches begin as zeros."""
     return ZeroHead()
 

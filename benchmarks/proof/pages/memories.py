@@ -64,9 +64,9 @@ class Codes(Block):
                 self.sizes.mul_(0.9).add_(hot.sum(0), alpha=0.1)
                 self.sums.mul_(0.9).add_(hot.T @ flat, alpha=0.1)
                 self.codes.copy_(self.sums / self.sizes.clamp(min=1e-3).unsqueeze(1))
-        quantised = F.embedding(chosen, self.codes.clone()).view_as(y)
-        self.commitment = F.mse_loss(y, quantised)
-        return y + 0.3 * (quantised - y).detach() + 0.1 * (quantised - y)
+        quantized = F.embedding(chosen, self.codes.clone()).view_as(y)
+        self.commitment = F.mse_loss(y, quantized)
+        return y + 0.3 * (quantized - y).detach() + 0.1 * (quantized - y)
 
 
 class SumsCommitments(Net):

@@ -186,8 +186,8 @@ class Straight(torch.autograd.Function):
         return gradient * (x.abs() <= 100 * ctx.step), None
 
 
-class Quantised(Block):
-    """Quantisation aware: weights and activations rounded, a step from the weights' largest."""
+class Quantized(Block):
+    """Quantization aware: weights and activations rounded, a step from the weights' largest."""
 
     def forward(self, x):
         step = self.mix.weight.detach().abs().max() / 127
@@ -198,7 +198,7 @@ class Quantised(Block):
 @habit(EQUAL)
 def straight_through():
     """A Function of one's own that saves tensors and keeps a number, on weights and activations."""
-    return Net(Quantised)
+    return Net(Quantized)
 
 
 class Between(Net):
@@ -227,7 +227,7 @@ class Standardised(Block):
 
 @habit(EQUAL)
 def weights_standardised():
-    """Weights are normalised in every forward."""
+    """Weights are normalized in every forward."""
     return Net(Standardised)
 
 
@@ -435,4 +435,4 @@ def blocks_that_check_what_they_are_given():
 @habit(EQUAL, plan=AGAIN)
 def straight_through_under_recompute():
     """Functions of one's own, and the recompute schedule."""
-    return Net(Quantised)
+    return Net(Quantized)

@@ -166,7 +166,7 @@ def resumed_slow_copies():
 
 
 class FirstTime(Block):
-    """Data-dependent initialisation, flagged by a buffer."""
+    """Data-dependent initialization, flagged by a buffer."""
 
     def __init__(self):
         super().__init__()

@@ -26,7 +26,7 @@ from gossamer.spec.unread_keys import check_given
 from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, newest_like, open_run
 from gossamer.view.run_lock import check_free, held
-from gossamer.view.summary import summarise
+from gossamer.view.summary import summarize
 
 if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
     from torch import nn
@@ -67,13 +67,13 @@ def train_command(
     names = hosts or resolved.config.machines.hosts
     if node is not None:
         with rollback_failed_start(directory):
-            return summarise(launch.met(node, prepare))
+            return summarize(launch.met(node, prepare))
     if names:
         if resuming:
             check_free(directory.path)  # their supervisors will hold it
         with rollback_failed_start(directory):
             launch.over_ssh(names, plan)
-        return summarise(directory)
+        return summarize(directory)
     if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
         if not _is_first():
             return _as_worker(directory, resolved.config, resume=resuming)
@@ -81,11 +81,11 @@ def train_command(
             prepare(directory)
             return _as_worker(directory, resolved.config, resume=resuming)
     if resuming and _is_done(directory, resolved.config):
-        return {**summarise(directory), "nothing_to_do": resolved.config.train.steps}
+        return {**summarize(directory), "nothing_to_do": resolved.config.train.steps}
     with held(directory.path), rollback_failed_start(directory):
         prepare(directory)
         launch.here()
-    return summarise(directory)
+    return summarize(directory)
 
 
 def _planned(resolved: Resolved, plan: Path | None, hosts: list[str] | None, node: Node | None) -> Resolved:
@@ -142,7 +142,7 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
             check_given(config)
             _check_ranks(config, config.machines.processes * max(1, len(config.machines.hosts)))
             if _is_done(directory, config):
-                return {**summarise(directory), "nothing_to_do": config.train.steps}
+                return {**summarize(directory), "nothing_to_do": config.train.steps}
             launch = Launcher(directory=directory, config=config, resume=True, folder=folder)
             with rollback_failed_start(directory):
                 _prepare_again(directory, resolved)
@@ -153,7 +153,7 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
                     launch.here()
         except BadInput as error:
             raise located(error, resolved.origin) from error
-    return summarise(directory)
+    return summarize(directory)
 
 
 def _prepare_again(directory: RunDirectory, resolved: Resolved) -> None:
@@ -260,7 +260,7 @@ def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> d
         raise ended[0]
     if code:
         sys.exit(3)
-    return summarise(directory) if first else {}
+    return summarize(directory) if first else {}
 
 
 def resume(run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> dict[str, Any]:

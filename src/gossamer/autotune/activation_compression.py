@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gossamer.comm.channel import Channel
-from gossamer.comm.link_probe import neighbours
+from gossamer.comm.link_probe import neighbors
 from gossamer.partition.forecast import forecast_of
 from gossamer.run.batches import Feed
 from gossamer.run.parts import Parts
@@ -31,7 +31,7 @@ def with_activation_compression(parts: Parts, channel: Channel, tell: Tell) -> P
     mesh = parts.plan.axes
     pairs = {stage: list(mesh.pairs(stage)) for stage in range(parts.plan.mesh.pipe - 1)}
     shifts = {(there - here) % parts.plan.ranks for ways in pairs.values() for here, there in ways}
-    found = neighbours(channel, sorted(shifts))
+    found = neighbors(channel, sorted(shifts))
     slowest = {stage: min((found[f"{a}>{b}"] for a, b in ways), key=_rate) for stage, ways in pairs.items()}
     names = {stage: f"{stage}>{stage + 1}" for stage in slowest}
     choices = policy.choose(

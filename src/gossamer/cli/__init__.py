@@ -96,10 +96,10 @@ def _stopped(*, is_json: bool) -> int:
 
 def _run(given: list[str], *, is_json: bool) -> int:
     from gossamer.cli.exit_status import BAD_INPUT, failure_of
-    from gossamer.cli.output import CommandResult, Output
+    from gossamer.cli.output import CommandResult, OutputWriter
     from gossamer.spec.errors import RunFailed
 
-    output = Output(json=is_json)
+    output = OutputWriter(json=is_json)
     try:
         result = make_app()(given, exit_on_error=False, print_error=False, result_action="return_value")
         if not given:  # the help was shown, for want of a command

@@ -45,7 +45,7 @@ class CommandFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputWriter:
     """The writer to standard output and error; with `json` it ends with one JSON object."""
 
     json: bool
@@ -65,15 +65,15 @@ class Output:
         if answer.is_report:
             _write(f"Done, but not told: {why}\n", sys.stderr)
             return answer.exit_code
-        return Output(json=False).failure(CommandFailure(3, "The answer could not be written:", why))
+        return OutputWriter(json=False).failure(CommandFailure(3, "The answer could not be written:", why))
 
     def failure(self, failure: CommandFailure) -> int:
         """Write a failure; return its exit code."""
         from rich.console import Console
         from rich.text import Text
 
-        colour = "yellow" if failure.exit_code == 4 else "red"
-        block = Text(f"{failure.title}\n", style=f"bold {colour}")
+        color = "yellow" if failure.exit_code == 4 else "red"
+        block = Text(f"{failure.title}\n", style=f"bold {color}")
         body = "\n".join(f"  {line}".rstrip() for line in failure.said.strip().splitlines())
         sys.stdout.flush()
         console = Console(stderr=True, soft_wrap=True, highlight=False)

@@ -85,7 +85,7 @@ class CommStep:
         """Return the (job, round) turns of this step."""
         return order(self.rounds, look_ahead)
 
-    def filler(self, job: int) -> Message:
+    def padding_message(self, job: int) -> Message:
         """Return the message to send for a job that has nothing more to send."""
         return _EMPTY
 
@@ -132,7 +132,7 @@ class P2PStep(CommStep):
     def order(self, look_ahead: int) -> list[tuple[int, int]]:
         return [(job, 0) for job in range(len(self.rounds))]
 
-    def filler(self, job: int) -> Message:
+    def padding_message(self, job: int) -> Message:
         raise WireMismatch(f"transfer {job} has no message to send")
 
     def takes_over(self, job: int, one: _Job) -> bool:
@@ -262,7 +262,7 @@ class CommThread:
                 raise WireMismatch(f"job {job} declared {r} messages and wants to send more")
             step.futures[job].set_result(one.outcome)
         else:
-            message, one.wanted = one.wanted or step.filler(job), None
+            message, one.wanted = one.wanted or step.padding_message(job), None
             self._sent += 1
             if self._observe is not None:
                 self._observe(f"{message.combine.value} of {message.nbytes} bytes, job {job} round {r}", self._sent)

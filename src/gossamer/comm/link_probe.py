@@ -67,7 +67,7 @@ def probe(channel: Channel, *, ways: bool = False) -> Network:
     return Network(islands=islands, levels=levels, uplinks=uplinks, downlinks=downlinks)
 
 
-def neighbours(channel: Channel, shifts: Sequence[int] = (1,)) -> dict[str, Link]:
+def neighbors(channel: Channel, shifts: Sequence[int] = (1,)) -> dict[str, Link]:
     """Return the link from every rank to the rank `shift` further, for each of `shifts`, by name ("0>1").
 
     Rank 0 follows the last rank. As many ranks send at once as have nothing to receive. The result is the same on every

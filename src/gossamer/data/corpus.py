@@ -74,7 +74,7 @@ def open_corpus(
     words = recipe.make(lambda: holdout.texts(text, "train"), identity=identity, cache=where)
     fingerprint = _hash(_FORMAT, identity, words.fingerprint)
     folder = where / "corpora" / fingerprint[:32]
-    known = _kept(folder) or _tokenised(text, found, holdout, words, folder)
+    known = _kept(folder) or _tokenized(text, found, holdout, words, folder)
     streams = {side: read_stream(folder, side, known[side], separator=words.separator) for side in SIDES}
     _check_long_enough(streams, sequence, pack=pack, validation=validation)
     splits = {
@@ -104,7 +104,7 @@ def _kept(folder: Path) -> dict[str, Any] | None:
     return known
 
 
-def _tokenised(
+def _tokenized(
     source: Source, found: CorpusManifest, holdout: Holdout, tokenizer: Tokenizer, folder: Path
 ) -> dict[str, Any]:
     """Fill the cache; of several processes that ask at once, one does the work and the others find it done."""

@@ -60,7 +60,7 @@ def order(seed: int, size: int) -> SampleOrder:
 
 
 def _mix(value: UInt64) -> UInt64:
-    """splitmix64's finaliser: every output bit depends on every input bit; arithmetic modulo 2**64."""
+    """splitmix64's finalizer: every output bit depends on every input bit; arithmetic modulo 2**64."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

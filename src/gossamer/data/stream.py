@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gossamer.data.tokenizer import Ids, Spans, Tokenizer
 
-_GROUP_LETTERS = 1 << 22  # documents are tokenised in groups of about this size, in parallel within one
+_GROUP_LETTERS = 1 << 22  # documents are tokenized in groups of about this size, in parallel within one
 
 Int64 = NDArray[np.int64]
 
@@ -52,7 +52,7 @@ def write_stream(texts: Iterable[str], tokenizer: Tokenizer, *, folder: Path, si
     documents = tokens = bytes_ = 0
     with ExitStack() as open_files:
         files = {part: open_files.enter_context((folder / f"{side}.{part}").open("wb")) for part in types}
-        for spans in _tokenised(texts, tokenizer):
+        for spans in _tokenized(texts, tokenizer):
             row = {
                 "tokens": np.append(spans.ids, tokenizer.separator),
                 "lengths": np.append(spans.lengths, spans.rest),
@@ -88,7 +88,7 @@ def _mapped(file: Path, kind: str) -> Ids:
     return np.memmap(file, kind, mode="r")
 
 
-def _tokenised(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Spans]:
+def _tokenized(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Spans]:
     group: list[str] = []
     letters = 0
     for text in texts:

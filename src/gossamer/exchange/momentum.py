@@ -35,8 +35,8 @@ class Momentum(Exchange):
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:
-            do = "give the first of the rule's betas"
-            raise bad_input(wanted="a number from 0 to below 1", got=f"{self.beta:g}", do=do, key="beta")
+            do = "set it to the first of the optimizer's betas, e.g. 0.9"
+            raise bad_input(wanted="a beta of 0 or more and below 1", got=f"{self.beta:g}", do=do, key="beta")
 
     @property
     def traits(self) -> ExchangeTraits:

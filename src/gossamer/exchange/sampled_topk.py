@@ -2,7 +2,7 @@
 
 Equations:
     tau_i  = magnitude that about k of a sample's numbers, scaled up, reach   k = max(1, round(fraction numel))
-    A_i    = places with |x_i| >= tau_i;   S_i = A_i, or k neighbours in A_i from a random one on where there are more
+    A_i    = places with |x_i| >= tau_i;   S_i = A_i, or k neighbors in A_i from a random one on where there are more
     kept_i = x_i on S_i, 0 elsewhere;   mean = sum_i w_i kept_i
 Symbols: x_i (numel,) input of rank i; w_i its weight. The sample holds 64 numbers or more above tau, drawn by rank.
 Wire:    GATHER of 8 k bytes (float32 value, int32 place), zeros where fewer are sent.   State: none.

@@ -39,7 +39,7 @@ from gossamer.store.checkpoint import list_checkpoints
 from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, newest_like
 from gossamer.view.run_lock import held
-from gossamer.view.summary import summarise
+from gossamer.view.summary import summarize
 
 _ALONE = LauncherRank(
     rank=0,
@@ -141,7 +141,7 @@ def _train(
             )
         finally:
             display.close()
-    return summarise(directory)
+    return summarize(directory)
 
 
 def _request(settings: RunConfig, place: LauncherRank, given: _TrainingData) -> PartitionRequest:

@@ -10,7 +10,7 @@ import torch
 
 from gossamer.job.rank_inputs import RankJob
 from gossamer.model.forward_adapter import caller_of
-from gossamer.model.input_checks import within_vocabulary
+from gossamer.model.input_checks import checking_token_ids
 from gossamer.model.model_profile import (
     facts_of,
     forward_flop_per_token,
@@ -34,7 +34,7 @@ def flop_per_token_of(job: RankJob) -> float:
     one = moved(parts.train.batch(np.zeros(1, np.int64)), parts.device)
     if "input_ids" not in one:
         return 0.0
-    with within_vocabulary(parts.outline, one["input_ids"], job.data.vocabulary):
+    with checking_token_ids(parts.outline, one["input_ids"], job.data.vocabulary):
         return forward_flop_per_token(parts.outline, caller_of(parts.outline, one), one)
 
 

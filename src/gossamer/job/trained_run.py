@@ -117,7 +117,7 @@ def _standing_in(folder: Path) -> Iterator[Path]:
     """Change to `folder` inside this context; yield the former folder, where modules can still be imported from."""
     here = Path.cwd()
     if str(here) not in sys.path:
-        sys.path.append(str(here))  # stays: a module may import its neighbours later, when it is called
+        sys.path.append(str(here))  # stays: a module may import its neighbors later, when it is called
     os.chdir(folder)
     try:
         yield here

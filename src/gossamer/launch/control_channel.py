@@ -46,7 +46,7 @@ class HostAlive(Said):
     standings: tuple[RankPosition, ...]
 
 
-class HostFailed(Said):
+class RankFailed(Said):
     """A message that reports the failure of one rank."""
 
     kind: Literal["failed"] = "failed"
@@ -75,8 +75,8 @@ class RunEnded(Said):
     text: str
 
 
-Control: TypeAlias = Annotated[HostAlive | HostFailed | Stop | Done | RunEnded, Field(discriminator="kind")]
-_CONTROL: TypeAdapter[HostAlive | HostFailed | Stop | Done | RunEnded] = TypeAdapter(Control)
+Control: TypeAlias = Annotated[HostAlive | RankFailed | Stop | Done | RunEnded, Field(discriminator="kind")]
+_CONTROL: TypeAdapter[HostAlive | RankFailed | Stop | Done | RunEnded] = TypeAdapter(Control)
 
 
 class HostLine:
@@ -90,7 +90,7 @@ class HostLine:
         self._loop = loop
         self._sockets = dict(others or {})
         self._lines = {other: JsonLineReader() for other in self._sockets}
-        self._inbox: list[tuple[int, HostAlive | HostFailed | Stop | Done | RunEnded]] = []
+        self._inbox: list[tuple[int, HostAlive | RankFailed | Stop | Done | RunEnded]] = []
         now_s = time.monotonic()
         self.heard_s = dict.fromkeys(self._sockets, now_s)
         for other, connection in self._sockets.items():
@@ -102,7 +102,7 @@ class HostLine:
         """The hosts whose connection is still open."""
         return tuple(self._sockets)
 
-    def send(self, message: HostAlive | HostFailed | Stop | Done | RunEnded, *, besides: int = -1) -> None:
+    def send(self, message: HostAlive | RankFailed | Stop | Done | RunEnded, *, besides: int = -1) -> None:
         """Send `message` to all other hosts (from host 0) or to host 0 (from the others), but not to `besides`.
 
         A connection that fails is closed.
@@ -114,7 +114,7 @@ class HostLine:
                 except OSError:
                     self._drop(other)
 
-    def received(self) -> list[tuple[int, HostAlive | HostFailed | Stop | Done | RunEnded]]:
+    def received(self) -> list[tuple[int, HostAlive | RankFailed | Stop | Done | RunEnded]]:
         """Return the messages received since the last call, in order, each with the host that sent it."""
         inbox, self._inbox = self._inbox, []
         return inbox

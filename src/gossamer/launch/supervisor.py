@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gossamer.launch.control_channel import Done, HostAlive, HostFailed, HostLine, How, RunEnded, Stop
+from gossamer.launch.control_channel import Done, HostAlive, HostLine, How, RankFailed, RunEnded, Stop
 from gossamer.launch.failure_report import Dated, RankFailure, RootCause, find_root_cause, format_report
 from gossamer.launch.hang_detector import HangDetector, standing_of
 from gossamer.launch.paths import lacks_checkpoint
@@ -109,13 +109,13 @@ class Supervisor:
             if not self._failures:
                 self._failed_s = time.monotonic()
             self._failures.append(Dated(failure=failure, at_s=time.monotonic() - failure.age_s))
-            self._line.send(HostFailed(failure=failure), besides=by)
+            self._line.send(RankFailed(failure=failure), besides=by)
             if failure.what in ("hung", "silent") and self._crew.owns(failure.rank):
                 self._crew.accuse(failure.rank)
 
     def _hear(self) -> None:
         for host, message in self._line.received():
-            if isinstance(message, HostFailed):
+            if isinstance(message, RankFailed):
                 self._note([message.failure], by=host)
             elif isinstance(message, Stop):
                 self._asked(message.how, by=host)

@@ -55,7 +55,7 @@ class WorkerGroup:
         self._host, self._hostname, self._errors = host, hostname, errors_folder(rundir)
         self._warden = OrphanReaper()
         self._workers: dict[int, Worker] = {}
-        self._suspects: dict[int, int] = {}  # rank -> judgements in a row that found it stopped
+        self._suspects: dict[int, int] = {}  # rank -> judgments in a row that found it stopped
         self._named: set[int] = set()  # ranks whose failure is already out
         self._ended_by_us = False
 

@@ -14,12 +14,12 @@ from gossamer.loss_reader.graph_nodes import (
     dims_of,
     is_parameter,
     kept,
-    name_of,
     nodes_below,
+    op_name,
     saved,
     side_without_gradient,
 )
-from gossamer.loss_reader.normalized import is_normalised
+from gossamer.loss_reader.normalized import is_normalized
 from gossamer.loss_reader.row_dims import with_rows
 
 _SEARCHED_NODES = 20_000
@@ -40,7 +40,7 @@ def across_rows(roots: Sequence[Tensor], rows: int) -> str:
         if node is None or node in seen:
             continue
         seen.add(node)
-        name, below = name_of(node), [one for one, _ in node.next_functions]
+        name, below = op_name(node), [one for one, _ in node.next_functions]
         is_linear = name in PASSING or name in ("Add", "Sub", "Mul", "Div", "Stack", "Cat", "Mean", "Sum", "Dot")
         if node in top and (is_linear or hasattr(node, "_saved_reduction")):
             if is_linear and not (name in ("Mean", "Sum") and _reduces(node, below, rows)):
@@ -56,14 +56,14 @@ def _reduces(node: Any, below: list[Any], rows: int) -> bool:
     sizes = tuple(node._saved_self_sym_sizes)
     if _is_of_losses(below[0]):
         return False
-    return len(sizes) > 0 and 0 in dims_of(node, sizes) and (sizes[0] == rows or name_of(node) == "Mean")
+    return len(sizes) > 0 and 0 in dims_of(node, sizes) and (sizes[0] == rows or op_name(node) == "Mean")
 
 
 def _is_of_losses(node: Any) -> bool:
     """Return whether the node stacks scalars."""
-    while node is not None and name_of(node) in PASSING:
+    while node is not None and op_name(node) in PASSING:
         node = node.next_functions[0][0]
-    return node is not None and name_of(node) == "Stack" and all(_shape(one) == () for one, _ in node.next_functions)
+    return node is not None and op_name(node) == "Stack" and all(_shape(one) == () for one, _ in node.next_functions)
 
 
 def _takes_rows_together(node: Any, name: str, below: list[Any], rows: int) -> bool:
@@ -81,7 +81,7 @@ def _takes_rows_together(node: Any, name: str, below: list[Any], rows: int) -> b
             return False
         return bool(_holds(left[1], rows) and left[1] == right[2]) or left[2] == rows == right[1]
     if name in _ELEMENTWISE:
-        return _pairs(below, rows) or _is_centred(node, below, rows)
+        return _pairs(below, rows) or _is_centered(node, below, rows)
     if name in _SCATTERING:
         return saved(node, "dim") == 0 and any(_shape(one)[:1] == (rows,) for one in below)
     if name not in _TOGETHER:
@@ -97,7 +97,7 @@ def _holds(size: int, rows: int) -> bool:
 
 def _shape(node: Any) -> tuple[int, ...]:
     """Return the sizes of a node's output before expansion; () if it has several outputs."""
-    while node is not None and name_of(node) in ("Expand", "Clone"):
+    while node is not None and op_name(node) in ("Expand", "Clone"):
         node = node.next_functions[0][0]
     return tuple(node._input_metadata[0].shape) if node is not None and len(node._input_metadata) == 1 else ()
 
@@ -116,12 +116,12 @@ def _pairs(below: list[Any], rows: int) -> bool:
     return False
 
 
-def _is_centred(node: Any, below: list[Any], rows: int) -> bool:
+def _is_centered(node: Any, below: list[Any], rows: int) -> bool:
     """Return whether the node multiplies by values of the rows that were normalized over the rows."""
     other = kept(node, side_without_gradient(node)) if None in below[:2] else None
     if other is None or other.numel() != rows or rows not in other.shape:
         return False
-    return is_normalised(other, with_rows(other.shape, tuple(other.shape).index(rows)), rows)
+    return is_normalized(other, with_rows(other.shape, tuple(other.shape).index(rows)), rows)
 
 
 def _sizes(node: Any, *names: str) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gossamer.loss_reader import row_dims as lay
-from gossamer.loss_reader.graph_nodes import kept, made, name_of, side_without_gradient
-from gossamer.loss_reader.normalized import is_normalised
+from gossamer.loss_reader.graph_nodes import kept, made, op_name, side_without_gradient
+from gossamer.loss_reader.normalized import is_normalized
 from gossamer.loss_reader.row_dims import RowDims, RowsMixed
 from gossamer.loss_reader.row_flow import FREE, GraphStep, RowFlow, RowPath, RowPlace, known_of, need_layouts
 
@@ -26,8 +26,8 @@ def _by_element(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | Non
         return _met_first(flow, node, name, sizes)
     if name in ("Mul", "Div") and None in inputs[:2]:
         other = kept(node, side_without_gradient(node))
-        if other is not None and is_normalised(other, layouts[0], flow.origin.rows):
-            raise RowsMixed(f"{name} with numbers that were normalised over rows")
+        if other is not None and is_normalized(other, layouts[0], flow.origin.rows):
+            raise RowsMixed(f"{name} with numbers that were normalized over rows")
         if other is not None and other.dim():
             entered = flow.origin.layout(other, is_input=False)
             layouts += [entered] if entered is not None and _spreads(layouts[0], other.shape, len(sizes)) else []
@@ -61,7 +61,7 @@ def _sizes_below(node: Any) -> list[tuple[int, ...]]:
     for one, output in node.next_functions:
         if one is None:
             continue
-        while name_of(one) in ("Expand", "Clone") and one.next_functions[0][0] is not None:
+        while op_name(one) in ("Expand", "Clone") and one.next_functions[0][0] is not None:
             one, output = one.next_functions[0]
         found.append(made(one, output))
     return found

@@ -28,7 +28,7 @@ class GraphScalar:
     is_computed: bool
 
 
-def name_of(node: Any) -> str:
+def op_name(node: Any) -> str:
     """Return the operation's name: "Mul" of MulBackward0."""
     return _short(node.name())
 
@@ -136,8 +136,8 @@ def _is_tensors_own(value: Tensor) -> bool:
 
 def is_parameter(node: Any) -> bool:
     """Return whether the node is a parameter, directly or through views and transposes."""
-    while name_of(node) in PASSING:
+    while op_name(node) in PASSING:
         node = node.next_functions[0][0]
         if node is None:
             return False
-    return name_of(node) == "AccumulateGrad"
+    return op_name(node) == "AccumulateGrad"

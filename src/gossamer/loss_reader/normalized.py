@@ -14,7 +14,7 @@ from gossamer.loss_reader.row_flow import RowPath, RowPlace
 _LOOKED_THROUGH = 1 << 22  # numbers of one tensor
 
 
-def is_normalised(other: Tensor, layout: RowDims, rows: int) -> bool:
+def is_normalized(other: Tensor, layout: RowDims, rows: int) -> bool:
     """Return whether a tensor has a mean of 0 or 1 over rows, as normalizing by its own statistics gives it.
 
     `layout`: where the tensor's rows are; `rows`: of this rank's batch.
@@ -30,9 +30,9 @@ def is_normalised(other: Tensor, layout: RowDims, rows: int) -> bool:
     if low == high or bool((wide == wide.round()).all()) or (low == 0.0 and bool(((wide == 0) | (wide == high)).all())):
         return False  # constants, signs, masks
     each = _by_row(wide, other.dim() - back, layout[dim], rows)
-    if each.shape[1] > 1 and _is_centred(each, 1):
+    if each.shape[1] > 1 and _is_centered(each, 1):
         return False  # every row by itself, by its own statistics
-    return _is_centred(wide, None) or _is_centred(wide, other.dim() - back)
+    return _is_centered(wide, None) or _is_centered(wide, other.dim() - back)
 
 
 def _by_row(wide: Tensor, at: int, dim: lay.Dim, rows: int) -> Tensor:
@@ -44,7 +44,7 @@ def _by_row(wide: Tensor, at: int, dim: lay.Dim, rows: int) -> Tensor:
     return wide.movedim(at, 0).reshape(outer, dim[place][0], -1).movedim(1, 0).flatten(1)
 
 
-def _is_centred(wide: Tensor, dim: int | None) -> bool:
+def _is_centered(wide: Tensor, dim: int | None) -> bool:
     mean = wide.mean() if dim is None else wide.mean(dim)
     size = wide.abs().mean() if dim is None else wide.abs().mean(dim)
     is_near = torch.minimum(mean.abs(), (mean - 1).abs()) < 1e-6 * size
@@ -55,8 +55,8 @@ def refuse_standardised(name: str, given: Tensor | None, place: RowPlace, rows: 
     """Raise RowsMixed if a layer's input was normalized over this rank's rows, in total or per feature."""
     if given is None or place.way is not RowPath.ROWS or given.dim() < 2 or given.numel() > _LOOKED_THROUGH:
         return
-    if is_normalised(given, place.layout, rows) and has_spread_one(given, place.layout):
-        raise RowsMixed(f"{name} of numbers that were normalised over rows")
+    if is_normalized(given, place.layout, rows) and has_spread_one(given, place.layout):
+        raise RowsMixed(f"{name} of numbers that were normalized over rows")
 
 
 def has_spread_one(target: Tensor, layout: RowDims) -> bool:

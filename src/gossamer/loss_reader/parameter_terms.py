@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gossamer.loss_reader.graph_nodes import PASSING, below, constant, is_parameter, name_of, saved
+from gossamer.loss_reader.graph_nodes import PASSING, below, constant, is_parameter, op_name, saved
 
 _FREE_NODES = 64  # a penalty is few nodes above its parameter
 # Operations of penalties on parameters. Any other may bring rows in: a layer, or a function of the user's.
@@ -41,7 +41,7 @@ _BY_ELEMENT = {
 }
 
 
-def is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
+def depends_on_parameters_only(node: Any, sizes: tuple[int, ...] | None) -> bool:
     """Return whether a node depends on parameters alone, each of the reduced sizes, so that no rows entered."""
     todo: list[tuple[Any, tuple[int, ...] | None]] = [(node, sizes)]
     seen = 0
@@ -50,7 +50,7 @@ def is_free(node: Any, sizes: tuple[int, ...] | None) -> bool:
         if one is None:
             continue
         seen += 1
-        name = name_of(one)
+        name = op_name(one)
         if seen > _FREE_NODES or name not in (*_BY_ELEMENT, *PASSING, "Mm", "AccumulateGrad"):
             return False
         if name in ("Select", "Unbind", "Slice") and not is_parameter(one.next_functions[0][0]):

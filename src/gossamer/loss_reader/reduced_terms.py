@@ -19,12 +19,12 @@ from gossamer.loss_reader.graph_nodes import (
     GraphScalar,
     below,
     dims_of,
-    name_of,
     number,
+    op_name,
     saved,
     sizes_before,
 )
-from gossamer.loss_reader.parameter_terms import is_free
+from gossamer.loss_reader.parameter_terms import depends_on_parameters_only
 from gossamer.loss_reader.terms import Kind, Term, TermRows, times
 
 _OWN_WEIGHTS = "a sum with weights that add up to 1, over this rank's rows alone"
@@ -87,7 +87,7 @@ def _reduced(top: list[_Step], nodes: list[Any], node: Any, what: str, factor: f
         nodes.append(node)
         node = under
     reductions = [(at, step) for at, step in enumerate(steps) if step[0] in REDUCING]
-    if node is None or is_free(first, top[0][1] if top else None):
+    if node is None or depends_on_parameters_only(first, top[0][1] if top else None):
         return Term(Kind.FREE, "parameters alone")
     of_rows = [at for at, (_, sized, dims, _, _) in reductions if not sized or rows.dim(sized) in dims]
     at = of_rows[-1] if of_rows else reductions[0][0]
@@ -134,7 +134,7 @@ def _of_rows(term: Term, weights: Tensor, sizes: tuple[int, ...], rows: TermRows
 
 def _step(node: Any) -> tuple[_Step, Any] | None:
     """Return a reduction, factor or view and its input node; None if the node is none of them."""
-    name, under = name_of(node), below(node)
+    name, under = op_name(node), below(node)
     if name in REDUCING:
         sizes = sizes_before(node)
         return (name, sizes, dims_of(node, sizes), 0.0, None), under[0]

@@ -8,7 +8,7 @@ from typing import Any
 from gossamer.loss_reader import row_dims as lay
 from gossamer.loss_reader.graph_nodes import dims_of, kept, made, saved
 from gossamer.loss_reader.indexing import broadcast
-from gossamer.loss_reader.normalized import has_spread_one, is_normalised
+from gossamer.loss_reader.normalized import has_spread_one, is_normalized
 from gossamer.loss_reader.row_dims import RowDims, RowsMixed
 from gossamer.loss_reader.row_flow import SUMMED, GraphStep, RowFlow, RowPath, RowPlace, known_of, need_layouts
 
@@ -63,10 +63,10 @@ def _loss(flow: RowFlow, node: Any, name: str, inputs: list[RowPlace | None]) ->
     if (
         target is not None
         and name == "MseLoss"
-        and is_normalised(target, layouts[0], flow.origin.rows)
+        and is_normalized(target, layouts[0], flow.origin.rows)
         and has_spread_one(target, layouts[0])
     ):
-        raise RowsMixed(f"{name} with a target that was normalised over rows")
+        raise RowsMixed(f"{name} with a target that was normalized over rows")
     if not name.startswith(("NllLoss", "Multi")):
         joined = lay.joined(layouts, broadcast([lay.sizes_of(one) for one in layouts]), name)
         return RowPlace(RowPath.ROWS, joined) if saved(node, "reduction") == 0 else SUMMED

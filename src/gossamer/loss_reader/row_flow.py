@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.loss_reader import row_dims as lay
-from gossamer.loss_reader.graph_nodes import made, name_of, nodes_below
+from gossamer.loss_reader.graph_nodes import made, nodes_below, op_name
 from gossamer.loss_reader.row_dims import RowDims, RowsLost, RowsMixed
 from gossamer.loss_reader.row_labels import RowLabels
 from gossamer.ops.fingerprint import digest
@@ -106,7 +106,7 @@ class RowFlow:
                 raise RowsMixed(f"a choice of {len(taken)} of {self._rows[key]} rows")
 
     def _place(self, node: Any) -> RowPlace:
-        name = name_of(node)
+        name = op_name(node)
         if name == "AccumulateGrad":
             return self._of_leaf(node.variable)
         inputs = [None if one is None else self.made(one, output) for one, output in node.next_functions]
@@ -139,7 +139,7 @@ class RowFlow:
     def made(self, node: Any, output: int) -> RowPlace:
         """Return the place of the rows in one output of a node."""
         found = self._outputs.get((node, output)) or self.places.get(node, LOST)
-        if found.way is RowPath.ROW and name_of(node) == "Unbind":
+        if found.way is RowPath.ROW and op_name(node) == "Unbind":
             self._taken[found.row[0]].add(found.row[1])
         return found
 

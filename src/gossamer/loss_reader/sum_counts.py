@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from gossamer.loss_reader.graph_nodes import REDUCING, kept, name_of, side_without_gradient, signed, sizes_before
+from gossamer.loss_reader.graph_nodes import REDUCING, kept, op_name, side_without_gradient, signed, sizes_before
 
 
 def counts_of(node: Any) -> set[float]:
     """Return the counts that the node shows; an empty set if it shows none."""
-    name = name_of(node)
+    name = op_name(node)
     if name in REDUCING:
         sizes = sizes_before(node)
         found = {float(prod(sizes)), *(float(size) for size in sizes if size > 1)}

@@ -16,13 +16,13 @@ from gossamer.loss_reader.graph_nodes import (
     GraphScalar,
     below,
     constant,
-    name_of,
     nodes_below,
     number,
+    op_name,
     saved,
     side_without_gradient,
 )
-from gossamer.loss_reader.parameter_terms import is_free
+from gossamer.loss_reader.parameter_terms import depends_on_parameters_only
 from gossamer.loss_reader.reduced_terms import read_dot, read_sum, read_torch_loss, read_weighted
 from gossamer.loss_reader.terms import Kind, Term, TermRows, times
 
@@ -48,7 +48,7 @@ class _TermReader:
 
     def terms(self, node: Any, factor: float) -> list[Term]:
         """Return the summands of a scalar."""
-        name, under = name_of(node), below(node)
+        name, under = op_name(node), below(node)
         if name == "AccumulateGrad":
             return [Term(Kind.FREE, "a parameter")]
         if name in PASSING:
@@ -68,7 +68,7 @@ class _TermReader:
             return [read_dot(node, under, factor, self.rows)]
         if hasattr(node, "_saved_reduction"):
             return [read_torch_loss(node, name, factor)]
-        if is_free(node, None):
+        if depends_on_parameters_only(node, None):
             return [Term(Kind.FREE, name)]
         return [Term(Kind.UNKNOWN, f"{name}, a function of a mean or sum that is not its multiple")]
 
@@ -87,7 +87,7 @@ class _TermReader:
             raise _NoVector
         if _is_scalar(node):
             return [self.terms(node, 1.0)]
-        name, under = name_of(node), below(node)
+        name, under = op_name(node), below(node)
         if name in ("Stack", "Cat"):
             return [terms for one in under for terms in self._stacked(one, name)]
         if name in PASSING:
@@ -110,8 +110,8 @@ class _TermReader:
         under = nodes_below(node)
         if len(under) > 1:
             left, right = under
-            free = right if name == "Div" or is_free(right, None) else left
-            if not is_free(free, None):
+            free = right if name == "Div" or depends_on_parameters_only(right, None) else left
+            if not depends_on_parameters_only(free, None):
                 raise _NoVector
             return self._elements(left if free is right else right)
         side = side_without_gradient(node)

@@ -30,7 +30,7 @@ def check_vocabulary(model: int | None, given: int, *, tokenizer: str = "", has_
 
 
 @contextmanager
-def within_vocabulary(module: nn.Module, tokens: Tensor, given: int) -> Iterator[None]:
+def checking_token_ids(module: nn.Module, tokens: Tensor, given: int) -> Iterator[None]:
     """Check token ids around a forward over `tokens`: raise BadInput if an embedding is smaller than the tokenizer.
 
     Its rows are compared with `given`, the number of the tokenizer's ids (0: there is none), even if all of `tokens`

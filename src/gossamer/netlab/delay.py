@@ -44,7 +44,7 @@ def open_device(name: str) -> socket.socket:
     return out
 
 
-def framed(packet: bytes, own: bytes) -> bytes | None:
+def ethernet_frame(packet: bytes, own: bytes) -> bytes | None:
     """Return the Ethernet frame for a packet read from the line, None for a packet that is not IPv4."""
     flags, kind, header, segment, start, offset = _HEADER.unpack_from(packet)
     body = packet[_HEADER.size :]
@@ -84,7 +84,7 @@ def _take(line: int, waiting: deque[tuple[float, bytes]], own: bytes, delay_s: f
             packet = os.read(line, 65550 + _HEADER.size)
         except BlockingIOError:
             return
-        frame = framed(packet, own)
+        frame = ethernet_frame(packet, own)
         if frame is not None:
             waiting.append((due, frame))
 

@@ -94,7 +94,7 @@ class LabTopology:
     def _check_shares(self) -> None:
         if self.cpu and (len(self.cpu) != self.hosts or not all(0 < c < math.inf for c in self.cpu)):
             raise bad_input(
-                wanted=f"{self.hosts} positive shares of the processor, one per host",
+                wanted=f"{self.hosts} positive numbers of cores, one per host",
                 got=str(list(self.cpu)),
                 do="give every host one (a host without a quota would donate its idle core to the others)",
                 key="cpu",

@@ -107,7 +107,7 @@ def peer_of(handle: str) -> int | None:
 def _known(host: int, hosts: int) -> None:
     if host not in range(hosts):
         raise bad_input(
-            wanted=f"a host of 0 to {hosts - 1}", got=str(host), do="name one of the laboratory's", key="host"
+            wanted=f"a host from 0 to {hosts - 1}", got=str(host), do="give the number of one of its hosts", key="host"
         )
 
 

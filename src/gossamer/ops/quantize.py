@@ -12,7 +12,7 @@ from gossamer.ops.rounding_noise import Noise
 SMALLEST = 1e-36  # a block whose largest magnitude is below it is sent as zeros: its scale would lose its precision
 
 
-def quantise(
+def quantize(
     x: Tensor,
     block: int,
     levels: int,
@@ -45,8 +45,8 @@ def quantise(
             torch.addcmul(values, steps, scale.unsqueeze(-1), value=-1, out=span.numbers(rest))
 
 
-def dequantise(levels: Tensor, scales: Tensor, block: int, bits: int = 8, numel: int | None = None) -> Tensor:
-    """Return the integers of `quantise` times the scale of their block, as a new (..., numel) float32."""
+def dequantize(levels: Tensor, scales: Tensor, block: int, bits: int = 8, numel: int | None = None) -> Tensor:
+    """Return the integers of `quantize` times the scale of their block, as a new (..., numel) float32."""
     numel = levels.shape[-1] if numel is None else numel
     out = torch.empty((*levels.shape[:-1], numel), dtype=torch.float32, device=levels.device)
     levels, scales, rows = as_rows(levels), as_rows(scales), as_rows(out)
@@ -57,8 +57,8 @@ def dequantise(levels: Tensor, scales: Tensor, block: int, bits: int = 8, numel:
     return out
 
 
-def add_dequantised(total: Tensor, levels: Tensor, scales: Tensor, block: int, bits: int = 8) -> None:
-    """Add the result of `dequantise` to `total` (..., numel) float32, in place."""
+def add_dequantized(total: Tensor, levels: Tensor, scales: Tensor, block: int, bits: int = 8) -> None:
+    """Add the result of `dequantize` to `total` (..., numel) float32, in place."""
     levels, scales, rows, room = as_rows(levels), as_rows(scales), as_rows(total), scratch(total, block)
     codes = scratch(total, block, torch.int8) if bits < 8 else None
     for span in spans(rows, block):

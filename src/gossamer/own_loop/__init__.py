@@ -237,7 +237,7 @@ def _mind_batch_norm(
             over_all_ranks(layers, one, whole.meet(f"statistics {index}", "gloo"))
         elif whole.rank == 0:
             _log.warning(
-                "%s normalises by the statistics of each rank's own rows, which is not what one process with the whole "
+                "%s normalizes by the statistics of each rank's own rows, which is not what one process with the whole "
                 "batch does, and its buffers are each rank's own: pass batch_norm='all' for statistics over all ranks",
                 layers[0][0],
             )

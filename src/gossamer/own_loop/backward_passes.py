@@ -26,7 +26,7 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.loss_reader.count import LossCount
 from gossamer.ops.fingerprint import digest
 from gossamer.own_loop.backward_pass import BackwardPass, PassSettings
-from gossamer.own_loop.bucket_exchange import BucketExchange
+from gossamer.own_loop.bucket_exchange import BucketSender
 from gossamer.own_loop.exchange_choice import WATCHED, PassProfile
 from gossamer.own_loop.gradient_buckets import LoopBuckets
 from gossamer.own_loop.gradient_hooks import GradientHooks, LossHook, PassEnding, defer_hooks, refuse_after_hooks
@@ -71,7 +71,7 @@ class BackwardPasses:
         self._buckets = LoopBuckets(pump.channel, "dense" if exchanges == AUTO else exchanges, manner.bucket_bytes)
         self._gradients, self._hooks = UserGradients(self._buckets), GradientHooks()
         self._status = PassStatus(words, party, hand)
-        self._exchange = BucketExchange(self._buckets, self._status, pump, party, manner)
+        self._exchange = BucketSender(self._buckets, self._status, pump, party, manner)
         self.is_closed = False
         self.serial = 0  # number of the last pass
         self.skipped = 0  # passes in a row without a step

@@ -106,7 +106,7 @@ class _AllRanks(_Ranks):
         return 1.0 if passes is None else passes.share()
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     """Normalize over the rows of all ranks: y = weight xhat + bias; also returns mean, var and n for the running
     averages.
     """
@@ -156,7 +156,7 @@ class _Normalise(torch.autograd.Function):
 
 def _forward(layer: _BatchNorm, x: Tensor, ranks: _Ranks) -> Tensor:
     """Run one forward pass in training mode and update the running averages as torch.nn does."""
-    y, mean, var, n = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, ranks)  # type: ignore[no-untyped-call]
+    y, mean, var, n = _Normalize.apply(x, layer.weight, layer.bias, layer.eps, ranks)  # type: ignore[no-untyped-call]
     if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
         with torch.no_grad():
             if layer.num_batches_tracked is not None:

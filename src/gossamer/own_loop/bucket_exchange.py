@@ -18,7 +18,7 @@ from gossamer.own_loop.process_group import LoopGroup
 from gossamer.own_loop.status_rows import StatusRows
 
 
-class BucketExchange:
+class BucketSender:
     """The sender of the buckets of backward passes. `sums`: of this rank's own gradients since the last step."""
 
     def __init__(

@@ -150,9 +150,9 @@ class StatusRows:
         sizes = self.beside[:, 0].tolist()
         if len(set(sizes)) > 1:
             raise bad_input(
-                wanted=f"in {what} the same parameters to be trained on all ranks",
-                got=f"{[int(size) for size in sizes]} by rank",
-                do="freeze and unfreeze alike on all ranks",
+                wanted=f"the same trained parameters on all ranks in {what}",
+                got=f"{[int(size) for size in sizes]} trained parameters by rank",
+                do="set requires_grad alike on all ranks",
             )
         do = (
             "pass loss='sum' if one process would add the ranks' losses up, or weight=, a function of a batch that "
@@ -207,7 +207,7 @@ class StatusRows:
             total = float(counts.sum())
             if total and float((counts / total - self.shares).abs().max()) > _SAME:
                 raise bad_input(
-                    wanted=f"in {what} terms that count in proportion on all ranks, as a rank has one weight",
+                    wanted=f"in {what} loss terms whose counts have one ratio on all ranks, as a rank has one weight",
                     got=f"{one.said}, which count {self.table[:, 5].tolist()} and {counts.tolist()} by rank",
                     do=do,
                 )

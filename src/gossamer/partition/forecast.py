@@ -32,7 +32,7 @@ def forecast_of(plan: Plan, cut: StagedModel, batches: Batches, config: RunConfi
     maker = PlanMethods.of(plan).schedule
     by_count = {m: schedule_of(plan, plan.microbatches.index(m), maker) for m in set(plan.microbatches)}
     schedules = tuple(by_count[m] for m in plan.microbatches)
-    return price_of_stages(plan, Staged(schedules, held, cut.shared()), borders)
+    return price_of_stages(plan, Staged(schedules, held, cut.parameters_on_several_stages()), borders)
 
 
 def bubble_reason(plan: Plan, flow: DataFlow, parts: Sequence[StageSpec]) -> str:

@@ -21,7 +21,7 @@ from gossamer.sharding import (
     bytes_of,
     gather_traffic,
     holdings,
-    longest,
+    longest_message_numel,
 )
 from gossamer.sync import OuterLoopConfig, StatusExchange, ZerothOrderConfig, buckets_of, traffic_of_round
 
@@ -103,7 +103,7 @@ def state_bytes(
 def _padding(layout: Layout, deal: RowPartition, rank: int) -> int:
     """Return the elements by which a bucket of a rank with any rows is longer than these: as long as the longest."""
     own = sum(numel for _, numel in deal.part(layout, rank))
-    return longest(layout, deal, rank) - own if rank in deal.givers(rank) else 0
+    return longest_message_numel(layout, deal, rank) - own if rank in deal.givers(rank) else 0
 
 
 def round_bytes(

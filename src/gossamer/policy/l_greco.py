@@ -3,7 +3,7 @@
 Equations (parameters l, candidates c, d the default candidate):
     budget = alpha sum_l err[l, d]
     q[l, c] = max(1, ceil(err[l, c] bins / budget))
-    choose c(l) to minimise sum_l exposed[l] size[l, c(l)]  subject to  sum_l q[l, c(l)] <= bins + L
+    choose c(l) to minimize sum_l exposed[l] size[l, c(l)]  subject to  sum_l q[l, c(l)] <= bins + L
     by  D_l[b] = min_c D_{l-1}[b - q[l, c]] + exposed[l] size[l, c],   D_0 = 0,   and the way back from D_L[bins + L]
 Symbols: err[l, c] = |G_l - C_c(G_l)|, G_l the mean gradient; size[l, c] bytes; L parameters; alpha, bins fields.
 The L spare bins are the most that rounding up adds, so the default is always feasible for alpha >= 1: what is chosen

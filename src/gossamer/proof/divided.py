@@ -16,7 +16,7 @@ from gossamer.pipeline.tied_weights import TiedWeights
 from gossamer.proof.entries import Picked
 from gossamer.proof.fingerprints import FingerprintTable, TensorNames, digests_of, rows_of
 from gossamer.proof.sides import ProofSide, world_kept
-from gossamer.proof.tensor_log import LoggedPart, LossRecorder, TensorLog
+from gossamer.proof.tensor_log import LoggedStage, LossRecorder, TensorLog
 from gossamer.proof.trials import Trial, TrialSet, move, owned
 from gossamer.run.checkpoint import trainable
 from gossamer.run.engine import engine_of, holdings_of, pieces_of, pipeline_of
@@ -68,7 +68,7 @@ class DividedSide(ProofSide):
                     move({n: t for n, t in held.items() if isinstance(t, nn.Parameter)}, question.seed)
                 pieces = pieces_of(_computing(parts, one), replace(engine, precision=one.precision))
                 if self.tracks is not None:
-                    pieces = {stage: LoggedPart(piece, self.tracks, one.number) for stage, piece in pieces.items()}
+                    pieces = {stage: LoggedStage(piece, self.tracks, one.number) for stage, piece in pieces.items()}
                 heard: dict[int, float] = {}
                 pieces = {stage: LossRecorder(piece, heard) for stage, piece in pieces.items()}
                 descent = Gradients(

@@ -117,7 +117,7 @@ class LossRecorder(ModelPart):
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedPart(ModelPart):
+class LoggedStage(ModelPart):
     """A stage of the model that logs its received tensors and unit outputs."""
 
     inner: ModelPart

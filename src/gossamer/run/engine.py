@@ -59,7 +59,7 @@ def pipeline_of(parts: Parts, rank: int, levels: ProcessGroups) -> Pipeline:
 
 def holdings_of(parts: Parts, rank: int, levels: ProcessGroups) -> dict[str, Holding]:
     """Return what a rank holds of the parameters that it trains; tied ones are those of several stages."""
-    shared, mesh = {} if parts.cut is None else parts.cut.shared(), parts.plan.axes
+    shared, mesh = {} if parts.cut is None else parts.cut.parameters_on_several_stages(), parts.plan.axes
     replica, _ = mesh.place(rank)
     added = {name: mesh.of_replica(replica, places) for name, places in shared.items()}
     deal = parts.recipe.sharding.deal(levels)

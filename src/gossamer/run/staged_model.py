@@ -76,7 +76,7 @@ class StagedModel:
         found = tuple(dict.fromkeys(self.groups[p.stage] for p in self.parts if name in p.holds))
         return found or tuple(dict.fromkeys(self.groups))
 
-    def shared(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+    def parameters_on_several_stages(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Return the trained parameters that several stages on different ranks hold, with these ranks."""
         trained = (name for name, p in self.ways.module.named_parameters() if p.requires_grad)
         return {name: at for name in trained if len(at := self.holders(name)) > 1}

@@ -47,7 +47,7 @@ def check_before_start(parts: Parts) -> None:
         if param.is_floating_point():
             precision.check(param.dtype)
         if param.device.type == "meta":
-            raise BadInput(f"parameter {name} is on the meta device: materialise the model first", key="model")
+            raise BadInput(f"parameter {name} is on the meta device: materialize the model first", key="model")
     _check_copies(parts)
 
 

@@ -76,8 +76,8 @@ class Verifier:
         rows = self.replica.gather(tuple(map(float, name))).tolist()
         self._hosts = [bytes(map(int, row)).rstrip(b"\0").decode("ascii", "replace") for row in rows]
         reruns = self._reruns(step, replica=0, seed=0, scale=scale)
-        centre = reruns.flatten(0, 1).median(0).values
-        noise = [max(distance(row, centre) for row in rows) for rows in reruns]
+        center = reruns.flatten(0, 1).median(0).values
+        noise = [max(distance(row, center) for row in rows) for rows in reruns]
         usual, far = max(_middle(noise), self._floor), max(_OUTLIER, self.wanted.tolerance_factor)
         self.tolerance = self.wanted.tolerance_factor * usual
         outliers = [rank for rank, n in enumerate(noise) if not n <= far * usual]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gossamer.comm.comm_thread import CommThread
-from gossamer.model.split.recompute import BufferValues, buffers_of, in_place_of
+from gossamer.model.split.recompute import BufferValues, copy_buffers, in_place_of
 from gossamer.run.forward import Pipeline, run_forward
 from gossamer.run.step_algorithm import At, ReplayedSteps, StepAlgorithm, StepAttempt
 from gossamer.run.step_log import NAME, StepLog
@@ -44,7 +44,7 @@ class ZerothOrderStep(StepAlgorithm):
         step, self._compute_s = task.window.step, 0.0
         self.at(step, "compute")
         names = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
-        self._before = buffers_of(self.module, names)
+        self._before = copy_buffers(self.module, names)
         looks = iter(range(2 * self.probing.probe.directions))
         vote = self.probing.look(step, lambda: self._loss(task, is_first=next(looks) == 0))
         return StepAttempt(vote, self._compute_s)

@@ -13,7 +13,7 @@ from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.exchange.codec import Codec
 from gossamer.sharding._access_trace import trace_access
-from gossamer.sharding._gather_updates import longest
+from gossamer.sharding._gather_updates import longest_message_numel
 from gossamer.sharding._holding import ElementBytes, Holding, RowShard, bytes_of, holdings, shapes_of
 from gossamer.sharding._row_partition import RowPartition, RowRange, rows_of
 from gossamer.sharding._sharded_optimizer import ShardedOptimizer, gather_traffic
@@ -38,7 +38,7 @@ __all__ = [
     "bytes_of",
     "gather_traffic",
     "holdings",
-    "longest",
+    "longest_message_numel",
     "names",
     "rows_of",
     "shapes_of",

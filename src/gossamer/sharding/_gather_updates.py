@@ -13,7 +13,7 @@ from gossamer.sharding._reduce_scatter import most
 from gossamer.sharding._row_partition import RowPartition
 
 
-def longest(layout: Layout, deal: RowPartition, rank: int) -> int:
+def longest_message_numel(layout: Layout, deal: RowPartition, rank: int) -> int:
     """Return the most elements of a bucket that any giver of `rank` has: every giver sends a message of that length."""
     return most([deal.part(layout, giver) for giver in deal.givers(rank)])
 

@@ -16,7 +16,7 @@ from gossamer.comm.message import Outcome, Rounds, Traffic
 from gossamer.comm.random_key import key_at
 from gossamer.exchange.codec import Codec
 from gossamer.optimizer import Optimizer, OptimizerState
-from gossamer.sharding._gather_updates import collected, collecting, longest
+from gossamer.sharding._gather_updates import collected, collecting, longest_message_numel
 from gossamer.sharding._holding import Holding
 from gossamer.sharding._reduce_scatter import most, packed, unpacked
 from gossamer.sharding._row_partition import RowPartition, RowRange
@@ -215,7 +215,7 @@ class ShardedOptimizer:
 
 def gather_traffic(layout: Layout, deal: RowPartition, rank: int, differences: Codec | None) -> tuple[Traffic, ...]:
     """Return the messages of the all-gather of one bucket after an update."""
-    length = longest(layout, deal, rank)
+    length = longest_message_numel(layout, deal, rank)
     if differences is None:
         return collecting(deal, rank, length, layout.dtype.itemsize)
     return collecting(deal, rank, differences.nbytes(length), 1)

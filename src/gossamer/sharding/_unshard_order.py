@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gossamer.comm.bucket import Layout
 from gossamer.comm.message import Traffic
-from gossamer.sharding._gather_updates import collecting, longest
+from gossamer.sharding._gather_updates import collecting, longest_message_numel
 from gossamer.sharding._row_partition import RowPartition
 
 LEVEL = "parameters"  # groups of their own: parameters do not wait behind gradients
@@ -86,7 +86,7 @@ class UnshardOrder:
         """Yield the messages of a step's all-gathers, for parameters sharded by `deal`."""
         for unit in self.gathers(microbatches):
             for layout in unit.layouts:
-                yield from collecting(deal, rank, longest(layout, deal, rank), layout.dtype.itemsize)
+                yield from collecting(deal, rank, longest_message_numel(layout, deal, rank), layout.dtype.itemsize)
 
 
 def window(index: int, units: int, *, is_forward: bool) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _is_text(cls, value: Any) -> Any:
-        """Half a letter (bytes that are no UTF-8, on the command line) could be neither tokenised nor written down."""
+        """Half a letter (bytes that are no UTF-8, on the command line) could be neither tokenized nor written down."""
         if (broken := _broken(value)) is not None:
             raise ValueError(f"wanted text, got {broken!a}, in which bytes are no UTF-8: write it anew in UTF-8")
         return value

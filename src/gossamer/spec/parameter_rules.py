@@ -76,7 +76,7 @@ def _check_partners(found: tuple[ParameterRule, ...]) -> None:
         if other is not None and other not in levels:
             example = "dense" if other == "intra" else "{two_shot: {codec: int8}}"
             raise bad_input(
-                wanted="lines for both intra and inter",
+                wanted="an exchange for each of the levels intra and inter",
                 got=f"{line.level} alone",
                 do=f"add ['{line.pattern}', {other}, {example}], say",
                 key=f"{line.key}.1",

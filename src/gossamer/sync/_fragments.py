@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.comm_thread import CommStep
 from gossamer.comm.message import ExchangeState, Outcome
-from gossamer.sync._state_by_name import named, refilled
+from gossamer.sync._state_by_name import refilled, state_by_name
 from gossamer.sync.outer import OuterState, OuterStep
 
 
@@ -153,8 +153,8 @@ class Fragment:
         outcomes = self.flight.outcomes if self.flight else ()
         states = [o.state for o in outcomes] or [part.state for part in self.parts]
         for part, state in zip(self.parts, states, strict=True):
-            found.update({f"rounds/{n}": t for n, t in named(part.layout, state).items()})
-            found.update({f"steps/{n}": t for n, t in named(part.layout, part.each).items()})
+            found.update({f"rounds/{n}": t for n, t in state_by_name(part.layout, state).items()})
+            found.update({f"steps/{n}": t for n, t in state_by_name(part.layout, part.each).items()})
         if self.flight is not None and self.flight.left:
             found.update(self._by_name("left", self.flight.left))
         takes_part = float(self.flight.takes_part) if self.flight else 1.0

@@ -50,13 +50,13 @@ class GossipExchange(Exchange):
     @property
     def traits(self) -> ExchangeTraits:
         return ExchangeTraits(
-            fixed_size=bool(self.graph.stays)
-        )  # of changing neighbours the price is the mean over rounds
+            fixed_size=bool(self.graph.fixed_degree)
+        )  # of changing neighbors the price is the mean over rounds
 
     @property
     def _known(self) -> tuple[str, ...]:
         """Return the names of the remembered states: the rank's own, then its neighbors' in order."""
-        count = 0 if self.codec.traits.lossless or not self.graph.stays else 1 + self.graph.stays
+        count = 0 if self.codec.traits.lossless or not self.graph.fixed_degree else 1 + self.graph.fixed_degree
         return tuple(f"h{i}" for i in range(count))
 
     def init(self, layout: Layout) -> ExchangeState:

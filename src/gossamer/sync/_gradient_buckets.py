@@ -15,7 +15,7 @@ from gossamer.exchange import Exchange, has_residual, is_residual
 from gossamer.ops.norm import global_norm_squared
 from gossamer.sharding import Holding
 from gossamer.spec.errors import bad_input
-from gossamer.sync._state_by_name import named, refilled
+from gossamer.sync._state_by_name import refilled, state_by_name
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ class GradientBuckets:
         """Return the state of all exchanges, by "path@parameter"."""
         found: dict[str, Tensor] = {}
         for slot in self.slots:
-            found.update(named(slot.layout, slot.state))
+            found.update(state_by_name(slot.layout, slot.state))
         return found
 
     def restore(self, states: Mapping[str, Tensor]) -> None:

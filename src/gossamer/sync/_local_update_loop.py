@@ -91,7 +91,7 @@ class LocalUpdateLoop(OuterLoop):
         """Start the quorum thread for the rounds after `done` steps."""
         if self.roll is not None:
             rounds = QuorumRounds.of(self.sender, done, *self._ends)
-            self.roll.begin(rounds.deadlines(), rounds.depart)
+            self.roll.begin(rounds.deadlines(), rounds.contribute)
 
     def close(self) -> None:
         """End the quorum thread, if there is one."""
@@ -162,7 +162,7 @@ class LocalUpdateLoop(OuterLoop):
         if not leaving:
             return []
         here = [self._left(fragment, flats) for fragment, flats in zip(leaving, gone, strict=True)]
-        is_there, launched = self._depart(leaving, gone, moved)
+        is_there, launched = self._contribute(leaving, gone, moved)
         ended = []
         for fragment, left, one in zip(leaving, here, launched, strict=True):
             fragment.steps, fragment.made, fragment.rates, fragment.samples = 0, 0, 0.0, 0.0
@@ -179,7 +179,7 @@ class LocalUpdateLoop(OuterLoop):
             one.flight.left = left if one.flight.takes_part else ()
         return ended
 
-    def _depart(
+    def _contribute(
         self, leaving: Sequence[Fragment], gone: Sequence[list[Tensor]], moved: LocalStep
     ) -> tuple[bool, list[SyncLaunch]]:
         """Gather who takes part, without islands whose pseudo-gradient is not finite, and send what is `gone`.
@@ -195,7 +195,7 @@ class LocalUpdateLoop(OuterLoop):
             return call.present[self.replica.rank], launched
         rows = self.timing.waiting(lambda: self.replica.gather(tuple(row)))  # (ranks, 4 per fragment)
         courses = [FragmentProgress(f.rounds, [part.state for part in f.parts], None) for f in leaving]
-        return True, self.sender.depart(leaving, courses, rows, brought, moved.done, moved.seed, last=moved.last)
+        return True, self.sender.contribute(leaving, courses, rows, brought, moved.done, moved.seed, last=moved.last)
 
     def _left(self, fragment: Fragment, gone: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return this rank's parameters when the pseudo-gradient `gone` is sent; empty unless `carries`."""

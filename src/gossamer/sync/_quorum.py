@@ -66,8 +66,8 @@ class _Answer(Generic[Brought]):
 class QuorumThread(StatusChannel, Generic[Brought, Left]):
     """The thread of one rank that forms the quorum of each round and starts its exchange.
 
-    `asked`: returns whether this rank was asked to stop. The thread calls `depart` with a rank's contribution to a
-    round while the rank waits; for an absent rank it calls `depart` with None while that computes.
+    `asked`: returns whether this rank was asked to stop. The thread calls `contribute` with a rank's contribution to a
+    round while the rank waits; for an absent rank it calls `contribute` with None while that computes.
     """
 
     channel: Channel
@@ -83,15 +83,15 @@ class QuorumThread(StatusChannel, Generic[Brought, Left]):
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
 
-    def begin(self, dues: Iterable[RoundDeadline], depart: Callable[[RoundQuorum, Brought | None], Left]) -> None:
+    def begin(self, dues: Iterable[RoundDeadline], contribute: Callable[[RoundQuorum, Brought | None], Left]) -> None:
         """Start the thread, which runs the rounds `dues` in order; they must be the same on all ranks."""
-        self._thread = threading.Thread(target=self._work, args=(dues, depart), name="gossamer-roll", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(dues, contribute), name="gossamer-roll", daemon=True)
         self._thread.start()
 
     def answer(self, step: int, row: tuple[float, ...], brought: Brought) -> tuple[RoundQuorum, Left]:
         """Report this rank present for the round that ends after `step`, and wait until its quorum is formed.
 
-        Return the quorum and what `depart` returned for it. Raise the error that ended the thread.
+        Return the quorum and what `contribute` returned for it. Raise the error that ended the thread.
         """
         with self._changed:
             self._answers[step] = _Answer(row, brought, time.monotonic())
@@ -123,14 +123,14 @@ class QuorumThread(StatusChannel, Generic[Brought, Left]):
         if self._thread is not None:
             self._thread.join()
 
-    def _work(self, dues: Iterable[RoundDeadline], depart: Callable[[RoundQuorum, Brought | None], Left]) -> None:
+    def _work(self, dues: Iterable[RoundDeadline], contribute: Callable[[RoundQuorum, Brought | None], Left]) -> None:
         error: BaseException = PeerLost("the run has ended on another rank")
         try:
             for due in dues:
                 if (call := self._called(due)) is None:
                     break
                 is_present = call.present[self.channel.rank]
-                left = depart(call, self._answers[due.step].brought if is_present else None)
+                left = contribute(call, self._answers[due.step].brought if is_present else None)
                 with self._changed:
                     self._ended[due.step] = call, left
                     self.missed = self.missed if is_present else due.step

@@ -35,7 +35,7 @@ class QuorumRounds:
             if due.width:
                 yield due
 
-    def depart(self, call: RoundQuorum, gone: LocalContribution | None) -> list[SyncLaunch]:
+    def contribute(self, call: RoundQuorum, gone: LocalContribution | None) -> list[SyncLaunch]:
         """Send this rank's contribution, on the quorum thread; zeros of a rank that is late."""
         last = call.step == self.steps
         leaving = self.sender.due(call.step, last=last)
@@ -43,7 +43,7 @@ class QuorumRounds:
         if gone is None:
             zeros = [[torch.zeros_like(part.anchor) for part in fragment.parts] for fragment in leaving]
             gone = LocalContribution(zeros, [False] * len(leaving))
-        found = self.sender.depart(leaving, mine, call.rows, gone, call.step, self.seed, last=last)
+        found = self.sender.contribute(leaving, mine, call.rows, gone, call.step, self.seed, last=last)
         for course, departed in zip(mine, found, strict=True):
             course.next(departed)
         return found

@@ -11,7 +11,7 @@ from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.message import ExchangeState
 
 
-def named(layout: Layout, state: ExchangeState) -> dict[str, Tensor]:
+def state_by_name(layout: Layout, state: ExchangeState) -> dict[str, Tensor]:
     """Return the state of a bucket's exchange by "path@parameter".
 
     A tensor shaped like the bucket is cut up by parameter. Any other keeps the method's own name for it, or else gets

@@ -88,7 +88,7 @@ class RoundSender:
         """Return the fragments that are due to be sent after `done` steps."""
         return [f for i, f in enumerate(self.fragments) if last or self.loop.sends(i, done)]
 
-    def depart(
+    def contribute(
         self,
         leaving: Sequence[Fragment],
         courses: Sequence[FragmentProgress],

@@ -1,4 +1,4 @@
-"""Gossip: islands average their parameters with a few neighbours, often, and with everybody rarely.
+"""Gossip: islands average their parameters with a few neighbors, often, and with everybody rarely.
 
 Equations (island i, period H, round t):
     x_i <- x_i - step(g_i)   H times ;   x_i <- sum_j W_ij x_j
@@ -6,10 +6,10 @@ Equations (island i, period H, round t):
 Symbols: W mixing matrix of the round, made by `topology`; w_j samples that island j has seen, over those of all; g_i
 mean gradient of the island, over its own labels. The mean weighted with w moves by the islands' steps alone, and what
 islands differ in contracts by lambda_2(W) per round (lambda_2^2 of the square): see the graph.
-Wire:    every H steps one pseudo-gradient to every neighbour, through `codec`; every K H steps an all-reduce of one.
-State:   the global parameters, as large as the model; with a codec that loses something and neighbours that stay
-(ring), as much for itself and for each neighbour.
-Paper:   gossip and synchronisation of arXiv 2307.01898, of which it gives no algorithm: this one is ours. Lian et al.,
+Wire:    every H steps one pseudo-gradient to every neighbor, through `codec`; every K H steps an all-reduce of one.
+State:   the global parameters, as large as the model; with a codec that loses something and neighbors that stay
+(ring), as much for itself and for each neighbor.
+Paper:   gossip and synchronization of arXiv 2307.01898, of which it gives no algorithm: this one is ours. Lian et al.,
 D-PSGD, NeurIPS 2017, arXiv 1705.09056; Koloskova et al., CHOCO-SGD, ICML 2019, arXiv 1902.00340 (codec and gamma).
 In between, what all islands agree on is the last full average: validation, samples and checkpoints are of that.
 Good when: an all-reduce among all is slow or fragile, one link at a time is not.   Not for: few islands (local_sgd).
@@ -47,7 +47,7 @@ class Gossip(Sync):
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
-            wanted, do = "a step towards the neighbours in (0, 1]", "1 goes all the way to their mean"
+            wanted, do = "a step towards the neighbors in (0, 1]", "1 goes all the way to their mean"
             raise bad_input(wanted=wanted, got=f"{self.gamma:g}", do=do, key="gamma")
         if self.global_sync_every < 1:
             wanted, do = "a full average every 1 or more rounds", "1 is local_sgd"

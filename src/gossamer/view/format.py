@@ -5,7 +5,7 @@ from __future__ import annotations
 from gossamer.spec.records import Evaluation, Event, Sample, Saved, Start
 from gossamer.spec.units import show_bytes
 
-# Of the 256 terminal colours, those of middle lightness: readable on a white and on a black ground alike.
+# Of the 256 terminal colors, those of middle lightness: readable on a white and on a black ground alike.
 ACCENT = "color(31)"  # blue-green
 SECOND = "color(98)"  # purple
 GOOD = "color(64)"

@@ -14,7 +14,7 @@ from gossamer.view.run_directory import RunDirectory
 _TIMES = ("compute_s", "exposed_s", "step_s")  # of Cost; wire_s and bubble_s are not in the records
 
 
-def summarise(run: RunDirectory) -> dict[str, Any]:
+def summarize(run: RunDirectory) -> dict[str, Any]:
     """Return the run's figures, JSON-ready; an unknown figure is None. Times in seconds, rates over all ranks.
 
     Steps that a resume repeated count once, with their last values; bytes and seconds count all that was spent.

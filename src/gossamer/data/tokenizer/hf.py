@@ -56,9 +56,9 @@ def _separator(where: Path, tokenizer_json: str) -> str:
         if token in known:
             return token
     raise bad_input(
-        wanted=f"a token that ends documents in {where}",
-        got=f"neither eos_token nor sep_token, and special tokens {sorted(known)[:8]}",
-        do='add {"eos_token": "..."} to tokenizer_config.json',
+        wanted=f"an end-of-document token in {where}",
+        got=f"no eos_token and no sep_token; the special tokens are {sorted(known)[:8]}",
+        do='name one of them in tokenizer_config.json: {"eos_token": "..."}',
         key=_KEY,
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.comm.random_key import Key
 from gossamer.exchange.codec import Codec, CodecTraits
 from gossamer.ops.blocks import empty_message, part
-from gossamer.ops.quantize import add_dequantised, dequantise, quantise
+from gossamer.ops.quantize import add_dequantized, dequantize, quantize
 from gossamer.spec.errors import bad_input
 
 
@@ -43,16 +43,16 @@ class UniformQuantizer(Codec):
         out = empty_message(x, self.nbytes(x.shape[-1]))
         scales, codes = self._parts(out, x.shape[-1])
         rng = key.generator(x.device) if self.rounds_at_random else None
-        quantise(x, self.block, self.levels, scales, codes, rng, bits=self.bits, lost=lost)
+        quantize(x, self.block, self.levels, scales, codes, rng, bits=self.bits, lost=lost)
         return out
 
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
         scales, codes = self._parts(message, numel)
-        return dequantise(codes, scales, self.block, bits=self.bits, numel=numel)
+        return dequantize(codes, scales, self.block, bits=self.bits, numel=numel)
 
     def add(self, total: Tensor, message: Tensor, share: float, key: Key) -> None:
         scales, codes = self._parts(message, total.numel())
-        add_dequantised(total, codes, scales * share, self.block, bits=self.bits)
+        add_dequantized(total, codes, scales * share, self.block, bits=self.bits)
 
     def nearest_contraction(self) -> float | None:
         """Return delta of rounding to nearest.

@@ -24,7 +24,7 @@ from gossamer.comm.random_key import Key
 from gossamer.exchange.codec import Codec, CodecTraits
 from gossamer.ops.bits import pack
 from gossamer.ops.blocks import as_rows, empty_message, part, scratch, spans
-from gossamer.ops.quantize import add_dequantised, dequantise
+from gossamer.ops.quantize import add_dequantized, dequantize
 from gossamer.spec.errors import bad_input
 
 
@@ -61,11 +61,11 @@ class Sign(Codec):
 
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
         scales, codes = self._parts(message, numel)
-        return dequantise(codes, scales, self.block_size, bits=1, numel=numel)
+        return dequantize(codes, scales, self.block_size, bits=1, numel=numel)
 
     def add(self, total: Tensor, message: Tensor, share: float, key: Key) -> None:
         scales, codes = self._parts(message, total.numel())
-        add_dequantised(total, codes, scales * share, self.block_size, bits=1)
+        add_dequantized(total, codes, scales * share, self.block_size, bits=1)
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         blocks = -(-numel // self.block_size)

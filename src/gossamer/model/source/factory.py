@@ -112,7 +112,7 @@ class Factory(ModelSource):
                 wanted='"package.module:function"', got=repr(self.of), do="write module and function", key=_KEY
             )
         here = str(Path.cwd())
-        if here not in sys.path:  # stays: the user's module may import its neighbours later, when it is called
+        if here not in sys.path:  # stays: the user's module may import its neighbors later, when it is called
             sys.path.insert(0, here)
         try:
             module = importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""A GGUF file, as llama.cpp writes it: its config, its tokenizer, and its tensors dequantised."""
+"""A GGUF file, as llama.cpp writes it: its config, its tokenizer, and its tensors dequantized."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Gguf(ModelSource):
         return self
 
     def describe(self) -> str:
-        return f"{self._file.name} ({self._summary.architecture}, its weights dequantised)"
+        return f"{self._file.name} ({self._summary.architecture}, its weights dequantized)"
 
     def vocabulary(self) -> int | None:
         return self._summary.vocabulary or None
@@ -149,7 +149,7 @@ def _read(file: Path, module: nn.Module, wanted: frozenset[str], take: Take) -> 
         if names.get(held.name, held.name) not in wanted:
             continue
         made = processor.process(
-            weights=_dequantised(held), name=held.name, tensor_key_mapping=names, parsed_parameters=parsed
+            weights=_dequantized(held), name=held.name, tensor_key_mapping=names, parsed_parameters=parsed
         )
         if made.name in names:
             take(names[made.name], torch.from_numpy(np.ascontiguousarray(made.weights)))
@@ -157,7 +157,7 @@ def _read(file: Path, module: nn.Module, wanted: frozenset[str], take: Take) -> 
         take(name, tensor)
 
 
-def _dequantised(held: Any) -> Any:
+def _dequantized(held: Any) -> Any:
     """Return a tensor dequantized in slabs of rows: at once, the package would hold all elements twice."""
     package = importlib.import_module("gguf")
     rows = max(1, len(held.data) * _SLAB // held.n_elements)

@@ -253,7 +253,7 @@ class StageAbsence:
         """Raise BadInput, now and once more when the forward ends (user code may catch the first)."""
         at = user_line()
         error = bad_input(
-            wanted=f"stage {self.stage} to read what it read when the model was cut",
+            wanted=f"stage {self.stage} to read the same tensors as in the traced forward",
             got=f"{origin}, which it does not have: {how}{f', at {at}' if at else ''}",
             do="let every batch read the same (whatever was counted, drawn or kept before), compute it within a unit, "
             "or cut so that one stage has both",

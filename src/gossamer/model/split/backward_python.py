@@ -23,7 +23,7 @@ from gossamer.model.python_state.record import Difference
 from gossamer.model.snapshot import Snapshot
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.split.dataflow import DataFlow
-from gossamer.model.split.recompute import BufferValues, buffers_of, in_place_of, python_of
+from gossamer.model.split.recompute import BufferValues, copy_buffers, in_place_of, python_of
 from gossamer.model.split.split_points import StageSpec
 from gossamer.model.split.stale_attributes import StaleAttributes
 from gossamer.spec.errors import BadInput, bad_input
@@ -70,7 +70,7 @@ class BackwardPython:
         changed = {name for name, use in flow.buffers.items() if use.changes} & self.holds
         left = python_of(self.module)
         versions = {id(x): (x, x._version) for x in left.tensors if not isinstance(x, AbsentTensor)}
-        return partial(self._around, flow, left, buffers_of(self.module, changed), versions)
+        return partial(self._around, flow, left, copy_buffers(self.module, changed), versions)
 
     @contextmanager
     def _around(

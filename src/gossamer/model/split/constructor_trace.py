@@ -46,7 +46,7 @@ _LOOKS = {Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.__array__, Tensor
 _REPEATS = torch.nn.init._no_grad_trunc_normal_.__code__
 _FOREIGN = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}  # elements that torch did not make
 _MARK = "gossamer_constructor"  # attribute of the trace's fake mode, to recognize its tensors
-_DEEP = 24  # frames between an initialiser and its operator, at most
+_DEEP = 24  # frames between an initializer and its operator, at most
 _SCALARS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -178,7 +178,7 @@ class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def looked(self, tensor: Tensor) -> None:
         """Raise NotSimple, as Python reads the values of `tensor`."""
         numbers = self._from([tensor])[:1]
-        self._stop(f"a number is read from {'{}' if numbers else 'what a parameter is initialised with'}", numbers)
+        self._stop(f"a number is read from {'{}' if numbers else 'what a parameter is initialized with'}", numbers)
 
     def _look(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> None:
         tensors = [x for x in leaves if isinstance(x, Tensor)]

@@ -48,13 +48,13 @@ def ways_to(
     for inner in module.modules():
         for name, held in vars(inner).items():
             if name not in ignored:
-                for key in reached(held) & found.keys():
+                for key in reachable_ids(held) & found.keys():
                     found[key].add((id(inner), name))
     outside = {id(held) for held in Snapshot.of_classes(module).found()}
     for key in found.keys() & outside:
         found[key].add(None)
     for held in _variables(sys._getframe(1), until) if until is not None else ():
-        for key in reached(held) & found.keys():
+        for key in reachable_ids(held) & found.keys():
             found[key].add(None)
     return {key: frozenset(ways) for key, ways in found.items()}
 
@@ -66,7 +66,7 @@ def _variables(frame: FrameType | None, until: Any) -> Iterator[Any]:
         frame = frame.f_back
 
 
-def reached(held: Any) -> set[int]:
+def reachable_ids(held: Any) -> set[int]:
     """Return the ids of the objects that can be reached from `held` without going through a module."""
     found, waiting = set[int](), [held]
     while waiting:

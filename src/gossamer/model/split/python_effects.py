@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gossamer.model.python_state.record import GONE, Difference, Root
 from gossamer.model.snapshot import Snapshot
-from gossamer.model.split.object_paths import reached, ways_to
+from gossamer.model.split.object_paths import reachable_ids, ways_to
 from gossamer.model.split.pytree import leaves_of
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"__dict__", "__class__", "forward"}
@@ -129,7 +129,7 @@ class PythonEffects:
             self.tensors = [x for one in changed for x in leaves_of(one.now) if isinstance(x, Tensor)]
             self.kept = frozenset(one.root for one in changed if one.root is not None)
             self.left = frozenset(one.name for one in changed if one.root is None and _is_of_tensors(one))
-            handed = reached(given) if any(map(_is_of_tensors, changed)) else set()
+            handed = reachable_ids(given) if any(map(_is_of_tensors, changed)) else set()
             self.found = [one for one in changed if not _is_of_tensors(one) or id(one.holder) not in handed]
             inside = {id(one.holder) for one in self.found if one.root is not None and one.holder is not None}
             ways = ways_to(inside, module, OF_TORCH, until) if inside else {}

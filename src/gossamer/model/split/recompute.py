@@ -40,7 +40,7 @@ def detached(held: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, held)
 
 
-def buffers_of(module: nn.Module, names: Collection[str], written: Collection[str] = ()) -> BufferValues:
+def copy_buffers(module: nn.Module, names: Collection[str], written: Collection[str] = ()) -> BufferValues:
     """Return copies of the buffers in `names`, and of the attributes and untrained parameters in `written`.
 
     Names of one tensor share one copy. Raises BadInput if a trained parameter is in `written`.
@@ -101,7 +101,7 @@ class InPlaceWrites:
         Raises BadInput if it writes to a tensor of which there is no copy.
         """
         every = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        buffers = buffers_of(module, every, self.names or ())
+        buffers = copy_buffers(module, every, self.names or ())
         others = [x for x in python.tensors if not x.requires_grad]
         others += [p for p in module.parameters() if not p.requires_grad]
         lazily = Copies(others if self.names is None and not python.is_compiled else ())

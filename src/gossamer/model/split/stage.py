@@ -29,7 +29,7 @@ from gossamer.model.split.in_flight import InFlight
 from gossamer.model.split.later_effects import LaterEffects, changes_python
 from gossamer.model.split.output_leaf import Produced
 from gossamer.model.split.pytree import flatten
-from gossamer.model.split.recompute import buffers_of, detached, nothing_saved, once, once_more, python_of
+from gossamer.model.split.recompute import copy_buffers, detached, nothing_saved, once, once_more, python_of
 from gossamer.model.split.saved_copies import copies_of, memory_of_names
 from gossamer.model.split.split_points import StageSpec, canonical_names, check_late, end_of
 from gossamer.model.split.stale_attributes import StaleAttributes
@@ -107,7 +107,7 @@ class StageModule:
         received = {v: tensors[v] for v in self.part.receives}
         forward = functools.partial(self._way_of, self.flow, self.part, run, received)
         held = {path for path, name in self.names.items() if name in self.part.holds}
-        buffers, python = buffers_of(self.module, held, self.flow.parameters.written), python_of(self.module)
+        buffers, python = copy_buffers(self.module, held, self.flow.parameters.written), python_of(self.module)
         with nothing_saved(), once(self.module, python, buffers):
             live = self._forward(run, tensors, is_saved=False)
         again = functools.partial(once_more, forward, self.module, buffers, python)

@@ -102,7 +102,7 @@ class StepSearch:
         return self.known[borders]
 
     def _tried(self, borders: _Borders, level: int) -> list[_Borders]:
-        """Return the beginnings with that of one level at every bucket between its neighbours."""
+        """Return the beginnings with that of one level at every bucket between its neighbors."""
         low = borders[level - 1] if level else 0
         high = borders[level + 1] if level + 1 < len(borders) else len(self.facts.buckets)
         return [(*borders[:level], place, *borders[level + 1 :]) for place in range(low, high + 1)]

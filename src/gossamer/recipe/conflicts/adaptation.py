@@ -24,7 +24,7 @@ def policy_with_sync(recipe: Recipe) -> BadInput | None:
         return bad_input(
             wanted=f"bcrs, or {gradients} other policies adapt" if recipe.sync.loop else f"{gradients} a policy adapts",
             got=f"plan.sync {told(recipe.plan.sync)}",
-            do="leave plan.adapt at none",
+            do="set plan.adapt to none",
             key="plan.adapt",
         )
     if not recipe.sync.names_exchange:
@@ -81,7 +81,7 @@ def policy_with_exchange(recipe: Recipe) -> BadInput | None:
     return bad_input(
         wanted="an exchange with a rank or a codec that the policy can vary",
         got=exchange_told(before),
-        do="list candidates in the policy, the exchange among them",
+        do="list candidate exchanges in the policy's settings, this one among them",
         key="plan.adapt",
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.run.checkpoint.holders import ParameterHolders, bare
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.outer_loop_state import OuterLoopState
-from gossamer.run.checkpoint.slices import rows_of
+from gossamer.run.checkpoint.slices import row_slice
 from gossamer.run.checkpoint.stored import (
     BY_RANK,
     agreed,
@@ -48,7 +48,7 @@ class OptimizerSlots(Stateful):
             name = f"optim/{slot}/{param}"
             if self.states.is_sharded:
                 copies = SliceCopies.SPARE if self.states.is_spare and not self.outer.is_apart else SliceCopies.SHARDED
-                where = rows_of(name, self.states.params[param], rows, tensor, self.members.version_of_shards)
+                where = row_slice(name, self.states.params[param], rows, tensor, self.members.version_of_shards)
                 yield StateSlice(where, tensor, copies)
             elif self.outer.is_apart:
                 yield StateSlice.whole(name, tensor, SliceCopies.PRIVATE, self.members.rank)

@@ -8,7 +8,7 @@ from gossamer.sharding import RowRange
 from gossamer.store.slices import REPLICATED, Slice
 
 
-def rows_of(name: str, whole: Tensor, rows: RowRange, tensor: Tensor, replica: int = REPLICATED) -> Slice:
+def row_slice(name: str, whole: Tensor, rows: RowRange, tensor: Tensor, replica: int = REPLICATED) -> Slice:
     """Return the slice `tensor`, some rows of a tensor with the shape of the parameter `whole`."""
     shape = tuple(whole.shape)
     start = (rows.start, *(0 for _ in shape[1:])) if shape else ()

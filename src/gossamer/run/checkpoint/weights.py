@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gossamer.run.checkpoint.holders import ParameterHolders
 from gossamer.run.checkpoint.membership import Membership
-from gossamer.run.checkpoint.slices import rows_of
+from gossamer.run.checkpoint.slices import row_slice
 from gossamer.run.checkpoint.stored import BY_RANK, holds_under, other_sharding
 from gossamer.sharding import ShardedOptimizer
 from gossamer.spec.errors import BadInput, CheckpointMismatch, bad_input
@@ -46,7 +46,7 @@ class Weights(Stateful):
         copies = SliceCopies.SPARE if self.states.has_spare_parameters else SliceCopies.SHARDED
         for name, (param, rows, tensor) in sharded.items():
             if rows.count:
-                yield StateSlice(rows_of(f"model/{name}", param, rows, tensor), tensor, copies)
+                yield StateSlice(row_slice(f"model/{name}", param, rows, tensor), tensor, copies)
 
     def wanted(self, source: StateSource) -> Iterator[StateSlice]:
         return (one for one in self.slices() if not self._is_by_rank(source, one))

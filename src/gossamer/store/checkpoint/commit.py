@@ -59,7 +59,9 @@ def prepare(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise bad_input(
-            wanted="a directory for checkpoints", got=f"{directory} ({error.strerror})", do="name another one"
+            wanted="a directory for checkpoints",
+            got=f"{directory} ({error.strerror})",
+            do="make its folder writable, or choose another",
         ) from None
 
 

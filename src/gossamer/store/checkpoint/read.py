@@ -117,9 +117,9 @@ class Checkpoint:
         there = self.replicas(name)
         if there:
             raise bad_input(
-                wanted=f"{name} of replica {replica}",
+                wanted=f"replica {replica} of {name}",
                 got=f"replicas {there} in {self.folder}",
-                do="ask for one of these",
+                do="ask for one of the replicas that the checkpoint holds",
             )
         raise bad_input(wanted=f"tensor {name!r}", got=f"none in {self.folder}", do=nearest(name, self.names()))
 

@@ -17,7 +17,7 @@ class Topology(ABC):
     """A gossip topology: a frozen dataclass whose fields are its whole configuration."""
 
     @property
-    def stays(self) -> int:
+    def fixed_degree(self) -> int:
         """Return the largest number of neighbors of a rank, if they never change; 0 if they do, or are all ranks."""
         return 0
 

@@ -22,7 +22,7 @@ class Ring(Topology):
     """A ring of the ranks in their order: every rank averages with the one before and the one after."""
 
     @property
-    def stays(self) -> int:
+    def fixed_degree(self) -> int:
         return 2
 
     def near(self, place: int, ranks: int, key: tuple[int, int]) -> tuple[int, ...]:
