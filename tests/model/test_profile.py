@@ -60,6 +60,6 @@ def test_no_kind_of_model_resists_counting() -> None:
 
 def test_the_peak_is_that_of_the_faster_type(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {torch.bfloat16: 1.0, torch.float32: 5.0, torch.float64: 9.0}
-    monkeypatch.setattr(model_profile, "_best_rate", lambda dtype, device: rates[dtype])
+    monkeypatch.setattr(model_profile, "_best_rate", lambda dtype, device, threads: rates[dtype])
     assert [measure_peak_flop_per_s(dtype) for dtype in rates] == [5.0, 5.0, 9.0]
     assert {rows * inner * columns for rows, inner, columns in model_profile._shapes(256)} == {256**3}

@@ -13,11 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 HABITS = (
-    *("adapters_from_singular_vectors", "eight_bit_copies"),
-    *("callback_that_collects_tensors", "last_activations_of_a_block", "positions_made_lazily"),
-    *("center_of_the_logits", "blocks_that_skip_themselves", "function_returned"),
-    *("codebooks", "old_spectral_norm", "mixtral", "replicas_batch_norm"),
-    *("distances_kept_by_length", "full_backward_hooks_on_blocks"),
+    *("eight_bit_copies", "last_activations_of_a_block", "positions_made_lazily", "blocks_that_skip_themselves"),
+    *("old_spectral_norm", "mixtral", "replicas_batch_norm", "full_backward_hooks_on_blocks"),
 )
 
 

@@ -11,10 +11,17 @@ from model.cuttable import MODULES
 from run.test_trainer import losses
 
 SCHEDULES: list[Any] = ["one_f_one_b", {"recompute": {"split_backward": {"inner": "gpipe"}}}]
+KINDS = [*sorted(MODULES), "bare"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=["one_f_one_b", "gpipe"])
-@pytest.mark.parametrize("kind", [*sorted(MODULES), "bare"])
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        pytest.param(kind, SCHEDULES[(index + late) % 2], marks=[pytest.mark.nightly] if late else [])
+        for late in (0, 1)
+        for index, kind in enumerate(KINDS)
+    ],
+)
 def test_every_parameter_moves_as_in_one_process(pool, tmp_path: Path, kind: str, schedule: Any) -> None:
     (whole,) = pool.run("run.remote_jobs:train", 1, kind=kind, folder=str(tmp_path / "one"), plan={})
     plan = {"mesh": {"pipe": 3}, "pipeline_schedule": schedule}

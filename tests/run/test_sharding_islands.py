@@ -49,7 +49,11 @@ def check_bytes(folder: Path) -> dict[str, int]:
     return said
 
 
-@pytest.mark.parametrize("islands", [((0, 1), (2, 3)), ((0, 2, 3), (1,))], ids=["2+2", "3+1"])
+@pytest.mark.parametrize(
+    "islands",
+    [((0, 1), (2, 3)), pytest.param(((0, 2, 3), (1,)), marks=pytest.mark.nightly)],
+    ids=["2+2", "3+1"],
+)
 def test_it_is_plain_data_parallelism(pool: Pool, tmp_path: Path, islands: Any) -> None:
     """Clipped steps, dropout, tied weights, unequal rows: to 1e-6, norms too; bit for bit on all ranks."""
     given = {"steps": 6, "dropout": 0.1, "values": True}

@@ -65,6 +65,7 @@ def test_a_slow_line_is_compressed_and_a_slower_one_is_found_out(place: Place) -
     assert set(codes) <= {0, 4}
 
 
+@pytest.mark.nightly
 def test_without_permission_the_gain_is_told(place: Place) -> None:
     config = place.config(
         "exact",
@@ -81,6 +82,7 @@ def test_without_permission_the_gain_is_told(place: Place) -> None:
     assert len(records(run, "step")) == 3
 
 
+@pytest.mark.nightly
 def test_islands_part_where_the_line_is_too_slow_for_every_step(place: Place) -> None:
     """Two islands of two hosts: what goes between them in a round fits the line, what a step sends does not."""
     config = place.config(

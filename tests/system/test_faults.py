@@ -98,7 +98,7 @@ def misbehaving(place: Place, how: str, *, rank: int, first: int = 12, timeout_s
     return place.config(model={"factory": "net:Net"}, train={"steps": 40}, machines=machines)
 
 
-@pytest.mark.parametrize(("rank", "first"), [(1, 12), (0, 0)])
+@pytest.mark.parametrize(("rank", "first"), [pytest.param(1, 12, marks=pytest.mark.nightly), (0, 0)])
 def test_a_rank_that_hangs_is_named_with_its_stacks_and_not_the_one_that_waits_for_it(
     place: Place, rank: int, first: int
 ) -> None:

@@ -147,6 +147,7 @@ def test_ctrl_c_once_saves_and_stops(place: Place) -> None:
     assert (run / "checkpoints" / f"step-{records(run, 'end')[0]['step']:08d}").is_dir()
 
 
+@pytest.mark.nightly
 def test_ctrl_c_does_not_wait_for_a_round_of_islands(place: Place) -> None:
     process = held(place, watched(place, steps=20, plan={"sync": {"diloco": {"sync_every": 50}}}))
     os.killpg(process.pid, signal.SIGINT)

@@ -84,6 +84,7 @@ def boundary_bytes(forecast: Mapping[str, int]) -> int:
     return sum(forecast.values()) - STAGES * forecast[f"{STAGES - 1}>0"]
 
 
+@pytest.mark.nightly
 def test_four_stages_train_what_one_process_trains(place: Place) -> None:
     (place.folder / "plain.py").write_text(MODEL)
     place.good("train", config(place, "alone", {}))

@@ -119,14 +119,15 @@ def measure_peak_flop_per_s(dtype: torch.dtype, device: torch.device | None = No
     """Measure the best rate of a matmul on this device with the threads of this process: the denominator of MFU.
 
     It is the best of `dtype` and fp32, as a processor without arithmetic in `dtype` is slower in it, and of square and
-    oblong matrices. Takes about 0.3 s for each type.
+    oblong matrices. Takes about 0.3 s for each type, once in a process.
     """
     device = device or torch.device("cpu")
-    return max(_best_rate(one, device) for one in dict.fromkeys((dtype, torch.float32)))
+    return max(_best_rate(one, device, torch.get_num_threads()) for one in dict.fromkeys((dtype, torch.float32)))
 
 
-def _best_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the best matmul rate in `dtype`.
+@functools.cache
+def _best_rate(dtype: torch.dtype, device: torch.device, threads: int) -> float:
+    """Return the best matmul rate in `dtype`; `threads` are those that torch computes with now.
 
     The size doubles until one matmul takes a twentieth of the time. The best of all counts, as other work on the
     machine can only slow one down.
