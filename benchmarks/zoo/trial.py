@@ -38,8 +38,8 @@ from gossamer.run.engine import engine_of
 from gossamer.run.parts import Parts
 from gossamer.run.start_checks import check_agreement, check_before_start, fingerprint
 from gossamer.run.step_runner import ModelRuntime
-from gossamer.run.surroundings import Surroundings
 from gossamer.run.trainer import Trainer
+from gossamer.run.trainer_services import TrainerServices
 from gossamer.spec import records
 from gossamer.spec.config import RunConfig
 from zoo.case import Case, Different, Own, loss_of, module_of, short
@@ -147,11 +147,11 @@ def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _around(folder: Path, said: list[records.Record]) -> Surroundings:
+def _around(folder: Path, said: list[records.Record]) -> TrainerServices:
     saver = CheckpointManager(
         directory=CheckpointDirectory(path=folder / "unused"), rank=0, sink=said.append, identity={}
     )
-    return Surroundings(sink=said.append, at=lambda step, phase: None, asked_to_stop=lambda: False, saver=saver)
+    return TrainerServices(sink=said.append, at=lambda step, phase: None, asked_to_stop=lambda: False, saver=saver)
 
 
 @contextmanager

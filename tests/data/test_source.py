@@ -59,13 +59,13 @@ def test_what_text_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_bytes", denied)
-    assert f"cannot read {tmp_path}/bad.txt (Permission denied): mend it, or" in refused(f"text:{tmp_path}/*.txt")
+    assert f"cannot read {tmp_path}/bad.txt (Permission denied): repair it, or" in refused(f"text:{tmp_path}/*.txt")
 
 
 @pytest.mark.parametrize("pattern", ["gone.txt", "g*.txt", "**/gone.txt"])
 def test_a_link_to_nothing_is_named(tmp_path: Path, pattern: str) -> None:
     (tmp_path / "gone.txt").symlink_to("nowhere")
-    assert f"{tmp_path}/gone.txt is a link to nowhere, where no file is" in refused(f"text:{tmp_path}/{pattern}")
+    assert f"{tmp_path}/gone.txt is a link to nowhere, which is no file" in refused(f"text:{tmp_path}/{pattern}")
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ WRONG = {
     "wrong value": ([("a", "all", {"topk": {"fraction": 2}})], "plan.exchange.0.2.topk.fraction: wanted 0 < fraction"),
     "exchange inside": (
         [("a", "intra", "topk"), ("a", "inter", INT8)],
-        "plan.exchange.0.2: inside an island numbers go dense or through a codec, not as 'topk'",
+        "plan.exchange.0.2: a line of level intra takes dense or a codec, not 'topk'",
     ),
     "codec misspelt": ([("a", "intra", "int9"), ("a", "inter", INT8)], "did you mean 'int8'"),
     "codec's value": (

@@ -157,7 +157,7 @@ class Branching(nn.Module):
 def test_a_branch_on_a_ghost_s_value_is_refused() -> None:
     module, batch = Branching(), {"x": rows()}
     flow = flow_of(module, batch)
-    with pytest.raises(BadInput, match=r"branch on what blocks\.0 gives.*before blocks\.1"):
+    with pytest.raises(BadInput, match=r"branch on the output of blocks\.0.*before blocks\.1"):
         stage_specs(module, flow, SplitPoints(("blocks.0", "blocks.2")))
     cuts = SplitPoints(("blocks.0", "blocks.1"))  # received there, and real
     assert_equal(run_lockstep(stages_of(module, flow, cuts), mean_square, [batch]), uncut(module, [batch]), {})

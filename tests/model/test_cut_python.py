@@ -44,7 +44,7 @@ def test_a_look_that_an_early_stage_cannot_follow_is_refused_where_what_comes_be
 
     module = Counts()
     flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
-    with pytest.raises(BadInput, match=r"wanted count, which the forward changes.*stage 0 has not.*before outlet"):
+    with pytest.raises(BadInput, match=r"wanted the update of count, .*stage 0 does not have.*before outlet"):
         stage_specs(module, flow, SplitPoints(("inlet", "blocks.3")))
 
     class Logs(Counts):

@@ -16,7 +16,7 @@ def test_what_is_computed_in_what_and_kept_in_what(name: str) -> None:
     precision, module = precision_of(name), Plain(dropout=0.0)
     seen: list[torch.dtype] = []
     module.blocks[0].mix.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
-    with precision.forward(CPU):
+    with precision.autocast(CPU):
         logits = module(batch()["input_ids"])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch()["labels"].flatten())
     loss.backward()
@@ -48,7 +48,7 @@ def test_small_gradients_survive_scaled_fp16_and_not_bare() -> None:
 
     def gradient(factor: float) -> float:
         layer = nn.Linear(4, 4, bias=False)
-        with FP16.forward(CPU):
+        with FP16.autocast(CPU):
             loss = (layer(torch.ones(1, 4)).float() * 2.5e-8).sum()
         (loss * factor).backward()
         assert layer.weight.grad is not None

@@ -47,5 +47,5 @@ def test_a_run_with_more_than_tensors_is_trained_and_not_gone_on_with(tmp_path: 
     run = {"directory": str(tmp_path), "name": "one", "display": "quiet"}
     config = {"train": {"steps": 2, "batch": 4, "accumulate": 1}, "run": run}
     gossamer.train(small(), Rows(), config)
-    with pytest.raises(BadInput, match=r"got 1 \(Counts\) with get_extra_state, which no checkpoint keeps"):
+    with pytest.raises(BadInput, match=r"got 1 \(Counts\) with get_extra_state, which no checkpoint saves"):
         gossamer.train(small(), Rows(), {**config, "train": {"steps": 2, "batch": 4, "accumulate": 1}}, resume="auto")

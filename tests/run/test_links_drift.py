@@ -21,7 +21,7 @@ from gossamer.comm.message import ProcessGroups
 from gossamer.plan.exchange import CANDIDATES, across_islands
 from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile
-from gossamer.run.surroundings import Replan
+from gossamer.run.trainer_services import Replan
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import MethodConfig
 from gossamer.spec.network import Link, Network

@@ -57,7 +57,7 @@ class Among(Alone):
 )
 def test_who_is_elsewhere_is_for_the_majority_to_say(sums: tuple[float, ...], who: str) -> None:
     one = replace(probing(start(torch.float32)), replica=Among(*sums))
-    mark = one.mark(400)
+    mark = one.checksum(400)
     with pytest.raises(WireMismatch, match=f"after step 400 the parameters are not the same everywhere: {who}$"):
         one.agreed(mark)
     assert replace(one, replica=Among(5.0, 5.0, 5.0)).agreed(mark) is mark

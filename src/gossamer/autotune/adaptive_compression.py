@@ -26,7 +26,7 @@ from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.policy import AdaptRule, Policy
 from gossamer.recipe import ParameterRules, Recipe, RegisteredSettings
-from gossamer.run.surroundings import Replan
+from gossamer.run.trainer_services import Replan
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import Exchanges, Written, told
 from gossamer.spec.parameter_rules import LAST_RESORT, lines

@@ -30,7 +30,7 @@ from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import trainable
 from gossamer.run.profile_step import StepProfile, profile_step
 from gossamer.run.step_runner import ModelRuntime
-from gossamer.run.surroundings import Replan
+from gossamer.run.trainer_services import Replan
 from gossamer.sharding import UnshardOrder
 from gossamer.spec.cost import Cost
 from gossamer.spec.errors import bad_input

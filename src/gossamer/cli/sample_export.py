@@ -44,7 +44,9 @@ def sample(
         ("top-k", top_k, 0),
     ):
         if not value >= least:
-            raise bad_input(wanted=f"a number >= {least}", got=f"{value:g}", do="write one", key=f"--{name}")
+            raise bad_input(
+                wanted=f"a number >= {least}", got=f"{value:g}", do=f"give {least} or more", key=f"--{name}"
+            )
     said = verbs.sample(run_dir, prompt, tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
     return CommandResult({"prompt": prompt, "text": said}, prompt + said)
 

@@ -21,12 +21,12 @@ from gossamer.spec.units import show_seconds
 
 
 def demo(*, seconds: float | None = None, json: Json = False) -> CommandResult:
-    """Train a small model on the source of Python's own library: no download, no account, no GPU.
+    """Train a small model on the source code of Python's standard library: no download, no account, no GPU.
 
     Parameters
     ----------
     seconds
-        Seconds of training, about; default: 120.
+        Approximate training time in seconds; default: 120.
     """
     if seconds is not None and not seconds > 0:
         raise bad_input(wanted="seconds > 0", got=f"{seconds:g}", do="write how long to train", key="--seconds")

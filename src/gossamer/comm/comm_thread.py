@@ -89,7 +89,7 @@ class CommStep:
         """Return the message to send for a job that has nothing more to send."""
         return _EMPTY
 
-    def takes_over(self, job: int, one: _Job) -> bool:
+    def on_started(self, job: int, one: _Job) -> bool:
         """Take note that the message of job `job` has just been started.
 
         Returns whether the step, instead of the communication thread, waits for the reply.
@@ -135,7 +135,7 @@ class P2PStep(CommStep):
     def padding_message(self, job: int) -> Message:
         raise WireMismatch(f"transfer {job} has no message to send")
 
-    def takes_over(self, job: int, one: _Job) -> bool:
+    def on_started(self, job: int, one: _Job) -> bool:
         self.started[job].set_result(one)
         return True
 
@@ -267,7 +267,7 @@ class CommThread:
             if self._observe is not None:
                 self._observe(f"{message.combine.value} of {message.nbytes} bytes, job {job} round {r}", self._sent)
             one.under_way = self.channel.start(message)
-            if step.takes_over(job, one):
+            if step.on_started(job, one):
                 del jobs[job]
                 if not any(message.arriving or (1,)):
                     self._aside.submit(one.finish)

@@ -152,7 +152,7 @@ _LATE = "late "
 
 
 def late(level: str) -> str:
-    """Return the name of the second copy of `level`, for messages beside those of the steps (`ProcessGroups.twice`)."""
+    """Return the name of the second process group with the ranks of `level`, whose messages run beside the steps'."""
     return f"{_LATE}{level}"
 
 

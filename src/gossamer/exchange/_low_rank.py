@@ -40,12 +40,12 @@ class MatrixBatch:
     rank: int
 
     @property
-    def left(self) -> tuple[int, int, int]:
+    def left_shape(self) -> tuple[int, int, int]:
         """Return the shape of the left factors."""
         return len(self.names), self.rank, self.rows
 
     @property
-    def right(self) -> tuple[int, int, int]:
+    def right_shape(self) -> tuple[int, int, int]:
         """Return the shape of the right factors."""
         return len(self.names), self.rank, self.cols
 
@@ -77,12 +77,12 @@ class MatrixBatch:
     @property
     def left_numel(self) -> int:
         """Return the number of elements of all left factors."""
-        return prod(self.left)
+        return prod(self.left_shape)
 
     @property
     def right_numel(self) -> int:
         """Return the number of elements of all right factors."""
-        return prod(self.right)
+        return prod(self.right_shape)
 
     @property
     def _together(self) -> bool:
@@ -98,7 +98,7 @@ class MatrixBatch:
 
     def random(self, side: str, device: torch.device) -> Tensor:
         """Return the first factors, seeded by name and side alone, since all ranks must hold the same ones."""
-        _, rank, numel = self.left if side == "p" else self.right
+        _, rank, numel = self.left_shape if side == "p" else self.right_shape
         seeds = [zlib.crc32(f"{side}@{name}".encode()) for name in self.names]
         drawn = [torch.randn(rank, numel, generator=torch.Generator().manual_seed(s)) for s in seeds]
         return torch.stack(drawn).to(device)
@@ -120,7 +120,7 @@ class MatrixSplit:
         # Names are unique to a bucket, so that buckets draw different random numbers.
         names = {e.start: e.name for e in layout.entries if e.numel}
         sizes: list[tuple[str, tuple[int, ...]]] = [(f"dense@{names[a]}", (b - a,)) for a, b in self.dense]
-        sizes += [(f"p@{batch.names[0]}", batch.left) for batch in self.batches]
+        sizes += [(f"p@{batch.names[0]}", batch.left_shape) for batch in self.batches]
         starts = accumulate((prod(shape) for _, shape in sizes), initial=0)
         entries = tuple(Entry(name, shape, start) for (name, shape), start in zip(sizes, starts, strict=False))
         return Layout(entries, torch.float32, layout.device)

@@ -75,7 +75,7 @@ class AcpSgd(Exchange):
         matrices = [b.matrices(flat) for b in cut.batches]
         mine = [torch.bmm(f, m if right_is_sent else m.mT) for f, m in zip(fixed, matrices, strict=True)]
         (reply,) = yield Message((cut.pack(flat, mine).mul_(at.share),), Collective.SUM)
-        agreed = cut.unpack(reply, [b.right if right_is_sent else b.left for b in cut.batches], mean)
+        agreed = cut.unpack(reply, [b.right_shape if right_is_sent else b.left_shape for b in cut.batches], mean)
         cut.lose_dense(flat)  # from here on, `flat` turns into what is lost
         tensors, after = dict(state.tensors), torch.tensor(turn + 1)
         for batch, shared, own, both in zip(cut.batches, fixed, mine, agreed, strict=True):

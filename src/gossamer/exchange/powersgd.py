@@ -77,14 +77,14 @@ class PowerSgd(Exchange):
         first = Bucket(cut.first(x.layout), cut.pack(flat, sent))
         (inner,) = state.inner
         out = yield from self.p_exchange.run(first, inner, at)
-        lefts = [orthonormal(p) for p in cut.unpack(out.mean, [b.left for b in cut.batches], mean)]
+        lefts = [orthonormal(p) for p in cut.unpack(out.mean, [b.left_shape for b in cut.batches], mean)]
         cut.lose_dense(flat, out.lost)  # from here on, `flat` turns into what is lost
         mine = [torch.bmm(p, m) for p, m in zip(lefts, matrices, strict=True)]  # (batch, r, n2)
         agreed: list[Tensor] = []
         if cut.batches:
             second = MatrixSplit((), cut.batches)
             (reply,) = yield Message((second.pack(flat, mine).mul_(at.share),), Collective.SUM)
-            agreed = second.unpack(reply, [b.right for b in cut.batches], mean)
+            agreed = second.unpack(reply, [b.right_shape for b in cut.batches], mean)
         tensors: dict[str, Tensor] = {}
         for batch, left, own, right, old in zip(cut.batches, lefts, mine, agreed, before, strict=True):
             batch.put(mean, left, right)

@@ -32,8 +32,8 @@ from gossamer.run.engine import engine_of
 from gossamer.run.parts import Parts
 from gossamer.run.start_checks import check_agreement, check_before_start, fingerprint
 from gossamer.run.step_runner import ModelRuntime
-from gossamer.run.surroundings import Sink, Surroundings
 from gossamer.run.trainer import Trainer
+from gossamer.run.trainer_services import Sink, TrainerServices
 from gossamer.run.unshard_trace import walk_of
 from gossamer.sharding import UnshardOrder
 from gossamer.spec import records
@@ -61,7 +61,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         ending.callback(engine.randomness.remove)
         parts, exchanger = _planned(job, engine, pump, sink)
         adapting = AdaptiveCompression.of(parts.recipe, exchanger)
-        around = Surroundings(
+        around = TrainerServices(
             sink=sink,
             at=job.at,
             asked_to_stop=job.asked_to_stop,

@@ -22,7 +22,11 @@ from gossamer.spec.errors import bad_input
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextToken(Loss):
-    """A loss function for language models. `labels`: key of the labels in a batch, (B, T) int64, -100 to ignore one."""
+    """Next-token cross-entropy in nats, the mean over valid labels; the model's own loss where it returns one.
+
+    labels   key of the labels in a batch, (B, T) int64, aligned with the inputs (they are shifted here); -100 marks one
+             to ignore
+    """
 
     labels: str = "labels"
 

@@ -213,10 +213,10 @@ class _Settled(Exception):
 
 
 def need_layouts(name: str, inputs: Sequence[RowPlace | None], *, is_linear: bool) -> None:
-    """Go on only if all inputs that depend on rows have a layout.
+    """Return if every input that depends on rows has a layout.
 
-    Else the step ends here: the result is of row sums, single rows or lost rows. Raises RowsMixed if the operation
-    mixes rows; `is_linear`: whether it is a sum or a multiple of its inputs.
+    Else raise `_Settled` with the place of the result (row sums, single rows or lost rows), or RowsMixed if the
+    operation mixes rows. `is_linear`: whether it is a sum or a multiple of its inputs.
     """
     known = known_of(inputs)
     ways = {one.way for one in known}

@@ -184,7 +184,7 @@ def matmul_seconds(
 
 
 def _linear(weight: Tensor, x: Tensor, precision: Precision) -> Tensor:
-    with torch.enable_grad(), precision.forward(x.device):
+    with torch.enable_grad(), precision.autocast(x.device):
         y = nn.functional.linear(x, weight)
     torch.autograd.grad(y, (weight, x), torch.ones_like(y))
     return y

@@ -68,7 +68,7 @@ class Precision:
     name: Literal["fp32", "bf16", "fp16"]
     compute: torch.dtype
 
-    def forward(self, device: torch.device) -> AbstractContextManager[object]:
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the autocast context for the forward and the loss. The backward runs outside of it."""
         if self.compute is torch.float32:
             return nullcontext()

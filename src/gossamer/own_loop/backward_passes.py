@@ -92,7 +92,7 @@ class BackwardPasses:
         return self._buckets.params
 
     @property
-    def remembers(self) -> bool:
+    def has_exchange_state(self) -> bool:
         """Return whether an exchange carries a state from step to step."""
         return self._buckets.remembers
 
@@ -331,13 +331,13 @@ class BackwardPasses:
         """Reject the passes whose gradients the user has dropped or zeroed without a step."""
         if self._gradients.held or not any(slot.pending is not None for slot in self._buckets.slots):
             return
-        if self.remembers and any(p.grad is not None and bool(p.grad.any()) for p in self.params.values()):
+        if self.has_exchange_state and any(p.grad is not None and bool(p.grad.any()) for p in self.params.values()):
             return
-        if not self.remembers and any(p.grad is not None for p in self.params.values()):
+        if not self.has_exchange_state and any(p.grad is not None for p in self.params.values()):
             return
         self.reject()
         self.skipped += 1
-        if self.remembers and self.skipped > _SKIPPED:
+        if self.has_exchange_state and self.skipped > _SKIPPED:
             raise BadInput(
                 f"{self.skipped} backward passes without a step of the optimizer that was wrapped: what the exchange "
                 "keeps back would never be sent. Step it, or use an exchange that keeps nothing"

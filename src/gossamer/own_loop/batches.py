@@ -108,7 +108,9 @@ class Divider:
             mine = self.rows(batch, lambda whole: self._taking(whole, taken))
             if not taken:
                 raise BadInput(
-                    "wanted rows(batch, take) to ask take(number of rows), got a function that did not", key="rows"
+                    "wanted rows(batch, take) to call take(number of rows), got a function that never did: index the "
+                    "batch with the slice that take returns",
+                    key="rows",
                 )
             return Share(mine, *taken[-1], mark)
         dims = self._dims(batch)

@@ -142,7 +142,7 @@ def refuse_after_hooks(name: str, param: Tensor, ours: int) -> None:
     """Raise BadInput if a parameter has more hooks after its gradient than `ours`."""
     if len(param._post_accumulate_grad_hooks or ()) > ours:  # type: ignore[attr-defined]
         raise BadInput(
-            f"{name} has a hook after its gradient is accumulated, which would see this rank's own gradient: "
+            f"{name} has a hook set by register_post_accumulate_grad_hook, which would see this rank's own gradient: "
             "work on .grad after backward, where it is the mean of all ranks"
         )
 

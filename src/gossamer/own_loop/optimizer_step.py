@@ -201,7 +201,7 @@ class OptimizerSteps:
 
     def _check_scaler(self) -> None:
         """Raise BadInput if an exchange with residuals runs under a GradScaler that it does not know."""
-        if not any(one.remembers and one.manner.scale is None for one in self._passes):
+        if not any(one.has_exchange_state and one.manner.scale is None for one in self._passes):
             return
         frame = sys._getframe()
         while (frame := frame.f_back) is not None:  # type: ignore[assignment]

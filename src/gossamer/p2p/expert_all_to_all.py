@@ -22,7 +22,10 @@ Carry: TypeAlias = Callable[[Rounds], Outcome]  # runs one job to its end, as `p
 
 @dataclass(frozen=True, slots=True)
 class RowSplits:
-    """The rows that go to every rank of the group (`splits`) and come from each (`arriving`), in rank order."""
+    """The numbers of rows that this rank sends to every rank of the group and receives from each, in rank order.
+
+    `splits` and `arriving` are the input and output split sizes of all_to_all_single.
+    """
 
     splits: tuple[int, ...]
     arriving: tuple[int, ...]

@@ -29,7 +29,10 @@ class AdaptChoices:
 
 
 class NearbySettings(ABC):
-    """The exchange settings around a given one, as a recipe knows them: a policy builds no method itself."""
+    """How a policy finds variants of an exchange (other ranks, codecs of other widths) and compares their settings.
+
+    A recipe implements it: a policy builds no method itself.
+    """
 
     @abstractmethod
     def near(self, written: Written) -> tuple[Written, ...]:

@@ -89,7 +89,7 @@ class EntryDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaState:
+class PrivateStateFindings:
     """The state that each data-parallel replica keeps for itself, so that together they are not one process."""
 
     apart: Fault | None = None  # first difference if replicas shared one state
@@ -114,7 +114,7 @@ class ProofVerdict:
     faults: tuple[Fault, ...] = ()
     parting: Parting | None = None  # the first forward value that differs
     entries: EntryDifference | None = None
-    own: ReplicaState = ReplicaState()
+    own: PrivateStateFindings = PrivateStateFindings()
 
 
 def first_of(faults: Sequence[Fault]) -> Fault:
@@ -148,7 +148,7 @@ def judge(sides: BothTables) -> ProofVerdict:
         within_coarse=max(coarse, default=0.0),
         unsteady=unsteady,
         faults=(*values, *losses, *gradients, *buffers),
-        own=ReplicaState(
+        own=PrivateStateFindings(
             apart=parted,
             writes=bool(sides.alone.keeps[1]),
             counted=("", *sides.names.buffers)[int(sides.alone.keeps[2])],

@@ -19,10 +19,10 @@ def check_loop(*, exchange: Exchanges, max_grad_norm: float) -> None:
     found = ParameterRules.read(ALL_REDUCE if exchange == AUTO else exchange, key=_KEY)
     if found.asks_for_islands:
         raise bad_input(
-            wanted="an exchange among ranks that are all alike, as nothing says here which of them share a fast link",
+            wanted="an exchange without islands, as gossamer.wrap does not know which ranks share a fast link",
             got="an exchange with islands",
-            do="name the method that is inside it, or train with `gossamer train`",
+            do="name its exchange between islands (inter) alone, or train with `gossamer train`",
             key=_KEY,
         )
-    if (error := clipped(found.written, max_grad_norm, key=_KEY, clip_key="max_grad_norm")) is not None:
+    if (error := clipped(found.exchanges, max_grad_norm, key=_KEY, clip_key="max_grad_norm")) is not None:
         raise error

@@ -42,11 +42,11 @@ class ParameterRules:
     @staticmethod
     def single(written: Written) -> Exchange:
         """Build the one exchange that is written for all parameters; raise BadInput."""
-        (found,) = ParameterRules.read(written).written
+        (found,) = ParameterRules.read(written).exchanges
         return found
 
     @property
-    def written(self) -> tuple[Exchange, ...]:
+    def exchanges(self) -> tuple[Exchange, ...]:
         """Return the exchange of every line, without lines of level `intra`, whose method is a codec."""
         found = (line for line in self.lines if line.level != "intra")
         return tuple(exchange_methods.build(line.written, key=line.method_key) for line in found)
@@ -54,7 +54,7 @@ class ParameterRules:
     @property
     def asks_for_islands(self) -> bool:
         """Return whether any exchange requires islands, by the level of a line or by a method in it."""
-        inside = (one for outer in self.written for one in nested(outer))
+        inside = (one for outer in self.exchanges for one in nested(outer))
         return any(line.level != "all" for line in self.lines) or any(one.needs_islands for one in inside)
 
     def of(self, name: str) -> Exchange:
@@ -99,7 +99,7 @@ class ParameterRules:
             return exchange_methods.build({"hierarchical": {"inter": between}}, key=key)
         if choice.name not in codec.names():
             known = (_EXACT, *codec.names())
-            said = f"inside an island numbers go dense or through a codec, not as {choice.name!r}"
+            said = f"a line of level intra takes dense or a codec, not {choice.name!r}"
             raise BadInput(f"{said}: {nearest(choice.name, known)}", key=key)
         codec.build(choice, key=key)
         return exchange_methods.build({"hierarchical": {"inter": between, "intra_codec": choice.written()}}, key=key)

@@ -90,7 +90,7 @@ class Recipe:
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Return the gradient exchanges, one per rule; empty if they are still to be chosen."""
-        return () if self.methods.chooses_exchange else self.methods.exchange.written
+        return () if self.methods.chooses_exchange else self.methods.exchange.exchanges
 
     @property
     def is_lossy(self) -> bool:

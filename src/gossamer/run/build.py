@@ -36,10 +36,10 @@ from gossamer.run.step_attempts import StepAttempts
 from gossamer.run.step_log import StepLog
 from gossamer.run.step_reports import StepReports
 from gossamer.run.step_runner import ModelRuntime
-from gossamer.run.surroundings import Surroundings
 from gossamer.run.text_sampling import Logits, Sampler
 from gossamer.run.time_limit import TimeLimit
 from gossamer.run.trainer import Trainer
+from gossamer.run.trainer_services import TrainerServices
 from gossamer.run.verify import Verifier
 from gossamer.run.zeroth_order_step import ZerothOrderStep
 from gossamer.sharding import LEVEL, RowPartition, ShardedOptimizer, ShardedParameters, UnshardOrder
@@ -55,7 +55,7 @@ class _Inputs:
     recipe: Recipe
     engine: ModelRuntime
     pump: CommThread
-    around: Surroundings
+    around: TrainerServices
     params: Mapping[str, Tensor]
 
     @property
@@ -67,7 +67,7 @@ class _Inputs:
         return self.pump.channel.levels
 
 
-def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: Surroundings) -> Trainer:
+def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerServices) -> Trainer:
     """Build the trainer of one rank.
 
     Raises BadInput if an exchange cannot serve its parameters or process groups, or if ranks have different initial
@@ -264,7 +264,9 @@ def _rule(recipe: Recipe, levels: ProcessGroups, rank: int) -> Optimizer:
     return recipe.optimizer_with(sum(rows[one] for one in levels.group("island", rank)) / sum(rows))
 
 
-def _shards(parts: Parts, walk: UnshardOrder, around: Surroundings, rank: int, deal: RowPartition) -> ShardedParameters:
+def _shards(
+    parts: Parts, walk: UnshardOrder, around: TrainerServices, rank: int, deal: RowPartition
+) -> ShardedParameters:
     pump, counts = around.beside, parts.plan.microbatches
     assert pump is not None, "what is gathered has a pump of its own"
     if len(set(counts)) > 1:

@@ -16,8 +16,8 @@ from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_sli
 from gossamer.run.forward import run_forward
 from gossamer.run.rank_stages import RankStages
 from gossamer.run.step_algorithm import At
-from gossamer.run.surroundings import Sink
 from gossamer.run.text_sampling import NoSample, Sampler
+from gossamer.run.trainer_services import Sink
 from gossamer.spec import records
 from gossamer.sync import GradientReducer, OuterLoop
 

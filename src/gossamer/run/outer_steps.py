@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gossamer.optimizer import Optimizer
 from gossamer.run.goal import Goal
 from gossamer.run.step_algorithm import At
-from gossamer.run.surroundings import Sink
+from gossamer.run.trainer_services import Sink
 from gossamer.sharding import ShardedOptimizer
 from gossamer.spec import records
 from gossamer.sync import GradientReducer, LocalStep, OuterLoop, ReplicaStatus, StatusChannel, StepAgreement, Sync

@@ -34,7 +34,7 @@ class Forward:
 
     def __call__(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         rows = dict(batch)
-        with self.precision.forward(self.device):
+        with self.precision.autocast(self.device):
             return self.objective(caller_of(module, rows)(module, rows), rows).float()
 
 

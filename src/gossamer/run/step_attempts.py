@@ -12,8 +12,8 @@ from gossamer.run.loss_scale import LossScale
 from gossamer.run.outer_steps import OuterSteps
 from gossamer.run.rank_stages import RankStages
 from gossamer.run.step_algorithm import StepAlgorithm, StepAttempt
-from gossamer.run.surroundings import Surroundings
 from gossamer.run.task import Task
+from gossamer.run.trainer_services import TrainerServices
 from gossamer.sharding import ShardedOptimizer
 from gossamer.sync import GradientReducer, StepAgreement, StepContext
 
@@ -29,7 +29,7 @@ class StepAttempts:
     outer: OuterSteps
     rate: LRSchedule
     scaling: LossScale
-    around: Surroundings
+    around: TrainerServices
 
     def attempt(
         self, step: int, pieces: Mapping[int, MicroBatch], goal: Goal

@@ -9,8 +9,8 @@ from gossamer.run.batches import Feed
 from gossamer.run.nonfinite_policy import NonFiniteAction
 from gossamer.run.resources import peak_bytes
 from gossamer.run.step_algorithm import StepAttempt
-from gossamer.run.surroundings import Sink
 from gossamer.run.task import Task
+from gossamer.run.trainer_services import Sink
 from gossamer.spec import records
 from gossamer.sync import GradientReducer, StepAgreement
 

@@ -43,7 +43,7 @@ class ModelRuntime:
 
         Random numbers depend on (seed, step, key) alone.
         """
-        with self.randomness.at(step, key), self.precision.forward(self.device):
+        with self.randomness.at(step, key), self.precision.autocast(self.device):
             try:
                 output = self.caller(self.module, rows)
             except IndexError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from gossamer.optimizer.lr_schedule import LRSchedule
 from gossamer.run.evaluation import Evaluator
 from gossamer.run.goal import Goal
-from gossamer.run.surroundings import Sink
+from gossamer.run.trainer_services import Sink
 from gossamer.spec import records
 from gossamer.spec.errors import BadInput
 from gossamer.sync import GradientReducer

@@ -15,8 +15,8 @@ from gossamer.run.outer_steps import OuterSteps
 from gossamer.run.step_algorithm import StepAlgorithm
 from gossamer.run.step_attempts import StepAttempts
 from gossamer.run.step_reports import JudgedStep, StepReports
-from gossamer.run.surroundings import Surroundings
 from gossamer.run.time_limit import TimeLimit
+from gossamer.run.trainer_services import TrainerServices
 from gossamer.run.verify import Verifier
 from gossamer.sharding import ShardedOptimizer, Sharding
 from gossamer.spec.errors import Interrupted, StepRejected
@@ -38,7 +38,7 @@ class Trainer:
     evaluator: Evaluator
     limit: TimeLimit
     reports: StepReports
-    around: Surroundings
+    around: TrainerServices
 
     @property
     def progress(self) -> Progress:

@@ -84,18 +84,18 @@ class ZerothOrderStep(StepAlgorithm):
         )
 
     def begin(self, done: int, until: int) -> ReplayedSteps:
-        past, mark = self.log.past(), self.probing.mark(done)
+        past, mark = self.log.past(), self.probing.checksum(done)
         is_other = until > done and past.is_elsewhere(mark)
         ahead = sum(1 for _ in past.after(mark, until))
         steps = list(past.after(mark, done + int(self.probing.replica.gather((float(ahead),)).min())))
         for heard in steps:
             self.at(heard.step, "replay")
             self.probing.take(heard)
-        self.log.tell(self.probing.agreed(self.probing.mark(done + len(steps), begins=True)))
+        self.log.tell(self.probing.agreed(self.probing.checksum(done + len(steps), begins=True)))
         told = f"took steps {done + 1} to {done + len(steps)} again, from what was kept of them" if steps else ""
         if is_other:
             told = f"{NAME} leads on from other parameters after step {done} than these: its steps are not taken again"
         return ReplayedSteps(len(steps), sum(not heard.codes for heard in steps), told)
 
     def settle(self, done: int) -> None:
-        self.log.tell(self.probing.agreed(self.probing.mark(done)))
+        self.log.tell(self.probing.agreed(self.probing.checksum(done)))

@@ -53,7 +53,7 @@ class PendingSync:
             self.under_way = None
         return self.outcomes
 
-    def let_go(self, states: Sequence[ExchangeState]) -> None:
+    def free_buffers(self, states: Sequence[ExchangeState]) -> None:
         """Free the buffers of a sync that has been applied; keep the exchange's `states`."""
         nothing = torch.zeros(0)
         self.outcomes, self.left = tuple(Outcome(nothing, None, state) for state in states), ()

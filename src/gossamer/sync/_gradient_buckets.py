@@ -83,7 +83,7 @@ class GradientBuckets:
         self.slots: list[BucketState] = []
         self.index_of: dict[str, int] = {}  # of the bucket that holds a parameter
 
-    def fill(self, cut: list[tuple[Layout, Exchange]]) -> None:
+    def replace_buckets(self, cut: list[tuple[Layout, Exchange]]) -> None:
         """Replace the buckets by those of `cut`, with the first state of their exchanges."""
         self.slots.clear()  # the old buffers go before the new ones come
         self.slots.extend(self._slot(layout, one) for layout, one in cut)
@@ -124,7 +124,11 @@ class GradientBuckets:
         return tensor if self.is_whole else self._holdings[name].own(tensor)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by parameter name, in the order of the parameters."""
+        """Return the gradients by parameter name, in the order of the parameters.
+
+        They are this rank's own until the exchange of their bucket has ended, then the mean; with sharding, only the
+        part that this rank owns.
+        """
         views = {name: view for s in self.slots for name, view in self._known(s)}
         return {name: views[name] for name in self.params}
 

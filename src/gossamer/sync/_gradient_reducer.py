@@ -82,7 +82,7 @@ class GradientReducer:
         cut = buckets_of(self._buckets.params, exchanges, bucket_bytes=bucket_bytes)
         for layout, one in cut:
             self._method(one, self.meets).check(layout, self._meeting_at(self.meets))
-        self._buckets.fill(cut)
+        self._buckets.replace_buckets(cut)
         self._rounds: dict[str, list[int]] = {}  # messages of every bucket's exchange, by the level of the average
 
     def adopt(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
@@ -213,7 +213,7 @@ class GradientReducer:
         for index, slot in enumerate(self._slots):
             if not slot.sent:
                 self._send(index)
-        self.timing.waiting(self._receive)
+        self.timing.timed_wait(self._receive)
         self._watching = False
 
     def _receive(self) -> None:
@@ -269,7 +269,7 @@ class GradientReducer:
         """Return the bucket, allocated at its first gradient or before it is sent."""
         slot = self._slots[index]
         if slot.bucket is None:
-            self.timing.waiting(self._make_room)
+            self.timing.timed_wait(self._make_room)
             slot.bucket = slot.layout.allocate()
             self._buckets.adopt(slot)
         return slot.bucket

@@ -31,7 +31,7 @@ def among_all(exchange: Exchange, levels: ProcessGroups, *, keeps: bool) -> Exch
     if any(len(island) > 1 for island in levels.groups["island"]):
         wide = exchange if isinstance(exchange, Hierarchical) else Hierarchical(exchange)
         found = GroupError(wide) if keeps else wide
-    return found if levels.has_several("island") else OneGroup(found)
+    return found if levels.has_several("island") else SingleIslandExchange(found)
 
 
 def stays_of(outcome: Outcome, islands: int) -> Tensor | None:
@@ -63,7 +63,7 @@ class _AroundExchange(Exchange):
 
 
 @dataclass(frozen=True, slots=True)
-class OneGroup(_AroundExchange):
+class SingleIslandExchange(_AroundExchange):
     """An exchange among islands where there is one: its own input is the mean, and nothing is sent or lost.
 
     The state is that of `inner`, as it is: a run that goes on with more islands finds it.

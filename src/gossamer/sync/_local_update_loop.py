@@ -191,9 +191,9 @@ class LocalUpdateLoop(OuterLoop):
         for fragment, ok in zip(leaving, brought.sound, strict=True):
             row += [fragment.samples if ok else 0.0, float(ok), fragment.rates, float(fragment.made)]
         if (roll := self.roll) is not None:
-            call, launched = self.timing.waiting(lambda: roll.answer(moved.done, tuple(row), brought))
+            call, launched = self.timing.timed_wait(lambda: roll.answer(moved.done, tuple(row), brought))
             return call.present[self.replica.rank], launched
-        rows = self.timing.waiting(lambda: self.replica.gather(tuple(row)))  # (ranks, 4 per fragment)
+        rows = self.timing.timed_wait(lambda: self.replica.gather(tuple(row)))  # (ranks, 4 per fragment)
         courses = [FragmentProgress(f.rounds, [part.state for part in f.parts], None) for f in leaving]
         return True, self.sender.contribute(leaving, courses, rows, brought, moved.done, moved.seed, last=moved.last)
 
@@ -210,7 +210,7 @@ class LocalUpdateLoop(OuterLoop):
         found = []
         for fragment in leaving:
             squares, fragment.squares = fragment.squares, None
-            means = self.timing.waiting(squares.wait) if squares is not None else ()
+            means = self.timing.timed_wait(squares.wait) if squares is not None else ()
             if means and are_finite(means):  # the same bits on all ranks
                 found.append(SyncResult({}, 0.0, fragment.views(means)))
         return found
@@ -221,7 +221,7 @@ class LocalUpdateLoop(OuterLoop):
         for fragment in landing:
             flight, fragment.flight = fragment.flight, None
             assert flight is not None
-            outcomes = self.timing.waiting(flight.wait)
+            outcomes = self.timing.timed_wait(flight.wait)
             full = self.sender.meets_in_full(flight, final=final)
             means = [o.mean.float() for o in outcomes]
             arrived = are_finite(means)  # the same bits on all ranks
@@ -235,7 +235,7 @@ class LocalUpdateLoop(OuterLoop):
             self.local.take_over(fragment, losses, loop.overlap.alpha if keeps_own else 0.0, carried)
             came = means if arrived else [torch.zeros_like(mean) for mean in means]
             landed.append(SyncResult(fragment.views(came), flight.at.rates))
-            flight.let_go([part.state for part in fragment.parts])
+            flight.free_buffers([part.state for part in fragment.parts])
         return landed
 
     @contextmanager
@@ -257,7 +257,7 @@ class LocalUpdateLoop(OuterLoop):
         for fragment in self.fragments:
             for under_way in (fragment.flight, fragment.squares):
                 if under_way is not None:
-                    self.timing.waiting(under_way.wait)
+                    self.timing.timed_wait(under_way.wait)
 
     def part(self) -> None:
         """Set this rank's parameters to the anchor, which is loaded already."""

@@ -46,7 +46,7 @@ class ReplicaParameters:
         """Return the pseudo-gradient of a fragment: the anchor minus this rank's parameters."""
         return [self._minus_own(part, part.anchor.clone()) for part in fragment.parts]
 
-    def step_movement(self, part: FragmentBucket) -> Tensor:
+    def step_pseudo_gradient(self, part: FragmentBucket) -> Tensor:
         """Return the parameters before this step minus those after it."""
         return self._minus_own(part, part.was.clone())
 
@@ -56,7 +56,7 @@ class ReplicaParameters:
         return flat
 
     def moved_since(self, fragment: Fragment, flight: PendingSync) -> Sequence[Tensor]:
-        """Return the island's movement since its pseudo-gradient was sent."""
+        """Return this rank's parameters minus those when `flight` was sent, one flat tensor (numel,) per bucket."""
         moved = []
         for part, left in zip(fragment.parts, flight.left, strict=True):
             flat = left.neg()

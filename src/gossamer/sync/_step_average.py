@@ -31,10 +31,10 @@ class StepAverage:
         x_i <- was_i - lost_i - mean and anchor <- anchor - mean: their difference is the island's residual.
         """
         parts, levels = list(self.local.parts()), self.replica.levels
-        steps = [self.local.step_movement(part) for part in parts]
+        steps = [self.local.step_pseudo_gradient(part) for part in parts]
         sound = are_finite(steps)
         row = (moved.samples if sound else 0.0, float(sound))
-        weights = weights_of(*self.timing.waiting(lambda: self.replica.gather(row)).unbind(1))
+        weights = weights_of(*self.timing.timed_wait(lambda: self.replica.gather(row)).unbind(1))
         if not sound:  # undo this island's step, apply the others'
             for flat in steps:
                 flat.zero_()
@@ -43,7 +43,7 @@ class StepAverage:
             return
         at = ExchangeContext(self.replica.rank, levels, weights, (moved.seed, moved.done), 1.0, True)
         step = begin_exchange(self.pump, self.exchange, parts, steps, [part.each for part in parts], at)
-        outcomes = self.timing.waiting(lambda: [step.result(i) for i in range(len(parts))])
+        outcomes = self.timing.timed_wait(lambda: [step.result(i) for i in range(len(parts))])
         for part, outcome in zip(parts, outcomes, strict=True):
             part.each = outcome.state
             part.anchor.sub_(outcome.mean)

@@ -55,7 +55,7 @@ class StepGathers:
         They are 0 for the other ranks.
         """
         if self._weights is None:
-            told = self._timing.waiting(lambda: self._weighing.result(0)).mean.flatten()
+            told = self._timing.timed_wait(lambda: self._weighing.result(0)).mean.flatten()
             self._weights = torch.zeros(self.ranks, dtype=torch.float64)  # (ranks,)
             self._weights[list(self.levels.group(self._voting, self.rank))] = told
         return self._weights
@@ -80,7 +80,7 @@ class StepGathers:
         """
         row = row_of(self.window.step, vote, float(self.weights()[self.rank]), report)
         mine, more = torch.tensor(row, dtype=torch.float64), [] if vote.beside is None else [vote.beside]
-        votes, *beside = self._timing.waiting(lambda: self._gathered([mine, *more], self._voting))  # (voters, 5)
+        votes, *beside = self._timing.timed_wait(lambda: self._gathered([mine, *more], self._voting))  # (voters, 5)
         voters, groups = self.levels.everyone, self.levels.groups["all"]  # each group has one mean: a part of the model
         if self.window.level != "all":  # or a model of its own
             voters = self.levels.group(self.window.level, self.rank)

@@ -99,7 +99,13 @@ class RoundSender:
         *,
         last: bool,
     ) -> list[SyncLaunch]:
-        """Start the exchanges with the weights of the ranks that take part: `rows`, (ranks, 4 per fragment)."""
+        """Start the exchanges of the fragments `leaving`; return one SyncLaunch for each.
+
+        rows   (ranks, 4 per fragment) float64: samples, takes part (0 or 1), sum of learning rates and steps of
+               every rank; ranks are weighted by samples
+        gone   this rank's pseudo-gradients
+        done   steps so far
+        """
         found = []
         for index, (fragment, course) in enumerate(zip(leaving, courses, strict=True)):
             samples, takes_part, *gone_by = rows[:, 4 * index : 4 * index + 4].unbind(1)

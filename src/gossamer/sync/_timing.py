@@ -16,7 +16,7 @@ class Timing:
 
     exposed_s: float = 0.0
 
-    def waiting(self, what: Callable[[], T]) -> T:
+    def timed_wait(self, what: Callable[[], T]) -> T:
         """Call `what`, add the seconds it takes to `exposed_s`, and return its result."""
         began = time.perf_counter()
         found = what()

@@ -86,7 +86,7 @@ class ZerothOrderRank:
             _set(value, flat)
             _set(self.params[name], value)  # one in a half type follows
 
-    def mark(self, step: int, *, begins: bool = False) -> ParameterChecksum:
+    def checksum(self, step: int, *, begins: bool = False) -> ParameterChecksum:
         """Return a checksum of the parameters after `step` steps."""
         kinds = repr([(n, tuple(p.shape), str(p.dtype)) for n, p in self.params.items()])
         checksum = 0

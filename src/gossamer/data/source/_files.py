@@ -79,7 +79,9 @@ def _explain_nothing(pattern: str) -> None:
     do = f"write the path as seen from {Path.cwd()}, or a whole one"
     links = sorted(found for found in glob.glob(pattern, recursive=True) if os.path.islink(found))
     if links:  # glob finds them, and there is nothing behind them
-        raise BadInput(f"{links[0]} is a link to {os.readlink(links[0])}, where no file is: mend or remove it", key=KEY)
+        raise BadInput(
+            f"{links[0]} is a link to {os.readlink(links[0])}, which is no file: repair or remove it", key=KEY
+        )
     if glob.has_magic(pattern):
         raise BadInput(f"no file matches {pattern!r}: {do}", key=KEY)
     raise BadInput(f"there is no file {pattern}: {do}", key=KEY)
@@ -125,4 +127,4 @@ def unreadable(file: Path, error: Exception) -> BadInput:
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     if isinstance(error, gzip.BadGzipFile):
         said = "it is no gzip file, though its name ends in .gz"
-    return BadInput(f"cannot read {file} ({said.rstrip('.')}): mend it, or leave it out of the source", key=KEY)
+    return BadInput(f"cannot read {file} ({said.rstrip('.')}): repair it, or leave it out of the source", key=KEY)

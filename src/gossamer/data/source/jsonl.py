@@ -55,7 +55,7 @@ def _text(line: bytes, field: str, *, where: str) -> str:
             key=KEY,
         )
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise bad_input(wanted=f"text at {where}", got="half of a surrogate pair", do="mend the line", key=KEY)
+        raise bad_input(wanted=f"text at {where}", got="half of a surrogate pair", do="repair the line", key=KEY)
     return text
 
 
@@ -70,7 +70,7 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         raise bad_input(
             wanted=f"one JSON object per line at {where}",
             got=f"{line[:40].decode('utf-8', 'replace').strip()!r} ({error.msg} at column {error.colno})",
-            do="mend or remove the line",
+            do="repair or remove the line",
             key=KEY,
         ) from None
     if not isinstance(record, dict):

@@ -86,7 +86,8 @@ def _converted(where: Path, **options: str) -> Tokenizer:
         text, separator = found.backend_tokenizer.to_str(), found.eos_token or found.sep_token
     except Exception as error:  # transformers raises whatever its many readers raise
         said = (str(error) or repr(error)).splitlines()[0]
-        raise BadInput(f"no tokenizer can be read from {where}: {said}", key=_KEY) from None
+        do = "give a folder with the files that `tokenizer.save_pretrained` writes"
+        raise BadInput(f"no tokenizer can be read from {where} ({said}): {do}", key=_KEY) from None
     if not separator:
         raise BadInput(f"the tokenizer in {where} has neither eos_token nor sep_token to end documents", key=_KEY)
     return load(text, separator=separator, key=_KEY)

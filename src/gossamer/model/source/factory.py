@@ -30,7 +30,7 @@ _NOT_THEIRS = ("importlib", "site-packages", "dist-packages", str(Path(__file__)
 
 @dataclass(frozen=True)
 class Factory(ModelSource):
-    """A model source that calls the user's function `of`, "package.module:function", with the keys of `config`.
+    """A model source that calls the user's function `of`, "package.module:function", with keyword arguments `config`.
 
     The Python module is looked for in the working directory too. A parameter `vocabulary` or `vocab_size` that `config`
     leaves out gets the tokenizer's size.

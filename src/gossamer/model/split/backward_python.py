@@ -165,7 +165,7 @@ class BackwardPython:
                 raise bad_input(
                     wanted=f"hooks that run on stage {self.stage} to read what this stage computes",
                     got=f"one that reads {paths[id(module)]}.{name}, which a unit of another stage has set",
-                    do="keep it in what the hook is a closure of, or cut so that one stage has both",
+                    do="capture the value in the hook's closure, or let one stage have both (plan.cuts)",
                     key="plan.mesh.pipe",
                 )
             return object.__getattribute__(module, name)

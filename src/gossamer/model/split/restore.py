@@ -31,7 +31,7 @@ class SavedBuffers:
                 continue  # without memory of its own
             self.known.setdefault(self.key(tensor), []).append(tensor)
 
-    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def save_before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Copy the registered tensors that the operator `func` is about to change."""
         changed = [*written(func, args, kwargs)]
         if func.namespace != "aten" or "batch_norm" in func.name():  # their schema need not name what they change

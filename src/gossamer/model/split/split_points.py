@@ -169,7 +169,7 @@ def _starts(module: nn.Module, flow: DataFlow, cuts: SplitPoints) -> list[int]:
         raise bad_input(
             wanted=f"the first stage to begin with {flow.calls[0].name}, which runs first",
             got=", ".join(cuts.first[:1]) or "no stage",
-            do="begin there",
+            do=f"put {flow.calls[0].name} first in plan.cuts",
             key=_KEY,
         )
     if sorted(set(starts)) != starts:
@@ -264,10 +264,11 @@ def _check(flow: DataFlow, part: StageSpec) -> None:
     for value, positions in flow.branches.items():
         late = [p for p in positions if p < part.high or part.is_last]
         if late and value.call < part.low and value not in part.receives:
+            name = flow.calls[value.call].name
             raise bad_input(
-                wanted=f"no branch on what {flow.calls[value.call].name} gives in code that every stage runs",
-                got=f"one before {_reader(flow, late[0])}, which stage {part.stage} cannot take",
-                do="cut before that unit, or move the branch (or .item()) into a unit",
+                wanted=f"no data-dependent branch on the output of {name} in code that every stage runs",
+                got=f"one (or an .item()) before {_reader(flow, late[0])}, and stage {part.stage} does not get it",
+                do=f"move the branch into a unit, or put the last split point right behind {name} (plan.cuts)",
                 key=_KEY,
             )
 
@@ -289,10 +290,10 @@ def check_late(flow: DataFlow, part: StageSpec, end: float, lates: Sequence[Late
     late = next((one for one in lates if one.matters(end) and _stays(flow, one, end)), None)
     if late is not None:
         raise bad_input(
-            wanted=f"{late.name}, which the forward changes and a later one reads, to depend on no number that stage "
-            f"{part.stage} has not (it ends with {flow.calls[part.high - 1].name})",
-            got=f"a look at one before {_reader(flow, math.ceil(end))}, where its forward has to end",
-            do="move the look behind what changes, return tensors instead of numbers, or cut behind it",
+            wanted=f"the update of {late.name}, which the next forward reads, before any number (.item(), bool()) of "
+            f"a tensor that stage {part.stage} does not have (its last unit is {flow.calls[part.high - 1].name})",
+            got=f"such a number read before {_reader(flow, math.ceil(end))}, where its forward has to end",
+            do="read the number after the update, use tensors instead of numbers, or split behind it (plan.cuts)",
             key=_KEY,
         )
 

@@ -215,9 +215,9 @@ class StageModule:
 
     def _refuse_stale(self, name: str) -> NoReturn:
         error = bad_input(
-            wanted=f"code that runs on stage {self.part.stage} to read what it read when the model was cut",
+            wanted=f"code that runs on stage {self.part.stage} to read only attributes that are current there",
             got=f"{name}, which a unit of another stage may have changed (from {user_line()})",
-            do="let the model's own code change it or read it in every forward, or cut so that one stage has both",
+            do="read it in every forward, or let one stage have the change and the read (plan.cuts)",
             key=_KEY,
         )
         if self._absence.is_on and self._absence.is_over and not self._absence.unit:

@@ -70,7 +70,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.buffers.before(func, args, kwargs)
+        self.buffers.save_before(func, args, kwargs)
         out = self.operators.run(func, args, kwargs)
         ins = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]

@@ -65,7 +65,7 @@ class UnitCalls:
             inner.forward = self._inner(path, inner.forward)  # type: ignore[method-assign]
 
     def advance(self, run: ForwardRun) -> None:
-        """Note whether a unit of this stage is still to run."""
+        """Set `absence.is_over`: true once all units of this stage have run; never on the last stage."""
         self.absence.is_over = run.at >= run.part.high and not run.part.is_last
 
     def _unit(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:

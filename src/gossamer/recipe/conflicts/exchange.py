@@ -48,7 +48,7 @@ def clipping_with_policy(recipe: Recipe) -> BadInput | None:
         return None
     near = RegisteredSettings()
     settings = [w for line in recipe.methods.exchange.lines for w in recipe.policy.to_measure(line.written, near)]
-    built = [one for written in settings for one in ParameterRules.read(written, key="plan.adapt").written]
+    built = [one for written in settings for one in ParameterRules.read(written, key="plan.adapt").exchanges]
     return clipped(built, recipe.config.train.max_grad_norm, key="plan.adapt")
 
 

@@ -115,9 +115,9 @@ def check_plain(module: nn.Module) -> None:
     for path, inner in module.named_modules():
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             raise bad_input(
-                wanted="a model whose state is its parameters and buffers, to go on from a checkpoint",
-                got=f"{path or 'the model'} ({type(inner).__name__}) with get_extra_state, which no checkpoint keeps",
-                do="keep that in a buffer, or train without a break",
+                wanted="a model whose state is only parameters and buffers, to resume from a checkpoint",
+                got=f"{path or 'the model'} ({type(inner).__name__}) with get_extra_state, which no checkpoint saves",
+                do="keep that state in a registered buffer, and start a new run",
                 key="model",
             )
 

@@ -124,7 +124,11 @@ def set_aside(directory: Path | str, step: int) -> Path:
     """
     folder = locate(Path(directory), step)
     if folder is None:
-        raise bad_input(wanted=f"a checkpoint of step {step} in {directory}", got="none", do="list what is there")
+        raise bad_input(
+            wanted=f"a checkpoint of step {step} in {directory}",
+            got="none",
+            do="give the step of a checkpoint that is there",
+        )
     count = 0
     while (aside := folder.with_name(f"step-{step:08d}.aside-{count}")).exists():
         count += 1

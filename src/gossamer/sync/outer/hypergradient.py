@@ -44,7 +44,7 @@ class Hypergradient(OuterOptimizer):
             raise bad_input(wanted="limits with 1 between them", got=got, do="1 is where it starts", key="low")
         if isinstance(self.inner, Hypergradient):  # both would adapt the same number
             raise bad_input(
-                wanted="another outer rule inside", got="hypergradient", do="take one of the two", key="inner"
+                wanted="another outer optimizer inside", got="hypergradient", do="name its inner one", key="inner"
             )
 
     @property

@@ -22,7 +22,7 @@ class Replan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class TrainerServices:
     """The callbacks and services of a trainer: record sink, position reports, stop requests, checkpoint manager."""
 
     sink: Sink
