@@ -244,7 +244,7 @@ def test_a_number_read_from_what_other_stages_compute_is_refused() -> None:
     module = Peeking()
     flow = flow_of(module, plain.rows(0))
     with pytest.raises(
-        BadInput, match=r"branch on the output of trunk\.1.*before trunk\.2.*move the branch \(or \.item"
+        BadInput, match=r"branch on the output of trunk\.1.*before trunk\.2.*move the branch into a unit"
     ):
         stage_specs(module, flow, SplitPoints(("trunk.0", "trunk.3")))
     assert len(stage_specs(module, flow, SplitPoints(("trunk.0", "trunk.2")))) == 2  # it is received there
