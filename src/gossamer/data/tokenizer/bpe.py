@@ -60,7 +60,7 @@ def _kept(file: Path) -> Tokenizer | None:
     try:
         return load(file.read_text("utf-8"), separator=SEPARATOR, key=_KEY)
     except BadInput as error:
-        raise BadInput(f"the tokenizer kept in {file} is damaged ({error.message}): delete it", key=_KEY) from None
+        raise BadInput(f"the cached tokenizer is damaged ({error.message}): delete {file}", key=_KEY) from None
 
 
 def _train(texts: Iterable[str], vocabulary: int) -> str:
