@@ -38,7 +38,7 @@ def test_the_command_line_becomes_a_topology():
         ({"islands": "2y2"}, "islands: wanted islands such as 2x2 or 3,1"),
         ({"islands": "2x2"}, "islands: wanted islands of together 2 hosts"),
         ({"cpu": "1,x"}, "cpu: wanted numbers"),
-        ({"cpu": "1"}, "cpu: wanted 2 positive shares"),
+        ({"cpu": "1"}, "cpu: wanted 2 positive numbers"),
         ({"memory": "lots"}, "memory: wanted memory such as"),
     ],
 )

@@ -449,8 +449,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sometimes": (Sometimes, r"got what blocks\.0 gives, .*outlet computes with it"),
     "sometimes_a_mask": (SometimesAMask, r"got output 1 of blocks\.0, .*outlet computes with it"),
     "sometimes_a_branch": (SometimesABranch, r"got what blocks\.0 gives, .*reads a number of it .*kept\.py:\d+"),
-    "log": (LogDecides, r"wanted log .*, which .*stage 0 has not \(it ends with blocks\.0\)"),
-    "log_by_a_tensor": (LogDecidesByATensor, r"wanted log .*, which .*stage 0 has not \(it ends with blocks\.0\)"),
-    "log_by_another": (LogDecidesByAnotherTensor, r"wanted log .*, which .*stage 0 has not \(it ends with blocks\.0\)"),
+    "log": (LogDecides, r"wanted the update of log .*stage 0 does not have \(its last unit is blocks\.0\)"),
+    "log_by_a_tensor": (
+        LogDecidesByATensor,
+        r"wanted the update of log .*stage 0 does not have \(its last unit is blocks\.0\)",
+    ),
+    "log_by_another": (
+        LogDecidesByAnotherTensor,
+        r"wanted the update of log .*stage 0 does not have \(its last unit is blocks\.0\)",
+    ),
     "sometimes_inside": (SometimesInside, r"stage 2 .*got what blocks\.0 gives, .*blocks\.3 computes with it"),
 }
