@@ -186,6 +186,9 @@ def test_hf_folders_that_cannot_be_used(tmp_path: Path) -> None:
     _saved(kit.Tokenizer(kit.models.WordLevel({"a": 0, "b": 1}, unk_token="a")), mute, {})
     with pytest.raises(BadInput, match="no eos_token and no sep_token"):
         made(f"hf:{mute}", tmp_path)
+    (mute / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(BadInput, match="eos_token '<end>', which is no special token"):
+        made(f"hf:{mute}", tmp_path)
 
 
 def test_a_damaged_cached_bpe_is_named(tmp_path: Path) -> None:

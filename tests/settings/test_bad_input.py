@@ -165,7 +165,9 @@ METHODS = {
     "plan.exchange=[[bias, all, dens]]": "plan.exchange.0.2: ",
     "plan.exchange=[[bias, al, dense]]": "plan.exchange.0.1: there is no link level 'al': did you mean 'all'?",
     "plan.exchange=[['(', all, dense]]": "plan.exchange.0.0: wanted a regular expression, got '('",
-    "plan.exchange=[[bias, intra, dense]]": "wanted an exchange for each of the levels intra and inter",
+    "plan.exchange=[[bias, intra, dense]]": (
+        "plan.exchange.0.1: wanted an exchange for each of the levels intra and inter"
+    ),
     "plan.exchange=[[a, intra, int9], [a, inter, dense]]": "did you mean 'int8'",
 }
 

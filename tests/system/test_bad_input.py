@@ -260,8 +260,16 @@ def test_a_run_without_a_good_checkpoint_is_left_as_it_was(trained: Trained, pla
             ("a checkpoint of another model", "float32 (257, 32), wanted float32 (257, 48)", "saved from", "a new run"),
         ),
         ("train.seed=5", ("made with seed 0, the run has 5", "Resume with seed 0, or start a new run")),
-        pytest.param("train.batch=6", ("made with batch 4, the run has 6", "with batch 4"), marks=pytest.mark.nightly),
-        pytest.param("data.sequence=16", ("sequence 32, the run has 16", "a new run"), marks=pytest.mark.nightly),
+        pytest.param(
+            "train.batch=6",
+            ("made with batch 4, the run has 6", "Resume with batch 4"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "data.sequence=16",
+            ("made with sequence 32, the run has 16", "start a new run"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_run_is_not_resumed_with_what_would_make_it_another(

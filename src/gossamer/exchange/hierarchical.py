@@ -158,7 +158,7 @@ class Hierarchical(Exchange):
             raise bad_input(
                 wanted="a codec whose messages have a fixed size",
                 got=repr(self.intra_codec),
-                do="choose a cast (bf16, fp16), or none",
+                do="choose a cast (bfloat16, float16), or none",
                 key="intra_codec",
             )
 

@@ -29,7 +29,7 @@ class AdaptChoices:
 
 
 class NearbySettings(ABC):
-    """How a policy finds variants of an exchange (other ranks, codecs of other widths) and compares their settings.
+    """The interface by which a policy finds variants of an exchange (other ranks, other codecs) and compares them.
 
     A recipe implements it: a policy builds no method itself.
     """

@@ -114,12 +114,11 @@ def _check_mesh(asked: PlanSection, stages: int) -> None:
 def _check_ranks(groups: Groups, ranks: int) -> None:
     counts = Counter(rank for group in groups for rank in group)
     missing = [rank for rank in range(ranks) if rank not in counts]
-    are = "is" if len(missing) == 1 else "are"
     faults = [
         *(f"stage {stage} has no rank" for stage, group in enumerate(groups) if not group),
         *(f"rank {rank} is listed {n} times" for rank, n in sorted(counts.items()) if n > 1),
         *(f"there is no rank {rank}" for rank in sorted(counts) if not 0 <= rank < ranks),
-        *([f"{ranked(missing)} {are} in no stage"] if missing else []),
+        *([f"{ranked(missing)} {'is' if len(missing) == 1 else 'are'} in no stage"] if missing else []),
     ]
     if faults:
         raise bad_input(

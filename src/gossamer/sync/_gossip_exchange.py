@@ -49,9 +49,8 @@ class GossipExchange(Exchange):
 
     @property
     def traits(self) -> ExchangeTraits:
-        return ExchangeTraits(
-            fixed_size=bool(self.graph.fixed_degree)
-        )  # of changing neighbors the price is the mean over rounds
+        # Of changing neighbors the price is the mean over rounds.
+        return ExchangeTraits(fixed_size=bool(self.graph.fixed_degree))
 
     @property
     def _known(self) -> tuple[str, ...]:

@@ -143,9 +143,8 @@ class LocalUpdateLoop(OuterLoop):
         if not loop.overlap.reset_to_global:
             landed += self._land(landing, final=False)  # in the last step they are sent once more
         gone = [self.local.pseudo_gradient(f) for f in leaving]
-        if (
-            loop.overlap.reset_to_global
-        ):  # what is applied was sent a round ago; the island restarts from the new anchor
+        if loop.overlap.reset_to_global:
+            # What is applied was sent a round ago, and the island restarts from the new anchor.
             landed += self._land(landing, final=moved.last)
             self.local.return_to(leaving)
         landed += self._learn(leaving)

@@ -60,7 +60,8 @@ def _kept(file: Path) -> Tokenizer | None:
     try:
         return load(file.read_text("utf-8"), separator=SEPARATOR, key=_KEY)
     except BadInput as error:
-        raise BadInput(f"the cached tokenizer is damaged ({error.message}): delete {file}", key=_KEY) from None
+        do = f"delete {file}, and it is trained again"
+        raise BadInput(f"the cached tokenizer is damaged ({error.message}): {do}", key=_KEY) from None
 
 
 def _train(texts: Iterable[str], vocabulary: int) -> str:

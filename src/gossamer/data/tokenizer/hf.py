@@ -55,10 +55,11 @@ def _separator(where: Path, tokenizer_json: str) -> str:
     for token in (*named, *_USUAL):
         if token in known:
             return token
+    told = f"eos_token {named[0]!r}, which is no special token" if named else "no eos_token and no sep_token"
     raise bad_input(
         wanted=f"an end-of-document token in {where}",
-        got=f"no eos_token and no sep_token; the special tokens are {sorted(known)[:8]}",
-        do='name one of them in tokenizer_config.json: {"eos_token": "..."}',
+        got=f"{told}; the special tokens are {sorted(known)[:8]}",
+        do='name a special token in tokenizer_config.json, {"eos_token": "..."}, or add one to the tokenizer',
         key=_KEY,
     )
 
@@ -89,7 +90,8 @@ def _converted(where: Path, **options: str) -> Tokenizer:
         do = "give a folder with the files that `tokenizer.save_pretrained` writes"
         raise BadInput(f"no tokenizer can be read from {where} ({said}): {do}", key=_KEY) from None
     if not separator:
-        raise BadInput(f"the tokenizer in {where} has neither eos_token nor sep_token to end documents", key=_KEY)
+        do = "name an eos_token in tokenizer_config.json"
+        raise BadInput(f"the tokenizer in {where} has neither eos_token nor sep_token to end documents: {do}", key=_KEY)
     return load(text, separator=separator, key=_KEY)
 
 
