@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 HABITS = (
     *("eight_bit_copies", "last_activations_of_a_block", "positions_made_lazily", "blocks_that_skip_themselves"),
     *("old_spectral_norm", "mixtral", "replicas_batch_norm", "full_backward_hooks_on_blocks"),
+    "callback_that_collects_tensors",  # refused
 )
 
 
