@@ -1,6 +1,7 @@
 """What codecs and exchanges cost: GB of float32 a second on one core, and the link up to which the bytes saved pay.
 
     python benchmarks/encode.py [--repeats 15] [--numel 4194304] [--only int8,two_shot] [--device cpu]
+    python benchmarks/encode.py --against COMMIT [--seconds 300] [--repeats 15] [--numel 4194304] [--only int8]
 
 A codec encodes and decodes one message of Gaussian numbers. An exchange runs as one rank of 2 and of 4 with a channel
 that answers at once (islands of two), on a bucket of the matrices of a small GPT, states carried along. One thread; CPU
@@ -10,6 +11,10 @@ break_even_gbit: bytes saved over CPU seconds. On slower links the method is fas
 none of its work is hidden behind the backward pass: for a codec, sending the float32 message once; for an exchange, the
 dense all-reduce of 2 (n - 1) / n buckets. Methods that save no bytes have none. card_ms: a reference figure for the
 encoding alone, numpy or torch on another core, same number of numbers.
+
+With --against the codecs alone, beside those of another commit, in processes that take turns; under `against` in the
+record, the rest of which stays. floor_ms: a plain copy in the same processes that reads and writes as many bytes as the
+codec does.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+import encode_against
 from gossamer import exchange as exchange_methods
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.channel.loopback import LoopbackChannel
@@ -35,7 +41,7 @@ from gossamer.comm.random_key import Key
 from gossamer.exchange import codec
 from gossamer.run.allocator import keep_freed_memory
 from gossamer.spec.errors import BadInput
-from result import publish
+from result import publish, publish_part, recorded
 
 INNER = {"Codec": "int8", "Exchange": {"two_shot": "int8"}}  # what is put into a method that wraps another
 CODECS: dict[str, Any] = {
@@ -73,7 +79,15 @@ def main() -> None:
     read.add_argument("--numel", type=int, default=1 << 22)
     read.add_argument("--only", default="", help="names, separated by commas")
     read.add_argument("--device", default="cpu")
+    read.add_argument("--against", default="", metavar="COMMIT", help="measure codecs beside those of that commit")
+    read.add_argument("--seconds", type=float, default=300.0, help="for how long, with --against")
     asked = read.parse_args()
+    if asked.against:
+        only = set(asked.only.split(",")) - {""}
+        beside = encode_against.compare(asked.against, asked.numel, asked.repeats, asked.seconds, only)
+        encode_against.table(beside)
+        publish_part("encode", "against", beside)
+        return
     torch.set_num_threads(1)
     keep_freed_memory()  # as a run does
     device, only = torch.device(asked.device), set(asked.only.split(",")) - {""}
@@ -86,7 +100,8 @@ def main() -> None:
     figures = [finished(row) for row, _ in rows]
     table(figures)
     setting = {"numel": asked.numel, "device": asked.device, "repeats": asked.repeats}
-    publish("encode", {**setting, "load_average": os.getloadavg()[0], "rows": figures})
+    kept = {key: value for key, value in recorded("encode").items() if key == "against"}
+    publish("encode", {**setting, "load_average": os.getloadavg()[0], "rows": figures, **kept})
 
 
 def wanted(room: Any, more: dict[str, Any], only: set[str]) -> dict[str, Any]:

@@ -47,24 +47,47 @@ def commit() -> str:
 def publish(name: str, figures: dict[str, Any], *, script: str = "") -> None:
     """Write docs/results/<name>.json and print the figures as the last line. `script`: its name, where the record has
     another."""
-    record = {
-        **figures,
-        "command": " ".join(["python", f"benchmarks/{script or name}.py", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-        "commit": commit(),
-        "machine": machine(),
-    }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    beside = RESULTS / f".{name}.json"
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    beside.replace(RESULTS / f"{name}.json")
+    _write(name, _signed(figures, script or name))
     print(json.dumps(figures))
+
+
+def publish_part(name: str, key: str, figures: dict[str, Any]) -> None:
+    """Write the figures to docs/results/<name>.json under `key`, with a commit, date and machine of their own.
+
+    The rest of the record stays. Prints the figures as the last line.
+    """
+    _write(name, {**recorded(name), key: _signed(figures, name)})
+    print(json.dumps(figures))
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """Return what docs/results/<name>.json holds, nothing where there is none."""
+    file = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found
 
 
 def ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
     """Median of the ratios of interleaved pairs, with the pairs' spread."""
     pairs = sorted(a / b for a, b in zip(ours, theirs, strict=True))
     return {"median": round(median(pairs), 4), "pairs": [round(p, 4) for p in pairs]}
+
+
+def _signed(figures: dict[str, Any], script: str) -> dict[str, Any]:
+    return {
+        **figures,
+        "command": " ".join(["python", f"benchmarks/{script}.py", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "machine": machine(),
+    }
+
+
+def _write(name: str, record: dict[str, Any]) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    beside = RESULTS / f".{name}.json"
+    beside.write_text(json.dumps(record, indent=1) + "\n")
+    beside.replace(RESULTS / f"{name}.json")
 
 
 def _lines(file: str) -> list[str]:

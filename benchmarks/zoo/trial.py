@@ -274,7 +274,7 @@ def compare(trial: Trial, source: OriginSource, rank: int) -> dict[str, Any]:
     digests: dict[str, str] = {}
     with seated(trial, source, rank) as seat:
         assert seat.parts.cut is not None
-        shared = seat.parts.cut.shared()
+        shared = seat.parts.cut.parameters_on_several_stages()
         forecast = {k: n for k, n in seat.parts.plan.forecast.wire_bytes.items() if k.startswith(f"{rank}>") and n}
         for schedule in trial.schedules:
             kept = torch.load(trial.folder / f"{schedule}.pt", mmap=True, weights_only=True)

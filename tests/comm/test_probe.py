@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from gossamer.comm import link_probe as wire_probe
 from gossamer.comm.channel.local import LocalChannel
-from gossamer.comm.link_probe import islands_of, probe, turns, ways_of
+from gossamer.comm.island_search import islands_of, turns, ways_of
+from gossamer.comm.link_probe import probe
 from gossamer.netlab import Lab, LabTopology, lab_unavailable
 from gossamer.spec.network import Link, Network
 
@@ -67,21 +66,6 @@ def test_a_way_that_is_slow_in_one_direction_is_slow() -> None:
     assert islands_of(rates) == ((0, 1), (2, 3))
 
 
-def test_one_late_message_is_not_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
-    (channel,) = LocalChannel.world(1)
-    found = iter([1e-3, 1e-3, 0.5, 1.2e-3, 1e-3, 0.9e-3, 1e-3, 1.1e-3, 1e-3])
-    monkeypatch.setattr(wire_probe, "_seconds", lambda *what: next(found))
-    assert wire_probe._latency(channel) == 1e-3
-
-
-def test_the_slowest_rank_says_what_a_link_can_do() -> None:
-    """All measure; what counts for all is the time of the one that took longest."""
-    channels = LocalChannel.world(3, patience_s=20.0)
-    with ThreadPoolExecutor(3) as ranks:
-        found = list(ranks.map(wire_probe._agreed, channels, (0.1, 0.7, 0.3)))
-    assert found == [0.7] * 3
-
-
 @pytest.mark.parametrize("ranks", range(2, 10))
 def test_who_sends_has_nothing_to_receive_meanwhile(ranks: int) -> None:
     for shift in range(1, ranks):
@@ -108,20 +92,35 @@ def test_all_ranks_measure_the_same_links(pool, ranks: int) -> None:
     assert links.ranks == ranks and links.levels["all"].bytes_per_s > 1e6
 
 
+def found_in(topology: LabTopology) -> list[Network]:
+    """What all hosts find: by all pairs, and by groups of hosts."""
+    with Lab(topology) as lab:
+        program = [sys.executable, str(Path(__file__).with_name("lab_probe.py"))]
+        hosts = [
+            lab.spawn(h, [*program, str(h), str(topology.hosts), lab.address(0)], stdout=subprocess.PIPE)
+            for h in range(topology.hosts)
+        ]
+        said = [host.communicate(timeout=100)[0].splitlines()[-2:] for host in hosts]
+    assert all(one == said[0] for one in said)
+    return [Network.model_validate(json.loads(line)) for line in said[0]]
+
+
 @pytest.mark.lab
 @pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))
 def test_in_the_laboratory_the_shaped_links_are_found() -> None:
     """Four hosts on two islands: 160 Mbit/s inside; 20 Mbit/s between, shared by the two ranks of an island."""
     topology = LabTopology(4, rate_bytes_per_s=160 * MBIT, islands=(2, 2), between_bytes_per_s=20 * MBIT)
-    with Lab(topology) as lab:
-        program = [sys.executable, str(Path(__file__).with_name("lab_probe.py"))]
-        hosts = [
-            lab.spawn(h, [*program, str(h), "4", lab.address(0)], stdout=subprocess.PIPE) for h in range(topology.hosts)
-        ]
-        said = [host.communicate(timeout=100)[0] for host in hosts]
-    found = [Network.model_validate(json.loads(s.splitlines()[-1])) for s in said]
-    assert all(one == found[0] for one in found)
-    assert found[0].islands == ((0, 1), (2, 3))
-    assert found[0].levels["between"].bytes_per_s == pytest.approx(10 * MBIT, rel=0.35)
-    ratio = found[0].levels["island"].bytes_per_s / found[0].levels["between"].bytes_per_s
-    assert ratio == pytest.approx(16, rel=0.5)
+    for found in found_in(topology):
+        assert found.islands == ((0, 1), (2, 3))
+        assert found.levels["between"].bytes_per_s == pytest.approx(10 * MBIT, rel=0.35)
+        ratio = found.levels["island"].bytes_per_s / found.levels["between"].bytes_per_s
+        assert ratio == pytest.approx(16, rel=0.5)
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))
+def test_in_the_laboratory_a_long_line_is_no_narrow_one() -> None:
+    """50 ms one way: the latency is that, once, and the bandwidth of 50 Mbit/s is found all the same."""
+    for found in found_in(LabTopology(2, rate_bytes_per_s=50 * MBIT, delay_s=0.05)):
+        assert found.levels["all"].latency_s == pytest.approx(0.05, rel=0.2)
+        assert found.levels["all"].bytes_per_s == pytest.approx(50 * MBIT, rel=0.35)

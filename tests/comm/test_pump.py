@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gossamer.comm.channel.local import LocalChannel
-from gossamer.comm.comm_thread import CommThread, order
+from gossamer.comm.comm_thread import CommThread, needed, order, order_of_turns
 from gossamer.comm.message import Collective, ExchangeState, Message, Outcome
 from gossamer.spec.errors import WireMismatch
 
@@ -30,6 +30,28 @@ def test_look_ahead_keeps_that_many_jobs_in_flight() -> None:
         under_way.add(job) if r == 0 else under_way.discard(job)
         most = max(most, len(under_way))
     assert most == 5  # job 4 starts, then job 0 is waited for
+
+
+def test_an_order_is_taken_only_where_it_has_the_turns_of_these_jobs() -> None:
+    assert order_of_turns([1, 2], [0, 1, 1, 0, 1]) == [(0, 0), (1, 0), (1, 1), (0, 1), (1, 2)]
+    for other in ([0, 1, 1, 0], [0, 1, 1, 1, 1], [0, 1, 2, 0, 1], [0, 0, 0, 1, 1], [0, 1, 1, 0, -1]):
+        assert order_of_turns([1, 2], other) is None
+    assert needed([1, 2], order_of_turns([1, 2], [0, 1, 1, 0, 1]) or []) == (2, 2)
+    assert needed([1, 2], order_of_turns([1, 2], [0, 0, 1, 1, 1]) or []) == (1, 2)
+
+
+def test_a_planned_order_is_the_order_of_the_messages() -> None:
+    for turns in ([1, 0, 1, 0, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 0]):
+        (channel,) = LocalChannel.world(1)
+        seen = list[str]()
+        pump = CommThread(channel, observe=lambda said, number, seen=seen: seen.append(said.partition("job ")[2]))
+        step = pump.begin([1, 2], turns)
+        for job, rounds in enumerate([1, 2]):
+            step.submit(job, method(rounds))
+        for job in range(2):
+            step.result(job)
+        pump.close()
+        assert seen == [f"{job} round {r}" for job, r in order_of_turns([1, 2], turns) or () if r < [1, 2][job]]
 
 
 @pytest.mark.parametrize("look_ahead", [1, 4])

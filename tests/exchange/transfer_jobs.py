@@ -241,7 +241,9 @@ def crowd(seat: Seat, *, jobs: int) -> list[int]:
 
 def lost_peer(seat: Seat, *, dies: bool) -> dict[str, str]:
     """Rank 1 goes away, or is there and silent: a send and a receive both say so, and so does all that follows."""
-    channel = group(seat, timeout_s=1.5)
+    channel, store = group(seat, timeout_s=1.5), seat.store()
+    store.set(f"joined/{seat.rank}", "")
+    store.wait([f"joined/{rank}" for rank in range(seat.ranks)])  # a peer that dies earlier was never met
     if seat.rank == 1:
         if dies:
             os._exit(7)
@@ -268,6 +270,7 @@ def lost_peer(seat: Seat, *, dies: bool) -> dict[str, str]:
         step.result(2)
     except PeerLost as error:
         said["2"] = str(error)
+    said["bytes"] = str(channel.meter.total_bytes)
     pump.close()
     channel.close()
     return said

@@ -16,6 +16,7 @@ from gossamer.plan.exchange import (
     BucketMeasurements,
     Candidate,
     Option,
+    PricedMessage,
     StepMeasurements,
     across_islands,
     choose,
@@ -24,7 +25,7 @@ from gossamer.plan.exchange import (
     waited_for,
     wire_seconds,
 )
-from gossamer.plan.exchange.step_search import StepSearch
+from gossamer.plan.exchange.step_search import SLACK
 from gossamer.recipe import ParameterRules
 from gossamer.spec.clock import play
 from gossamer.spec.cost import Cost
@@ -50,7 +51,7 @@ def facts(
     made = []
     for b in range(buckets):
         options = tuple(
-            Option(cpu_s * (c > 0), 4 * numel * r / bytes_per_s, int(4 * numel * r), LOSS[c])
+            Option.of_one_message(cpu_s * (c > 0), 4 * numel * r / bytes_per_s, int(4 * numel * r), LOSS[c])
             for c, r in enumerate(RATIO)
         )
         made.append(BucketMeasurements((f"block.{b}.w",), numel, (b + 1) / buckets, 1 / buckets, options))
@@ -102,7 +103,7 @@ def test_encoding_that_costs_more_than_it_saves_is_left() -> None:
 @pytest.mark.parametrize("bytes_per_s", [5e5, 2e6, 8e6, 2e7, 6e7, 2e8])
 @pytest.mark.parametrize("stolen", [0.0, 1.0])
 def test_never_slower_than_plain_and_as_good_as_trying_everything(bytes_per_s: float, stolen: float) -> None:
-    """Of all ways to let candidates begin one after the other; and within 5% of the fastest of all 3^6 mixtures."""
+    """Within the slack of the fastest of all 4^6 mixtures; no other that is as fast loses much less."""
     known = facts(bytes_per_s, buckets=6, cpu_s=0.01, stolen=stolen)
     decision = choose(known, lossy=True, candidates=KINDS)
     assert decision.forecast.step_s <= decision.plain.step_s
@@ -110,15 +111,13 @@ def test_never_slower_than_plain_and_as_good_as_trying_everything(bytes_per_s: f
     def steps(picks) -> float:
         return cost_with(known, [b.options[c] for b, c in zip(known.buckets, picks, strict=True)]).step_s
 
-    def value(picks) -> float:
-        return steps(picks) * (1 + 0.1 * sum(LOSS[c] for c in picks) / 6)
-
-    ordered = combinations_with_replacement((0, 2, 3), 6)
-    best = min(ordered, key=value)
-    if decision.written != "dense":
-        assert decision.forecast.step_s == pytest.approx(steps(best), rel=1e-9)
-    fastest = min(steps(picks) for picks in product((0, 2, 3), repeat=6))
-    assert decision.forecast.step_s <= 1.05 * fastest + 0.02 * decision.plain.step_s
+    fastest = min(steps(picks) for picks in product(range(4), repeat=6))
+    assert decision.forecast.step_s <= (1 + SLACK) * 1.005 * fastest
+    ordered = [
+        picks for picks in combinations_with_replacement(range(4), 6) if steps(picks) <= decision.forecast.step_s
+    ]
+    least = min(sum(LOSS[c] for c in picks) for picks in ordered)
+    assert decision.best.lost * 6 <= least + 0.01
 
 
 def test_what_hides_is_not_waited_for_and_what_delays_all_after_it_is() -> None:
@@ -128,11 +127,11 @@ def test_what_hides_is_not_waited_for_and_what_delays_all_after_it_is() -> None:
     slow = facts(2e6, buckets=4)
     assert waited_for(slow, [b.options[0] for b in slow.buckets]) == pytest.approx((1, 1, 1, 1))
     decision = choose(hidden, lossy=False, candidates=KINDS)
-    assert sorted(decision.waited) == [f"block.{b}.w" for b in range(4)]
+    assert sorted(decision.waited()) == [f"block.{b}.w" for b in range(4)]
 
 
 def bucket_of(ready_s: float, cpu_s: float, wire_s: float) -> BucketMeasurements:
-    return BucketMeasurements(("w",), 1, ready_s, 1.0, (Option(cpu_s, wire_s, 8, 0.0),))
+    return BucketMeasurements(("w",), 1, ready_s, 1.0, (Option.of_one_message(cpu_s, wire_s, 8, 0.0),))
 
 
 def line_of(*buckets: BucketMeasurements, stolen: float = 0.0) -> Cost:
@@ -147,7 +146,9 @@ def test_encoding_and_decoding_beside_backward_make_it_longer_by_what_they_steal
     assert line_of(early, stolen=1.0).step_s == pytest.approx(1.9)
     assert line_of(early, stolen=0.5).step_s == pytest.approx(1.7)
     beside = bucket_of(ready_s=0.6, cpu_s=0.4, wire_s=5.0)  # decoded when nothing is left to steal from
-    assert line_of(beside, stolen=1.0).step_s == pytest.approx(1.5 + 0.2 + (0.6 + 0.2 + 5.0 + 0.2 - 1.2))
+    assert line_of(beside, stolen=1.0).step_s == pytest.approx(1.5 + 0.2 + (0.6 + 0.4 + 5.0 + 0.2 - 1.2)), (
+        "which encodes at half the speed"
+    )
     after = bucket_of(ready_s=1.0, cpu_s=0.4, wire_s=0.1)
     assert line_of(after, stolen=1.0).step_s == pytest.approx(1.5 + 0.5)
 
@@ -194,32 +195,21 @@ def test_a_model_without_buckets_has_nothing_to_choose() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_facts_take_no_number_that_is_none(bad: float) -> None:
     """Nothing is less than it, so the choice would rest on nothing. An infinite latency is one of them."""
-    option = Option(0.1, 0.2, 100, 0.0)
+    option = Option.of_one_message(0.1, 0.2, 100, 0.0)
     with pytest.raises(BadInput, match=r"finite backward_s, got"):
         StepMeasurements((), compute_s=1.0, backward_s=bad, stolen=0.0)
-    for name in ("cpu_s", "wire_s", "loss"):
-        sick = replace(option, **{name: bad})
+    sicknesses = {
+        "cpu_s": replace(option, turns_s=(0.0, bad)),
+        "wire_s": replace(option, messages=(PricedMessage(bad),)),
+        "loss": replace(option, loss=bad),
+    }
+    for name, sick in sicknesses.items():
         bucket = BucketMeasurements(("w",), 10, 0.5, 1.0, (option, None, sick))
         with pytest.raises(BadInput, match=rf"finite {name} of candidate 2 for bucket 0, got {bad}"):
             StepMeasurements((bucket,), compute_s=1.0, backward_s=1.0, stolen=0.0)
-    links = Network(islands=((0, 1),), levels={"all": Link(latency_s=math.inf, bytes_per_s=1e6)})
-    seconds, _ = wire_seconds(dict.fromkeys((0, 1), (Traffic(Collective.SHUFFLE, 8, 1),)), ProcessGroups.flat(2), links)
-    with pytest.raises(BadInput, match="wire_s"):
-        StepMeasurements((BucketMeasurements(("w",), 10, 0.5, 1.0, (Option(0.0, seconds, 8, 0.0),)),), 1.0, 1.0, 0.0)
+    with pytest.raises(ValueError, match="finite latency"):
+        Link(latency_s=math.inf, bytes_per_s=1e6)
     assert show_seconds(math.inf) == "inf s"
-
-
-def test_borders_settle_in_as_many_rounds_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever values are: where they are none, too."""
-    asked = list[int]()
-
-    def value(*what: object) -> float:
-        asked.append(1)
-        assert len(asked) < 50, "it does not end"
-        return math.nan
-
-    monkeypatch.setattr(StepSearch, "value", value)
-    assert StepSearch.over(facts(2e6), [0, 1, 2, 3]).settled((0, 2, 4)) == (0, 2, 4) and len(asked) > 1
 
 
 def test_messages_follow_one_another_and_ranks_send_at_once() -> None:

@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
-from gossamer.autotune import exchange_profile, exchange_selection, link_use
+from gossamer.autotune import bandwidth_monitor, exchange_profile, exchange_selection, link_use
+from gossamer.autotune.bandwidth_monitor import BandwidthMonitor, BandwidthWindow
 from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
 from gossamer.comm.channel.loopback import LoopbackChannel
+from gossamer.comm.comm_thread import order_of_turns
 from gossamer.comm.message import ProcessGroups
-from gossamer.plan.exchange import CANDIDATES, across_islands
+from gossamer.plan.exchange import CANDIDATES, Decision, across_islands
 from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile
 from gossamer.run.trainer_services import Replan
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import MethodConfig
 from gossamer.spec.network import Link, Network
-from gossamer.spec.plan import BUCKET_BYTES, MeshSizes, Plan
+from gossamer.spec.plan import MeshSizes, Plan
 from gossamer.sync import buckets_of
 
 MIB = 1 << 20
@@ -61,9 +63,9 @@ class World:
         ready = {name: 0.2 * (i + 1) / len(params) for i, name in enumerate(reversed(params))}
         return StepProfile(0.3, 0.2, ready, self.gradients(step))
 
-    def seconds_of(self, exchange: object, *where: object) -> float:
+    def turn_seconds_of(self, exchange: object, *where: object) -> tuple[float, ...]:
         self.timed.append(type(exchange).__name__)
-        return self.encoding_s
+        return (self.encoding_s,)
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ExchangeSelect
         monkeypatch.setattr(exchange_selection, "probe", lambda channel, **_: next(here.links))
         monkeypatch.setattr(exchange_selection, "profile_step", here.rehearse)
         monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.5)
-        monkeypatch.setattr(exchange_methods, "seconds_of", here.seconds_of)
+        monkeypatch.setattr(exchange_methods, "turn_seconds_of", here.turn_seconds_of)
         exchanger = ExchangeSelector(
             engine=SimpleNamespace(module=module),  # type: ignore[arg-type]
             feed=None,  # type: ignore[arg-type]
@@ -105,11 +107,24 @@ PLAN: dict[str, Any] = {
 }
 
 
-def drift(exchanger: ExchangeSelector, step: int, rate: float) -> Replan | None:
-    """One look at the links, where the messages of the last window passed at this rate."""
-    watch, pump = exchanger._watch, exchanger.pump
-    watch.sent_bytes, watch.busy_s = pump.channel.meter.total_bytes - int(rate), pump.busy_s - 1.0
+def look(
+    exchanger: ExchangeSelector, step: int, rate: float, *, share: float = 0.05, step_s: float = 1.0
+) -> Replan | None:
+    """One look at the links, where the messages of the last 20 steps passed at this rate, waited for in this share."""
+    watch, pump, waited_s = exchanger._watch, exchanger.pump, 20 * step_s * share
+    watch.sent_bytes, watch.busy_s = pump.channel.meter.total_bytes - int(rate * waited_s), pump.busy_s - waited_s
+    watch.steps_s, watch._ended_s = [step_s] * 20, 0.0
     return exchanger.replan(step)
+
+
+def drift(exchanger: ExchangeSelector, step: int, rate: float) -> Replan | None:
+    """Two looks running, at `step` and before it, at links whose messages pass at this rate."""
+    every = exchanger._watch.every
+    assert look(exchanger, step - every, rate) is None
+    return look(exchanger, step, rate)
+
+
+MEASURE = BandwidthWindow(sent_bytes=1.0, waited_s=1.0, step_s=1.0, steps=20)  # links much slower than any here
 
 
 @pytest.mark.parametrize("lossy", [True, False])
@@ -126,22 +141,26 @@ def test_links_drift_and_islands_come_and_go(world, found: list[Network], lossy:
     """Every plan can run on the wire there is, in buckets as large as it says; prices are of what was priced."""
     exchanger, here = world(found, lossy=lossy)
     plans = [exchanger.settle(automatic=True, hosts=2)]
-    for turn in range(1, len(found)):
+    for _ in range(1, len(found)):
         before = exchanger.plan
         watch = exchanger._watch
-        assert exchanger.replan(watch.every * turn) is None or not watch.first, "a first window is the measure"
-        watch.first = 1.0
-        changed = drift(exchanger, exchanger._watch.every * turn, rate=1e9)
+        assert look(exchanger, watch.every, rate=5.0) is None and watch.first is not None, "a window is the measure"
+        changed = drift(exchanger, 3 * watch.every, rate=1e9)
         plans.append(exchanger.plan)
         assert here.told[-1].startswith("the links have drifted") and here.kept[-1] == exchanger.plan
         if changed is None:
-            assert (exchanger.plan.exchange, exchanger.plan.bucket_bytes) == (before.exchange, before.bucket_bytes)
+            assert (exchanger.plan.exchange, exchanger.plan.buckets) == (before.exchange, before.buckets)
         else:
-            assert changed.bucket_bytes == exchanger.plan.bucket_bytes
-        assert exchanger._watch.first == 0.0, "the window after a look is the new measure"
+            assert (changed.buckets, changed.turns) == (exchanger.plan.buckets, exchanger.plan.turns)
+        assert exchanger._watch.first is None, "the window after a look is the new measure"
         rules = ParameterRules.read(exchanger.plan.exchange).by_name(here.params)
-        for layout, one in buckets_of(here.params, rules, bucket_bytes=exchanger.plan.bucket_bytes):
-            one.check(layout, exchanger.pump.channel.levels)
+        cut = buckets_of(here.params, rules, bucket_bytes=MIB, named=exchanger.plan.buckets)
+        assert [tuple(e.name for e in layout.entries) for layout, _ in cut] == list(exchanger.plan.buckets)
+        levels = exchanger.pump.channel.levels
+        for layout, one in cut:
+            one.check(layout, levels)
+        rounds = [len(one.traffic(layout, levels, 0)) for layout, one in cut]
+        assert order_of_turns(rounds, exchanger.plan.turns) is not None, "an order for other exchanges"
         if not lossy:
             assert all(one.traits.lossless or not one.traits.remembers for one in rules.values())
     assert here.rehearsed == [0], "gradients are looked at once"
@@ -154,9 +173,9 @@ def test_prices_are_of_their_own_candidate(world) -> None:
     exchanger.settle(automatic=True, hosts=2)
     measured = exchanger._measured
     assert measured is not None
-    flat = measured.facts(FLAT_SLOW, CANDIDATES, MIB)
+    flat = measured.facts(FLAT_SLOW, CANDIDATES, MIB)[0]
     exchanger.pump.channel.widen(ProcessGroups.islands([(0, 1), (2, 3)]))
-    wide = measured.facts(PAIRS, across_islands(CANDIDATES), MIB)
+    wide = measured.facts(PAIRS, across_islands(CANDIDATES), MIB)[0]
     for one, other in zip(flat.buckets, wide.buckets, strict=True):
         losses = [None if o is None else o.loss for o in one.options]
         assert [None if o is None else o.loss for o in other.options] == [0.0, *losses]
@@ -164,64 +183,66 @@ def test_prices_are_of_their_own_candidate(world) -> None:
     measured.facts(islands((0, 1), (2, 3)), across_islands(CANDIDATES), MIB)
     assert len(here.timed) == count, "what is known is not measured again"
     measured.facts(PAIRS, across_islands(CANDIDATES), 2 * MIB)
-    assert len(here.timed) > count, "other buckets have prices of their own"
+    assert len(here.timed) == count, "that of other sizes is interpolated"
+    exchanger.pump.channel.widen(ProcessGroups.islands([(0, 2), (1, 3)]))
+    measured.facts(OTHERS, across_islands(CANDIDATES), MIB)
+    assert len(here.timed) > count, "other groups have prices of their own"
 
 
-@pytest.mark.parametrize(
-    ("link", "size"),
-    [
-        (Link(latency_s=1e-4, bytes_per_s=1e6), MIB),
-        (Link(latency_s=1e-3, bytes_per_s=1e8), 4_000_000),
-        (Link(latency_s=1e-2, bytes_per_s=1e9), BUCKET_BYTES),
-    ],
-)
-def test_buckets_are_forty_latencies_of_wire(link: Link, size: int) -> None:
-    flat, far = Network(islands=((0, 1),), levels={"all": link}), Link(latency_s=5.0, bytes_per_s=1e9)
-    assert link_use.bucket_bytes_for(flat, BUCKET_BYTES) == size
-    apart = Network(islands=((0,), (1,)), levels={"all": far, "island": far, "between": link})
-    assert link_use.bucket_bytes_for(apart, BUCKET_BYTES) == size, "between islands is where messages wait"
+def test_sizes_of_buckets_are_tried_from_small_ones_to_all_gradients() -> None:
+    wide = {"w": torch.empty(100 * MIB // 4, device="meta")}
+    assert link_use.sizes_of_buckets(wide, 1 << 30) == (MIB, 4 * MIB, 16 * MIB, 25 * MIB, 100 * MIB)
+    assert link_use.sizes_of_buckets(wide, 8 * MIB) == (MIB, 4 * MIB, 8 * MIB), "none is larger than is allowed"
+    assert link_use.sizes_of_buckets({"w": torch.empty(10)}, 1 << 30) == (10, 40)
+    huge = {"w": torch.empty(1 << 36, device="meta")}
+    assert link_use.sizes_of_buckets(huge, 1 << 28) == (1 << 28,), "thousands of buckets help nobody"
+    assert link_use.sizes_of_buckets({}, MIB) == (1,)
 
 
 def test_other_messages_pass_at_another_rate(world) -> None:
     """So after a change, whoever asked for it, the next window is the measure."""
     exchanger, here = world([FLAT_FAST])
     exchanger.settle(automatic=True, hosts=2)
-    exchanger._watch.first = 1e9
+    exchanger._watch.first = MEASURE
     assert exchanger.change(exchanger.plan.exchange, 3, "adapted", adapted_from="") is None
-    assert exchanger._watch.first == 1e9
+    assert exchanger._watch.first == MEASURE
     changed = exchanger.change({"topk": {"fraction": 0.1}}, 4, "adapted", adapted_from="dense")
-    assert changed is not None and exchanger._watch.first == 0.0
-    assert changed.bucket_bytes == exchanger.plan.bucket_bytes == BUCKET_BYTES and here.kept == [exchanger.plan]
+    assert changed is not None and exchanger._watch.first is None
+    assert changed.buckets == exchanger.plan.buckets != () and here.kept == [exchanger.plan]
 
 
-def test_buckets_grow_again_with_another_exchange_and_stay_with_the_one_in_force(world, monkeypatch) -> None:
-    """What goes on, goes on in its own buckets, which the plan says; what begins is cut for the links of its day."""
-    wide = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-2, bytes_per_s=8e6)})
-    exchanger, here = world([FLAT_SLOW, wide, wide, FLAT_SLOW])
+def test_what_goes_on_keeps_its_buckets_and_what_begins_has_those_it_was_timed_with(world, monkeypatch) -> None:
+    far = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1.0, bytes_per_s=8e6)})
+    exchanger, here = world([FLAT_SLOW, far, far, FLAT_SLOW])
     int8, int4 = (
         MethodConfig("error_feedback", {"inner": {"two_shot": {"codec": c}}}).written() for c in ("int8", "int4")
     )
-    chosen = iter([int8, int8, int4, "dense"])
+    chosen, made = iter([int8, int8, int4, "dense"]), list[Decision]()
     real = exchange_selection.choose
-    monkeypatch.setattr(exchange_selection, "choose", lambda *a, **k: replace(real(*a, **k), written=next(chosen)))
+
+    def decide(*given: Any, **more: Any) -> Decision:
+        made.append(replace(real(*given, **more), written=next(chosen)))
+        return made[-1]
+
+    monkeypatch.setattr(exchange_selection, "choose", decide)
     plans = [exchanger.settle(automatic=True, hosts=2)]
     for turn in range(3):
-        exchanger._watch.first = 1.0
-        changed = drift(exchanger, exchanger._watch.every * (turn + 1), rate=1e9)
+        exchanger._watch.first = MEASURE
+        changed = drift(exchanger, exchanger._watch.every * 2, rate=1e9)
         plans.append(exchanger.plan)
         assert (changed is None) == (turn == 0) and here.kept[-1] == exchanger.plan
-        assert changed is None or changed.bucket_bytes == exchanger.plan.bucket_bytes
-    assert [plan.bucket_bytes for plan in plans] == [MIB, MIB, 3_200_000, BUCKET_BYTES]
+        assert changed is None or (changed.buckets, changed.turns) == (exchanger.plan.buckets, exchanger.plan.turns)
+    assert [p.buckets for p in plans] == [made[0].buckets, made[0].buckets, made[2].buckets, made[3].buckets]
+    assert [p.turns for p in plans] == [made[0].turns, made[0].turns, made[2].turns, made[3].turns]
+    assert made[2].buckets != made[0].buckets, "the same buckets on other links: this proves nothing"
     assert plans[1].forecast.wire_bytes == plans[0].forecast.wire_bytes
 
 
-def test_what_a_run_resumed_from_was_cut_for_is_no_bound(world) -> None:
+def test_the_memory_that_a_sharding_has_counted_bounds_its_buckets(world) -> None:
     int8 = {"error_feedback": {"inner": {"two_shot": {"codec": "int8"}}}}
     resumed, _ = world([FLAT_FAST], exchange=int8, bucket_bytes=MIB)
-    given, _ = world([FLAT_FAST], bucket_bytes=4 * MIB)
     sharded, _ = world([FLAT_FAST], exchange=int8, bucket_bytes=4 * MIB, sharding="zero1")
-    found = [one._most_bucket_bytes for one in (resumed, given, sharded)]
-    assert found == [BUCKET_BYTES, 4 * MIB, 4 * MIB]
+    assert [one._largest_bytes for one in (resumed, sharded)] == [link_use.LARGEST_BUCKET_BYTES, 4 * MIB]
 
 
 @pytest.mark.parametrize("lossy", [True, False])
@@ -243,15 +264,15 @@ def test_where_no_batch_will_do_the_wire_decides_and_it_is_said(world, lossy: bo
     assert "bfloat16" in str(plan.exchange) and "error_feedback" not in str(plan.exchange)
     assert "not finite on ranks [0, 1, 2, 3]" in plan.reasons["exchange"] and "not finite" in here.told[0]
     assert "plan.lossy: true" not in plan.reasons["exchange"], "of which nothing is known"
-    exchanger._watch.first = 1.0
-    drift(exchanger, 20, rate=1e9)
-    assert here.rehearsed == [0, 1, 2, 20] and "not finite" not in exchanger.plan.reasons["exchange"]
+    exchanger._watch.first = MEASURE
+    drift(exchanger, 40, rate=1e9)
+    assert here.rehearsed == [0, 1, 2, 40] and "not finite" not in exchanger.plan.reasons["exchange"]
 
 
 def test_a_number_that_is_none_is_refused_by_name_and_rank(world) -> None:
     exchanger, here = world([FLAT_SLOW])
     here.encoding_s = float("nan")
-    with pytest.raises(BadInput, match=r"finite cpu_s of all-reduce for bucket 0, got nan on rank 0"):
+    with pytest.raises(BadInput, match=r"finite cpu_s of all-reduce for \d+ numbers, got nan on rank 0"):
         exchanger.settle(automatic=True, hosts=2)
 
 
@@ -259,13 +280,109 @@ def test_a_drift_is_a_factor_of_two_either_way(world) -> None:
     """Of the window right after the choice; what passed before that was no training."""
     exchanger, here = world([FLAT_FAST] * 3)
     exchanger.settle(automatic=True, hosts=2)
-    for step, rate in ((20, 1e9), (40, 1.9e9), (60, 0.6e9)):
-        assert drift(exchanger, step, rate) is None
-    assert exchanger._watch.first == 1e9 and len(here.told) == 1, "neither is a drift"
-    drift(exchanger, 80, 0.4e9)
+    for step, rate in ((20, 1e9), (40, 1.9e9), (60, 1.9e9), (80, 0.6e9), (100, 0.6e9)):
+        assert look(exchanger, step, rate) is None
+    assert exchanger._watch.first is not None and len(here.told) == 1, "neither is a drift"
+    drift(exchanger, 140, 0.4e9)
     assert len(here.told) == 2 and exchanger._watch.every == 40, "slower counts; looks get rarer"
-    drift(exchanger, 100, 1e9)
-    assert exchanger._watch.first == 0.0, "not asked in between"
-    for step, rate in ((120, 1e9), (160, 2.1e9)):
-        drift(exchanger, step, rate)
+    look(exchanger, 170, 1e9)
+    assert exchanger._watch.first is None, "not asked in between"
+    look(exchanger, 200, 1e9)
+    drift(exchanger, 280, 2.1e9)
     assert len(here.told) == 3, "so does faster, than in the first window after that look"
+
+
+def test_one_window_is_no_drift(world) -> None:
+    """Two running show it, and both the same."""
+    exchanger, here = world([FLAT_FAST] * 2)
+    exchanger.settle(automatic=True, hosts=2)
+    for step, rate in ((20, 1e9), (40, 9e9), (60, 1e9), (80, 0.1e9), (100, 1e9), (120, 9e9), (140, 0.1e9)):
+        look(exchanger, step, rate)
+    assert len(here.told) == 1
+    look(exchanger, 160, 0.1e9)
+    assert len(here.told) == 2
+    for step in (200, 240):
+        look(exchanger, step, 1e9)
+    assert len(here.told) == 2, "and what a look has shown before a probe says nothing after it"
+
+
+def test_where_nothing_waits_nothing_has_drifted(world) -> None:
+    """Of messages that hide, the waiting is noise. Where it becomes a share of the step, it counts."""
+    exchanger, here = world([FLAT_FAST] * 2)
+    exchanger.settle(automatic=True, hosts=2)
+    for step, rate in ((20, 1e9), (40, 9e9), (60, 9e9), (80, 0.1e9), (100, 0.1e9)):
+        look(exchanger, step, rate, share=0.049)
+    assert len(here.told) == 1
+    look(exchanger, 120, 0.1e9, share=0.05)
+    look(exchanger, 140, 0.1e9, share=0.05)
+    assert len(here.told) == 2
+
+
+@pytest.mark.parametrize(("rate", "step_s"), [(9e9, 1.06), (0.1e9, 0.94)])
+def test_a_computation_that_changes_is_no_drift(world, rate: float, step_s: float) -> None:
+    """A longer backward hides more, which looks like faster links; but those make no step longer."""
+    exchanger, here = world([FLAT_FAST] * 2)
+    exchanger.settle(automatic=True, hosts=2)
+    look(exchanger, 20, 1e9, share=0.2)
+    for step in (40, 60, 80):
+        look(exchanger, step, rate, share=0.05, step_s=step_s)
+    assert len(here.told) == 1
+    for step in (100, 120):
+        look(exchanger, step, rate, share=0.05, step_s=1.0)
+    assert len(here.told) == 2
+
+
+def test_the_slowest_rank_says_what_passed_and_one_long_step_is_not_the_window(monkeypatch) -> None:
+    watch = BandwidthMonitor(active=True)
+    pump: Any = SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(3)), busy_s=4.0)
+    now = iter([0.0, 1.0, 2.0, 32.0, 33.0, 34.0])
+    monkeypatch.setattr(bandwidth_monitor.time, "perf_counter", lambda: next(now) + 100.0)
+    assert [step for step in range(15, 21) if watch.due(step)] == [20]
+    rows = [[100.0, 4.0, 1.0, 5.0], [90.0, 1.0, 1.0, 5.0], [60.0, 6.0, 1.0, 5.0]]
+    seen = list[list[float]]()
+    monkeypatch.setattr(bandwidth_monitor, "gathered", lambda _, row: seen.append(row) or torch.tensor(rows))
+    assert watch.window(pump) == BandwidthWindow(60.0, 6.0, 1.0, 5.0) and seen == [[0, 4.0, 1.0, 5]]
+    assert watch.steps_s == [] and watch.busy_s == 4.0
+
+
+def test_what_a_probe_sends_is_no_training() -> None:
+    watch = BandwidthMonitor(active=True, first=MEASURE, steps_s=[9.0])
+    pump: Any = SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(3)), busy_s=4.0)
+    pump.channel.meter.links["0>1"] = 700
+    watch.begin_anew(pump)
+    assert (watch.sent_bytes, watch.busy_s, watch.steps_s, watch.first, watch.every) == (700, 4.0, [], None, 40)
+
+
+def test_every_probe_is_told_the_hosts(world, monkeypatch) -> None:
+    """Every probe of a run is told the ranks of each host, where the launcher knows them."""
+    asked = list[Any]()
+    exchanger, _ = world([FLAT_FAST] * 3)
+    real = exchange_selection.probe
+    monkeypatch.setattr(exchange_selection, "probe", lambda channel, **how: (asked.append(how), real(channel))[1])
+    monkeypatch.setattr(exchange_selection, "hosts_of", lambda channel, host: ((0, 1), (2, 3)))
+    exchanger.settle(automatic=True, hosts=2, host=0)
+    exchanger._watch.first = MEASURE
+    drift(exchanger, 40, rate=1e9)
+    exchanger.links()
+    assert [one["hosts"] for one in asked] == [((0, 1), (2, 3))] * 3 and [one["ways"] for one in asked][2]
+
+
+def test_one_machine_with_given_islands_is_told_what_was_not_measured(world) -> None:
+    exchanger, _ = world([], sync="auto", islands=((0, 1), (2, 3)))
+    plan = exchanger.settle(automatic=True, hosts=1)
+    assert plan.sync == "every_step" and plan.reasons["sync"] == (
+        "every step: every process is on this machine; machines.islands [[0, 1], [2, 3]] share it, so no link between "
+        "them was measured: name plan.sync to part them"
+    )
+    alone, _ = world([], sync="auto")
+    assert alone.settle(automatic=True, hosts=1).reasons["sync"] == "every step: every process is on this machine"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "apart"), [(4, ((0,), (1,), (2,), (3,))), (20, ((0, 1, 2, 3, 4), tuple(range(5, 20))))]
+)
+def test_local_updates_without_islands_are_by_rank_or_among_many_by_host(world, monkeypatch, ranks, apart) -> None:
+    exchanger, _ = world([Network(islands=(tuple(range(ranks)),), levels={"all": FAST})])
+    exchanger.pump.channel = LoopbackChannel(0, ProcessGroups.flat(ranks))
+    exchanger._hosts = ((0, 1, 2, 3, 4), tuple(range(5, 20)))
+    assert exchanger._islands(2) == apart

@@ -12,7 +12,7 @@ import torch
 from gossamer import exchange as exchange_methods
 from gossamer.autotune import exchange_profile
 from gossamer.autotune.adaptive_compression import AdaptiveCompression
-from gossamer.autotune.exchange_profile import ExchangeProfile
+from gossamer.autotune.exchange_profile import EncodeTimes, ExchangeProfile
 from gossamer.comm.channel import Channel
 from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.channel.loopback import LoopbackChannel
@@ -26,6 +26,7 @@ from gossamer.spec.plan import BUCKET_BYTES
 from gossamer.spec.statistics import Statistics
 
 LINKS = Network(islands=((0, 1, 2),), levels={"all": Link(latency_s=1e-3, bytes_per_s=1e7)})
+INT8 = next(i for i, one in enumerate(CANDIDATES) if one.said.startswith("int8 two"))
 SHAPES = {"a": (40, 30), "b": (30,), "c": (50, 20)}
 
 
@@ -34,7 +35,7 @@ def by_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Facts of three ranks, of which the second is slowest in everything, and has gradients that lose most."""
     slow = (1.0, 3.0, 2.0)
     monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.25)
-    monkeypatch.setattr(exchange_methods, "seconds_of", lambda one, where, levels, rank: 0.01 * slow[rank])
+    monkeypatch.setattr(exchange_methods, "turn_seconds_of", lambda one, where, levels, rank: (0.01 * slow[rank],))
 
     def facts(channel: Channel, sick: tuple[int, ...] = ()) -> StepMeasurements:
         rank, params = channel.rank, {n: torch.empty(shape) for n, shape in SHAPES.items()}
@@ -44,7 +45,8 @@ def by_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
         rehearsal = StepProfile(0.9 * slow[rank], 0.3 * slow[rank], ready, gradients)
         pump: Any = SimpleNamespace(channel=channel)
         measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=not sick)
-        return measured.facts(LINKS, CANDIDATES, BUCKET_BYTES)
+        (cut,) = measured.facts(LINKS, CANDIDATES, BUCKET_BYTES)[-1:]
+        return cut
 
     return facts
 
@@ -66,9 +68,9 @@ def test_the_slowest_rank_counts_and_a_bucket_is_ready_with_its_last_gradient(by
     alone = {}
     for rank in range(3):
         channel = LoopbackChannel(rank, ProcessGroups({"all": ((rank,),)}))
-        alone[rank] = by_rank(channel).buckets[0].options[3]
-    assert bucket.options[3].loss == pytest.approx(max(o.loss for o in alone.values()))
-    assert bucket.options[3].loss > 1.2 * min(o.loss for o in alone.values()), "ranks are too much alike"
+        alone[rank] = by_rank(channel).buckets[0].options[INT8]
+    assert bucket.options[INT8].loss == pytest.approx(max(o.loss for o in alone.values()))
+    assert bucket.options[INT8].loss > 1.2 * min(o.loss for o in alone.values()), "ranks are too much alike"
 
 
 def test_what_lossy_exchanges_cost_is_open_where_gradients_are_not_finite(by_rank: Any) -> None:
@@ -79,9 +81,9 @@ def test_what_lossy_exchanges_cost_is_open_where_gradients_are_not_finite(by_ran
 
 def test_a_number_that_is_none_is_told_by_its_rank(by_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        exchange_methods, "seconds_of", lambda one, where, levels, rank: float("nan") if rank == 2 else 0.1
+        exchange_methods, "turn_seconds_of", lambda one, where, levels, rank: (float("nan") if rank == 2 else 0.1,)
     )
-    with pytest.raises(BadInput, match="finite cpu_s of all-reduce for bucket 0, got nan on rank 2"):
+    with pytest.raises(BadInput, match="finite cpu_s of all-reduce for 2230 numbers, got nan on rank 2"):
         in_threads(by_rank)
 
 
@@ -91,7 +93,7 @@ def test_a_gradient_as_large_as_float32_holds_has_a_loss(by_rank: Any) -> None:
     rehearsal = StepProfile(0.9, 0.3, {"a": 0.3}, {"a": torch.full((40, 30), 1e30)})
     pump: Any = SimpleNamespace(channel=channel)
     measured = ExchangeProfile.by(rehearsal, {"a": torch.empty(40, 30)}, CANDIDATES[:4], pump, knows=True)
-    (bucket,) = measured.facts(LINKS, CANDIDATES[:4], BUCKET_BYTES).buckets
+    (bucket,) = measured.facts(LINKS, CANDIDATES[:4], BUCKET_BYTES)[-1].buckets
     assert all(o is not None and o.loss < 1e-3 for o in bucket.options)
 
 
@@ -117,7 +119,7 @@ def adapting(*, every: int, window: int, waited: dict[str, float], chosen: list[
         gather=lambda row: torch.tensor([row], dtype=torch.float64),
     )
     plan = SimpleNamespace(exchange="dense", adapted_from="")
-    exchanger: Any = SimpleNamespace(plan=plan, waited=waited, change=lambda *given, **more: None)
+    exchanger: Any = SimpleNamespace(plan=plan, waited=lambda: waited, change=lambda *given, **more: None)
     return AdaptiveCompression(policy=policy, every=every, window=window, exchanger=exchanger, replica=replica)
 
 
@@ -140,3 +142,11 @@ def test_what_nobody_waits_for_hardly_counts_where_it_is_known() -> None:
     one = adapting(every=1, window=1, waited={"a": 0.0, "b": 0.8}, chosen=seen)
     one.replan(1)
     assert seen[0].names == ("a", "b") and seen[0].exposed == (0.05, 0.8)
+
+
+def test_encode_times_of_other_sizes_lie_between_those_that_were_timed() -> None:
+    times = EncodeTimes(((100, (1.0, 2.0)), (300, (3.0, 2.0)), (1000, (10.0, 9.0))))
+    assert times.of(100, 2) == (1.0, 2.0) and times.of(200, 2) == pytest.approx((2.0, 2.0))
+    assert times.of(10, 2) == (1.0, 2.0), "a call takes its time, whatever it is for"
+    assert times.of(3000, 2) == pytest.approx((30.0, 27.0)), "beyond, as much more as there is more"
+    assert times.of(100, 1) == (3.0,) and times.of(100, 4) == (1.0, 2.0, 0.0, 0.0), "of exchanges with other messages"

@@ -10,7 +10,7 @@ import pytest
 
 from gossamer.settings.describe import leaves
 from gossamer.spec.config import RunConfig
-from gossamer.spec.plan import MeshSizes
+from gossamer.spec.plan import MeshSizes, Plan
 
 SOURCE = Path(__file__).parent.parent.parent / "src" / "gossamer"
 STANDS_FOR_A_SECTION = {"asked", "section", "wanted"}  # names of arguments that are one
@@ -45,3 +45,11 @@ def test_a_mesh_of_a_plan_has_the_axes_that_something_divides() -> None:
     assert MeshSizes.model_validate({"replica": 2, "tensor": 1}) == MeshSizes(replica=2)
     with pytest.raises(ValueError, match="extra_forbidden"):
         MeshSizes.model_validate({"replica": 2, "tensor": 2})
+
+
+@pytest.mark.parametrize("buckets", [(("a", "b"), ("b",)), (("a", "a"),)])
+def test_a_plan_has_no_parameter_in_two_buckets(buckets: tuple[tuple[str, ...], ...]) -> None:
+    """Its gradient has one place in memory: the second bucket would send zeros."""
+    assert Plan(rows=(1,), microbatches=(1,), buckets=(("a", "b"), ("c",))).buckets[1] == ("c",)
+    with pytest.raises(ValueError, match=r"buckets names [ab] twice, in bucket 0 and in bucket [01]"):
+        Plan(rows=(1,), microbatches=(1,), buckets=buckets)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from comm.jobs import group
 from gossamer import exchange as exchange_methods
 from gossamer import sharding as sharding_methods
+from gossamer.comm.bucket import Layout
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups
 from gossamer.sync import GradientReducer, StepContext, StepVote
@@ -48,18 +51,32 @@ def mean_loss(module: Branchy, ids: torch.Tensor, labels: torch.Tensor, step: in
     return nn.functional.cross_entropy(module(ids, step % 2 == 1).flatten(0, 1), labels.flatten())
 
 
-def gradients(seat: Seat, *, rows: list[int], steps: int, bucket_bytes: int) -> list[dict[str, list[float]]]:
-    """The mean gradients of several steps with `rows[rank]` of the six sequences on every rank."""
+def gradients(
+    seat: Seat, *, rows: list[int], steps: int, bucket_bytes: int, exchange: Any = "dense", planned: bool = False
+) -> list[dict[str, list[float]]]:
+    """The mean gradients of several steps with `rows[rank]` of the six sequences on every rank.
+
+    `planned`: in buckets of two parameters each, but for the last one, which no bucket names, and the last bucket first
+    in every round of messages.
+    """
     torch.manual_seed(0)
     module = Branchy()
     channel = group(seat)
     pump = CommThread(channel)
-    replica = GradientReducer(params_of(module), exchange_methods.build("dense"), pump, bucket_bytes=bucket_bytes)
+    params, method = params_of(module), exchange_methods.build(exchange)
+    names = list(params)[:-1]
+    buckets = [names[at : at + 2] for at in range(0, len(names), 2)] if planned else []
+    turns = len(method.traffic(Layout.of(params), channel.levels, seat.rank)) + 1
+    order = [job for _ in range(turns) for job in range(len(buckets), -1, -1)] if planned else []
+    replica = GradientReducer(params, method, pump, bucket_bytes=bucket_bytes, buckets=buckets, turns=order)
     first = sum(rows[: seat.rank])
     found = []
     for step in range(steps):
         ids, labels = (t[first : first + rows[seat.rank]] for t in rows_of(step))
         replica.open(StepContext(step, 0, 1.0, float((labels != -100).sum())))
+        if planned:
+            assert len(replica.layouts) == len(buckets) + 1
+            assert [job for job, _ in replica._exchanging.order(pump._look_ahead)] == order
         replica.watch()
         loss = mean_loss(module, ids, labels, step)
         loss.backward()

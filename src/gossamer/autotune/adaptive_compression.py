@@ -189,7 +189,7 @@ class AdaptiveCompression:
         return [self._statistics(g, c.view_as(t)) for g, c, t in zip(groups, cut, tables, strict=True)]
 
     def _statistics(self, group: _Group, table: Tensor) -> Statistics:
-        waited = self.exchanger.waited
+        waited = self.exchanger.waited()
         known = all(name in waited for name in group.names)
         error, nbytes = table.tolist()
         return Statistics(

@@ -2,42 +2,111 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+from statistics import median
 
+from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 
 _WATCH_STEPS = 20  # interval of bandwidth checks
 _DRIFT = 2.0  # factor of change that triggers a new choice
+_LEAST_SHARE = 0.05  # of the time that waits for messages: where it is less, the waiting is noise
+_STEADY = 0.05  # fraction by which windows of the same steps differ in time
+
+
+@dataclass(frozen=True, slots=True)
+class BandwidthWindow:
+    """The messages of some steps: bytes sent, seconds of waiting for messages in flight.
+
+    `step_s`: seconds of a step, the median, so that evaluations and checkpoints between steps do not count.
+    """
+
+    sent_bytes: float
+    waited_s: float
+    step_s: float
+    steps: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.sent_bytes / max(self.waited_s, 1e-6)
+
+    @property
+    def share(self) -> float:
+        """The fraction of the steps' time in which messages were waited for."""
+        return self.waited_s / max(self.step_s * self.steps, 1e-6)
+
+    def drift_from(self, first: BandwidthWindow) -> int:
+        """Return 1 if the links are faster than in the window `first`, -1 if slower, 0 if neither can be said.
+
+        They are by a factor of 2, where messages were waited for in at least 5% of either window. Faster links make no
+        step longer, and slower ones no step shorter: if they do, the computation has changed and not the links.
+        """
+        if max(self.share, first.share) < _LEAST_SHARE:
+            return 0
+        ratio, longer = self.bytes_per_s / max(first.bytes_per_s, 1e-6), self.step_s / max(first.step_s, 1e-6)
+        if ratio >= _DRIFT and longer <= 1 + _STEADY:
+            return 1
+        return -1 if ratio <= 1 / _DRIFT and longer >= 1 - _STEADY else 0
 
 
 @dataclass(slots=True)
 class BandwidthMonitor:
-    """A monitor of the bandwidth of messages, against the bandwidth right after the choice."""
+    """A monitor of the bandwidth of messages, against the first window of steps after the choice.
+
+    A change counts when two windows running show it.
+    """
 
     active: bool = False
     every: int = _WATCH_STEPS
-    first: float = 0.0
+    first: BandwidthWindow | None = None
     sent_bytes: int = 0
     busy_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)  # of the window's steps
+    _ended_s: float = 0.0  # when the last step ended; 0: before the first one
+    _last: int = 0  # the change that the window before has shown
 
     def due(self, step: int) -> bool:
-        """Return whether the bandwidth is to be checked after `step`."""
-        return self.active and step % self.every == 0
-
-    def rate(self, pump: CommThread) -> float:
-        """Return bytes per second of waiting for messages in flight, since the last call."""
-        sent, busy = pump.channel.meter.total_bytes - self.sent_bytes, pump.busy_s - self.busy_s
-        self.sent_bytes, self.busy_s = pump.channel.meter.total_bytes, pump.busy_s
-        return sent / max(busy, 1e-6)
-
-    def drifted(self, rate: float) -> bool:
-        """Return whether `rate` differs much from the first one, which this call sets if there is none."""
-        if not self.first:
-            self.first = rate
+        """Return whether the bandwidth is to be checked after `step`. Call it after every step: it times them."""
+        if not self.active:
             return False
-        return not 1 / _DRIFT < rate / self.first < _DRIFT
+        now, before = time.perf_counter(), self._ended_s
+        self._ended_s = now
+        if before:
+            self.steps_s.append(now - before)
+        return step % self.every == 0
+
+    def window(self, pump: CommThread) -> BandwidthWindow:
+        """End this window, begin the next, and return that of the rank with the lowest bandwidth. All ranks call it."""
+        mine = self._ended(pump)
+        rows = gathered(pump.channel, [mine.sent_bytes, mine.waited_s, mine.step_s, mine.steps]).tolist()
+        return min((BandwidthWindow(*row) for row in rows), key=lambda window: window.bytes_per_s)
+
+    def drifted(self, window: BandwidthWindow) -> bool:
+        """Return whether two windows running differ alike from the first one, which this call sets if there is none."""
+        if self.first is None:
+            self.first = window
+            return False
+        before, self._last = self._last, window.drift_from(self.first)
+        return self._last != 0 and self._last == before
+
+    def skip(self, pump: CommThread) -> None:
+        """Leave out what was sent until now, such as the messages of a link probe."""
+        self._ended(pump)
+
+    def forget(self) -> None:
+        """Make the next window the measure: other messages pass at another rate."""
+        self.first, self._last = None, 0
 
     def begin_anew(self, pump: CommThread) -> None:
         """Restart after a link probe. The interval doubles, because each probe takes seconds."""
-        self.first, self.every = 0.0, 2 * self.every
-        self.rate(pump)
+        self.forget()
+        self.every *= 2
+        self.skip(pump)
+
+    def _ended(self, pump: CommThread) -> BandwidthWindow:
+        sent, busy = pump.channel.meter.total_bytes, pump.busy_s
+        step_s = median(self.steps_s) if self.steps_s else 0.0
+        window = BandwidthWindow(sent - self.sent_bytes, busy - self.busy_s, step_s, len(self.steps_s))
+        self.sent_bytes, self.busy_s, self.steps_s = sent, busy, []
+        return window

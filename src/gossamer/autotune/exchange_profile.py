@@ -5,25 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
-from gossamer.comm.bucket import Layout
+from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, sizes_of_buckets
+from gossamer.comm.bucket import Layout, partition
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
-from gossamer.comm.message import ProcessGroups
+from gossamer.comm.message import ProcessGroups, Traffic
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
 from gossamer.plan.exchange import (
     BucketMeasurements,
     Candidate,
     Option,
+    PricedMessage,
     RoundMeasurements,
     StepMeasurements,
     check_finite,
     cost_of_step,
+    priced,
     tasks_of_step,
     wire_seconds,
 )
@@ -34,11 +38,13 @@ from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import told
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES
-from gossamer.sync import OuterLoopConfig, buckets_of, exchange_of_second_moments, exchanges_of_round
+from gossamer.sync import OuterLoopConfig, exchange_of_second_moments, exchanges_of_round
 
 _SAMPLED_RANKS = 16  # beyond, traffic is computed for the first and the last ranks only
+_TIMED_BYTES = (1 << 18, 1 << 21, 1 << 24)  # buckets whose encoding is timed; that of others is interpolated
 
 _Groups: TypeAlias = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+_Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +57,38 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeTimes:
+    """The seconds of a candidate's turns, by elements of a bucket: `(numel, turns_s)`, ascending."""
+
+    timed: tuple[tuple[int, tuple[float, ...]], ...]
+
+    def of(self, numel: int, turns: int) -> tuple[float, ...]:
+        """Return the seconds of each of `turns` turns for `numel` elements.
+
+        Linear between what was timed, proportional beyond it, and no less than the least that was timed.
+        """
+        found = self._of(numel)
+        if len(found) < turns:  # more messages than the timed buckets needed
+            return (*found, *(0.0,) * (turns - len(found)))
+        return (*found[: turns - 1], sum(found[turns - 1 :]))
+
+    def _of(self, numel: int) -> tuple[float, ...]:
+        most, most_s = self.timed[-1]
+        if numel >= most:
+            return tuple(one * numel / max(1, most) for one in most_s)
+        for (low, low_s), (high, high_s) in pairwise(self.timed):
+            if low <= numel < high:
+                part = (numel - low) / (high - low)
+                return tuple(a + part * (b - a) for a, b in zip(low_s, high_s, strict=True))
+        return self.timed[0][1]
+
+
+@dataclass(frozen=True, slots=True)
 class _Cell:
-    """A candidate for a bucket, on any link: seconds of encoding and decoding, and compression error."""
+    """A candidate for a bucket, on any link: its encode times and compression error."""
 
     exchange: Exchange
-    cpu_s: float
+    times: EncodeTimes
     loss: float
 
 
@@ -75,6 +108,7 @@ class ExchangeProfile:
     lost: Mapping[str, Mapping[str, float]]  # |x - kept|^2 by exchange and parameter, this rank's
     _cuts: dict[int, _Cut] = field(default_factory=dict)  # by bucket_bytes
     _columns: dict[tuple[str, _Groups, int], tuple[_Cell | None, ...]] = field(default_factory=dict)
+    _times: dict[tuple[str, _Groups], EncodeTimes] = field(default_factory=dict)
 
     @staticmethod
     def by(
@@ -102,27 +136,49 @@ class ExchangeProfile:
         """Return whether the compression errors of lossy exchanges are known."""
         return bool(self.lost)
 
-    def facts(self, links: Network, candidates: Sequence[Candidate], bucket_bytes: int) -> StepMeasurements:
-        """Return the measurements of a step, with the time on these links. All ranks must call it together."""
+    def facts(self, links: Network, candidates: Sequence[Candidate], largest: int) -> tuple[StepMeasurements, ...]:
+        """Return the measurements of a step, with the time on these links, for each way to cut it into buckets.
+
+        `largest`: the most bytes of a bucket. All ranks must call it together.
+        """
+        return tuple(self._facts(links, candidates, size) for size in sizes_of_buckets(self.params, largest))
+
+    def _facts(self, links: Network, candidates: Sequence[Candidate], bucket_bytes: int) -> StepMeasurements:
         cut = self._cut(bucket_bytes)
         columns = [self._column(c, bucket_bytes) for c in candidates]
         total = sum(cut.squares) or 1.0
+        known = [dict[_Shapes, _Prices]() for _ in candidates]  # layers repeat
         buckets = []
         for b, where in enumerate(cut.layouts):
-            options = tuple(_option(column[b], where, self.pump.channel.levels, links) for column in columns)
+            shapes = tuple(e.shape for e in where.entries)
+            options = list[Option | None]()
+            for column, prices in zip(columns, known, strict=True):
+                if (cell := column[b]) is None:
+                    options.append(None)
+                    continue
+                if shapes not in prices:
+                    prices[shapes] = _on_wire(cell.exchange, where, self.pump.channel.levels, links)
+                messages, sent = prices[shapes]
+                turns_s = cell.times.of(where.numel, len(messages) + 1)
+                options.append(Option(turns_s, messages, sent, cell.loss))
             names = tuple(e.name for e in where.entries)
-            buckets.append(BucketMeasurements(names, where.numel, cut.ready_s[b], cut.squares[b] / total, options))
+            weight = cut.squares[b] / total
+            buckets.append(BucketMeasurements(names, where.numel, cut.ready_s[b], weight, tuple(options)))
         return StepMeasurements(tuple(buckets), *self.times)
 
     def _cut(self, bucket_bytes: int) -> _Cut:
         if bucket_bytes not in self._cuts:
-            found = buckets_of(self.params, dict.fromkeys(self.params, Dense()), bucket_bytes=bucket_bytes)
-            layouts = tuple(where for where, _ in found)
+            layouts = partition(self.params, bucket_bytes=bucket_bytes, at_least=1)
             names = [f"{what} of bucket {b}" for what in ("|gradient|^2", "ready_s") for b in range(len(layouts))]
             mine = [sum(self.squares.get(e.name, 0.0) for e in where.entries) for where in layouts]
             mine += [max(self.ready_s[e.name] for e in where.entries) for where in layouts]
             agreed = _largest(self.pump, names, mine)
-            self._cuts[bucket_bytes] = _Cut(layouts, agreed[: len(layouts)], agreed[len(layouts) :])
+            ready = sorted(range(len(layouts)), key=lambda b: agreed[len(layouts) + b])  # as all ranks found them
+            self._cuts[bucket_bytes] = _Cut(
+                tuple(layouts[b] for b in ready),
+                tuple(agreed[b] for b in ready),
+                tuple(agreed[len(layouts) + b] for b in ready),
+            )
         return self._cuts[bucket_bytes]
 
     def _column(self, candidate: Candidate, bucket_bytes: int) -> tuple[_Cell | None, ...]:
@@ -131,19 +187,37 @@ class ExchangeProfile:
         key = (told(candidate.written), tuple(sorted(levels.groups.items())), bucket_bytes)
         if key not in self._columns:
             one = ParameterRules.single(candidate.written)
-            serving = [_serves(candidate, one, where, levels) for where in cut.layouts]
-            cpu = [
-                exchange_methods.seconds_of(one, where, levels, self.pump.channel.rank) if serves else 0.0
-                for where, serves in zip(cut.layouts, serving, strict=True)
-            ]
-            names = [f"cpu_s of {candidate.said} for bucket {b}" for b in range(len(cpu))]
-            cpu_s = _largest(self.pump, names, cpu)
+            serving = [serves(candidate, where, levels) for where in cut.layouts]
             loss = gathered(self.pump.channel, self._loss(candidate, cut)).max(0).values.tolist()
+            times = self.encode_times(candidate, one)
             self._columns[key] = tuple(
-                _Cell(one, seconds, part) if serves and math.isfinite(part) else None
-                for serves, seconds, part in zip(serving, cpu_s, loss, strict=True)
+                _Cell(one, times, part) if serves and math.isfinite(part) and times.timed else None
+                for serves, part in zip(serving, loss, strict=True)
             )
         return self._columns[key]
+
+    def encode_times(self, candidate: Candidate, exchange: Exchange) -> EncodeTimes:
+        """Return the candidate's encode times, measured once for these groups. All ranks must call it together."""
+        levels, rank = self.pump.channel.levels, self.pump.channel.rank
+        key = (told(candidate.written), tuple(sorted(levels.groups.items())))
+        if key not in self._times:
+            layouts = [one for one in self._samples() if serves(candidate, one, levels)]
+            turns = [exchange_methods.turn_seconds_of(exchange, one, levels, rank) for one in layouts]
+            most = max(map(len, turns), default=0)  # a bucket of vectors alone may need fewer messages
+            timed = [(one.numel, own) for one, own in zip(layouts, turns, strict=True) if len(own) == most]
+            names = [f"cpu_s of {candidate.said} for {numel} numbers" for numel, own in timed for _ in own]
+            agreed = iter(_largest(self.pump, names, [seconds for _, own in timed for seconds in own]))
+            self._times[key] = EncodeTimes(tuple((numel, tuple(next(agreed) for _ in own)) for numel, own in timed))
+        return self._times[key]
+
+    def _samples(self) -> list[Layout]:
+        """Return a bucket of this model near each size that is timed, ascending; of a small model fewer."""
+        found = dict[int, Layout]()
+        for size in _TIMED_BYTES:
+            layouts = partition(self.params, bucket_bytes=size, at_least=1)
+            for near in sorted(layouts, key=lambda one: abs(one.nbytes - size))[:1]:
+                found.setdefault(near.numel, near)
+        return [found[numel] for numel in sorted(found)]
 
     def _loss(self, candidate: Candidate, cut: _Cut) -> list[float]:
         """Return |x - kept|^2 / |x|^2 of this rank's gradients by bucket; nan if unknown and the candidate is lossy."""
@@ -169,16 +243,17 @@ class ExchangeProfile:
             BucketMeasurements((), w.numel, at, 0.0, ()) for w, at in zip(cut.layouts, cut.ready_s, strict=True)
         )
         alone = StepMeasurements(buckets, *self.times)
-        dense = [Option(0.0, *_on_wire(Dense(), where, inside, near), 0.0) for where in cut.layouts]
+        on_wire = [_on_wire(Dense(), where, inside, near) for where in cut.layouts]
+        dense = [Option((0.0,) * (len(messages) + 1), messages, sent, 0.0) for messages, sent in on_wire]
         fragments = exchanges_of_round(loop, self.params, levels, units=units, bucket_bytes=BUCKET_BYTES)
         squares = exchange_of_second_moments(levels)
         cpu_s = sum(exchange_methods.seconds_of(x, where, levels, rank) for one in fragments for where, x in one)
         return RoundMeasurements(
             step_s=cost_of_step(alone, play(tasks_of_step(alone, dense))).step_s,
-            fragments_s=tuple(sum(_on_wire(x, where, levels, links)[0] for where, x in one) for one in fragments),
+            fragments_s=tuple(sum(_wire_seconds(x, where, levels, links) for where, x in one) for one in fragments),
             cpu_s=_largest(self.pump, ("cpu_s of a round",), [cpu_s])[0],
             stolen=self.times[2],
-            second_moments_s=sum(_on_wire(squares, where, levels, links)[0] for one in fragments for where, _ in one),
+            second_moments_s=sum(_wire_seconds(squares, where, levels, links) for one in fragments for where, _ in one),
         )
 
 
@@ -191,26 +266,37 @@ def _largest(pump: CommThread, names: Sequence[str], mine: Sequence[float]) -> t
     return tuple(map(max, zip(*rows, strict=True)))
 
 
-def _serves(candidate: Candidate, exchange: Exchange, where: Layout, levels: ProcessGroups) -> bool:
-    if where.numel < candidate.least_numel:
+def serves(candidate: Candidate, where: Layout, levels: ProcessGroups) -> bool:
+    """Return whether a candidate can and should serve a bucket among these ranks."""
+    ranks = max(map(len, levels.groups["all"]))
+    if where.numel < candidate.least_numel or (candidate.hub and (ranks - 1) * where.nbytes > LARGEST_BUCKET_BYTES):
         return False
     try:
-        exchange.check(where, levels)
+        ParameterRules.single(candidate.written).check(where, levels)
     except BadInput:
         return False
     return True
 
 
-def _option(cell: _Cell | None, where: Layout, levels: ProcessGroups, links: Network) -> Option | None:
-    return None if cell is None else Option(cell.cpu_s, *_on_wire(cell.exchange, where, levels, links), cell.loss)
+_Prices: TypeAlias = tuple[tuple[PricedMessage, ...], int]
 
 
-def _on_wire(exchange: Exchange, where: Layout, levels: ProcessGroups, links: Network) -> tuple[float, int]:
-    """(seconds, bytes of the rank that sends most)."""
+def _on_wire(exchange: Exchange, where: Layout, levels: ProcessGroups, links: Network) -> _Prices:
+    """Return (prices of the messages, bytes of the rank that sends most)."""
+    return priced(_traffic(exchange, where, levels), levels, links)
+
+
+def _traffic(exchange: Exchange, where: Layout, levels: ProcessGroups) -> dict[int, tuple[Traffic, ...]]:
+    """Return the messages of an exchange by rank; of many ranks, those of the first and the last ones."""
     everyone = sorted(r for group in levels.groups["all"] for r in group)
     half = _SAMPLED_RANKS // 2
     asked = everyone if len(everyone) <= _SAMPLED_RANKS else [*everyone[:half], *everyone[-half:]]
-    return wire_seconds({r: exchange.traffic(where, levels, r) for r in asked}, levels, links)
+    return {r: exchange.traffic(where, levels, r) for r in asked}
+
+
+def _wire_seconds(exchange: Exchange, where: Layout, levels: ProcessGroups, links: Network) -> float:
+    """Return the seconds of an exchange's messages, one after the other."""
+    return wire_seconds(_traffic(exchange, where, levels), levels, links)[0]
 
 
 def _lost(candidate: Candidate, gradients: Mapping[str, Tensor]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from gossamer import exchange as exchange_methods
 from gossamer import sync
 from gossamer.autotune.bandwidth_monitor import BandwidthMonitor
 from gossamer.autotune.exchange_profile import ExchangeProfile
-from gossamer.autotune.link_use import bucket_bytes_for, links_of_islands, uplinks_downlinks_of
+from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands, uplinks_downlinks_of
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
-from gossamer.comm.link_probe import PAIRS_RANKS, probe
+from gossamer.comm.island_search import PAIRS
+from gossamer.comm.link_probe import hosts_of, probe
 from gossamer.comm.message import ProcessGroups
 from gossamer.plan import price_apart, price_of
 from gossamer.plan.exchange import CANDIDATES, PERIODS, Decision, across_islands, choose, choose_period, written_of
@@ -38,10 +40,10 @@ from gossamer.spec.method_config import Exchanges, MethodConfig, Written
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
 from gossamer.spec.statistics import Statistics
-from gossamer.spec.units import show_rate
 from gossamer.sync import OuterLoopConfig
 
 _REHEARSALS = 3  # batches to try for one with finite gradients
+_CUT = ("bucket_bytes", "buckets", "turns")  # fields of a plan that say which buckets are sent, and when
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,48 +79,48 @@ class ExchangeSelector:
     plan: Plan
     tell: Callable[[str, int], None]  # an event: message, step
     keep: Callable[[Plan], None]  # a plan that has changed
-    waited: Mapping[str, float] = field(default_factory=dict)  # by parameter; empty where nothing was measured
     _measured: ExchangeProfile | None = None
     _rehearsal: Rehearsal = field(default_factory=Rehearsal)
-    _most_bucket_bytes: int = 0  # if links do not limit it
+    _decision: Decision | None = None
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
+    _host: int = -1  # the number of this rank's host; -1: unknown
+    _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host, once links were measured; empty where unknown
 
-    def __post_init__(self) -> None:
-        self._most_bucket_bytes = self.plan.bucket_bytes
-        if (
-            not self.methods.chooses_exchange and not self.methods.sharding.is_sharded
-        ):  # undo the bucket size of earlier links
-            self._most_bucket_bytes = max(BUCKET_BYTES, self.plan.bucket_bytes)
-
-    def settle(self, *, automatic: bool, hosts: int) -> Plan:
+    def settle(self, *, automatic: bool, hosts: int, host: int = -1) -> Plan:
         """Return the plan for step 1, with exchange and sync chosen if they are `auto`, their reasons and the estimate.
 
         The plan also gets the islands that its exchange, sharding or sync method needs. `automatic`: choose again when
-        links drift; `hosts`: the number of hosts. All ranks must call it.
+        links drift; `hosts`: the number of hosts; `host`: that of this rank's, from 0; -1: unknown. All ranks must call
+        it.
         """
         asked, several = self.methods, hosts > 1
+        self._host = host if several else -1
         if (loop := asked.sync.loop) is not None:
             self._part(loop, hosts)
         elif asked.chooses_exchange and not several:
             why = "every process is on this machine"
             self._adopt("exchange", ALL_REDUCE, f"all-reduce: {why}")
             if asked.chooses_sync:
-                self._adopt("sync", EVERY_STEP, f"every step: {why}")
+                self._adopt("sync", EVERY_STEP, f"every step: {why}{self._unlinked}")
         elif asked.chooses_exchange:
-            links = probe(self.pump.channel)
+            links = self._probe()
             decision = self._choose(links)
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
             if asked.chooses_sync:
                 self._choose_period(decision, links)
         elif not self.plan.islands and (asked.exchange.asks_for_islands or (several and self._follows_islands)):
-            self._learn(probe(self.pump.channel))
+            self._learn(self._probe())
             if self.plan.islands:
                 self._reprice()
         if self.run.walk is not None:
             self._reprice()
         self._watch.active = automatic and several and self.methods.sync.is_plain
-        self._watch.rate(self.pump)  # exclude messages before training
+        self._watch.skip(self.pump)  # exclude messages before training
         return self.plan
+
+    def waited(self) -> dict[str, float]:
+        """Return by parameter the part of its exchange's time that a step waits for; empty if nothing was measured."""
+        return {} if self._decision is None else self._decision.waited()
 
     @property
     def methods(self) -> PlanMethods:
@@ -137,8 +139,8 @@ class ExchangeSelector:
         first = written_of(periods[0], 1, self.run.steps)  # all of them send the same in a round
         loop = self.methods.under(sync=first).sync.loop
         assert loop is not None
-        cut = bucket_bytes_for(links, self._most_bucket_bytes)
-        facts = self._measured.round_facts(loop, links, ProcessGroups.islands(islands), self.plan.units, cut)
+        cut, levels = min(BUCKET_BYTES, self._largest_bytes), ProcessGroups.islands(islands)
+        facts = self._measured.round_facts(loop, links, levels, self.plan.units, cut)
         chosen = choose_period(decision, facts, steps=self.run.steps, lossy=self.run.lossy, periods=periods)
         self._adopt("sync", chosen.sync or EVERY_STEP, chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
@@ -231,11 +233,10 @@ class ExchangeSelector:
     def _islands(self, hosts: int) -> tuple[tuple[int, ...], ...]:
         everyone = self.pump.channel.levels.everyone
         if hosts > 1:
-            if len(everyone) > PAIRS_RANKS and len(everyone) % hosts == 0:  # too many pairs to measure
-                each = len(everyone) // hosts
-                return tuple(everyone[at : at + each] for at in range(0, len(everyone), each))
-            if (links := probe(self.pump.channel)).has_islands:
+            if (links := self._probe()).has_islands:
                 return links.islands
+            if len(everyone) > PAIRS and self._hosts:  # so many ranks apart would average little
+                return self._hosts
         return tuple((rank,) for rank in everyone)
 
     def replan(self, step: int) -> Replan | None:
@@ -245,18 +246,17 @@ class ExchangeSelector:
         """
         if not self._watch.due(step):
             return None
-        rate = float(gathered(self.pump.channel, [self._watch.rate(self.pump)]).min())
-        if not self._watch.drifted(rate):
+        if not self._watch.drifted(self._watch.window(self.pump)):
             return None
         before = self.plan
-        self._choose(probe(self.pump.channel), step)
+        self._choose(self._probe(), step)
         self._watch.begin_anew(self.pump)
-        chosen, cut = self.plan.exchange, self.plan.bucket_bytes
-        in_force = {name: getattr(before, name) for name in ("exchange", "adapted_from", "bucket_bytes")}
+        chosen, cut = self.plan.exchange, {name: getattr(self.plan, name) for name in _CUT}
+        in_force = {name: getattr(before, name) for name in ("exchange", "adapted_from", *_CUT)}
         self.plan = self.plan.model_copy(update=in_force)
         said = f"the links have drifted; exchange: {self.plan.reasons['exchange']}"
         if chosen not in (before.exchange, before.adapted_from):
-            changed = self.change(chosen, step, said, adapted_from="", bucket_bytes=cut)
+            changed = self.change(chosen, step, said, adapted_from="", cut=cut)
             if changed is not None:
                 return changed
         self._reprice()  # the current exchange stays, with its adaptations
@@ -265,13 +265,19 @@ class ExchangeSelector:
         return None
 
     def change(
-        self, written: Exchanges, step: int, said: str, *, adapted_from: Exchanges, bucket_bytes: int = 0
+        self,
+        written: Exchanges,
+        step: int,
+        said: str,
+        *,
+        adapted_from: Exchanges,
+        cut: Mapping[str, object] = MappingProxyType({}),
     ) -> Replan | None:
         """Change to the exchange `written` between two steps; return the change, or None if it is already in use.
 
         Parameters whose current exchange keeps a residual get error feedback, so that no residual is lost.
-        `bucket_bytes`: the new bucket size; 0: as now. `said`: the event for the user; `adapted_from`: the exchange
-        that was adapted, "" for none.
+        `cut`: new buckets and turns, as fields of the plan; by default they stay. `said`: the event for the user;
+        `adapted_from`: the exchange that was adapted, "" for none.
         """
         params = trainable(self.engine.module)
         methods = self.methods
@@ -284,13 +290,13 @@ class ExchangeSelector:
         written = exchange_methods.with_error_feedback(written, lacking)
         if written == self.plan.exchange:
             return None
-        update = {"exchange": written, "adapted_from": adapted_from}
-        self.plan = self.plan.model_copy(update={**update, "bucket_bytes": bucket_bytes or self.plan.bucket_bytes})
+        self.plan = self.plan.model_copy(update={"exchange": written, "adapted_from": adapted_from, **cut})
         self._reprice()
-        self._watch.first = 0.0  # other messages pass at another rate: the next window is the measure
+        self._watch.forget()
         self.keep(self.plan)
         self.tell(said, step)
-        return Replan(self.methods.exchange.by_name(params), self.plan.bucket_bytes)
+        plan = self.plan
+        return Replan(self.methods.exchange.by_name(params), plan.bucket_bytes, plan.buckets, plan.turns)
 
     def _reprice(self) -> None:
         """Update the estimated bytes of a step, for the links as known now."""
@@ -305,9 +311,15 @@ class ExchangeSelector:
 
     def links(self) -> Network:
         """Return the links as they are now. The probe takes some seconds, between two steps."""
-        links = probe(self.pump.channel, ways=True)
-        self._watch.rate(self.pump)  # exclude the probe's messages
+        links = self._probe(ways=True)
+        self._watch.skip(self.pump)  # exclude the probe's messages
         return links
+
+    def _probe(self, *, ways: bool = False) -> Network:
+        """Measure the links. All ranks call it together; the first call gathers which ranks share a host."""
+        if self._host >= 0 and not self._hosts:
+            self._hosts = hosts_of(self.pump.channel, self._host)
+        return probe(self.pump.channel, ways=ways, hosts=self._hosts)
 
     def _learn(self, links: Network) -> None:
         if links.has_islands and not self.plan.islands:
@@ -318,17 +330,27 @@ class ExchangeSelector:
         """Choose the exchange and update the plan. `step`: the batch to profile, if no gradients are known yet."""
         self._learn(links)
         links = links_of_islands(links, self.plan.islands)
-        bucket_bytes = bucket_bytes_for(links, self._most_bucket_bytes)
         candidates = across_islands(CANDIDATES) if self.plan.islands else CANDIDATES
         measured = self._measure(step)
-        facts = measured.facts(links, candidates, bucket_bytes)
-        decision = choose(facts, lossy=self.run.lossy and measured.knows, candidates=candidates)
-        self.waited = decision.waited
-        exact = decision.written == candidates[0].written
-        cut = {"bucket_bytes": self._most_bucket_bytes if exact else bucket_bytes}
-        self.plan = self.plan.model_copy(update=cut)
+        facts = measured.facts(links, candidates, self._largest_bytes)
+        decision = choose(*facts, lossy=self.run.lossy and measured.knows, candidates=candidates)
+        self._decision = decision
+        self.plan = self.plan.model_copy(update={"buckets": decision.buckets, "turns": decision.turns})
         self.plan = _planned(self.plan, decision, links, self._price(decision.written), self._unknown)
         return decision
+
+    @property
+    def _largest_bytes(self) -> int:
+        """Return the most bytes of a bucket: with sharded states those of the plan, whose memory it has counted."""
+        return self.plan.bucket_bytes if self.methods.sharding.is_sharded else LARGEST_BUCKET_BYTES
+
+    @property
+    def _unlinked(self) -> str:
+        """Return a note on islands that are given, though one machine has no links between them to choose by."""
+        if not self.plan.islands:
+            return ""
+        given = [list(island) for island in self.plan.islands]
+        return f"; machines.islands {given} share it, so no link between them was measured: name plan.sync to part them"
 
     @property
     def _unknown(self) -> str:
@@ -366,7 +388,7 @@ class ExchangeSelector:
 
 def _planned(plan: Plan, decision: Decision, links: Network, cost: Cost, beside: str) -> Plan:
     link = links.levels.get("between", links.levels["all"])
-    said = f"{decision.reason}{beside} (links: {show_rate(link.bytes_per_s)}, {1e3 * link.latency_s:.1f} ms)"
+    said = f"{decision.reason}{beside} (links: {link.show()})"
     line = decision.forecast
     times = {name: getattr(line, name) for name in ("step_s", "compute_s", "wire_s", "exposed_s")}
     return plan.model_copy(

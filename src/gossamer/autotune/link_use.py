@@ -1,22 +1,27 @@
-"""The measured links as a plan uses them: those between its islands, its bucket size, uplinks and downlinks."""
+"""The measured links as a plan uses them: those between its islands, sizes of buckets, uplinks and downlinks."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
 
 from gossamer.spec.network import Network
 from gossamer.spec.statistics import Paths
 
-_LEAST_BUCKET_BYTES = 1 << 20
-_LATENCIES_PER_BUCKET = 40  # of wire time: small enough to overlap, large enough that latency is little of it
+LARGEST_BUCKET_BYTES = 1 << 28  # an exchange may need as much memory again
+_BUCKET_BYTES = (1 << 20, 1 << 22, 1 << 24)  # and a quarter of the gradients, and all
+_MOST_BUCKETS = 4096
 
 
-def bucket_bytes_for(links: Network, largest: int) -> int:
-    """Return the bucket size for these links, at most `largest` bytes.
+def sizes_of_buckets(params: Mapping[str, Tensor], largest: int) -> tuple[int, ...]:
+    """Return the bucket sizes to try for these gradients, ascending, none above `largest` bytes.
 
-    Slow links allow small buckets, which overlap better and can have an exchange each.
+    Small buckets overlap better and can have an exchange each; large ones wait for fewer latencies.
     """
-    link = links.levels.get("between", links.levels["all"])
-    wanted = int(_LATENCIES_PER_BUCKET * link.latency_s * link.bytes_per_s)
-    return min(largest, max(_LEAST_BUCKET_BYTES, wanted))
+    total = max(1, sum(p.numel() * p.element_size() for p in params.values()))
+    sizes = {min(size, largest, total) for size in (*_BUCKET_BYTES, -(-total // 4), total)}
+    return tuple(size for size in sorted(sizes) if total <= size * _MOST_BUCKETS) or (min(largest, total),)
 
 
 def links_of_islands(links: Network, islands: tuple[tuple[int, ...], ...]) -> Network:

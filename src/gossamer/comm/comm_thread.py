@@ -1,8 +1,9 @@
 """Run all collectives of a rank on one communication thread, in an order fixed before the step.
 
-The thread sends messages in the order of the key (job + L x round, round) with L the look-ahead; the end of a job
-counts as its last round. The order depends on the declared rounds alone, so it is equal on all ranks, in whatever order
-jobs arrive. "Resume the oldest job" is not: with jobs arriving from hooks it paired wrong messages without any error.
+A plan may give the order of the turns (`plan.exchange.send_order` computes one that starts first what is ready first).
+Otherwise the thread sends messages in the order of the key (job + L x round, round) with L the look-ahead; the end of a
+job counts as its last round. Either order is fixed before the step and equal on all ranks, in whatever order jobs
+arrive. "Resume the oldest job" is not: with jobs arriving from hooks it paired wrong messages without any error.
 
 Point-to-point steps (`P2PStep`) are different: their jobs may wait for each other's results, as in a pipeline. Their
 messages only start in a fixed order and no job waits in that order, so a schedule without deadlock has none here.
@@ -24,6 +25,7 @@ from torch import Tensor
 from gossamer.comm.channel import Channel, Pending
 from gossamer.comm.message import Collective, Message, Outcome, Rounds
 from gossamer.spec.errors import WireMismatch
+from gossamer.spec.plan import LOOK_AHEAD
 
 
 def order(rounds: Sequence[int], look_ahead: int) -> list[tuple[int, int]]:
@@ -32,13 +34,29 @@ def order(rounds: Sequence[int], look_ahead: int) -> list[tuple[int, int]]:
     return [(job, r) for _, r, job in sorted(keys)]
 
 
-def needed(rounds: Sequence[int], look_ahead: int) -> tuple[int, ...]:
+def order_of_turns(rounds: Sequence[int], turns: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Return (job, round) pairs in the order of `turns`, the job of each; None if these are not the turns of `rounds`.
+
+    An order is made for the exchanges of a plan. Steps with others, as inside an island, have turns of their own.
+    """
+    taken, found = [0] * len(rounds), list[tuple[int, int]]()
+    if len(turns) != sum(rounds) + len(rounds):
+        return None
+    for job in turns:
+        if not 0 <= job < len(rounds) or taken[job] > rounds[job]:
+            return None
+        found.append((job, taken[job]))
+        taken[job] += 1
+    return found
+
+
+def needed(rounds: Sequence[int], ordered: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Return for each job how many of the first jobs must have arrived for it to end.
 
-    These are the jobs up to the highest one that has a turn before the end of that job.
+    These are the jobs up to the highest one that has a turn before the end of that job. `ordered`: (job, round) pairs.
     """
     found, there = [0] * len(rounds), 0
-    for job, r in order(rounds, look_ahead):
+    for job, r in ordered:
         there = max(there, job + 1)
         if r == rounds[job]:
             found[job] = there
@@ -60,8 +78,8 @@ class CommStep:
     thread runs steps in the order in which they were begun.
     """
 
-    def __init__(self, rounds: Sequence[int]) -> None:
-        self.rounds = tuple(rounds)
+    def __init__(self, rounds: Sequence[int], turns: Sequence[int] = ()) -> None:
+        self.rounds, self._turns = tuple(rounds), tuple(turns)
         self.needed: tuple[int, ...] = ()  # by job: how many of the first must have arrived for it to end
         self.arrivals: queue.SimpleQueue[tuple[int, Rounds] | None] = queue.SimpleQueue()
         self.futures: list[Future[Outcome]] = [Future() for _ in rounds]
@@ -82,8 +100,9 @@ class CommStep:
         self.arrivals.put(None)
 
     def order(self, look_ahead: int) -> list[tuple[int, int]]:
-        """Return the (job, round) turns of this step."""
-        return order(self.rounds, look_ahead)
+        """Return the (job, round) turns of this step: in the order given, if it is one for these jobs."""
+        given = order_of_turns(self.rounds, self._turns) if self._turns else None
+        return order(self.rounds, look_ahead) if given is None else given
 
     def padding_message(self, job: int) -> Message:
         """Return the message to send for a job that has nothing more to send."""
@@ -189,7 +208,7 @@ class _Job:
 class CommThread:
     """A thread that runs the exchanges of one rank over one channel. After a lost peer, make a new one."""
 
-    def __init__(self, channel: Channel, *, look_ahead: int = 4, observe: Observer | None = None) -> None:
+    def __init__(self, channel: Channel, *, look_ahead: int = LOOK_AHEAD, observe: Observer | None = None) -> None:
         """Start the thread. `observe` is called for every message as it is sent.
 
         Its arguments are a text (collective, bytes, job, round) and the number of the message, counted from 1.
@@ -205,13 +224,14 @@ class CommThread:
         self._thread = threading.Thread(target=self._work, name="gossamer-pump", daemon=True)
         self._thread.start()
 
-    def begin(self, rounds: Sequence[int]) -> CommStep:
+    def begin(self, rounds: Sequence[int], turns: Sequence[int] = ()) -> CommStep:
         """Open a step with one job per entry of `rounds`, the number of messages of the job.
 
-        All ranks must call it with the same `rounds`.
+        `turns`: the job of each turn in order, used if every job has its number of turns there. All ranks must call it
+        with the same arguments.
         """
-        step = CommStep(rounds)
-        step.needed = needed(step.rounds, self._look_ahead)
+        step = CommStep(rounds, turns)
+        step.needed = needed(step.rounds, step.order(self._look_ahead))
         return self._begin(step)
 
     def transfers(self, jobs: int) -> P2PStep:

@@ -16,19 +16,23 @@ _REPEATS = 2
 
 
 def seconds_of(exchange: Measurable, layout: Layout, levels: ProcessGroups, rank: int) -> float:
-    """Return the compute seconds of one exchange of such a bucket, as `rank`, with the threads of this process.
+    """Return the compute seconds of one exchange of such a bucket, as `rank` (see `turn_seconds_of`)."""
+    return sum(turn_seconds_of(exchange, layout, levels, rank))
 
-    Runs on normally distributed numbers over a loopback channel, which answers at once. Returns the median of two
-    repeats, after a warm-up.
+
+def turn_seconds_of(exchange: Measurable, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[float, ...]:
+    """Return the compute seconds of one exchange before each of its messages and after the last one.
+
+    Runs as `rank`, with the threads of this process, on normally distributed numbers over a loopback channel, which
+    answers at once. Returns the medians of two repeats, after a warm-up.
     """
     flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).to(layout.dtype).to(layout.device)
-    state, times = exchange.init(layout), []
+    state, times = exchange.init(layout), list[list[float]]()
     for step in range(_REPEATS + 1):
-        x = Bucket(layout, flat.clone())
-        began = time.perf_counter()
-        state = _exchanged(exchange, x, state, _round(levels, rank, step)).state
-        times.append(time.perf_counter() - began)
-    return median(times[1:])
+        outcome, turns = _exchanged(exchange, Bucket(layout, flat.clone()), state, _round(levels, rank, step))
+        state = outcome.state
+        times.append(turns)
+    return tuple(median(one) for one in zip(*times[1:], strict=True))
 
 
 def _round(levels: ProcessGroups, rank: int, step: int) -> ExchangeContext:
@@ -38,12 +42,19 @@ def _round(levels: ProcessGroups, rank: int, step: int) -> ExchangeContext:
     )
 
 
-def _exchanged(exchange: Measurable, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Outcome:
-    channel, method = LoopbackChannel(at.rank, at.levels), exchange.run(x, state, at)
-    try:
-        message = next(method)
-        while True:
-            message = method.send(channel.start(message).wait())
-    except StopIteration as end:
-        outcome: Outcome = end.value
-        return outcome
+def _exchanged(
+    exchange: Measurable, x: Bucket, state: ExchangeState, at: ExchangeContext
+) -> tuple[Outcome, list[float]]:
+    """Return the outcome of one exchange, and the seconds of its turns."""
+    channel, method, turns = LoopbackChannel(at.rank, at.levels), exchange.run(x, state, at), list[float]()
+    reply = None
+    while True:
+        began = time.perf_counter()
+        try:
+            message = next(method) if reply is None else method.send(reply)
+        except StopIteration as end:
+            turns.append(time.perf_counter() - began)
+            outcome: Outcome = end.value
+            return outcome, turns
+        turns.append(time.perf_counter() - began)
+        reply = channel.start(message).wait()

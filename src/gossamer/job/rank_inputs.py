@@ -19,7 +19,8 @@ from gossamer.view.run_directory import RunDirectory
 class RankContext:
     """The rank, the world size, and the store for the rendezvous.
 
-    `writer`/`writers`: this rank's index among the ranks that see the same run directory, and their number.
+    `writer`/`writers`: this rank's index among the ranks that see the same run directory, and their number. `host`: the
+    number of this rank's host among `hosts`.
     """
 
     rank: int = 0
@@ -27,6 +28,7 @@ class RankContext:
     writer: int = 0
     writers: int = 1
     hosts: int = 1
+    host: int = 0
     store: dist.Store
     interface: str = ""
     generation: int = 0

@@ -109,7 +109,7 @@ def _planned(job: RankJob, engine: ModelRuntime, pump: CommThread, sink: Sink) -
     job.at(0, "probe")
     walk = _walk(job.parts, engine, pump)
     exchanger = _exchanger(job, engine, pump, sink, walk)
-    plan = exchanger.settle(automatic=job.automatic, hosts=job.where.hosts)
+    plan = exchanger.settle(automatic=job.automatic, hosts=job.where.hosts, host=job.where.host)
     parts = replace(job.parts, plan=plan, walk=walk)
     parts = with_activation_compression(parts, pump.channel, exchanger.tell)
     recipe.check(job.parts.config, parts.plan)  # a chosen plan obeys the laws too

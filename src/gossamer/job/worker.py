@@ -182,6 +182,7 @@ def rendezvous(place: LauncherRank, timeout_s: float) -> RankContext:
         rank=place.rank,
         ranks=place.ranks,
         hosts=place.hosts,
+        host=place.host,
         writer=first,
         writers=writers,
         store=store,

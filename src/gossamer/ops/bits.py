@@ -32,7 +32,7 @@ def unpack(packed: Tensor, bits: int, codes: Tensor) -> None:
     With one bit, 0 becomes 1 and 1 becomes -1.
     """
     table = _table(bits, packed.device)
-    torch.index_select(table, 0, packed.flatten().int(), out=codes.view(-1).view(_WORD[bits]))
+    torch.index_select(table, 0, packed.int().view(-1), out=codes.view(-1).view(_WORD[bits]))
 
 
 @cache

@@ -12,51 +12,64 @@ CHUNK = 1 << 19  # numbers worked on at a time: they stay in the cache between p
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A slice of a tensor of rows: some rows, and of each the numbers [start, stop), in blocks of `width` numbers.
+class BlockSpans:
+    """The numbers [start, stop) of `rows` rows, in blocks of `width`, cut into spans.
 
-    They are whole blocks, or the short block at the end.
+    A span is `step` numbers of each of `several` rows, or fewer at the end. The blocks are whole ones, or the short
+    block at the end of every row. The methods return one view for each span, the spans of the first rows first, and all
+    of them at once: between large passes every call from Python costs microseconds.
     """
 
-    rows: slice
+    rows: int
     start: int
     stop: int
     width: int
     block: int
 
-    def numbers(self, t: Tensor) -> Tensor:
-        """Return the span's part of t (rows, numel), as (rows, blocks, width)."""
-        return t[self.rows, self.start : self.stop].view(self._rows, -1, self.width)
-
-    def blocks(self, t: Tensor) -> Tensor:
-        """Return the span's part of t (rows, ceil(numel / block)), one element per block, as (rows, blocks)."""
-        return t[self.rows, self.start // self.block : -(-self.stop // self.block)]
-
-    def packed(self, t: Tensor, bits: int) -> Tensor:
-        """Return the span's bytes of t (rows, bytes), which holds `bits` for each number."""
-        return t[self.rows, self.start * bits // 8 : -(-self.stop * bits // 8)]
-
-    def scratch(self, t: Tensor) -> Tensor:
-        """Return the first elements of t (chunk,), one for each number of the span, as (rows, blocks, width)."""
-        return t[: self._rows * (self.stop - self.start)].view(self._rows, -1, self.width)
+    @property
+    def step(self) -> int:
+        """Return the count of numbers that a span has of each of its rows."""
+        return min(self.stop - self.start, max(self.width, CHUNK // self.width * self.width))
 
     @property
-    def _rows(self) -> int:
-        return int(self.rows.stop - self.rows.start)
+    def several(self) -> int:
+        """Return the count of rows of a span."""
+        return max(1, CHUNK // self.step)
+
+    def numbers(self, t: Tensor) -> list[Tensor]:
+        """Return the spans of t (rows, numel), as (several, blocks, width)."""
+        return self._cut(t[:, self.start : self.stop].view(self.rows, -1, self.width), self.step // self.width)
+
+    def blocks(self, t: Tensor) -> list[Tensor]:
+        """Return the spans of t (rows, ceil(numel / block), ...), one element per block, as (several, blocks, ...)."""
+        return self._cut(t[:, self.start // self.block : -(-self.stop // self.block)], self.step // self.width)
+
+    def packed(self, t: Tensor, bits: int) -> list[Tensor]:
+        """Return the bytes of the spans of t (rows, bytes), which holds `bits` for each number."""
+        return self._cut(t[:, self.start * bits // 8 : -(-self.stop * bits // 8)], -(-self.step * bits // 8))
+
+    def scratch(self, t: Tensor) -> list[Tensor]:
+        """Return the first elements of t (chunk,) for every span, one for each number, as (several, blocks, width)."""
+        of_rows = [min(self.several, self.rows - first) for first in range(0, self.rows, self.several)]
+        of_numbers = [min(self.step, self.stop - first) for first in range(self.start, self.stop, self.step)]
+        sizes = [(rows, numel) for rows in of_rows for numel in of_numbers]
+        views = {(rows, n): t[: rows * n].view(rows, -1, self.width) for rows, n in set(sizes)}
+        return [views[size] for size in sizes]
+
+    def _cut(self, t: Tensor, size: int) -> list[Tensor]:
+        return [span for rows in torch.split(t, self.several) for span in torch.split(rows, size, 1)]
 
 
-def spans(of: Tensor, block: int) -> Iterator[Span]:
-    """Yield spans that cover (rows, numel) numbers, with at most CHUNK numbers each (but at least a block)."""
+def spans(of: Tensor, block: int) -> Iterator[BlockSpans]:
+    """Yield the spans of whole blocks, then of short ones, that cover (rows, numel) numbers, as far as there are any.
+
+    A span has at most CHUNK numbers, but at least a block.
+    """
     rows, numel = of.shape
     whole = numel // block * block
     for start, stop, width in ((0, whole, block), (whole, numel, numel - whole)):
-        if start == stop:
-            continue
-        step = min(stop - start, max(width, CHUNK // width * width))
-        several = max(1, CHUNK // step)
-        for first in range(0, rows, several):
-            for here in range(start, stop, step):
-                yield Span(slice(first, min(rows, first + several)), here, min(stop, here + step), width, block)
+        if rows and start != stop:
+            yield BlockSpans(rows, start, stop, width, block)
 
 
 def as_rows(t: Tensor) -> Tensor:

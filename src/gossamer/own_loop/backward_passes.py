@@ -318,9 +318,9 @@ class BackwardPasses:
         if self.serial < WATCHED:
             self._watch.began_s = time.perf_counter()
             return
-        chosen = self._watch.choose(self._buckets.params, self.pump, self.manner.bucket_bytes)
+        chosen = self._watch.choose(self._buckets.params, self.pump)
         self._watch = None
-        self._buckets.rebuild(chosen.exchange, chosen.bucket_bytes)
+        self._buckets.rebuild(chosen.exchange, chosen.buckets, chosen.turns)
 
     def reject(self) -> None:
         """Drop the pending exchange states after a step that did not take effect."""

@@ -32,7 +32,7 @@ class BucketSender:
         """Return the sender of a pass's buckets, which sends in the same order on all ranks."""
         if all(rounds == 1 for rounds in self._buckets.rounds):
             return BlockingExchange(self._pump.channel)
-        return self._pump.begin(self._buckets.rounds)
+        return self._pump.begin(self._buckets.rounds, self._buckets.turns)
 
     def send(self, one: BackwardPass, index: int, held: Collection[str]) -> None:
         """Send a bucket. `held`: parameters with gradients of the passes before in a group."""

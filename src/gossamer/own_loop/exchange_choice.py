@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from gossamer.autotune.exchange_profile import ExchangeProfile
-from gossamer.autotune.link_use import bucket_bytes_for
+from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.link_probe import probe
 from gossamer.plan.exchange import CANDIDATES, choose
 from gossamer.run.profile_step import StepProfile
 from gossamer.spec.method_config import Exchanges
-from gossamer.spec.units import show_rate
 
 WATCHED = 2  # number of the profiled backward pass: the first is warm-up
 _log = logging.getLogger(__name__)
@@ -32,10 +31,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExchangeChoice:
-    """The exchange method and bucket size that all ranks have chosen."""
+    """The exchange that all ranks have chosen, the parameters of each bucket, and the bucket of each turn."""
 
     exchange: Exchanges
-    bucket_bytes: int
+    buckets: tuple[tuple[str, ...], ...]
+    turns: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -69,21 +69,17 @@ class PassProfile:
         ready_s = {name: self.ready_s.get(name, backward_s) for name in params}
         return StepProfile(self.ended_s - self.began_s, backward_s, ready_s, gradients)
 
-    def choose(self, params: Mapping[str, Tensor], pump: CommThread, largest_bytes: int) -> ExchangeChoice:
-        """Probe the links and choose an exchange. All ranks call it together, between two steps. Raises PeerLost.
-
-        `largest_bytes`: upper limit of the bucket size.
-        """
+    def choose(self, params: Mapping[str, Tensor], pump: CommThread) -> ExchangeChoice:
+        """Probe the links and choose an exchange. All ranks call it together, between two steps. Raises PeerLost."""
         rehearsal = self.rehearsal(params)
         is_finite = all(bool(torch.isfinite(one).all()) for one in rehearsal.gradients.values())
         knows = bool(gathered(pump.channel, [float(is_finite)]).min() > 0)
         measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=knows)
-        links = probe(pump.channel)
-        links = links.model_copy(update={"levels": {"all": links.levels["all"]}})  # one group of ranks
-        cut = bucket_bytes_for(links, largest_bytes)
-        decision = choose(measured.facts(links, CANDIDATES, cut), lossy=self.lossy and knows, candidates=CANDIDATES)
+        links = probe(pump.channel, seeks_islands=False)  # one group of ranks
+        facts = measured.facts(links, CANDIDATES, LARGEST_BUCKET_BYTES)
+        decision = choose(*facts, lossy=self.lossy and knows, candidates=CANDIDATES)
         link = links.levels["all"]
-        said = f"{decision.reason} (links: {show_rate(link.bytes_per_s)}, {1e3 * link.latency_s:.1f} ms)"
+        said = f"{decision.reason} (links: {link.show()})"
         if pump.channel.rank == 0:
             _log.warning("exchange: %s", said)
-        return ExchangeChoice(decision.written, largest_bytes if decision.written == CANDIDATES[0].written else cut)
+        return ExchangeChoice(decision.written, decision.buckets, decision.turns)

@@ -66,6 +66,8 @@ class LoopBuckets:
         self._rules, self._bucket_bytes = ParameterRules.read(exchanges, key="exchange"), bucket_bytes
         self.slots: list[GradientBucket] = []
         self.params: dict[str, nn.Parameter] = {}
+        self._planned: tuple[tuple[str, ...], ...] = ()  # the parameters of each bucket, where these are chosen
+        self.turns: tuple[int, ...] = ()  # the bucket of each turn of the communication thread; empty: not chosen
         self.remembers = False  # whether an exchange carries a state from step to step
         self.rounds: list[int] = []  # messages of each bucket
 
@@ -76,7 +78,8 @@ class LoopBuckets:
     def add(self, params: Mapping[str, nn.Parameter]) -> None:
         """Append buckets for the parameters behind the existing buckets."""
         exchanges = {name: self._rules.of(name) for name in params}
-        for layout, exchange in _without_small(buckets_of(params, exchanges, bucket_bytes=self._bucket_bytes), params):
+        found = buckets_of(params, exchanges, bucket_bytes=self._bucket_bytes, named=self._planned)
+        for layout, exchange in found if self._planned else _without_small(found, params):
             exchange.check(layout, self._channel.levels)
             self.slots.append(_bucket(layout, exchange))
         self.params |= params
@@ -86,9 +89,10 @@ class LoopBuckets:
         levels, rank = self._channel.levels, self._channel.rank
         self.rounds = [len(s.exchange.traffic(s.layout, levels, rank)) for s in self.slots]
 
-    def rebuild(self, exchanges: Exchanges, bucket_bytes: int) -> None:
-        """Put all parameters into new buckets, with other exchanges."""
-        self._rules, self._bucket_bytes = ParameterRules.read(exchanges, key="exchange"), bucket_bytes
+    def rebuild(self, exchanges: Exchanges, buckets: tuple[tuple[str, ...], ...], turns: tuple[int, ...]) -> None:
+        """Put all parameters into `buckets`, which hold the names of each, with other exchanges."""
+        self._rules = ParameterRules.read(exchanges, key="exchange")
+        self._planned, self.turns = buckets, turns
         self.slots = []  # `.grad` tensors no longer belong to a bucket
         self.add(self.params)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,8 +13,6 @@ from gossamer.spec.action import Action, Op
 from gossamer.spec.clock import Clock, TimedTask, compute, cost, play, wire
 from gossamer.spec.cost import Cost
 from gossamer.spec.network import Link
-
-_FREE = Link(latency_s=0.0, bytes_per_s=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,9 @@ class _TaskWriter(ScheduleBackend):
         onward = action.op is Op.SEND_F
         to = self.schedule.rank_of(action.stage + (1 if onward else -1), action.batch)
         size_bytes = self.costs[action.stage if onward else action.stage - 1].boundary_bytes
-        named = self.links.get((rank, to), NamedLink(f"{rank}>{to}", _FREE))
+        named = self.links.get((rank, to))
+        if named is None:  # a link of which nothing is known takes no time
+            return TimedTask(wire(f"{rank}>{to}"), 0.0, after, sent_bytes=size_bytes)
         seconds = size_bytes / named.link.bytes_per_s
         return TimedTask(wire(named.name), seconds, after, latency_s=named.link.latency_s, sent_bytes=size_bytes)
 

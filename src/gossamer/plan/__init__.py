@@ -64,7 +64,7 @@ def price_of(methods: PlanMethods, shapes: Shapes, levels: ProcessGroups, *, wal
     `walk`: required for sharded parameters, which are gathered for each of a rank's micro-batches.
     """
     sharding, deal = methods.sharding, methods.sharding.deal(levels)
-    buckets = state_buckets(methods, shapes, deal, bucket_bytes=methods.plan.bucket_bytes)
+    buckets = state_buckets(methods, shapes, deal)
     links = Counter(step_bytes(buckets, levels))
     if sharding.takes_parameters:
         assert walk is not None, "the gathers of a step follow from what runs one after the other"
@@ -80,7 +80,7 @@ def price_apart(loop: OuterLoopConfig, methods: PlanMethods, shapes: Shapes, lev
     Raises BadInput for a gradient exchange that cannot run inside an island.
     """
     plan, sharding, deal = methods.plan, methods.sharding, methods.sharding.deal(levels)
-    buckets = state_buckets(methods, shapes, deal, bucket_bytes=plan.bucket_bytes)
+    buckets = state_buckets(methods, shapes, deal)
     island = levels.only("island")
     buckets = [(layout, one.for_island()) for layout, one in buckets]
     for layout, one in buckets:

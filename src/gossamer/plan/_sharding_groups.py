@@ -76,12 +76,12 @@ def places_of_states(
     """
     found = []
     sizes = {name: sharding_methods.ElementBytes(kept=0, gradient=0, owned=number_bytes) for name, _ in shapes}
-    exact = PlanMethods.of(Plan(rows=(1,), microbatches=(1,), exchange=exchange))
+    exact = PlanMethods.of(Plan(rows=(1,), microbatches=(1,), exchange=exchange, bucket_bytes=bucket_bytes))
     for written in among:
         methods = exact.under(sharding=written)
         sharding, deal = methods.sharding, methods.sharding.deal(levels)
         there, back = list[float](), list[float]()
-        for layout, one in state_buckets(methods, shapes, deal, bucket_bytes=bucket_bytes):
+        for layout, one in state_buckets(methods, shapes, deal):
             gather = {
                 r: sharding_methods.gather_traffic(layout, deal, r, sharding.differences) for r in levels.everyone
             }

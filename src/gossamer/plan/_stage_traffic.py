@@ -84,7 +84,7 @@ def _gradients(methods: PlanMethods, staged: Staged, levels: ProcessGroups, rank
     shapes = staged.held[place]
     exchange = methods.exchange.by_name(name for name, _ in shapes)
     found: list[Traffic] = []
-    for layout, one in gradient_buckets(shapes, exchange, bucket_bytes=plan.bucket_bytes):
+    for layout, one in gradient_buckets(shapes, exchange, plan):
         found += one.traffic(layout, levels, rank)
     holders = {name: mesh.of_replica(replica, places) for name, places in staged.shared.items()}
     tied = TiedWeights(rank, levels, holders)

@@ -23,6 +23,7 @@ from gossamer.sharding import (
     holdings,
     longest_message_numel,
 )
+from gossamer.spec.plan import Plan
 from gossamer.sync import OuterLoopConfig, StatusExchange, ZerothOrderConfig, buckets_of, traffic_of_round
 
 
@@ -35,16 +36,16 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 Buckets = Sequence[tuple[Layout, Exchange]]
 
 
-def gradient_buckets(shapes: Shapes, exchange: Mapping[str, Exchange], *, bucket_bytes: int) -> Buckets:
+def gradient_buckets(shapes: Shapes, exchange: Mapping[str, Exchange], plan: Plan) -> Buckets:
     """Return the buckets of a replica's float32 gradients, each with its exchange, in the order backward fills them."""
     params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
-    return buckets_of(params, exchange, bucket_bytes=bucket_bytes)
+    return buckets_of(params, exchange, bucket_bytes=plan.bucket_bytes, named=plan.buckets)
 
 
-def state_buckets(methods: PlanMethods, shapes: Shapes, deal: RowPartition, *, bucket_bytes: int) -> Buckets:
+def state_buckets(methods: PlanMethods, shapes: Shapes, deal: RowPartition) -> Buckets:
     """Return the same buckets for a sharding: each exchange delivers to the ranks that own the optimizer states."""
     exchange = methods.exchanges((name for name, _ in shapes), deal)
-    return gradient_buckets(shapes, exchange, bucket_bytes=bucket_bytes)
+    return gradient_buckets(shapes, exchange, methods.plan)
 
 
 def step_bytes(buckets: Buckets, levels: ProcessGroups, *, meets: str = "all") -> dict[str, int]:

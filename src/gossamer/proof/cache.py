@@ -24,6 +24,8 @@ _PLAN = {
     "islands",
     "look_ahead",
     "bucket_bytes",
+    "buckets",
+    "turns",
 }
 
 

@@ -165,6 +165,8 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
         exchange,
         given.pump,
         bucket_bytes=parts.plan.bucket_bytes,
+        buckets=parts.plan.buckets,
+        turns=parts.plan.turns,
         holdings=states.holdings,
         meets="all" if together.loop is None else "island",
         gives_back=sharding.gives_back,

@@ -177,7 +177,7 @@ class Trainer:
             return
         path = self.states.deal.path
         exchange = {name: self.sharding.exchange(one, path) for name, one in changed.exchange.items()}
-        self.replica.adopt(exchange, bucket_bytes=changed.bucket_bytes)
+        self.replica.adopt(exchange, bucket_bytes=changed.bucket_bytes, buckets=changed.buckets, turns=changed.turns)
 
     def _pause(self, began: float) -> bool:
         """Sit out a step that this island has no time for, but take part in the rounds of the outer loop."""

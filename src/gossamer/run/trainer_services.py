@@ -15,10 +15,12 @@ Sink = Callable[[records.Record], None]
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """A change of exchange between two steps: the new exchange of every parameter's gradient, and the bucket size."""
+    """A change between two steps: the exchange of every parameter's gradient, the buckets, and the order of turns."""
 
     exchange: Mapping[str, Exchange]
     bucket_bytes: int
+    buckets: tuple[tuple[str, ...], ...] = ()
+    turns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,8 +39,8 @@ class Part:
 class TimedTask:
     """A timed task: it keeps the resource `on` busy for `seconds`, once all tasks of `after` have ended.
 
-    `begins`: not before so much of another task is done. `steals`: what another task loses to this one, if it still
-    runs when this one ends. `latency_s`: how much later its result arrives, while the resource is free again (of a task
+    `begins`: not before so much of another task is done. `steals`: what another task loses to this one, if it runs
+    when this one starts. `latency_s`: how much later its result arrives, while the resource is free again (of a task
     that nothing steals from). `sent_bytes`: of a message. `holds`, `frees`: the bytes of memory that it takes when it
     starts and returns when it ends. Tasks are named by their number in the list; only earlier ones can be named.
     """
@@ -104,7 +104,7 @@ class Clock:
     """A clock under way: each task that is added starts as early as those before it allow.
 
     First come, first served on each resource, in the order of adding. A theft counts for what is added after it: so
-    tasks that steal are added in the order they end, and what waits for the end of the loser after all of them.
+    tasks that steal are added in the order they start, and what waits for the end of the loser after all of them.
     """
 
     tasks: list[TimedTask] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Clock:
             played.append(task)
             starts.append(at)
             ends.append(end + task.latency_s if task.latency_s else end)
-            if (part := task.steals) is not None and starts[part.of] <= end < ends[part.of]:
+            if (part := task.steals) is not None and starts[part.of] <= at < ends[part.of]:
                 self._steal(part)
 
     def _steal(self, part: Part) -> None:

@@ -5,34 +5,64 @@ A link probe measures them. Pairs of ranks have no entries, so the size stays li
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
-Seconds = Annotated[float, Field(ge=0)]
-LinkRate = Annotated[float, Field(gt=0)]
+from gossamer.spec.units import show_rate
+
+NOISY_SPREAD = 0.25  # readings of one link that differ by more are repeated, and messages say so
+
+
+def _seconds(value: float) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"wanted a finite latency of 0 s or more, got {value:g} s: measure the link again")
+    return value
+
+
+def _rate(value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"wanted a finite bandwidth above 0 bytes/s, got {value:g} bytes/s: measure the link again")
+    return value
+
+
+def _fraction(value: float) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"wanted a finite spread of 0 or more, got {value:g}: measure the link again")
+    return value
 
 
 class Link(BaseModel):
-    """One direction of a link between ranks: its latency and bandwidth for payload while all ranks send."""
+    """One direction of a link between ranks: its latency and bandwidth for payload while all ranks send.
+
+    Every number is finite, the bandwidth above 0; others raise pydantic's ValidationError.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    latency_s: Seconds  # of a small message
-    bytes_per_s: LinkRate  # that one rank can send
+    latency_s: Annotated[float, AfterValidator(_seconds)]  # one way, of a small message between two ranks
+    bytes_per_s: Annotated[float, AfterValidator(_rate)]  # that one rank can send and receive
+    spread: Annotated[float, AfterValidator(_fraction)] = 0.0  # by what fraction the slowest reading took longer
 
     def seconds(self, nbytes: float, hops: int = 1) -> float:
         """Return the seconds that `nbytes` bytes take in `hops` messages, one after the other."""
         return hops * self.latency_s + nbytes / self.bytes_per_s
+
+    def show(self) -> str:
+        """Return the link as text: "100 Mbit/s, 1.2 ms"; with the spread of its readings if that is large."""
+        differ = f" (readings differ by {100 * self.spread:.0f}%)" if self.spread > NOISY_SPREAD else ""
+        return f"{show_rate(self.bytes_per_s)}{differ}, {1e3 * self.latency_s:.1f} ms"
 
 
 class Network(BaseModel):
     """The link of each level of process groups, and the islands of the ranks.
 
     `levels` holds "all" (all ranks exchange with all). With more than one island it also holds "island" (all islands at
-    once, each inside itself) and "between" (one rank of every island with its counterparts, all at once).
-    `uplinks`, `downlinks`: the links of ranks that are much faster than the slowest rank, by rank; the "all" link is
-    that of the slowest rank.
+    once, each inside itself) and "between" (one rank of every island with its counterparts, all at once). Latencies are
+    medians over pairs of ranks: neighbors among all ranks, pairs inside islands, pairs of two islands; that of "all" is
+    no shorter than that of "between". `uplinks`, `downlinks`: the links of ranks that are much faster than the slowest
+    rank, by rank; the "all" link is that of the slowest rank.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

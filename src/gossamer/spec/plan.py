@@ -13,6 +13,7 @@ from gossamer.spec.method_config import Exchanges, Written
 
 PLAN_FORMAT = 2
 BUCKET_BYTES = 25 * 2**20
+LOOK_AHEAD = 2  # jobs that start before the next message of an earlier one, where no order is planned
 
 
 class MeshSizes(BaseModel):
@@ -47,7 +48,10 @@ class Plan(BaseModel):
     `rows[r]` is the number of sequences per step of replica r, `microbatches[r]` the number of micro-batches they form.
     `stage_ranks`: the ranks of each stage, where the plan is one replica that divides its micro-batches stage by stage.
     `batch_fractions` is then each rank's fraction of the work of its stage, otherwise each replica's fraction of the
-    batch. `reasons` holds the reason for each decision.
+    batch. `buckets` and `turns` are what `plan.exchange: auto` has timed:
+    parameters of no bucket get buckets of `bucket_bytes`, and steps with other exchanges than were timed start their
+    messages by `look_ahead`.
+    `reasons` holds the reason for each decision.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -70,7 +74,9 @@ class Plan(BaseModel):
     sharding: Written = "none"  # how the optimizer states are sharded
     islands: tuple[tuple[int, ...], ...] = ()  # ranks behind one fast link each; empty: not known, or no islands
     bucket_bytes: int = BUCKET_BYTES
-    look_ahead: int = 4
+    buckets: tuple[tuple[str, ...], ...] = ()  # the parameters of every gradient bucket, in the order of sending
+    turns: tuple[int, ...] = ()  # the bucket of each turn of the communication thread
+    look_ahead: int = LOOK_AHEAD
     backend: str = "gloo"
     reasons: dict[str, str] = {}
     forecast: Cost = Cost()
@@ -89,7 +95,16 @@ class Plan(BaseModel):
                 )
         if self.stage_ranks:
             self._check_stages()
+        self._check_buckets()
         return self
+
+    def _check_buckets(self) -> None:
+        """Raise ValueError for a parameter in two buckets: its gradient has one place in memory."""
+        home = dict[str, int]()
+        for number, names in enumerate(self.buckets):
+            for name in names:
+                if home.setdefault(name, number) != number or names.count(name) > 1:
+                    raise ValueError(f"buckets names {name} twice, in bucket {home[name]} and in bucket {number}")
 
     def _check_stages(self) -> None:
         if (self.mesh.replica, self.mesh.pipe) != (1, len(self.stage_ranks)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -221,9 +221,37 @@ class GradientBuckets:
 
 
 def buckets_of(
+    params: Mapping[str, Tensor],
+    exchanges: Mapping[str, Exchange],
+    *,
+    bucket_bytes: int,
+    named: Sequence[Sequence[str]] = (),
+) -> list[tuple[Layout, Exchange]]:
+    """Return the buckets in the order of sending, each with its exchange; none mixes two exchanges, types or devices.
+
+    `named`: the parameters of each bucket of a plan, in the order of sending. Those that are in none follow, in the
+    order backward fills them, in buckets of at most `bucket_bytes`.
+    """
+    planned = _planned(params, exchanges, named)
+    there = {entry.name for layout, _ in planned for entry in layout.entries}
+    return planned + _filled({n: p for n, p in params.items() if n not in there}, exchanges, bucket_bytes=bucket_bytes)
+
+
+def _planned(
+    params: Mapping[str, Tensor], exchanges: Mapping[str, Exchange], named: Sequence[Sequence[str]]
+) -> list[tuple[Layout, Exchange]]:
+    """Return the buckets of a plan, as far as there are parameters for them."""
+    groups: dict[tuple[int, Exchange, torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for number, names in enumerate(named):
+        for name in names:
+            if (p := params.get(name)) is not None:
+                groups.setdefault((number, exchanges[name], p.dtype, p.device), {})[name] = p
+    return [(Layout.of(held), key[1]) for key, held in groups.items()]
+
+
+def _filled(
     params: Mapping[str, Tensor], exchanges: Mapping[str, Exchange], *, bucket_bytes: int
 ) -> list[tuple[Layout, Exchange]]:
-    """Return the buckets in the order backward fills them, each with its exchange; none mixes two exchanges."""
     groups: dict[Exchange, dict[str, Tensor]] = {}
     for name, param in params.items():
         groups.setdefault(exchanges[name], {})[name] = param

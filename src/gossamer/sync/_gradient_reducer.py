@@ -10,7 +10,7 @@ All three run among the ranks whose gradients are averaged: in a local step, tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -40,7 +40,9 @@ class GradientReducer:
     view of a flat bucket, so autograd writes a gradient once and the exchange sends it from there. `holdings`: by
     parameter, the rows whose mean this rank receives and counts in the norm; of one without an entry all ranks hold all
     rows. `meets`: the level the exchange must serve, where it is not `all`; each StepContext names the level of its
-    step. Raise BadInput where an exchange cannot serve its buckets or these process groups.
+    step. `buckets`: the parameters of each bucket, in the order of sending; others get buckets of `bucket_bytes`.
+    `turns`: the bucket of each turn of the communication thread. Raise BadInput where an exchange cannot serve its
+    buckets or these process groups.
 
     `gives_back`: free all but the owned rows after the exchange, and allocate a bucket at its first gradient. At most
     as many buckets are pending as the order of messages needs, and backward waits for them. `keeps_sent`: keep a copy
@@ -54,6 +56,8 @@ class GradientReducer:
         pump: CommThread,
         *,
         bucket_bytes: int,
+        buckets: Sequence[Sequence[str]] = (),
+        turns: Sequence[int] = (),
         holdings: Mapping[str, Holding] = _ALL_HOLD_ALL,
         meets: str = "all",
         gives_back: bool = False,
@@ -65,9 +69,8 @@ class GradientReducer:
         self._gathers = StepGathers(pump, self.timing)
         self._is_alone = pump.channel.levels.is_alone
         self._buckets = GradientBuckets(params, holdings=holdings, gives_back=gives_back)
-        self._lay_out(
-            dict.fromkeys(params, exchange) if isinstance(exchange, Exchange) else exchange, bucket_bytes=bucket_bytes
-        )
+        exchanges = dict.fromkeys(params, exchange) if isinstance(exchange, Exchange) else exchange
+        self._lay_out(exchanges, bucket_bytes=bucket_bytes, buckets=buckets, turns=turns)
         self._watching = False
         self._touched: set[str] = set()  # parameters that have a gradient in this step
         self._sent_before: dict[str, int] = {}
@@ -78,14 +81,30 @@ class GradientReducer:
         if gives_back:
             self._hooks += [p.register_hook(_FirstHook(self, name)) for name, p in params.items()]  # type: ignore[no-untyped-call]
 
-    def _lay_out(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
-        cut = buckets_of(self._buckets.params, exchanges, bucket_bytes=bucket_bytes)
+    def _lay_out(
+        self,
+        exchanges: Mapping[str, Exchange],
+        *,
+        bucket_bytes: int,
+        buckets: Sequence[Sequence[str]],
+        turns: Sequence[int],
+    ) -> None:
+        cut = buckets_of(self._buckets.params, exchanges, bucket_bytes=bucket_bytes, named=buckets)
         for layout, one in cut:
             self._method(one, self.meets).check(layout, self._meeting_at(self.meets))
         self._buckets.replace_buckets(cut)
+        # A planned order holds more buckets at a time than one that looks ahead: not where they are to be given back.
+        self._turns = () if self._gives_back else tuple(turns)
         self._rounds: dict[str, list[int]] = {}  # messages of every bucket's exchange, by the level of the average
 
-    def adopt(self, exchanges: Mapping[str, Exchange], *, bucket_bytes: int) -> None:
+    def adopt(
+        self,
+        exchanges: Mapping[str, Exchange],
+        *,
+        bucket_bytes: int,
+        buckets: Sequence[Sequence[str]] = (),
+        turns: Sequence[int] = (),
+    ) -> None:
         """Replace the exchanges between two steps and carry their state over, by parameter name and size.
 
         Residuals ("e") are carried over also where they are nested at another depth; all other state starts anew. Raise
@@ -94,7 +113,7 @@ class GradientReducer:
         self._buckets.check_owed(exchanges)
         held = self.states()
         self._gathers.relevel()
-        self._lay_out(exchanges, bucket_bytes=bucket_bytes)
+        self._lay_out(exchanges, bucket_bytes=bucket_bytes, buckets=buckets, turns=turns)
         self._buckets.carry_over(held)
         self._buckets.adopt_views()
 
@@ -167,7 +186,7 @@ class GradientReducer:
             levels = self._meeting_at(window.level)
             pairs = [(self._method(s.exchange, window.level), s.layout) for s in self._slots]
             self._rounds[window.level] = [len(one.traffic(layout, levels, self.rank)) for one, layout in pairs]
-        self._exchanging = self._pump.begin(self._rounds[window.level])
+        self._exchanging = self._pump.begin(self._rounds[window.level], self._turns)
 
     def _meeting_at(self, level: str) -> ProcessGroups:
         """Return the process groups of an exchange among the ranks of `level` only."""
@@ -228,7 +247,7 @@ class GradientReducer:
         return self._gathers.agree(vote, report, self.names, one_mean=self._buckets.is_whole)
 
     def sent_bytes(self) -> dict[str, int]:
-        """Return the payload bytes this rank has sent since the step was opened, by link.
+        """Return the payload bytes this rank has sent since the step was opened, by link that carried any.
 
         Messages beside the steps count from the last call on, as they are sent at any time.
         """
@@ -236,7 +255,7 @@ class GradientReducer:
         sent = {link: count - self._sent_before.get(link, 0) for link, count in now.items()}
         sent |= {link: sent[link] + count - self._beside_before.get(link, 0) for link, count in beside.items()}
         self._beside_before = beside
-        return sent
+        return {link: count for link, count in sent.items() if count}
 
     def commit(self) -> None:
         """Make the exchanges' new states current: the step took effect."""

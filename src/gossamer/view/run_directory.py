@@ -34,6 +34,14 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # what Gossamer wrote i
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
+class _PlanDumper(yaml.SafeDumper):
+    """The YAML dumper of plans: lists of numbers, which may be long, are on as few lines as they need."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        numbers = bool(sequence) and all(isinstance(one, int | float) for one in sequence)
+        return super().represent_sequence(tag, sequence, True if numbers else flow_style)
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """The files of one run. Constructing it touches no disk."""
@@ -180,7 +188,8 @@ class RunDirectory:
     def keep_plan(self, plan: Plan) -> None:
         """Write plan.yaml; it appears completely or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
-        _write(self.plan_file, yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=100))
+        text = yaml.dump(plan.model_dump(mode="json"), Dumper=_PlanDumper, sort_keys=False, width=100)
+        _write(self.plan_file, text)
 
     def _beginning(self, folder: Path) -> dict[str, str | None]:
         path = self.path.resolve()

@@ -16,6 +16,8 @@ from torch import Tensor
 from gossamer.comm.message import Collective, Message, Outcome, ProcessGroups, Rounds
 from gossamer.comm.meter import Meter
 
+UNDER_WAY = 8  # messages at a time, at most, that a schedule has on its way: each takes a thread and buffers
+
 
 class Pending(ABC):
     """A message in flight."""

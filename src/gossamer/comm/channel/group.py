@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer.comm.channel import Channel, Pending
+from gossamer.comm.channel import UNDER_WAY, Channel, Pending
 from gossamer.comm.message import AHEAD, WORD, Collective, Message, ProcessGroups
 from gossamer.comm.meter import Meter
 from gossamer.spec.errors import PeerLost
@@ -83,6 +83,7 @@ class ProcessGroupChannel(Channel):
             device = gloo.create_device(interface=m.interface) if m.interface else gloo.create_default_device()
             options._devices = [device]
             options._timeout = timeout
+            options._threads = UNDER_WAY + 2  # of two, which are the default, latencies would follow one another
             return dist.ProcessGroupGloo(store, me, len(members), options)
         except RuntimeError as error:
             raise PeerLost(

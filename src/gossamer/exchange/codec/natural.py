@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gossamer.comm.random_key import Key
 from gossamer.exchange.codec import Codec, CodecTraits
-from gossamer.ops.blocks import Span, as_rows, empty_message, part, scratch, spans
+from gossamer.ops.blocks import as_rows, empty_message, part, scratch, spans
 from gossamer.ops.quantize import SMALLEST, largest
 from gossamer.ops.rounding_noise import Noise
 
@@ -50,17 +50,20 @@ class Natural(Codec):
         scales, codes = (as_rows(part) for part in _parts(out, x.shape[-1]))
         rows, room = as_rows(x), scratch(x, _BLOCK)
         noise = Noise(room.numel(), key.generator(x.device), x.device)
-        for span in spans(rows, _BLOCK):
-            scaled = _scaled(span.numbers(rows), span.scratch(room), span.blocks(scales))
-            span.numbers(codes).copy_(_drawn(scaled.view(torch.int32), noise))
+        for cut in spans(rows, _BLOCK):
+            views = zip(cut.numbers(rows), cut.scratch(room), cut.blocks(scales), cut.numbers(codes), strict=True)
+            for values, here, scale, target in views:
+                target.copy_(_drawn(_scaled(values, here, scale).view(torch.int32), noise))
         return out
 
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
         out = torch.empty((*message.shape[:-1], numel), dtype=torch.float32, device=message.device)
         scales, codes = (as_rows(part) for part in _parts(message, numel))
         rows = as_rows(out)
-        for span in spans(rows, _BLOCK):
-            _powers(span, codes, scales, rows)
+        for cut in spans(rows, _BLOCK):
+            views = zip(cut.numbers(codes), cut.blocks(scales.unsqueeze(-1)), cut.numbers(rows), strict=True)
+            for code, scale, target in views:
+                _powers(code, scale, target)
         return out
 
 
@@ -71,7 +74,7 @@ def _parts(message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
 
 def _scaled(values: Tensor, room: Tensor, scale: Tensor) -> Tensor:
     """Divide by a power of two so that every magnitude is below one: their exponents then have seven bits."""
-    top = largest(values, room)
+    top = largest(values)
     power = (top.view(torch.int32) & _EXPONENT).view(torch.float32)
     torch.mul(power, 2.0, out=scale)
     inverse = torch.where(top < SMALLEST, torch.zeros_like(top), 0.5 / power)
@@ -90,10 +93,9 @@ def _drawn(bits: Tensor, noise: Noise) -> Tensor:
     return bits
 
 
-def _powers(span: Span, codes: Tensor, scales: Tensor, rows: Tensor) -> None:
-    target = span.numbers(rows)
+def _powers(codes: Tensor, scale: Tensor, target: Tensor) -> None:
     bits = target.view(torch.int32)
-    bits.copy_(span.numbers(codes))
+    bits.copy_(codes)
     bits <<= 23
     bits &= ~0x40000000  # the sign went into two bits
-    target.mul_(span.blocks(scales).unsqueeze(-1))
+    target.mul_(scale)

@@ -53,10 +53,11 @@ class Sign(Codec):
         out = empty_message(x, self.nbytes(x.shape[-1]))
         scales, codes = (as_rows(part) for part in self._parts(out, x.shape[-1]))
         rows, room = as_rows(x), scratch(x, self.block_size)
-        for span in spans(rows, self.block_size):
-            values = span.numbers(rows)
-            torch.mean(torch.abs(values, out=span.scratch(room)), -1, out=span.blocks(scales))
-            span.packed(codes, 1).copy_(_bits(values.flatten(1)))
+        for cut in spans(rows, self.block_size):
+            views = zip(cut.numbers(rows), cut.scratch(room), cut.blocks(scales), cut.packed(codes, 1), strict=True)
+            for values, here, scale, target in views:
+                torch.mean(torch.abs(values, out=here), -1, out=scale)
+                target.copy_(_bits(values.flatten(1)))
         return out
 
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:

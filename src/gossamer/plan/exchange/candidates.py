@@ -14,6 +14,7 @@ class Candidate:
 
     `said`: its name for the user. `lossy`: needs the user's permission. `least_numel`: buckets with fewer elements are
     not worth its calls. `within`: the exchange between islands inside it, whose compression error is its own.
+    `hub`: one rank receives the buckets of all others at once, so its memory bounds them.
     """
 
     written: Written
@@ -21,6 +22,7 @@ class Candidate:
     lossy: bool = True
     least_numel: int = 0
     within: Written = ""
+    hub: bool = False
 
     @property
     def loses_as(self) -> Written:
@@ -39,14 +41,17 @@ def across_islands(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 def _between(one: Candidate) -> Candidate:
     written: Written = {"hierarchical": {"inter": one.written}}
-    return Candidate(written, f"{one.said} between islands", one.lossy, one.least_numel, one.written)
+    return Candidate(written, f"{one.said} between islands", one.lossy, one.least_numel, one.written, one.hub)
 
 
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("dense", "all-reduce", lossy=False),
+    Candidate("recursive_doubling", "recursive doubling", lossy=False),
+    Candidate("star", "star", lossy=False, hub=True),
     Candidate({"two_shot": {"codec": {"cast": {"dtype": "bfloat16"}}}}, "bf16 two-shot", lossy=False),
     Candidate(_fed_back({"two_shot": {"codec": "int8"}}), "int8 two-shot"),
     Candidate(_fed_back({"two_shot": {"codec": "int4"}}), "int4 two-shot"),
+    Candidate(_fed_back({"acp_sgd": {"rank": 48}}), "ACP-SGD rank 48", least_numel=1 << 14),
     Candidate(
         _fed_back({"powersgd": {"rank": 16, "p_exchange": {"two_shot": {"codec": "int8"}}}}),
         "int8 PowerSGD rank 16",

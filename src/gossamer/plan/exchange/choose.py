@@ -1,113 +1,129 @@
-"""Choose the bucket, in the order of readiness, at which each candidate exchange begins: short steps, small errors."""
+"""Choose the buckets of a step and the exchange of each: the shortest step, then the smallest compression error."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
-from gossamer.plan.exchange.step_search import StepSearch, dearer_of, lost_of
+from gossamer.plan.exchange.step_search import Column, Mixture, search
 from gossamer.plan.exchange.step_tasks import cost_of_step, tasks_of_step, waited_for
 from gossamer.spec.clock import play
 from gossamer.spec.cost import Cost
 from gossamer.spec.method_config import Exchanges
 from gossamer.spec.units import show_bytes, show_seconds
 
-WORTH = 0.05  # of a step: the least saving that justifies a change; less is within the error of the estimate
+WORTH = 0.05  # of a step: the least saving that is worth a word, or a change of how often ranks synchronize
+_PRICE = 0.1  # of a step: the saving that compensates for deferring all of its gradient
+_WATCHED_BUCKETS = 64  # beyond, what the step waits for is found for so many runs of buckets
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen exchanges of all gradient buckets, with the estimates behind the choice.
+    """The chosen buckets of a step and their exchanges, with the estimates behind the choice.
 
     `written`: the value for plan.exchange. `reason`: one line for the user. `plain`: the estimate with all-reduce.
-    `waited`: by parameter, the part of its exchange's time on the wire that the step waits for. `dearer`: the fraction
-    of a step that the compression error is taken to cost.
     """
 
     written: Exchanges
     reason: str
     forecast: Cost
     plain: Cost
-    waited: Mapping[str, float] = field(default_factory=dict)
-    dearer: float = 0.0
+    best: Mixture
+
+    @property
+    def buckets(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the parameters in each bucket."""
+        return tuple(bucket.names for bucket in self.best.facts.buckets)
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Return the bucket of each turn of the communication thread, in order."""
+        return self.best.schedule.turns
+
+    @property
+    def dearer(self) -> float:
+        """Return the fraction of a step that the compression error is taken to cost."""
+        return _PRICE * self.best.lost
+
+    def waited(self) -> dict[str, float]:
+        """Return by parameter the part of its exchange's time on the wire that the step waits for."""
+        buckets, options = self.best.facts.buckets, _options(self.best)
+        each = -(-len(buckets) // _WATCHED_BUCKETS) or 1
+        runs = [range(at, min(at + each, len(buckets))) for at in range(0, len(buckets), each)]
+        parts = waited_for(self.best.facts, options, runs)
+        return {n: part for run, part in zip(runs, parts, strict=True) for bucket in run for n in buckets[bucket].names}
 
 
-def choose(facts: StepMeasurements, *, lossy: bool, candidates: Sequence[Candidate] = CANDIDATES) -> Decision:
-    """Choose the exchange of every bucket.
+def choose(
+    facts: StepMeasurements, *others: StepMeasurements, lossy: bool, candidates: Sequence[Candidate] = CANDIDATES
+) -> Decision:
+    """Choose the buckets and the exchange of each.
 
-    `lossy` false allows only exact exchanges or bf16; the reason then says what lossy exchanges would save.
+    `others`: the same gradients in buckets of other sizes. `lossy` false allows only exact exchanges or bf16; the
+    reason then says what lossy exchanges would save.
     """
-    plain = _cost(facts, [0] * len(facts.buckets))
-    picked, forecast = _best(facts, candidates, lossy=lossy)
-    said = _said(facts, picked, forecast, plain, candidates)
+    cuts = (facts, *others)
+    plain = min((_plain(one) for one in cuts), key=lambda one: one.step_s)
+    best = search(cuts, [c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy])
+    forecast, before = _cost(best), _cost(plain)
+    said = _said(best, forecast, before, candidates)
     if not lossy:
-        other, better = _best(facts, candidates, lossy=True)
-        if better.step_s < forecast.step_s * (1 - WORTH):
-            gain = show_seconds(forecast.step_s - better.step_s)
+        other = search(cuts, range(len(candidates)))
+        if other.step_s < best.step_s * (1 - WORTH):
             said += (
-                f"; plan.lossy: true would take {_summary(facts, other, candidates)} "
-                f"({show_bytes(better.sent_bytes[0])}) and save {gain} more a step"
+                f"; plan.lossy: true would take {_summary(other, candidates)} "
+                f"({show_bytes(_cost(other).sent_bytes[0])}) and save {show_seconds(best.step_s - other.step_s)} more "
+                "a step"
             )
-    waited = waited_for(facts, _options(facts, picked))
-    by_name = {n: part for bucket, part in zip(facts.buckets, waited, strict=True) for n in bucket.names}
-    dearer = dearer_of(lost_of(bucket, c) for bucket, c in zip(facts.buckets, picked, strict=True))
-    return Decision(_written(facts, picked, candidates), said, forecast, plain, by_name, dearer)
+    return Decision(_written(best, candidates), said, forecast, before, best)
 
 
-def _best(facts: StepMeasurements, candidates: Sequence[Candidate], *, lossy: bool) -> tuple[list[int], Cost]:
-    """Return the candidate of every bucket, and the estimate; the plain all-reduce where others save too little."""
-    usable = [c for c, one in enumerate(candidates) if c == 0 or one.lossy == lossy]
-    plain = _cost(facts, [0] * len(facts.buckets))
-    search = StepSearch.over(facts, usable)
-    picked = search.picked(search.best())
-    best = _cost(facts, picked)
-    if plain.step_s - best.step_s < WORTH * plain.step_s:
-        return [0] * len(facts.buckets), plain
-    return picked, best
+def _plain(facts: StepMeasurements) -> Mixture:
+    return Mixture.alone(facts, Column.of(facts, [0]))
 
 
-def _cost(facts: StepMeasurements, picked: Sequence[int]) -> Cost:
-    return cost_of_step(facts, play(tasks_of_step(facts, _options(facts, picked))))
+def _cost(mixture: Mixture) -> Cost:
+    facts, tasks = mixture.facts, tasks_of_step(mixture.facts, _options(mixture), mixture.schedule)
+    return cost_of_step(facts, play(tasks))
 
 
-def _options(facts: StepMeasurements, picked: Sequence[int]) -> list[Option]:
-    found = [bucket.options[c] for bucket, c in zip(facts.buckets, picked, strict=True)]
-    assert all(o is not None for o in found)
-    return [o for o in found if o is not None]
+def _options(mixture: Mixture) -> list[Option]:
+    return [bucket.option(c) for bucket, c in zip(mixture.facts.buckets, mixture.picked, strict=True)]
 
 
-def _written(facts: StepMeasurements, picked: Sequence[int], candidates: Sequence[Candidate]) -> Exchanges:
+def _written(mixture: Mixture, candidates: Sequence[Candidate]) -> Exchanges:
     """Return one exchange, or rules: patterns of names for all candidates but the most common, which gets the rest."""
+    picked, buckets = mixture.picked, mixture.facts.buckets
     kinds = sorted(set(picked), key=lambda c: sum(p == c for p in picked)) or [0]  # of no bucket: as they are
     if len(kinds) == 1:
         return candidates[kinds[0]].written
     rules = []
     for c in kinds[:-1]:
-        names = [re.escape(n) for b, p in zip(facts.buckets, picked, strict=True) if p == c for n in b.names]
+        names = [re.escape(n) for b, p in zip(buckets, picked, strict=True) if p == c for n in b.names]
         rules.append((f"^({'|'.join(names)})$", "all", candidates[c].written))
     return [*rules, (".*", "all", candidates[kinds[-1]].written)]
 
 
-def _said(
-    facts: StepMeasurements, picked: Sequence[int], forecast: Cost, plain: Cost, candidates: Sequence[Candidate]
-) -> str:
+def _said(best: Mixture, forecast: Cost, plain: Cost, candidates: Sequence[Candidate]) -> str:
     before, after = (show_bytes(line.sent_bytes[0]) for line in (plain, forecast))
-    if not any(picked):
+    cut = f" in {len(best.facts.buckets)} buckets" if len(best.facts.buckets) > 1 else " in one bucket"
+    if not any(best.picked):
         return (
-            f"all-reduce, {before} a step: {show_seconds(plain.exposed_s)} of "
+            f"all-reduce{cut}, {before} a step: {show_seconds(plain.exposed_s)} of "
             f"{show_seconds(plain.step_s)} wait for the wire, nothing allowed saves more than it costs"
         )
     return (
-        f"{_summary(facts, picked, candidates)}: {before} -> {after}, "
+        f"{_summary(best, candidates)}{cut}: {before} -> {after}, "
         f"saves {show_seconds(plain.step_s - forecast.step_s)} of {show_seconds(plain.exposed_s)} exposed"
     )
 
 
-def _summary(facts: StepMeasurements, picked: Sequence[int], candidates: Sequence[Candidate]) -> str:
-    share = {c: sum(b.numel for b, p in zip(facts.buckets, picked, strict=True) if p == c) for c in set(picked)}
+def _summary(mixture: Mixture, candidates: Sequence[Candidate]) -> str:
+    picked, buckets = mixture.picked, mixture.facts.buckets
+    share = {c: sum(b.numel for b, p in zip(buckets, picked, strict=True) if p == c) for c in set(picked)}
     if len(share) == 1:
         return candidates[next(iter(share))].said
     total = max(1, sum(share.values()))

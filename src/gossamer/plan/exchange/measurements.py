@@ -3,22 +3,64 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from gossamer.comm.message import Collective, ProcessGroups, Traffic
 from gossamer.comm.meter import sent_bytes
 from gossamer.spec.errors import bad_input
 from gossamer.spec.network import Network
 
+_NEAR = "island"  # the level whose messages do not cross the links between islands
+
+
+@dataclass(frozen=True, slots=True)
+class PricedMessage:
+    """The price of one message: `busy_s` of bytes on `link`, in `hops` that wait for one another for `latency_s` each.
+
+    Bytes on a link follow one another. Latencies pass beside each other and beside the bytes of other messages: while a
+    hop is on its way, the link carries hops of others.
+    """
+
+    busy_s: float
+    latency_s: float = 0.0
+    link: str = "all"
+    hops: int = 1
+
+    @property
+    def alone_s(self) -> float:
+        """Return the seconds of the message on a link without other traffic."""
+        return self.busy_s + self.hops * self.latency_s
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The measured cost of one candidate exchange for one bucket."""
+    """The cost of one candidate exchange for one bucket.
 
-    cpu_s: float  # encoding and decoding
-    wire_s: float  # on a link without other traffic
-    sent_bytes: int  # by the rank that sends most
-    loss: float  # |x - kept|^2 / |x|^2 of a gradient: the compression error of one exchange
+    `turns_s`: seconds of encoding and decoding before each message and after the last one, so one entry more than
+    `messages`. `sent_bytes`: by the rank that sends most. `loss`: |x - kept|^2 / |x|^2 of a gradient, the compression
+    error of one exchange.
+    """
+
+    turns_s: tuple[float, ...]
+    messages: tuple[PricedMessage, ...]
+    sent_bytes: int
+    loss: float
+
+    @staticmethod
+    def of_one_message(cpu_s: float, wire_s: float, sent_bytes: int, loss: float) -> Option:
+        """Return the option of an exchange with a single message, encoding and decoding taking equally long."""
+        return Option((cpu_s / 2, cpu_s / 2), (PricedMessage(wire_s),), sent_bytes, loss)
+
+    @property
+    def cpu_s(self) -> float:
+        """Return the seconds of encoding and decoding."""
+        return sum(self.turns_s)
+
+    @property
+    def wire_s(self) -> float:
+        """Return the seconds of all messages on links without other traffic, one after the other."""
+        return sum(one.alone_s for one in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +77,16 @@ class BucketMeasurements:
     weight: float
     options: tuple[Option | None, ...]
 
+    def option(self, candidate: int) -> Option:
+        """Return the option of a candidate that serves this bucket."""
+        found = self.options[candidate]
+        assert found is not None, "a candidate that serves the bucket"
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurements:
-    """The measurements of one step.
+    """The measurements of one step, whose gradients lie in `buckets`, in the order in which backward fills them.
 
     `compute_s`: seconds of the step without any exchange; `backward_s`: of the last backward, in which buckets fill.
     `stolen`: the fraction of encode time that slows the backward pass: 0 if encoding has a core of its own, 1 if not.
@@ -54,11 +102,17 @@ class StepMeasurements:
         for name in ("compute_s", "backward_s", "stolen"):
             check_finite(name, getattr(self, name))
         for place, bucket in enumerate(self.buckets):
-            for name in ("ready_s", "weight"):
-                check_finite(f"{name} of bucket {place}", getattr(bucket, name))
-            for number, option in enumerate(bucket.options):
-                for one in fields(Option) if option is not None else ():
-                    check_finite(f"{one.name} of candidate {number} for bucket {place}", getattr(option, one.name))
+            _check_bucket(bucket, place)
+
+
+def _check_bucket(bucket: BucketMeasurements, place: int) -> None:
+    for name in ("ready_s", "weight"):
+        check_finite(f"{name} of bucket {place}", getattr(bucket, name))
+    for number, option in enumerate(bucket.options):
+        if option is None or math.isfinite(option.cpu_s + option.wire_s + option.sent_bytes + option.loss):
+            continue
+        for name in ("cpu_s", "wire_s", "sent_bytes", "loss"):
+            check_finite(f"{name} of candidate {number} for bucket {place}", getattr(option, name))
 
 
 def check_finite(name: str, value: float, where: str = "") -> None:
@@ -68,32 +122,46 @@ def check_finite(name: str, value: float, where: str = "") -> None:
         raise bad_input(wanted=f"a finite {name}", got=f"{value:g}{where}", do=do, key="plan.exchange")
 
 
-def wire_seconds(per_rank: dict[int, tuple[Traffic, ...]], levels: ProcessGroups, links: Network) -> tuple[float, int]:
-    """Return (seconds, bytes of the rank that sends most) of one exchange.
+def priced(
+    per_rank: Mapping[int, tuple[Traffic, ...]], levels: ProcessGroups, links: Network
+) -> tuple[tuple[PricedMessage, ...], int]:
+    """Return the prices of an exchange's messages, and the bytes of the rank that sends most.
 
-    Messages follow one another; ranks send at the same time.
+    `per_rank`: the messages of every rank, or of some that send or receive as much as any. All ranks send at the same
+    time; the rank that sends or receives most counts.
     """
-    seconds, rounds = 0.0, len(next(iter(per_rank.values())))
+    found, rounds = list[PricedMessage](), len(next(iter(per_rank.values())))
     total = dict.fromkeys(per_rank, 0)
     for turn in range(rounds):
-        sent = {rank: _sent(traffic[turn], levels, rank) for rank, traffic in per_rank.items()}
+        moved = {rank: _moved(traffic[turn], levels, rank) for rank, traffic in per_rank.items()}
         one = next(iter(per_rank.values()))[turn]
+        most = max(max(sent, arriving) for sent, arriving in moved.values())
+        link = links.levels.get(one.level) or links.levels["all"]
         ranks = max(len(group) for group in levels.groups[one.level])
-        if any(sent.values()):
-            link = links.levels.get(one.level) or links.levels["all"]
-            seconds += link.seconds(max(sent.values()), hops=_hops(one.combine, ranks))
-        total = {rank: total[rank] + sent[rank] for rank in total}
-    return seconds, max(total.values())
+        latency_s, where = link.latency_s if most else 0.0, _NEAR if one.level == _NEAR else "all"
+        found.append(PricedMessage(most / link.bytes_per_s, latency_s, where, _hops(one, ranks)))
+        total = {rank: total[rank] + moved[rank][0] for rank in total}
+    return tuple(found), max(total.values())
 
 
-def _sent(one: Traffic, levels: ProcessGroups, rank: int) -> int:
+def wire_seconds(
+    per_rank: Mapping[int, tuple[Traffic, ...]], levels: ProcessGroups, links: Network
+) -> tuple[float, int]:
+    """Return (seconds, bytes of the rank that sends most) of one exchange whose messages follow one another."""
+    messages, sent = priced(per_rank, levels, links)
+    return sum(one.alone_s for one in messages), sent
+
+
+def _moved(one: Traffic, levels: ProcessGroups, rank: int) -> tuple[int, int]:
+    """Return (bytes that the rank sends, bytes that it receives)."""
     group = levels.group(one.level, rank)
     if one.splits is not None:
-        mine = group.index(rank)
-        return sum(n for i, n in enumerate(one.splits) if i != mine) * one.itemsize
-    return sum(sent_bytes(one.combine, one.nbytes, one.itemsize, group, rank).values())
+        me, arriving = group.index(rank), one.arriving or one.splits
+        return (sum(one.splits) - one.splits[me]) * one.itemsize, (sum(arriving) - arriving[me]) * one.itemsize
+    sent = sum(sent_bytes(one.combine, one.nbytes, one.itemsize, group, rank).values())
+    return sent, sent
 
 
-def _hops(combine: Collective, ranks: int) -> int:
-    """Return the number of messages that wait for one another."""
-    return {Collective.SHUFFLE: 1, Collective.GATHER: ranks - 1}.get(combine, 2 * (ranks - 1))
+def _hops(one: Traffic, ranks: int) -> int:
+    """Return the number of messages between two ranks that wait for one another."""
+    return max(1, {Collective.SHUFFLE: 1, Collective.GATHER: ranks - 1}.get(one.combine, 2 * (ranks - 1)))

@@ -1,134 +1,252 @@
-"""The search for the buckets, in the order of readiness, at which each candidate exchange begins."""
+"""The search for the buckets of a step and their exchanges: short steps first, then little loss.
+
+A `Mixture` gives every bucket of one cut a candidate. The search times every candidate alone on every cut (skipping
+those whose lower bound is too long already), then lets milder candidates serve the buckets that are full early, as
+these overlap the backward pass. Of all mixtures at most `SLACK` longer than the shortest, it takes the one that loses
+least. Its work is linear in buckets, as borders are searched on few merged buckets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
 
+from gossamer.comm.channel import UNDER_WAY
 from gossamer.plan.exchange.measurements import BucketMeasurements, StepMeasurements
-from gossamer.plan.exchange.step_tasks import PER_BUCKET, backward_pass, decode_task, send_tasks, step_seconds
-from gossamer.spec.clock import Clock, TimedTask
+from gossamer.plan.exchange.send_order import Flight, Job, SendSchedule, job_of, least_seconds, schedule_jobs
 
-_PRICE = 0.1  # of a step: the saving that compensates for deferring all of its gradient
-_Borders = tuple[int, ...]  # by candidate but the first: the bucket at which it begins; ascending
-_T = TypeVar("_T")
-
-
-def lost_of(bucket: BucketMeasurements, candidate: int) -> float:
-    """Return the part of |x|^2 of a step's gradient that a candidate defers for a bucket."""
-    option = bucket.options[candidate]
-    assert option is not None, "a candidate that serves the bucket"
-    return bucket.weight * option.loss
+SLACK = 0.02  # of the shortest step: how much longer a mixture that loses less may take; forecasts err by more
+_STARTS = 2  # candidates from which mixtures are made
+_MERGED, _SINGLE = 64, 32  # at most so many merged early buckets, and so many late ones as they are
+_WORTH_A_RULE = 0.02  # of the elements: the least that a candidate of its own is worth
+_BARS = 8  # borders tried at first
 
 
-def dearer_of(lost: Iterable[float]) -> float:
-    """Return the fraction of a step that the compression error of all buckets costs."""
-    return _PRICE * sum(lost)
+@dataclass(frozen=True)
+class Column:
+    """A candidate for every bucket of a cut, or the next weaker usable one where it cannot serve.
 
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A candidate for every bucket, or the next weaker one where it cannot serve: numbers, tasks, errors."""
+    `picked`: the candidate of each bucket. `lost`: the part of a step's |x|^2 that each bucket loses.
+    """
 
     picked: tuple[int, ...]
-    sent: tuple[TimedTask, ...]  # PER_BUCKET of each bucket
-    decoded: tuple[TimedTask, ...]
+    jobs: tuple[Job, ...]
     lost: tuple[float, ...]
 
     @staticmethod
-    def of(facts: StepMeasurements, usable: Sequence[int]) -> _Column:
-        """Return the column of the last of the `usable` candidates."""
+    def of(facts: StepMeasurements, usable: Sequence[int]) -> Column:
+        """Return the column of the last of the `usable` candidates; the first one serves every bucket."""
         order = usable[::-1]
         picked = tuple(next(c for c in order if bucket.options[c] is not None) for bucket in facts.buckets)
-        sent, decoded = list[TimedTask](), list[TimedTask]()
-        for number, (bucket, c) in enumerate(zip(facts.buckets, picked, strict=True)):
-            option = bucket.options[c]
-            assert option is not None
-            sent += send_tasks(facts, number, option)
-            decoded.append(decode_task(facts, number, option))
-        lost = tuple(lost_of(bucket, c) for bucket, c in zip(facts.buckets, picked, strict=True))
-        return _Column(picked, tuple(sent), tuple(decoded), lost)
+        served = [(bucket, bucket.option(c)) for bucket, c in zip(facts.buckets, picked, strict=True)]
+        jobs = tuple(job_of(bucket.ready_s, option) for bucket, option in served)
+        return Column(picked, jobs, tuple(bucket.weight * option.loss for bucket, option in served))
 
 
-@dataclass(slots=True)
-class StepSearch:
-    """The search for the best exchange of every bucket.
+@dataclass(frozen=True)
+class Mixture:
+    """The candidate of each bucket of the cut `facts`, as found by the search."""
 
-    The later a bucket is ready, the more of its exchange is exposed. So candidates follow in order, from exact to
-    strongest, and the search is for the bucket where each begins. It moves one beginning after the other to its best
-    bucket until none moves, at most as often as there are beginnings. It starts from every choice of a single candidate
-    for all. Each choice is played once; those that differ from one bucket on share what was played before it.
+    facts: StepMeasurements
+    columns: tuple[tuple[int, Column], ...]  # (first bucket, column), ascending; the first is 0
+
+    @staticmethod
+    def alone(facts: StepMeasurements, column: Column) -> Mixture:
+        """Return the mixture of one candidate."""
+        return Mixture(facts, ((0, column),))
+
+    @cached_property
+    def picked(self) -> tuple[int, ...]:
+        """Return the candidate of each bucket."""
+        return tuple(c for low, high, column in self._spans() for c in column.picked[low:high])
+
+    @cached_property
+    def lost(self) -> float:
+        """Return the part of a step's |x|^2 that the exchanges lose."""
+        return sum(sum(column.lost[low:high]) for low, high, column in self._spans())
+
+    @cached_property
+    def schedule(self) -> SendSchedule:
+        """Return the schedule of the step."""
+        return schedule_jobs(self.facts, self._jobs)
+
+    @cached_property
+    def least_s(self) -> float:
+        """Return a lower bound of the step's length."""
+        return least_seconds(self.facts, self._jobs)
+
+    @property
+    def step_s(self) -> float:
+        """Return the length of the step."""
+        return self.schedule.step_s
+
+    @property
+    def _jobs(self) -> list[Job]:
+        return [job for low, high, column in self._spans() for job in column.jobs[low:high]]
+
+    def _spans(self) -> Iterator[tuple[int, int, Column]]:
+        edges = [first for first, _ in self.columns] + [len(self.facts.buckets)]
+        for (low, column), high in zip(self.columns, edges[1:], strict=True):
+            yield low, high, column
+
+
+def search(cuts: Sequence[StepMeasurements], usable: Sequence[int]) -> Mixture:
+    """Return the best mixture of the candidates with the numbers `usable`, ascending from exact to strongest.
+
+    `cuts`: the same gradients in buckets of several sizes. The first candidate serves every bucket.
+    """
+    columns = {
+        id(facts): tuple(Column.of(facts, usable[: level + 1]) for level in range(len(usable))) for facts in cuts
+    }
+    alone = _within_slack(Mixture.alone(facts, column) for facts in cuts for column in columns[id(facts)])
+    starts = sorted(alone, key=lambda one: one.step_s)[:_STARTS]
+    mixed = [better for one in starts for better in _mixed(one, columns[id(one.facts)])]
+    limit_s = (1 + SLACK) * min(one.step_s for one in (*alone, *mixed))
+    softened = [_softened(one, columns[id(one.facts)], limit_s) for one in (*starts, *mixed)]
+    found = [one for one in (*alone, *mixed, *chain.from_iterable(softened)) if one.step_s <= limit_s]
+    return min(found, key=lambda one: (one.lost, any(one.picked), one.step_s))
+
+
+def _within_slack(mixtures: Iterator[Mixture]) -> list[Mixture]:
+    """Return the mixtures that are at most the slack longer than the shortest; others are timed as far as needed."""
+    by_bound, found, best_s = sorted(mixtures, key=lambda one: one.least_s), list[Mixture](), float("inf")
+    for one in by_bound:
+        if one.least_s > (1 + SLACK) * best_s:
+            break
+        best_s = min(best_s, one.step_s)
+        found.append(one)
+    return [one for one in found if one.step_s <= (1 + SLACK) * best_s]
+
+
+def _mixed(start: Mixture, columns: Sequence[Column]) -> Iterator[Mixture]:
+    """Yield the fastest mixture of a milder candidate for the early buckets and that of `start` for the rest, if any is
+    faster.
+    """
+    ((_, harsh),), few = start.columns, _Merged.of(start.facts)
+    end, late, best = len(few.facts.buckets), few.column(harsh), None
+    best_s = Mixture.alone(few.facts, late).step_s
+    for mild in columns:
+        if mild.picked == harsh.picked:
+            continue
+        early = few.column(mild)
+        tried = sorted({end * bar // _BARS for bar in range(1, _BARS + 1)})
+        width = max(1, end // _BARS)
+        while tried:
+            times = {at: Mixture(few.facts, ((0, early), (at, late))).step_s for at in tried}
+            at = min(times, key=lambda place: times[place])
+            if times[at] < best_s:
+                best_s, best = times[at], Mixture(start.facts, ((0, mild), (few.starts[at], harsh)))
+            width //= 2
+            tried = [place for place in (at - width, at + width) if width and 0 < place <= end]
+    if best is not None:
+        yield best
+
+
+def _softened(start: Mixture, columns: Sequence[Column], limit_s: float) -> Iterator[Mixture]:
+    """Yield `start` with milder candidates for as many early buckets as `limit_s` allows, if for any.
+
+    First the one milder candidate that saves most of the loss; then still milder ones for the first of its buckets.
+    """
+    few, harsh = _Merged.of(start.facts), start.columns[-1][1]
+    found = Mixture(few.facts, few.spans(start))
+    limit_s *= max(1.0, found.step_s / start.step_s)  # merging costs a little
+    milder = sorted((one for one in columns if sum(one.lost) < sum(harsh.lost)), key=lambda one: sum(one.lost))
+    early = [few.column(one) for one in milder]
+    last = len(found.columns) - 1
+    softer = [one for mild in early if (one := _begun(found, last, mild, limit_s)) is not None]
+    best = min(softer, key=lambda one: one.lost, default=found)
+    place = 0
+    for mild in early:
+        if sum(mild.lost) >= sum(best.columns[place][1].lost):
+            break
+        if (softer_still := _begun(best, place, mild, limit_s)) is not None:
+            best, place = softer_still, place + 1
+    if best is not found:
+        whole = {id(few_of): one for few_of, one in zip(early, milder, strict=True)}
+        whole |= {id(few_of): one for (_, few_of), (_, one) in zip(found.columns, start.columns, strict=True)}
+        yield Mixture(start.facts, tuple((few.starts[first], whole[id(one)]) for first, one in best.columns))
+
+
+def _begun(mixture: Mixture, place: int, mild: Column, limit_s: float) -> Mixture | None:
+    """Return `mixture` with `mild` for as many of the first buckets of its column `place` as `limit_s` allows.
+
+    None where these are too few for a rule of their own.
+    """
+    before, (begin, column), after = mixture.columns[:place], mixture.columns[place], mixture.columns[place + 1 :]
+    buckets, found = mixture.facts.buckets, None
+    low, high = begin, after[0][0] if after else len(buckets)
+    while low < high:
+        at = (low + high + 1) // 2
+        tried = Mixture(mixture.facts, (*before, (begin, mild), (at, column), *after))
+        if tried.step_s <= limit_s:
+            low, found = at, tried
+        else:
+            high = at - 1
+    share = sum(one.numel for one in buckets[begin:low])
+    return found if share >= _WORTH_A_RULE * sum(one.numel for one in buckets) else None
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """A cut with its early buckets merged, so that a search need not time thousands of them again and again.
+
+    `starts`: the first bucket of each merged one, and the number of all.
     """
 
     facts: StepMeasurements
-    columns: tuple[_Column, ...]  # by usable candidate, from exact to strongest
-    known: dict[_Borders, float] = field(default_factory=dict)  # values
+    starts: tuple[int, ...]
 
     @staticmethod
-    def over(facts: StepMeasurements, usable: Sequence[int]) -> StepSearch:
-        """Return the search over the candidates with the numbers `usable`; the first serves every bucket."""
-        return StepSearch(facts, tuple(_Column.of(facts, usable[: level + 1]) for level in range(len(usable))))
+    def of(facts: StepMeasurements) -> _Merged:
+        """Merge all but the last buckets; a cut of few buckets stays as it is."""
+        count = len(facts.buckets)
+        early = max(0, count - _SINGLE)
+        each = -(-early // _MERGED) if count > _MERGED + _SINGLE else 1
+        starts = (*range(0, early, each), *range(early, count))
+        edges = (*starts, count)
+        merged = tuple(
+            BucketMeasurements(
+                (),
+                sum(one.numel for one in facts.buckets[low:high]),
+                facts.buckets[high - 1].ready_s,
+                sum(one.weight for one in facts.buckets[low:high]),
+                (),
+            )
+            for low, high in pairwise(edges)
+        )
+        return _Merged(StepMeasurements(merged, facts.compute_s, facts.backward_s, facts.stolen), edges)
 
-    def picked(self, borders: _Borders) -> list[int]:
-        """Return the number of the candidate of each bucket."""
-        return self._joined([column.picked for column in self.columns], borders)
+    def column(self, column: Column) -> Column:
+        """Return the column of the merged buckets."""
+        if len(self.starts) == len(column.jobs) + 1:
+            return column
+        spans = list(pairwise(self.starts))
+        jobs = tuple(_merged_job(column.jobs[low:high]) for low, high in spans)
+        lost = tuple(sum(column.lost[low:high]) for low, high in spans)
+        return Column(tuple(column.picked[low] for low, _ in spans), jobs, lost)
 
-    def best(self) -> _Borders:
-        """Return the best beginnings found."""
-        ends, levels = len(self.facts.buckets), len(self.columns)
-        starts = [tuple(0 if level < harsh else ends for level in range(levels - 1)) for harsh in range(levels)]
-        return min((self.settled(one) for one in starts), key=self.value)
+    def spans(self, mixture: Mixture) -> tuple[tuple[int, Column], ...]:
+        """Return the columns of a mixture whose borders are the first buckets of merged ones."""
+        return tuple((self.starts.index(first), self.column(column)) for first, column in mixture.columns)
 
-    def settled(self, borders: _Borders) -> _Borders:
-        """Return the beginnings that moving one after the other reaches from `borders`."""
-        best = self.value(borders)
-        for _ in borders:
-            before = best
-            for level in range(len(borders)):
-                tried = self._tried(borders, level)
-                self._play(tried, level)
-                value, place = min((self.value(one), i) for i, one in enumerate(tried))
-                if value < best:
-                    best, borders = value, tried[place]
-            if best >= before:
-                break
-        return borders
 
-    def value(self, borders: _Borders) -> float:
-        """Return the seconds of a step, increased by the cost of its compression error."""
-        if borders not in self.known:
-            self.known[borders] = self._value(Clock(), borders)
-        return self.known[borders]
+def _merged_job(jobs: Sequence[Job]) -> Job:
+    """Return one job that takes the thread and the links as long as all of `jobs`.
 
-    def _tried(self, borders: _Borders, level: int) -> list[_Borders]:
-        """Return the beginnings with that of one level at every bucket between its neighbors."""
-        low = borders[level - 1] if level else 0
-        high = borders[level + 1] if level + 1 < len(borders) else len(self.facts.buckets)
-        return [(*borders[:level], place, *borders[level + 1 :]) for place in range(low, high + 1)]
-
-    def _play(self, tried: Sequence[_Borders], level: int) -> None:
-        """Learn the values of beginnings that differ in one level, in ascending order: each shares its first buckets
-        with those after it.
-        """
-        shared = Clock()
-        for borders in tried:
-            if borders not in self.known:
-                shared.add(self._tasks(borders)[len(shared.tasks) : 1 + PER_BUCKET * borders[level]])
-                self.known[borders] = self._value(shared.copy(), borders)
-
-    def _value(self, clock: Clock, borders: _Borders) -> float:
-        """Return the value of a choice of which `clock` has played the first tasks."""
-        clock.add(self._tasks(borders)[len(clock.tasks) :])
-        dearer = dearer_of(self._joined([column.lost for column in self.columns], borders))
-        return step_seconds(self.facts, clock) * (1 + dearer)
-
-    def _tasks(self, borders: _Borders) -> list[TimedTask]:
-        sent = self._joined([column.sent for column in self.columns], [PER_BUCKET * at for at in borders])
-        decoded = self._joined([column.decoded for column in self.columns], borders)
-        return [backward_pass(self.facts), *sent, *decoded]
-
-    def _joined(self, columns: Sequence[tuple[_T, ...]], borders: Sequence[int]) -> list[_T]:
-        """Return the entries of each column from its beginning to that of the next."""
-        edges = (0, *borders, len(columns[0]))
-        return [one for level, column in enumerate(columns) for one in column[edges[level] : edges[level + 1]]]
+    As many of their messages as may be under way wait at the same time.
+    """
+    if len(jobs) == 1:
+        return jobs[0]
+    longest = max(jobs, key=lambda job: len(job[2]))
+    turns_s, messages = [0.0] * len(longest[1]), list[Flight]()
+    for _, own, _ in jobs:
+        for turn, seconds in enumerate(own):
+            turns_s[turn if turn + 1 < len(own) else -1] += seconds
+    for turn, (link, _, _, hops) in enumerate(longest[2]):
+        parts = [job[2][turn] for job in jobs if turn < len(job[2])]
+        busy_s, flights = sum(part[1] for part in parts), [part[2] * part[3] for part in parts]
+        waits_s = max((busy_s + sum(flights)) / UNDER_WAY - busy_s, *flights)
+        messages.append((link, busy_s, waits_s / hops, hops))
+    return jobs[-1][0], tuple(turns_s), tuple(messages)

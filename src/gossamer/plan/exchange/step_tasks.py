@@ -2,63 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Iterator, Sequence
 
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
-from gossamer.spec.clock import BESIDE, Clock, Part, TimedTask, Trace, compute, cost, wire
+from gossamer.plan.exchange.send_order import SendSchedule, job_of, most_hops, schedule, schedule_jobs
+from gossamer.spec.clock import Clock, Part, TimedTask, Trace, compute, cost, wire
 from gossamer.spec.cost import Cost
 
-PER_BUCKET = 3  # tasks until its messages have arrived
-_BACKWARD, _ENCODER, _WIRE = 0, "encoder 0", wire("all")
+_BACKWARD, _THREAD = 0, "communication 0"
 
 
-def backward_pass(facts: StepMeasurements) -> TimedTask:
-    """Return the first task of a step, in which buckets fill."""
-    return TimedTask(compute(0), facts.backward_s)
-
-
-def send_tasks(facts: StepMeasurements, bucket: int, option: Option) -> tuple[TimedTask, TimedTask, TimedTask]:
-    """Return the tasks of a bucket until its messages have arrived.
-
-    From when it is full its encoding slows the backward pass, which delays everything after it.
-    """
-    first = 1 + PER_BUCKET * bucket
-    return (
-        TimedTask(BESIDE, 0.0, begins=Part(_BACKWARD, facts.buckets[bucket].ready_s), steals=_stolen(facts, option)),
-        TimedTask(_ENCODER, option.cpu_s / 2, after=(first,)),
-        TimedTask(_WIRE, option.wire_s, after=(first + 1,), sent_bytes=option.sent_bytes),
-    )
-
-
-def decode_task(facts: StepMeasurements, bucket: int, option: Option) -> TimedTask:
-    """Return the task that decodes what has arrived; the thread that encodes does it when all buckets are encoded."""
-    arrived = PER_BUCKET * (bucket + 1)
-    return TimedTask(_ENCODER, option.cpu_s / 2, after=(arrived,), steals=_stolen(facts, option))
-
-
-def _stolen(facts: StepMeasurements, option: Option) -> Part | None:
-    """Return what encoding, or decoding, takes from the backward pass."""
-    seconds = facts.stolen * option.cpu_s / 2
-    return Part(_BACKWARD, seconds) if seconds > 0 else None
-
-
-def tasks_of_step(facts: StepMeasurements, chosen: Sequence[Option]) -> tuple[TimedTask, ...]:
+def tasks_of_step(
+    facts: StepMeasurements, chosen: Sequence[Option], scheduled: SendSchedule | None = None
+) -> tuple[TimedTask, ...]:
     """Return the tasks of a step with the chosen exchange of each bucket.
 
-    One wire and one encoding thread serve buckets in the order in which backward fills them.
+    One communication thread encodes and decodes, in the order of the schedule. The bytes of a hop follow those before
+    it on its link, its latency passes beside them.
     """
     assert len(chosen) == len(facts.buckets)
-    sent = (send_tasks(facts, bucket, option) for bucket, option in enumerate(chosen))
-    decoded = (decode_task(facts, bucket, option) for bucket, option in enumerate(chosen))
-    return (backward_pass(facts), *chain.from_iterable(sent), *decoded)
+    return tuple(_tasks(facts, chosen, scheduled or schedule(facts, chosen)))
+
+
+def _tasks(facts: StepMeasurements, chosen: Sequence[Option], scheduled: SendSchedule) -> Iterator[TimedTask]:
+    yield TimedTask(compute(0), facts.backward_s)
+    slowed, most = iter(scheduled.slowed_s), most_hops(len(chosen))
+    taken, hops = [0] * len(chosen), [0] * len(chosen)
+    latest: list[tuple[int, ...]] = [()] * len(chosen)  # the task of each bucket that its next one waits for
+    for number, event in enumerate(scheduled.events, 1):
+        bucket = event if event >= 0 else ~event
+        turn, option = taken[bucket], chosen[bucket]
+        if event >= 0:
+            slow, begins = next(slowed), None if turn else Part(_BACKWARD, facts.buckets[bucket].ready_s)
+            stolen = Part(_BACKWARD, slow) if slow else None
+            yield TimedTask(_THREAD, option.turns_s[turn] + slow, latest[bucket], begins=begins, steals=stolen)
+            taken[bucket], hops[bucket] = turn + 1, 0
+        else:
+            one = option.messages[turn - 1]
+            parts, first = min(one.hops, most), turn == 1 and not hops[bucket]
+            sent = option.sent_bytes if first else 0  # of the whole exchange, counted once
+            late = one.latency_s * one.hops / parts
+            yield TimedTask(wire(one.link), one.busy_s / parts, latest[bucket], latency_s=late, sent_bytes=sent)
+            hops[bucket] += 1
+        latest[bucket] = (number,)
 
 
 def step_seconds(facts: StepMeasurements, played: Clock | Trace) -> float:
     """Return the seconds of a step whose tasks were played: the work, what it loses to encoding, and what is exposed.
 
-    The last task ends last: it decodes the last bucket.
+    The last task is the thread's last turn, which ends last.
     """
     exposed = max(0.0, played.ends[-1] - played.ends[_BACKWARD])
     return facts.compute_s + played.lost.get(_BACKWARD, 0.0) + exposed
@@ -71,20 +63,25 @@ def cost_of_step(facts: StepMeasurements, trace: Trace) -> Cost:
     return found.model_copy(update={**times, "sent_bytes": (sum(found.wire_bytes.values()),)})
 
 
-def waited_for(facts: StepMeasurements, chosen: Sequence[Option]) -> tuple[float, ...]:
-    """Return by bucket the exposed fraction of its time on the wire: what halving that time would save."""
-    tasks = tasks_of_step(facts, chosen)
-    now, found = _seconds(facts, Clock(), tasks), list[float]()
-    played = Clock()
-    for bucket in range(len(chosen)):
-        at = PER_BUCKET * (bucket + 1)
-        played.add(tasks[len(played.tasks) : at])
-        half = replace(tasks[at], seconds=tasks[at].seconds / 2)
-        saved = now - _seconds(facts, played.copy(), (half, *tasks[at + 1 :]))
-        found.append(min(1.0, max(0.0, saved / half.seconds)) if half.seconds else 0.0)
+def waited_for(
+    facts: StepMeasurements, chosen: Sequence[Option], runs: Sequence[Sequence[int]] = ()
+) -> tuple[float, ...]:
+    """Return by run of buckets the exposed fraction of its bytes' time on the wire: what halving that time would save.
+
+    Without `runs` each bucket is one.
+    """
+    jobs = [job_of(bucket.ready_s, option) for bucket, option in zip(facts.buckets, chosen, strict=True)]
+    now, found = schedule_jobs(facts, jobs).step_s, list[float]()
+    for run in runs or [[bucket] for bucket in range(len(chosen))]:
+        halved = [*jobs]
+        for bucket in run:
+            ready_s, turns_s, messages = jobs[bucket]
+            halved[bucket] = (
+                ready_s,
+                turns_s,
+                tuple((k, busy / 2, alone - busy / 2, s) for k, busy, alone, s in messages),
+            )
+        half_s = sum(busy for bucket in run for _, busy, _, _ in halved[bucket][2])
+        saved = now - schedule_jobs(facts, halved).step_s if half_s else 0.0
+        found.append(min(1.0, max(0.0, saved / half_s)) if half_s else 0.0)
     return tuple(found)
-
-
-def _seconds(facts: StepMeasurements, clock: Clock, tasks: Iterable[TimedTask]) -> float:
-    clock.add(tasks)
-    return step_seconds(facts, clock)

@@ -1,0 +1,289 @@
+"""What `plan.exchange: auto` chooses, over a grid of ranks, rates and latencies, beside the best uniform setting.
+
+    python benchmarks/auto.py [--quick] [--models gpt2,llama,wide] [--ranks 2,4] [--rates 1e8,1e9] [--latencies 1e-3]
+                              [--speedups 1,33] [--lossy true,false] [--json]
+
+Each row is a point of the grid: a model, what its device is faster by, the bits per second of every rank's link, the
+seconds that a small message takes. `auto_s` is a step with what auto chooses from the same measurements as in a run;
+`best_uniform_s` that of the best of all candidates allowed, each alone in buckets of 1, 4, 16 or 25 MiB, of a quarter
+of the gradients, or of all. Both are timed by the independent simulator (`auto/simulator.py`), which shares no
+code with the forecast; `forecast_s` is what auto itself forecasts. Encoding is timed on this machine, for each number
+of ranks; gradients are Gaussian, and become ready in proportion to their size, the last parameter first.
+
+`behind`: of how many points auto is more than 5% above the best; `forecast_off`: of how many the forecast is more than
+10% off the simulated step; `worst`: the point that is furthest behind. `choose_s`: seconds of the slowest choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from auto.simulator import Job, Link, Message, gather, ring, shuffle, simulate
+from gossamer.autotune import exchange_profile
+from gossamer.autotune.exchange_profile import ExchangeProfile
+from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES
+from gossamer.comm.bucket import Layout, partition
+from gossamer.comm.channel.loopback import LoopbackChannel
+from gossamer.comm.message import Collective, ProcessGroups, Traffic
+from gossamer.plan.exchange import CANDIDATES, Candidate, StepMeasurements, choose
+from gossamer.recipe import ParameterRules
+from gossamer.run.profile_step import StepProfile
+from gossamer.spec import network
+from result import publish
+
+RANKS = (2, 3, 4, 8, 16, 64, 256, 1024)
+RATES = (1e7, 1e8, 1e9, 1e10, 4e11)  # bits per second
+LATENCIES = (5e-5, 1e-3, 1e-2, 1e-1)
+QUICK = {"ranks": (2, 16, 256), "rates": (3e7, 1e9, 1e11), "latencies": (1e-4, 2e-2)}
+BEHIND, OFF = 0.05, 0.10
+HAND_BYTES = 25 << 20  # what a bucket has in torch's DDP
+OVERLAP = 2 / 3  # of a step: its last backward pass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: its parameters, without values, and the seconds that a step computes."""
+
+    params: Mapping[str, Tensor]
+    compute_s: float
+
+    @property
+    def ready_s(self) -> dict[str, float]:
+        """When each gradient is complete, in seconds of the last backward pass."""
+        total, done, found = sum(p.numel() for p in self.params.values()), 0, {}
+        for name, param in reversed(list(self.params.items())):
+            done += param.numel()
+            found[name] = OVERLAP * self.compute_s * done / total
+        return found
+
+
+def gpt2() -> Shape:
+    """GPT-2 of 17.4 million parameters with tied embeddings, as in benchmarks/links.py."""
+    from links.setting import gpt2 as model
+
+    return Shape(_named(model()), 1.49)
+
+
+def llama() -> Shape:
+    """A Llama of 12.6 million parameters with untied embeddings: the head's gradient is ready first, the rows' last."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=320, intermediate_size=896, num_hidden_layers=6, num_attention_heads=5,
+        num_key_value_heads=5, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Shape(_named(LlamaForCausalLM(config)), 0.99)
+
+
+def wide() -> Shape:
+    """A convolutional classifier of many small tensors, and one that is 90% of all: the first layer of its head."""
+    layers = [nn.Conv2d(64, 64, 3) for _ in range(30)]
+    return Shape(_named(nn.Sequential(*layers, nn.Linear(3136, 3200), nn.Linear(3200, 10))), 0.8)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "wide": wide}
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def main() -> None:
+    read = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    read.add_argument("--quick", action="store_true", help="few points")
+    read.add_argument("--models", default="gpt2,llama,wide")
+    for name, usual in (("ranks", RANKS), ("rates", RATES), ("latencies", LATENCIES), ("speedups", (1, 33))):
+        read.add_argument(f"--{name}", default=",".join(f"{one:g}" for one in usual))
+    read.add_argument("--lossy", default="true,false")
+    read.add_argument("--json", action="store_true", help="nothing but the last line")
+    asked = read.parse_args()
+    torch.set_num_threads(1)
+    exchange_profile.encode_slowdown = lambda: 1.0  # encoding has no core of its own
+    axes = {name: [float(one) for one in getattr(asked, name).split(",")] for name in ("ranks", "rates", "latencies")}
+    axes |= {name: list(ones) for name, ones in QUICK.items()} if asked.quick else {}
+    rows = list[dict[str, Any]]()
+    for name in asked.models.split(","):
+        for row in grid(name, axes, [float(s) for s in asked.speedups.split(",")], asked.lossy.split(",")):
+            rows.append(row)
+            if not asked.json:
+                print(said(row), file=sys.stderr, flush=True)
+    figures = {"points": len(rows), **summary(rows), "rows": rows}
+    publish("auto", figures) if not asked.quick else print(json.dumps(figures))
+
+
+def grid(
+    name: str, axes: Mapping[str, Sequence[float]], speedups: Sequence[float], lossy: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one model."""
+    shape = MODELS[name]()
+    torch.manual_seed(0)
+    gradients = {n: torch.randn(p.shape) for n, p in shape.params.items()}
+    rehearsal = StepProfile(shape.compute_s, OVERLAP * shape.compute_s, shape.ready_s, gradients)
+    first = ExchangeProfile.by(rehearsal, shape.params, CANDIDATES, pump_of(2), knows=True)
+    for ranks in map(int, axes["ranks"]):
+        profile = replace(first, pump=pump_of(ranks), _cuts={}, _columns={}, _times={})
+        for rate, latency_s, speedup in product(axes["rates"], axes["latencies"], speedups):
+            point = Point(shape, profile, ranks, rate / 8, latency_s, speedup)
+            for allowed in lossy:
+                row = {"model": name, "ranks": ranks, "rate": rate, "latency_s": latency_s, "speedup": speedup}
+                yield row | {"lossy": allowed == "true"} | point.measured(lossy=allowed == "true")
+
+
+def pump_of(ranks: int) -> Any:
+    """One rank among so many, whose messages are answered at once: encoding is timed, nothing is sent."""
+    return SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(ranks)))
+
+
+@dataclass
+class Point:
+    """A point of the grid. Times of encoding and of the step are divided by `speedup`."""
+
+    shape: Shape
+    profile: ExchangeProfile
+    ranks: int
+    bytes_per_s: float
+    latency_s: float
+    speedup: float
+    timed: dict[tuple[str, int], float] = field(default_factory=dict)  # uniform steps, by candidate and bucket size
+
+    def measured(self, *, lossy: bool) -> dict[str, Any]:
+        """Return the figures of the row."""
+        links = network.Network(
+            islands=(tuple(range(self.ranks)),),
+            levels={"all": network.Link(latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)},
+        )
+        facts = [faster(one, self.speedup) for one in self.profile.facts(links, CANDIDATES, LARGEST_BUCKET_BYTES)]
+        began = time.process_time()
+        decision = choose(*facts, lossy=lossy)
+        choose_s = time.process_time() - began
+        best = decision.best
+        jobs = [self.job(b.names, b.ready_s, c) for b, c in zip(best.facts.buckets, best.picked, strict=True)]
+        uniform = self.uniform([c for c in range(len(CANDIDATES)) if c == 0 or CANDIDATES[c].lossy <= lossy])
+        name, best_s = min(uniform.items(), key=lambda item: item[1])
+        return {
+            "auto": decision.reason,
+            "auto_s": self.simulated(jobs, decision.turns),
+            "forecast_s": decision.forecast.step_s,
+            "lost": best.lost,
+            "best_uniform": name,
+            "best_uniform_s": best_s,
+            "choose_s": choose_s,
+        }
+
+    def uniform(self, candidates: Sequence[int]) -> dict[str, float]:
+        """Return the simulated step of every candidate alone, in buckets of every size named by hand."""
+        total = sum(p.numel() * 4 for p in self.shape.params.values())
+        found = {}
+        for size in sorted({min(total, s) for s in (1 << 20, 1 << 22, 1 << 24, HAND_BYTES, -(-total // 4), total)}):
+            layouts = partition(self.shape.params, bucket_bytes=size, at_least=1)
+            for c in candidates:
+                key = (CANDIDATES[c].said, size)
+                if key not in self.timed:
+                    if (jobs := self.jobs_of(c, layouts)) is None:
+                        continue
+                    self.timed[key] = self.simulated(jobs)
+                found[f"{key[0]}, {size / 2**20:.3g} MiB"] = self.timed[key]
+        return found
+
+    def jobs_of(self, c: int, layouts: Sequence[Layout]) -> list[Job] | None:
+        """Return the jobs of a candidate in all buckets; all-reduce in those that it cannot serve, None if it does in
+        none.
+        """
+        served, jobs, exchange = False, list[Job](), ParameterRules.single(CANDIDATES[c].written)
+        times = bool(self.profile.encode_times(CANDIDATES[c], exchange).timed)  # none, where no sample can be served
+        for where in layouts:
+            names = tuple(e.name for e in where.entries)
+            ready = max(self.shape.ready_s[n] for n in names)
+            serves = times and exchange_profile.serves(CANDIDATES[c], where, self.profile.pump.channel.levels)
+            served |= serves
+            jobs.append(self._job(where, ready / self.speedup, CANDIDATES[c if serves else 0]))
+        return jobs if served else None
+
+    def job(self, names: Sequence[str], ready_s: float, c: int) -> Job:
+        """Return the job of a bucket that auto has made."""
+        return self._job(Layout.of({n: self.shape.params[n] for n in names}), ready_s, CANDIDATES[c])
+
+    def _job(self, where: Layout, ready_s: float, candidate: Candidate) -> Job:
+        exchange, levels = ParameterRules.single(candidate.written), self.profile.pump.channel.levels
+        traffic = exchange.traffic(where, levels, 0)
+        messages = tuple(message_of(one, self.ranks) for one in traffic)
+        turns_s = self.profile.encode_times(candidate, exchange).of(where.numel, len(messages) + 1)
+        return Job(ready_s, tuple(s / self.speedup for s in turns_s), messages)
+
+    def simulated(self, jobs: Sequence[Job], turns: Sequence[int] = ()) -> float:
+        """Return the simulated seconds of a step; without turns, what is ready goes first."""
+        step = simulate(
+            jobs,
+            links={"all": Link(self.latency_s, self.bytes_per_s)},
+            compute_s=self.shape.compute_s / self.speedup,
+            backward_s=OVERLAP * self.shape.compute_s / self.speedup,
+            stolen=1.0,
+            order=tuple(turns) or "ready",
+        )
+        return step.step_s
+
+
+def message_of(one: Traffic, ranks: int) -> Message:
+    """Return the message of rank 0, which is a star's hub, by the simulator's own formulas."""
+    if one.splits is not None:
+        arriving = one.arriving or one.splits
+        return Message(max(sum(one.splits), sum(arriving)) * one.itemsize, 1)
+    of = {Collective.GATHER: gather, Collective.SHUFFLE: shuffle}.get(one.combine, ring)
+    (message,) = of(one.nbytes, ranks)
+    return message
+
+
+def faster(facts: StepMeasurements, speedup: float) -> StepMeasurements:
+    """Return the measurements of a device that computes and encodes faster, on the same links."""
+    buckets = tuple(
+        replace(
+            b,
+            ready_s=b.ready_s / speedup,
+            options=tuple(o and replace(o, turns_s=tuple(s / speedup for s in o.turns_s)) for o in b.options),
+        )
+        for b in facts.buckets
+    )
+    return StepMeasurements(buckets, facts.compute_s / speedup, facts.backward_s / speedup, facts.stolen)
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how far auto is behind, and how far its forecast is off."""
+
+    def ratio(row: Mapping[str, Any]) -> float:
+        return row["auto_s"] / row["best_uniform_s"]
+
+    off = [row for row in rows if abs(row["forecast_s"] / row["auto_s"] - 1) > OFF]
+    worst = max(rows, key=ratio)
+    return {
+        "behind": sum(ratio(row) > 1 + BEHIND for row in rows),
+        "forecast_off": len(off),
+        "worst": worst,
+        "worst_ratio": ratio(worst),
+        "best_ratio": min(map(ratio, rows)),
+        "choose_s": max(row["choose_s"] for row in rows),
+    }
+
+
+def said(row: Mapping[str, Any]) -> str:
+    """Return the row as one line."""
+    return (
+        f"{row['model']} x{row['speedup']:g} {row['ranks']} ranks {row['rate'] / 1e6:g} Mbit/s "
+        f"{1e3 * row['latency_s']:g} ms {'lossy' if row['lossy'] else 'exact'}: auto {row['auto_s']:.4g} s "
+        f"(forecast {row['forecast_s']:.4g}), best {row['best_uniform_s']:.4g} s ({row['best_uniform']}), "
+        f"{row['auto_s'] / row['best_uniform_s']:.3f}: {row['auto']}"
+    )
+
+
+if __name__ == "__main__":
+    main()

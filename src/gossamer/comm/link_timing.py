@@ -1,0 +1,227 @@
+"""Time messages between ranks, over the channel that the run itself uses: round trips, pairs, and all ranks at once.
+
+All ranks call every function together, while no step is in flight. Every rank gets the times of all, so all ranks take
+the same decisions. What a rank sends for one measurement and what it receives are at most 16 MiB each, whatever the
+number of ranks. Ranks are numbered by their place among all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.channel import Channel
+from gossamer.comm.message import Collective, Message
+from gossamer.spec.errors import bad_input
+from gossamer.spec.network import NOISY_SPREAD
+
+Pair: TypeAlias = tuple[int, int]  # two ranks; of a transfer, the sender and the receiver
+
+LARGEST_BYTES = 1 << 24  # that a rank sends at once: beyond, a link is fast enough not to matter
+PEERS = 16  # to which a rank sends at once
+_FIRST_BYTES = 1 << 14
+_LONG_ENOUGH_S = 0.25  # a message of all ranks that takes so long has outlived the bursts that shapers let through
+_PAIR_LONG_ENOUGH_S = _LONG_ENOUGH_S / 3
+_LATENCIES = 10  # that a transfer must outlast: else its latency, or the slow start of TCP, is timed
+_SHARING = 1 / 4  # of the time to take: of a pair that may share its link with one that ends
+_LEAST_S = 1e-6  # what clocks can tell apart
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The bandwidth that some readings found: the fastest, since other work can only slow a transfer down.
+
+    `spread`: by what fraction the slowest reading took longer than the fastest.
+    """
+
+    bytes_per_s: float
+    spread: float = 0.0
+
+    @staticmethod
+    def of(nbytes: int, seconds: Sequence[float], latency_s: float) -> Reading:
+        """Return the bandwidth of transfers of `nbytes` that took `seconds` each, `latency_s` of them on the way."""
+        own = [_without(latency_s, taken) for taken in seconds]
+        return Reading(nbytes / min(own), max(own) / min(own) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """The transfers of one rank in a measurement of all ranks: it sends the same number of bytes to every rank of `to`,
+    and receives as many from every rank of `source`. `shares`: the most ranks that any rank sends to.
+    """
+
+    to: tuple[int, ...]
+    source: tuple[int, ...]
+    shares: int = 1
+
+
+def everyones(channel: Channel, row: Sequence[float]) -> Tensor:
+    """All-gather `row` over all ranks; return (ranks, len(row)) float64. No rank returns before all have called.
+
+    A rank sends ceil(log2 ranks) messages, where the ring of `gathered` has ranks - 1, one after the other: after
+    messages to the ranks 1, 2, 4, ... before it, rank r holds the rows of as many ranks from r on (Bruck et al., IEEE
+    TPDS 8(11), 1997).
+    """
+    ranks, me = len(channel.levels.everyone), place_of(channel)
+    rows = torch.tensor([list(row)], dtype=torch.float64)
+    while (held := rows.shape[0]) < ranks:
+        count = min(held, ranks - held)
+        got = _moved(channel, rows[:count], {(me - held) % ranks: count}, {(me + held) % ranks: count})
+        rows = torch.cat([rows, got])
+    return rows.roll(me, 0)
+
+
+def latencies(channel: Channel, pairs: Sequence[Pair], *, repeats: int, level: str) -> dict[Pair, float]:
+    """Return the one-way seconds of a small message of every pair: half of its fastest round trip of `repeats`.
+
+    No rank is in two pairs; all pairs measure at once.
+    """
+    me, best = place_of(channel), 0.0
+    mine = next((pair for pair in pairs if me in pair), None)
+    if mine is not None:
+        best = min(_round_trip_s(channel, mine) for _ in range(repeats)) / 2
+    times = _agreed(channel, best, level)
+    return {pair: times[pair[0]] for pair in pairs}
+
+
+def pair_readings(
+    channel: Channel, pairs: Sequence[Pair], latency_s: Mapping[Pair, float], *, level: str
+) -> dict[Pair, Reading]:
+    """Return the bandwidth from the first to the second rank of every pair, all pairs at once.
+
+    No rank is in two pairs. A pair whose message took long enough stops, with those that took a quarter of that, which
+    may share its link; the others send more. Readings of a pair that differ by more than `NOISY_SPREAD` are repeated
+    once, while the others send again.
+    """
+    found, nbytes = dict[Pair, Reading](), _FIRST_BYTES
+    while left := [pair for pair in pairs if pair not in found]:
+        taken = _twice(channel, left, nbytes, level)
+        done = {p: _done(_PAIR_LONG_ENOUGH_S, latency_s[p], min(taken[p]) - 2 * latency_s[p]) for p in left}
+        enough = _SHARING if max(done.values()) >= 1 else 1.0
+        ended = [pair for pair in left if done[pair] >= enough or nbytes >= LARGEST_BYTES]
+        far = [p for p in ended if Reading.of(nbytes, taken[p], 2 * latency_s[p]).spread > NOISY_SPREAD]
+        if far:
+            again = _twice(channel, left, nbytes, level)
+            taken |= {pair: taken[pair] + again[pair] for pair in far}
+        found |= {p: Reading.of(nbytes, taken[p], 2 * latency_s[p]) for p in ended}
+        nbytes = _grown(nbytes, max((done[p] for p in left if p not in found), default=1.0), LARGEST_BYTES)
+    return found
+
+
+def pattern_reading(channel: Channel, pattern: Pattern, latency_s: float, *, level: str) -> Reading:
+    """Return the bandwidth that every rank has while all send in this pattern: that of the slowest rank.
+
+    A rank is done when all is sent and all has arrived, so the slower direction of its link counts. Readings that
+    differ by more than `NOISY_SPREAD` are repeated once.
+    """
+    nbytes, most = _FIRST_BYTES, LARGEST_BYTES // pattern.shares
+    nbytes = min(nbytes, most)
+    everyones(channel, [0.0])  # nobody starts before all are here; later readings start when the last times are known
+    while True:
+        taken = [slowest(channel, pattern, nbytes, level)]
+        done = _done(_LONG_ENOUGH_S, latency_s, taken[0] - latency_s)
+        if done >= 1 or nbytes >= most:
+            taken.append(slowest(channel, pattern, nbytes, level))
+            done = _done(_LONG_ENOUGH_S, latency_s, min(taken) - latency_s)  # one long time may be a late start
+            if done >= 1 / 2 or nbytes >= most:
+                break
+        nbytes = _grown(nbytes, done, most)
+    if Reading.of(nbytes, taken, latency_s).spread > NOISY_SPREAD:
+        taken += [slowest(channel, pattern, nbytes, level) for _ in range(2)]
+    return Reading.of(nbytes * pattern.shares, taken, latency_s)
+
+
+def slowest(channel: Channel, pattern: Pattern, nbytes: int, level: str) -> float:
+    """Return the seconds of the rank that needs longest for `nbytes` to and from every rank of its pattern."""
+    return max(_agreed(channel, _together_s(channel, pattern, nbytes), level))
+
+
+def place_of(channel: Channel) -> int:
+    """Return the place of this rank among all ranks."""
+    return channel.levels.everyone.index(channel.rank)
+
+
+def _without(latency_s: float, seconds: float) -> float:
+    """Return the seconds of a transfer's bytes alone; at least a quarter, where latency is most of it."""
+    return max(seconds - latency_s, seconds / 4, _LEAST_S)
+
+
+def _done(least_s: float, latency_s: float, seconds: float) -> float:
+    """Return what fraction of the time that a transfer must take to be measured it has taken."""
+    return seconds / max(least_s, _LATENCIES * latency_s)
+
+
+def _grown(nbytes: int, done: float, most: int) -> int:
+    return min(most, nbytes * (8 if done < 1 / 8 else 4 if done < 1 / 4 else 2))
+
+
+def _agreed(channel: Channel, seconds: float, level: str) -> list[float]:
+    """Return the seconds of all ranks. Raises BadInput, on all ranks, for a time that is none."""
+    times: list[float] = everyones(channel, [seconds])[:, 0].tolist()
+    for rank, taken in zip(channel.levels.everyone, times, strict=True):
+        if not (math.isfinite(taken) and taken >= 0):
+            raise bad_input(
+                wanted=f"the seconds of a message of the link probe at level {level!r}",
+                got=f"{taken:g} s on rank {rank}",
+                do="check the clock of that host, or name plan.exchange and plan.sync, which need no probe",
+                key="plan.exchange",
+            )
+    return times
+
+
+def _twice(channel: Channel, pairs: Sequence[Pair], nbytes: int, level: str) -> dict[Pair, list[float]]:
+    """Return two readings of every pair."""
+    times = [_agreed(channel, _pulled_s(channel, pairs, nbytes), level) for _ in range(2)]  # each begins together
+    return {pair: [reading[pair[1]] for reading in times] for pair in pairs}
+
+
+def _pulled_s(channel: Channel, pairs: Sequence[Pair], nbytes: int) -> float:
+    """Return the seconds from the receiver's request to the last byte at the receiver; 0 on other ranks.
+
+    The sender has said before that it is there: no other wait of it is timed.
+    """
+    me, byte = place_of(channel), torch.zeros(1, dtype=torch.uint8)
+    for sender, receiver in pairs:
+        if me == sender:
+            _moved(channel, byte, {receiver: 1}, {receiver: 1})
+            _moved(channel, torch.zeros(nbytes, dtype=torch.uint8), {receiver: nbytes}, {})
+        elif me == receiver:
+            _moved(channel, byte[:0], {}, {sender: 1})
+            began = time.perf_counter()
+            _moved(channel, byte, {sender: 1}, {sender: nbytes})
+            return max(time.perf_counter() - began, _LEAST_S)
+    return 0.0
+
+
+def _round_trip_s(channel: Channel, pair: Pair) -> float:
+    """Return the seconds until the reply to one byte, on the first rank of the pair; 0 on the second."""
+    byte, (first, second) = torch.zeros(1, dtype=torch.uint8), pair
+    if place_of(channel) == second:
+        _moved(channel, byte[:0], {}, {first: 1})
+        _moved(channel, byte, {first: 1}, {})
+        return 0.0
+    began = time.perf_counter()
+    _moved(channel, byte, {second: 1}, {second: 1})
+    return max(time.perf_counter() - began, _LEAST_S)
+
+
+def _together_s(channel: Channel, pattern: Pattern, nbytes: int) -> float:
+    """Return the seconds until this rank has sent and received its part of the pattern."""
+    part = torch.zeros(nbytes * len(pattern.to), dtype=torch.uint8)
+    began = time.perf_counter()
+    _moved(channel, part, dict.fromkeys(pattern.to, nbytes), dict.fromkeys(pattern.source, nbytes))
+    return max(time.perf_counter() - began, _LEAST_S)
+
+
+def _moved(channel: Channel, part: Tensor, to: Mapping[int, int], source: Mapping[int, int]) -> Tensor:
+    """Send rows of `part` to other ranks, and return those that arrive; both by rank, in rows."""
+    ranks = range(len(channel.levels.everyone))
+    splits, arriving = (tuple(way.get(r, 0) for r in ranks) for way in (to, source))
+    (got,) = channel.start(Message((part,), Collective.SHUFFLE, channel.levels.whole, splits, arriving)).wait()
+    return got

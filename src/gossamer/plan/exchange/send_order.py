@@ -1,0 +1,149 @@
+"""The order in which a rank starts the messages of a step: a list schedule of the turns of its communication thread.
+
+A turn of a bucket is what its exchange computes before a message, or after the last reply; the thread does one at a
+time. It takes, of the turns whose bucket is full or whose reply has arrived, the oldest bucket that has been sent
+before and has more to send, then the oldest full bucket, then the oldest bucket that has only to be decoded: what
+others wait for goes first. All ranks compute the order from the same measurements, and every rank keeps to it.
+
+Graham 1966 (list scheduling). The seconds found on the way are those that `spec.clock` gives for the tasks in this
+order (`step_tasks`); they are found here because a search asks for thousands of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TypeAlias
+
+from gossamer.comm.channel import UNDER_WAY
+from gossamer.plan.exchange.measurements import Option, StepMeasurements
+
+MOST_HOPS = 32  # of a message: more are played as so many, each for several
+_MOST_EVENTS = 4000  # of all buckets, about: where there are thousands of them, hops are fewer
+
+Flight: TypeAlias = tuple[str, float, float, int]  # a message: link, busy_s, latency_s of a hop, hops
+Job: TypeAlias = tuple[float, tuple[float, ...], tuple[Flight, ...]]  # ready_s, turns_s, messages
+
+
+@dataclass(frozen=True, slots=True)
+class SendSchedule:
+    """The schedule of a step; `step_s` is the length of the step.
+
+    `events`: the turns and the hops of messages in the order in which they start: bucket b for its next turn, ~b for
+    the next hop of its message. `slowed_s`: by turn, the seconds that it and the backward pass lose to each other.
+    """
+
+    events: tuple[int, ...]
+    slowed_s: tuple[float, ...]
+    step_s: float
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Return the bucket of each turn, in order."""
+        return tuple(one for one in self.events if one >= 0)
+
+
+def job_of(ready_s: float, option: Option) -> Job:
+    """Return the turns and messages of one bucket, full after `ready_s` of the backward pass."""
+    messages = tuple((one.link, one.busy_s, one.latency_s, one.hops) for one in option.messages)
+    return ready_s, option.turns_s, messages
+
+
+def schedule(facts: StepMeasurements, chosen: Sequence[Option]) -> SendSchedule:
+    """Return the schedule of a step with the chosen exchange of each bucket."""
+    assert len(chosen) == len(facts.buckets)
+    return schedule_jobs(facts, [job_of(b.ready_s, one) for b, one in zip(facts.buckets, chosen, strict=True)])
+
+
+def most_hops(buckets: int) -> int:
+    """Return how many hops a message is played in, at most, in a step of so many buckets."""
+    return max(1, min(MOST_HOPS, _MOST_EVENTS // max(1, buckets)))
+
+
+@dataclass(slots=True)
+class _Flights:
+    """The messages under way, hop by hop, and the turns that they have made ready."""
+
+    jobs: Sequence[Job]
+    most: int  # hops that a message is played in
+    free: dict[str, float] = field(default_factory=dict)  # by link, when the bytes under way have left it
+    arriving: list[tuple[float, int, int, int]] = field(default_factory=list)  # heap: when, bucket, turn, hops to come
+    sending: list[tuple[int, int]] = field(default_factory=list)  # heap: bucket, turn with a message behind it
+    ending: list[tuple[int, int]] = field(default_factory=list)  # heap: bucket, last turn
+    events: list[int] = field(default_factory=list)
+
+    def start(self, now: float, job: int, turn: int, left: int) -> None:
+        """Put a hop of the message before `turn` on its link; `left`: hops to come with it, 0: all."""
+        link, busy_s, latency_s, hops = self.jobs[job][2][turn - 1]
+        parts = min(hops, self.most)
+        self.free[link] = max(now, self.free.get(link, 0.0)) + busy_s / parts
+        heappush(self.arriving, (self.free[link] + latency_s * hops / parts, job, turn, (left or parts) - 1))
+        self.events.append(~job)
+
+    def arrive(self, now: float) -> None:
+        """Let everything arrive that does until `now`."""
+        arriving = self.arriving
+        while arriving and arriving[0][0] <= now:
+            when, job, turn, left = heappop(arriving)
+            if left:
+                self.start(when, job, turn, left)
+            else:
+                heappush(self.sending if turn < len(self.jobs[job][2]) else self.ending, (job, turn))
+
+
+def schedule_jobs(facts: StepMeasurements, jobs: Sequence[Job]) -> SendSchedule:
+    """Return the schedule of `jobs`, which are full in their order.
+
+    At most `UNDER_WAY` messages are on their way, or have replies that no turn has taken. While the backward pass runs,
+    a turn and the pass share processors: each of its seconds makes both later by `stolen` seconds, and so all buckets
+    that are not yet full.
+    """
+    backward_s, stolen, count = facts.backward_s, facts.stolen, len(jobs)
+    flights, slowed = _Flights(jobs, most_hops(count)), list[float]()
+    arriving, sending, ending = flights.arriving, flights.sending, flights.ending
+    now, lost, fresh, under_way = 0.0, 0.0, 0, 0
+    left = sum(len(job[1]) for job in jobs)
+    while left:
+        flights.arrive(now)
+        if sending:
+            job, turn = heappop(sending)
+            under_way -= 1
+        elif fresh < count and under_way < UNDER_WAY and jobs[fresh][0] + lost <= now:
+            job, turn, fresh = fresh, 0, fresh + 1
+        elif ending:
+            job, turn = heappop(ending)
+            under_way -= 1
+        else:  # nothing to do until something arrives or a bucket fills
+            full = jobs[fresh][0] + lost if fresh < count and under_way < UNDER_WAY else arriving[0][0]
+            now = min(full, arriving[0][0]) if arriving else full
+            continue
+        _, turns_s, messages = jobs[job]
+        slow = stolen * min(turns_s[turn], max(0.0, backward_s + lost - now))
+        now += turns_s[turn] + slow
+        lost += slow
+        flights.events.append(job)
+        slowed.append(slow)
+        left -= 1
+        if turn < len(messages):
+            flights.arrive(now)  # hops that go on meanwhile are first
+            flights.start(now, job, turn + 1, 0)
+            under_way += 1
+    exposed = max(0.0, now - backward_s - lost) if jobs else 0.0
+    return SendSchedule(tuple(flights.events), tuple(slowed), facts.compute_s + lost + exposed)
+
+
+def least_seconds(facts: StepMeasurements, jobs: Sequence[Job]) -> float:
+    """Return a lower bound of the step's length with `jobs`, in one pass over them."""
+    after, bound = dict[str, float](), 0.0  # by link: its busy seconds from a bucket on
+    cpu_s = flight_s = 0.0
+    for ready_s, turns_s, messages in reversed(jobs):
+        own_s = sum(turns_s)
+        cpu_s += own_s
+        for link, busy_s, latency_s, hops in messages:
+            after[link] = after.get(link, 0.0) + busy_s
+            alone_s = busy_s + hops * latency_s
+            flight_s += alone_s
+            own_s += alone_s
+        bound = max(bound, ready_s + max(own_s, cpu_s, flight_s / UNDER_WAY, *after.values()))
+    return facts.compute_s + max(0.0, bound - facts.backward_s)
