@@ -1,5 +1,6 @@
 """What `plan.exchange: auto` chooses, over a grid of ranks, rates and latencies, beside the best uniform setting.
 
+    python benchmarks/auto.py --lab [--settings gpt2:2:100mbit:10,llama:4:1gbit:0] [--turns 5] [--steps 8] [--json]
     python benchmarks/auto.py [--quick] [--models gpt2,llama,wide] [--ranks 2,4] [--rates 1e8,1e9] [--latencies 1e-3]
                               [--speedups 1,33] [--lossy true,false] [--json]
 
@@ -12,6 +13,11 @@ of ranks; gradients are Gaussian, and become ready in proportion to their size, 
 
 `behind`: of how many points auto is more than 5% above the best; `forecast_off`: of how many the forecast is more than
 10% off the simulated step; `worst`: the point that is furthest behind. `choose_s`: seconds of the slowest choice.
+
+With --lab, real hosts train on links that are shaped (needs root, Linux): a row is a model, hosts, the rate of each
+host's link and the milliseconds of a round trip; auto trains in turns with every candidate named by hand for all
+gradients. `behind` is then auto's measured step over the best of those, less 1; `forecast_error` measured over
+forecast, less 1.
 """
 
 from __future__ import annotations
@@ -107,7 +113,14 @@ def main() -> None:
         read.add_argument(f"--{name}", default=",".join(f"{one:g}" for one in usual))
     read.add_argument("--lossy", default="true,false")
     read.add_argument("--json", action="store_true", help="nothing but the last line")
+    read.add_argument("--lab", action="store_true", help="measured on links of the laboratory")
+    read.add_argument("--settings", default="", help="of the laboratory; all by default")
+    read.add_argument("--turns", type=int, default=5)
+    read.add_argument("--steps", type=int, default=8, help="of a round in the laboratory, after two that do not count")
     asked = read.parse_args()
+    if asked.lab:
+        in_lab(asked)
+        return
     torch.set_num_threads(1)
     exchange_profile.encode_slowdown = lambda: 1.0  # encoding has no core of its own
     axes = {name: [float(one) for one in getattr(asked, name).split(",")] for name in ("ranks", "rates", "latencies")}
@@ -117,9 +130,33 @@ def main() -> None:
         for row in grid(name, axes, [float(s) for s in asked.speedups.split(",")], asked.lossy.split(",")):
             rows.append(row)
             if not asked.json:
-                print(said(row), file=sys.stderr, flush=True)
+                print_aside(said(row))
     figures = {"points": len(rows), **summary(rows), "rows": rows}
     publish("auto", figures) if not asked.quick else print(json.dumps(figures))
+
+
+def in_lab(asked: argparse.Namespace) -> None:
+    """Measure auto beside what is named by hand, on real links; keep each row as it is found."""
+    from auto import lab
+
+    settings = [lab.Setting.read(text) for text in asked.settings.split(",") if text] or lab.SETTINGS
+    rows = list[dict[str, Any]]()
+    for row in lab.rows(settings, lab.BY_HAND, turns=asked.turns, steps=asked.steps, say=print_aside):
+        rows.append(row)
+        if not asked.json:
+            print_aside(json.dumps(row, indent=1))
+    figures = {
+        "settings": len(rows),
+        "worst_behind": max(row["behind"] for row in rows),
+        "worst_forecast_error": max((row["forecast_error"] for row in rows), key=abs),
+        "rows": rows,
+    }
+    publish("auto_lab", figures, script="auto")
+
+
+def print_aside(line: str) -> None:
+    """Print to where figures are not expected."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def grid(

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -57,12 +57,12 @@ class Length:
     limit_s: float
 
 
-def measure(method: Method, link: Link, length: Length) -> dict[str, Any]:
-    """The figures of a round; with `error` and `command` where it did not come to its end."""
+def measure(method: Method, link: Link, length: Length, *, model: Mapping[str, Any] = setting.GPT2) -> dict[str, Any]:
+    """The figures of a round; with `error` and `command` where it did not come to its end. Peers train GPT-2 alone."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         try:
-            argv = _argv(method, link, length, folder)
+            argv = _argv(method, link, length, folder, model)
         except OSError as error:
             return {"error": f"its environment cannot be made: {error}", "command": f"pip install {method.venv}"}
         said, codes, seconds = _run(argv, link, length)
@@ -77,11 +77,11 @@ def measure(method: Method, link: Link, length: Length) -> dict[str, Any]:
         return {**found, "seconds": round(seconds, 1), "tokens_per_s": setting.tokens(link.hosts) / found["step_s"]}
 
 
-def _argv(method: Method, link: Link, length: Length, folder: Path) -> list[str]:
+def _argv(method: Method, link: Link, length: Length, folder: Path, model: Mapping[str, Any]) -> list[str]:
     if method.peer:
         return [venvs.interpreter(method.venv), "-m", "links.host", method.name, str(length.steps), str(length.warm)]
     config = {
-        "model": {"hf": "gpt2", "config": setting.MODEL},
+        "model": model,
         "data": setting.DATA,
         "train": {
             "steps": length.steps + length.warm + 1,  # the last one meets once more, where islands train apart
@@ -163,5 +163,6 @@ def _ours(folder: Path, length: Length, middle: Callable[[Iterable[float]], floa
         "loss": timed[-1]["loss"],
         "exchange": plan["exchange"],
         "sync": plan["sync"],
+        "forecast": plan["forecast"],
         "because": plan.get("reasons", {}).get("exchange" if plan["sync"] == "every_step" else "sync", ""),
     }

@@ -23,6 +23,7 @@ MODEL: dict[str, Any] = {
     "attn_pdrop": 0.0,
     "use_cache": False,
 }
+GPT2: dict[str, Any] = {"hf": "gpt2", "config": MODEL}  # as a run.yaml says it
 DATA = {"source": "stdlib", "tokenizer": f"bpe:{VOCABULARY}", "sequence": SEQUENCE}
 LR, CLIP, WEIGHT_DECAY, BETAS = 3e-4, 1.0, 0.1, (0.9, 0.95)  # of the speed rounds
 SEED = 0
