@@ -85,9 +85,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ExchangeSelect
         monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.5)
         monkeypatch.setattr(exchange_methods, "turn_seconds_of", here.turn_seconds_of)
         exchanger = ExchangeSelector(
-            engine=SimpleNamespace(module=module),  # type: ignore[arg-type]
+            engine=SimpleNamespace(module=module, device=torch.device("cpu")),  # type: ignore[arg-type]
             feed=None,  # type: ignore[arg-type]
-            pump=SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(4)), busy_s=1.0),  # type: ignore[arg-type]
+            pump=SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(4)), busy_s=1.0, encoded_s=0.0),  # type: ignore[arg-type]
             run=SelectionSettings(lossy=lossy, steps=1000),
             plan=Plan(**{**PLAN, **plan}),
             tell=lambda message, step: here.told.append(message),
@@ -114,7 +114,8 @@ def look(
     watch, pump, waited_s = exchanger._watch, exchanger.pump, 20 * step_s * share
     watch.sent_bytes, watch.busy_s = pump.channel.meter.total_bytes - int(rate * waited_s), pump.busy_s - waited_s
     watch.steps_s, watch._ended_s = [step_s] * 20, 0.0
-    return exchanger.replan(step)
+    as_expected = exchanger._steps.expected
+    return exchanger.replan(step, *((as_expected.compute_s, as_expected.exposed_s) if as_expected else (1.0, 0.0)))
 
 
 def drift(exchanger: ExchangeSelector, step: int, rate: float) -> Replan | None:
@@ -386,3 +387,76 @@ def test_local_updates_without_islands_are_by_rank_or_among_many_by_host(world, 
     exchanger.pump.channel = LoopbackChannel(0, ProcessGroups.flat(ranks))
     exchanger._hosts = ((0, 1, 2, 3, 4), tuple(range(5, 20)))
     assert exchanger._islands(2) == apart
+
+
+def walk(exchanger: ExchangeSelector, windows: Sequence[tuple[float, float, float]]) -> list[Replan | None]:
+    """Windows of 20 steps whose steps compute, wait, and encode for so long; what each look says."""
+    said = list[Replan | None]()
+    for turn, (compute_s, exposed_s, encode_s) in enumerate(windows):
+        every, pump = exchanger._watch.every, exchanger.pump
+        for step in range(1, every + 1):
+            pump.encoded_s += encode_s
+            exchanger._watch.steps_s, exchanger._watch._ended_s = [compute_s + exposed_s] * 20, 0.0
+            changed = exchanger.replan(turn * every + step, compute_s, exposed_s)
+            assert changed is None or step == every, "between two looks"
+        said.append(changed)
+    return said
+
+
+def expected(exchanger: ExchangeSelector) -> tuple[float, float, float]:
+    times = exchanger._steps.expected
+    assert times is not None
+    return times.compute_s, times.exposed_s, times.encode_s
+
+
+def test_a_thousand_steady_steps_change_nothing(world) -> None:
+    """Steps as forecast but for noise, and steps that are steadily not: the second is said once, and corrected."""
+    exchanger, here = world([FLAT_SLOW])
+    exchanger.settle(automatic=True, hosts=2)
+    before, (compute_s, exposed_s, encode_s) = exchanger.plan, expected(exchanger)
+    noise = [0.97, 1.03, 1.0, 0.98, 1.05] * 10
+    assert not any(walk(exchanger, [(compute_s * n, exposed_s * n, encode_s) for n in noise]))
+    assert len(here.told) == 1 and here.rehearsed == [0]
+    longer = [(1.15 * compute_s * n, 1.15 * exposed_s * n, encode_s) for n in noise]
+    walk(exchanger, longer)
+    assert len(here.told) == 2 and "steps compute " in here.told[1] and "forecast: compute " in here.told[1]
+    assert exchanger._decision is not None
+    assert exchanger._decision.best.step_s == pytest.approx(1.15 * (compute_s + exposed_s), rel=0.08)
+    assert exchanger.plan == before and here.kept == [], "nor is the forecast that was made"
+
+
+def test_steps_that_wait_get_a_harsher_exchange_and_slack_a_milder_one(world) -> None:
+    exchanger, here = world([FLAT_FAST])
+    exchanger.settle(automatic=True, hosts=2)
+    before = exchanger.plan
+    compute_s, exposed_s, encode_s = expected(exchanger)
+    slow = (compute_s, exposed_s + 2 * compute_s, encode_s)
+    first, changed = walk(exchanger, [slow, slow])
+    assert first is None and changed is not None, "two windows running"
+    assert exchanger.plan.exchange != before.exchange and here.kept[-1] == exchanger.plan
+    assert "messages x" in here.told[-1] and "; exchange: " in here.told[-1]
+    assert (changed.buckets, changed.turns) == (exchanger.plan.buckets, exchanger.plan.turns)
+    harsh = exchanger._decision
+    assert harsh is not None and harsh.best.lost > 0 and exchanger._watch.every == 40
+    compute_s, exposed_s, encode_s = expected(exchanger)
+    hidden = (4 * compute_s, 0.0, encode_s)  # another processor has slowed down: all that is sent has time
+    assert walk(exchanger, [hidden, hidden])[-1] is not None
+    assert exchanger._decision is not None and exchanger._decision.best.lost < harsh.best.lost / 2
+
+
+def test_one_window_that_is_off_is_no_reason(world) -> None:
+    exchanger, here = world([FLAT_FAST])
+    exchanger.settle(automatic=True, hosts=2)
+    compute_s, exposed_s, encode_s = expected(exchanger)
+    usual, slow = (compute_s, exposed_s, encode_s), (compute_s, exposed_s + compute_s, encode_s)
+    hurried = (compute_s / 2, exposed_s, encode_s)
+    assert not any(walk(exchanger, [slow, usual, slow, hurried, usual, hurried, slow]))
+    assert len(here.told) == 1
+
+
+@pytest.mark.parametrize("given", [{"sharding": "zero1"}, {"adapted_from": "dense"}])
+def test_where_steps_wait_for_more_than_the_exchange_nothing_is_put_down_to_it(world, given: dict[str, Any]) -> None:
+    exchanger, _ = world([FLAT_SLOW], **given)
+    exchanger.settle(automatic=True, hosts=2)
+    assert exchanger._steps.expected is None
+    assert not any(walk(exchanger, [(9.0, 9.0, 9.0)] * 4))

@@ -213,7 +213,7 @@ def inter_island_policy(recipe: Recipe) -> Policy | None:
 
 def replan_callback(
     exchanger: ExchangeSelector, adapting: AdaptiveCompression | None
-) -> Callable[[int], Replan | None]:
+) -> Callable[[int, float, float], Replan | None]:
     """Return the function that the trainer calls between steps to change the exchange.
 
     Drifted links come first: their new choice makes the adapted settings obsolete.
@@ -221,8 +221,8 @@ def replan_callback(
     if adapting is None:
         return exchanger.replan
 
-    def replan(step: int) -> Replan | None:
-        changed = exchanger.replan(step)
+    def replan(step: int, compute_s: float, exposed_s: float) -> Replan | None:
+        changed = exchanger.replan(step, compute_s, exposed_s)
         if changed is None:
             return adapting.replan(step)
         adapting.forget()

@@ -7,7 +7,7 @@ them. So all ranks make the same plan without a coordinator.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,13 +18,26 @@ from gossamer import sync
 from gossamer.autotune.bandwidth_monitor import BandwidthMonitor
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands, uplinks_downlinks_of
+from gossamer.autotune.step_monitor import StepMonitor
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
 from gossamer.comm.link_probe import hosts_of, probe
 from gossamer.comm.message import ProcessGroups
 from gossamer.plan import price_apart, price_of
-from gossamer.plan.exchange import CANDIDATES, PERIODS, Decision, across_islands, choose, choose_period, written_of
+from gossamer.plan.exchange import (
+    CANDIDATES,
+    PERIODS,
+    Calibration,
+    Candidate,
+    Decision,
+    StepMeasurements,
+    StepTimes,
+    across_islands,
+    choose,
+    choose_period,
+    written_of,
+)
 from gossamer.policy import Policy
 from gossamer.recipe import EVERY_STEP, PlanMethods, not_used_inside
 from gossamer.recipe.plan_methods import ALL_REDUCE
@@ -40,6 +53,7 @@ from gossamer.spec.method_config import Exchanges, MethodConfig, Written
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
 from gossamer.spec.statistics import Statistics
+from gossamer.spec.units import show_seconds
 from gossamer.sync import OuterLoopConfig
 
 _REHEARSALS = 3  # batches to try for one with finite gradients
@@ -82,7 +96,11 @@ class ExchangeSelector:
     _measured: ExchangeProfile | None = None
     _rehearsal: Rehearsal = field(default_factory=Rehearsal)
     _decision: Decision | None = None
+    _facts: tuple[StepMeasurements, ...] = ()  # that the decision is based on, by size of buckets
+    _links: Network | None = None
+    _slowed: Calibration = field(default_factory=Calibration)  # what steps have shown, beside the profile
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
+    _steps: StepMonitor = field(default_factory=StepMonitor)
     _host: int = -1  # the number of this rank's host; -1: unknown
     _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host, once links were measured; empty where unknown
 
@@ -116,6 +134,7 @@ class ExchangeSelector:
             self._reprice()
         self._watch.active = automatic and several and self.methods.sync.is_plain
         self._watch.skip(self.pump)  # exclude messages before training
+        self._expect()
         return self.plan
 
     def waited(self) -> dict[str, float]:
@@ -239,22 +258,62 @@ class ExchangeSelector:
                 return self._hosts
         return tuple((rank,) for rank in everyone)
 
-    def replan(self, step: int) -> Replan | None:
-        """Return a better exchange between two steps if the links have drifted; None for no change.
+    def replan(self, step: int, compute_s: float, exposed_s: float) -> Replan | None:
+        """Return a better exchange between two steps if links have drifted or steps differ from their forecast.
 
+        None for no change. `compute_s`, `exposed_s`: what the step that has ended computed, and waited for messages.
         All ranks must call it after the same step.
         """
+        self._steps.note(compute_s, exposed_s)
         if not self._watch.due(step):
             return None
-        if not self._watch.drifted(self._watch.window(self.pump)):
-            return None
-        before = self.plan
-        self._choose(self._probe(), step)
-        self._watch.begin_anew(self.pump)
+        drifted, times = self._watch.drifted(self._watch.window(self.pump)), self._steps.window(self.pump)
+        if drifted:
+            before = self.plan
+            self._choose(self._probe(), step)
+            self._watch.begin_anew(self.pump)
+            changed = self._replaced(before, step, "the links have drifted")
+            self._expect()
+            return changed
+        return self._recalibrated(step, times) if self._steps.is_off(times) else None
+
+    def _recalibrated(self, step: int, times: StepTimes) -> Replan | None:
+        """Correct the measurements by what steps took, and return what is then worth a change."""
+        assert self._decision is not None and self._links is not None and self._steps.expected is not None
+        said = f"steps {_told(times)}, forecast: {_told(self._steps.expected)}"
+        if self.engine.device.type != "cpu":
+            times = replace(times, encode_s=0.0)  # the thread's own time says nothing of what the device encodes
+        best, before = self._decision.best, self.plan
+        found = Calibration.fit(best.facts, best.picked, times)
+        self._slowed = self._slowed.then(found)
+        self._facts = tuple(found.applied(one) for one in self._facts)
+        self._decide(self._links)
+        said += f" ({found.show()})"
+        now = best.on(found.applied(best.facts))
+        if self._decision.replaces(now) and (changed := self._replaced(before, step, said)) is not None:
+            self._watch.begin_anew(self.pump)
+            self._expect()
+            return changed
+        self._decision, self.plan = replace(self._decision, best=now), before  # with the forecast it was chosen by
+        self.tell(f"{said}; the exchange stays", step)
+        self._steps.begin_anew(self.pump, times)
+        return None
+
+    def _expect(self) -> None:
+        """Expect steps as the decision forecasts them, where its buckets are sent and nothing else is waited for."""
+        plan, decision = self.plan, self._decision
+        waits = plan.mesh.in_stages or self.methods.sharding.is_sharded or not self.methods.sync.is_plain
+        if waits or plan.adapted_from or decision is None or plan.buckets != decision.buckets:
+            self._steps.begin_anew(self.pump, None)
+        else:
+            self._steps.begin_anew(self.pump, StepTimes.forecast(decision.best.facts, decision.best.picked))
+
+    def _replaced(self, before: Plan, step: int, why: str) -> Replan | None:
+        """Return the change from the plan `before` to the exchange just chosen; None where that is the same."""
         chosen, cut = self.plan.exchange, {name: getattr(self.plan, name) for name in _CUT}
         in_force = {name: getattr(before, name) for name in ("exchange", "adapted_from", *_CUT)}
         self.plan = self.plan.model_copy(update=in_force)
-        said = f"the links have drifted; exchange: {self.plan.reasons['exchange']}"
+        said = f"{why}; exchange: {self.plan.reasons['exchange']}"
         if chosen not in (before.exchange, before.adapted_from):
             changed = self.change(chosen, step, said, adapted_from="", cut=cut)
             if changed is not None:
@@ -293,6 +352,7 @@ class ExchangeSelector:
         self.plan = self.plan.model_copy(update={"exchange": written, "adapted_from": adapted_from, **cut})
         self._reprice()
         self._watch.forget()
+        self._steps.expected = None  # of another exchange nothing is forecast
         self.keep(self.plan)
         self.tell(said, step)
         plan = self.plan
@@ -329,12 +389,20 @@ class ExchangeSelector:
     def _choose(self, links: Network, step: int = 0) -> Decision:
         """Choose the exchange and update the plan. `step`: the batch to profile, if no gradients are known yet."""
         self._learn(links)
-        links = links_of_islands(links, self.plan.islands)
-        candidates = across_islands(CANDIDATES) if self.plan.islands else CANDIDATES
-        measured = self._measure(step)
-        facts = measured.facts(links, candidates, self._largest_bytes)
-        decision = choose(*facts, lossy=self.run.lossy and measured.knows, candidates=candidates)
-        self._decision = decision
+        self._links = links_of_islands(links, self.plan.islands)
+        facts = self._measure(step).facts(self._links, self._candidates, self._largest_bytes)
+        self._facts = tuple(self._slowed.applied(one) for one in facts)
+        return self._decide(self._links)
+
+    @property
+    def _candidates(self) -> tuple[Candidate, ...]:
+        return across_islands(CANDIDATES) if self.plan.islands else CANDIDATES
+
+    def _decide(self, links: Network) -> Decision:
+        """Choose by the measurements there are, and update the plan."""
+        assert self._measured is not None
+        knows = self._measured.knows
+        self._decision = decision = choose(*self._facts, lossy=self.run.lossy and knows, candidates=self._candidates)
         self.plan = self.plan.model_copy(update={"buckets": decision.buckets, "turns": decision.turns})
         self.plan = _planned(self.plan, decision, links, self._price(decision.written), self._unknown)
         return decision
@@ -384,6 +452,10 @@ class ExchangeSelector:
             if not sick:
                 break
         return profile, Rehearsal(batch - step + 1, sick)
+
+
+def _told(times: StepTimes) -> str:
+    return f"compute {show_seconds(times.compute_s)} and wait {show_seconds(times.exposed_s)}"
 
 
 def _planned(plan: Plan, decision: Decision, links: Network, cost: Cost, beside: str) -> Plan:

@@ -217,6 +217,7 @@ class CommThread:
         self._observe = observe
         self._sent = 0
         self.busy_s = 0.0  # time spent waiting for messages in flight, of all steps
+        self.encoded_s = 0.0  # CPU time of this thread spent encoding and decoding, of all steps
         self._look_ahead = look_ahead
         self._steps: queue.SimpleQueue[CommStep | None] = queue.SimpleQueue()
         self._unfinished: list[CommStep] = []
@@ -276,7 +277,9 @@ class CommThread:
             self.busy_s += time.perf_counter() - began
             one.under_way = None  # its buffers are freed as soon as the method has read them
         if one.outcome is None:
+            began = time.thread_time()  # of this thread alone: others may compute on the same core
             one.advance(reply)
+            self.encoded_s += time.thread_time() - began
         if r == step.rounds[job]:
             if one.outcome is None:
                 raise WireMismatch(f"job {job} declared {r} messages and wants to send more")

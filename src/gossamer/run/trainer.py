@@ -123,7 +123,7 @@ class Trainer:
         self.reports.record(done, time.perf_counter() - began, data_s)
         self.around.saver.report()
         if done.committed:
-            self._replan()
+            self._replan(done.attempt.compute_s)
         if stops:
             raise StepRejected(self.nonfinite.error(step, agreement, advice))
         return stop
@@ -171,9 +171,10 @@ class Trainer:
             said = f"{why_rejected(done.agreement)}: the step was rejected, no parameter moved"
             self.reports.tell("error", step, said, done.agreement)
 
-    def _replan(self) -> None:
+    def _replan(self, compute_s: float) -> None:
         """Change the exchanges between two steps, if the planner has other ones."""
-        if (changed := self.around.replan(self.progress.step)) is None:
+        changed = self.around.replan(self.progress.step, compute_s, self.replica.timing.exposed_s)
+        if changed is None:
             return
         path = self.states.deal.path
         exchange = {name: self.sharding.exchange(one, path) for name, one in changed.exchange.items()}

@@ -32,4 +32,4 @@ class TrainerServices:
     asked_to_stop: Callable[[], bool]
     saver: CheckpointManager
     beside: CommThread | None = None  # for rounds of the outer loop and all-gathers of shards, beside the steps
-    replan: Callable[[int], Replan | None] = lambda step: None
+    replan: Callable[[int, float, float], Replan | None] = lambda step, compute_s, exposed_s: None

@@ -8,6 +8,7 @@ the compression it may get. The solver chooses the size of the buckets, the cand
 their messages are started. Of all choices about as fast as the fastest it takes the one that loses least.
 """
 
+from gossamer.plan.exchange.calibration import Calibration, StepTimes
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_islands
 from gossamer.plan.exchange.choose import Decision, choose
 from gossamer.plan.exchange.measurements import (
@@ -36,9 +37,11 @@ __all__ = [
     "CANDIDATES",
     "PERIODS",
     "BucketMeasurements",
+    "Calibration",
     "Candidate",
     "Decision",
     "StepMeasurements",
+    "StepTimes",
     "Option",
     "PricedMessage",
     "SendSchedule",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
-from gossamer.plan.exchange.step_search import Column, Mixture, search
+from gossamer.plan.exchange.step_search import SLACK, Column, Mixture, search
 from gossamer.plan.exchange.step_tasks import cost_of_step, tasks_of_step, waited_for
 from gossamer.spec.clock import play
 from gossamer.spec.cost import Cost
@@ -17,6 +17,7 @@ from gossamer.spec.units import show_bytes, show_seconds
 
 WORTH = 0.05  # of a step: the least saving that is worth a word, or a change of how often ranks synchronize
 _PRICE = 0.1  # of a step: the saving that compensates for deferring all of its gradient
+_MILDER = 0.5  # of what is lost: the most that a change without a shorter step may still lose
 _WATCHED_BUCKETS = 64  # beyond, what the step waits for is found for so many runs of buckets
 
 
@@ -47,6 +48,15 @@ class Decision:
     def dearer(self) -> float:
         """Return the fraction of a step that the compression error is taken to cost."""
         return _PRICE * self.best.lost
+
+    def replaces(self, now: Mixture) -> bool:
+        """Return whether this choice is worth a change from the mixture `now`, timed with the same measurements.
+
+        It is if steps become shorter by more than 5%, or stay about as long and lose less than half as much.
+        """
+        if self.best.step_s < (1 - WORTH) * now.step_s:
+            return True
+        return self.best.step_s <= (1 + SLACK) * now.step_s and self.best.lost < _MILDER * now.lost
 
     def waited(self) -> dict[str, float]:
         """Return by parameter the part of its exchange's time on the wire that the step waits for."""

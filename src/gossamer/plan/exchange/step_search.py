@@ -39,7 +39,13 @@ class Column:
     def of(facts: StepMeasurements, usable: Sequence[int]) -> Column:
         """Return the column of the last of the `usable` candidates; the first one serves every bucket."""
         order = usable[::-1]
-        picked = tuple(next(c for c in order if bucket.options[c] is not None) for bucket in facts.buckets)
+        return Column.picked_for(
+            facts, tuple(next(c for c in order if bucket.options[c] is not None) for bucket in facts.buckets)
+        )
+
+    @staticmethod
+    def picked_for(facts: StepMeasurements, picked: tuple[int, ...]) -> Column:
+        """Return the column with candidate `picked[b]` for bucket b."""
         served = [(bucket, bucket.option(c)) for bucket, c in zip(facts.buckets, picked, strict=True)]
         jobs = tuple(job_of(bucket.ready_s, option) for bucket, option in served)
         return Column(picked, jobs, tuple(bucket.weight * option.loss for bucket, option in served))
@@ -56,6 +62,10 @@ class Mixture:
     def alone(facts: StepMeasurements, column: Column) -> Mixture:
         """Return the mixture of one candidate."""
         return Mixture(facts, ((0, column),))
+
+    def on(self, facts: StepMeasurements) -> Mixture:
+        """Return the same candidates with the times of other measurements of the same buckets."""
+        return Mixture.alone(facts, Column.picked_for(facts, self.picked))
 
     @cached_property
     def picked(self) -> tuple[int, ...]:

@@ -1,0 +1,116 @@
+"""Correct the measurements of a step by what steps took: how much longer computing, encoding and messages took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from gossamer.plan.exchange.measurements import Option, StepMeasurements
+from gossamer.plan.exchange.send_order import schedule
+
+_MOST = 8.0  # a factor beyond it, or below its inverse, says that something else has changed
+_ENOUGH = 0.02  # of a step: how near the fitted step comes to the measured one
+_HALVINGS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The seconds of a step: computing (with what it loses to encoding), waiting for messages, and encoding."""
+
+    compute_s: float
+    exposed_s: float
+    encode_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of computing and of waiting."""
+        return self.compute_s + self.exposed_s
+
+    @staticmethod
+    def forecast(facts: StepMeasurements, picked: Sequence[int]) -> StepTimes:
+        """Return what a step is expected to take with candidate `picked[b]` for bucket b."""
+        chosen = _options(facts, picked)
+        found = schedule(facts, chosen)
+        compute_s = facts.compute_s + sum(found.slowed_s)
+        return StepTimes(compute_s, max(0.0, found.step_s - compute_s), sum(one.cpu_s for one in chosen))
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Factors by which computing, encoding and messages take longer than was measured before."""
+
+    compute: float = 1.0
+    encode: float = 1.0
+    messages: float = 1.0
+
+    @staticmethod
+    def fit(facts: StepMeasurements, picked: Sequence[int], measured: StepTimes) -> Calibration:
+        """Return the factors with which a step with candidate `picked[b]` for bucket b takes what was measured.
+
+        Computing and encoding are measured by themselves. What is then left of the step's difference is put down to
+        the messages; their factor stays as near to 1 as the measured step allows, as hidden messages say nothing.
+        """
+        expected = StepTimes.forecast(facts, picked)
+        encode = _within(measured.encode_s, expected.encode_s)
+        encoded = Calibration(encode=encode).applied(facts)
+        lost_s = sum(schedule(encoded, _options(encoded, picked)).slowed_s)
+        compute = _within(measured.compute_s - lost_s, facts.compute_s)
+
+        def step_s(messages: float) -> float:
+            there = Calibration(compute, encode, messages).applied(facts)
+            return schedule(there, _options(there, picked)).step_s
+
+        return Calibration(compute, encode, _messages(step_s, measured.step_s))
+
+    def then(self, other: Calibration) -> Calibration:
+        """Return both after each other. The factor of messages is left out: links are measured anew."""
+        return Calibration(self.compute * other.compute, self.encode * other.encode)
+
+    def show(self) -> str:
+        """Return the factors for the user."""
+        return f"computing x{self.compute:.2f}, encoding x{self.encode:.2f}, messages x{self.messages:.2f}"
+
+    def applied(self, facts: StepMeasurements) -> StepMeasurements:
+        """Return the measurements with every time longer by its factor."""
+        buckets = tuple(
+            replace(
+                bucket,
+                ready_s=bucket.ready_s * self.compute,
+                options=tuple(one and self._applied(one) for one in bucket.options),
+            )
+            for bucket in facts.buckets
+        )
+        compute_s, backward_s = facts.compute_s * self.compute, facts.backward_s * self.compute
+        return StepMeasurements(buckets, compute_s, backward_s, facts.stolen)
+
+    def _applied(self, one: Option) -> Option:
+        messages = tuple(
+            replace(m, busy_s=m.busy_s * self.messages, latency_s=m.latency_s * self.messages) for m in one.messages
+        )
+        return replace(one, turns_s=tuple(s * self.encode for s in one.turns_s), messages=messages)
+
+
+def _options(facts: StepMeasurements, picked: Sequence[int]) -> list[Option]:
+    return [bucket.option(c) for bucket, c in zip(facts.buckets, picked, strict=True)]
+
+
+def _within(measured: float, expected: float) -> float:
+    """Return measured / expected, at most `_MOST` and at least its inverse; 1 where either is nothing."""
+    if measured <= 0 or expected <= 0:
+        return 1.0
+    return min(_MOST, max(1 / _MOST, measured / expected))
+
+
+def _messages(step_s: Callable[[float], float], wanted_s: float) -> float:
+    """Return the factor nearest to 1 with which `step_s`, which grows with it, comes to `wanted_s`."""
+    here = step_s(1.0)
+    if abs(here - wanted_s) <= _ENOUGH * wanted_s:
+        return 1.0
+    longer = here < wanted_s
+    near, far = 0.0, 1.0  # exponents of `_MOST`, or of its inverse: not enough, and enough
+    for _ in range(_HALVINGS):
+        middle = (near + far) / 2
+        factor = _MOST ** (middle if longer else -middle)
+        enough = step_s(factor) >= wanted_s * (1 - _ENOUGH) if longer else step_s(factor) <= wanted_s * (1 + _ENOUGH)
+        near, far = (near, middle) if enough else (middle, far)
+    return float(_MOST ** (far if longer else -far))
