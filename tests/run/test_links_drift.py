@@ -419,7 +419,7 @@ def test_a_thousand_steady_steps_change_nothing(world) -> None:
     assert len(here.told) == 1 and here.rehearsed == [0]
     longer = [(1.15 * compute_s * n, 1.15 * exposed_s * n, encode_s) for n in noise]
     walk(exchanger, longer)
-    assert len(here.told) == 2 and "steps compute " in here.told[1] and "forecast: compute " in here.told[1]
+    assert len(here.told) == 2 and "steps compute " in here.told[1] and "expected: compute " in here.told[1]
     assert exchanger._decision is not None
     assert exchanger._decision.best.step_s == pytest.approx(1.15 * (compute_s + exposed_s), rel=0.08)
     assert exchanger.plan == before and here.kept == [], "nor is the forecast that was made"

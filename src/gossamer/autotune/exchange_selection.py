@@ -280,29 +280,33 @@ class ExchangeSelector:
     def _recalibrated(self, step: int, times: StepTimes) -> Replan | None:
         """Correct the measurements by what steps took, and return what is then worth a change."""
         assert self._decision is not None and self._links is not None and self._steps.expected is not None
-        said = f"steps {_told(times)}, forecast: {_told(self._steps.expected)}"
-        if self.engine.device.type != "cpu":
-            times = replace(times, encode_s=0.0)  # the thread's own time says nothing of what the device encodes
+        said = f"steps {_told(times)}, expected: {_told(self._steps.expected)}"
         best, before = self._decision.best, self.plan
         found = Calibration.fit(best.facts, best.picked, times)
         self._slowed = self._slowed.then(found)
         self._facts = tuple(found.applied(one) for one in self._facts)
-        self._decide(self._links)
+        decision, now = self._decide(self._links), best.on(found.applied(best.facts))
         said += f" ({found.show()})"
-        now = best.on(found.applied(best.facts))
-        if self._decision.replaces(now) and (changed := self._replaced(before, step, said)) is not None:
-            self._watch.begin_anew(self.pump)
-            self._expect()
-            return changed
-        self._decision, self.plan = replace(self._decision, best=now), before  # with the forecast it was chosen by
-        self.tell(f"{said}; the exchange stays", step)
+        if decision.written != before.exchange and decision.replaces(now):
+            if (changed := self._replaced(before, step, said)) is not None:
+                self._watch.begin_anew(self.pump)
+                self._expect()
+                return changed
+        else:
+            self.plan = before  # with the forecast that its exchange was chosen by
+            self.tell(f"{said}; the exchange stays", step)
+        self._decision = replace(decision, best=now)
         self._steps.begin_anew(self.pump, times)
         return None
 
     def _expect(self) -> None:
-        """Expect steps as the decision forecasts them, where its buckets are sent and nothing else is waited for."""
+        """Expect steps as the decision forecasts them, where its buckets are sent and nothing else is waited for.
+
+        Nothing is expected of a device that computes beside the host, whose clock does not say what a step computes.
+        """
         plan, decision = self.plan, self._decision
         waits = plan.mesh.in_stages or self.methods.sharding.is_sharded or not self.methods.sync.is_plain
+        waits |= self.engine.device.type != "cpu"
         if waits or plan.adapted_from or decision is None or plan.buckets != decision.buckets:
             self._steps.begin_anew(self.pump, None)
         else:
