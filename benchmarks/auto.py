@@ -115,6 +115,7 @@ def main() -> None:
     read.add_argument("--json", action="store_true", help="nothing but the last line")
     read.add_argument("--lab", action="store_true", help="measured on links of the laboratory")
     read.add_argument("--settings", default="", help="of the laboratory; all by default")
+    read.add_argument("--by-hand", default="", help="of the laboratory: names, such as int8,ACP; all by default")
     read.add_argument("--turns", type=int, default=5)
     read.add_argument("--steps", type=int, default=8, help="of a round in the laboratory, after two that do not count")
     asked = read.parse_args()
@@ -141,7 +142,8 @@ def in_lab(asked: argparse.Namespace) -> None:
 
     settings = [lab.Setting.read(text) for text in asked.settings.split(",") if text] or lab.SETTINGS
     rows = list[dict[str, Any]]()
-    for row in lab.rows(settings, lab.BY_HAND, turns=asked.turns, steps=asked.steps, say=print_aside):
+    named = [one for one in lab.BY_HAND if any(part in one.name for part in asked.by_hand.split(","))]
+    for row in lab.rows(settings, named, turns=asked.turns, steps=asked.steps, say=print_aside):
         rows.append(row)
         if not asked.json:
             print_aside(json.dumps(row, indent=1))
